@@ -1,0 +1,46 @@
+# Short on purpose: each target sets up what it needs by itself.
+# TORCH names the torch to install: where the default index only has the CUDA build, pass a CPU build of your own choice
+# (a wheel file or an index option works too):  make setup TORCH=/path/to/torch-cpu.whl
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+ARGS   ?=
+BIN     = $(VENV)/bin
+STAMP   = $(VENV)/.headrace-setup
+
+.PHONY: setup serve test test-slow test-mutants check bench proto clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+serve: $(STAMP)
+	$(BIN)/headrace serve $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -q -m "slow" $(ARGS)
+
+test-mutants: $(STAMP)
+	$(BIN)/python tests/mutants/run.py $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/house
+
+bench: $(STAMP)
+	$(BIN)/python bench/run.py $(ARGS)
+
+proto: $(STAMP)
+	$(BIN)/python tools/make_proto.py
+
+clean:
+	rm -rf .venv .venv-ci build dist .mypy_cache .ruff_cache .pytest_cache

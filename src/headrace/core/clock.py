@@ -1,0 +1,11 @@
+"""The clock everybody is given. Policy code takes `now` as an argument and never reads one itself."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Monotonic seconds. `time.monotonic` is one; the simulator's virtual clock is another."""
+
+    def __call__(self) -> float: ...

@@ -1,0 +1,23 @@
+"""Why a sequence ended, in OpenAI's words where they exist."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    """An end token, a stop token id or (decided in the gateway) a stop string."""
+    LENGTH = "length"
+    """max_tokens or the model's context is used up."""
+    CANCELLED = "cancelled"
+    """The client left, or the stream that carried the request died."""
+    DEADLINE = "deadline"
+    """The request's deadline passed; what was generated until then was delivered."""
+    ERROR = "error"
+    """This sequence failed; the message travels beside it."""
+
+    @property
+    def is_answer(self) -> bool:
+        """True when the client got what it asked for (the value OpenAI's `finish_reason` may show)."""
+        return self in (FinishReason.STOP, FinishReason.LENGTH)

@@ -1,0 +1,43 @@
+"""Block identity: a keyed 128-bit hash chain, the same in every process.
+
+H(parent, salt, adapter digest, tokens, modality digests). One function for the prefix tree, host and disk tiers, disaggregation and
+the router. Keyed so that a client who can choose tokens cannot choose hashes; the salt separates tenants. Never Python's `hash()`,
+which differs between processes and is 64 bits.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NewType
+
+BlockHash = NewType("BlockHash", bytes)
+DIGEST_BYTES = 16
+
+
+def chain_root(key: bytes, *, salt: bytes = b"", adapter_digest: bytes = b"") -> BlockHash:
+    """The parent of a sequence's first block. Everything but the tokens enters here, once.
+
+    key             secret of the deployment, at most 64 bytes; replicas that share blocks share it
+    salt            tenant's salt; equal salts share blocks
+    adapter_digest  content digest of the LoRA adapter, empty without one
+    """
+    if len(key) > 64:
+        raise ValueError("key must be at most 64 bytes")
+    state = blake2b(digest_size=DIGEST_BYTES, key=key, person=b"headrace-root")
+    for part in (salt, adapter_digest):
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return BlockHash(state.digest())
+
+
+def block_hash(parent: BlockHash, token_ids: Sequence[int], modality_digests: Sequence[bytes] = ()) -> BlockHash:
+    """Identity of one full block: its parent's identity and its own tokens (each 4 bytes, little endian)."""
+    state = blake2b(parent, digest_size=DIGEST_BYTES, person=b"headrace-block")
+    tokens = token_ids if isinstance(token_ids, array) and token_ids.typecode == "i" else array("i", token_ids)
+    state.update(tokens.tobytes())
+    for digest in modality_digests:
+        state.update(len(digest).to_bytes(8, "little"))
+        state.update(digest)
+    return BlockHash(state.digest())

@@ -1,0 +1,20 @@
+"""Names for the integers and strings that must not be mixed up."""
+
+from __future__ import annotations
+
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+"""One request inside the system. Always made by the gateway, never taken from a client header."""
+
+SeqId = NewType("SeqId", int)
+"""One token stream inside one engine process; `n = 4` makes four. Never reused while the process lives."""
+
+SlotId = NewType("SlotId", int)
+"""A row of the runner's persistent state, held by a sequence from its first plan to its end; reused afterwards."""
+
+BlockId = NewType("BlockId", int)
+"""A KV block of one KV group's pool. Block 0 of every pool is the pad block and is never handed out."""
+
+GroupId = NewType("GroupId", int)
+"""Index into the model's `kv_groups`."""

@@ -1,0 +1,33 @@
+"""What a model says about its KV cache: groups of layers that share one block table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers whose keys and values live in blocks of one shape and one lifetime.
+
+    layers       indices of the model's layers, ascending
+    kv_heads     key/value heads held by this rank
+    head_dim     elements per head
+    dtype_bytes  bytes per element of the cache
+    window       tokens a query sees, itself included; None = everything before it
+    state_bytes  fixed bytes per sequence beside the blocks (recurrent layers); 0 for attention
+    """
+
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+    window: int | None = None
+    state_bytes: int = 0
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block over all layers of the group, keys and values."""
+        return len(self.layers) * 2 * block_size * self.kv_heads * self.head_dim * self.dtype_bytes
+
+    def tokens_needed(self, num_tokens: int) -> int:
+        """Tokens of a sequence of `num_tokens` that must be resident at once."""
+        return num_tokens if self.window is None else min(num_tokens, self.window)

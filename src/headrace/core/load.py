@@ -1,0 +1,44 @@
+"""What a replica says of itself: plain integers and floats, sent in snapshots, exported once by whoever owns the metrics page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Monotonic since the engine process started."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_hit_tokens: int = 0
+    prefix_cache_query_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    finished: dict[str, int] = field(default_factory=dict)
+    """FinishReason value -> sequences."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSnapshot:
+    """A replica at one moment.
+
+    kv_blocks_*        summed over KV groups; free + cached + used == total
+    step_age_s         seconds the running step has taken so far; None when idle
+    step_predicted_s   what the loop expects of it
+    loop_age_s         seconds since the loop last turned or woke (idle loops wake regularly)
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_blocks_free: int
+    kv_blocks_cached: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    counters: EngineCounters
+    step_age_s: float | None = None
+    step_predicted_s: float = 0.0
+    loop_age_s: float = 0.0
+    step_seconds: tuple[float, ...] = ()
+    """Durations of the steps committed since the previous snapshot, for the step histogram."""

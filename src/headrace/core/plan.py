@@ -1,0 +1,128 @@
+"""The two values that pass between policy and tensors: a step's Plan and its Result.
+
+A plan is flat columns: no object per sequence or row, so that it is cheap to build, can be printed, compared, dumped and replayed, and
+crosses a process boundary without pickle (`core.plan_codec`). The runner keeps what does not change (token ids, parameters, block
+tables) in per-slot state; a plan carries only the changes.
+
+Order in which a runner applies a plan:
+  1. `ended` slots are forgotten          4. block moves are made, in order
+  2. `started` slots are filled           5. one forward over all rows, KV written
+  3. block-table entries are written      6. rows with `samples` = 1 sample their next token, which the slot remembers
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from headrace.core.ids import SlotId
+from headrace.core.sampling import SamplingParams
+
+
+def int_column(values: Sequence[int] = ()) -> array[int]:
+    """32-bit column; numpy and torch read it without a copy (`numpy.frombuffer`)."""
+    return array("i", values)
+
+
+class MoveKind(IntEnum):
+    COPY = 0
+    """Block to block inside one group: copy-on-write of a forked sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A sequence's facts, sent once, in the plan in which it takes a slot.
+
+    token_ids          known ids: prompt, then outputs so far (a resumed sequence has some)
+    num_prompt_tokens  how many of them are prompt
+    params             checked, seed drawn
+    index              sequence index within its request: 0..n-1, part of the random key
+    """
+
+    slot: SlotId
+    token_ids: array[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One step.
+
+    Rows, one per sequence computed this step (equal lengths):
+      slots          sequence slot
+      starts         absolute position of the first token computed
+      counts         tokens computed, >= 1
+      samples        1: sample one token after the row's last position. The tokens come from the slot's ids; position p of a slot
+                     is either known since `started` or was sampled by an earlier plan, so a plan never needs the ids themselves
+      adapter_slots  0 = base model
+      mask_slots     -1 = no grammar mask
+
+    Block-table writes, one entry per newly held block: table[group][slot, index] = block.
+    Block moves: kind, group, source block, target block.
+    ended  slots whose sequence left since the previous plan
+    """
+
+    step_id: int
+    slots: array[int] = field(default_factory=int_column)
+    starts: array[int] = field(default_factory=int_column)
+    counts: array[int] = field(default_factory=int_column)
+    samples: array[int] = field(default_factory=int_column)
+    adapter_slots: array[int] = field(default_factory=int_column)
+    mask_slots: array[int] = field(default_factory=int_column)
+    table_groups: array[int] = field(default_factory=int_column)
+    table_slots: array[int] = field(default_factory=int_column)
+    table_indices: array[int] = field(default_factory=int_column)
+    table_blocks: array[int] = field(default_factory=int_column)
+    move_kinds: array[int] = field(default_factory=int_column)
+    move_groups: array[int] = field(default_factory=int_column)
+    move_sources: array[int] = field(default_factory=int_column)
+    move_targets: array[int] = field(default_factory=int_column)
+    started: tuple[Started, ...] = ()
+    ended: array[int] = field(default_factory=int_column)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, under the raw model distribution (before penalties, temperature and filters).
+
+    logprob       of the token that stands there
+    rank          1 = it was the most probable
+    top_ids, top_logprobs   the k best, descending
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a step produced, row by row in the plan's order.
+
+    token_counts     per row, 0..k tokens
+    token_ids        all rows' tokens, flat
+    logprobs         one entry per token in `token_ids`, or empty when no row asked
+    prompt_logprobs  (row, entries for the prompt positions computed this step: position start+1 .. start+count of the row, prompt only)
+    errors           (row, message): this sequence alone failed; it produced no token
+    """
+
+    step_id: int
+    token_counts: array[int]
+    token_ids: array[int]
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()
+    errors: tuple[tuple[int, str], ...] = ()

@@ -1,0 +1,181 @@
+"""Sampling parameters and their rules, in one place for every front end.
+
+Names, defaults and meaning follow vLLM's `SamplingParams` and OpenAI's API. `checked()` is the only validator: HTTP, gRPC and the
+offline API all call it, and the engine calls it again with the model's vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from headrace.core.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+MAX_N = 64
+MAX_STOP = 16
+MAX_STOP_BYTES = 1024
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_SEED = 2**63 - 1
+MAX_OUTPUT_TOKENS = 2**24
+GREEDY_EPSILON = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when a sequence ends.
+
+    n                    sequences per prompt
+    temperature          0 means greedy
+    top_p, top_k, min_p  filters, applied in this order after temperature; top_k 0 or -1 = off
+    presence_penalty     subtracted once from logits of tokens already generated
+    frequency_penalty    subtracted times their count among the generated tokens
+    repetition_penalty   divides positive, multiplies negative logits of tokens in prompt or output (1 = off)
+    logit_bias           token id -> added to its logit
+    seed                 None: the gateway (or `LLM`) draws one and sends it, so that a replay can repeat the run
+    max_tokens           None: as many as the context leaves
+    min_tokens           end tokens and stop token ids are masked before this many; stop strings are not matched before
+    stop                 strings that end the output; never part of it unless include_stop_str_in_output
+    stop_token_ids       ids that end the output beside the model's end tokens
+    ignore_eos           the model's end tokens are ordinary tokens
+    logprobs             None: off; k: the chosen token's log-probability and the k best
+    prompt_logprobs      the same for every prompt token but the first (such a request ignores prefix hits)
+    skip_special_tokens  control tokens are left out of the text
+    detokenize           False: token ids only (offline API)
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        elif not isinstance(self.stop, tuple):
+            object.__setattr__(self, "stop", tuple(self.stop or ()))
+        if not isinstance(self.stop_token_ids, tuple):
+            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_EPSILON
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    def checked(self, *, vocab_size: int | None = None) -> SamplingParams:
+        """This value if every rule holds.
+
+        vocab_size  when known, token ids in logit_bias and stop_token_ids are held against it
+
+        Raises: InvalidRequest naming the first field that breaks a rule.
+        """
+        _check_numbers(self)
+        _check_stops(self)
+        _check_token_ids(self, vocab_size)
+        return self
+
+    def with_(self, **changes: Any) -> SamplingParams:
+        return replace(self, **changes)
+
+
+def params_from_mapping(given: Mapping[str, Any], *, defaults: SamplingParams | None = None) -> SamplingParams:
+    """Parameters from decoded fields; keys not named in `given` keep `defaults`. Raises InvalidRequest for an unknown key."""
+    known = {f.name for f in fields(SamplingParams)}
+    for key in given:
+        if key not in known:
+            raise InvalidRequest(key, "a known sampling parameter", key, f"Known: {', '.join(sorted(known))}.")
+    return replace(defaults or SamplingParams(), **given)
+
+
+def _check_int(name: str, value: object, low: int, high: int, remedy: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidRequest(name, f"an integer with {low} <= {name} <= {high}", value, remedy)
+
+
+def _check_float(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
+    """low <= value <= high; with `above` low itself is outside. NaN and infinities never pass."""
+    rule = f"a number with {low:g} {'<' if above else '<='} {name} <= {high:g}"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high:
+        raise InvalidRequest(name, rule, value)
+    if above and value == low:
+        raise InvalidRequest(name, rule, value)
+
+
+def _check_numbers(p: SamplingParams) -> None:
+    _check_int("n", p.n, 1, MAX_N, "Send several requests for more.")
+    _check_float("temperature", p.temperature, 0.0, 2.0)
+    _check_float("top_p", p.top_p, 0.0, 1.0, above=True)
+    _check_int("top_k", p.top_k, -1, 2**31 - 1, "0 or -1 switches it off.")
+    _check_float("min_p", p.min_p, 0.0, 1.0)
+    _check_float("presence_penalty", p.presence_penalty, -2.0, 2.0)
+    _check_float("frequency_penalty", p.frequency_penalty, -2.0, 2.0)
+    _check_float("repetition_penalty", p.repetition_penalty, 0.0, 10.0, above=True)
+    if p.seed is not None:
+        _check_int("seed", p.seed, -MAX_SEED - 1, MAX_SEED)
+    if p.max_tokens is not None:
+        _check_int("max_tokens", p.max_tokens, 1, MAX_OUTPUT_TOKENS)
+    _check_int("min_tokens", p.min_tokens, 0, MAX_OUTPUT_TOKENS)
+    if p.max_tokens is not None and p.min_tokens > p.max_tokens:
+        raise InvalidRequest("min_tokens", f"min_tokens <= max_tokens ({p.max_tokens})", p.min_tokens)
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(p, name) is not None:
+            _check_int(name, getattr(p, name), 0, MAX_LOGPROBS)
+    for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "detokenize"):
+        if not isinstance(getattr(p, name), bool):
+            raise InvalidRequest(name, "true or false", getattr(p, name))
+
+
+def _check_stops(p: SamplingParams) -> None:
+    if len(p.stop) > MAX_STOP:
+        raise InvalidRequest("stop", f"at most {MAX_STOP} strings", len(p.stop))
+    for text in p.stop:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequest("stop", "non-empty strings", text)
+        if len(text.encode("utf-8", "surrogatepass")) > MAX_STOP_BYTES:
+            raise InvalidRequest("stop", f"each string at most {MAX_STOP_BYTES} bytes", text)
+    if p.stop and not p.detokenize:
+        raise InvalidRequest("stop", "detokenize=True when stop strings are given", list(p.stop), "Use stop_token_ids instead.")
+
+
+def _check_token_ids(p: SamplingParams, vocab_size: int | None) -> None:
+    if len(p.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids", len(p.stop_token_ids))
+    if not isinstance(p.logit_bias, Mapping):
+        raise InvalidRequest("logit_bias", "a map from token id to bias", p.logit_bias)
+    if len(p.logit_bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequest("logit_bias", f"at most {MAX_LOGIT_BIAS} entries", len(p.logit_bias))
+    for bias in p.logit_bias.values():
+        _check_float("logit_bias", bias, -100.0, 100.0)
+    check_token_ids("stop_token_ids", p.stop_token_ids, vocab_size)
+    check_token_ids("logit_bias", tuple(p.logit_bias), vocab_size)
+
+
+def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int | None) -> None:
+    """Raise InvalidRequest unless every id is an integer of the vocabulary."""
+    high = (vocab_size or 2**31) - 1
+    for token_id in token_ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id <= high:
+            raise InvalidRequest(name, f"token ids with 0 <= id <= {high}", token_id)

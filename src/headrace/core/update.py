@@ -1,0 +1,49 @@
+"""What the engine says about a sequence after a commit: the outbox's currency, the same for the wire and the offline API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.core.finish import FinishReason
+from headrace.core.ids import RequestId
+from headrace.core.plan import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceUpdate:
+    """New tokens of one sequence, or its end.
+
+    index            sequence within the request
+    token_ids        new tokens, possibly none; an end token that finished the sequence IS included
+    logprobs         one per token, or empty
+    prompt_logprobs  entries for prompt positions 1.. in order, arriving over one or more updates
+    finish           set exactly once, on the last update
+    stop_token_id    the token that ended it, if one did (an end token's text is not part of the answer)
+    error            message beside FinishReason.ERROR
+    num_cached_tokens  prompt tokens taken from the prefix cache; set on the update that carries the first token
+    queue_time_s     arrival at the engine to first scheduled; set on the same update
+    """
+
+    request_id: RequestId
+    epoch: int
+    index: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+    num_cached_tokens: int | None = None
+    queue_time_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """The engine's final no to a whole request, before anything ran; the gateway may re-route it.
+
+    error  the InvalidRequest or Overloaded to show, as the engine raised it
+    """
+
+    request_id: RequestId
+    epoch: int
+    error: Exception

@@ -1,0 +1,95 @@
+"""What one engine process is told at start. Decoded by the command line (`cli.config`), resolved once, never changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.core.errors import ConfigError
+
+QUEUE_POLICIES = ("fcfs", "priority", "sjf", "fair")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+KERNELS = ("auto", "numba", "reference")
+BATCHING = ("continuous", "static")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One replica.
+
+    model                   local folder in the Hugging Face layout (the fleet resolves hub ids to folders)
+    dtype                   "auto": what the checkpoint says, or float32 where this machine computes bfloat16 in software
+    load_format             "dummy": random weights from config.json
+    max_model_len           None: the model's own
+    max_num_seqs            sequences computed in one step
+    max_num_batched_tokens  tokens computed in one step: prefill chunks fill what decode leaves
+    max_waiting             requests that may wait; one more is refused with a retry time
+    block_size              tokens per KV block
+    num_kv_blocks           None: from `memory_fraction` of what the machine and its cgroup leave
+    kv_cache_bytes          None: see num_kv_blocks
+    memory_fraction         share of the available memory for weights + KV
+    enable_prefix_caching, enable_chunked_prefill   plain twins when False
+    queue_policy            fcfs | priority | sjf | fair
+    batching                "static" is the comparison baseline: a batch is filled, run to its end, then the next
+    depth                   plans that may be uncommitted: 1 plain, 2 overlapped
+    kernels                 "numba" | "reference" | "auto"
+    num_threads             None: from the cores and the cgroup
+    device                  "cpu" | "cuda"
+    seed                    of `dummy` weights
+    """
+
+    model: str
+    dtype: str = "auto"
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_waiting: int = 1024
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+    memory_fraction: float = 0.5
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    queue_policy: str = "fcfs"
+    batching: str = "continuous"
+    depth: int = 1
+    kernels: str = "auto"
+    num_threads: int | None = None
+    device: str = "cpu"
+    seed: int = 0
+
+    def checked(self) -> EngineConfig:
+        """This value if its rules hold. Raises ConfigError naming the option, the value and the remedy."""
+        for name, allowed in (
+            ("dtype", DTYPES),
+            ("load_format", LOAD_FORMATS),
+            ("queue_policy", QUEUE_POLICIES),
+            ("batching", BATCHING),
+            ("kernels", KERNELS),
+            ("device", ("cpu", "cuda")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(name, f"{getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        for name, low, high in (
+            ("max_num_seqs", 1, 4096),
+            ("max_num_batched_tokens", 1, 2**20),
+            ("max_waiting", 1, 10**6),
+            ("block_size", 1, 2**20),
+            ("depth", 1, 2),
+        ):
+            if not low <= getattr(self, name) <= high:
+                raise ConfigError(name, f"{getattr(self, name)} is outside {low}..{high}")
+        for name in ("max_model_len", "num_kv_blocks", "kv_cache_bytes", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(name, f"{value} is not positive")
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise ConfigError("memory_fraction", f"{self.memory_fraction} is outside 0..1", "It is a share of the available memory.")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                "max_num_batched_tokens",
+                f"{self.max_num_batched_tokens} is less than max_num_seqs ({self.max_num_seqs})",
+                "Every running sequence needs one token per step.",
+            )
+        return self

@@ -1,0 +1,1 @@
+"""The lab: load generator and fake engine on the real loop."""

@@ -1,0 +1,1 @@
+"""One signature set: `reference` (plain torch, the truth), `cpu` (Numba)."""

@@ -1,0 +1,1 @@
+"""Text: tokenizers, chat templates, incremental detokenizing, stop strings. Knows no HTTP and no tensors."""

@@ -1,0 +1,1 @@
+"""The wire: protos, generated messages, codec between core values and frames."""
