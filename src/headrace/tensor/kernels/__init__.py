@@ -1,1 +1,85 @@
-"""One signature set: `reference` (plain torch, the truth), `cpu` (Numba)."""
+"""The one signature set of the compute kernels, and the table of those who implement it.
+
+`reference` is plain torch and the truth; `cpu` is Numba and a library GEMM. A model is given a `Kernels` and never asks which one.
+Shape letters: see `tensor.batch`; E hidden size, F feed-forward size, V vocabulary. Implementations are compared with `reference` in
+tests/tensor/kernels.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Linear(Protocol):
+    """A weight prepared for multiplication: called with x [T, in], returns a new [T, out] of x's dtype."""
+
+    in_features: int
+    out_features: int
+    weight_bytes: int
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class Kernels(Protocol):
+    """Every operation of a transformer block that is worth writing by hand. No argument is kept; outputs are fresh unless said."""
+
+    name: str
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Prepare weight [out, in] (and bias [out]) once. The caller may drop its own reference afterwards."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Tensor:
+        """Root-mean-square norm over the last dim, computed in float32, times weight, in x's dtype.
+
+        With `residual` [T, E]: residual += x in place first, and the sum is what is normed. x may be [T, E] or [T, heads, D].
+        Models whose checkpoints store (weight - 1) add the 1 at load.
+        """
+        ...
+
+    def rotary(self, query: Tensor, key: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
+        """Rotate query [T, H, D] and key [T, K, D] in place (half-split layout, as Hugging Face Llama).
+
+        cos_sin [max_positions, rotary_dim] float32: first half cos, second half sin. rotary_dim <= D; the rest of D is left alone.
+        """
+        ...
+
+    def scatter_kv(self, key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+        """Write key, value [T, K, D] into cache [B, 2, S, K, D] at slot_mapping [T] int64."""
+        ...
+
+    def attention(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        row_starts: Tensor,
+        context_lens: Tensor,
+        *,
+        max_count: int,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Causal attention of a ragged batch over the paged cache, which already holds this step's keys and values.
+
+        query [T, H, D]; block_table [R, M] int32; row_starts [R + 1] int32; context_lens [R] int32. The query token i of row r stands
+        at position context_lens[r] - (row_starts[r + 1] - row_starts[r]) + i and sees positions (p - window, p]. Returns [T, H, D].
+        """
+        ...
+
+    def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
+        """act(gate) * up for gate_up [T, 2F] = gate | up; activation "silu" or "gelu_tanh". Returns [T, F]."""
+        ...
+
+
+_IMPLEMENTATIONS = {"reference": "headrace.tensor.kernels.reference", "numba": "headrace.tensor.kernels.cpu"}
+
+
+def load_kernels(name: str) -> Kernels:
+    """The named implementation; importing it is what may be slow (Numba)."""
+    kernels: Kernels = import_module(_IMPLEMENTATIONS[name]).KERNELS
+    return kernels

@@ -1,0 +1,36 @@
+"""What everybody may know of a loaded model without touching a tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.core.kvgroup import KvGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """Facts of one loaded model on one replica.
+
+    architecture      `architectures[0]` of config.json
+    max_model_len     resolved: never more than the KV pool can hold for one sequence
+    eos_token_ids     from generation_config.json, else config.json
+    num_blocks        per KV group, pad block included
+    weight_bytes      read by one decode step (for MBU)
+    sampling_defaults from generation_config.json: temperature, top_p, top_k, repetition_penalty, ...
+    digests           hex content digests: model, tokenizer, template
+    decided           what was chosen at start and why, one line each, for people
+    """
+
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    kv_groups: tuple[KvGroup, ...]
+    block_size: int
+    num_blocks: tuple[int, ...]
+    dtype: str
+    weight_bytes: int
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    decided: tuple[str, ...] = ()
