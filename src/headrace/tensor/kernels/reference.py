@@ -1,0 +1,139 @@
+"""The kernels in plain torch: the truth the others are compared with.
+
+Written for the reader, not for speed: every row is taken alone, its blocks are gathered, and attention is an explicit masked softmax in
+float32. Runs wherever torch runs (cpu, cuda) in float32, bfloat16 and float16. It reads exactly what a row may see: unused slots of a
+block, the pad block and stale block-table entries before a window never enter a sum, so garbage (NaN) there cannot leak.
+
+Shape letters: see `tensor.batch`. The fast twin is `tensor.kernels.cpu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+class PlainLinear:
+    """y = x @ weight.T + bias, the weight kept as it came."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        self.out_features, self.in_features = weight.shape
+        self.weight_bytes = weight.numel() * weight.element_size()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class ReferenceKernels:
+    """Implements `Kernels`; holds no state."""
+
+    name = "reference"
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PlainLinear:
+        return PlainLinear(weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Tensor:
+        if residual is not None:
+            x = residual.add_(x)
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+        return (wide * scale * weight.float()).to(x.dtype)
+
+    def rotary(self, query: Tensor, key: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
+        cos, sin = cos_sin[positions].float().chunk(2, dim=-1)  # [T, rotary_dim / 2] each
+        for heads in (query, key):
+            _rotate(heads, cos[:, None, :], sin[:, None, :])
+
+    def scatter_kv(self, key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+        block_size = cache.shape[2]
+        used = slot_mapping >= 0  # negative: a padding row
+        slots = slot_mapping[used]
+        blocks, offsets = slots // block_size, slots % block_size
+        cache[blocks, 0, offsets] = key[used].to(cache.dtype)
+        cache[blocks, 1, offsets] = value[used].to(cache.dtype)
+
+    def attention(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        row_starts: Tensor,
+        context_lens: Tensor,
+        *,
+        max_count: int,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        out = torch.zeros_like(query)
+        starts, contexts = row_starts.tolist(), context_lens.tolist()
+        for row, context in enumerate(contexts):
+            start, end = starts[row], starts[row + 1]
+            if start == end:
+                continue
+            first_position = context - (end - start)
+            first_seen = 0 if window is None else max(0, first_position - window + 1)
+            key, value = gather_context(cache, block_table[row], first_seen, context)
+            mask = causal_mask(first_position, first_seen, context, window, query.device)
+            out[start:end] = masked_attention(query[start:end], key, value, mask, scale, softcap)
+        return out
+
+    def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return (ACTIVATIONS[activation](gate.float()) * up.float()).to(gate_up.dtype)
+
+
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate heads [T, N, D] in place by cos, sin [T, 1, rotary_dim / 2]: the pair is (first half, second half)."""
+    half = cos.shape[-1]
+    first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    heads[..., : 2 * half] = turned.to(heads.dtype)
+
+
+def gather_context(cache: Tensor, blocks: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of positions [first, last) of one row, each [last - first, K, D], copied out of cache [B, 2, S, K, D].
+
+    blocks [M] is the row's part of the block table. Only blocks that hold a wanted position are read.
+    """
+    block_size = cache.shape[2]
+    positions = torch.arange(first, last, device=cache.device)
+    ids = blocks[positions // block_size].long()
+    offsets = positions % block_size
+    return cache[ids, 0, offsets], cache[ids, 1, offsets]
+
+
+def causal_mask(first_position: int, first_seen: int, context: int, window: int | None, device: torch.device) -> Tensor:
+    """[count, seen] bool, True where the query at `first_position + i` sees the key at `first_seen + j`."""
+    query_position = torch.arange(first_position, context, device=device)[:, None]
+    key_position = torch.arange(first_seen, context, device=device)[None, :]
+    mask = key_position <= query_position
+    if window is not None:
+        mask &= key_position > query_position - window
+    return mask
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """softmax(cap(query key^T * scale)) value in float32; query [n, H, D], key and value [seen, K, D], mask [n, seen] -> [n, H, D].
+
+    cap(s) = softcap * tanh(s / softcap), before the mask (Gemma 2). Query head h reads key/value head h // (H / K).
+    """
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, dim=1).float(), value.repeat_interleave(group, dim=1).float()
+    scores = torch.einsum("nhd,shd->hns", query.float(), key) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hns,shd->nhd", weights, value).to(query.dtype)
+
+
+KERNELS = ReferenceKernels()
