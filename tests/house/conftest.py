@@ -1,0 +1,13 @@
+"""The source of the house, read once."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.house.reader import SOURCE, Module, read_package
+
+
+@pytest.fixture(scope="session")
+def house() -> dict[str, Module]:
+    """Every module of headrace by dotted name."""
+    return read_package(SOURCE, "headrace")

@@ -1,0 +1,91 @@
+"""The floors of the house: who may import whom, and which packages of other people.
+
+docs/architecture.md says the same in prose; test_floors.py holds the source against this table. A module is judged by the longest row
+that is a prefix of its name, so `headrace.engine.loop` has stricter rules than `headrace.engine`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """What one package may import.
+
+    ours    prefixes of our own modules, beside the package itself
+    third   top-level names of other people's packages
+    lazy    the same, but only inside functions (or under TYPE_CHECKING)
+    """
+
+    ours: tuple[str, ...] = ()
+    third: tuple[str, ...] = ()
+    lazy: tuple[str, ...] = ()
+
+
+def _ours(*names: str) -> tuple[str, ...]:
+    return tuple(f"headrace.{name}" for name in names)
+
+
+GROUND = _ours("core", "text", "wire", "observe")
+EVERYTHING = ("headrace",)
+
+FLOORS: dict[str, Floor] = {
+    # 0 words
+    "headrace.core": Floor(),
+    # 1 ground
+    "headrace.text": Floor(_ours("core"), ("tokenizers",), ("transformers", "jinja2")),
+    "headrace.wire": Floor(_ours("core"), ("google", "grpc")),
+    "headrace.observe": Floor(_ours("core"), ("prometheus_client",), ("opentelemetry",)),
+    # 2 policy, tensors
+    "headrace.policy": Floor(_ours("core")),
+    "headrace.tensor": Floor(_ours("core"), ("torch", "numpy", "safetensors", "numba", "llvmlite"), ("triton",)),
+    "headrace.tensor.kernels": Floor(_ours("core", "tensor.batch"), ("torch", "numpy", "numba", "llvmlite"), ("triton",)),
+    # 3 engine: the loop knows no tensor, the runner no socket
+    "headrace.engine": Floor(_ours("core", "policy", "tensor", "wire", "observe"), ("torch",), ("grpc", "uvloop", "llguidance")),
+    "headrace.engine.config": Floor(_ours("core")),
+    "headrace.engine.loop": Floor(_ours("core", "policy")),
+    "headrace.engine.runner": Floor(_ours("core", "tensor", "engine.config", "engine.loop"), ("torch", "numpy")),
+    "headrace.engine.build": Floor(_ours("core", "policy", "tensor", "engine"), ("torch", "numpy")),
+    "headrace.engine.grammar": Floor(_ours("core"), (), ("llguidance", "torch", "numpy")),
+    "headrace.engine.server": Floor(_ours("core", "policy", "wire", "observe", "engine.config", "engine.loop"), ("grpc",), ("uvloop",)),
+    # 4 edges
+    "headrace.gateway": Floor((*GROUND, *_ours("policy")), ("starlette", "uvicorn", "msgspec", "aiohttp", "grpc"), ("uvloop", "httptools")),
+    "headrace.fleet": Floor((*GROUND, *_ours("policy")), ("grpc",), ("huggingface_hub", "ray", "kubernetes_asyncio", "obstore", "aiohttp")),
+    # 5 roof
+    "headrace.lab": Floor(
+        _ours("core", "text", "wire", "observe", "policy", "engine.config", "engine.loop", "engine.server", "gateway", "fleet"),
+        ("aiohttp", "grpc"),
+        ("msgspec", "uvicorn", "starlette"),
+    ),
+    "headrace.llm": Floor(_ours("core", "text", "policy", "tensor", "engine"), (), ()),
+    "headrace.cli": Floor(EVERYTHING, ("typer",), ("rich", "yaml", "msgspec", "psutil", "aiohttp", "numba", "torch", "uvicorn")),
+    "headrace.console": Floor(EVERYTHING),
+    # the door: exports lazily
+    "headrace": Floor((), (), ()),
+}
+
+DOOR_EXPORTS = _ours("llm", "core.sampling")
+"""What `headrace/__init__` names for people, by string or under TYPE_CHECKING only."""
+
+POLICY_STDLIB = frozenset(
+    ("__future__", "abc", "array", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq")
+    + ("itertools", "math", "operator", "types", "typing")
+)
+"""All that pure decisions need: no clock, no socket, no thread, no randomness of their own."""
+
+
+def floor_of(module: str) -> tuple[str, Floor]:
+    """The longest row that is a prefix of `module`. Raises KeyError for a package without a row."""
+    parts = module.split(".")
+    for length in range(len(parts), 1, -1):
+        row = ".".join(parts[:length])
+        if row in FLOORS:
+            return row, FLOORS[row]
+    if module == "headrace":
+        return module, FLOORS[module]
+    raise KeyError(module)
+
+
+def is_within(module: str, prefix: str) -> bool:
+    return module == prefix or module.startswith(prefix + ".")

@@ -1,0 +1,109 @@
+"""Imports point downwards only. Every import of every file is read, function bodies included."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from tests.house.floors import DOOR_EXPORTS, POLICY_STDLIB, Floor, floor_of, is_within
+from tests.house.reader import ROOT, Import, Module, find_cycles, read_source
+
+
+def _is_ours(target: str) -> bool:
+    return is_within(target, "headrace")
+
+
+def _verdict(module: str, row: str, floor: Floor, found: Import) -> str | None:
+    """Why this import breaks the floor, or None."""
+    target = found.target
+    if _is_ours(target):
+        within = row != "headrace" and is_within(target, row)
+        if target == "headrace" or within or any(is_within(target, prefix) for prefix in floor.ours):
+            return None
+        if module == "headrace" and target in DOOR_EXPORTS and (found.is_lazy or found.is_typing):
+            return None
+        return f"{row} may import of ours only: {', '.join(floor.ours) or 'nothing'}"
+    top = target.split(".")[0]
+    if top in sys.stdlib_module_names:
+        if is_within(module, "headrace.policy") and top not in POLICY_STDLIB and not found.is_typing:
+            return "pure decisions use no clock, socket, thread or random numbers of their own"
+        return None
+    if top in floor.third:
+        return None
+    if top in floor.lazy:
+        return None if found.is_lazy or found.is_typing else f"{row} may import {top} only inside a function"
+    return f"{row} may import of other people's only: {', '.join(floor.third) or 'nothing'}; lazily: {', '.join(floor.lazy) or 'nothing'}"
+
+
+def _broken(house: dict[str, Module]) -> Iterator[str]:
+    for module in house.values():
+        row, floor = floor_of(module.name)
+        for found in module.imports:
+            if verdict := _verdict(module.name, row, floor, found):
+                yield f"{module.shown_path}:{found.line} imports {found.target}: {verdict}"
+
+
+def test_imports_point_downwards_only(house: dict[str, Module]) -> None:
+    broken = list(_broken(house))
+    assert not broken, "\n" + "\n".join(broken)
+
+
+def test_every_package_has_a_floor(house: dict[str, Module]) -> None:
+    for name in house:
+        floor_of(name)
+
+
+def test_modules_import_each_other_in_no_cycle(house: dict[str, Module]) -> None:
+    edges = {
+        name: {found.target for found in module.imports if found.target in house and found.target != name and not found.is_typing}
+        for name, module in house.items()
+    }
+    cycles = find_cycles(edges)
+    assert not cycles, "modules that import each other: " + "; ".join(" <-> ".join(cycle) for cycle in cycles)
+
+
+def test_architecture_page_names_every_package(house: dict[str, Module]) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    packages = {name.split(".")[1] for name in house if name.count(".") >= 1}
+    missing = sorted(name for name in packages if f"`{name}`" not in page and f"`{name}.py`" not in page)
+    assert not missing, f"docs/architecture.md does not name: {', '.join(missing)}"
+
+
+def test_reader_sees_imports_wherever_they_stand() -> None:
+    text = (
+        "import a.b\nfrom . import c\nfrom .d import e\nfrom typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    import f\n"
+        "def late():\n    import g\n    __import__('h')\n    importlib.import_module('i.j')\n"
+        "class K:\n    def m(self):\n        from ..l import x\n"
+    )
+    found = {entry.target: entry for entry in read_source(text, "p.q.r", frozenset({"p.q.c"}))}
+    assert set(found) == {"a.b", "p.q.c", "p.q.d", "typing", "f", "g", "h", "i.j", "p.l"}
+    assert [name for name, entry in found.items() if entry.is_lazy] == ["g", "h", "i.j", "p.l"]
+    assert [name for name, entry in found.items() if entry.is_typing] == ["f"]
+
+
+def test_floors_refuse_planted_imports() -> None:
+    planted = [
+        ("headrace.core.ids", "import torch"),
+        ("headrace.policy.queues", "def late():\n    import time"),
+        ("headrace.policy.queues", "from headrace.tensor import batch"),
+        ("headrace.engine.loop", "def late():\n    import numpy"),
+        ("headrace.engine.loop", "from headrace.wire import codec"),
+        ("headrace.text.templates", "import transformers"),
+        ("headrace.tensor.kernels.numba_attention", "from headrace.tensor.models import llama"),
+        ("headrace.tensor.models.llama", "from headrace.engine import config"),
+        ("headrace.gateway.app", "import torch"),
+        ("headrace.gateway.app", "from headrace.engine.config import EngineConfig"),
+        ("headrace.lab.loadgen", "import torch"),
+        ("headrace", "from headrace.llm import LLM"),
+    ]
+    for module, text in planted:
+        row, floor = floor_of(module)
+        (found,) = read_source(text, module)
+        assert _verdict(module, row, floor, found), f"{module}: {text!r} should be refused"
+    assert _verdict("headrace.text.templates", *floor_of("headrace.text"), read_source("def f():\n import transformers", "x")[0]) is None
+
+
+def test_cycles_are_found() -> None:
+    assert find_cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+    assert find_cycles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
