@@ -68,10 +68,8 @@ FLOORS: dict[str, Floor] = {
 DOOR_EXPORTS = _ours("llm", "core.sampling")
 """What `headrace/__init__` names for people, by string or under TYPE_CHECKING only."""
 
-POLICY_STDLIB = frozenset(
-    ("__future__", "abc", "array", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq")
-    + ("itertools", "math", "operator", "types", "typing")
-)
+_CONTAINERS = {"array", "bisect", "collections", "dataclasses", "enum", "heapq", "types"}
+POLICY_STDLIB = _CONTAINERS | {"__future__", "abc", "functools", "hashlib", "itertools", "math", "operator", "typing"}
 """All that pure decisions need: no clock, no socket, no thread, no randomness of their own."""
 
 
