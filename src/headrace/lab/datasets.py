@@ -1,0 +1,64 @@
+"""Prompts for load tests, as token ids so that lengths are exact. Seeded; nothing is downloaded.
+
+Ids are drawn from [low_id, high_id): the lowest ids of most vocabularies are control tokens and single bytes.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """prompt_ids to send and output tokens to ask for."""
+
+    prompt_ids: tuple[int, ...]
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Lengths of a data set.
+
+    input_tokens, output_tokens  mean lengths, prefix included
+    spread                       0..1: each length is drawn evenly from mean * (1 - spread) .. mean * (1 + spread), as vLLM's range ratio
+    prefix_tokens, num_prefixes  prefix_tokens > 0: each prompt begins with one of num_prefixes fixed runs (shared system prompts)
+    """
+
+    input_tokens: int
+    output_tokens: int
+    spread: float = 0.0
+    prefix_tokens: int = 0
+    num_prefixes: int = 1
+    low_id: int = 300
+    high_id: int = 2000
+
+    def checked(self) -> Shape:
+        """This value if its rules hold. Raises ValueError."""
+        if min(self.input_tokens, self.output_tokens, self.num_prefixes) < 1 or not 0.0 <= self.spread <= 1.0:
+            raise ValueError(f"lengths and num_prefixes must be positive and spread within 0..1: {self}")
+        if not 0 <= self.low_id < self.high_id:
+            raise ValueError(f"token ids need 0 <= low ({self.low_id}) < high ({self.high_id})")
+        if not 0 <= self.prefix_tokens < self.input_tokens:
+            raise ValueError(f"prefix_tokens ({self.prefix_tokens}) must be less than input_tokens ({self.input_tokens})")
+        return self
+
+
+def make_requests(num_requests: int, shape: Shape, *, seed: int = 0) -> list[LoadRequest]:
+    """Random prompts of `shape`. The same seed gives the same prompts."""
+    shape.checked()
+    draw = random.Random(seed)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(shape.low_id, shape.high_id) for _ in range(count))
+
+    def length(mean: int) -> int:
+        return max(1, draw.randint(int(mean * (1 - shape.spread)), int(mean * (1 + shape.spread))))
+
+    prefixes = [ids(shape.prefix_tokens) for _ in range(shape.num_prefixes)]
+    requests = []
+    for _ in range(num_requests):
+        prefix = draw.choice(prefixes)
+        requests.append(LoadRequest(prefix + ids(length(shape.input_tokens - shape.prefix_tokens)), length(shape.output_tokens)))
+    return requests

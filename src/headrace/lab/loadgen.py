@@ -1,0 +1,169 @@
+"""An open-loop load generator for any OpenAI-compatible server: sends on its own schedule, whatever the server does.
+
+Times every chunk that carries text, with one monotonic clock. What the records mean is said in `lab.metrics`; schedules come from
+`lab.arrivals`, prompts from `lab.datasets`. A server that is slow does not slow the schedule down; a client that is late reports its lag.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from headrace.lab.datasets import LoadRequest
+from headrace.lab.metrics import RequestRecord
+
+MAX_LINE_BYTES = 1 << 20
+SPIN_S = 0.002
+"""How early a sleeping sender wakes; it then yields until its moment, because timers of an event loop are about a millisecond late."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Who is asked, and how.
+
+    url              server's root, e.g. http://127.0.0.1:8000
+    model            the `model` field
+    api_key          sent as a bearer token when given
+    timeout_s        a request without its end by then has failed
+    max_concurrency  None: truly open loop; else at most so many in flight, waiting counted from the intended time
+    sampling         further fields of the body, e.g. {"temperature": 0}
+    """
+
+    url: str
+    model: str
+    api_key: str | None = None
+    timeout_s: float = 600.0
+    max_concurrency: int | None = None
+    sampling: dict[str, float | int | bool] = field(default_factory=lambda: {"temperature": 0, "ignore_eos": True})
+
+
+@dataclass(slots=True)
+class _Trace:
+    """What one request has seen so far."""
+
+    sent_s: float | None = None
+    chunk_s: list[float] = field(default_factory=list)
+    status: int | None = None
+    usage: dict[str, int] = field(default_factory=dict)
+
+
+async def run_load(
+    target: Target,
+    requests: Sequence[LoadRequest],
+    send_times_s: Sequence[float],
+    *,
+    on_end: Callable[[RequestRecord], None] = lambda record: None,
+) -> list[RequestRecord]:
+    """Send each request at its time and wait for all. Returns records in the order of `requests`; failures are records too."""
+    if len(requests) != len(send_times_s):
+        raise ValueError(f"{len(requests)} requests for {len(send_times_s)} send times")
+    gate = asyncio.Semaphore(target.max_concurrency) if target.max_concurrency else contextlib.nullcontext()
+    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    # One pool without a limit: a client that queues for connections would be a closed loop.
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=target.timeout_s)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers, read_bufsize=MAX_LINE_BYTES) as session:
+        begin_s = time.monotonic() + 2 * SPIN_S
+
+        async def one(request: LoadRequest, offset_s: float) -> RequestRecord:
+            intended_s = begin_s + offset_s
+            await _sleep_until(intended_s)
+            async with gate:
+                record = await _measure(session, target, request, intended_s)
+            on_end(record)
+            return record
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(request, offset)) for request, offset in zip(requests, send_times_s, strict=True)]
+    return [task.result() for task in tasks]
+
+
+async def _sleep_until(moment_s: float) -> None:
+    while (left_s := moment_s - time.monotonic()) > 0:
+        await asyncio.sleep(left_s - SPIN_S if left_s > SPIN_S else 0)
+
+
+async def _measure(session: aiohttp.ClientSession, target: Target, request: LoadRequest, intended_s: float) -> RequestRecord:
+    trace = _Trace()
+    error: str | None = None
+    try:
+        async with asyncio.timeout_at(asyncio.get_running_loop().time() + target.timeout_s - max(0.0, time.monotonic() - intended_s)):
+            error = await _stream(session, target, request, trace)
+    except TimeoutError:
+        error = "timeout"
+    except (aiohttp.ClientError, OSError) as failure:
+        error = f"connection: {type(failure).__name__}"
+    prompt_details = trace.usage.get("cached_tokens", 0)
+    return RequestRecord(
+        intended_s=intended_s,
+        sent_s=trace.sent_s,
+        chunk_s=tuple(trace.chunk_s),
+        end_s=time.monotonic(),
+        prompt_tokens=trace.usage.get("prompt_tokens", len(request.prompt_ids)),
+        cached_tokens=prompt_details,
+        output_tokens=trace.usage.get("completion_tokens", len(trace.chunk_s)),
+        status=trace.status,
+        error=error,
+    )
+
+
+async def _stream(session: aiohttp.ClientSession, target: Target, request: LoadRequest, trace: _Trace) -> str | None:
+    """Run one streamed completion into `trace`. Returns what went wrong, None when the answer arrived whole."""
+    body = {
+        "model": target.model,
+        "prompt": list(request.prompt_ids),
+        "max_tokens": request.output_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **target.sampling,
+    }
+    trace.sent_s = time.monotonic()
+    async with session.post(f"{target.url.rstrip('/')}/v1/completions", json=body) as response:
+        trace.status = response.status
+        if response.status != 200:
+            return f"{response.status} {_reason(await response.text())}"
+        async for data in events(response.content):
+            if data == "[DONE]":
+                return None
+            if failure := _take(json.loads(data), trace):
+                return failure
+    return "stream ended early"
+
+
+def _take(chunk: dict[str, object], trace: _Trace) -> str | None:
+    """One decoded chunk into the trace; the server's in-band error, if it is one."""
+    if "error" in chunk:
+        return f"in-band {_reason(json.dumps(chunk))}"
+    choices = chunk.get("choices")
+    if isinstance(choices, list) and any(choice.get("text") for choice in choices):
+        trace.chunk_s.append(time.monotonic())
+    usage = chunk.get("usage")
+    if isinstance(usage, dict):
+        trace.usage = {name: value for name, value in usage.items() if isinstance(value, int)}
+        details = usage.get("prompt_tokens_details")
+        if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
+            trace.usage["cached_tokens"] = details["cached_tokens"]
+    return None
+
+
+def _reason(body: str) -> str:
+    """Short, groupable name of an OpenAI error body."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error.get("code") or error.get("type") or "error")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "error"
+
+
+async def events(stream: aiohttp.StreamReader) -> AsyncIterator[str]:
+    """`data:` payloads of a server-sent event stream; comments (keep-alives) and other fields are skipped."""
+    async for line in stream:
+        text = line.decode("utf-8").rstrip("\r\n")
+        if text.startswith("data:"):
+            yield text[5:].lstrip(" ")

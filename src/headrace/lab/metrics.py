@@ -1,0 +1,237 @@
+"""What a load test reports, computed from what the client saw. Pure: no clock, no socket, no randomness.
+
+Formulas are those of `vllm bench serve`, with two differences that make them stricter:
+  - every latency starts at the *intended* send time, so a client that falls behind cannot hide a slow server (coordinated omission);
+  - a request that failed or timed out counts as +infinity in every percentile instead of being left out.
+
+    TTFT  = first chunk with text - intended send
+    E2EL  = last chunk - intended send
+    TPOT  = (E2EL - TTFT) / (output tokens - 1), one number per request; requests of one token have none (0 for goodput)
+    ITL   = every gap between two chunks, pooled over all requests; a request that failed adds one infinite gap
+    stall = the longest gap inside one request
+
+Where a server puts several tokens into one chunk, ITL hides it and TPOT does not. Read `lab.loadgen` for where records come from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+QUANTILES = (0.5, 0.9, 0.99, 0.999)
+Z_95 = 1.959964
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """One request as the client saw it. Times are seconds on one monotonic clock.
+
+    intended_s     when the arrival process wanted it sent
+    sent_s         when the client began to send it; None if it never did
+    chunk_s        arrival of each chunk that carried text, ascending
+    end_s          when the stream ended or the client gave up
+    output_tokens  as the server's usage says, else the number of chunks
+    status         HTTP status; None when no answer came
+    error          None when the answer arrived whole
+    """
+
+    intended_s: float
+    sent_s: float | None
+    chunk_s: tuple[float, ...] = ()
+    end_s: float
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    status: int | None = None
+    error: str | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.error is None
+
+    @property
+    def was_refused(self) -> bool:
+        """Turned away before any work: overload or no replica."""
+        return self.status in (429, 503)
+
+    @property
+    def ttft_s(self) -> float:
+        return (self.chunk_s[0] if self.chunk_s else self.end_s) - self.intended_s if self.is_finished else math.inf
+
+    @property
+    def e2el_s(self) -> float:
+        return (self.chunk_s[-1] if self.chunk_s else self.end_s) - self.intended_s if self.is_finished else math.inf
+
+    @property
+    def tpot_s(self) -> float | None:
+        """None for a finished request of at most one token."""
+        if not self.is_finished:
+            return math.inf
+        return (self.e2el_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+    @property
+    def gaps_s(self) -> list[float]:
+        gaps = [later - earlier for earlier, later in pairwise(self.chunk_s)]
+        return gaps if self.is_finished else [*gaps, math.inf]
+
+    @property
+    def max_stall_s(self) -> float:
+        return max(self.gaps_s, default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Limits in seconds; None = no limit."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2el_s: float | None = None
+
+    def is_met_by(self, record: RequestRecord) -> bool:
+        """All limits hold; a failed request meets none. A request of one token has TPOT 0."""
+        pairs = ((self.ttft_s, record.ttft_s), (self.tpot_s, record.tpot_s or 0.0), (self.e2el_s, record.e2el_s))
+        return record.is_finished and all(limit is None or value <= limit for limit, value in pairs)
+
+
+def parse_slo(words: Iterable[str]) -> Slo:
+    """`("ttft:300", "tpot:50")`, milliseconds as vLLM's `--goodput` has them. Raises ValueError naming the word."""
+    limits: dict[str, float] = {}
+    for word in words:
+        name, colon, value = word.partition(":")
+        try:
+            limit_ms = float(value)
+        except ValueError:
+            limit_ms = math.nan
+        if name not in ("ttft", "tpot", "e2el") or not colon or not limit_ms > 0:
+            raise ValueError(f"{word!r} is not one of ttft:MS, tpot:MS, e2el:MS with MS > 0")
+        limits[f"{name}_s"] = limit_ms / 1000
+    return Slo(**limits)
+
+
+def percentile(ordered: Sequence[float], quantile: float) -> float:
+    """Linear interpolation between ranks (numpy's default), safe with infinities. `ordered` ascending; nan when empty."""
+    if not ordered:
+        return math.nan
+    rank = quantile * (len(ordered) - 1)
+    low = int(rank)
+    share = rank - low
+    if share == 0.0 or ordered[low] == ordered[low + 1]:
+        return ordered[low]
+    return math.inf if math.isinf(ordered[low + 1]) else ordered[low] + share * (ordered[low + 1] - ordered[low])
+
+
+def percentile_interval(ordered: Sequence[float], quantile: float) -> tuple[float, float]:
+    """95 % confidence interval of a quantile from order statistics (binomial ranks, normal approximation); no distribution assumed."""
+    if not ordered:
+        return math.nan, math.nan
+    count = len(ordered)
+    half = Z_95 * math.sqrt(count * quantile * (1 - quantile))
+    low = math.floor(count * quantile - half)
+    high = math.ceil(count * quantile + half)
+    return ordered[min(max(low, 0), count - 1)], ordered[min(max(high, 0), count - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Count, mean and quantiles of one measure, in the unit of its samples."""
+
+    count: int
+    mean: float
+    max: float
+    quantiles: Mapping[str, float] = field(default_factory=dict)
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+
+def distribution(samples: Iterable[float]) -> Distribution:
+    ordered = sorted(samples)
+    names = {quantile: f"p{quantile * 100:g}" for quantile in QUANTILES}
+    return Distribution(
+        count=len(ordered),
+        mean=math.fsum(ordered) / len(ordered) if ordered else math.nan,
+        max=ordered[-1] if ordered else math.nan,
+        quantiles={name: percentile(ordered, quantile) for quantile, name in names.items()},
+        intervals={name: percentile_interval(ordered, quantile) for quantile, name in names.items()},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """One load test. Rates are per second of `duration_s`: first intended send to last end.
+
+    offered, admitted, finished  requests intended / not refused with 429 or 503 / answered whole
+    goodput                      requests per second that met the SLO; None without one
+    client_lag_s                 the client's own delay between intended and real send
+    """
+
+    duration_s: float
+    offered: int
+    admitted: int
+    finished: int
+    peak_concurrency: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    request_throughput: float
+    output_throughput: float
+    total_throughput: float
+    goodput: float | None
+    ttft_s: Distribution
+    tpot_s: Distribution
+    itl_s: Distribution
+    e2el_s: Distribution
+    max_stall_s: Distribution
+    client_lag_s: Distribution
+    errors: Mapping[str, int]
+
+    @property
+    def is_valid(self) -> bool:
+        """False when the client itself was late (p99 of its lag over 1 ms): such a run says little about the server's tail."""
+        return self.client_lag_s.quantiles["p99"] < 1e-3
+
+
+def summarize(records: Sequence[RequestRecord], slo: Slo | None = None) -> LoadReport:
+    """The report over all records. Raises ValueError without any."""
+    if not records:
+        raise ValueError("no request was made")
+    finished = [record for record in records if record.is_finished]
+    duration_s = max(record.end_s for record in records) - min(record.intended_s for record in records)
+    per_second = 1.0 / duration_s if duration_s > 0 else math.nan
+    prompt_tokens = sum(record.prompt_tokens for record in finished)
+    output_tokens = sum(record.output_tokens for record in finished)
+    errors: dict[str, int] = {}
+    for record in records:
+        if record.error is not None:
+            errors[record.error] = errors.get(record.error, 0) + 1
+    return LoadReport(
+        duration_s=duration_s,
+        offered=len(records),
+        admitted=sum(not record.was_refused for record in records),
+        finished=len(finished),
+        peak_concurrency=peak_concurrency(records),
+        prompt_tokens=prompt_tokens,
+        cached_tokens=sum(record.cached_tokens for record in finished),
+        output_tokens=output_tokens,
+        request_throughput=len(finished) * per_second,
+        output_throughput=output_tokens * per_second,
+        total_throughput=(prompt_tokens + output_tokens) * per_second,
+        goodput=None if slo is None else sum(slo.is_met_by(record) for record in records) * per_second,
+        ttft_s=distribution(record.ttft_s for record in records),
+        tpot_s=distribution(tpot for record in records if (tpot := record.tpot_s) is not None),
+        itl_s=distribution(gap for record in records for gap in record.gaps_s),
+        e2el_s=distribution(record.e2el_s for record in records),
+        max_stall_s=distribution(record.max_stall_s for record in records),
+        client_lag_s=distribution(record.sent_s - record.intended_s for record in records if record.sent_s is not None),
+        errors=errors,
+    )
+
+
+def peak_concurrency(records: Iterable[RequestRecord]) -> int:
+    """Most requests in flight at once; one that ends when another begins is not counted twice."""
+    events = [event for r in records if r.sent_s is not None for event in ((r.sent_s, 1), (r.end_s, -1))]
+    running = peak = 0
+    for _, change in sorted(events):
+        running += change
+        peak = max(peak, running)
+    return peak

@@ -1,0 +1,129 @@
+"""The load generator against small real servers on loopback that answer, refuse, stall and break."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from headrace.lab.datasets import Shape, make_requests
+from headrace.lab.loadgen import Target, run_load
+from headrace.lab.metrics import RequestRecord, summarize
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def serving(handler: Handler) -> AsyncIterator[str]:
+    """An HTTP server on an ephemeral loopback port. Yields its root URL."""
+    app = web.Application()
+    app.router.add_post("/v1/completions", handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def stream(request: web.Request, chunks: list[dict[str, object] | str]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for chunk in chunks:
+        text = chunk if isinstance(chunk, str) else f"data: {json.dumps(chunk)}\n\n"
+        await response.write(text.encode())
+    return response
+
+
+def text_chunk(text: str) -> dict[str, object]:
+    return {"choices": [{"index": 0, "text": text}]}
+
+
+USAGE: dict[str, object] = {
+    "choices": [],
+    "usage": {"prompt_tokens": 8, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 6}},
+}
+
+
+async def load(handler: Handler, count: int = 4, *, timeout_s: float = 30.0, max_concurrency: int | None = None) -> list[RequestRecord]:
+    requests = make_requests(count, Shape(input_tokens=8, output_tokens=5))
+    async with serving(handler) as url:
+        target = Target(url=url, model="m", timeout_s=timeout_s, max_concurrency=max_concurrency, api_key="secret")
+        return await run_load(target, requests, [0.01 * n for n in range(count)])
+
+
+async def test_streams_are_timed_and_counted_by_the_servers_usage() -> None:
+    seen: list[dict[str, object]] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        seen.append({**await request.json(), "key": request.headers["Authorization"]})
+        return await stream(request, [": keep-alive\n\n", text_chunk(""), text_chunk("a"), text_chunk("bc"), USAGE, "data: [DONE]\n\n"])
+
+    records = await load(handler)
+    assert all(record.error is None and record.status == 200 for record in records)
+    assert [len(record.chunk_s) for record in records] == [2, 2, 2, 2]  # the empty chunk is no first token
+    assert {(record.prompt_tokens, record.cached_tokens, record.output_tokens) for record in records} == {(8, 6, 5)}
+    assert all(record.sent_s is not None and record.intended_s <= record.sent_s <= record.chunk_s[0] <= record.end_s for record in records)
+    assert seen[0]["key"] == "Bearer secret"
+    assert (seen[0]["max_tokens"], seen[0]["ignore_eos"], seen[0]["stream"]) == (5, True, True)
+
+
+async def test_schedule_does_not_wait_for_a_slow_server() -> None:
+    arrived = 0
+    all_there = asyncio.Event()
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        nonlocal arrived
+        arrived += 1
+        if arrived == 8:
+            all_there.set()
+        await all_there.wait()  # answers nobody until everybody is in flight: a closed loop would hang here
+        return await stream(request, [text_chunk("a"), "data: [DONE]\n\n"])
+
+    report = summarize(await load(handler, 8))
+    assert (report.finished, report.peak_concurrency) == (8, 8)
+
+
+async def test_limited_concurrency_counts_waiting_from_the_intended_time() -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(0.05)
+        return await stream(request, [text_chunk("a"), "data: [DONE]\n\n"])
+
+    records = await load(handler, 4, max_concurrency=1)
+    assert summarize(records).peak_concurrency == 1
+    assert records[-1].ttft_s >= 4 * 0.05 - 3 * 0.01
+
+
+async def test_every_way_to_fail_is_a_record() -> None:
+    number = 0
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        nonlocal number
+        number += 1
+        if number == 1:
+            return web.json_response({"error": {"code": "overloaded", "type": "rate_limit_error"}}, status=429)
+        if number == 2:
+            return await stream(request, [text_chunk("a")])
+        if number == 3:
+            return await stream(request, [text_chunk("a"), {"error": {"code": "replica_lost"}}, "data: [DONE]\n\n"])
+        await asyncio.sleep(60)
+        raise AssertionError("the client should have left")
+
+    records = await load(handler, 4, timeout_s=0.5)
+    assert [record.error for record in records] == ["429 overloaded", "stream ended early", "in-band replica_lost", "timeout"]
+    report = summarize(records)
+    assert (report.offered, report.admitted, report.finished) == (4, 3, 0)
+    assert math.isinf(report.ttft_s.quantiles["p50"])
+
+
+async def test_nobody_listening_is_a_failure_and_no_exception() -> None:
+    requests = make_requests(1, Shape(input_tokens=2, output_tokens=1))
+    (record,) = await run_load(Target(url="http://127.0.0.1:9", model="m"), requests, [0.0])
+    assert record.error is not None
+    assert record.error.startswith("connection")
