@@ -1,0 +1,221 @@
+"""The gateway's end of the wire: one connection to one replica, kept for ever, and a stream of updates per request.
+
+ReplicaClient owns the connection (it reconnects with back-off until closed), knows the replica's last hello and load, and hands every
+request a ReplicaStream. When the connection dies, every open stream raises Unavailable: nothing is lost silently, retrying is the
+caller's decision. Single-threaded: everything here runs on one asyncio loop. The frames themselves are `wire.session`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from headrace.core.clock import Clock
+from headrace.core.errors import HeadraceError, InvalidRequest, Unavailable
+from headrace.core.finish import FinishReason
+from headrace.core.ids import RequestId
+from headrace.core.load import LoadSnapshot
+from headrace.core.model_info import ModelInfo
+from headrace.core.request import EngineRequest
+from headrace.wire import headrace_pb2 as pb
+from headrace.wire.codec import decode_model_info
+from headrace.wire.service import SILENT_AFTER_S, Expectation, check_model, check_protocol
+from headrace.wire.session import Session
+from headrace.wire.stream import ReplicaStream
+from headrace.wire.target import parse_target
+
+FIRST_RETRY_S = 0.05
+LAST_RETRY_S = 1.0
+
+
+class ReplicaState(StrEnum):
+    DOWN = "down"
+    """No connection, or a hello that does not fit; `reason` says which."""
+    CONNECTED = "connected"
+    DRAINING = "draining"
+    """Takes no new work; running streams go on."""
+    SILENT = "silent"
+    """Connected, but heartbeats are missing: send nothing new, the process may be stopped or dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaInfo:
+    """A replica's hello. `instance_id` changes whenever the engine process starts anew."""
+
+    instance_id: str
+    replica: str
+    model: ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class SeenLoad:
+    """The last load snapshot and the moment (this client's clock) it arrived."""
+
+    load: LoadSnapshot
+    received_s: float
+
+
+class ReplicaClient:
+    """One replica as the gateway sees it. Use as `async with ReplicaClient(target) as replica:` or start() and close()."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        name: str = "",
+        token: str | None = None,
+        expect: Expectation | None = None,
+        on_load: Callable[[LoadSnapshot], None] | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """
+        target   "unix:/path" or loopback "host:port" (then with a token)
+        name     for messages; the target itself by default
+        expect   what the replica's hello must match, else it stays DOWN with the mismatch as its reason
+        on_load  called with every snapshot, so that each step's duration is counted once
+
+        Raises: ConfigError for a target the wire refuses.
+        """
+        self.target = parse_target(target, token)
+        self.name = name or target
+        self.reason = "not connected yet"
+        self._expect = expect or Expectation()
+        self._on_load = on_load
+        self._clock = clock
+        self._session: Session | None = None
+        self._streams: dict[RequestId, ReplicaStream] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self.info: ReplicaInfo | None = None
+        self.snapshot: SeenLoad | None = None
+
+    async def __aenter__(self) -> ReplicaClient:
+        self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    def start(self) -> None:
+        """Begins to connect, in the background."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._keep_connected(), name=f"replica {self.name}")
+
+    async def close(self) -> None:
+        """Ends the connection; open streams raise Unavailable."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    @property
+    def state(self) -> ReplicaState:
+        session = self._session
+        if session is None or not session.is_open:
+            return ReplicaState.DOWN
+        if self._clock() - session.last_frame_s > SILENT_AFTER_S:
+            return ReplicaState.SILENT
+        return ReplicaState.DRAINING if session.is_draining else ReplicaState.CONNECTED
+
+    @property
+    def num_open(self) -> int:
+        """Requests submitted here that have not ended."""
+        return len(self._streams)
+
+    @property
+    def num_sent_since_snapshot(self) -> int:
+        """Requests sent that the last snapshot cannot know of yet."""
+        return self._session.num_unseen if self._session else 0
+
+    @property
+    def num_sent_tokens_since_snapshot(self) -> int:
+        """Their prompt tokens."""
+        return self._session.num_unseen_tokens if self._session else 0
+
+    async def wait_connected(self, timeout_s: float) -> ReplicaInfo:
+        """The hello, as soon as there is a connection. Raises Unavailable with the last reason after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.info is None or self.state is ReplicaState.DOWN:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise Unavailable(f"replica {self.name} is down: {self.reason}") from None
+        return self.info
+
+    def submit(self, request: EngineRequest) -> ReplicaStream:
+        """Sends `request`; its updates, or its Rejected, arrive through the stream.
+
+        Raises: Unavailable when the replica takes no work now, InvalidRequest for what the wire cannot carry or an id already open.
+        """
+        state = self.state
+        if self._session is None or state is not ReplicaState.CONNECTED:
+            why = self.reason if state is ReplicaState.DOWN else "takes no new work"
+            raise Unavailable(f"replica {self.name} is {state.value}: {why}")
+        if request.request_id in self._streams:
+            raise InvalidRequest("request_id", "an id that is not open on this replica", request.request_id)
+        handle = self._session.send_submit(request)
+        stream = ReplicaStream(request, handle, on_end=self._ended, on_leave=self.cancel)
+        self._streams[request.request_id] = stream
+        self._session.streams[handle] = stream
+        return stream
+
+    def cancel(self, request_id: RequestId) -> None:
+        """The client left: the engine frees everything, the stream ends. Unknown ids are ignored."""
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            if self._session is not None:
+                self._session.send_cancel(stream.handle)
+            stream.end()
+
+    def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason) -> None:
+        """The gateway ended one sequence (a stop string): `keep_tokens` of its output count. Later news of it is dropped."""
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            if self._session is not None:
+                self._session.send_finish(stream.handle, index, keep_tokens, reason)
+            stream.end_sequence(index)
+
+    def _ended(self, stream: ReplicaStream) -> None:
+        self._streams.pop(stream.request_id, None)
+        if self._session is not None:
+            self._session.streams.pop(stream.handle, None)
+
+    async def _keep_connected(self) -> None:
+        retry_s = FIRST_RETRY_S
+        try:
+            while True:
+                session = Session(self.target, self._expect, on_hello=self._take_hello, on_load=self._take_load, clock=self._clock)
+                self._session = session
+                try:
+                    await session.run()
+                except HeadraceError as error:
+                    self.reason = str(error)
+                retry_s = FIRST_RETRY_S if self.info is not None else min(LAST_RETRY_S, 2 * retry_s)
+                self._lose()
+                await asyncio.sleep(retry_s * random.uniform(0.8, 1.2))
+        finally:
+            self.reason = "closed"
+            self._lose()
+
+    def _take_hello(self, hello: pb.EngineHello) -> None:
+        check_protocol(hello.protocol_version, "the engine")
+        model = decode_model_info(hello.model)
+        check_model(model, self._expect)
+        self.info = ReplicaInfo(hello.instance_id, hello.replica, model)
+        self._changed.set()
+
+    def _take_load(self, load: LoadSnapshot) -> None:
+        self.snapshot = SeenLoad(load, self._clock())
+        if self._on_load is not None:
+            self._on_load(load)
+
+    def _lose(self) -> None:
+        """Forgets the connection. The next one may lead to another process: neither hello nor load is carried over."""
+        self._session, self.info, self.snapshot = None, None, None
+        for stream in list(self._streams.values()):
+            stream.fail(Unavailable(f"replica {self.name} was lost while it worked on this request ({self.reason}); it can be sent again"))

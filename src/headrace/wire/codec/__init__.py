@@ -1,0 +1,29 @@
+"""Core values <-> wire messages. Pure functions, one module per kind of value; docs/wire.md has the rules.
+
+Encoding refuses what the wire cannot carry with InvalidRequest; decoding checks the schema (equal columns, rows in range, known enum
+values) and raises MalformedFrame. The rules of the values themselves live in core and are applied by the engine.
+"""
+
+from __future__ import annotations
+
+from headrace.wire.codec.load import decode_load, encode_load
+from headrace.wire.codec.model import decode_model_info, encode_model_info
+from headrace.wire.codec.rejected import decode_rejected, encode_rejected
+from headrace.wire.codec.request import decode_finish, decode_submit, encode_cancel, encode_finish, encode_submit
+from headrace.wire.codec.update import decode_updates, encode_updates
+
+__all__ = [
+    "decode_finish",
+    "decode_load",
+    "decode_model_info",
+    "decode_rejected",
+    "decode_submit",
+    "decode_updates",
+    "encode_cancel",
+    "encode_finish",
+    "encode_load",
+    "encode_model_info",
+    "encode_rejected",
+    "encode_submit",
+    "encode_updates",
+]

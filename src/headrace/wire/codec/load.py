@@ -1,0 +1,58 @@
+"""LoadSnapshot <-> Load."""
+
+from __future__ import annotations
+
+from headrace.core.load import EngineCounters, LoadSnapshot
+from headrace.wire import headrace_pb2 as pb
+
+
+def encode_load(snapshot: LoadSnapshot) -> pb.Load:
+    counters = snapshot.counters
+    return pb.Load(
+        num_running=snapshot.num_running,
+        num_waiting=snapshot.num_waiting,
+        kv_blocks_free=snapshot.kv_blocks_free,
+        kv_blocks_cached=snapshot.kv_blocks_cached,
+        kv_blocks_used=snapshot.kv_blocks_used,
+        kv_blocks_total=snapshot.kv_blocks_total,
+        step_age_s=snapshot.step_age_s,
+        step_predicted_s=snapshot.step_predicted_s,
+        loop_age_s=snapshot.loop_age_s,
+        step_seconds=snapshot.step_seconds,
+        counters=pb.Counters(
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            prefix_cache_hit_tokens=counters.prefix_cache_hit_tokens,
+            prefix_cache_query_tokens=counters.prefix_cache_query_tokens,
+            preemptions=counters.preemptions,
+            steps=counters.steps,
+            step_seconds=counters.step_seconds,
+            finished=counters.finished,
+        ),
+    )
+
+
+def decode_load(message: pb.Load) -> LoadSnapshot:
+    counters = message.counters
+    return LoadSnapshot(
+        num_running=message.num_running,
+        num_waiting=message.num_waiting,
+        kv_blocks_free=message.kv_blocks_free,
+        kv_blocks_cached=message.kv_blocks_cached,
+        kv_blocks_used=message.kv_blocks_used,
+        kv_blocks_total=message.kv_blocks_total,
+        step_age_s=message.step_age_s if message.HasField("step_age_s") else None,
+        step_predicted_s=message.step_predicted_s,
+        loop_age_s=message.loop_age_s,
+        step_seconds=tuple(message.step_seconds),
+        counters=EngineCounters(
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            prefix_cache_hit_tokens=counters.prefix_cache_hit_tokens,
+            prefix_cache_query_tokens=counters.prefix_cache_query_tokens,
+            preemptions=counters.preemptions,
+            steps=counters.steps,
+            step_seconds=counters.step_seconds,
+            finished=dict(counters.finished),
+        ),
+    )

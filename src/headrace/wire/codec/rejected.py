@@ -1,0 +1,88 @@
+"""An engine's refusal <-> Rejected. The error arrives at the gateway as the class, fields and message it was raised with."""
+
+from __future__ import annotations
+
+from headrace.core.errors import (
+    DeadlineExceeded,
+    HeadraceError,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    RequestTooLarge,
+    SequenceFailed,
+    Unavailable,
+)
+from headrace.wire import headrace_pb2 as pb
+from headrace.wire.codec.text import printable
+from headrace.wire.handles import Handle, MalformedFrame
+
+NO_VALUE = "None"
+"""How InvalidRequest keeps a value it was not given."""
+
+
+class _Shown:
+    """A value that was already made printable on the other side: its repr is the text itself, not the text in quotes."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def encode_rejected(handle: Handle, error: Exception) -> pb.Rejected:
+    """Errors that are not Headrace's own are bugs: they cross without their text, which may say more than a client should read."""
+    message = pb.Rejected(handle=handle, kind=_kind(error), message=printable(str(error)))
+    if isinstance(error, InvalidRequest):
+        message.field, message.limit = printable(error.field), printable(error.limit)
+        message.value, message.remedy = printable(error.value), printable(error.remedy)
+    if isinstance(error, ModelNotFound):
+        message.served.extend(error.served)
+    if isinstance(error, Overloaded | Unavailable):
+        message.retry_after_s = error.retry_after_s
+    if not isinstance(error, HeadraceError):
+        message.message = "the engine could not take this request"
+    return message
+
+
+def decode_rejected(message: pb.Rejected) -> tuple[Handle, Exception]:
+    """Raises MalformedFrame for an unknown kind."""
+    return Handle(message.handle), _error(message)
+
+
+def _kind(error: Exception) -> pb.RejectKind:
+    match error:
+        case ModelNotFound():
+            return pb.REJECT_MODEL_NOT_FOUND
+        case RequestTooLarge():
+            return pb.REJECT_TOO_LARGE
+        case InvalidRequest():
+            return pb.REJECT_INVALID
+        case Overloaded():
+            return pb.REJECT_OVERLOADED
+        case Unavailable():
+            return pb.REJECT_UNAVAILABLE
+        case DeadlineExceeded():
+            return pb.REJECT_DEADLINE
+        case _:
+            return pb.REJECT_FAILED
+
+
+def _error(message: pb.Rejected) -> Exception:
+    value = None if message.value == NO_VALUE else _Shown(message.value)
+    match message.kind:
+        case pb.REJECT_INVALID:
+            return InvalidRequest(message.field, message.limit, value, message.remedy)
+        case pb.REJECT_TOO_LARGE:
+            return RequestTooLarge(message.field, message.limit, value, message.remedy)
+        case pb.REJECT_MODEL_NOT_FOUND:
+            return ModelNotFound(message.value.strip("'"), list(message.served))
+        case pb.REJECT_OVERLOADED:
+            return Overloaded(message.message, retry_after_s=message.retry_after_s)
+        case pb.REJECT_UNAVAILABLE:
+            return Unavailable(message.message, retry_after_s=message.retry_after_s)
+        case pb.REJECT_DEADLINE:
+            return DeadlineExceeded(message.message)
+        case pb.REJECT_FAILED:
+            return SequenceFailed(message.message)
+    raise MalformedFrame(f"rejected: unknown kind {message.kind}")

@@ -1,0 +1,150 @@
+"""EngineRequest <-> Submit, and the two other commands a gateway sends."""
+
+from __future__ import annotations
+
+import math
+
+from headrace.core.errors import InvalidRequest
+from headrace.core.finish import FinishReason
+from headrace.core.ids import RequestId
+from headrace.core.request import EngineRequest, PriorityClass
+from headrace.core.sampling import SamplingParams
+from headrace.wire import headrace_pb2 as pb
+from headrace.wire.codec.enums import FINISH_KIND, FINISH_REASON, PRIORITY, PRIORITY_CLASS
+from headrace.wire.handles import Handle, MalformedFrame
+
+MAX_REQUEST_ID_CHARS = 128
+
+
+def encode_submit(request: EngineRequest, handle: Handle, *, waited_s: float = 0.0) -> pb.Command:
+    """The command that starts `request` under `handle`.
+
+    waited_s  time the request spent in the client before this call, taken off its deadline
+
+    Raises: InvalidRequest for values the wire cannot carry (a lone surrogate, an integer over 32 bits).
+    """
+    try:
+        return pb.Command(
+            submit=pb.Submit(
+                handle=handle,
+                request_id=request.request_id,
+                epoch=request.epoch,
+                prompt_ids=request.prompt_ids,
+                output_ids=request.output_ids,
+                params=_encode_params(request.params),
+                tenant=request.tenant,
+                weight=request.weight,
+                priority=PRIORITY[request.priority],
+                salt=request.salt,
+                adapter=request.adapter,
+                deadline_remaining_ms=_remaining_ms(request.deadline_s, waited_s),
+                prerequisites=sorted(request.prerequisites),
+                prefix_caching=request.prefix_caching,
+            )
+        )
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidRequest(
+            "request", "text that is valid Unicode and integers of at most 32 bits", remedy=type(error).__name__
+        ) from error
+
+
+def decode_submit(message: pb.Submit) -> EngineRequest:
+    """Raises MalformedFrame when the message breaks the format; the values' own rules are `EngineRequest.checked`'s."""
+    if not message.handle:
+        raise MalformedFrame("submit: handle must be positive")
+    if not 0 < len(message.request_id) <= MAX_REQUEST_ID_CHARS:
+        raise MalformedFrame(f"submit: request_id must have 1..{MAX_REQUEST_ID_CHARS} characters")
+    if not message.HasField("params"):
+        raise MalformedFrame("submit: params are missing")
+    if message.priority not in PRIORITY_CLASS:
+        raise MalformedFrame(f"submit: unknown priority {message.priority}")
+    return EngineRequest(
+        request_id=RequestId(message.request_id),
+        epoch=message.epoch,
+        prompt_ids=tuple(message.prompt_ids),
+        output_ids=tuple(message.output_ids),
+        params=_decode_params(message.params),
+        tenant=message.tenant,
+        weight=message.weight,
+        priority=PriorityClass(PRIORITY_CLASS[message.priority]),
+        salt=message.salt,
+        adapter=message.adapter if message.HasField("adapter") else None,
+        deadline_s=message.deadline_remaining_ms / 1000 if message.HasField("deadline_remaining_ms") else None,
+        prerequisites=frozenset(message.prerequisites),
+        prefix_caching=message.prefix_caching,
+    )
+
+
+def encode_cancel(handle: Handle) -> pb.Command:
+    return pb.Command(cancel=pb.Cancel(handle=handle))
+
+
+def encode_finish(handle: Handle, index: int, keep_tokens: int, reason: FinishReason) -> pb.Command:
+    return pb.Command(finish=pb.Finish(handle=handle, index=index, keep_tokens=keep_tokens, reason=FINISH_KIND[reason]))
+
+
+def decode_finish(message: pb.Finish) -> tuple[Handle, int, int, FinishReason]:
+    """(handle, sequence index, tokens the client keeps, why). Raises MalformedFrame for an unknown reason."""
+    if message.reason not in FINISH_REASON:
+        raise MalformedFrame(f"finish: unknown reason {message.reason}")
+    return Handle(message.handle), message.index, message.keep_tokens, FINISH_REASON[message.reason]
+
+
+def _remaining_ms(deadline_s: float | None, waited_s: float) -> int | None:
+    """Rounded up, so that a deadline in the future is never sent as one that passed."""
+    return None if deadline_s is None else max(0, math.ceil((deadline_s - waited_s) * 1000))
+
+
+def _encode_params(params: SamplingParams) -> pb.Params:
+    return pb.Params(
+        n=params.n,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias_ids=list(params.logit_bias.keys()),
+        logit_bias_values=list(params.logit_bias.values()),
+        seed=params.seed,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+        detokenize=params.detokenize,
+    )
+
+
+def _decode_params(message: pb.Params) -> SamplingParams:
+    if len(message.logit_bias_ids) != len(message.logit_bias_values):
+        raise MalformedFrame("params: logit_bias columns differ in length")
+    return SamplingParams(
+        n=message.n,
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty,
+        logit_bias=dict(zip(message.logit_bias_ids, message.logit_bias_values, strict=True)),
+        seed=message.seed if message.HasField("seed") else None,
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        min_tokens=message.min_tokens,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        include_stop_str_in_output=message.include_stop_str_in_output,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        skip_special_tokens=message.skip_special_tokens,
+        spaces_between_special_tokens=message.spaces_between_special_tokens,
+        detokenize=message.detokenize,
+    )

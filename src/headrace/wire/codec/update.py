@@ -1,0 +1,133 @@
+"""SequenceUpdates <-> Updates: one frame's columns.
+
+Tokens are columns; what only some rows have (an end, a first token's facts, logprobs) is a sparse list whose entries name their row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from headrace.core.plan import TokenLogprobs
+from headrace.core.update import SequenceUpdate
+from headrace.wire import headrace_pb2 as pb
+from headrace.wire.codec.enums import FINISH_KIND, FINISH_REASON
+from headrace.wire.codec.text import printable
+from headrace.wire.handles import Attempt, Handle, MalformedFrame
+
+
+def encode_updates(rows: Iterable[tuple[Handle, SequenceUpdate]]) -> pb.Updates:
+    """One message for all rows. `stop_token_id` and `error` travel with `finish` only, as SequenceUpdate says they are set."""
+    message = pb.Updates()
+    handles: list[int] = []
+    indices: list[int] = []
+    token_counts: list[int] = []
+    token_ids: list[int] = []
+    for row, (handle, update) in enumerate(rows):
+        handles.append(handle)
+        indices.append(update.index)
+        token_counts.append(len(update.token_ids))
+        token_ids.extend(update.token_ids)
+        _add_sparse(message, row, update)
+    message.handles.extend(handles)
+    message.indices.extend(indices)
+    message.token_counts.extend(token_counts)
+    message.token_ids.extend(token_ids)
+    return message
+
+
+def decode_updates(message: pb.Updates, attempt_of: Callable[[Handle], Attempt | None]) -> list[tuple[Handle, SequenceUpdate]]:
+    """The rows whose handle is still known; rows of forgotten handles are skipped (an old attempt's last words).
+
+    Raises: MalformedFrame when columns differ in length, a row is named twice or outside, or an enum value is unknown.
+    """
+    num_rows = len(message.handles)
+    if len(message.indices) != num_rows or len(message.token_counts) != num_rows:
+        raise MalformedFrame("updates: columns differ in length")
+    if sum(message.token_counts) != len(message.token_ids):
+        raise MalformedFrame(f"updates: counts sum to {sum(message.token_counts)}, but there are {len(message.token_ids)} token ids")
+    finished = _by_row("finished", message.finished, num_rows)
+    first = _by_row("first", message.first, num_rows)
+    logprobs = {row: _decode_logprobs(entry.values) for row, entry in _by_row("logprobs", message.logprobs, num_rows).items()}
+    prompt = {row: _decode_logprobs(entry.values) for row, entry in _by_row("prompt_logprobs", message.prompt_logprobs, num_rows).items()}
+    token_ids = list(message.token_ids)
+    updates: list[tuple[Handle, SequenceUpdate]] = []
+    offset = 0
+    for row, (number, index, count) in enumerate(zip(message.handles, message.indices, message.token_counts, strict=True)):
+        tokens = tuple(token_ids[offset : offset + count])
+        offset += count
+        row_logprobs = logprobs.get(row, ())
+        if row_logprobs and len(row_logprobs) != count:
+            raise MalformedFrame(f"updates: {len(row_logprobs)} logprobs for {count} tokens")
+        end, start = finished.get(row), first.get(row)
+        if end is not None and end.reason not in FINISH_REASON:
+            raise MalformedFrame(f"updates: unknown finish reason {end.reason}")
+        attempt = attempt_of(Handle(number))
+        if attempt is None:
+            continue
+        update = SequenceUpdate(
+            request_id=attempt.request_id,
+            epoch=attempt.epoch,
+            index=index,
+            token_ids=tokens,
+            logprobs=row_logprobs,
+            prompt_logprobs=prompt.get(row, ()),
+            finish=FINISH_REASON[end.reason] if end is not None else None,
+            stop_token_id=end.stop_token_id if end is not None and end.HasField("stop_token_id") else None,
+            error=end.error if end is not None and end.HasField("error") else None,
+            num_cached_tokens=start.num_cached_tokens if start is not None and start.HasField("num_cached_tokens") else None,
+            queue_time_s=start.queue_time_s if start is not None and start.HasField("queue_time_s") else None,
+        )
+        updates.append((Handle(number), update))
+    return updates
+
+
+def _add_sparse(message: pb.Updates, row: int, update: SequenceUpdate) -> None:
+    if update.finish is not None:
+        error = None if update.error is None else printable(update.error)
+        message.finished.add(row=row, reason=FINISH_KIND[update.finish], stop_token_id=update.stop_token_id, error=error)
+    if update.num_cached_tokens is not None or update.queue_time_s is not None:
+        message.first.add(row=row, num_cached_tokens=update.num_cached_tokens, queue_time_s=update.queue_time_s)
+    if update.logprobs:
+        message.logprobs.add(row=row, values=_encode_logprobs(update.logprobs))
+    if update.prompt_logprobs:
+        message.prompt_logprobs.add(row=row, values=_encode_logprobs(update.prompt_logprobs))
+
+
+Entry = TypeVar("Entry", pb.RowFinish, pb.RowFirst, pb.RowLogprobs)
+
+
+def _by_row(name: str, entries: Iterable[Entry], num_rows: int) -> dict[int, Entry]:
+    by_row: dict[int, Entry] = {}
+    for entry in entries:
+        if entry.row >= num_rows or entry.row in by_row:
+            raise MalformedFrame(f"updates: {name} names row {entry.row} of {num_rows} twice or outside")
+        by_row[entry.row] = entry
+    return by_row
+
+
+def _encode_logprobs(positions: Sequence[TokenLogprobs]) -> pb.Logprobs:
+    return pb.Logprobs(
+        token_ids=[p.token_id for p in positions],
+        logprobs=[p.logprob for p in positions],
+        ranks=[p.rank for p in positions],
+        top_counts=[len(p.top_ids) for p in positions],
+        top_ids=[token_id for p in positions for token_id in p.top_ids],
+        top_logprobs=[logprob for p in positions for logprob in p.top_logprobs],
+    )
+
+
+def _decode_logprobs(message: pb.Logprobs) -> tuple[TokenLogprobs, ...]:
+    count = len(message.token_ids)
+    if not len(message.logprobs) == len(message.ranks) == len(message.top_counts) == count:
+        raise MalformedFrame("logprobs: columns differ in length")
+    if not sum(message.top_counts) == len(message.top_ids) == len(message.top_logprobs):
+        raise MalformedFrame("logprobs: top columns differ in length")
+    top_ids, top_logprobs = list(message.top_ids), list(message.top_logprobs)
+    positions: list[TokenLogprobs] = []
+    offset = 0
+    for token_id, logprob, rank, top in zip(message.token_ids, message.logprobs, message.ranks, message.top_counts, strict=True):
+        span = slice(offset, offset + top)
+        positions.append(TokenLogprobs(token_id, logprob, rank, tuple(top_ids[span]), tuple(top_logprobs[span])))
+        offset += top
+    return tuple(positions)

@@ -1,0 +1,78 @@
+"""What both ends agree on before the first byte: method names, protocol version, channel limits, and what a hello must match.
+
+Services are registered as generic handlers (no generated stubs): Infer.Connect is the stream, Control.Drain and Control.Snapshot are
+plain calls for operators and tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from headrace.core.errors import HeadraceError
+from headrace.core.model_info import ModelInfo
+
+PROTOCOL_VERSION = 1
+"""Raised when an older peer would misread a frame; added fields do not raise it."""
+
+INFER = "headrace.wire.v1.Infer"
+CONTROL = "headrace.wire.v1.Control"
+CONNECT = f"/{INFER}/Connect"
+DRAIN = f"/{CONTROL}/Drain"
+SNAPSHOT = f"/{CONTROL}/Snapshot"
+
+HEARTBEAT_S = 0.25
+"""The engine sends a load snapshot at least this often, also while a step runs."""
+
+SILENT_AFTER_S = 0.75
+"""Three heartbeats missed: the replica gets no new work. Its open requests wait on, it may only be stopped for a moment."""
+
+LEASE_S = 10.0
+"""Silence (of the engine) or not reading (of the gateway) for this long ends the stream and everything on it."""
+
+MAX_MESSAGE_BYTES = 16 * 2**20
+
+CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.enable_http_proxy", 0),
+    # Each connection attempt stands alone: a shared subchannel would keep its own, much longer back-off.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.default_authority", "localhost"),
+)
+SERVER_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),
+)
+
+
+class Mismatch(HeadraceError):
+    """The two ends do not fit together; says what differs. Retrying helps only after one of them was replaced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """What a gateway needs its replicas to be. What is left out is not checked.
+
+    digests     by kind ("model", "tokenizer", "template"): compared where both ends have one
+    vocab_size  0: not checked
+    """
+
+    digests: Mapping[str, str] = field(default_factory=dict)
+    vocab_size: int = 0
+
+
+def check_protocol(version: int, peer: str) -> None:
+    if version != PROTOCOL_VERSION:
+        raise Mismatch(f"protocol version: {peer} speaks {version}, this side {PROTOCOL_VERSION}. Run the same release on both ends.")
+
+
+def check_model(model: ModelInfo, expect: Expectation) -> None:
+    """Raises Mismatch naming the first thing that differs."""
+    for kind, digest in expect.digests.items():
+        have = model.digests.get(kind)
+        if digest and have and have != digest:
+            raise Mismatch(f"{kind} digest: the engine has {have[:16]}, the gateway {digest[:16]}. Both must read the same model folder.")
+    if expect.vocab_size and expect.vocab_size != model.vocab_size:
+        raise Mismatch(f"vocabulary: the engine has {model.vocab_size} entries, the gateway {expect.vocab_size}.")

@@ -1,0 +1,206 @@
+"""One connection of a ReplicaClient, from dial to loss: hellos, the two pumps, and the watch over silence.
+
+Three tasks run until one of them ends the session: the writer sends queued commands (all that are waiting go into one frame), the
+reader hands frames to streams, the watch ends a connection that was silent for LEASE_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from headrace.core.clock import Clock
+from headrace.core.errors import HeadraceError, RequestTooLarge
+from headrace.core.finish import FinishReason
+from headrace.core.load import LoadSnapshot
+from headrace.core.request import EngineRequest
+from headrace.wire import headrace_pb2 as pb
+from headrace.wire.codec import decode_load, decode_rejected, decode_updates, encode_cancel, encode_finish, encode_submit
+from headrace.wire.handles import Attempt, Handle, MalformedFrame
+from headrace.wire.service import CHANNEL_OPTIONS, CONNECT, HEARTBEAT_S, LEASE_S, PROTOCOL_VERSION, Expectation
+from headrace.wire.stream import ReplicaStream
+from headrace.wire.target import TOKEN_METADATA, Target
+
+HELLO_TIMEOUT_S = 5.0
+MAX_FRAME_BYTES = 2**20
+"""Of commands put together into one frame; a single larger Submit still goes, alone."""
+
+
+class ConnectionLost(HeadraceError):
+    """The session is over; says why."""
+
+
+class Session:
+    """Owns a gRPC channel for the length of `run`. `streams` is shared with the client, which adds and removes."""
+
+    def __init__(
+        self,
+        target: Target,
+        expect: Expectation,
+        *,
+        on_hello: Callable[[pb.EngineHello], None],
+        on_load: Callable[[LoadSnapshot], None],
+        clock: Clock,
+    ) -> None:
+        """
+        on_hello  called once with the engine's hello; may raise Mismatch, which ends the session
+        on_load   called with every load snapshot
+        """
+        self._target = target
+        self._expect = expect
+        self._on_hello = on_hello
+        self._on_load = on_load
+        self._clock = clock
+        self._commands: deque[pb.Command] = deque()
+        self._has_commands = asyncio.Event()
+        self._next_handle = 1
+        self._unseen: deque[int] = deque()
+        self._num_submits_seen = 0
+        self.streams: dict[Handle, ReplicaStream] = {}
+        self.is_open = False
+        self.is_draining = False
+        self.last_frame_s = clock()
+
+    @property
+    def num_unseen(self) -> int:
+        """Submits sent that no load snapshot has counted yet."""
+        return len(self._unseen)
+
+    @property
+    def num_unseen_tokens(self) -> int:
+        return sum(self._unseen)
+
+    def send_submit(self, request: EngineRequest) -> Handle:
+        """Raises InvalidRequest for what the wire cannot carry; nothing was sent then."""
+        handle = Handle(self._next_handle)
+        command = encode_submit(request, handle)
+        if command.ByteSize() > MAX_FRAME_BYTES * 8:
+            raise RequestTooLarge("prompt", f"at most {MAX_FRAME_BYTES * 8} bytes on the wire", command.ByteSize(), "Shorten the prompt.")
+        self._next_handle += 1
+        self._unseen.append(len(request.prompt_ids))
+        self._send(command)
+        return handle
+
+    def send_cancel(self, handle: Handle) -> None:
+        self._send(encode_cancel(handle))
+
+    def send_finish(self, handle: Handle, index: int, keep_tokens: int, reason: FinishReason) -> None:
+        self._send(encode_finish(handle, index, keep_tokens, reason))
+
+    async def run(self) -> None:
+        """Connects and pumps until the connection ends. Raises ConnectionLost, Mismatch or MalformedFrame; always raises."""
+        channel = grpc.aio.insecure_channel(self._target.address, options=CHANNEL_OPTIONS)
+        metadata = () if self._target.token is None else ((TOKEN_METADATA, self._target.token),)
+        try:
+            call = channel.stream_stream(CONNECT, request_serializer=pb.ClientFrame.SerializeToString)(metadata=metadata)
+            await self._pump(call)
+        except grpc.aio.AioRpcError as error:
+            raise ConnectionLost(_describe(error)) from error
+        finally:
+            self.is_open = False
+            await channel.close()
+
+    async def _pump(self, call: Any) -> None:
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                await self._greet(call)
+        except TimeoutError:
+            raise ConnectionLost(f"no hello within {HELLO_TIMEOUT_S:g} s") from None
+        pumps = [asyncio.create_task(pump) for pump in (self._write(call), self._read(call), self._watch())]
+        try:
+            done, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            raise ConnectionLost("the engine closed the stream")
+        finally:
+            for task in pumps:
+                task.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def _greet(self, call: Any) -> None:
+        hello = pb.ClientHello(
+            protocol_version=PROTOCOL_VERSION, client="gateway", digests=dict(self._expect.digests), vocab_size=self._expect.vocab_size
+        )
+        await call.write(pb.ClientFrame(hello=hello))
+        frame = await self._next_frame(call)
+        if frame is None or not frame.HasField("hello"):
+            raise MalformedFrame("the engine's first frame is not a hello")
+        self.is_open = True
+        self._on_hello(frame.hello)
+        self._take(frame)
+
+    async def _write(self, call: Any) -> None:
+        while True:
+            await self._has_commands.wait()
+            await call.write(self._next_commands())
+
+    def _next_commands(self) -> pb.ClientFrame:
+        frame, num_bytes = pb.ClientFrame(), 0
+        while self._commands and num_bytes < MAX_FRAME_BYTES:
+            command = self._commands.popleft()
+            num_bytes += command.ByteSize()
+            frame.commands.append(command)
+        if not self._commands:
+            self._has_commands.clear()
+        return frame
+
+    async def _read(self, call: Any) -> None:
+        while (frame := await self._next_frame(call)) is not None:
+            self._take(frame)
+
+    async def _next_frame(self, call: Any) -> pb.EngineFrame | None:
+        """None at the stream's orderly end. Raises AioRpcError when it broke, MalformedFrame for bytes that do not parse."""
+        data = await call.read()
+        if data is grpc.aio.EOF:
+            code = await call.code()
+            if code is not grpc.StatusCode.OK:
+                raise ConnectionLost(f"{code.name.lower()}: {await call.details()}")
+            return None
+        try:
+            return pb.EngineFrame.FromString(data)
+        except DecodeError as error:
+            raise MalformedFrame("a frame of the engine does not parse") from error
+
+    async def _watch(self) -> None:
+        while self._clock() - self.last_frame_s < LEASE_S:
+            await asyncio.sleep(HEARTBEAT_S)
+        raise ConnectionLost(f"no heartbeat for {LEASE_S:g} s")
+
+    def _take(self, frame: pb.EngineFrame) -> None:
+        self.last_frame_s = self._clock()
+        if frame.HasField("draining"):
+            self.is_draining = True
+        if frame.HasField("updates"):
+            for handle, update in decode_updates(frame.updates, self._attempt_of):
+                if (stream := self.streams.get(handle)) is not None:
+                    stream.put(update)
+        for rejected in frame.rejected:
+            handle, error = decode_rejected(rejected)
+            if (stream := self.streams.get(handle)) is not None:
+                stream.reject(error)
+        if frame.HasField("load"):
+            self._see(frame.submits_seen)
+            self._on_load(decode_load(frame.load))
+
+    def _attempt_of(self, handle: Handle) -> Attempt | None:
+        stream = self.streams.get(handle)
+        return stream.attempt if stream is not None else None
+
+    def _see(self, submits_seen: int) -> None:
+        while self._num_submits_seen < submits_seen and self._unseen:
+            self._num_submits_seen += 1
+            self._unseen.popleft()
+
+    def _send(self, command: pb.Command) -> None:
+        self._commands.append(command)
+        self._has_commands.set()
+
+
+def _describe(error: grpc.aio.AioRpcError) -> str:
+    return f"{error.code().name.lower()}: {error.details()}"

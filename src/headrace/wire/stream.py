@@ -1,0 +1,117 @@
+"""One open request as its reader sees it: an async iterator over updates that ends, or raises, exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from headrace.core.errors import Unavailable
+from headrace.core.ids import RequestId
+from headrace.core.request import EngineRequest
+from headrace.core.update import Rejected, SequenceUpdate
+from headrace.wire.handles import Attempt, Handle
+
+
+class ReplicaStream:
+    """Made by `ReplicaClient.submit`. Read it with `async for`, or in batches; leave it by scope:
+
+        async with replica.submit(request) as stream:
+            async for update in stream: ...
+
+    Leaving early cancels the request at the engine. The iterator ends after the last sequence's finish or after a Rejected, and raises
+    Unavailable when the replica was lost first. What is buffered is bounded by the request's own max_tokens.
+    """
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        handle: Handle,
+        *,
+        on_end: Callable[[ReplicaStream], None],
+        on_leave: Callable[[RequestId], None],
+    ) -> None:
+        self.attempt = Attempt(request.request_id, request.epoch)
+        self.handle = handle
+        self._num_running = request.params.n
+        self._is_running = [True] * request.params.n
+        self._on_end = on_end
+        self._on_leave = on_leave
+        self._news: deque[SequenceUpdate | Rejected] = deque()
+        self._error: Unavailable | None = None
+        self._is_ended = False
+        self._wake = asyncio.Event()
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.attempt.request_id
+
+    @property
+    def is_ended(self) -> bool:
+        """Nothing more will arrive; there may still be unread updates."""
+        return self._is_ended
+
+    def __aiter__(self) -> ReplicaStream:
+        return self
+
+    async def __anext__(self) -> SequenceUpdate | Rejected:
+        if not await self._has_news():
+            raise StopAsyncIteration
+        return self._news.popleft()
+
+    async def batch(self) -> list[SequenceUpdate | Rejected]:
+        """Everything unread, at least one entry; empty when the stream has ended. Raises Unavailable like the iterator."""
+        if not await self._has_news():
+            return []
+        news = list(self._news)
+        self._news.clear()
+        return news
+
+    async def __aenter__(self) -> ReplicaStream:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if not self._is_ended:
+            self._on_leave(self.request_id)
+
+    def put(self, update: SequenceUpdate) -> None:
+        """News from the session. News of a sequence that has ended is dropped."""
+        if self._is_ended or not 0 <= update.index < len(self._is_running) or not self._is_running[update.index]:
+            return
+        self._news.append(update)
+        self._wake.set()
+        if update.finish is not None:
+            self.end_sequence(update.index)
+
+    def reject(self, error: Exception) -> None:
+        if not self._is_ended:
+            self._news.append(Rejected(request_id=self.request_id, epoch=self.attempt.epoch, error=error))
+            self.end()
+
+    def end_sequence(self, index: int) -> None:
+        if 0 <= index < len(self._is_running) and self._is_running[index]:
+            self._is_running[index] = False
+            self._num_running -= 1
+            if self._num_running == 0:
+                self.end()
+
+    def end(self) -> None:
+        """No more news; what is unread stays readable."""
+        if not self._is_ended:
+            self._is_ended = True
+            self._wake.set()
+            self._on_end(self)
+
+    def fail(self, error: Unavailable) -> None:
+        """The replica was lost: raised after what is unread."""
+        if not self._is_ended:
+            self._error = error
+            self.end()
+
+    async def _has_news(self) -> bool:
+        while not self._news and not self._is_ended:
+            self._wake.clear()
+            await self._wake.wait()
+        if not self._news and self._error is not None:
+            raise self._error
+        return bool(self._news)
