@@ -8,6 +8,7 @@
     |- Overloaded          a bounded queue is full; says when to retry                 -> 429
     |- Unavailable         no replica can take it now; retryable                       -> 503
     |- DeadlineExceeded    the request's own deadline passed before it began           -> 504
+    |- EngineFatal         the device or the engine's own state is lost: the process ends and is restarted
     |- SequenceFailed      the engine failed this sequence alone                       -> 500
     |- ConfigError         configuration: path in the file, value, remedy              (start-up)
     `- CheckpointError     weights: file and reason                                    (start-up)
@@ -70,6 +71,10 @@ class DeadlineExceeded(HeadraceError):
 
 class SequenceFailed(HeadraceError):
     """The engine could not continue this sequence; its neighbours go on."""
+
+
+class EngineFatal(HeadraceError):
+    """Going on could give wrong answers: the engine process ends with an exit code of its own and is started anew."""
 
 
 class ConfigError(HeadraceError):

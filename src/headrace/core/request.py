@@ -80,4 +80,6 @@ class EngineRequest:
                 self.params.max_tokens,
                 f"Use max_tokens <= {room} or a shorter prompt.",
             )
+        if self.output_ids and len(self.output_ids) >= min(room, self.params.max_tokens or room):
+            raise InvalidRequest("output_ids", f"fewer resumed output tokens than may be generated ({room})", len(self.output_ids))
         return self

@@ -1,0 +1,47 @@
+"""Composes one engine from its configuration: the only place where policy and tensors are put together."""
+
+from __future__ import annotations
+
+import secrets
+
+from headrace.core.model_info import ModelInfo
+from headrace.engine.config import EngineConfig
+from headrace.engine.loop import Engine, Outbox, Runner
+from headrace.policy.kvcache.manager import KvManager
+from headrace.policy.scheduler import Scheduler, SchedulerConfig
+
+
+def make_scheduler(config: EngineConfig, info: ModelInfo, *, cache_key: bytes | None = None) -> Scheduler:
+    """The policy side of an engine for a model already known."""
+    key = secrets.token_bytes(32) if cache_key is None else cache_key
+    kv = KvManager(info.kv_groups, info.num_blocks, info.block_size, key=key, caching=config.enable_prefix_caching)
+    return Scheduler(
+        SchedulerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=info.max_model_len,
+            max_waiting=config.max_waiting,
+            eos_token_ids=info.eos_token_ids,
+            queue_policy=config.queue_policy,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            static_batching=config.batching == "static",
+        ),
+        kv,
+    )
+
+
+def assemble(config: EngineConfig, runner: Runner, info: ModelInfo, outbox: Outbox) -> Engine:
+    """An engine around any runner (the simulator's and the tests' fake one included)."""
+    return Engine(make_scheduler(config, info), runner, info=info, outbox=outbox, depth=config.depth)
+
+
+def build_engine(config: EngineConfig, outbox: Outbox) -> Engine:
+    """Load weights, size the KV pools, warm up. The returned engine's `run` has not been started.
+
+    Raises: ConfigError, CheckpointError.
+    """
+    from headrace.engine.runner_build import build_runner
+
+    config = config.checked()
+    runner, info = build_runner(config)
+    return assemble(config, runner, info, outbox)

@@ -1,0 +1,379 @@
+"""The engine loop: inbox, plan, submit, commit, outbox.
+
+Imports core and policy only; what computes is behind the `Runner` Protocol. One thread runs the loop and owns the scheduler; everybody
+else talks to it through the inbox. `depth` plans may be uncommitted: 1 is the plain twin, 2 overlaps planning with computing.
+
+A step that raises commits nothing. Its sequences are planned again in halves until the culprit alone fails; KV writes are idempotent, so
+repeating is safe. Only `EngineFatal` leaves the loop: the process then ends and is restarted.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace.core.clock import Clock
+from headrace.core.errors import EngineFatal, HeadraceError, SequenceFailed
+from headrace.core.finish import FinishReason
+from headrace.core.ids import RequestId
+from headrace.core.load import LoadSnapshot
+from headrace.core.model_info import ModelInfo
+from headrace.core.plan import Plan, Result
+from headrace.core.plan_codec import dump_plans
+from headrace.core.request import EngineRequest
+from headrace.core.update import Rejected, SequenceUpdate
+from headrace.policy.scheduler import Scheduler
+from headrace.policy.sequence import Sequence
+
+IDLE_WAKE_S = 0.2
+"""An idle loop wakes this often, so that a stalled one can be told from an idle one."""
+PLAN_RING = 128
+MAX_PLAN_FAILURES = 3
+
+Outbox = Callable[[list[SequenceUpdate | Rejected]], None]
+
+
+class Ticket(Protocol):
+    def result(self) -> Result:
+        """Wait for the step. Raises what the step raised."""
+        ...
+
+
+class Runner(Protocol):
+    """What computes plans, in the order they are submitted."""
+
+    def submit(self, plan: Plan) -> Ticket: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    request: EngineRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class _Finish:
+    request_id: RequestId
+    index: int
+    keep_tokens: int
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class _Satisfied:
+    request_id: RequestId
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Wake:
+    """Nothing but a reason to look up."""
+
+
+_Message = _Submit | _Cancel | _Finish | _Satisfied | _Wake
+
+
+class StepTimer:
+    """Predicts a step's duration from the cost per step and per token seen so far (exponential averages)."""
+
+    def __init__(self) -> None:
+        self._seconds_per_token = 0.0
+        self._seconds = 0.0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        weight = 0.1 if self._seconds else 1.0
+        self._seconds += weight * (seconds - self._seconds)
+        self._seconds_per_token += weight * (seconds / max(num_tokens, 1) - self._seconds_per_token)
+
+    def predict(self, num_tokens: int) -> float:
+        return max(self._seconds, self._seconds_per_token * num_tokens)
+
+
+class Engine:
+    """One engine: a scheduler, a runner and the loop between them.
+
+    outbox is called on the loop's thread with what happened, at most once per turn; it must not block.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, *, info: ModelInfo, outbox: Outbox, clock: Clock = time.monotonic, depth: int = 1
+    ) -> None:
+        self.info = info
+        self.scheduler = scheduler
+        self._runner = runner
+        self._outbox = outbox
+        self._clock = clock
+        self._depth = depth
+        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._in_flight: deque[tuple[Plan, Ticket, float]] = deque()
+        self._ring: deque[Plan] = deque(maxlen=PLAN_RING)
+        self._timer = StepTimer()
+        self._step_started: float | None = None
+        self._step_predicted = 0.0
+        self._last_turn = clock()
+        self._step_seconds: deque[float] = deque(maxlen=4096)
+        self._plan_failures = 0
+        self._stopping = False
+
+    # what other threads call
+
+    def submit(self, request: EngineRequest) -> None:
+        """Hand a request in. Its fate arrives through the outbox, a refusal included."""
+        self._inbox.put(_Submit(request))
+
+    def cancel(self, request_id: RequestId) -> None:
+        self._inbox.put(_Cancel(request_id))
+
+    def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason = FinishReason.STOP) -> None:
+        """A stop string was found upstairs: end the sequence, count keep_tokens of its output."""
+        self._inbox.put(_Finish(request_id, index, keep_tokens, reason))
+
+    def satisfied(self, request_id: RequestId, what: str) -> None:
+        self._inbox.put(_Satisfied(request_id, what))
+
+    def stop(self) -> None:
+        """End `run` after the current turn."""
+        self._stopping = True
+        self._inbox.put(_Wake())
+
+    def snapshot(self) -> LoadSnapshot:
+        """The replica's load now. Safe from any thread: reads integers the loop writes."""
+        now = self._clock()
+        pools = self.scheduler.kv.pools
+        started = self._step_started
+        durations = []
+        while self._step_seconds:
+            durations.append(self._step_seconds.popleft())
+        return LoadSnapshot(
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting + self._inbox.qsize(),
+            kv_blocks_free=sum(pool.num_free for pool in pools),
+            kv_blocks_cached=sum(pool.num_cached for pool in pools),
+            kv_blocks_used=sum(pool.num_used for pool in pools),
+            kv_blocks_total=sum(pool.total for pool in pools),
+            counters=self.scheduler.counters,
+            step_age_s=None if started is None else now - started,
+            step_predicted_s=self._step_predicted,
+            loop_age_s=now - self._last_turn,
+            step_seconds=tuple(durations),
+        )
+
+    def dump_plans(self, path: str) -> int:
+        """Write the ring of the last plans for `headrace replay`; returns how many."""
+        plans = list(self._ring)
+        with open(path, "wb") as file:
+            file.write(dump_plans(plans))
+        return len(plans)
+
+    # the loop
+
+    def run(self) -> None:
+        """Turn until `stop`. Raises EngineFatal when going on could give wrong answers."""
+        try:
+            while not self._stopping:
+                if not self.turn():
+                    self._idle()
+        finally:
+            self._runner.close()
+
+    def turn(self) -> bool:
+        """One iteration: take messages in, plan, submit, commit what is due. False when there was nothing to do."""
+        self._last_turn = self._clock()
+        self._take_messages()
+        plan = self._plan()
+        if plan is not None:
+            self._submit_plan(plan)
+        if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
+            self._commit_oldest()
+        updates = self.scheduler.take_updates()
+        if updates:
+            self._outbox(list(updates))
+        return plan is not None or bool(self._in_flight) or bool(updates)
+
+    def _idle(self) -> None:
+        """Sleep until a message, a deadline or the next regular wake."""
+        timeout = IDLE_WAKE_S
+        if (deadline := self.scheduler.next_deadline()) is not None:
+            timeout = min(timeout, max(0.0, deadline - self._clock()))
+        try:
+            message = self._inbox.get(timeout=timeout)
+        except queue.Empty:
+            return
+        self._handle(message)
+
+    def _take_messages(self) -> None:
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            self._handle(message)
+
+    def _handle(self, message: _Message) -> None:
+        """Nothing a client can send may end the loop."""
+        try:
+            self._dispatch(message)
+        except EngineFatal:
+            raise
+        except Exception as error:
+            self._refuse(message, error)
+
+    def _dispatch(self, message: _Message) -> None:
+        match message:
+            case _Submit(request):
+                checked = request.checked(vocab_size=self.info.vocab_size, max_model_len=self.info.max_model_len)
+                self.scheduler.add(checked, self._clock())
+            case _Cancel(request_id):
+                self.scheduler.cancel(request_id)
+            case _Finish(request_id, index, keep_tokens, reason):
+                self.scheduler.finish(request_id, index, keep_tokens, reason)
+            case _Satisfied(request_id, what):
+                self.scheduler.satisfied(request_id, what)
+            case _Wake():
+                pass
+
+    def _refuse(self, message: _Message, error: Exception) -> None:
+        if isinstance(message, _Submit):
+            known = (
+                error if isinstance(error, HeadraceError) else SequenceFailed(f"the engine could not take the request in: {error!r:.200}")
+            )
+            self._outbox([Rejected(request_id=message.request.request_id, epoch=message.request.epoch, error=known)])
+        elif isinstance(message, _Wake):
+            raise EngineFatal("a wake-up raised") from error
+        else:
+            self.scheduler.cancel(message.request_id)
+
+    def _plan(self) -> Plan | None:
+        """A plan that cannot be made is tried again next turn; when it keeps failing, the scheduler's state is not to be trusted."""
+        try:
+            plan = self.scheduler.plan(self._clock())
+        except Exception as error:
+            self._plan_failures += 1
+            if self._plan_failures >= MAX_PLAN_FAILURES:
+                raise EngineFatal(f"planning failed {self._plan_failures} times in a row: {error!r:.200}") from error
+            return None
+        self._plan_failures = 0
+        return plan
+
+    def _submit_plan(self, plan: Plan) -> None:
+        self._ring.append(plan)
+        now = self._clock()
+        self._step_predicted = self._timer.predict(plan.num_tokens)
+        if self._step_started is None:
+            self._step_started = now
+        try:
+            ticket = self._runner.submit(plan)
+        except EngineFatal:
+            raise
+        except Exception as error:
+            ticket = _Failed(error)
+        self._in_flight.append((plan, ticket, now))
+
+    def _commit_oldest(self) -> None:
+        plan, ticket, submitted = self._in_flight.popleft()
+        try:
+            result = ticket.result()
+        except EngineFatal:
+            raise
+        except Exception as error:
+            self._recover(plan, error)
+        else:
+            self._deliver(plan, result)
+        self._step_done(plan, submitted)
+
+    def _deliver(self, plan: Plan, result: Result) -> None:
+        updates = self.scheduler.commit(plan, result)
+        if updates:
+            self._outbox(list(updates))
+
+    def _step_done(self, plan: Plan, submitted: float) -> None:
+        now = self._clock()
+        began = max(submitted, self._step_started or submitted)
+        self._step_started = now if self._in_flight else None
+        if plan.num_rows:
+            self._timer.observe(plan.num_tokens, now - began)
+            self._step_seconds.append(now - began)
+            self.scheduler.counters.steps += 1
+            self.scheduler.counters.step_seconds += now - began
+
+    # a step that raised
+
+    def _recover(self, failed: Plan, error: Exception) -> None:
+        """Undo the failed plan and those after it, make sure the runner knows their state changes, repeat the rows in halves."""
+        later = [(plan, ticket) for plan, ticket, _ in self._in_flight]
+        self._in_flight.clear()
+        for _, ticket in later:
+            _discard(ticket)
+        plans = [failed, *(plan for plan, _ in later)]
+        sequences: dict[int, Sequence] = {}
+        for plan in reversed(plans):
+            for seq in self.scheduler.rollback(plan):
+                sequences[seq.seq_id] = seq
+        for plan in plans:
+            self._repeat_deltas(plan)
+        self._repeat_in_halves(list(sequences.values()), error)
+
+    def _repeat_deltas(self, plan: Plan) -> None:
+        """State changes are idempotent; which of them the failed step had applied is unknown, so all are sent again."""
+        delta = self.scheduler.delta_plan(plan)
+        try:
+            self._deliver(delta, self._runner.submit(delta).result())
+        except EngineFatal:
+            raise
+        except Exception as error:
+            raise EngineFatal(f"the runner cannot take state changes in: {error!r:.200}") from error
+
+    def _repeat_in_halves(self, sequences: list[Sequence], error: Exception) -> None:
+        pending = _halves(sequences)
+        while pending:
+            group = pending.pop()
+            plan = self.scheduler.replan(group)
+            if plan is None:
+                continue
+            try:
+                self._ring.append(plan)
+                self._deliver(plan, self._runner.submit(plan).result())
+            except EngineFatal:
+                raise
+            except Exception as again:
+                self.scheduler.rollback(plan)
+                self._repeat_deltas(plan)
+                if len(group) == 1:
+                    self.scheduler.fail(group[0], f"the model step failed for this sequence ({type(again).__name__})")
+                else:
+                    pending += _halves(group)
+
+
+class _Failed:
+    """The ticket of a plan whose submission raised."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> Result:
+        raise self._error
+
+
+def _discard(ticket: Ticket) -> None:
+    """Wait for a step whose outcome does not matter any more."""
+    try:
+        ticket.result()
+    except EngineFatal:
+        raise
+    except Exception:
+        return
+
+
+def _halves(sequences: list[Sequence]) -> list[list[Sequence]]:
+    middle = (len(sequences) + 1) // 2
+    return [half for half in (sequences[middle:], sequences[:middle]) if half]

@@ -1,0 +1,262 @@
+"""A sequence's KV over all groups: prefix hits, growth with copy-on-write, forks, windows, release.
+
+Every method that may fail asks first and changes everything or nothing. Table writes and block moves go into the plan being built.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise
+
+from headrace.core.hashing import BlockHash, block_hash, chain_root
+from headrace.core.kvgroup import KvGroup
+from headrace.policy.kvcache.pool import PAD_BLOCK, BlockPool
+from headrace.policy.plan_builder import PlanBuilder
+from headrace.policy.sequence import Sequence
+
+
+class KvManager:
+    """Owns one `BlockPool` per KV group.
+
+    groups, num_blocks  the model's groups and their pools' sizes, pad block included
+    key                 secret of the block hashes
+    caching             False: nothing is registered, nothing is found (the plain twin)
+    """
+
+    def __init__(
+        self, groups: tuple[KvGroup, ...], num_blocks: tuple[int, ...], block_size: int, *, key: bytes = b"", caching: bool = True
+    ) -> None:
+        self.groups = groups
+        self.pools = [BlockPool(total) for total in num_blocks]
+        self.block_size = block_size
+        self.caching = caching
+        self.last_planned = 0
+        self.last_committed = 0
+        self._key = key
+
+    # questions
+
+    def capacity_tokens(self) -> int:
+        """Longest sequence that fits when nothing else runs."""
+        full = [pool.total - 1 for group, pool in zip(self.groups, self.pools, strict=True) if group.window is None]
+        return min(full) * self.block_size if full else 2**31
+
+    @property
+    def has_limbo(self) -> bool:
+        """Blocks will come free with the next commit, without taking anything from anybody."""
+        return any(pool.num_limbo for pool in self.pools)
+
+    def shortage(self, num_tokens: int, step_tokens: int) -> str | None:
+        """Why a sequence of num_tokens, computed step_tokens at a time, can never fit; None when it can."""
+        for group, pool in zip(self.groups, self.pools, strict=True):
+            resident = num_tokens if group.window is None else min(num_tokens, group.window + step_tokens)
+            needed = self.blocks_for(resident) + (group.window is not None)
+            if needed > pool.total - 1:
+                return f"{resident} tokens need {needed} KV blocks of {self.block_size}, the pool has {pool.total - 1}"
+        return None
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def num_hit_tokens(self, seq: Sequence) -> int:
+        """Leading tokens whose KV could be reused. At least one token is always computed: it gives the logits."""
+        if not (self.caching and seq.uses_prefix_cache):
+            return 0
+        limit = (len(seq.tokens) - 1) // self.block_size
+        self._extend_hashes(seq, limit)
+        hits = self._chain_hits(seq, limit)
+        return hits * self.block_size
+
+    def _chain_hits(self, seq: Sequence, limit: int) -> int:
+        """Largest number of leading blocks every group can supply: all of them in a full group, the window's in a windowed one."""
+        full = [pool for group, pool in zip(self.groups, self.pools, strict=True) if group.window is None]
+        hits = limit
+        for pool in full:
+            hits = next((i for i in range(hits) if pool.find(seq.hashes[i]) is None), hits)
+        windowed = [(group.window, pool) for group, pool in zip(self.groups, self.pools, strict=True) if group.window is not None]
+        while hits and not all(self._window_holds(seq, hits, window, pool) for window, pool in windowed):
+            hits -= 1
+        return hits
+
+    def _window_holds(self, seq: Sequence, hits: int, window: int, pool: BlockPool) -> bool:
+        first = self._first_live(hits * self.block_size, window)
+        return all(pool.find(seq.hashes[i]) is not None for i in range(first, hits))
+
+    def _first_live(self, num_computed: int, window: int) -> int:
+        """Index of the first block a query at position num_computed can still see."""
+        return max(0, num_computed - window + 1) // self.block_size
+
+    # changes
+
+    def open(self, seq: Sequence) -> None:
+        """Prepare a new sequence's bookkeeping."""
+        request = seq.request
+        seq.root = chain_root(self._key, salt=request.salt, adapter_digest=(request.adapter or "").encode())
+        seq.blocks = [[] for _ in self.groups]
+        seq.registered = [0 for _ in self.groups]
+
+    def take_hits(self, seq: Sequence, num_tokens: int) -> None:
+        """Hold the blocks of `num_tokens` cached tokens for a sequence that has none yet; they count as computed."""
+        count = num_tokens // self.block_size
+        for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+            first = 0 if group.window is None else self._first_live(num_tokens, group.window)
+            blocks = [PAD_BLOCK] * first
+            for i in range(first, count):
+                block = pool.find(seq.hashes[i])
+                assert block is not None, "num_hit_tokens promised this block"
+                pool.hold(block)
+                blocks.append(block)
+            seq.blocks[index] = blocks
+            seq.registered[index] = count
+        seq.computed = seq.planned = num_tokens
+
+    def can_admit(self, seq: Sequence, hit_tokens: int, first_end: int, reserve_blocks: int) -> bool:
+        """Whether a waiting sequence's whole known length fits now, leaving `reserve_blocks` to those already running."""
+        for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+            end = first_end if group.window is not None else len(seq.tokens)
+            held = seq.blocks[index]
+            if held:
+                needed = max(0, self.blocks_for(end) - len(held)) + self._num_copies(seq, index)
+            else:
+                hits = hit_tokens // self.block_size
+                idle = sum(1 for i in range(hits) if self._is_idle_hit(pool, seq.hashes[i]))
+                needed = self.blocks_for(end) - hits + idle
+            if needed + reserve_blocks > pool.num_available:
+                return False
+        return True
+
+    @staticmethod
+    def _is_idle_hit(pool: BlockPool, identity: BlockHash) -> bool:
+        block = pool.find(identity)
+        return block is not None and pool.is_idle(block)
+
+    def grow(self, seq: Sequence, end: int, builder: PlanBuilder) -> bool:
+        """Make positions [planned, end) of a running sequence writable. False (and no change) when blocks are short.
+
+        Full groups take blocks for everything known at once, so that an admitted prompt is never stopped halfway.
+        """
+        targets = [end if group.window is not None else max(end, len(seq.tokens)) for group in self.groups]
+        for index, pool in enumerate(self.pools):
+            if self.blocks_for(targets[index]) - len(seq.blocks[index]) + self._num_copies(seq, index) > pool.num_available:
+                return False
+        for index, pool in enumerate(self.pools):
+            self._copy_on_write(seq, index, builder)
+            blocks = seq.blocks[index]
+            while len(blocks) * self.block_size < targets[index]:
+                block = pool.take()
+                builder.table(index, seq.slot, len(blocks), block)
+                blocks.append(block)
+        return True
+
+    def _num_copies(self, seq: Sequence, group: int) -> int:
+        """1 when the block that will be written first is shared or registered."""
+        blocks, first = seq.blocks[group], seq.planned // self.block_size
+        return int(first < len(blocks) and not self.pools[group].is_writable(blocks[first]))
+
+    def _copy_on_write(self, seq: Sequence, group: int, builder: PlanBuilder) -> None:
+        if not self._num_copies(seq, group):
+            return
+        pool, first = self.pools[group], seq.planned // self.block_size
+        source, target = seq.blocks[group][first], self.pools[group].take()
+        builder.copy(group, source, target)
+        builder.table(group, seq.slot, first, target)
+        seq.blocks[group][first] = target
+        seq.registered[group] = min(seq.registered[group], first)
+        # The source must outlive the copy: reusable only once the plan that copies is committed.
+        pool.drop(source, until_step=self.last_planned + 1, committed=self.last_committed)
+
+    def write_tables(self, seq: Sequence, builder: PlanBuilder) -> None:
+        """All table entries of a sequence that just took its slot."""
+        for group, blocks in enumerate(seq.blocks):
+            for index, block in enumerate(blocks):
+                if block != PAD_BLOCK:
+                    builder.table(group, seq.slot, index, block)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child shares the parent's prompt. It recomputes the last prompt token, whose logits it samples from."""
+        num_prompt = parent.num_prompt
+        for index, pool in enumerate(self.pools):
+            child.blocks[index] = parent.blocks[index][: self.blocks_for(num_prompt)]
+            for block in child.blocks[index]:
+                if block != PAD_BLOCK:
+                    pool.hold(block)
+            child.registered[index] = min(parent.registered[index], num_prompt // self.block_size)
+        child.hashes = parent.hashes[: num_prompt // self.block_size]
+        child.computed = child.planned = num_prompt - 1
+
+    def commit(self, seq: Sequence) -> None:
+        """After `seq.computed` rose: register full blocks, let go of blocks the window has passed."""
+        full = seq.computed // self.block_size
+        for index, group in enumerate(self.groups):
+            if full > seq.registered[index]:
+                self._register(seq, index, full)
+            if group.window is not None:
+                self._pass_window(seq, index, group.window)
+
+    def _register(self, seq: Sequence, group: int, full: int) -> None:
+        if self.caching and seq.uses_prefix_cache:
+            self._extend_hashes(seq, full)
+            for i in range(seq.registered[group], full):
+                if seq.blocks[group][i] != PAD_BLOCK:
+                    self.pools[group].register(seq.blocks[group][i], seq.hashes[i])
+        seq.registered[group] = full
+
+    def _pass_window(self, seq: Sequence, group: int, window: int) -> None:
+        blocks = seq.blocks[group]
+        for i in range(min(self._first_live(seq.computed, window), len(blocks)) - 1, -1, -1):
+            if blocks[i] == PAD_BLOCK:
+                break
+            self.pools[group].drop(blocks[i], until_step=self.last_planned, committed=self.last_committed)
+            blocks[i] = PAD_BLOCK
+
+    def release(self, seq: Sequence, *, keep_tokens: int | None = None) -> None:
+        """Give back every block, tail first. keep_tokens: full blocks beyond that length are not left in the cache."""
+        keep = len(seq.tokens) if keep_tokens is None else keep_tokens
+        for index, pool in enumerate(self.pools):
+            blocks = seq.blocks[index]
+            for i in range(len(blocks) - 1, -1, -1):
+                if blocks[i] == PAD_BLOCK:
+                    continue
+                if (i + 1) * self.block_size > keep:
+                    self._unregister_own(pool, blocks[i], seq, i)
+                pool.drop(blocks[i], until_step=self.last_planned, committed=self.last_committed)
+            seq.blocks[index] = []
+            seq.registered[index] = 0
+        seq.computed = seq.planned = 0
+
+    @staticmethod
+    def _unregister_own(pool: BlockPool, block: int, seq: Sequence, index: int) -> None:
+        if index < len(seq.hashes) and pool.find(seq.hashes[index]) == block:
+            pool.unregister(block)
+
+    def settle(self, committed: int) -> None:
+        """Step `committed` is done: blocks that waited for it become reusable."""
+        self.last_committed = max(self.last_committed, committed)
+        for pool in self.pools:
+            pool.settle_until(self.last_committed)
+
+    def reset_cache(self) -> None:
+        """Forget every reusable block (warm-up, weight reload)."""
+        for pool in self.pools:
+            pool.reset_cache()
+
+    def _extend_hashes(self, seq: Sequence, count: int) -> None:
+        size = self.block_size
+        while len(seq.hashes) < count:
+            i = len(seq.hashes)
+            parent = seq.hashes[-1] if i else seq.root
+            seq.hashes.append(block_hash(parent, seq.tokens[i * size : (i + 1) * size]))
+
+    # invariants
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless pools and sequences agree on who owns what."""
+        held: list[Counter[int]] = [Counter() for _ in self.pools]
+        for seq in sequences:
+            for group, blocks in enumerate(seq.blocks):
+                held[group].update(block for block in blocks if block != PAD_BLOCK)
+                live = [block != PAD_BLOCK for block in blocks]
+                assert not any(a and not b for a, b in pairwise(live)), "a hole in a block table"
+        for pool, owners in zip(self.pools, held, strict=True):
+            pool.check(dict(owners))

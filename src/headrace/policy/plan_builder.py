@@ -1,0 +1,61 @@
+"""Collects one step's columns; `build` freezes them."""
+
+from __future__ import annotations
+
+from array import array
+
+from headrace.core.plan import MoveKind, Plan, Started
+
+
+class PlanBuilder:
+    """Lists while a plan is being decided. Rows are appended in the order they will run."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, int, int, int]] = []
+        self.tables: list[tuple[int, int, int, int]] = []
+        self.moves: list[tuple[int, int, int]] = []
+        self.started: list[Started] = []
+        self.ended: list[int] = []
+
+    def row(self, slot: int, start: int, count: int, samples: int) -> None:
+        self.rows.append((slot, start, count, samples))
+
+    def table(self, group: int, slot: int, index: int, block: int) -> None:
+        self.tables.append((group, slot, index, block))
+
+    def copy(self, group: int, source: int, target: int) -> None:
+        self.moves.append((group, source, target))
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.rows
+
+    def build(self, step_id: int) -> Plan:
+        slots, starts, counts, samples = _columns(self.rows, 4)
+        groups, table_slots, indices, blocks = _columns(self.tables, 4)
+        move_groups, sources, targets = _columns(self.moves, 3)
+        return Plan(
+            step_id=step_id,
+            slots=slots,
+            starts=starts,
+            counts=counts,
+            samples=samples,
+            adapter_slots=array("i", bytes(4 * len(slots))),
+            mask_slots=array("i", [-1]) * len(slots),
+            table_groups=groups,
+            table_slots=table_slots,
+            table_indices=indices,
+            table_blocks=blocks,
+            move_kinds=array("i", [MoveKind.COPY]) * len(sources),
+            move_groups=move_groups,
+            move_sources=sources,
+            move_targets=targets,
+            started=tuple(self.started),
+            ended=array("i", self.ended),
+        )
+
+
+def _columns(rows: list[tuple[int, ...]] | list[tuple[int, int, int, int]] | list[tuple[int, int, int]], width: int) -> list[array[int]]:
+    if not rows:
+        return [array("i") for _ in range(width)]
+    return [array("i", column) for column in zip(*rows, strict=True)]

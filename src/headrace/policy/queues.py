@@ -1,0 +1,199 @@
+"""Queue policies: order of admission, choice of victim, share of the step's prefill budget.
+
+Each is incremental: a push or pop costs O(log n), nothing is rescanned per step. Aging needs no rescans either: with linear aging the
+order of two waiting sequences never changes, because `priority - waited / aging_s` sorts like `arrival + priority * aging_s`.
+A smaller `key` goes first everywhere; the victim is the largest.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+
+from headrace.policy.sequence import Sequence
+
+PRIORITY_AGING_S = 10.0
+"""A waiting request gains one class every so many seconds: batch traffic is served at the latest 20 s behind premium's arrivals."""
+
+SJF_AGING_S_PER_TOKEN = 0.01
+"""A request 100 tokens longer stands where one arrived 1 s later would: long requests cannot starve."""
+
+
+class Queue(Protocol):
+    """Waiting sequences of one engine."""
+
+    def push(self, seq: Sequence, cost_tokens: int) -> None:
+        """Add a new or preempted sequence. cost_tokens: uncached prompt + tokens it may still generate."""
+        ...
+
+    def head(self) -> Sequence | None:
+        """Who is next; changes nothing."""
+        ...
+
+    def remove(self, seq: Sequence) -> None:
+        """Take any waiting sequence out (admitted, cancelled, expired)."""
+        ...
+
+    def victim(self, candidates: Iterable[Sequence]) -> Sequence:
+        """Which running sequence gives its blocks back."""
+        ...
+
+    def prefill_order(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Who takes prefill budget first this step."""
+        ...
+
+    def charge(self, seq: Sequence, num_tokens: int) -> None:
+        """num_tokens were computed for seq."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+class KeyQueue:
+    """Order by a key that is fixed at first push: fcfs, priority and sjf differ by the key only. A preempted sequence keeps its key."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, int, Sequence]] = []
+        self._waiting: set[int] = set()
+        self._pushes = 0
+
+    def key_of(self, seq: Sequence, cost_tokens: int) -> float:
+        return seq.arrival
+
+    def push(self, seq: Sequence, cost_tokens: int) -> None:
+        if seq.incarnation == 0:
+            seq.key = self.key_of(seq, cost_tokens)
+        self._pushes += 1  # a re-pushed sequence may still have a stale entry: entries must never compare sequences
+        heapq.heappush(self._heap, (seq.key, seq.seq_id, self._pushes, seq))
+        self._waiting.add(seq.seq_id)
+
+    def head(self) -> Sequence | None:
+        while self._heap and self._heap[0][1] not in self._waiting:
+            heapq.heappop(self._heap)
+        return self._heap[0][3] if self._heap else None
+
+    def remove(self, seq: Sequence) -> None:
+        self._waiting.discard(seq.seq_id)
+        if self._heap and self._heap[0][1] == seq.seq_id:
+            heapq.heappop(self._heap)
+        elif len(self._heap) > 64 and len(self._heap) > 4 * len(self._waiting):
+            self._compact()
+
+    def _compact(self) -> None:
+        self._heap = [entry for entry in self._heap if entry[1] in self._waiting]
+        heapq.heapify(self._heap)
+
+    def victim(self, candidates: Iterable[Sequence]) -> Sequence:
+        return max(candidates, key=lambda seq: (seq.key, seq.seq_id))
+
+    def prefill_order(self, sequences: list[Sequence]) -> list[Sequence]:
+        return sorted(sequences, key=lambda seq: (seq.key, seq.seq_id))
+
+    def charge(self, seq: Sequence, num_tokens: int) -> None:
+        return None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+
+class FcfsQueue(KeyQueue):
+    """First come, first served."""
+
+
+class PriorityQueue(KeyQueue):
+    """premium, standard, batch; a waiting sequence ages towards the front."""
+
+    def key_of(self, seq: Sequence, cost_tokens: int) -> float:
+        return seq.arrival + seq.request.priority * PRIORITY_AGING_S
+
+
+class SjfQueue(KeyQueue):
+    """Shortest job first with aging; length = uncached prompt + max_tokens."""
+
+    def key_of(self, seq: Sequence, cost_tokens: int) -> float:
+        return seq.arrival + cost_tokens * SJF_AGING_S_PER_TOKEN
+
+
+class FairQueue:
+    """Virtual token counter per tenant (Sheng et al. 2024): the tenant with the least weighted service goes first.
+
+    A tenant that comes back after idling is lifted to the least counter among the active ones: idling earns no credit.
+    """
+
+    def __init__(self) -> None:
+        self._served: dict[str, float] = {}
+        self._queues: dict[str, deque[Sequence]] = {}
+        self._active: dict[str, int] = {}
+        self._size = 0
+
+    def push(self, seq: Sequence, cost_tokens: int) -> None:
+        tenant = seq.request.tenant
+        self._activate(tenant)
+        queue = self._queues.setdefault(tenant, deque())
+        if seq.incarnation:
+            queue.appendleft(seq)
+        else:
+            seq.key = seq.arrival
+            queue.append(seq)
+        self._size += 1
+
+    def head(self) -> Sequence | None:
+        waiting = [tenant for tenant, queue in self._queues.items() if queue]
+        if not waiting:
+            return None
+        tenant = min(waiting, key=lambda name: (self._served[name], self._queues[name][0].key))
+        return self._queues[tenant][0]
+
+    def remove(self, seq: Sequence) -> None:
+        queue = self._queues.get(seq.request.tenant)
+        if queue is None or seq not in queue:
+            return
+        queue.remove(seq)
+        self._size -= 1
+        if not queue:
+            del self._queues[seq.request.tenant]
+
+    def victim(self, candidates: Iterable[Sequence]) -> Sequence:
+        return max(candidates, key=lambda seq: (self._served.get(seq.request.tenant, 0.0), seq.key, seq.seq_id))
+
+    def prefill_order(self, sequences: list[Sequence]) -> list[Sequence]:
+        return sorted(sequences, key=lambda seq: (self._served.get(seq.request.tenant, 0.0), seq.key, seq.seq_id))
+
+    def charge(self, seq: Sequence, num_tokens: int) -> None:
+        tenant = seq.request.tenant
+        self._served[tenant] = self._served.get(tenant, 0.0) + num_tokens / seq.request.weight
+
+    def _activate(self, tenant: str) -> None:
+        if tenant in self._queues:
+            return
+        floor = min((self._served[name] for name in self._queues), default=None)
+        if floor is None:
+            floor = min(self._served.values(), default=0.0)
+        self._served[tenant] = max(self._served.get(tenant, 0.0), floor)
+        if len(self._served) > MAX_REMEMBERED_TENANTS:
+            self._forget_idle()
+
+    def _forget_idle(self) -> None:
+        """Keep the map bounded: tenants without waiting work and least service go first; they re-enter at the floor."""
+        idle = sorted((name for name in self._served if name not in self._queues), key=lambda name: self._served[name])
+        for name in idle[: len(self._served) // 2]:
+            del self._served[name]
+
+    def __len__(self) -> int:
+        return self._size
+
+
+MAX_REMEMBERED_TENANTS = 10_000
+
+QUEUES: dict[str, type[KeyQueue] | type[FairQueue]] = {
+    "fcfs": FcfsQueue,
+    "priority": PriorityQueue,
+    "sjf": SjfQueue,
+    "fair": FairQueue,
+}
+
+
+def make_queue(policy: str) -> Queue:
+    return QUEUES[policy]()

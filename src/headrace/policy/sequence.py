@@ -1,0 +1,84 @@
+"""A sequence as the policy floor sees it: counts, blocks and where it stands.
+
+    known     = len(tokens)            ids whose value is here (prompt, committed outputs)
+    planned   >= computed              positions handed to a plan / whose plan is committed
+    pending                            sampled ids still in flight; the runner has them, we do not
+
+`known + pending - planned` is what could be computed next, for prefill, decode and resume alike.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum
+
+from headrace.core.hashing import BlockHash
+from headrace.core.ids import SeqId
+from headrace.core.request import EngineRequest
+
+NO_SLOT = -1
+
+
+class SeqState(Enum):
+    BLOCKED = "blocked"
+    """Has unmet prerequisites; takes no budget, sits in no queue."""
+    WAITING = "waiting"
+    """In the queue: new, or preempted."""
+    RUNNING = "running"
+    """Holds a slot and blocks."""
+    DONE = "done"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One token stream. Changed by the scheduler (counts, state) and the KV manager (blocks, hashes) only.
+
+    limit        length at which it ends: prompt + max_tokens, at most max_model_len
+    incarnation  raised by every preemption: rows planned by an earlier one do not count as computed any more
+    blocks       per KV group, block ids in order; 0 where a window has passed
+    hashes       identities of its full blocks, as far as they were needed
+    registered   per KV group, leading blocks already offered to the prefix cache
+    key          the queue policy's order, smaller first; set when it is pushed
+    """
+
+    seq_id: SeqId
+    request: EngineRequest
+    index: int
+    arrival: float
+    tokens: array[int]
+    num_prompt: int
+    limit: int
+    state: SeqState = SeqState.BLOCKED
+    slot: int = NO_SLOT
+    computed: int = 0
+    planned: int = 0
+    pending: int = 0
+    incarnation: int = 0
+    blocks: list[list[int]] = field(default_factory=list)
+    registered: list[int] = field(default_factory=list)
+    root: BlockHash = field(default_factory=lambda: BlockHash(b""))
+    hashes: list[BlockHash] = field(default_factory=list)
+    missing: set[str] = field(default_factory=set)
+    key: float = 0.0
+    num_cached: int = 0
+    first_scheduled: float | None = None
+    told_first: bool = False
+
+    @property
+    def wanted(self) -> int:
+        """Tokens that could be computed now."""
+        return len(self.tokens) + self.pending - self.planned
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def is_complete(self) -> bool:
+        """Everything it may ever produce is sampled already, committed or not."""
+        return len(self.tokens) + self.pending >= self.limit
+
+    @property
+    def uses_prefix_cache(self) -> bool:
+        return self.request.prefix_caching
