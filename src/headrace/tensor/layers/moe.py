@@ -1,0 +1,110 @@
+"""Sparse mixture of experts: a router picks `top_k` feed-forward blocks per token.
+
+Experts run one after another, each over the tokens that chose it. Results are laid out by (token, choice) and summed over the choices
+in the router's order, so that a token's sum does not depend on its neighbours in the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.tensor.kernels import Linear
+from headrace.tensor.layers.weights import Part, WeightReader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSpec:
+    """size: features of one expert; is_renormalised: the chosen weights are scaled to sum to one."""
+
+    num_experts: int
+    top_k: int
+    size: int
+    is_renormalised: bool
+    activation: str = "silu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeNames:
+    """Tensor names below the layer's prefix.
+
+    blocks          names the block goes by; the first whose router is stored is taken
+    gate, up, down  of one expert: "{block}.experts.{i}.{gate}.weight"
+    """
+
+    blocks: tuple[str, ...] = ("mlp",)
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+class SparseMoe:
+    """All experts, each rank holding its share of every expert's features.
+
+    On disk experts are either one tensor each (`names`), or stacked: "{block}.experts.gate_up_proj" [X, 2F, E] and
+    "{block}.experts.down_proj" [X, E, F] for X experts.
+    """
+
+    def __init__(self, reader: WeightReader, prefix: str, spec: MoeSpec, names: MoeNames, hidden_size: int) -> None:
+        self.spec, self.kernels = spec, reader.kernels
+        present = [block for block in names.blocks if reader.source.has(f"{prefix}{block}.gate.weight")]
+        block = prefix + (present or names.blocks)[0]
+        self.router = reader.whole_linear(Part(f"{block}.gate.weight", spec.num_experts), hidden_size)
+        is_stacked = reader.source.has(f"{block}.experts.gate_up_proj")
+        self.gate_up: list[Linear] = []
+        self.down: list[Linear] = []
+        for index in range(spec.num_experts):
+            parts = _stacked_expert(block, index, spec, hidden_size) if is_stacked else _own_expert(block, index, spec, names, hidden_size)
+            self.gate_up.append(reader.column_linear(parts[:2], hidden_size, bias=False))
+            self.down.append(reader.row_linear(parts[2], spec.size, bias=False))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, E] -> [T, E], to be summed over ranks."""
+        weights, experts = self.route(x)
+        top_k = self.spec.top_k
+        order = torch.argsort(experts.view(-1), stable=True)  # (token, choice) pairs, grouped by expert
+        tokens = order // top_k
+        outputs = x.new_empty((x.shape[0] * top_k, x.shape[1]))
+        start = 0
+        for expert, count in enumerate(torch.bincount(experts.view(-1), minlength=self.spec.num_experts).tolist()):
+            if count:
+                chosen = slice(start, start + count)
+                gated = self.kernels.gated_activation(self.gate_up[expert](x[tokens[chosen]]), self.spec.activation)
+                outputs[order[chosen]] = self.down[expert](gated)
+                start += count
+        return (outputs.view(-1, top_k, x.shape[1]) * weights[:, :, None]).sum(dim=1)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights [T, top_k] in x's dtype and expert indices [T, top_k] int64. The softmax is over all experts, in float32."""
+        probabilities = self.router(x).float().softmax(dim=-1)
+        weights, experts = probabilities.topk(self.spec.top_k, dim=-1)
+        if self.spec.is_renormalised:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights.to(x.dtype), experts
+
+    def weight_bytes(self, *, one_token: bool) -> int:
+        """Bytes held, or read for one token: the router and `top_k` experts."""
+        experts = sum(linear.weight_bytes for linear in (*self.gate_up, *self.down))
+        if one_token:
+            experts = experts * self.spec.top_k // self.spec.num_experts
+        return self.router.weight_bytes + experts
+
+
+def _own_expert(block: str, index: int, spec: MoeSpec, names: MoeNames, hidden_size: int) -> list[Part]:
+    expert = f"{block}.experts.{index}"
+    return [
+        Part(f"{expert}.{names.gate}.weight", spec.size),
+        Part(f"{expert}.{names.up}.weight", spec.size),
+        Part(f"{expert}.{names.down}.weight", hidden_size),
+    ]
+
+
+def _stacked_expert(block: str, index: int, spec: MoeSpec, hidden_size: int) -> list[Part]:
+    where = (index, spec.num_experts)
+    return [
+        Part(f"{block}.experts.gate_up_proj", spec.size, 0, 2 * spec.size, where),
+        Part(f"{block}.experts.gate_up_proj", spec.size, spec.size, 2 * spec.size, where),
+        Part(f"{block}.experts.down_proj", hidden_size, expert=where),
+    ]

@@ -1,0 +1,120 @@
+"""Rotary position tables and how context extension bends their frequencies.
+
+Sources: RoFormer (Su et al. 2021); linear interpolation (kaiokendev, Chen et al. 2023); YaRN (Peng et al. 2023); Llama 3.1's smoothed
+interpolation. Formulas follow transformers' `modeling_rope_utils`, the oracle.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_CHUNK = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearScaling:
+    """Positions divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Scaling:
+    """Long wavelengths divided by `factor`, short ones kept, a ramp between.
+
+    original_positions  context of the first training
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """Frequencies that turn more than beta_fast times in the original context are kept, those below beta_slow divided by `factor`.
+
+    magnitude  multiplies cos and sin (the paper's attention temperature)
+    truncate   the ramp begins and ends at whole dimensions
+    """
+
+    factor: float
+    original_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    magnitude: float
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """rotary_dim: leading elements of a head that are rotated, even."""
+
+    theta: float
+    rotary_dim: int
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+
+
+def rope_table(spec: RopeSpec, num_positions: int, device: str) -> Tensor:
+    """cos | sin of every position, [num_positions, rotary_dim] float32, as `Kernels.rotary` takes it."""
+    half = spec.rotary_dim // 2
+    frequencies = inverse_frequencies(spec).to(device)
+    magnitude = spec.scaling.magnitude if isinstance(spec.scaling, YarnScaling) else 1.0
+    table = torch.empty((num_positions, spec.rotary_dim), dtype=torch.float32, device=device)
+    for start in range(0, num_positions, _CHUNK):  # chunked: the temporaries of 131,072 positions would be twice the table
+        rows = table[start : start + _CHUNK]
+        angles = torch.arange(start, start + rows.shape[0], device=device).float()[:, None] * frequencies
+        rows[:, :half] = angles.cos() * magnitude
+        rows[:, half:] = angles.sin() * magnitude
+    return table
+
+
+def inverse_frequencies(spec: RopeSpec) -> Tensor:
+    """Radians per position of each rotated pair, [rotary_dim / 2] float32."""
+    plain = 1.0 / (spec.theta ** (torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64).float() / spec.rotary_dim))
+    match spec.scaling:
+        case None:
+            return plain
+        case LinearScaling(factor=factor):
+            return plain / factor
+        case Llama3Scaling() as scaling:
+            return _llama3(plain, scaling)
+        case YarnScaling() as scaling:
+            return _yarn(plain, spec, scaling)
+
+
+def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
+    original, low, high = scaling.original_positions, scaling.low_freq_factor, scaling.high_freq_factor
+    wavelength = 2 * math.pi / plain
+    smooth = (original / wavelength - low) / (high - low)
+    between = (1 - smooth) * plain / scaling.factor + smooth * plain
+    bent = torch.where(wavelength > original / low, plain / scaling.factor, between)
+    return torch.where(wavelength < original / high, plain, bent)
+
+
+def _yarn(plain: Tensor, spec: RopeSpec, scaling: YarnScaling) -> Tensor:
+    def dim_turning(turns: float) -> float:
+        """The (fractional) pair that turns this often within the original context."""
+        return spec.rotary_dim * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    low, high = dim_turning(scaling.beta_fast), dim_turning(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.rotary_dim - 1)
+    width = high - low or 0.001  # a step instead of a division by zero
+    ramp = ((torch.arange(spec.rotary_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return plain / scaling.factor * ramp + plain * (1 - ramp)
+
+
+def yarn_magnitude(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """What cos and sin are multiplied with when the configuration names no attention_factor."""
+
+    def grown(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    return grown(mscale) / grown(mscale_all_dim) if mscale and mscale_all_dim else grown(1.0)

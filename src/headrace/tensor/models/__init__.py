@@ -1,0 +1,189 @@
+"""Decoder models by architecture name, loaded from a checkpoint folder.
+
+`load_model` reads weights, `describe` reads only config.json. A new architecture is one file with a `decoder_spec` and one line in
+ARCHITECTURES; see docs/models.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.core.errors import CheckpointError, ConfigError, shorten
+from headrace.core.kvgroup import KvGroup
+from headrace.tensor.checkpoint import Checkpoint, read_config
+from headrace.tensor.checkpoint_config import ConfigFile, read_generation_defaults
+from headrace.tensor.checkpoint_random import RandomWeights, WeightShapes
+from headrace.tensor.kernels import Kernels, load_kernels
+from headrace.tensor.layers.weights import WeightReader, WeightSource
+from headrace.tensor.models import llama
+from headrace.tensor.models.decoder import Decoder
+from headrace.tensor.models.spec import DecoderSpec
+
+ARCHITECTURES: dict[str, Callable[[ConfigFile], DecoderSpec]] = {
+    "LlamaForCausalLM": llama.decoder_spec,
+}
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model with its weights in memory.
+
+    max_model_len      longest context its tables were made for
+    eos_token_ids      end tokens; empty when the checkpoint names none
+    sampling_defaults  SamplingParams fields the checkpoint's author chose
+    model_digest       hex; see `Checkpoint.digest`. Of random weights: of config.json and the seed
+    weight_bytes       read by one decode step of one sequence
+    resident_bytes     held in memory
+    """
+
+    model: Decoder
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    sampling_defaults: dict[str, Any]
+    model_digest: str
+    weight_bytes: int
+    resident_bytes: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDescription:
+    """What config.json alone says of a model, in the dtype it would compute with.
+
+    dtype_name      of the checkpoint, as config.json says it; float32 when it does not
+    weight_bytes    read by one decode step of one sequence
+    resident_bytes  all weights, before any packing overhead
+    """
+
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    kv_groups: tuple[KvGroup, ...]
+    num_layers: int
+    num_parameters: int
+    dtype_name: str
+    weight_bytes: int
+    resident_bytes: int
+
+
+def load_model(
+    folder: Path,
+    *,
+    kernels: Kernels,
+    dtype: torch.dtype | None,
+    device: str,
+    load_format: str,
+    seed: int,
+    max_model_len: int | None,
+    rank: int = 0,
+    world: int = 1,
+) -> LoadedModel:
+    """Read the folder's model for one rank.
+
+    dtype          to compute with; None: the checkpoint's
+    load_format    "dummy": random weights from config.json and `seed`; otherwise safetensors
+    max_model_len  None: the checkpoint's
+
+    Raises: CheckpointError naming file and reason; ConfigError for an option that this model cannot be run with.
+    Memory: anonymous memory stays below the weights held + the largest fused tensor + small change; files are mapped.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError("load_format", f"{load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
+    if world != 1:
+        raise ConfigError("tensor_parallel_size", f"{world}: one model on several ranks is not supported yet", "Use 1.")
+    config = read_config(folder)
+    architecture, spec = _read_spec(config)
+    spec = spec.within(_resolve_max_model_len(max_model_len, spec.max_positions))
+    defaults = read_generation_defaults(folder, config, spec.vocab_size)
+    if load_format == "dummy":
+        dtype = dtype or _named_dtype(config) or torch.float32
+        model = _build(RandomWeights(seed, dtype, 1.0 - spec.norm_plus), spec, kernels, dtype, device, rank, world)
+        digest = blake2b(Path(config.file).read_bytes() + f"{seed}".encode(), digest_size=16).hexdigest()
+    else:
+        with Checkpoint(folder) as checkpoint:
+            dtype = dtype or _named_dtype(config) or _STORED_DTYPES.get(checkpoint.stored_dtype(f"{spec.names.embedding}.weight"))
+            model = _build(checkpoint, spec, kernels, dtype or torch.float32, device, rank, world)
+            checkpoint.check_all_read()
+            digest = checkpoint.digest()
+    return LoadedModel(
+        model=model,
+        architecture=architecture,
+        vocab_size=spec.vocab_size,
+        max_model_len=spec.max_positions,
+        eos_token_ids=defaults.eos_token_ids,
+        sampling_defaults=defaults.sampling,
+        model_digest=digest,
+        weight_bytes=model.weight_bytes,
+        resident_bytes=model.resident_bytes,
+        dtype=model.dtype,
+    )
+
+
+def describe(folder: Path, *, dtype: torch.dtype | None = None, max_model_len: int | None = None) -> ModelDescription:
+    """Sizes from config.json alone: no weight is opened, no memory used. Raises as `load_model` does."""
+    config = read_config(folder)
+    architecture, spec = _read_spec(config)
+    spec = spec.within(_resolve_max_model_len(max_model_len, spec.max_positions))
+    dtype = dtype or _named_dtype(config) or torch.float32
+    shapes = WeightShapes(dtype)
+    model = _build(shapes, spec, load_kernels("reference"), dtype, "meta", 0, 1)
+    return ModelDescription(
+        architecture=architecture,
+        vocab_size=spec.vocab_size,
+        max_model_len=spec.max_positions,
+        kv_groups=model.kv_groups,
+        num_layers=len(spec.layers),
+        num_parameters=shapes.num_parameters,
+        dtype_name=str(dtype).removeprefix("torch."),
+        weight_bytes=model.weight_bytes,
+        resident_bytes=model.resident_bytes,
+    )
+
+
+def _build(source: WeightSource, spec: DecoderSpec, kernels: Kernels, dtype: torch.dtype, device: str, rank: int, world: int) -> Decoder:
+    return Decoder(WeightReader(source, kernels, dtype, device, rank, world), spec)
+
+
+def _read_spec(config: ConfigFile) -> tuple[str, DecoderSpec]:
+    """The architecture's name and spec, once the features no architecture has are refused."""
+    if config.has("auto_map"):
+        config.refuse("auto_map", "asks for code from the checkpoint, which is never run", "Use a checkpoint without auto_map.")
+    if config.has("quantization_config"):
+        config.refuse("quantization_config", "quantized checkpoints are not supported", "Use float32, bfloat16 or float16 weights.")
+    names = config.items("architectures")
+    if not names:
+        config.refuse("architectures", "names no architecture")
+    name = names[0]
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise CheckpointError(config.file, f"architecture {shorten(name)} is not supported", f"Supported: {', '.join(ARCHITECTURES)}.")
+    return name, ARCHITECTURES[name](config)
+
+
+def _resolve_max_model_len(wanted: int | None, trained: int) -> int:
+    if wanted is None:
+        return trained
+    if not 1 <= wanted <= trained:
+        raise ConfigError("max_model_len", f"{wanted} is outside 1..{trained}", f"The checkpoint was made for {trained} positions.")
+    return wanted
+
+
+def _named_dtype(config: ConfigFile) -> torch.dtype | None:
+    """`dtype`, formerly `torch_dtype`; None when absent or "auto"."""
+    field = "dtype" if config.has("dtype") else "torch_dtype"
+    name = config.text(field, "auto").removeprefix("torch.")
+    if name == "auto":
+        return None
+    if name not in _DTYPES:
+        config.refuse(field, f"only {', '.join(_DTYPES)} are supported")
+    return _DTYPES[name]

@@ -1,0 +1,144 @@
+"""The decoder all architectures share: embeddings, blocks around one residual stream, a final norm, a head.
+
+A block's branches are normed on the way in; Gemma also norms them on the way out. The addition of a branch is fused into the next
+norm, so a block is handed the branch that has not been added yet. Shape letters: `tensor.batch`, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headrace.core.kvgroup import KvGroup
+from headrace.tensor.batch import Batch, GroupBatch, KvCache
+from headrace.tensor.kernels import Kernels
+from headrace.tensor.layers.attention import Attention
+from headrace.tensor.layers.mlp import Mlp, MlpSpec
+from headrace.tensor.layers.moe import SparseMoe
+from headrace.tensor.layers.rope import RopeSpec, rope_table
+from headrace.tensor.layers.weights import Part, WeightReader
+from headrace.tensor.models.spec import DecoderSpec, LayerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Root-mean-square norm with its weight [E]."""
+
+    kernels: Kernels
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """norm(x), or residual += x in place and norm(residual)."""
+        return self.kernels.rms_norm(x, self.weight, self.eps, residual=residual)
+
+
+class Block:
+    """One layer. All weights are read while it is made."""
+
+    def __init__(self, reader: WeightReader, spec: DecoderSpec, layer: LayerSpec, index: int, cos_sin: Tensor) -> None:
+        names, prefix = spec.names, spec.names.layer.format(index)
+
+        def norm(name: str) -> Norm:
+            weight = reader.norm(f"{prefix}{name}.weight", spec.hidden_size, plus=spec.norm_plus)
+            return Norm(reader.kernels, weight, spec.norm_eps)
+
+        self.attention_norm = norm(names.attention_norm)
+        self.attention = Attention(
+            reader, prefix, layer.attention, names.attention, spec.hidden_size, spec.norm_eps, spec.norm_plus, cos_sin
+        )
+        self.attention_output_norm = norm(names.attention_output_norm) if names.attention_output_norm else None
+        self.mlp_norm = norm(names.mlp_norm)
+        self.mlp = (
+            Mlp(reader, prefix, layer.mlp, names.mlp, spec.hidden_size)
+            if isinstance(layer.mlp, MlpSpec)
+            else SparseMoe(reader, prefix, layer.mlp, names.moe, spec.hidden_size)
+        )
+        self.mlp_output_norm = norm(names.mlp_output_norm) if names.mlp_output_norm else None
+
+    def __call__(self, branch: Tensor, residual: Tensor, batch: Batch, group: GroupBatch, cache: Tensor) -> Tensor:
+        """Adds `branch` and the attention's output to residual [T, E] in place; returns the feed-forward branch, not added yet."""
+        branch = self.attention(self.attention_norm(branch, residual), batch, group, cache)
+        if self.attention_output_norm is not None:
+            branch = self.attention_output_norm(branch)
+        branch = self.mlp(self.mlp_norm(branch, residual))
+        return branch if self.mlp_output_norm is None else self.mlp_output_norm(branch)
+
+    def weight_bytes(self, *, one_token: bool) -> int:
+        attention = sum(linear.weight_bytes for linear in self.attention.linears)
+        return attention + self.mlp.weight_bytes(one_token=one_token)
+
+
+class Decoder:
+    """A loaded model on one rank.
+
+    kv_groups       layers that share a block table: same window, heads and head size
+    group_of        per layer, index into kv_groups
+    kv_shapes       per layer, (kv_heads, head_dim) held by this rank
+    weight_bytes    read by one decode step of one sequence (of experts, the chosen ones); norms are left out
+    resident_bytes  weights held in memory
+    """
+
+    def __init__(self, reader: WeightReader, spec: DecoderSpec) -> None:
+        self.spec, self.dtype, self.vocab_size = spec, reader.dtype, spec.vocab_size
+        names = spec.names
+        self.embedding = reader.table(f"{names.embedding}.weight", spec.vocab_size, spec.hidden_size)
+        self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(reader.dtype))  # rounded as the checkpoint's authors did
+        tables: dict[RopeSpec, Tensor] = {}
+        self.blocks: list[Block] = []
+        for index, layer in enumerate(spec.layers):
+            rope = layer.attention.rope
+            if rope not in tables:
+                tables[rope] = rope_table(rope, spec.max_positions, reader.device)
+            self.blocks.append(Block(reader, spec, layer, index, tables[rope]))
+        final = reader.norm(f"{names.final_norm}.weight", spec.hidden_size, plus=spec.norm_plus)
+        self.final_norm = Norm(reader.kernels, final, spec.norm_eps)
+        head = f"{names.head}.weight"
+        # A tied model stores one table; it is packed a second time for the head, since a lookup needs the plain rows.
+        self.head = (
+            reader.kernels.pack_linear(self.embedding, None)
+            if spec.is_tied and not reader.source.has(head)
+            else reader.whole_linear(Part(head, spec.vocab_size), spec.hidden_size)
+        )
+        self.kv_groups, self.group_of = group_layers(spec, reader.world, reader.dtype.itemsize)
+        self.kv_shapes = [(block.attention.kv_heads, block.attention.spec.head_dim) for block in self.blocks]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(block.weight_bytes(one_token=True) for block in self.blocks) + self.head.weight_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        table = self.embedding.numel() * self.embedding.element_size()
+        return sum(block.weight_bytes(one_token=False) for block in self.blocks) + self.head.weight_bytes + table
+
+    def forward(self, ids: Tensor, batch: Batch, kv: KvCache) -> Tensor:
+        """ids [T] int64 -> hidden [T, E], normed, ready for `logits`. Writes the step's keys and values into `kv`."""
+        branch = F.embedding(ids, self.embedding)
+        if self._embedding_scale != 1.0:
+            branch *= self._embedding_scale
+        residual = torch.zeros_like(branch)
+        for block, group, cache in zip(self.blocks, self.group_of, kv.layers, strict=True):
+            branch = block(branch, residual, batch, batch.groups[group], cache)
+        return self.final_norm(branch, residual)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, E] (rows chosen from `forward`'s) -> [N, V] float32."""
+        return self.head(hidden).float()
+
+
+def group_layers(spec: DecoderSpec, world: int, dtype_bytes: int) -> tuple[tuple[KvGroup, ...], tuple[int, ...]]:
+    """KV groups in order of their first layer, and each layer's group."""
+    members: dict[tuple[int | None, int, int], list[int]] = {}
+    for index, layer in enumerate(spec.layers):
+        attention = layer.attention
+        members.setdefault((attention.window, attention.kv_heads // world, attention.head_dim), []).append(index)
+    groups = tuple(
+        KvGroup(layers=tuple(layers), kv_heads=heads, head_dim=dim, dtype_bytes=dtype_bytes, window=window)
+        for (window, heads, dim), layers in members.items()
+    )
+    owner = {layer: number for number, group in enumerate(groups) for layer in group.layers}
+    return groups, tuple(owner[index] for index in range(len(spec.layers)))

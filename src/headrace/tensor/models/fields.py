@@ -1,0 +1,174 @@
+"""Fields of config.json that several architectures share, each read and bounded once.
+
+The bounds are far above any real model: they keep absurd values (negative sizes, 10^9 layers) away from memory. Features nobody here
+computes are refused by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.tensor.checkpoint_config import ConfigFile
+from headrace.tensor.layers.rope import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling, yarn_magnitude
+
+MAX_LAYERS = 1024
+MAX_WIDTH = 2**20
+MAX_POSITIONS = 2**26
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ROPE_FIELDS = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+             "truncate"},
+}  # fmt: skip
+_ROPE_COMMON = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Sizes every decoder has."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+    norm_eps: float
+
+
+def read_shape(config: ConfigFile) -> Shape:
+    """Raises CheckpointError naming the field."""
+    hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
+    heads = config.integer("num_attention_heads", 1, 4096)
+    kv_heads = config.integer("num_key_value_heads", 1, heads, default=heads)
+    if heads % kv_heads:
+        config.refuse("num_key_value_heads", f"must divide num_attention_heads ({heads})")
+    if not config.has("head_dim") and hidden_size % heads:
+        config.refuse("num_attention_heads", f"must divide hidden_size ({hidden_size}) when head_dim is not given")
+    head_dim = config.integer("head_dim", 2, 1024, default=max(hidden_size // heads, 2))
+    return Shape(
+        vocab_size=config.integer("vocab_size", 1, 2**24),
+        hidden_size=hidden_size,
+        num_layers=config.integer("num_hidden_layers", 1, MAX_LAYERS),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_positions=config.integer("max_position_embeddings", 1, MAX_POSITIONS),
+        norm_eps=config.number("rms_norm_eps", 0.0, 1.0, default=1e-6),
+    )
+
+
+def read_activation(config: ConfigFile, name: str = "hidden_act", default: str = "silu") -> str:
+    """A name `Kernels.gated_activation` knows."""
+    value = config.text(name, default)
+    if value not in _ACTIVATIONS:
+        config.refuse(name, f"only {', '.join(_ACTIVATIONS)} are supported")
+    return _ACTIVATIONS[value]
+
+
+def read_window(config: ConfigFile) -> int | None:
+    """`sliding_window`: tokens a query sees, itself included; None when absent."""
+    return config.integer("sliding_window", 1, MAX_POSITIONS) if config.has("sliding_window") else None
+
+
+def read_layer_windows(config: ConfigFile, num_layers: int) -> list[int | None]:
+    """Per layer, Qwen's way: `use_sliding_window`, and either `layer_types` or every layer from `max_window_layers` on."""
+    window = read_window(config) if config.flag("use_sliding_window", False) else None
+    if config.has("layer_types"):
+        return windows_by_type(config, window, num_layers)
+    first = config.integer("max_window_layers", 0, MAX_LAYERS, default=28)
+    return [window if index >= first else None for index in range(num_layers)]
+
+
+def windows_by_type(config: ConfigFile, window: int | None, num_layers: int) -> list[int | None]:
+    """Per layer from `layer_types`, whose entries are "full_attention" and "sliding_attention"."""
+    types = config.items("layer_types")
+    if len(types) != num_layers:
+        config.refuse("layer_types", f"must name all {num_layers} layers")
+    for kind in types:
+        if kind not in ("full_attention", "sliding_attention"):
+            config.refuse("layer_types", "only full_attention and sliding_attention are supported")
+        if kind == "sliding_attention" and window is None:
+            config.refuse("layer_types", "names sliding_attention, but no sliding_window is in force")
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def refuse_set(config: ConfigFile, *names: str) -> None:
+    """Refuse features that other architectures of the family have and this one does not compute: absent, null, false or zero passes."""
+    for name in names:
+        if config.values.get(name):
+            config.refuse(name, "is not supported")
+
+
+def read_rope(config: ConfigFile, shape: Shape, *, theta: float = 10_000.0, layer_type: str | None = None,
+              theta_field: str = "rope_theta", has_partial: bool = False) -> RopeSpec:  # fmt: skip
+    """Rotary parameters: `rope_parameters` (flat, or below the layer type), or the older `rope_theta` beside `rope_scaling`.
+
+    theta        where the file names none
+    theta_field  the older field that holds theta for this layer type
+    has_partial  the architecture may rotate a part of the head only
+    """
+    params = config.section("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
+    if layer_type is not None and params.has(layer_type):
+        params = params.section(layer_type)
+    base = params if params.has("rope_theta") else ConfigFile(config.file, {"rope_theta": config.values.get(theta_field)})
+    kind = params.text("rope_type", params.text("type", "default"))
+    if kind not in _ROPE_FIELDS:
+        params.refuse("rope_type" if params.has("rope_type") else "type", f"rope scaling is one of {', '.join(_ROPE_FIELDS)}")
+    for name in params.values:
+        if name not in _ROPE_FIELDS[kind] | _ROPE_COMMON and params.has(name):
+            params.refuse(name, f"is not a field of rope scaling {kind!r}")
+    return RopeSpec(
+        theta=base.number("rope_theta", 1.0, 1e12, default=theta),
+        rotary_dim=_rotary_dim(config, params, shape.head_dim, has_partial),
+        scaling=_read_scaling(params, kind, shape.max_positions),
+    )
+
+
+def _rotary_dim(config: ConfigFile, params: ConfigFile, head_dim: int, has_partial: bool) -> int:
+    owner = params if params.has("partial_rotary_factor") else config
+    factor = owner.number("partial_rotary_factor", 0.0, 1.0, default=1.0)
+    if factor != 1.0 and not has_partial:
+        owner.refuse("partial_rotary_factor", "this architecture rotates whole heads")
+    rotary_dim = int(head_dim * factor)
+    if rotary_dim < 2 or rotary_dim % 2:
+        config.refuse("head_dim", f"rotates {rotary_dim} elements of a head of {head_dim}; an even number is needed")
+    return rotary_dim
+
+
+def _read_scaling(params: ConfigFile, kind: str, max_positions: int) -> LinearScaling | Llama3Scaling | YarnScaling | None:
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(factor=_factor(params))
+    original = params.integer("original_max_position_embeddings", 1, MAX_POSITIONS, default=max_positions)
+    if kind == "yarn":
+        return _read_yarn(params, original, max_positions)
+    low, high = params.number("low_freq_factor", 0.0, 1e6), params.number("high_freq_factor", 0.0, 1e6)
+    if high <= low:
+        params.refuse("high_freq_factor", f"must be above low_freq_factor ({low:g})")
+    return Llama3Scaling(factor=_factor(params), low_freq_factor=low, high_freq_factor=high, original_positions=original)
+
+
+def _read_yarn(params: ConfigFile, original: int, max_positions: int) -> YarnScaling:
+    factor = _factor(params, default=max_positions / original)
+    mscales = [params.number(name, 0.0, 1e6) if params.has(name) else None for name in ("mscale", "mscale_all_dim")]
+    magnitude = yarn_magnitude(factor, *mscales)
+    return YarnScaling(
+        factor=factor,
+        original_positions=original,
+        beta_fast=params.number("beta_fast", 0.0, 1e6, default=32.0),
+        beta_slow=params.number("beta_slow", 0.0, 1e6, default=1.0),
+        magnitude=params.number("attention_factor", 0.0, 1e6, default=magnitude),
+        truncate=params.flag("truncate", True),
+    )
+
+
+def _factor(params: ConfigFile, default: float | None = None) -> float:
+    factor = params.number("factor", 0.0, 1e6, default=default)
+    if factor < 1.0:
+        params.refuse("factor", "must be at least 1")
+    return factor

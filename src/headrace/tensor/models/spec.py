@@ -1,0 +1,64 @@
+"""What a decoder is, as frozen values: filled from config.json by one file per architecture, built by `models.decoder`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from headrace.tensor.layers.attention import AttentionNames, AttentionSpec
+from headrace.tensor.layers.mlp import MlpNames, MlpSpec
+from headrace.tensor.layers.moe import MoeNames, MoeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    attention: AttentionSpec
+    mlp: MlpSpec | MoeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """What tensors are called, without ".weight"; names of a layer stand below "model.layers.{i}.".
+
+    attention_output_norm, mlp_output_norm  norms of a branch before it is added to the residual; None: there is none
+    """
+
+    embedding: str = "model.embed_tokens"
+    layer: str = "model.layers.{}."
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    attention_norm: str = "input_layernorm"
+    attention_output_norm: str | None = None
+    mlp_norm: str = "post_attention_layernorm"
+    mlp_output_norm: str | None = None
+    attention: AttentionNames = field(default_factory=AttentionNames)
+    mlp: MlpNames = field(default_factory=MlpNames)
+    moe: MoeNames = field(default_factory=MoeNames)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSpec:
+    """A decoder-only transformer.
+
+    max_positions    longest context the checkpoint was made for
+    norm_plus        added to stored norm weights (Gemma stores w - 1)
+    embedding_scale  multiplies the embeddings
+    is_tied          the head is the embedding table, unless the checkpoint stores a head of its own
+    """
+
+    vocab_size: int
+    hidden_size: int
+    max_positions: int
+    norm_eps: float
+    layers: tuple[LayerSpec, ...]
+    is_tied: bool
+    norm_plus: float = 0.0
+    embedding_scale: float = 1.0
+    names: TensorNames = field(default_factory=TensorNames)
+
+    def within(self, max_model_len: int) -> DecoderSpec:
+        """The same model for contexts up to max_model_len: a window that never closes is no window."""
+        layers = tuple(
+            replace(layer, attention=replace(layer.attention, window=None)) if (layer.attention.window or 0) >= max_model_len else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=layers, max_positions=max_model_len)
