@@ -1,0 +1,219 @@
+"""From the engine's updates to what a client sees: text, logprob entries, finish reason. The gateway and `LLM` both use this.
+
+One assembler per sequence. It knows that an end token's text is not part of the answer, finds stop strings, and says when the engine
+must be told that a sequence is over (`OutputDelta.engine_finish`). Tokens are given out together with their text: a token whose text
+is held back, because it may begin a stop string or ends within a character, waits with it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from headrace.core.finish import FinishReason
+from headrace.core.plan import TokenLogprobs
+from headrace.core.sampling import SamplingParams
+from headrace.core.update import SequenceUpdate
+from headrace.text.detokenize import Delta, Detokenizer
+from headrace.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TopToken:
+    """One of the most probable tokens at a position. `raw` are its exact bytes, `token` their text (U+FFFD for part of a character)."""
+
+    token_id: int
+    token: str
+    raw: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEntry:
+    """Log-probabilities of one token, with its text.
+
+    raw          exact bytes; `token` is their text (U+FFFD where they are part of a character)
+    rank         1 = it was the most probable
+    top          the k best, descending
+    text_offset  characters before it in the output (for prompt entries: in the prompt)
+    is_visible   False when none of its text is in the answer: the token that ended it, or one wholly within a cut-off stop string
+    """
+
+    token_id: int
+    token: str
+    raw: bytes
+    logprob: float
+    rank: int
+    top: tuple[TopToken, ...]
+    text_offset: int
+    is_visible: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFinish:
+    """What `Engine.finish` must be called with: only the first `keep_tokens` output tokens count."""
+
+    keep_tokens: int
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputDelta:
+    """What is new in one sequence's output.
+
+    token_ids        the tokens given out with this text; an end token is among them
+    logprobs         one entry per token, or empty when none were asked for
+    prompt_logprobs  passed on from the engine (see `prompt_entries`)
+    finish           set exactly once, on the last delta
+    stop_reason      beside FinishReason.STOP: the stop string or stop token id; None for the model's own end token
+    engine_finish    set when the engine does not know yet that this sequence is over
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenEntry, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    engine_finish: EngineFinish | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing a client or the engine need to hear of."""
+        return not (self.text or self.token_ids or self.prompt_logprobs or self.finish)
+
+
+@dataclass(slots=True)
+class _Pending:
+    token_id: int
+    entry: TokenEntry | None
+    end: int
+    """Characters that must have been given out before this token may be."""
+
+
+class OutputAssembler:
+    """One sequence's output.
+
+    num_tokens         output tokens that count: for usage, and for a resume after a failure
+    num_cached_tokens  prompt tokens taken from the prefix cache, once the engine said so
+    queue_time_s       time waited in the engine, once it said so
+    finish             None until the end
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._params = params
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+        self._pending: deque[_Pending] = deque()
+        self.num_tokens = 0
+        self.num_cached_tokens: int | None = None
+        self.queue_time_s: float | None = None
+        self.finish: FinishReason | None = None
+
+    def feed(self, update: SequenceUpdate) -> OutputDelta:
+        """Take one update of this sequence. Updates after the end (tokens the engine ran past a stop string) give an empty delta."""
+        if self.finish is not None:
+            return OutputDelta()
+        if update.num_cached_tokens is not None:
+            self.num_cached_tokens = update.num_cached_tokens
+        if update.queue_time_s is not None:
+            self.queue_time_s = update.queue_time_s
+        parts: list[str] = []
+        stop = self._read(update, parts)
+        if stop is None and update.finish is not None:
+            last = self._detokenizer.flush()
+            parts.append(last.text)
+            stop = last if last.stop_match is not None else None
+        if stop is not None:
+            return self._stopped("".join(parts), stop, update)
+        return self._delta("".join(parts), update)
+
+    def _read(self, update: SequenceUpdate, parts: list[str]) -> Delta | None:
+        """Take the update's tokens, collecting their text; the delta that completed a stop string ends the reading."""
+        has_logprobs = bool(update.logprobs)
+        for number, token_id in enumerate(update.token_ids):
+            is_end = update.stop_token_id is not None and number == len(update.token_ids) - 1
+            self.num_tokens += 1
+            offset = self._detokenizer.num_chars
+            has_text = self._params.detokenize and (not is_end or self._params.include_stop_str_in_output)
+            delta = self._detokenizer.push((token_id,)) if has_text else Delta()
+            parts.append(delta.text)
+            entry = None
+            if has_logprobs:
+                entry = token_entry(self._tokenizer, update.logprobs[number], offset, is_visible=not is_end or has_text)
+            end = self._detokenizer.num_chars + self._detokenizer.has_partial
+            self._pending.append(_Pending(token_id, entry, end))
+            if delta.stop_match is not None:
+                return delta
+        return None
+
+    def _stopped(self, text: str, stop: Delta, update: SequenceUpdate) -> OutputDelta:
+        """A stop string was completed: everything kept is given out, and the engine is told unless it ended by itself."""
+        self.finish = FinishReason.STOP
+        if stop.keep_tokens is not None:
+            self.num_tokens = stop.keep_tokens
+        token_ids, entries = self._release(everything=True)
+        shown = self._detokenizer.num_released
+        return OutputDelta(
+            text=text,
+            token_ids=token_ids,
+            logprobs=tuple(replace(e, is_visible=e.is_visible and (e.text_offset < shown or not e.raw)) for e in entries),
+            prompt_logprobs=update.prompt_logprobs,
+            finish=FinishReason.STOP,
+            stop_reason=stop.stop_match,
+            engine_finish=EngineFinish(self.num_tokens, FinishReason.STOP) if update.finish is None else None,
+        )
+
+    def _delta(self, text: str, update: SequenceUpdate) -> OutputDelta:
+        self.finish = update.finish
+        token_ids, entries = self._release(everything=update.finish is not None or not self._params.detokenize)
+        asked = update.stop_token_id if update.stop_token_id in self._params.stop_token_ids else None
+        return OutputDelta(
+            text=text,
+            token_ids=token_ids,
+            logprobs=entries,
+            prompt_logprobs=update.prompt_logprobs,
+            finish=update.finish,
+            stop_reason=asked if update.finish is FinishReason.STOP else None,
+            error=update.error,
+        )
+
+    def _release(self, *, everything: bool) -> tuple[tuple[int, ...], tuple[TokenEntry, ...]]:
+        """The waiting tokens whose text has been given out."""
+        ready: list[_Pending] = []
+        while self._pending and (everything or self._pending[0].end <= self._detokenizer.num_released):
+            ready.append(self._pending.popleft())
+        return tuple(p.token_id for p in ready), tuple(p.entry for p in ready if p.entry is not None)
+
+
+def token_entry(tokenizer: Tokenizer, at: TokenLogprobs, text_offset: int, *, is_visible: bool = True) -> TokenEntry:
+    """The engine's log-probabilities at one position, with the tokens' texts."""
+    top = tuple(
+        TopToken(i, tokenizer.token_text(i), tokenizer.token_bytes(i), logprob)
+        for i, logprob in zip(at.top_ids, at.top_logprobs, strict=True)
+    )
+    token_id = at.token_id
+    return TokenEntry(
+        token_id, tokenizer.token_text(token_id), tokenizer.token_bytes(token_id), at.logprob, at.rank, top, text_offset, is_visible
+    )
+
+
+def prompt_entries(tokenizer: Tokenizer, prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> tuple[TokenEntry, ...]:
+    """Entries for prompt positions 1.. (the first token has no probability), offsets counted in the prompt's text.
+
+    logprobs  all of them in order, as collected from `OutputDelta.prompt_logprobs`
+    """
+    offsets = Detokenizer(tokenizer, skip_special_tokens=False)
+    entries: list[TokenEntry] = []
+    for token_id, at in zip(prompt_ids, logprobs, strict=False):
+        offsets.push((token_id,))
+        entries.append(token_entry(tokenizer, at, offsets.num_chars))
+    return tuple(entries)

@@ -1,0 +1,87 @@
+"""Keeping users' words apart from the template's own control tokens while a conversation is rendered to one string.
+
+Control tokens inside users' strings are wrapped in two private-use characters which occur nowhere in the request, so they cannot be
+forged. After rendering, what stands between a pair is spelled with ordinary tokens. Strings without control tokens are left alone: a
+harmless conversation renders and encodes exactly as it would without all this.
+Source of the idea: `mark_control_tokens` in transformers; here the marks are picked per request and dictionary keys are covered too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from headrace.core.errors import InvalidRequest
+from headrace.text.tokenizer import any_of, check_text
+
+MAX_DEPTH = 64
+"""Nesting of messages, tools and their schemas; deeper ones would exhaust Python's stack in the template engine."""
+_FIRST_MARK, _LAST_MARK = 0xF0000, 0xFFFFD
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """The two characters put around a control token of a user's string."""
+
+    start: str
+    end: str
+
+    @classmethod
+    def absent_from(cls, strings: Iterable[str]) -> Marks:
+        """Two private-use characters that occur in none of the strings."""
+        seen = {char for text in strings for char in text if char >= chr(_FIRST_MARK)}
+        free = (chr(code) for code in range(_FIRST_MARK, _LAST_MARK) if chr(code) not in seen)
+        start, end = next(free, ""), next(free, "")
+        if not end:
+            raise InvalidRequest("messages", "fewer different private-use characters", len(seen))
+        return cls(start, end)
+
+    def mark(self, value: object, pattern: re.Pattern[str]) -> object:
+        """`value` with every match of `pattern` marked, in keys and values at any depth."""
+        if isinstance(value, str):
+            return pattern.sub(f"{self.start}\\1{self.end}", value)
+        if isinstance(value, Mapping):
+            return {self.mark(key, pattern): self.mark(item, pattern) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.mark(item, pattern) for item in value]
+        return value
+
+    def split(self, rendered: str, tokens: tuple[str, ...]) -> list[tuple[str, bool]]:
+        """(piece, is_plain) parts of a rendered text, marks removed.
+
+        A template that takes strings apart can separate a pair. Lone marks are dropped, but still cut the text, so that what they
+        stood between cannot join into a control token.
+        """
+        pair = re.compile(f"{self.start}{any_of(tokens).pattern}{self.end}|[{self.start}{self.end}]")
+        parts: list[str | None] = pair.split(rendered)
+        return [(part, number % 2 == 1) for number, part in enumerate(parts) if part]
+
+
+def strings_in(value: object, path: str, depth: int = 0) -> Iterator[str]:
+    """Every string in a JSON-like value, keys included.
+
+    Raises: InvalidRequest at the path of a lone surrogate, of nesting beyond MAX_DEPTH, or of something that is not JSON.
+    """
+    if depth > MAX_DEPTH:
+        raise InvalidRequest(path[:200], f"at most {MAX_DEPTH} levels of nesting")
+    if isinstance(value, str):
+        check_text(value, path)
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise InvalidRequest(path, "an object with string keys", key)
+            yield from strings_in(key, path, depth + 1)
+            yield from strings_in(item, f"{path}.{key}", depth + 1)
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from strings_in(item, f"{path}[{number}]", depth + 1)
+    elif value is not None and not isinstance(value, bool | int | float):
+        raise InvalidRequest(path, "JSON values only", type(value).__name__)
+
+
+def marked_objects(marks: Marks, items: Sequence[Mapping[str, object]], patterns: Sequence[re.Pattern[str]]) -> list[dict[str, object]]:
+    """Each item marked with its own pattern."""
+    return [cast("dict[str, object]", marks.mark(item, pattern)) for item, pattern in zip(items, patterns, strict=True)]

@@ -1,0 +1,60 @@
+"""Reading a model folder's small text files: bounded, and every failure names the file and the reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from headrace.core.errors import CheckpointError
+
+MAX_FILE_BYTES = 256 * 2**20
+"""No tokenizer.json, config or template is larger; a bigger file is a mistake or an attack."""
+
+
+def read_bytes(path: Path) -> bytes:
+    """The file's bytes. Raises CheckpointError when it is missing, too large or unreadable."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise CheckpointError(path.name, f"{size} bytes is over the limit of {MAX_FILE_BYTES}")
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(path.name, f"cannot be read ({error.strerror or type(error).__name__})") from error
+
+
+def read_text(path: Path) -> str:
+    """The file as UTF-8. Raises CheckpointError."""
+    try:
+        return read_bytes(path).decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(path.name, "is not UTF-8 text") from error
+
+
+def parse_object(name: str, data: bytes) -> dict[str, object]:
+    """A JSON object from bytes. Raises CheckpointError naming the file `name`."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(name, f"is not valid JSON ({str(error)[:120]})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(name, f"must be a JSON object, found {type(value).__name__}")
+    return value
+
+
+def read_optional_object(path: Path) -> dict[str, object]:
+    """The JSON object in a file that may be absent; {} when it is."""
+    return parse_object(path.name, read_bytes(path)) if path.is_file() else {}
+
+
+def token_content(value: object) -> str | None:
+    """A special token as the configs write it: a string, or an object with a `content`; anything else is no token."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
+
+
+def id_list(value: object) -> tuple[int, ...]:
+    """Token ids as the configs write them: one integer, a list of integers, or nothing."""
+    values = value if isinstance(value, list) else [value]
+    return tuple(v for v in values if isinstance(v, int) and not isinstance(v, bool))

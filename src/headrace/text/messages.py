@@ -1,0 +1,83 @@
+"""Conversations as the border gives them, brought into the one form templates are given: known roles, text contents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from headrace.core.errors import InvalidRequest
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+"""Templates paste the role between control characters (`<|` + role + `|>`), so it is never free text."""
+
+Message = Mapping[str, object]
+
+
+def normal_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
+    """Messages with string contents and parsed tool-call arguments; nothing of the caller's is changed.
+
+    A list of text parts becomes one string, parts separated by a newline. An assistant's missing content is empty when it made tool
+    calls. Raises InvalidRequest naming the message and field.
+    """
+    if not isinstance(messages, list | tuple) or not messages:
+        raise InvalidRequest("messages", "a non-empty list of messages", messages)
+    return [_normal_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+
+
+def _normal_message(message: object, path: str) -> dict[str, object]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(path, "an object with role and content", message)
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidRequest(f"{path}.role", f"one of {', '.join(ROLES)}", role)
+    normal = dict(message)
+    calls = message.get("tool_calls")
+    if calls is None:
+        normal.pop("tool_calls", None)
+    else:
+        normal["tool_calls"] = _tool_calls(calls, f"{path}.tool_calls")
+    normal["content"] = _content(message.get("content"), f"{path}.content", may_be_empty=bool(calls))
+    return normal
+
+
+def _content(content: object, path: str, *, may_be_empty: bool) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None and may_be_empty:
+        return ""
+    if not isinstance(content, list | tuple):
+        raise InvalidRequest(path, "a string or a list of text parts", content)
+    return "\n".join(_part_text(part, f"{path}[{number}]") for number, part in enumerate(content))
+
+
+def _part_text(part: object, path: str) -> str:
+    if not isinstance(part, Mapping):
+        raise InvalidRequest(path, 'an object with type "text"', part)
+    if part.get("type") != "text":
+        raise InvalidRequest(f"{path}.type", '"text"', part.get("type"), "This model reads text only.")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{path}.text", "a string", text)
+    return text
+
+
+def _tool_calls(calls: object, path: str) -> list[dict[str, object]]:
+    """The API writes arguments as a JSON string, templates read an object."""
+    if not isinstance(calls, list | tuple):
+        raise InvalidRequest(path, "a list of tool calls", calls)
+    return [_tool_call(call, f"{path}[{number}]") for number, call in enumerate(calls)]
+
+
+def _tool_call(call: object, path: str) -> dict[str, object]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(path, "an object with a function that has a name", call)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments else {}
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        raise InvalidRequest(f"{path}.function.arguments", "a JSON object written as a string", function.get("arguments"))
+    return {**call, "function": {**function, "arguments": arguments}}

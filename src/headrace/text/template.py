@@ -1,0 +1,285 @@
+"""Conversations to text and token ids through the model's own chat template.
+
+Only the folder's template is ever used; clients cannot bring one. Rendering is transformers' `render_jinja_template` (immutable
+sandbox), imported on first use because it takes 0.4 s. `encode` keeps users' text from forming control tokens (see `control`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+
+from headrace.core.errors import CheckpointError, InvalidRequest, RequestTooLarge
+from headrace.text.control import Marks, marked_objects, strings_in
+from headrace.text.files import read_optional_object, read_text
+from headrace.text.messages import Message, normal_messages
+from headrace.text.tokenizer import SPECIAL_TOKEN_NAMES, Tokenizer, any_of
+
+MAX_CHAT_CHARS = 4 * 2**20
+"""Characters a rendered conversation may have: far beyond any context that is served, small enough to hold in memory many times."""
+MAX_KWARG_CHARS = 4096
+
+_RESERVED = frozenset(
+    {"messages", "tools", "documents", "conversations", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message"}
+    | {"return_assistant_tokens_mask", "raise_exception", "strftime_now", "namespace", "dict", "range", "loop", "self", "true", "false"}
+    | {"none", "if", "else", "for", "in", "is", "not", "and", "or", "set", "cycler", "joiner", "lipsum", *SPECIAL_TOKEN_NAMES}
+)
+_TAG = re.compile(r"[<\[].*[>\]]\Z", re.DOTALL)
+_CANNOT_COPE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What Python raises inside a template that did not expect a message's shape."""
+
+
+class ChatTemplate:
+    """The chat template (or named templates) of one folder. Immutable; safe to use from several threads.
+
+    digest  SHA-256 over names and sources, hex; "" when the folder has no template
+    """
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        self._sources = dict(sources)
+        self._special_tokens = dict(special_tokens)
+        state = sha256()
+        for name, source in sorted(self._sources.items()):
+            state.update(f"{name}\0{source}\0".encode())
+        self.digest: str = state.hexdigest() if self._sources else ""
+        self._tokens: dict[str, tuple[str, ...]] = {}
+
+    @classmethod
+    def load(cls, folder: str | Path, tokenizer: Tokenizer) -> ChatTemplate:
+        """The folder's template: chat_template.jinja and additional_chat_templates/, else tokenizer_config.json.
+
+        A folder without one gives an object that refuses conversations. Raises CheckpointError for a damaged file.
+        """
+        return cls(_sources(Path(folder)), tokenizer.special_tokens)
+
+    @property
+    def exists(self) -> bool:
+        return bool(self._sources)
+
+    def compile(self) -> None:
+        """Import the engine and compile now, so that no request waits for it. Raises CheckpointError for a template that is no Jinja."""
+        from jinja2.exceptions import TemplateError, TemplateSyntaxError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        for source in self._sources.values():
+            try:
+                render_jinja_template([[]], chat_template=source)
+            except TemplateSyntaxError as error:
+                raise _broken(error) from error
+            except (TemplateError, *_CANNOT_COPE):
+                pass  # it compiled; an empty conversation is not what it expects
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, object]] | None = None,
+        kwargs: Mapping[str, object] | None = None,
+    ) -> str:
+        """The conversation as one text, exactly as the template writes it. To get token ids use `encode`, which is safe.
+
+        tools, documents  JSON objects for templates that show them
+        kwargs            scalars for variables this template reads (e.g. enable_thinking)
+
+        Raises: InvalidRequest (no template, a message the template refuses, an unknown kwarg), RequestTooLarge.
+        """
+        chat = _Chat(normal_messages(messages), tools, documents, dict(kwargs or {}))
+        chat.strings()
+        return self._render(chat, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
+
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, object]] | None = None,
+        kwargs: Mapping[str, object] | None = None,
+    ) -> list[int]:
+        """The conversation as token ids; control tokens written by users are ordinary tokens, the template's own are control tokens.
+
+        For a conversation without such text: the ids of `render`'s text. Same arguments and errors as `render`.
+        """
+        chat = _Chat(normal_messages(messages), tools, documents, dict(kwargs or {}))
+        strings = chat.strings()
+        if hidden := next((text for text in strings if tokenizer.hides_control_token(text)), None):
+            raise InvalidRequest("messages", "text that does not normalize to a control token", hidden)
+        tokens = self._control_tokens(tokenizer)
+        pattern = any_of(tokens)
+        if any(map(pattern.search, strings)):
+            marks = Marks.absent_from([*strings, *self._sources.values()])
+            chat = chat.marked(marks, pattern, any_of(tokenizer.control_tokens))
+        else:
+            marks = None
+        text = self._render(chat, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
+        if marks is None:
+            return tokenizer.encode(text, add_special_tokens=False, allow_control_tokens=True, field="messages")
+        return tokenizer.encode_pieces(marks.split(text, tokens), field="messages")
+
+    # -- inside ------------------------------------------------------------------------------------------------------------------
+
+    def _control_tokens(self, tokenizer: Tokenizer) -> tuple[str, ...]:
+        """The tokenizer's control tokens and the added tags this template writes itself (`<tool_call>`, `[INST]`)."""
+        found = self._tokens.get(tokenizer.digest)
+        if found is None:
+            text = "\0".join(self._sources.values())
+            tags = {token for token in tokenizer.added_tokens if _TAG.match(token) and token in text}
+            found = self._tokens[tokenizer.digest] = tuple(sorted(tags | set(tokenizer.control_tokens)))
+        return found
+
+    def _source(self, has_tools: bool) -> str:
+        if not self._sources:
+            raise InvalidRequest("messages", "a model with a chat template", None, "This model has none: send a prompt to /v1/completions.")
+        name = "tool_use" if has_tools and "tool_use" in self._sources else "default"
+        if name not in self._sources:
+            raise InvalidRequest("messages", "a default chat template", None, f"This model only has: {', '.join(sorted(self._sources))}.")
+        return self._sources[name]
+
+    def _render(self, chat: _Chat, *, add_generation_prompt: bool, continue_final_message: bool) -> str:
+        source = self._source(bool(chat.tools))
+        _check_kwargs(chat.kwargs, source)
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequest("continue_final_message", "add_generation_prompt = false beside continue_final_message", True)
+        from jinja2.exceptions import TemplateError, TemplateSyntaxError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            rendered, _ = render_jinja_template(
+                [chat.messages],
+                tools=list(chat.tools) if chat.tools else None,
+                documents=list(chat.documents) if chat.documents else None,
+                chat_template=source,
+                continue_final_message=continue_final_message,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+                **chat.kwargs,
+            )
+        except TemplateSyntaxError as error:
+            raise _broken(error) from error
+        except TemplateError as error:
+            raise _refused(error.message or "") from error
+        except _CANNOT_COPE as error:  # their texts may quote the whole conversation
+            raise _refused(f"{type(error).__name__} in the template") from error
+        text = str(rendered[0])
+        if len(text) > MAX_CHAT_CHARS:
+            raise RequestTooLarge(
+                "messages", f"at most {MAX_CHAT_CHARS} characters once rendered", len(text), "Send a shorter conversation."
+            )
+        return text
+
+
+class _Chat:
+    """What a template is given that came from a client."""
+
+    def __init__(
+        self,
+        messages: list[dict[str, object]],
+        tools: Sequence[Mapping[str, object]] | None,
+        documents: Sequence[Mapping[str, object]] | None,
+        kwargs: dict[str, object],
+    ) -> None:
+        self.messages = messages
+        self.tools = _objects(tools, "tools")
+        self.documents = _objects(documents, "documents")
+        self.kwargs = kwargs
+
+    def strings(self) -> list[str]:
+        """Every string of the client, checked. Raises InvalidRequest, or RequestTooLarge for too many characters in all."""
+        found = list(strings_in(self.messages, "messages"))
+        found += strings_in(self.tools, "tools")
+        found += strings_in(self.documents, "documents")
+        found += strings_in(self.kwargs, "chat_template_kwargs")
+        total = sum(map(len, found))
+        if total > MAX_CHAT_CHARS:
+            raise RequestTooLarge("messages", f"at most {MAX_CHAT_CHARS} characters in all", total, "Send a shorter conversation.")
+        return found
+
+    def marked(self, marks: Marks, everything: re.Pattern[str], control: re.Pattern[str]) -> _Chat:
+        """A copy with control tokens marked.
+
+        An assistant's turn is the model's own earlier output: its tags (`<think>`, `<tool_call>`) stay what they were, so that the next
+        turn's prompt has the same tokens and hits the prefix cache. Its control tokens proper are marked like everyone's.
+        """
+        patterns = [control if message["role"] == "assistant" else everything for message in self.messages]
+        return _Chat(
+            marked_objects(marks, self.messages, patterns),
+            marked_objects(marks, self.tools, [everything] * len(self.tools)),
+            marked_objects(marks, self.documents, [everything] * len(self.documents)),
+            marked_objects(marks, [self.kwargs], [everything])[0],
+        )
+
+
+def _objects(given: object, name: str) -> list[Mapping[str, object]]:
+    if given is None:
+        return []
+    if not isinstance(given, list | tuple):
+        raise InvalidRequest(name, "a list of objects", given)
+    for number, item in enumerate(given):
+        if not isinstance(item, Mapping):
+            raise InvalidRequest(f"{name}[{number}]", "an object", item)
+    return list(given)
+
+
+def _check_kwargs(kwargs: Mapping[str, object], source: str) -> None:
+    for name, value in kwargs.items():
+        field = f"chat_template_kwargs.{name[:80]}"
+        if name in _RESERVED or name not in _names_in(source):
+            raise InvalidRequest(field, "a variable that this model's chat template reads", value, "Leave it out for this model.")
+        if isinstance(value, int | float) and abs(value) <= 2**53:
+            continue
+        if value is not None and not (isinstance(value, str) and len(value) <= MAX_KWARG_CHARS):
+            raise InvalidRequest(field, f"true, false, null, a number or a string of at most {MAX_KWARG_CHARS} characters", value)
+
+
+@lru_cache(maxsize=16)
+def _names_in(source: str) -> frozenset[str]:
+    """Every name a template mentions. Raises CheckpointError when it does not compile."""
+    from jinja2 import Environment
+    from jinja2.exceptions import TemplateSyntaxError
+
+    try:
+        return frozenset(str(value) for _, kind, value in Environment().lex(source) if kind == "name")
+    except TemplateSyntaxError as error:
+        raise _broken(error) from error
+
+
+def _broken(error: Exception) -> CheckpointError:
+    return CheckpointError("chat_template", f"is not a valid template ({str(error)[:200]})")
+
+
+def _refused(message: str) -> InvalidRequest:
+    shown = ascii(message[:300])[1:-1]
+    return InvalidRequest("messages", "a conversation this model's chat template accepts", None, f"The template says: {shown}")
+
+
+def _sources(folder: Path) -> dict[str, str]:
+    """Template sources by name; "default" is the main one."""
+    found: dict[str, str] = {}
+    if (folder / "chat_template.jinja").is_file():
+        found["default"] = read_text(folder / "chat_template.jinja")
+    if (folder / "additional_chat_templates").is_dir():
+        for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+            found[path.stem] = read_text(path)
+    return found or _sources_in_config(read_optional_object(folder / "tokenizer_config.json").get("chat_template"))
+
+
+def _sources_in_config(given: object) -> dict[str, str]:
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        return {"default": given}
+    found: dict[str, str] = {}
+    for entry in given if isinstance(given, list) else [None]:
+        name, source = (entry.get("name"), entry.get("template")) if isinstance(entry, Mapping) else (None, None)
+        if not isinstance(name, str) or not isinstance(source, str):
+            raise CheckpointError("tokenizer_config.json", "chat_template must be a string or a list of {name, template}")
+        found[name] = source
+    return found

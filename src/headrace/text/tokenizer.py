@@ -1,0 +1,285 @@
+"""Text to token ids and back, from a local folder's tokenizer.json.
+
+Two things differ from calling the `tokenizers` library directly. User text cannot smuggle in control tokens: `<|im_end|>` written by a
+user becomes ordinary tokens unless the caller says otherwise. And decoding joins exact bytes (`token_bytes`), so that a stream of
+tokens always adds up to the whole text. Incremental decoding is in `detokenize`, chat templates in `template`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.core.errors import CheckpointError, InvalidRequest
+from headrace.text.files import id_list, parse_object, read_bytes, read_optional_object, token_content
+from headrace.text.token_bytes import Spelling, spelling_of
+
+if TYPE_CHECKING:
+    import tokenizers
+
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_PIPED = re.compile(r"<[|\uff5c].*[|\uff5c]>\Z", re.DOTALL)
+"""`<|...|>` (and DeepSeek's full-width form): control tokens by their looks, even where a folder forgot to mark them special."""
+
+
+class Tokenizer:
+    """One folder's tokenizer. Immutable after loading and safe to use from several threads; `encode` releases the GIL.
+
+    vocab_size      highest token id + 1 (the model's own vocabulary may be padded beyond it)
+    bos_token_id    None without one
+    eos_token_ids   from generation_config.json, else config.json, else tokenizer_config.json's eos_token
+    special_tokens  bos_token, eos_token, ... as templates read them
+    digest          SHA-256 of tokenizer.json, hex
+    """
+
+    def __init__(self, folder: Path, data: bytes) -> None:
+        """Use `Tokenizer.load`. data is the content of tokenizer.json."""
+        document = parse_object("tokenizer.json", data)
+        self._inner = _build(data)
+        self._spelling: Spelling = spelling_of(document.get("decoder"))
+        self._added = dict(self._inner.get_added_tokens_decoder())
+        self._special_ids = frozenset(i for i, token in self._added.items() if token.special)
+        vocab = self._inner.get_vocab(with_added_tokens=True)
+        if not vocab:
+            raise CheckpointError("tokenizer.json", "the vocabulary is empty")
+        self.vocab_size: int = max(vocab.values()) + 1
+        self._bytes: list[bytes | None] = [None] * self.vocab_size
+        self.digest: str = sha256(data).hexdigest()
+        self.special_tokens: dict[str, str] = _special_tokens(folder)
+        self.bos_token_id: int | None = self.token_to_id(self.special_tokens.get("bos_token", ""))
+        self.eos_token_ids: tuple[int, ...] = _eos_token_ids(folder) or _only(self.token_to_id(self.special_tokens.get("eos_token", "")))
+        self._prefix, self._suffix = self._added_around()
+        self._newline = self._ids("\n")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """The tokenizer of a local model folder.
+
+        Raises: CheckpointError naming the file when it is missing, damaged, or of a kind that is not supported.
+        """
+        path = Path(folder)
+        if not (path / "tokenizer.json").is_file():
+            for name in ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json"):
+                if (path / name).is_file():
+                    raise CheckpointError(
+                        name, "a folder without tokenizer.json is not supported", "Convert it: AutoTokenizer(...).save_pretrained(...)."
+                    )
+            raise CheckpointError("tokenizer.json", "is missing from the model folder")
+        return cls(path, read_bytes(path / "tokenizer.json"))
+
+    # -- text to ids -------------------------------------------------------------------------------------------------------------
+
+    def encode(self, text: str, *, add_special_tokens: bool, allow_control_tokens: bool = False, field: str = "prompt") -> list[int]:
+        """Token ids of a text.
+
+        add_special_tokens    what the folder's post-processor adds (usually a leading BOS)
+        allow_control_tokens  control tokens written in the text are read as such. Only for text the operator or the program's own
+                              author wrote; for a user's text leave it False: they become ordinary tokens
+        field                 the request's field, named in errors
+
+        Raises: InvalidRequest when the text has a lone surrogate. Cost: linear, about 1 s per MiB, without the GIL.
+        """
+        check_text(text, field)
+        if allow_control_tokens:
+            return self._ids(text, add_special_tokens=add_special_tokens)
+        if self._control_pattern.search(text) is None:
+            ids = self._ids(text)
+        else:
+            pieces = self._control_pattern.split(text)
+            ids = self.encode_pieces([(piece, number % 2 == 1) for number, piece in enumerate(pieces)], field=field)
+        if self._gives_control(ids):  # a normalizer made one out of other letters
+            ids = self._plain_ids(text, field)
+        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+
+    def hides_control_token(self, text: str) -> bool:
+        """True when the normalizer turns `text` into a control token it does not literally contain (NFKC and full-width letters)."""
+        return self._normalizes_control and self._control_pattern.search(text) is None and self._gives_control(self._ids(text))
+
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]], *, field: str = "prompt") -> list[int]:
+        """Ids of a text cut into (piece, is_plain) parts; nothing joins across a cut. No special tokens are added.
+
+        A plain piece is spelled with ordinary tokens only, whatever it looks like; in the others control tokens are read as such.
+        """
+        ids: list[int] = []
+        for piece, is_plain in pieces:
+            if piece:
+                if is_plain:
+                    ids += self._plain_ids(piece, field)
+                else:
+                    ids += self._behind_newline(self._ids, piece) if ids and not self._spelling.is_byte_level else self._ids(piece)
+        return ids
+
+    def count(self, text: str, *, add_special_tokens: bool = False) -> int:
+        """Number of tokens of a user's text."""
+        return len(self.encode(text, add_special_tokens=add_special_tokens))
+
+    # -- ids to text -------------------------------------------------------------------------------------------------------------
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence. Invalid UTF-8 becomes U+FFFD; ids without a token (a padded vocabulary) have no text."""
+        text = self.join(token_ids, skip_special_tokens=skip_special_tokens).decode("utf-8", "replace")
+        strip = self._spelling.strip_left
+        return text[min(strip, len(text) - len(text.lstrip(" "))) :] if strip else text
+
+    def join(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> bytes:
+        """The bytes of tokens that continue a text (nothing is stripped)."""
+        skipped = self._special_ids if skip_special_tokens else frozenset()
+        return b"".join([self.token_bytes(i) for i in token_ids if i not in skipped])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes of one token, possibly part of a character; empty for an id without a token."""
+        if not 0 <= token_id < self.vocab_size:
+            return b""
+        known = self._bytes[token_id]
+        if known is None:
+            added = self._added.get(token_id)
+            if added is not None:
+                known = added.content.encode()
+            else:
+                token = self._inner.id_to_token(token_id)
+                known = b"" if token is None else self._spelling.to_bytes(token)
+            self._bytes[token_id] = known
+        return known
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text for people and logprobs; bytes that are no whole character show as U+FFFD (see `token_bytes`)."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of an id."""
+        token: str | None = self._inner.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+        return token
+
+    def token_to_id(self, token: str) -> int | None:
+        found: int | None = self._inner.token_to_id(token) if token else None
+        return found
+
+    def is_special(self, token_id: int) -> bool:
+        """True for a control token that `skip_special_tokens` leaves out."""
+        return token_id in self._special_ids
+
+    # -- control tokens ----------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def control_tokens(self) -> tuple[str, ...]:
+        """Spellings that user text must not be able to produce: special tokens and those that look like one, sorted."""
+        return tuple(sorted(t.content for t in self._added.values() if t.special or _PIPED.match(t.content)))
+
+    @property
+    def added_tokens(self) -> tuple[str, ...]:
+        """Every token that is matched in the text before the model's own rules, control or not."""
+        return tuple(token.content for token in self._added.values())
+
+    @cached_property
+    def _control_pattern(self) -> re.Pattern[str]:
+        return any_of(self.control_tokens)
+
+    # -- inside ------------------------------------------------------------------------------------------------------------------
+
+    def _ids(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        # The batch call releases the GIL, the single one does not: a megabyte of text would block every other thread for a second.
+        ids: list[int] = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
+
+    def _plain_ids(self, piece: str, field: str) -> list[int]:
+        """Ordinary tokens spelling `piece`: the model's rules without the added tokens; where those still give it, letter by letter."""
+        ids = self._model_ids(piece)
+        if self._gives_control(ids):
+            ids = [i for char in piece for i in self._model_ids(char)]
+        if self._gives_control(ids):
+            raise InvalidRequest(field, "text this tokenizer can spell with ordinary tokens", piece, "Remove the control token.")
+        return ids
+
+    def _gives_control(self, ids: Sequence[int]) -> bool:
+        return not self._control_ids.isdisjoint(ids)
+
+    @cached_property
+    def _control_ids(self) -> frozenset[int]:
+        """Ids of control tokens; the unknown token is none, any odd letter gives it."""
+        unknown = self.special_tokens.get("unk_token")
+        names = set(self.control_tokens) - {unknown}
+        return frozenset(i for i, token in self._added.items() if token.content in names)
+
+    @cached_property
+    def _normalizes_control(self) -> bool:
+        return self._inner.normalizer is not None and any(self._added[i].normalized for i in self._control_ids)
+
+    def _model_ids(self, text: str) -> list[int]:
+        """The model's rules without the added tokens, as if `text` stood inside a longer one."""
+
+        def run(text: str) -> list[int]:
+            inner = self._inner
+            if inner.normalizer is not None:
+                text = inner.normalizer.normalize_str(text)
+            words = [text] if inner.pre_tokenizer is None else [word for word, _ in inner.pre_tokenizer.pre_tokenize_str(text)]
+            return [token.id for word in words for token in inner.model.tokenize(word)]
+
+        return run(text) if self._spelling.is_byte_level else self._behind_newline(run, text)
+
+    def _behind_newline(self, encode: Callable[[str], list[int]], piece: str) -> list[int]:
+        """Ids of a piece from within a text. A metaspace tokenizer would put a space before it; behind a newline it does not."""
+        ids, newline = encode("\n" + piece), self._newline
+        return ids[len(newline) :] if ids[: len(newline)] == newline else encode(piece)
+
+    def _added_around(self) -> tuple[list[int], list[int]]:
+        """What the post-processor puts before and behind a text."""
+        bare, full = self._ids("a"), self._ids("a", add_special_tokens=True)
+        for start in range(len(full) - len(bare) + 1):
+            if full[start : start + len(bare)] == bare:
+                return full[:start], full[start + len(bare) :]
+        raise CheckpointError("tokenizer.json", "the post-processor changes the tokens of the text itself")
+
+
+def check_text(text: str, field: str) -> None:
+    """Raise InvalidRequest for text that is no Unicode (a lone surrogate, as JSON's \\ud800 can make)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(field, "valid Unicode without lone surrogates", text[error.start : error.end]) from None
+
+
+@lru_cache(maxsize=64)
+def any_of(tokens: tuple[str, ...]) -> re.Pattern[str]:
+    """A pattern with one group matching any of `tokens`, longest first; without tokens it never matches."""
+    return re.compile(f"({'|'.join(map(re.escape, sorted(tokens, key=len, reverse=True))) or '(?!)'})")
+
+
+def _build(data: bytes) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    try:
+        inner = tokenizers.Tokenizer.from_buffer(data)
+    except Exception as error:  # the library raises plain Exception
+        raise CheckpointError("tokenizer.json", f"cannot be loaded ({str(error)[:200]})") from error
+    # A folder saved while training may carry these; a server never cuts or pads silently.
+    inner.no_truncation()
+    inner.no_padding()
+    return inner
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """Named special tokens: tokenizer_config.json, and special_tokens_map.json where that has none."""
+    found: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        given = read_optional_object(folder / file)
+        for name in SPECIAL_TOKEN_NAMES:
+            token = token_content(given.get(name))
+            if token is not None:
+                found[name] = token
+    return found
+
+
+def _eos_token_ids(folder: Path) -> tuple[int, ...]:
+    for file in ("generation_config.json", "config.json"):
+        ids = id_list(read_optional_object(folder / file).get("eos_token_id"))
+        if ids:
+            return ids
+    return ()
+
+
+def _only(token_id: int | None) -> tuple[int, ...]:
+    return () if token_id is None else (token_id,)
