@@ -54,7 +54,7 @@ FLOORS: dict[str, Floor] = {
     "headrace.fleet": Floor((*GROUND, *_ours("policy")), ("grpc",), ("huggingface_hub", "ray", "kubernetes_asyncio", "obstore", "aiohttp")),
     # 5 roof
     "headrace.lab": Floor(
-        _ours("core", "text", "wire", "observe", "policy", "engine.config", "engine.loop", "engine.server", "gateway", "fleet"),
+        _ours("core", "text", "wire", "observe", "policy", "engine.config", "engine.loop", "engine.build", "engine.server", "gateway", "fleet"),
         ("aiohttp", "grpc"),
         ("msgspec", "uvicorn", "starlette"),
     ),

@@ -1,0 +1,90 @@
+"""`headrace chat`: a conversation in the terminal, streamed over the HTTP API.
+
+On a terminal it prompts and explains itself; in a pipe each input line is a message and only answers are printed, so that
+`echo hi | headrace chat` works in scripts. Ctrl-C during an answer stops that answer; at the prompt it leaves.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from typing import Annotated
+
+import typer
+
+from headrace.cli.chat_session import ChatSession
+from headrace.cli.client import ApiClient
+from headrace.cli.exits import ServerFailed, UsageRefused, report
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def chat(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder to serve for this chat; default: the server that runs here, else the bundled model.")
+    ] = None,
+    url: Annotated[str | None, typer.Option("--url", help="Root of a running OpenAI-compatible server.")] = None,
+    served_name: Annotated[str | None, typer.Option("--model", help="Served model to ask; default: the first one listed.")] = None,
+    system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
+    api_key: Annotated[str | None, typer.Option("--api-key", envvar="HEADRACE_API_KEY", help="Sent as a bearer token.")] = None,
+) -> None:
+    """Talk to a model in the terminal."""
+    if model is not None and url is not None:
+        raise UsageRefused("MODEL and --url: give one of them. --model chooses among the models of a server")
+    with ExitStack() as stack:
+        client = _client(stack, model, url, api_key)
+        names = client.models()
+        if not names or (served_name is not None and served_name not in names):
+            raise ServerFailed(f"{client.url} serves {', '.join(names) or 'no model'}, not {served_name or 'anything'}")
+        session = ChatSession(client, served_name or names[0], out=sys.stdout)
+        session.system = system
+        raise typer.Exit(converse(session, is_terminal=sys.stdin.isatty()))
+
+
+def _client(stack: ExitStack, model: str | None, url: str | None, api_key: str | None) -> ApiClient:
+    """The server asked for, the one that runs already, or one started for this chat and stopped with it."""
+    if url is not None:
+        return ApiClient(url, api_key=api_key)
+    running = ApiClient(DEFAULT_URL, api_key=api_key)
+    if model is None and _answers(running):
+        return running
+    from headrace.cli.child import started_server
+
+    print(f"Starting {model or 'the bundled model'} for this chat ...", file=sys.stderr)
+    return ApiClient(stack.enter_context(started_server(model)))
+
+
+def _answers(client: ApiClient) -> bool:
+    try:
+        client.models()
+    except ServerFailed:
+        return False
+    return True
+
+
+def converse(session: ChatSession, *, is_terminal: bool) -> int:
+    """Read lines until the end of input or /quit. Returns the exit code: in a pipe, that of the last failure."""
+    if is_terminal:
+        print(f"Talking to {session.model} at {session.client.url}. /help lists commands.")
+        _enable_line_editing()
+    failed = 0
+    while True:
+        try:
+            line = input("> " if is_terminal else "")
+        except EOFError:
+            break
+        try:
+            if not session.take(line):
+                break
+        except ServerFailed as error:
+            failed = report(error)
+    if is_terminal:
+        print()
+    return 0 if is_terminal else failed
+
+
+def _enable_line_editing() -> None:
+    try:
+        import readline  # noqa: F401  # importing it gives input() history and editing
+    except ImportError:
+        return

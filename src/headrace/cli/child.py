@@ -1,0 +1,63 @@
+"""A server started for as long as a command needs one: `headrace serve` on a free loopback port, stopped with the block."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO
+
+from headrace.cli.exits import ServerFailed
+
+URL_LINE = re.compile(r"^Serving .* at (http://\S+)$")
+"""What `headrace serve` prints once it answers; `cli.serve` writes it."""
+STOP_TIMEOUT_S = 30.0
+
+
+@contextmanager
+def started_server(model: str | None, arguments: Sequence[str] = ()) -> Iterator[str]:
+    """Serve `model` (None: the bundled one) and yield the URL once it answers.
+
+    Raises: ServerFailed with the server's last words when it ends before it answers.
+    """
+    command = [sys.executable, "-m", "headrace.cli.main", "serve", *([model] if model else []), "--port", "0", *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    last_words: list[str] = []
+    # stderr is read on a thread of its own: a full pipe would stop the server.
+    reader = threading.Thread(target=_keep_tail, args=(process.stderr, last_words), daemon=True)
+    reader.start()
+    try:
+        yield _wait_for_url(process.stdout, last_words, reader)
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        reader.join(1.0)
+        process.stdout.close()
+        process.stderr.close()
+
+
+def _wait_for_url(stdout: IO[str], last_words: list[str], reader: threading.Thread) -> str:
+    for line in stdout:
+        if found := URL_LINE.match(line.strip()):
+            threading.Thread(target=_keep_tail, args=(stdout, []), daemon=True).start()
+            return found.group(1)
+    reader.join(5.0)
+    raise ServerFailed("the server ended before it answered" + "".join(f"\n  {line}" for line in last_words))
+
+
+def _keep_tail(stream: IO[str], lines: list[str]) -> None:
+    try:
+        for line in stream:
+            lines.append(line.rstrip())
+            del lines[:-10]
+    except ValueError:  # closed while reading: the server is being stopped
+        return

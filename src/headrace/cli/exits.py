@@ -1,0 +1,52 @@
+"""Exit codes of every command, and the one place where an error becomes a line on stderr.
+
+0    done; also after SIGTERM, once running streams have finished
+1    a check or a run failed: doctor found a fault, a benchmark finished no request, a server died
+2    the command line is wrong: unknown command or flag, a value out of range, a flag that is refused
+3    the configuration or the weights are refused
+4    a server could not be reached, or refused the request
+130  interrupted (Ctrl-C)
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import IntEnum
+
+from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, InvalidRequest
+
+
+class ExitCode(IntEnum):
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    CONFIG = 3
+    SERVER = 4
+    INTERRUPTED = 130
+
+
+class UsageRefused(HeadraceError):
+    """A flag that exists elsewhere and is not supported here, or a pair that makes no sense. The message says what to do."""
+
+
+class ServerFailed(HeadraceError):
+    """A server that could not be reached, or whose answer was an error."""
+
+
+CODES: tuple[tuple[type[HeadraceError], ExitCode], ...] = (
+    (UsageRefused, ExitCode.USAGE),
+    (InvalidRequest, ExitCode.USAGE),
+    (ConfigError, ExitCode.CONFIG),
+    (CheckpointError, ExitCode.CONFIG),
+    (ServerFailed, ExitCode.SERVER),
+)
+
+
+def exit_code_of(error: HeadraceError) -> ExitCode:
+    return next((code for kind, code in CODES if isinstance(error, kind)), ExitCode.FAILED)
+
+
+def report(error: HeadraceError) -> ExitCode:
+    """Print the error as one line on stderr. Returns the code to exit with."""
+    print(f"headrace: {error}", file=sys.stderr)
+    return exit_code_of(error)

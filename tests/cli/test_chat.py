@@ -1,0 +1,112 @@
+"""The chat: what is sent, what is printed, what commands change; then the command itself, through a pipe."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import pytest
+
+from headrace.cli.chat_session import ChatSession
+from headrace.cli.client import ApiClient
+from headrace.cli.exits import ExitCode, ServerFailed
+from tests.cli.scripted import ScriptedServer, scripted_server
+
+
+def session_with(server: ScriptedServer) -> tuple[ChatSession, io.StringIO]:
+    out = io.StringIO()
+    return ChatSession(ApiClient(server.url, api_key="sk-1"), "tiny", out=out), out
+
+
+def test_conversation_is_sent_whole_and_streamed_out() -> None:
+    with scripted_server(["Hel", "lo"], ["Again"]) as server:
+        session, out = session_with(server)
+        assert session.take("/system Be brief.")
+        assert session.take("Hi")
+        assert session.take("And now?")
+        assert out.getvalue() == "System message set.\nHello\nAgain\n"
+        assert server.seen[1]["messages"] == [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Hello"},
+            {"role": "user", "content": "And now?"},
+        ]
+        assert server.seen[1]["model"] == "tiny"
+        assert server.keys == ["Bearer sk-1", "Bearer sk-1"]
+
+
+def test_clear_forgets_messages_and_keeps_the_system_message() -> None:
+    with scripted_server(["a"], ["b"]) as server:
+        session, _ = session_with(server)
+        for line in ("/system S", "one", "/clear", "two"):
+            assert session.take(line)
+        assert server.seen[1]["messages"] == [{"role": "system", "content": "S"}, {"role": "user", "content": "two"}]
+
+
+def test_parameters_are_checked_before_they_are_sent() -> None:
+    with scripted_server(["a"]) as server:
+        session, out = session_with(server)
+        for line in ("/set temperature 0.5", "/set stop END", "/set seed 7", "/set top_p 2", "/set colour red", "/set max_tokens many"):
+            assert session.take(line)
+        assert session.take("/set seed default")
+        assert session.take("go")
+        sent = server.seen[0]
+        assert (sent["temperature"], sent["stop"]) == (0.5, "END")
+        assert not {"seed", "top_p", "colour", "max_tokens"} & set(sent)
+        printed = out.getvalue()
+        assert "0 < top_p <= 1" in printed
+        assert "colour cannot be set" in printed
+        assert "'many' is not a number" in printed
+
+
+def test_failed_question_is_forgotten() -> None:
+    with scripted_server(429, ["half", "<break>"], ["x", "<error>"], ["fine"]) as server:
+        session, _ = session_with(server)
+        for reason in ("answered 429: the queue is full", "broke off", "replica lost"):
+            with pytest.raises(ServerFailed, match=reason):
+                session.take("question")
+        assert session.take("question")
+        assert server.seen[3]["messages"] == [{"role": "user", "content": "question"}]
+
+
+def test_model_can_be_changed_among_those_served() -> None:
+    with scripted_server() as server:
+        session, out = session_with(server)
+        session.take("/model absent")
+        session.take("/model other")
+        assert session.model == "other"
+        assert "absent is not served" in out.getvalue()
+        assert out.getvalue().endswith("  tiny\n* other\n")
+
+
+def test_quit_leaves_and_unknown_commands_are_named() -> None:
+    with scripted_server() as server:
+        session, out = session_with(server)
+        assert not session.take("/quit")
+        assert session.take("/dance")
+        assert "Unknown command /dance" in out.getvalue()
+
+
+def headrace(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "headrace.cli.main", *arguments]
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_chat_works_in_a_pipe() -> None:
+    with scripted_server(["Paris", "."], ["Rome"]) as server:
+        done = headrace("chat", "--url", server.url, "--model", "other", text="capital of France?\n\nof Italy?\n/quit\nnever sent\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Paris.\nRome\n", "")
+    assert [body["model"] for body in server.seen] == ["other", "other"]
+
+
+def test_chat_exits_with_the_servers_failure() -> None:
+    with scripted_server(429) as server:
+        done = headrace("chat", "--url", server.url, text="hi\n")
+    assert done.returncode == ExitCode.SERVER
+    assert "answered 429: the queue is full" in done.stderr
+    done = headrace("chat", "--url", server.url, text="hi\n")
+    assert done.returncode == ExitCode.SERVER
+    assert "Is a server running there?" in done.stderr
+    done = headrace("chat", "folder", "--url", server.url)
+    assert done.returncode == ExitCode.USAGE
