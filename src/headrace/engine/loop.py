@@ -193,12 +193,13 @@ class Engine:
         plan = self._plan()
         if plan is not None:
             self._submit_plan(plan)
-        if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
+        commits = bool(self._in_flight) and (plan is None or len(self._in_flight) >= self._depth)
+        if commits:
             self._commit_oldest()
         updates = self.scheduler.take_updates()
         if updates:
             self._outbox(list(updates))
-        return plan is not None or bool(self._in_flight) or bool(updates)
+        return plan is not None or commits or bool(updates)
 
     def _idle(self) -> None:
         """Sleep until a message, a deadline or the next regular wake."""

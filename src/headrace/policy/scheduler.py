@@ -31,7 +31,7 @@ from headrace.core.update import SequenceUpdate
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.plan_builder import PlanBuilder
 from headrace.policy.queues import Queue, make_queue
-from headrace.policy.sequence import NO_SLOT, Sequence, SeqState
+from headrace.policy.sequence import NO_SLOT, SeqState, Sequence
 
 FORK = "headrace.fork"
 """Prerequisite of the 2nd..nth sequence of a request: the first one's prompt has been computed."""
@@ -385,7 +385,7 @@ class Scheduler:
 
     def _take_hits(self, seq: Sequence, hits: int) -> None:
         self.kv.take_hits(seq, hits)
-        if seq.incarnation == 0:
+        if seq.incarnation == 0 and self.kv.caching and seq.uses_prefix_cache:
             seq.num_cached = min(hits, seq.num_prompt)
             self.counters.prefix_cache_query_tokens += seq.num_prompt
             self.counters.prefix_cache_hit_tokens += seq.num_cached
@@ -449,8 +449,8 @@ class Scheduler:
             return
         if seq.state is SeqState.RUNNING and row.incarnation == seq.incarnation:
             seq.computed = row.start + row.count
+            self._fork_siblings(seq)  # before the window moves on: a fork recomputes the last prompt token and sees one token further back
             self.kv.commit(seq)
-            self._fork_siblings(seq)
         self._append(seq, output)
 
     def rollback(self, plan: Plan) -> list[Sequence]:

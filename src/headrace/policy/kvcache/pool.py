@@ -147,7 +147,8 @@ class BlockPool:
         owned = {block for block in range(self.total) if self._refs[block] > 0}
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is free twice"
-        assert not (free & cached or free & owned or cached & owned or limbo & (free | cached)), "a block is in two places"
+        places = [free, cached, owned, limbo]
+        assert sum(len(place) for place in places) == len(free | cached | owned | limbo), "a block is in two places"
         assert len(free) + len(cached) + len(owned) + len(limbo) + 1 == self.total, "free + cached + used != total"
         assert PAD_BLOCK not in free | cached | owned | limbo, "the pad block was handed out"
         assert held == {block: self._refs[block] for block in owned}, "owners and reference counts differ"

@@ -1,0 +1,131 @@
+"""Random lives of an engine: submit, cancel, finish, fail, wait, at any moment; invariants hold after every turn."""
+
+from __future__ import annotations
+
+from engine_kit import FULL, VOCAB, WINDOW, DrivenEngine, request
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from kv_oracle import expected_tokens
+
+from headrace.core.finish import FinishReason
+from headrace.core.ids import RequestId
+from headrace.core.request import PriorityClass
+
+POISON = 96
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """The oracle's memory finds wrong blocks at once; `scheduler.check` finds lost ones; the plain loop finds wrong tokens."""
+
+    @initialize(
+        depth=st.sampled_from([1, 2]),
+        caching=st.booleans(),
+        groups=st.sampled_from([(FULL,), (FULL, WINDOW), (WINDOW,)]),
+        policy=st.sampled_from(["fcfs", "priority", "sjf", "fair"]),
+        num_blocks=st.integers(10, 30),
+        chunked=st.booleans(),
+        static=st.booleans(),
+    )
+    def build(self, depth: int, caching: bool, groups: tuple, policy: str, num_blocks: int, chunked: bool, static: bool) -> None:  # type: ignore[type-arg]
+        self.driven = DrivenEngine(
+            depth=depth,
+            caching=caching,
+            groups=groups,
+            queue_policy=policy,
+            num_blocks=num_blocks,
+            max_num_seqs=5,
+            max_num_batched_tokens=7,
+            max_model_len=32,
+            enable_chunked_prefill=chunked,
+            static_batching=static,
+            prerequisite_timeout_s=20.0,
+        )
+        self.driven.runner.fail_when = [POISON]
+        self.prompts: dict[tuple[str, int], list[int]] = {}
+
+    @rule(
+        family=st.integers(0, 2),
+        length=st.integers(1, 14),
+        max_tokens=st.integers(1, 12),
+        n=st.integers(1, 3),
+        extra=st.booleans(),
+        poisoned=st.sampled_from([False] * 9 + [True]),
+        deadline=st.sampled_from([None, None, 5.0]),
+        priority=st.sampled_from(PriorityClass),
+    )
+    def submit(
+        self,
+        family: int,
+        length: int,
+        max_tokens: int,
+        n: int,
+        extra: bool,
+        poisoned: bool,
+        deadline: float | None,
+        priority: PriorityClass,
+    ) -> None:
+        name = f"r{len(self.prompts)}"
+        prompt = [family * 20 + i for i in range(length)]
+        if poisoned:
+            prompt[-1] = POISON
+        for index in range(n):
+            self.prompts[name, index] = prompt
+        needs = frozenset({"thing"}) if extra else frozenset()
+        self.driven.submit(
+            request(
+                name,
+                prompt,
+                max_tokens=max_tokens,
+                n=n,
+                prerequisites=needs,
+                deadline_s=deadline,
+                priority=priority,
+                tenant=str(family),
+                salt=b"s" * family,
+            )
+        )
+
+    @rule(count=st.integers(1, 6))
+    def turn(self, count: int) -> None:
+        self.driven.turn(count)
+
+    @rule(which=st.integers(0, 30))
+    def cancel(self, which: int) -> None:
+        self.driven.engine.cancel(RequestId(f"r{which}"))
+
+    @rule(which=st.integers(0, 30), index=st.integers(0, 2), keep=st.integers(0, 6))
+    def finish(self, which: int, index: int, keep: int) -> None:
+        self.driven.engine.finish(RequestId(f"r{which}"), index, keep)
+
+    @rule(which=st.integers(0, 30))
+    def satisfy(self, which: int) -> None:
+        self.driven.engine.satisfied(RequestId(f"r{which}"), "thing")
+
+    @rule(seconds=st.sampled_from([0.5, 3.0, 25.0]))
+    def wait(self, seconds: float) -> None:
+        self.driven.clock.now += seconds
+
+    @invariant()
+    def adds_up(self) -> None:
+        if hasattr(self, "driven"):
+            self.driven.scheduler.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driven"):
+            return
+        self.driven.turn()
+        self.driven.clock.now += 100
+        self.driven.run()
+        for key, prompt in self.prompts.items():
+            tokens = self.driven.tokens[key]
+            assert tokens == expected_tokens(prompt, len(tokens), VOCAB, key[1])
+            assert key in self.driven.finish or key[0] in self.driven.errors
+            if POISON in prompt:
+                assert not tokens
+            if self.driven.finish.get(key) is FinishReason.ERROR:
+                assert POISON in prompt or POISON in tokens or "prerequisite" in str(self.driven.errors[key[0]])
+
+
+EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+test_engine_state_machine = EngineMachine.TestCase

@@ -1,0 +1,150 @@
+"""A runner without tensors that really has paged memory, so that a wrong slot, a block freed too early or a stale table shows.
+
+Its cache stores, per block and offset, the token whose KV would be there. A row reads its whole context back through the block table and
+raises `Corruption` unless it finds exactly its own tokens. The next token is a function of what was read, so any mistake also changes
+the output. `next_token` is the plain twin: it looks at the tokens alone.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from hashlib import blake2b
+
+from headrace.core.kvgroup import KvGroup
+from headrace.core.plan import Plan, Result, Started
+
+EMPTY = -1
+
+
+class Corruption(AssertionError):
+    """The cache did not hold what the sequence needs."""
+
+
+def next_token(context: list[int], vocab_size: int, index: int) -> int:
+    """Token that follows `context` in sequence `index` of a request."""
+    digest = blake2b(array("i", [index, *context]).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % vocab_size
+
+
+def expected_tokens(prompt: list[int], count: int, vocab_size: int, index: int = 0) -> list[int]:
+    """What the plain loop produces."""
+    context = list(prompt)
+    for _ in range(count):
+        context.append(next_token(context, vocab_size, index))
+    return context[len(prompt) :]
+
+
+class DoneTicket:
+    def __init__(self, result: Result) -> None:
+        self._result = result
+
+    def result(self) -> Result:
+        return self._result
+
+
+class LazyTicket:
+    """A step computed when somebody waits for it, after all earlier ones: what an overlapped runner looks like to the loop."""
+
+    def __init__(self, runner: OracleRunner) -> None:
+        self._runner = runner
+        self.done: Result | Exception | None = None
+
+    def result(self) -> Result:
+        self._runner.run_until(self)
+        if isinstance(self.done, Exception):
+            raise self.done
+        assert self.done is not None
+        return self.done
+
+
+class OracleRunner:
+    """Implements `engine.loop.Runner`. lazy=True delays computing until results are asked for (depth 2)."""
+
+    def __init__(
+        self, groups: tuple[KvGroup, ...], num_blocks: tuple[int, ...], block_size: int, *, vocab_size: int = 97, lazy: bool = False
+    ) -> None:
+        self.groups, self.block_size, self.vocab_size, self.lazy = groups, block_size, vocab_size, lazy
+        self.memory = [[[EMPTY] * block_size for _ in range(total)] for total in num_blocks]
+        self.tables: dict[tuple[int, int], dict[int, int]] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.started: dict[int, Started] = {}
+        self.fail_when: list[int] = []
+        """Token values that make a step raise when computed."""
+        self.num_steps = 0
+        self._queue: deque[tuple[Plan, LazyTicket]] = deque()
+
+    def submit(self, plan: Plan) -> DoneTicket | LazyTicket:
+        if not self.lazy:
+            return DoneTicket(self.compute(plan))
+        ticket = LazyTicket(self)
+        self._queue.append((plan, ticket))
+        return ticket
+
+    def run_until(self, wanted: LazyTicket) -> None:
+        while wanted.done is None:
+            plan, ticket = self._queue.popleft()
+            try:
+                ticket.done = self.compute(plan)
+            except Exception as error:
+                ticket.done = error
+
+    def close(self) -> None:
+        self._queue.clear()
+
+    def compute(self, plan: Plan) -> Result:
+        self._apply(plan)
+        self.num_steps += plan.num_rows > 0
+        rows = list(zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True))
+        for slot, start, count, _ in rows:
+            self._write(slot, start, count)
+        sampled = [self._read_and_sample(*row) for row in rows]
+        counts = array("i", [len(tokens) for tokens in sampled])
+        return Result(step_id=plan.step_id, token_counts=counts, token_ids=array("i", [t for tokens in sampled for t in tokens]))
+
+    def _apply(self, plan: Plan) -> None:
+        for slot in plan.ended:
+            self.tokens.pop(slot, None)
+            for group in range(len(self.groups)):
+                self.tables.pop((group, slot), None)
+        for started in plan.started:
+            self.tokens[started.slot] = list(started.token_ids)
+            self.started[started.slot] = started
+        entries = zip(plan.table_groups, plan.table_slots, plan.table_indices, plan.table_blocks, strict=True)
+        for group, slot, index, block in entries:
+            self.tables.setdefault((group, slot), {})[index] = block
+        for group, source, target in zip(plan.move_groups, plan.move_sources, plan.move_targets, strict=True):
+            self.memory[group][target] = list(self.memory[group][source])
+
+    def _write(self, slot: int, start: int, count: int) -> None:
+        tokens = self.tokens[slot][start : start + count]
+        if len(tokens) != count:
+            raise Corruption(f"slot {slot} was asked to compute unknown positions {start}..{start + count}")
+        for token in tokens:
+            if token in self.fail_when:
+                raise RuntimeError("a poisoned token")
+        for group in range(len(self.groups)):
+            for position, token in enumerate(tokens, start):
+                self._cell(group, slot, position)[position % self.block_size] = token
+
+    def _cell(self, group: int, slot: int, position: int) -> list[int]:
+        block = self.tables[group, slot][position // self.block_size]
+        if block == 0:
+            raise Corruption("the pad block is in use")
+        return self.memory[group][block]
+
+    def _read_and_sample(self, slot: int, start: int, count: int, samples: int) -> list[int]:
+        end = start + count
+        tokens = self.tokens[slot]
+        for index, group in enumerate(self.groups):
+            first = 0 if group.window is None else max(0, start - group.window + 1)
+            for position in range(first, end):
+                found = self._cell(index, slot, position)[position % self.block_size]
+                if found != tokens[position]:
+                    raise Corruption(f"slot {slot} position {position}: cache holds {found}, sequence has {tokens[position]}")
+        if not samples:
+            return []
+        token = next_token(tokens[:end], self.vocab_size, self.started[slot].index)
+        del tokens[end:]
+        tokens.append(token)
+        return [token]
