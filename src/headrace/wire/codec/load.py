@@ -27,7 +27,8 @@ def encode_load(snapshot: LoadSnapshot) -> pb.Load:
             preemptions=counters.preemptions,
             steps=counters.steps,
             step_seconds=counters.step_seconds,
-            finished=counters.finished,
+            # A copy first: the loop's thread may add a reason while this one reads.
+            finished=dict(counters.finished),
         ),
     )
 

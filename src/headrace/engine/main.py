@@ -1,0 +1,31 @@
+"""`headrace engine --config FILE`: the process entry of one replica. What the process does is `engine.server.process`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from headrace.core.errors import ConfigError
+from headrace.engine.build import build_engine
+from headrace.engine.server.config import load_process_config
+from headrace.engine.server.process import ExitCode, leave, run_process
+from headrace.wire.leash import Leash
+
+
+def run_engine(config_path: str | Path, parent_fd: int | None = None) -> None:
+    """Serves one replica until it is drained or dies; never returns.
+
+    config_path  JSON, see `engine.server.config`
+    parent_fd    the inherited end of the supervisor's leash; None when started by hand
+    """
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    leash = Leash(parent_fd)
+    try:
+        process, engine = load_process_config(config_path)
+    except ConfigError as error:
+        print(f"headrace engine: {error}", file=sys.stderr)
+        leash.failed(str(error), can_retry=False)
+        leave(ExitCode.REFUSED)
+        return
+    leave(run_process(lambda outbox: build_engine(engine, outbox), process, leash))

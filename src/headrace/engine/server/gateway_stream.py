@@ -1,0 +1,112 @@
+"""One gateway's stream at the engine: reads its commands, writes its frames, and ends when either stops.
+
+The stream owns no request; the service routes them and cancels what is left when the stream ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from headrace.core.clock import Clock
+from headrace.core.errors import HeadraceError
+from headrace.engine.server.outbox import MAX_UNITS, Outbox
+from headrace.wire import headrace_pb2 as pb
+from headrace.wire.handles import MalformedFrame
+from headrace.wire.service import LEASE_S
+
+HELLO_TIMEOUT_S = 5.0
+
+
+class StreamLost(HeadraceError):
+    """The gateway left, or lost its lease; says which."""
+
+
+class GatewayStream:
+    """context  grpc.aio's ServicerContext of Infer.Connect, raw bytes in both directions."""
+
+    def __init__(self, context: Any, *, on_command: Callable[[GatewayStream, pb.Command], None], clock: Clock) -> None:
+        self._context = context
+        self._on_command = on_command
+        self._clock = clock
+        self._wake = asyncio.Event()
+        self._write_began_s: float | None = None
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.outbox = Outbox()
+        self.num_submits = 0
+
+    @property
+    def is_flushed(self) -> bool:
+        """No answer waits or is being written."""
+        return self._write_began_s is None and not self.outbox.has_answers
+
+    def wake(self) -> None:
+        """Something was put into the outbox."""
+        self._wake.set()
+
+    def check_lease(self, *, lease_s: float = LEASE_S, max_units: int = MAX_UNITS) -> None:
+        """Ends the stream of a gateway that does not read: too long in one write, or too much waiting for it."""
+        if self._lost.done():
+            return
+        stuck_s = 0.0 if self._write_began_s is None else self._clock() - self._write_began_s
+        if stuck_s > lease_s:
+            self._lost.set_exception(StreamLost(f"lease lost: the gateway has not read for {stuck_s:.1f} s"))
+        elif self.outbox.num_units > max_units:
+            self._lost.set_exception(StreamLost(f"lease lost: {self.outbox.num_units} unread updates exceed {max_units}"))
+
+    async def read_hello(self) -> pb.ClientHello:
+        """Raises MalformedFrame unless the first frame is one; StreamLost when it does not come in time."""
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                frame = await self._read_frame()
+        except TimeoutError:
+            raise StreamLost(f"no hello within {HELLO_TIMEOUT_S:g} s") from None
+        if frame is None or not frame.HasField("hello"):
+            raise MalformedFrame("the first frame must be a hello")
+        if frame.commands:
+            raise MalformedFrame("the hello comes alone")
+        return frame.hello
+
+    async def pump(self) -> None:
+        """Until the gateway closes its side. Raises StreamLost or MalformedFrame; its tasks have ended when it returns."""
+        tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
+        try:
+            done, _ = await asyncio.wait([*tasks, self._lost], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            self._lost.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def send(self, frame: pb.EngineFrame) -> None:
+        self._write_began_s = self._clock()
+        await self._context.write(frame.SerializeToString())
+        self._write_began_s = None
+
+    async def _read(self) -> None:
+        while (frame := await self._read_frame()) is not None:
+            for command in frame.commands:
+                self._on_command(self, command)
+
+    async def _read_frame(self) -> pb.ClientFrame | None:
+        data = await self._context.read()
+        if data is grpc.aio.EOF:
+            return None
+        try:
+            return pb.ClientFrame.FromString(data)
+        except DecodeError as error:
+            raise MalformedFrame("a frame does not parse") from error
+
+    async def _write(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while (frame := self.outbox.take()) is not None:
+                await self.send(frame)

@@ -1,0 +1,175 @@
+"""One engine as one process: the loop in its thread, the wire on the main one, the leash to the supervisor, signals.
+
+SIGTERM drains and exits 0; a second one, or the end of the drain time, does not wait. A loop that dies takes the process with it: its
+exit status says so and the supervisor starts a new one. A process that cannot start says why through the leash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, Protocol
+
+from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
+from headrace.engine.server.config import ProcessConfig
+from headrace.engine.server.service import EngineService, OutboxBridge, ServedEngine, Updates
+from headrace.wire.leash import Leash
+from headrace.wire.target import parse_target
+
+log = logging.getLogger(__name__)
+
+JOIN_S = 5.0
+
+
+class ExitCode(IntEnum):
+    """What an engine process's exit status means (sysexits' numbers where one fits). 69: wire.leash.ORPHANED."""
+
+    DRAINED = 0
+    ENGINE_DIED = 70
+    """The loop ended by itself: a device-fatal error or a bug. Worth a restart."""
+    INTERRUPTED = 75
+    """Told to stop without waiting, or the drain time was over; open requests were cut."""
+    REFUSED = 78
+    """Configuration or checkpoint: starting again does not help."""
+
+
+class RunnableEngine(ServedEngine, Protocol):
+    """An engine whose loop this process runs."""
+
+    def run(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+MakeEngine = Callable[[Callable[[Updates], None]], RunnableEngine]
+"""Builds the engine around its outbox. May take minutes; may raise ConfigError or CheckpointError."""
+
+
+class LoopThread:
+    """Builds the engine and runs its loop in one thread, so that whatever is thread-local in the tensor library stays in one place.
+
+    built  the engine, or what building raised
+    ended  done when the loop has returned (None) or died (the exception)
+    """
+
+    def __init__(self, make_engine: MakeEngine, bridge: OutboxBridge) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._make_engine = make_engine
+        self._bridge = bridge
+        self.built: asyncio.Future[RunnableEngine] = self._loop.create_future()
+        self.ended: asyncio.Future[BaseException | None] = self._loop.create_future()
+        # A daemon: a step that never returns must not keep a process alive that was told to end.
+        self.thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            engine = self._make_engine(self._bridge)
+        except BaseException as error:
+            self._tell(self._refuse, error)
+            return
+        self._tell(self.built.set_result, engine)
+        try:
+            engine.run()
+        except BaseException as error:
+            log.critical("the engine's loop died", exc_info=error)
+            self._tell(self.ended.set_result, error)
+        else:
+            self._tell(self.ended.set_result, None)
+
+    def _refuse(self, error: BaseException) -> None:
+        self.built.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    def _tell(self, what: Callable[..., None], value: object) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(what, value)
+
+
+def run_process(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -> ExitCode:
+    """Serves until drained, told to end, or dead. The caller passes the status to `leave`."""
+    leash.watch()
+    return asyncio.run(_serve(make_engine, config, leash))
+
+
+def leave(code: ExitCode) -> None:
+    """Ends the process now: a step that hangs in its daemon thread must not hold up the interpreter's shutdown."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -> ExitCode:
+    stop = StopSignals()
+    bridge = OutboxBridge(asyncio.get_running_loop())
+    try:
+        target = parse_target(config.address, config.token)
+        thread = LoopThread(make_engine, bridge)
+        await _first_of(thread.built, stop.hard)
+        if not thread.built.done():
+            return ExitCode.INTERRUPTED
+        engine = thread.built.result()
+        service = EngineService(engine, bridge, target, replica=config.replica, on_drain=stop.ask)
+        await service.start()
+    except (ConfigError, CheckpointError) as error:
+        return _refuse(leash, str(error), ExitCode.REFUSED)
+    except (HeadraceError, OSError, MemoryError) as error:
+        return _refuse(leash, str(error) or type(error).__name__, ExitCode.ENGINE_DIED)
+    leash.ready({"address": config.address, "instance_id": service.hello.instance_id, "decided": list(engine.info.decided)})
+    log.info("%s serves %s at %s", config.replica, engine.info.architecture, config.address)
+    try:
+        return await _until_end(service, thread, stop, config, leash)
+    finally:
+        await service.stop()
+
+
+def _refuse(leash: Leash, reason: str, code: ExitCode) -> ExitCode:
+    log.error("cannot start: %s", reason)
+    leash.failed(reason, can_retry=code is not ExitCode.REFUSED)
+    return code
+
+
+async def _until_end(service: EngineService, thread: LoopThread, stop: StopSignals, config: ProcessConfig, leash: Leash) -> ExitCode:
+    await _first_of(thread.ended, stop.soft, stop.hard, service.heartbeat)
+    if thread.ended.done() or service.heartbeat.done():
+        error = thread.ended.result() if thread.ended.done() else service.heartbeat.exception()
+        leash.failed(f"the engine died: {error!r:.500}", can_retry=True)
+        return ExitCode.ENGINE_DIED
+    service.drain(stop.soft.result() if stop.soft.done() else "stopping")
+    settling = asyncio.ensure_future(service.settled(config.drain_timeout_s))
+    await _first_of(settling, stop.hard, thread.ended)
+    if not settling.done() or not settling.result():
+        settling.cancel()
+        log.warning("leaving with %d requests open", service.num_open)
+        return ExitCode.INTERRUPTED
+    thread.built.result().stop()
+    await asyncio.wait([thread.ended], timeout=JOIN_S)
+    return ExitCode.DRAINED
+
+
+async def _first_of(*futures: asyncio.Future[Any]) -> None:
+    """Returns when one of them is done; cancels none."""
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+class StopSignals:
+    """SIGTERM and SIGINT as futures: the first asks for a drain, the second one means now."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.soft: asyncio.Future[str] = loop.create_future()
+        self.hard: asyncio.Future[None] = loop.create_future()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.ask, f"stopped by {number.name}")
+
+    def ask(self, reason: str) -> None:
+        if not self.soft.done():
+            self.soft.set_result(reason)
+        elif not self.hard.done():
+            self.hard.set_result(None)

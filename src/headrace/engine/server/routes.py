@@ -1,0 +1,72 @@
+"""Which stream carries which attempt: pure bookkeeping, so that every request that came in goes out exactly once.
+
+A route is open from Submit until every sequence of the request has finished, was rejected or cancelled, or the stream ended. An attempt
+with a higher epoch replaces an older one of the same request, wherever that one came in; what the engine still says of the older one has
+no route and is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from headrace.core.ids import RequestId
+from headrace.wire.handles import Handle
+
+Stream = TypeVar("Stream", bound=Hashable)
+
+
+@dataclass(slots=True)
+class Route(Generic[Stream]):
+    """One attempt on its stream. `running` holds the sequence indices that have not finished."""
+
+    request_id: RequestId
+    epoch: int
+    stream: Stream
+    handle: Handle
+    running: set[int]
+
+
+@dataclass(slots=True)
+class Routes(Generic[Stream]):
+    """All open routes of one engine process."""
+
+    _by_request: dict[RequestId, Route[Stream]] = field(default_factory=dict)
+    _by_handle: dict[tuple[Stream, Handle], Route[Stream]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    def open(self, stream: Stream, handle: Handle, request_id: RequestId, epoch: int, n: int) -> Route[Stream]:
+        """The caller has closed an older attempt before. Raises ValueError when the request or the handle has a route already."""
+        if request_id in self._by_request or (stream, handle) in self._by_handle:
+            raise ValueError(f"request {request_id} or handle {handle} is routed already")
+        route = Route(request_id, epoch, stream, handle, set(range(n)))
+        self._by_request[request_id] = self._by_handle[stream, handle] = route
+        return route
+
+    def of_request(self, request_id: RequestId) -> Route[Stream] | None:
+        return self._by_request.get(request_id)
+
+    def of_handle(self, stream: Stream, handle: Handle) -> Route[Stream] | None:
+        return self._by_handle.get((stream, handle))
+
+    def of_stream(self, stream: Stream) -> list[Route[Stream]]:
+        return [route for route in self._by_request.values() if route.stream == stream]
+
+    def close(self, route: Route[Stream]) -> None:
+        self._by_request.pop(route.request_id, None)
+        self._by_handle.pop((route.stream, route.handle), None)
+
+    def sequence_ended(self, route: Route[Stream], index: int) -> None:
+        """Closes the route with its last sequence."""
+        route.running.discard(index)
+        if not route.running:
+            self.close(route)
+
+    def check(self) -> None:
+        """Raises AssertionError unless both maps hold the same open routes."""
+        by_handle = {id(route) for route in self._by_handle.values()}
+        assert {id(route) for route in self._by_request.values()} == by_handle, "a route is known by one name only"
+        assert all(route.running for route in self._by_request.values()), "a finished route is still open"
