@@ -21,12 +21,19 @@ from headrace.tensor.checkpoint_config import ConfigFile, read_generation_defaul
 from headrace.tensor.checkpoint_random import RandomWeights, WeightShapes
 from headrace.tensor.kernels import Kernels, load_kernels
 from headrace.tensor.layers.weights import WeightReader, WeightSource
-from headrace.tensor.models import llama
+from headrace.tensor.models import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from headrace.tensor.models.decoder import Decoder
 from headrace.tensor.models.spec import DecoderSpec
 
 ARCHITECTURES: dict[str, Callable[[ConfigFile], DecoderSpec]] = {
     "LlamaForCausalLM": llama.decoder_spec,
+    "MistralForCausalLM": mistral.decoder_spec,
+    "Qwen2ForCausalLM": qwen2.decoder_spec,
+    "Qwen3ForCausalLM": qwen3.decoder_spec,
+    "Qwen3MoeForCausalLM": qwen3_moe.decoder_spec,
+    "MixtralForCausalLM": mixtral.decoder_spec,
+    "Gemma3ForCausalLM": gemma3.decoder_spec,
+    "Phi3ForCausalLM": phi3.decoder_spec,
 }
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

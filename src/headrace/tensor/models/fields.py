@@ -6,10 +6,14 @@ computes are refused by name.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from headrace.tensor.checkpoint_config import ConfigFile
+from headrace.tensor.layers.attention import AttentionSpec
+from headrace.tensor.layers.mlp import MlpSpec
 from headrace.tensor.layers.rope import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling, yarn_magnitude
+from headrace.tensor.models.spec import DecoderSpec, LayerSpec, TensorNames
 
 MAX_LAYERS = 1024
 MAX_WIDTH = 2**20
@@ -39,8 +43,8 @@ class Shape:
     norm_eps: float
 
 
-def read_shape(config: ConfigFile) -> Shape:
-    """Raises CheckpointError naming the field."""
+def read_shape(config: ConfigFile, *, norm_eps: float = 1e-6) -> Shape:
+    """Raises CheckpointError naming the field. norm_eps: where the file names none."""
     hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
     heads = config.integer("num_attention_heads", 1, 4096)
     kv_heads = config.integer("num_key_value_heads", 1, heads, default=heads)
@@ -57,8 +61,29 @@ def read_shape(config: ConfigFile) -> Shape:
         kv_heads=kv_heads,
         head_dim=head_dim,
         max_positions=config.integer("max_position_embeddings", 1, MAX_POSITIONS),
-        norm_eps=config.number("rms_norm_eps", 0.0, 1.0, default=1e-6),
+        norm_eps=config.number("rms_norm_eps", 0.0, 1.0, default=norm_eps),
     )
+
+
+def attention_spec(
+    shape: Shape, rope: RopeSpec, *, window: int | None = None, qkv_bias: bool = False, output_bias: bool = False
+) -> AttentionSpec:
+    """The usual attention: scores divided by sqrt(head_dim)."""
+    return AttentionSpec(
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        scale=shape.head_dim**-0.5,
+        rope=rope,
+        window=window,
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+    )
+
+
+def read_mlp(config: ConfigFile, *, bias: bool = False) -> MlpSpec:
+    """The dense feed-forward block: `intermediate_size`, `hidden_act`."""
+    return MlpSpec(size=config.integer("intermediate_size", 1, MAX_WIDTH), activation=read_activation(config), bias=bias)
 
 
 def read_activation(config: ConfigFile, name: str = "hidden_act", default: str = "silu") -> str:
@@ -67,6 +92,11 @@ def read_activation(config: ConfigFile, name: str = "hidden_act", default: str =
     if value not in _ACTIVATIONS:
         config.refuse(name, f"only {', '.join(_ACTIVATIONS)} are supported")
     return _ACTIVATIONS[value]
+
+
+def read_top_k(config: ConfigFile, num_experts: int, *, default: int) -> int:
+    """`num_experts_per_tok`."""
+    return config.integer("num_experts_per_tok", 1, num_experts, default=default)
 
 
 def read_window(config: ConfigFile) -> int | None:
@@ -111,8 +141,10 @@ def read_rope(config: ConfigFile, shape: Shape, *, theta: float = 10_000.0, laye
     theta_field  the older field that holds theta for this layer type
     has_partial  the architecture may rotate a part of the head only
     """
+    if config.has("rope_scaling") and config.has("rope_parameters"):
+        config.refuse("rope_scaling", "stands beside rope_parameters", "Keep one of the two.")
     params = config.section("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
-    if layer_type is not None and params.has(layer_type):
+    if layer_type is not None and config.has("rope_parameters"):
         params = params.section(layer_type)
     base = params if params.has("rope_theta") else ConfigFile(config.file, {"rope_theta": config.values.get(theta_field)})
     kind = params.text("rope_type", params.text("type", "default"))
@@ -172,3 +204,16 @@ def _factor(params: ConfigFile, default: float | None = None) -> float:
     if factor < 1.0:
         params.refuse("factor", "must be at least 1")
     return factor
+
+
+def decoder(config: ConfigFile, shape: Shape, layers: Iterable[LayerSpec], names: TensorNames | None = None) -> DecoderSpec:
+    """The spec of a decoder whose head is its own unless `tie_word_embeddings`."""
+    return DecoderSpec(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        max_positions=shape.max_positions,
+        norm_eps=shape.norm_eps,
+        layers=tuple(layers),
+        is_tied=config.flag("tie_word_embeddings", False),
+        names=names or TensorNames(),
+    )

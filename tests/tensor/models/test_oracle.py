@@ -1,0 +1,136 @@
+"""Every architecture against transformers on the same random weights in float32, over every path a sequence can take."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.tensor.kernels import load_kernels
+from headrace.tensor.models import LoadedModel, load_model
+
+VOCAB = 97
+TINY = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 3.0}
+GEMMA_ROPES = {"full_attention": {**LINEAR, "rope_theta": 1e6}, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-odd-head-dim": ("Llama", {"head_dim": 20, "num_attention_heads": 3, "num_key_value_heads": 3}),
+    "llama-one-kv-head": ("Llama", {"num_key_value_heads": 1}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-linear": ("Llama", {"rope_parameters": LINEAR}),
+    "llama-llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama-yarn": ("Llama", {"rope_parameters": YARN}),
+    "llama-yarn-mscale": ("Llama", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}}),
+    "llama-yarn-betas": ("Llama", {"rope_parameters": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3}}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 7, "head_dim": 24}),
+    "mistral-window-of-one": ("Mistral", {"sliding_window": 1}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-upper-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen2-seven-heads": ("Qwen2", {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3-biases-window": ("Qwen3", {"head_dim": 12, "attention_bias": True, "use_sliding_window": True, "sliding_window": 5,
+                                      "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "qwen3-moe": ("Qwen3Moe", {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}),
+    "qwen3-moe-mixed": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True,
+                                     "mlp_only_layers": [2], "decoder_sparse_step": 2, "num_hidden_layers": 4}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 6, "tie_word_embeddings": True}),
+    "gemma3": ("Gemma3", {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 20,
+                          "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "rope_parameters": GEMMA_ROPES}),
+    "gemma3-untied-biases": ("Gemma3", {"head_dim": 20, "num_attention_heads": 3, "num_key_value_heads": 1, "sliding_window": 4,
+                                        "attention_bias": True, "tie_word_embeddings": False, "num_hidden_layers": 7}),
+    "phi3": ("Phi3", {}),
+    "phi3-partial-rotary-window": ("Phi3", {"sliding_window": 5, "hidden_size": 96, "rope_parameters":
+                                            {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+}  # fmt: skip
+NUMBA_CASES: tuple[str, ...] = ()
+
+
+@dataclass
+class Pair:
+    oracle: Any
+    folder: Path
+    loaded: LoadedModel
+
+
+@pytest.fixture(scope="module", params=[*((name, "reference") for name in CASES), *((name, "numba") for name in NUMBA_CASES)], ids="-".join)
+def pair(request: pytest.FixtureRequest, make_oracle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    name, kernels = request.param
+    family, fields = CASES[name]
+    folder = tmp_path_factory.mktemp(name)
+    oracle = make_oracle(family, folder, **{**TINY, **fields})
+    loaded = load_model(folder, kernels=load_kernels(kernels), dtype=None, device="cpu", load_format="auto", seed=0, max_model_len=None)
+    return Pair(oracle, folder, loaded)
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = random.Random(str(lengths))
+    return [[generator.randrange(VOCAB) for _ in range(length)] for length in lengths]
+
+
+def test_a_ragged_batch_of_whole_prompts(pair: Pair, paged_run: Callable[..., Any], assert_close: Callable[..., None]) -> None:
+    run, tokens = paged_run(pair.loaded.model), prompts(37, 1, 18, 5)
+    for row in tokens:
+        run.add(row)
+    run.finish(chunk=64)
+    for index, row in enumerate(tokens):
+        assert_close(run.logits(index), pair.oracle.logits(row))
+
+
+@pytest.mark.parametrize("chunk", [3, 7])
+def test_prompts_in_odd_chunks(pair: Pair, paged_run: Callable[..., Any], assert_close: Callable[..., None], chunk: int) -> None:
+    run, tokens = paged_run(pair.loaded.model, seed=chunk), prompts(29, 11)
+    for row in tokens:
+        run.add(row)
+    run.finish(chunk)
+    for index, row in enumerate(tokens):
+        assert_close(run.logits(index), pair.oracle.logits(row))
+
+
+def test_decoding_one_by_one_beside_a_prefill(pair: Pair, paged_run: Callable[..., Any], assert_close: Callable[..., None]) -> None:
+    run, tokens = paged_run(pair.loaded.model, seed=1), prompts(22, 13, 9)
+    first, second, late = (run.add(row) for row in tokens)
+    run.step({second: 8, first: 17})
+    run.step({first: 1, late: 9, second: 1})  # a prefill joins running decodes
+    run.finish(chunk=1)
+    for index, row in enumerate(tokens):
+        assert_close(run.logits(index), pair.oracle.logits(row))
+
+
+def test_a_prefix_hit_reads_another_rows_blocks(pair: Pair, paged_run: Callable[..., Any], assert_close: Callable[..., None]) -> None:
+    run, (base, tail) = paged_run(pair.loaded.model, seed=2), prompts(21, 10)
+    owner = run.add(base)
+    run.finish(chunk=64)
+    follower_tokens = base[:12] + tail
+    followers = [run.add(follower_tokens, prefix_of=owner, shared_blocks=3) for _ in range(2)]
+    run.step({followers[0]: 5})  # the two share blocks while standing at different positions
+    run.finish(chunk=4)
+    for follower in followers:
+        assert_close(run.logits(follower), pair.oracle.logits(follower_tokens)[12:])
+
+
+def test_facts_match_the_configuration(pair: Pair) -> None:
+    loaded, model = pair.loaded, pair.loaded.model
+    stored = {id(weight): weight.numel() for weight in pair.oracle.model.parameters()}
+    heads = 4 * VOCAB * pair.oracle.model.config.hidden_size * (1 if pair.oracle.model.config.tie_word_embeddings else 0)
+    norms_and_biases = 4 * sum(weight.numel() for weight in pair.oracle.model.parameters() if weight.dim() == 1)
+    assert loaded.vocab_size == VOCAB
+    assert loaded.max_model_len == 128
+    assert loaded.eos_token_ids == (2,)
+    assert loaded.dtype == torch.float32
+    assert sorted(layer for group in model.kv_groups for layer in group.layers) == list(range(len(model.blocks)))
+    assert all(index in model.kv_groups[group].layers for index, group in enumerate(model.group_of))
+    assert loaded.resident_bytes == 4 * sum(stored.values()) - norms_and_biases + heads
