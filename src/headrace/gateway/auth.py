@@ -1,0 +1,64 @@
+"""Who is asking. Default-deny: with keys configured, every route but the ones marked public wants one.
+
+The decision hangs on the routed path (the same value the router matched), never on a URL rebuilt from headers. Keys exist here only as
+SHA-256 digests. The lookup is blinded: digests are indexed by a keyed hash whose secret is drawn at start, so what a lookup's timing could
+show is a property of a value the client can neither compute nor steer (the double-HMAC way of comparing in constant time, at a cost that
+does not grow with the number of keys).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.core.errors import Unauthorized
+from headrace.core.request import PriorityClass
+from headrace.gateway.config import ApiKey, digest_of, priority_of
+
+MAX_KEY_BYTES = 512
+_MESSAGE = "This server wants a valid API key: send it as 'Authorization: Bearer KEY'."
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """An authenticated caller. Everything a request inherits from its key."""
+
+    tenant: str
+    priority: PriorityClass = PriorityClass.STANDARD
+    weight: float = 1.0
+
+
+ANYBODY = Principal("default")
+
+
+class Authenticator:
+    def __init__(self, api_keys: Sequence[ApiKey]) -> None:
+        """api_keys  with digests, as `gateway.config` leaves them; empty: open"""
+        self._secret = secrets.token_bytes(32)
+        self._principals = {
+            self._blinded(bytes.fromhex(key.sha256)): Principal(key.tenant, priority_of(key.priority), key.weight) for key in api_keys
+        }
+
+    @property
+    def is_open(self) -> bool:
+        return not self._principals
+
+    def principal(self, headers: Sequence[tuple[bytes, bytes]]) -> Principal:
+        """The caller of a request with these headers. Raises Unauthorized, never saying what was wrong."""
+        if self.is_open:
+            return ANYBODY
+        given = [value for name, value in headers if name == b"authorization"]
+        if len(given) != 1 or len(given[0]) > MAX_KEY_BYTES:
+            raise Unauthorized(_MESSAGE)
+        scheme, _, key = given[0].partition(b" ")
+        if scheme.lower() != b"bearer" or not key:
+            raise Unauthorized(_MESSAGE)
+        principal = self._principals.get(self._blinded(digest_of(key.strip(b" "))))
+        if principal is None:
+            raise Unauthorized(_MESSAGE)
+        return principal
+
+    def _blinded(self, digest: bytes) -> bytes:
+        return hashlib.blake2b(digest, key=self._secret, digest_size=32).digest()

@@ -1,0 +1,249 @@
+"""What the gateway is told at start: one JSON file, written by the supervisor, decoded once into these values.
+
+Unknown keys are errors with a suggestion. Nothing here is read from the environment or the command line; the roof does that.
+Secrets: keys are kept as SHA-256 digests from the moment the file is decoded, and no repr of these values shows one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+
+import msgspec
+
+from headrace.core.errors import ConfigError
+from headrace.core.request import PriorityClass
+
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,255}")
+REPLICA_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+SHA256_HEX = re.compile(r"[0-9a-f]{64}")
+MIN_KEY_CHARS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """Who a key belongs to. Give `key` (plain, hashed at once) or `sha256` (hex of the digest), never both.
+
+    tenant    opaque name: fairness, cache salt and log; defaults to a name made from the digest
+    priority  class of this key's requests (premium | standard | batch); a body's `priority` may only lower it
+    weight    share under the fair queue policy
+    """
+
+    key: str = field(default="", repr=False)
+    sha256: str = field(default="", repr=False)
+    tenant: str = ""
+    priority: str = "standard"
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaConfig:
+    """One engine process.
+
+    name     label `replica` of the metrics
+    address  of the engine's wire: unix:/path, or host:port on loopback together with a token
+    """
+
+    name: str
+    address: str
+    token: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """One served model.
+
+    name      what `GET /v1/models` shows; aliases answer as well
+    folder    local folder with tokenizer.json, tokenizer_config.json and the chat template
+    """
+
+    name: str
+    folder: str
+    replicas: tuple[ReplicaConfig, ...]
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Caps at the border. Each is inclusive; what exceeds one is refused with field, limit, value and remedy.
+
+    max_body_bytes        a whole request body
+    max_header_bytes      request line and headers together; max_headers counts them
+    max_json_depth        nesting
+    max_messages          of a chat
+    max_prompts           of one completions request
+    max_sequences         prompts times n
+    max_requests          in the gateway at once; one more is refused with 429
+    max_text_workers      threads that render templates and tokenize
+    max_text_queue        requests waiting for such a thread; one more is refused with 429
+    max_pending_bytes     an answer made but not yet read by its client; beyond it the request is cancelled
+    """
+
+    max_body_bytes: int = 1 << 20
+    max_header_bytes: int = 32 << 10
+    max_headers: int = 100
+    max_json_depth: int = 32
+    max_messages: int = 1024
+    max_prompts: int = 64
+    max_sequences: int = 128
+    max_requests: int = 4096
+    max_text_workers: int = 2
+    max_text_queue: int = 256
+    max_pending_bytes: int = 256 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Seconds.
+
+    header_s      connection made (or previous answer read) to the last header byte
+    body_s        headers to the last body byte
+    keep_alive_s  idle connection between requests
+    sse_ping_s    a stream without a chunk for this long gets a comment line
+    write_s       a client that takes nothing for this long while something waits for it is cut off
+    request_s     deadline of a request without one of its own, counted from its arrival; None = none
+    drain_s       after SIGTERM: how long running requests may take
+    """
+
+    header_s: float = 10.0
+    body_s: float = 30.0
+    keep_alive_s: float = 75.0
+    sse_ping_s: float = 10.0
+    write_s: float = 30.0
+    request_s: float | None = None
+    drain_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """The whole file.
+
+    host, port     loopback unless told otherwise; port 0 takes a free one (printed on the first line of output)
+    api_keys       empty: open, everybody is tenant "default". Otherwise every route but /health, /live and /ready wants one of them
+    open_metrics   /metrics without a key although keys exist
+    allowed_hosts  names a Host header may carry. Empty: localhost names when bound to loopback, anything otherwise
+    request_log    where the one line per request goes: "stdout", "stderr", "none" or a file's path
+    salt_key       secret of the deployment that turns tenants into cache salts, hex; empty: drawn at start (then salts differ between gateways)
+    """
+
+    models: tuple[ModelConfig, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[ApiKey, ...] = field(default=(), repr=False)
+    open_metrics: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    request_log: str = "stdout"
+    salt_key: str = field(default="", repr=False)
+    limits: Limits = field(default_factory=Limits)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+    def checked(self) -> GatewayConfig:
+        """This value if its rules hold. Raises ConfigError."""
+        _check_models(self.models)
+        for index, key in enumerate(self.api_keys):
+            _check_key(f"api_keys[{index}]", key)
+        if not 0 <= self.port <= 65535:
+            raise ConfigError("port", f"{self.port} is outside 0..65535")
+        if re.fullmatch(r"(?:[0-9a-f]{2}){0,64}", self.salt_key) is None:
+            raise ConfigError("salt_key", "is not an even number of at most 128 hex digits")
+        for part, value in (("limits", self.limits), ("timeouts", self.timeouts)):
+            for item in fields(value):
+                given = getattr(value, item.name)
+                if given is not None and not given > 0:
+                    raise ConfigError(f"{part}.{item.name}", f"{given} is not positive")
+        return self
+
+
+def load_config(path: str | Path) -> GatewayConfig:
+    """The checked configuration in a JSON file. Raises ConfigError naming the key."""
+    try:
+        data = msgspec.json.decode(Path(path).read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(str(path), f"cannot be read as JSON: {error}") from None
+    return config_from(data)
+
+
+def config_from(data: object) -> GatewayConfig:
+    """The checked configuration in decoded JSON, with plain keys replaced by their digests."""
+    _check_unknown(data, GatewayConfig, "")
+    try:
+        config = msgspec.convert(data, GatewayConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError("gateway configuration", str(error)) from None
+    hashed = tuple(_hashed(key) for key in config.checked().api_keys)
+    return replace(config, api_keys=hashed)
+
+
+def digest_of(key: bytes) -> bytes:
+    """SHA-256 of a key: keys are long and random, so no slow hash is needed."""
+    return hashlib.sha256(key).digest()
+
+
+def priority_of(name: str) -> PriorityClass:
+    return PriorityClass[name.upper()]
+
+
+def _hashed(key: ApiKey) -> ApiKey:
+    digest = key.sha256 or digest_of(key.key.encode()).hex()
+    return ApiKey(sha256=digest, tenant=key.tenant or f"key-{digest[:12]}", priority=key.priority, weight=key.weight)
+
+
+def _check_key(where: str, key: ApiKey) -> None:
+    if bool(key.key) == bool(key.sha256):
+        raise ConfigError(where, "needs exactly one of key and sha256")
+    if key.key and len(key.key) < MIN_KEY_CHARS:
+        raise ConfigError(f"{where}.key", f"is shorter than {MIN_KEY_CHARS} characters", "Use 32 random bytes.")
+    if key.sha256 and SHA256_HEX.fullmatch(key.sha256) is None:
+        raise ConfigError(f"{where}.sha256", "is not 64 lower-case hex digits")
+    if key.priority.upper() not in PriorityClass.__members__:
+        raise ConfigError(f"{where}.priority", f"{key.priority!r} is not one of premium, standard, batch")
+    if not 0 < key.weight <= 1e6:
+        raise ConfigError(f"{where}.weight", f"{key.weight} is outside 0 < weight <= 1e6")
+
+
+def _check_models(models: tuple[ModelConfig, ...]) -> None:
+    if not models:
+        raise ConfigError("models", "is empty", "Declare at least one model.")
+    names: set[str] = set()
+    for index, model in enumerate(models):
+        where = f"models[{index}]"
+        for name in (model.name, *model.aliases):
+            if MODEL_NAME.fullmatch(name) is None:
+                raise ConfigError(f"{where}.name", f"{name!r} is not a model name", "Letters, digits and ._/:@- only, at most 256.")
+            if name in names:
+                raise ConfigError(f"{where}.name", f"{name!r} is served twice")
+            names.add(name)
+        replicas = [replica.name for replica in model.replicas]
+        if not replicas or len(set(replicas)) != len(replicas):
+            raise ConfigError(f"{where}.replicas", "must name at least one replica, each name once")
+        for replica in model.replicas:
+            if REPLICA_NAME.fullmatch(replica.name) is None:
+                raise ConfigError(f"{where}.replicas", f"{replica.name!r} is not a replica name")
+
+
+def _check_unknown(data: object, kind: type, where: str) -> None:
+    """msgspec ignores keys a dataclass does not have; we do not."""
+    if not isinstance(data, dict):
+        return
+    known = {item.name: item for item in fields(kind)}
+    for key, value in data.items():
+        path = f"{where}.{key}" if where else str(key)
+        if key not in known:
+            close = get_close_matches(str(key), known, n=1)
+            raise ConfigError(path, "is not a known key", f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}.")
+        nested = _NESTED.get((kind, key))
+        if nested is not None:
+            for index, item in enumerate(value if isinstance(value, list) else [value]):
+                _check_unknown(item, nested, f"{path}[{index}]" if isinstance(value, list) else path)
+
+
+_NESTED: dict[tuple[type, str], type] = {
+    (GatewayConfig, "models"): ModelConfig,
+    (GatewayConfig, "api_keys"): ApiKey,
+    (GatewayConfig, "limits"): Limits,
+    (GatewayConfig, "timeouts"): Timeouts,
+    (ModelConfig, "replicas"): ReplicaConfig,
+}

@@ -1,0 +1,146 @@
+"""One table from our errors to HTTP status and OpenAI error body, for plain and streaming replies alike.
+
+What a client may read: the messages of `core.errors` (written for clients) and the few below. Anything else that reaches this module is
+our own bug and is answered with a fixed sentence; its text, type and traceback go to the log only (paths, addresses, keys stay inside).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+
+from headrace.core.errors import (
+    DeadlineExceeded,
+    HeadraceError,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    RequestTooLarge,
+    SequenceFailed,
+    Unauthorized,
+    Unavailable,
+    shorten,
+)
+
+MAX_MESSAGE_CHARS = 2000
+
+
+class RouteNotFound(HeadraceError):
+    def __init__(self, path: str) -> None:
+        super().__init__(f"No such path: {shorten(path)}. GET /openapi.json lists what is served.")
+
+
+class MethodNotAllowed(HeadraceError):
+    def __init__(self, method: str, allowed: tuple[str, ...]) -> None:
+        self.allowed = allowed
+        super().__init__(f"Method {shorten(method)} is not allowed here. Allowed: {', '.join(allowed)}.")
+
+
+class Forbidden(HeadraceError):
+    """A Host or Origin that this listener does not answer to (DNS rebinding, cross-site requests)."""
+
+
+class UnsupportedMediaType(HeadraceError):
+    """Not JSON in UTF-8."""
+
+
+class BodyTooLarge(RequestTooLarge):
+    """More body bytes than the cap. The rest is not read, so the connection is closed after the answer."""
+
+
+class ReadTimeout(HeadraceError):
+    """The client did not send its body in time."""
+
+
+class ClientLeft(HeadraceError):
+    """The client closed the connection. Nobody reads the answer; the status is for the log (nginx's 499)."""
+
+
+class SlowReader(HeadraceError):
+    """The client reads slower than its answer is made and the bound on what may wait was reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    status: int
+    type: str
+    code: str
+
+
+# Most specific class first: the first row whose class matches wins.
+TABLE: tuple[tuple[type[BaseException], Row], ...] = (
+    (ModelNotFound, Row(404, "invalid_request_error", "model_not_found")),
+    (RequestTooLarge, Row(413, "invalid_request_error", "request_too_large")),
+    (InvalidRequest, Row(400, "invalid_request_error", "invalid_value")),
+    (Unauthorized, Row(401, "authentication_error", "invalid_api_key")),
+    (Forbidden, Row(403, "permission_error", "forbidden")),
+    (RouteNotFound, Row(404, "invalid_request_error", "not_found")),
+    (MethodNotAllowed, Row(405, "invalid_request_error", "method_not_allowed")),
+    (UnsupportedMediaType, Row(415, "invalid_request_error", "unsupported_media_type")),
+    (ReadTimeout, Row(408, "invalid_request_error", "read_timeout")),
+    (Overloaded, Row(429, "rate_limit_error", "overloaded")),
+    (Unavailable, Row(503, "service_unavailable_error", "unavailable")),
+    (DeadlineExceeded, Row(504, "timeout_error", "deadline_exceeded")),
+    (SequenceFailed, Row(500, "server_error", "sequence_failed")),
+    (ClientLeft, Row(499, "client_error", "client_left")),
+    (SlowReader, Row(499, "client_error", "slow_reader")),
+)
+INTERNAL = Row(500, "server_error", "internal_error")
+INTERNAL_MESSAGE = "The server failed on this request. It has been logged under its x-request-id."
+
+
+class ErrorObject(msgspec.Struct):
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    error: ErrorObject
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReply:
+    """What a client gets. `body` is the JSON of ErrorBody; the same bytes stand behind `data: ` in a stream."""
+
+    status: int
+    body: bytes
+    code: str
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+
+def error_reply(error: BaseException) -> ErrorReply:
+    """The answer to an error, by the table. Never raises, never shows what the table does not know."""
+    row = row_of(error)
+    message = str(error)[:MAX_MESSAGE_CHARS] if row is not INTERNAL else INTERNAL_MESSAGE
+    param = error.field if isinstance(error, InvalidRequest) else None
+    body = msgspec.json.encode(ErrorBody(ErrorObject(printable(message), row.type, param and printable(param), row.code)))
+    return ErrorReply(row.status, body, row.code, tuple(_headers(error)))
+
+
+def row_of(error: BaseException) -> Row:
+    return next((row for kind, row in TABLE if isinstance(error, kind)), INTERNAL)
+
+
+def printable(text: str) -> str:
+    """Text that can stand in JSON and in one log line: lone surrogates and control characters are shown, not sent."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def _headers(error: BaseException) -> list[tuple[bytes, bytes]]:
+    if isinstance(error, Overloaded | Unavailable):
+        return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]
+    if isinstance(error, MethodNotAllowed):
+        return [(b"allow", ", ".join(error.allowed).encode())]
+    if isinstance(error, Unauthorized):
+        return [(b"www-authenticate", b"Bearer")]
+    if isinstance(error, BodyTooLarge | ReadTimeout):
+        return [(b"connection", b"close")]
+    return []

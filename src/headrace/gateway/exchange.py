@@ -1,0 +1,159 @@
+"""One HTTP request and its answer, on bare ASGI: reading the body within its bounds, answering once, noticing that the client left.
+
+No framework object sits between a token and the socket: `StreamingResponse` and `BaseHTTPMiddleware` cost more per chunk than
+everything else the gateway does with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from headrace.core.errors import HeadraceError, InvalidRequest
+from headrace.core.ids import RequestId
+from headrace.gateway.auth import ANYBODY, Principal
+from headrace.gateway.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, UnsupportedMediaType
+from headrace.gateway.json_border import decode_object
+from headrace.observe.request_log import RequestRecord
+
+Scope = MutableMapping[str, Any]
+AsgiMessage = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[AsgiMessage]]
+Send = Callable[[AsgiMessage], Awaitable[None]]
+Headers = Sequence[tuple[bytes, bytes]]
+
+ABORT_EXTENSION = "headrace.abort"
+"""Key in scope["extensions"]: a function that drops the connection at once, unsent bytes included (our server provides it)."""
+
+_JSON = (b"content-type", b"application/json")
+
+
+class Exchange:
+    """left  why nobody reads the answer any more, once that is known"""
+
+    __slots__ = ("_closed", "_on_left", "_receive", "_send", "headers", "is_started", "left", "principal", "record", "request_id", "scope")
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, request_id: RequestId, record: RequestRecord) -> None:
+        self.scope = scope
+        self._receive = receive
+        self._send = send
+        self.request_id = request_id
+        self.record = record
+        self.headers: list[tuple[bytes, bytes]] = list(scope["headers"])
+        self.principal: Principal = ANYBODY
+        self.is_started = False
+        self.left: HeadraceError | None = None
+        self._closed = False
+        self._on_left: list[Callable[[], None]] = []
+
+    # -- the request -------------------------------------------------------------------------------------------------------------
+
+    def header(self, name: bytes) -> bytes | None:
+        """The value of a header that is there exactly once."""
+        values = [value for key, value in self.headers if key == name]
+        return values[0] if len(values) == 1 else None
+
+    async def json_object(self, *, max_bytes: int, max_depth: int, timeout_s: float) -> dict[str, object]:
+        """The body as a JSON object. Raises UnsupportedMediaType, BodyTooLarge, ReadTimeout, ClientLeft or InvalidRequest."""
+        media_type = (self.header(b"content-type") or b"").split(b";")[0].strip().lower()
+        if media_type != b"application/json":
+            raise UnsupportedMediaType("The body must be JSON: send 'Content-Type: application/json'.")
+        if self.header(b"content-encoding") not in (None, b"identity"):
+            raise UnsupportedMediaType("Compressed bodies are not read: send the body without Content-Encoding.")
+        return decode_object(await self.body(max_bytes=max_bytes, timeout_s=timeout_s), max_depth=max_depth)
+
+    async def body(self, *, max_bytes: int, timeout_s: float) -> bytes:
+        """The whole body. Stops reading at the first byte beyond the cap, and before the first one if its length was announced."""
+        announced = self.header(b"content-length")
+        if announced is not None and announced.isdigit() and int(announced[:20]) > max_bytes:
+            raise _too_large(int(announced[:20]), max_bytes)
+        chunks: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientLeft("The client left before its body was read.")
+                    chunk: bytes = message.get("body", b"")
+                    size += len(chunk)
+                    if size > max_bytes:
+                        raise _too_large(size, max_bytes)
+                    chunks.append(chunk)
+                    if not message.get("more_body", False):
+                        return b"".join(chunks)
+        except TimeoutError:
+            raise ReadTimeout(f"The body did not arrive within {timeout_s:g} s.") from None
+
+    # -- the client leaving ------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """While inside, a client that leaves is noticed at once: `left` is set and the callbacks run. The body was read before."""
+        watch = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            watch.cancel()
+            self._on_left.clear()
+
+    def on_left(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once when the client leaves; at once if it has left already."""
+        if self.left is not None:
+            callback()
+        else:
+            self._on_left.append(callback)
+
+    def leave(self, error: HeadraceError) -> None:
+        """Nobody reads any more. The first reason stays."""
+        if self.left is None:
+            self.left = error
+            callbacks, self._on_left = self._on_left, []
+            for callback in callbacks:
+                callback()
+
+    def abort(self, error: HeadraceError) -> None:
+        """Give up on the client: drop the connection with whatever waits in it."""
+        self.leave(error)
+        drop = self.scope.get("extensions", {}).get(ABORT_EXTENSION)
+        if drop is not None:
+            drop()
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.leave(ClientLeft("The client left."))
+
+    # -- the answer --------------------------------------------------------------------------------------------------------------
+
+    async def reply(self, status: int, body: bytes, headers: Headers = (_JSON,)) -> None:
+        """The whole answer at once."""
+        await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        await self.write(body, is_last=True)
+
+    async def reply_error(self, error: ErrorReply) -> None:
+        await self.reply(error.status, error.body, [_JSON, *error.headers])
+
+    async def start(self, status: int, headers: Headers) -> None:
+        self.is_started = True
+        self.record.status = status
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [*headers, (b"x-request-id", self.request_id.encode()), (b"x-content-type-options", b"nosniff")],
+            }
+        )
+
+    async def write(self, body: bytes, *, is_last: bool = False) -> None:
+        """Returns when the bytes are in the transport's buffer: a client that does not read makes this wait."""
+        if self._closed:
+            return
+        self._closed = is_last
+        await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
+
+
+def _too_large(size: int, max_bytes: int) -> InvalidRequest:
+    return BodyTooLarge("body", f"at most {max_bytes} bytes", size, "Send a shorter prompt or fewer messages.")

@@ -1,0 +1,111 @@
+"""Bytes of a body -> a JSON object that cannot surprise anybody downstream.
+
+Stricter than JSON parsers are by default: nesting has a cap (checked before parsing), object keys are unique (two parsers that disagree on
+duplicates are a known way around validation), NaN and infinities are refused (also as 1e999), strings hold neither lone surrogates (they
+cannot be encoded again) nor U+0000 (tokenizers and C code below disagree on it). Every refusal names the place.
+
+Not here: what the fields mean (gateway.fields, gateway.parse).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import NoReturn
+
+from headrace.core.errors import InvalidRequest
+from headrace.gateway.errors import UnsupportedMediaType
+
+
+# A string is skipped as a whole; possessive-like form (no alternation per character) keeps it linear.
+_STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
+_ESCAPED = b"\\u"
+
+
+def decode_object(body: bytes, *, max_depth: int) -> dict[str, object]:
+    """The object in `body`. Raises InvalidRequest or UnsupportedMediaType; cost is linear in the size, a few times a plain parse."""
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UnsupportedMediaType(f"The body is not UTF-8 (byte {error.start}). Send JSON encoded as UTF-8.") from None
+    _check_depth(body, max_depth)
+    value = _parse(text)
+    if not isinstance(value, dict):
+        raise InvalidRequest("body", "a JSON object", value)
+    if _ESCAPED in body:  # surrogates and U+0000 can only enter as escapes: raw ones are no valid UTF-8 or no valid JSON
+        _check_strings(value)
+    return value
+
+
+def _check_depth(body: bytes, max_depth: int) -> None:
+    if body.count(b"[") + body.count(b"{") <= max_depth:
+        return
+    depth = 0
+    for match in _STRING_OR_BRACKET.finditer(body):
+        opener = body[match.start()]
+        if opener in b"[{":
+            depth += 1
+            if depth > max_depth:
+                raise InvalidRequest("body", f"JSON nested at most {max_depth} deep")
+        elif opener in b"]}":
+            depth -= 1
+
+
+def _parse(text: str) -> object:
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise InvalidRequest("body", "valid JSON", remedy=f"{error.msg} at {where}.") from None
+    except ValueError:  # Python's own limit (4,300 digits): int() of a long string is quadratic
+        raise InvalidRequest("body", "integers of reasonable length") from None
+    except RecursionError:
+        raise InvalidRequest("body", "JSON that is not nested this deep") from None
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise InvalidRequest(key[:80], "each key at most once per object", remedy="The body names it twice.")
+            seen.add(key)
+    return made
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise InvalidRequest("body", "finite numbers", name, "JSON has no NaN or Infinity.")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise InvalidRequest("body", "numbers a 64-bit float can hold", digits)
+    return value
+
+
+def _check_strings(value: object) -> None:
+    for path, text in _strings(value, ""):
+        if "\x00" in text:
+            raise InvalidRequest(path, "text without U+0000", remedy="Remove the NUL character.")
+        if not text.isascii():
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError:
+                raise InvalidRequest(path, "text without lone surrogates", remedy="Send whole characters.") from None
+
+
+def _strings(value: object, path: str) -> Iterator[tuple[str, str]]:
+    """Every string of a tree, keys included, with its dotted path. The depth was bounded before."""
+    if isinstance(value, str):
+        yield path or "body", value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield f"{path}.<key>" if path else "<key>", key
+            yield from _strings(item, f"{path}.{key}" if path else key)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _strings(item, f"{path}[{index}]")

@@ -1,0 +1,72 @@
+"""One entry per generating request, opened at admission and closed exactly once: whatever it counts returns to its earlier value.
+
+The ledger is where "how many are in the gateway now" lives: it refuses beyond the cap (429), refuses while draining (503), and tells the
+server when the last running request has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+from headrace.core.errors import Overloaded, Unavailable
+from headrace.core.ids import RequestId
+
+
+class Entry:
+    """An admitted request. Leave it by scope: `with ledger.admit(request_id) as entry:`."""
+
+    __slots__ = ("_ledger", "request_id")
+
+    def __init__(self, ledger: Ledger, request_id: RequestId) -> None:
+        self._ledger = ledger
+        self.request_id = request_id
+
+    def __enter__(self) -> Entry:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ledger._close(self)
+
+
+class Ledger:
+    def __init__(self, max_requests: int) -> None:
+        self._max_requests = max_requests
+        self._open: set[RequestId] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.is_draining = False
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def admit(self, request_id: RequestId) -> Entry:
+        """Raises Unavailable while draining and Overloaded at the cap; nothing was counted then."""
+        if self.is_draining:
+            raise Unavailable("This server is shutting down and takes no new requests.", retry_after_s=5.0)
+        if len(self._open) >= self._max_requests:
+            raise Overloaded(f"This server already works on {self._max_requests} requests.", retry_after_s=1.0)
+        assert request_id not in self._open, "request ids are unique"
+        self._open.add(request_id)
+        self._empty.clear()
+        return Entry(self, request_id)
+
+    def drain(self) -> None:
+        """From now on nothing is admitted; what runs goes on."""
+        self.is_draining = True
+
+    async def wait_empty(self, timeout_s: float) -> bool:
+        """True as soon as nothing is open, False after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _close(self, entry: Entry) -> None:
+        assert entry.request_id in self._open, "closed twice"
+        self._open.remove(entry.request_id)
+        if not self._open:
+            self._empty.set()

@@ -1,0 +1,126 @@
+"""Server-sent events: writing them, keeping quiet streams alive, and giving up on clients that do not read.
+
+A stream is written by its own task; `StreamWatch` looks at all streams a few times per second, which is cheaper than a timer each. What
+may wait for a client is bounded twice: in bytes (the encoded chunk being sent plus what the engine has produced meanwhile) and in time
+(nothing taken for `write_s`). Beyond either the connection is dropped and the request cancelled.
+
+Coalescing needs no timer: while a stream's task waits for the socket or for its turn on a busy event loop, the engine's updates pile up
+and leave as one chunk, so chunks grow with the backlog.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from headrace.core.clock import Clock
+from headrace.gateway.errors import ErrorReply, SlowReader
+from headrace.gateway.exchange import Exchange
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+TICK_S = 0.25
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache, no-transform"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold chunks back
+)
+
+
+class SseStream:
+    """One event stream. Made by `StreamWatch.open`; leave it by scope."""
+
+    __slots__ = ("_clock", "_exchange", "_ping", "_watch", "last_write_s", "pending_bytes", "unread_bytes", "waiting_since_s")
+
+    def __init__(self, exchange: Exchange, watch: StreamWatch, unread_bytes: Callable[[], int], clock: Clock) -> None:
+        """unread_bytes  size of what was produced for this stream and not yet encoded"""
+        self._exchange = exchange
+        self._watch = watch
+        self._clock = clock
+        self.unread_bytes = unread_bytes
+        self.last_write_s = clock()
+        self.waiting_since_s: float | None = None
+        self.pending_bytes = 0
+        self._ping: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> SseStream:
+        await self._exchange.start(200, HEADERS)
+        self._watch.streams.add(self)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._watch.streams.discard(self)
+        if self._ping is not None:
+            self._ping.cancel()
+
+    async def write(self, payload: bytes) -> None:
+        """Send whole events."""
+        await self._send(payload, is_last=False)
+
+    async def end(self, payload: bytes = DONE) -> None:
+        await self._send(payload, is_last=True)
+
+    async def fail(self, error: ErrorReply) -> None:
+        """An error after the first byte: an event with the error body, then the end, without [DONE]."""
+        await self._send(b"data: " + error.body + b"\n\n", is_last=True)
+
+    async def _send(self, payload: bytes, *, is_last: bool) -> None:
+        if self._ping is not None and not self._ping.done():
+            await self._ping  # a comment that waits for the socket goes first
+        self.pending_bytes = len(payload)
+        self.waiting_since_s = self.last_write_s = self._clock()
+        await self._exchange.write(payload, is_last=is_last)
+        self.waiting_since_s = None
+        self.pending_bytes = 0
+
+    def look(self, now: float, *, ping_s: float, write_s: float, max_pending_bytes: int) -> None:
+        """What the watch does with this stream: nothing, a comment line, or the end."""
+        if self.waiting_since_s is not None:
+            if now - self.waiting_since_s > write_s:
+                self._exchange.abort(SlowReader(f"The client took nothing for {write_s:g} s."))
+            elif self.pending_bytes + self.unread_bytes() > max_pending_bytes:
+                self._exchange.abort(SlowReader(f"More than {max_pending_bytes} bytes of the answer waited for the client."))
+        elif now - self.last_write_s > ping_s:
+            self.last_write_s = now
+            self._ping = asyncio.create_task(self._send_ping())
+
+    async def _send_ping(self) -> None:
+        self.waiting_since_s = self._clock()
+        await self._exchange.write(PING)
+        self.waiting_since_s = None
+
+
+class StreamWatch:
+    """All open streams, looked at every TICK_S. `async with` runs it."""
+
+    def __init__(self, *, ping_s: float, write_s: float, max_pending_bytes: int, clock: Clock = time.monotonic) -> None:
+        self.streams: set[SseStream] = set()
+        self._ping_s = ping_s
+        self._write_s = write_s
+        self._max_pending_bytes = max_pending_bytes
+        self._clock = clock
+        self._task: asyncio.Task[None] | None = None
+
+    def open(self, exchange: Exchange, unread_bytes: Callable[[], int]) -> SseStream:
+        return SseStream(exchange, self, unread_bytes, self._clock)
+
+    async def __aenter__(self) -> StreamWatch:
+        self._task = asyncio.create_task(self._run(), name="stream watch")
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def look(self) -> None:
+        """One round. Separate from the timer for tests."""
+        now = self._clock()
+        for stream in list(self.streams):
+            stream.look(now, ping_s=self._ping_s, write_s=self._write_s, max_pending_bytes=self._max_pending_bytes)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.look()

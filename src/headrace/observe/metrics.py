@@ -1,0 +1,158 @@
+"""The metrics page: names, labels, buckets, and where each number comes from.
+
+Two sources. What the gateway saw itself (latencies, outcomes) is counted here as it happens. What an engine says of itself (running,
+waiting, KV blocks, its monotonic counters) is read from its last snapshot when the page is asked for, so it cannot be counted twice; the
+one exception are step durations, which travel as a list with each snapshot and are observed once, on arrival. An engine that restarts
+starts its counters at zero again, which Prometheus' rate() understands.
+
+Labels are `model` and `replica` (`outcome`, `state` where the name says so): configured names only, never a client's words, so the
+number of series is bounded by the configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from headrace.core.load import LoadSnapshot
+
+LABELS = ("model", "replica")
+TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReading:
+    """One replica at the moment the page is asked for. `snapshot` is None while it is not known."""
+
+    model: str
+    replica: str
+    is_ready: bool
+    snapshot: LoadSnapshot | None
+
+
+class EngineCollector(Collector):
+    """Turns the replicas' last snapshots into metric families, one sample per replica."""
+
+    def __init__(self, readings: Callable[[], Iterable[ReplicaReading]]) -> None:
+        self._readings = readings
+
+    def collect(self) -> Iterator[Metric]:
+        readings = list(self._readings())
+        ready = GaugeMetricFamily("headrace_replica_ready", "1 while the replica answers and its loop turns.", labels=LABELS)
+        for reading in readings:
+            ready.add_metric((reading.model, reading.replica), float(reading.is_ready))
+        yield ready
+        known = [(reading, reading.snapshot) for reading in readings if reading.snapshot is not None]
+        yield from _gauges(known)
+        yield from _counters(known)
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # names are fixed above; nothing to collide with in this registry
+
+
+def _gauges(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Iterator[Metric]:
+    running = GaugeMetricFamily("headrace_requests_running", "Sequences computed in the current step.", labels=LABELS)
+    waiting = GaugeMetricFamily("headrace_requests_waiting", "Sequences waiting for their first step.", labels=LABELS)
+    blocks = GaugeMetricFamily("headrace_kv_blocks", "KV blocks by state; free + cached + used is the pool.", labels=(*LABELS, "state"))
+    for reading, snapshot in known:
+        labels = (reading.model, reading.replica)
+        running.add_metric(labels, snapshot.num_running)
+        waiting.add_metric(labels, snapshot.num_waiting)
+        for state in ("free", "cached", "used"):
+            blocks.add_metric((*labels, state), getattr(snapshot, f"kv_blocks_{state}"))
+    yield from (running, waiting, blocks)
+
+
+_COUNTERS = (
+    ("prompt_tokens", "headrace_prompt_tokens", "Prompt tokens of admitted sequences."),
+    ("generation_tokens", "headrace_generation_tokens", "Tokens generated."),
+    ("prefix_cache_hit_tokens", "headrace_prefix_cache_hit_tokens", "Prompt tokens taken from the prefix cache."),
+    ("prefix_cache_query_tokens", "headrace_prefix_cache_query_tokens", "Prompt tokens looked up in the prefix cache."),
+    ("preemptions", "headrace_preemptions", "Sequences that lost their KV blocks to others and were recomputed."),
+    ("steps", "headrace_steps", "Steps committed."),
+)
+
+
+def _counters(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Iterator[Metric]:
+    for field, name, text in _COUNTERS:
+        family = CounterMetricFamily(name, text, labels=LABELS)
+        for reading, snapshot in known:
+            family.add_metric((reading.model, reading.replica), getattr(snapshot.counters, field))
+        yield family
+    finished = CounterMetricFamily("headrace_sequences_finished", "Sequences by finish reason, as the engine counts.", labels=(*LABELS, "reason"))
+    for reading, snapshot in known:
+        for reason, count in sorted(snapshot.counters.finished.items()):
+            finished.add_metric((reading.model, reading.replica, reason), count)
+    yield finished
+
+
+class ReplicaMetrics:
+    """The gateway's own instruments for one replica of one model; label lookups happen once, here."""
+
+    def __init__(self, metrics: Metrics, model: str, replica: str) -> None:
+        labels = (model, replica)
+        self.time_to_first_token = metrics.time_to_first_token.labels(*labels)
+        self.time_per_output_token = metrics.time_per_output_token.labels(*labels)
+        self.inter_token_latency = metrics.inter_token_latency.labels(*labels)
+        self.request_latency = metrics.request_latency.labels(*labels)
+        self.queue_time = metrics.queue_time.labels(*labels)
+        self.step = metrics.step.labels(*labels)
+
+    def observe_steps(self, snapshot: LoadSnapshot) -> None:
+        """Step durations that came with a snapshot. Call it once per arrival."""
+        for seconds in snapshot.step_seconds:
+            self.step.observe(seconds)
+
+
+class Metrics:
+    """Every instrument of one gateway process, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry(auto_describe=False)
+        self.requests = Counter("headrace_requests", "Requests by outcome.", (*LABELS, "outcome"), registry=registry)
+        self.time_to_first_token = Histogram(
+            "headrace_time_to_first_token_seconds", "Arrival at the gateway to the first token.", LABELS, buckets=TTFT_BUCKETS, registry=registry
+        )
+        self.time_per_output_token = Histogram(
+            "headrace_time_per_output_token_seconds",
+            "(last token - first token) / (tokens - 1), once per sequence.",
+            LABELS,
+            buckets=TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.inter_token_latency = Histogram(
+            "headrace_inter_token_latency_seconds", "Every gap between tokens of a sequence.", LABELS, buckets=TOKEN_BUCKETS, registry=registry
+        )
+        self.request_latency = Histogram(
+            "headrace_request_latency_seconds", "Arrival to the end of the answer.", LABELS, buckets=LATENCY_BUCKETS, registry=registry
+        )
+        self.queue_time = Histogram(
+            "headrace_queue_time_seconds", "Arrival at the engine to the first step.", LABELS, buckets=TTFT_BUCKETS, registry=registry
+        )
+        self.step = Histogram("headrace_step_seconds", "Duration of a step.", LABELS, buckets=STEP_BUCKETS, registry=registry)
+        self.http_responses = Counter("headrace_http_responses", "Answers by status code.", ("status",), registry=registry)
+        self.requests_open = Gauge("headrace_gateway_requests_open", "Generating requests in this gateway.", registry=registry)
+        self.log_dropped = Gauge("headrace_request_log_dropped", "Lines the request log could not write.", registry=registry)
+
+    def replica(self, model: str, replica: str) -> ReplicaMetrics:
+        return ReplicaMetrics(self, model, replica)
+
+    def finished(self, model: str, replica: str, outcome: str) -> None:
+        """Count one request. model and replica are configured names, or empty where it never got that far."""
+        self.requests.labels(model, replica, outcome).inc()
+
+    def read_engines(self, readings: Callable[[], Iterable[ReplicaReading]]) -> None:
+        self.registry.register(EngineCollector(readings))
+
+    def page(self, accept: str = "") -> tuple[bytes, str]:
+        """The page and its content type, in the text format the scraper asked for."""
+        encoder, content_type = choose_encoder(accept)
+        return encoder(self.registry), content_type

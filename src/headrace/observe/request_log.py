@@ -1,0 +1,109 @@
+"""One JSON line per HTTP request: what happened, never what was said. No prompt, no answer, no key, no raw header enters a record.
+
+Lines are written by a thread of its own behind a bounded queue: a full disk or a stopped reader costs lines (counted), never a request.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import threading
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TextIO
+
+MAX_QUEUED = 10_000
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """Filled while a request runs. Fields that stay None are left out of the line.
+
+    request_id         ours; client_request_id is the client's own name for it, if it was short and printable
+    outcome            stop | length | cancelled | deadline | error | rejected | ok (not a generating request)
+    error              code of the error body, if one was sent
+    detail             our own words for the operator (exception type and text of a server fault)
+    *_s                seconds since arrival, queue_time_s since arrival at the engine
+    """
+
+    request_id: str
+    method: str
+    path: str
+    time: float = 0.0
+    status: int = 0
+    outcome: str = "ok"
+    client_request_id: str | None = None
+    tenant: str | None = None
+    model: str | None = None
+    replica: str | None = None
+    stream: bool | None = None
+    n: int | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    finish_reasons: list[str] | None = None
+    seed: int | None = None
+    ttft_s: float | None = None
+    queue_time_s: float | None = None
+    latency_s: float | None = None
+    error: str | None = None
+    detail: str | None = None
+
+    def line(self) -> str:
+        """One line of ASCII JSON: no control character survives, so nothing a client sends can forge a second line."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        kept = {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items() if value is not None}
+        return json.dumps(kept, ensure_ascii=True, separators=(",", ":"))
+
+
+class RequestLog:
+    """target: "stdout", "stderr", "none" or a file's path (appended to)."""
+
+    def __init__(self, target: str) -> None:
+        self.num_dropped = 0
+        self._queue: queue.Queue[str | None] = queue.Queue(MAX_QUEUED)
+        self._file, self._owned = _open(target)
+        self._thread: threading.Thread | None = None
+        if self._file is not None:
+            self._thread = threading.Thread(target=self._write, name="request-log", daemon=True)
+            self._thread.start()
+
+    def write(self, record: RequestRecord) -> None:
+        """Queue one line; never blocks. A full queue drops the line and counts it."""
+        if self._thread is None:
+            return
+        try:
+            self._queue.put_nowait(record.line())
+        except queue.Full:
+            self.num_dropped += 1
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Write what is queued, as far as `timeout_s` allows."""
+        if self._thread is None:
+            return
+        try:
+            self._queue.put(None, timeout=timeout_s)
+        except queue.Full:
+            return
+        self._thread.join(timeout_s)
+        if self._owned and self._file is not None and not self._thread.is_alive():
+            self._file.close()
+
+    def _write(self) -> None:
+        assert self._file is not None
+        while (line := self._queue.get()) is not None:
+            try:
+                self._file.write(line + "\n")
+                if self._queue.empty():
+                    self._file.flush()
+            except (OSError, ValueError):  # disk full, reader gone, or the interpreter is closing stdout
+                self.num_dropped += 1
+
+
+def _open(target: str) -> tuple[TextIO | None, bool]:
+    if target == "none":
+        return None, False
+    if target in ("stdout", "stderr"):
+        return (sys.stdout if target == "stdout" else sys.stderr), False
+    return Path(target).open("a", encoding="ascii"), True
