@@ -51,6 +51,11 @@ class ReplicaStream:
         """Nothing more will arrive; there may still be unread updates."""
         return self._is_ended
 
+    @property
+    def unread_bytes(self) -> int:
+        """About how much memory the unread updates take: what a reader's reader may make wait is bounded by it."""
+        return sum(unread_size(news) for news in self._news)
+
     def __aiter__(self) -> ReplicaStream:
         return self
 
@@ -115,3 +120,11 @@ class ReplicaStream:
         if not self._news and self._error is not None:
             raise self._error
         return bool(self._news)
+
+
+def unread_size(news: SequenceUpdate | Rejected) -> int:
+    """Bytes an update is taken for: an object, 8 per token, and for log-probabilities an object and 16 per alternative."""
+    if isinstance(news, Rejected):
+        return 512
+    entries = sum(96 + 16 * len(entry.top_ids) for entries in (news.logprobs, news.prompt_logprobs) for entry in entries)
+    return 256 + 8 * len(news.token_ids) + entries
