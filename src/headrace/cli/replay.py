@@ -1,0 +1,87 @@
+"""`headrace replay FILE`: shows a dumped ring of plans as a table, and can run it again on a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headrace.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.core.plan import Plan
+    from headrace.lab.replay import Replayed
+
+
+def replay(
+    file: Annotated[Path, typer.Argument(help="A dump of the engine's last plans.")],
+    rows: Annotated[bool, typer.Option("--rows", help="Show every row of every plan.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per plan.")] = False,
+    model: Annotated[str | None, typer.Option("--model", help="Folder of the model to run the plans on again.")] = None,
+    num_kv_blocks: Annotated[
+        int | None, typer.Option("--num-kv-blocks", help="Blocks of the replaying engine; default: as many as the plans name.")
+    ] = None,
+    block_size: Annotated[int, typer.Option("--block-size", help="Tokens per block of the engine that made the dump.")] = 16,
+) -> None:
+    """Show a dumped ring of plans, or run it again."""
+    from headrace.core.plan_codec import load_plans
+
+    try:
+        plans = load_plans(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(str(file), f"cannot be read ({error.strerror})") from error
+    lines = _shown(plans, rows=rows, as_json=as_json) if model is None else _run(plans, model, num_kv_blocks, block_size, as_json=as_json)
+    for line in lines:
+        print(line, flush=True)
+
+
+def _shown(plans: list[Plan], *, rows: bool, as_json: bool) -> Iterator[str]:
+    from headrace.lab.replay import describe_rows, summarize_plan
+
+    names = ("step_id", "prefill_rows", "decode_rows", "tokens", "samples", "started", "ended", "new_blocks", "moves")
+    if not as_json:
+        yield " ".join(f"{name:>12}" for name in names)
+    for plan in plans:
+        summary = asdict(summarize_plan(plan))
+        detail = list(describe_rows(plan)) if rows else []
+        if as_json:
+            yield json.dumps({**summary, **({"rows": detail} if rows else {})})
+        else:
+            yield " ".join(f"{summary[name]:>12}" for name in names)
+            yield from (f"    {line}" for line in detail)
+
+
+def _run(plans: list[Plan], model: str, num_kv_blocks: int | None, block_size: int, *, as_json: bool) -> Iterator[str]:
+    from headrace.engine.config import EngineConfig
+    from headrace.engine.runner_build import build_runner
+    from headrace.lab.replay import replay as run_again
+
+    blocks = num_kv_blocks or 1 + max((max(plan.table_blocks, default=0) for plan in plans), default=1)
+    slots = 1 + max((max(plan.slots, default=0) for plan in plans), default=0)
+    tokens = max((plan.num_tokens for plan in plans), default=1)
+    config = EngineConfig(
+        model=model, num_kv_blocks=blocks, block_size=block_size, max_num_seqs=slots, max_num_batched_tokens=max(tokens, slots)
+    )
+    runner, _ = build_runner(config.checked())
+    try:
+        for done in run_again(plans, runner):
+            yield _line(done, as_json=as_json)
+    finally:
+        runner.close()
+
+
+def _line(done: Replayed, *, as_json: bool) -> str:
+    facts = {
+        "step_id": done.plan.step_id,
+        "rows": done.plan.num_rows,
+        "skipped_rows": done.skipped_rows,
+        "tokens": done.plan.num_tokens,
+        "ms": round(done.seconds * 1000, 3),
+        "sampled": list(done.result.token_ids),
+        "errors": [message for _, message in done.result.errors],
+    }
+    return json.dumps(facts) if as_json else "  ".join(f"{name} {value}" for name, value in facts.items())

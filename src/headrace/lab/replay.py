@@ -1,0 +1,115 @@
+"""Looks at a dumped ring of plans, and runs it again on any runner.
+
+A ring holds the last plans only: sequences that began before it are unknown to a fresh runner. `known_rows` leaves them out and says how
+many; a sequence that took blocks from the prefix cache reads what the dump's own plans wrote there, else empty blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from headrace.core.clock import Clock
+from headrace.core.plan import Plan, Result
+from headrace.engine.loop import Runner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSummary:
+    """One plan in numbers: rows that compute one token are decode rows, the others prefill."""
+
+    step_id: int
+    prefill_rows: int
+    decode_rows: int
+    tokens: int
+    samples: int
+    started: int
+    ended: int
+    new_blocks: int
+    moves: int
+
+
+def summarize_plan(plan: Plan) -> PlanSummary:
+    decode = sum(count == 1 and bool(sampled) for count, sampled in zip(plan.counts, plan.samples, strict=True))
+    return PlanSummary(
+        step_id=plan.step_id,
+        prefill_rows=plan.num_rows - decode,
+        decode_rows=decode,
+        tokens=plan.num_tokens,
+        samples=sum(plan.samples),
+        started=len(plan.started),
+        ended=len(plan.ended),
+        new_blocks=len(plan.table_blocks),
+        moves=len(plan.move_kinds),
+    )
+
+
+def describe_rows(plan: Plan) -> Iterator[str]:
+    """One line per row: slot, positions, whether it samples."""
+    for slot, start, count, sampled in zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True):
+        yield f"slot {slot}: positions {start}..{start + count - 1}" + (" -> samples" if sampled else "")
+    for entry in plan.started:
+        known = len(entry.token_ids)
+        yield f"slot {entry.slot} started: {entry.num_prompt_tokens} prompt + {known - entry.num_prompt_tokens} output tokens known"
+    if plan.ended:
+        yield f"slots ended: {', '.join(str(slot) for slot in plan.ended)}"
+
+
+def known_rows(plans: Iterable[Plan]) -> Iterator[tuple[Plan, int]]:
+    """Each plan with only the sequences that start within the dump, and how many rows were left out of it."""
+    known: set[int] = set()
+    for plan in plans:
+        ended = array("i", [slot for slot in plan.ended if slot in known])
+        known.difference_update(ended)
+        known.update(entry.slot for entry in plan.started)
+        rows = [index for index, slot in enumerate(plan.slots) if slot in known]
+        writes = [index for index, slot in enumerate(plan.table_slots) if slot in known]
+        yield _with_only(plan, rows, writes, ended), plan.num_rows - len(rows)
+
+
+def _with_only(plan: Plan, rows: list[int], writes: list[int], ended: array[int]) -> Plan:
+    return replace(
+        plan,
+        slots=_picked(plan.slots, rows),
+        starts=_picked(plan.starts, rows),
+        counts=_picked(plan.counts, rows),
+        samples=_picked(plan.samples, rows),
+        adapter_slots=_picked(plan.adapter_slots, rows),
+        mask_slots=_picked(plan.mask_slots, rows),
+        table_groups=_picked(plan.table_groups, writes),
+        table_slots=_picked(plan.table_slots, writes),
+        table_indices=_picked(plan.table_indices, writes),
+        table_blocks=_picked(plan.table_blocks, writes),
+        ended=ended,
+    )
+
+
+def _picked(column: array[int], indices: list[int]) -> array[int]:
+    # A plan without adapters or masks may leave those columns empty.
+    return array("i", [column[index] for index in indices]) if column else column
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """plan: what was run. seconds: submission to result. skipped_rows: rows of sequences the dump does not begin."""
+
+    plan: Plan
+    result: Result
+    seconds: float
+    skipped_rows: int
+
+
+def replay(plans: Iterable[Plan], runner: Runner, *, clock: Clock = time.perf_counter) -> Iterator[Replayed]:
+    """Run the plans one after another (depth 1). Plans left without a row are not run, but their endings reach the runner."""
+    pending_end = array("i")
+    for plan, skipped in known_rows(plans):
+        plan = replace(plan, ended=pending_end + plan.ended)
+        if not plan.num_rows:
+            pending_end = plan.ended
+            continue
+        pending_end = array("i")
+        began = clock()
+        result = runner.submit(plan).result()
+        yield Replayed(plan, result, clock() - began, skipped)
