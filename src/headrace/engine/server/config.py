@@ -81,6 +81,9 @@ def decode(cls: type[Value], data: Mapping[str, object], where: str) -> Value:
 def _fits(value: object, hint: object) -> bool:
     if get_origin(hint) in (Union, types.UnionType):
         return any(_fits(value, choice) for choice in get_args(hint))
+    if get_origin(hint) is dict:
+        key_hint, value_hint = get_args(hint)
+        return isinstance(value, dict) and all(_fits(k, key_hint) and _fits(v, value_hint) for k, v in value.items())
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:

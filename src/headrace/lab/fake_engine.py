@@ -1,0 +1,48 @@
+"""`python -m headrace.lab.fake_engine --config FILE`: an engine process on the real wire, with a FakeRunner where the model would be.
+
+The file is an engine's (see `engine.server.config`) plus a section "fake" with FakeOptions. For tests and load measurements of what is
+above the engine; the `headrace` command cannot reach it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from headrace.core.errors import ConfigError
+from headrace.engine.config import EngineConfig
+from headrace.engine.server.config import ProcessConfig, decode, load_json, section
+from headrace.engine.server.process import ExitCode, leave, run_process
+from headrace.lab.fake_runner import FakeOptions, fake_engine
+from headrace.wire.leash import Leash
+
+
+def load_fake_config(path: str | Path) -> tuple[ProcessConfig, EngineConfig, FakeOptions]:
+    """Raises ConfigError naming the file or the key."""
+    data = load_json(path)
+    options = decode(FakeOptions, section(data, "fake") if "fake" in data else {}, "fake")
+    engine = decode(EngineConfig, section(data, "engine"), "engine").checked()
+    return decode(ProcessConfig, data, ""), engine, options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m headrace.lab.fake_engine", description=__doc__)
+    parser.add_argument("--config", required=True, type=Path)
+    parser.add_argument("--parent-fd", type=int)
+    given = parser.parse_args(arguments)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    leash = Leash(given.parent_fd)
+    try:
+        process, engine, options = load_fake_config(given.config)
+    except ConfigError as error:
+        leash.failed(str(error), can_retry=False)
+        print(f"fake engine: {error}", file=sys.stderr)
+        leave(ExitCode.REFUSED)
+        return
+    leave(run_process(lambda outbox: fake_engine(outbox, options, engine), process, leash))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""A runner without tensors: the real scheduler and loop on top, deterministic tokens and chosen pacing below.
+
+What it computes is `fake_token`, a pure function of the sequence's seed, its index, the position and the token before it; so a test can
+write down the whole answer (`fake_answer`), and a preempted, resumed or re-planned sequence must give the same one. With `verify` it also
+keeps a paged memory of token ids: every row is read back through its block table and compared, which catches a wrong slot, table or move.
+
+It is not a model: temperature and penalties change nothing, logprobs are made up (descending, the chosen token first).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from headrace.core.errors import CheckpointError, EngineFatal
+from headrace.core.kvgroup import KvGroup
+from headrace.core.model_info import ModelInfo
+from headrace.core.plan import Plan, Result, Started, TokenLogprobs, int_column
+from headrace.core.request import EngineRequest
+from headrace.core.update import Rejected, SequenceUpdate
+from headrace.engine.build import assemble
+from headrace.engine.config import EngineConfig
+from headrace.engine.loop import Engine
+
+MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeOptions:
+    """The model that is not there.
+
+    vocab_size        ids 0..vocab_size - 2 are produced; the last id is the end token
+    eos_after         outputs after which the end token comes; None: never, answers end at max_tokens
+    step_seconds, token_seconds   a step takes step_seconds + token_seconds * its tokens
+    stall_after_steps, stall_seconds   one step, the n-th, takes stall_seconds: a runner that hangs
+    die_after_steps   the n-th step raises EngineFatal
+    refuse            loading fails with this reason, as a broken checkpoint does
+    verify            keep and check the paged memory
+    digests           of the hello, as a real model folder would have them
+    """
+
+    vocab_size: int = 4096
+    max_model_len: int = 4096
+    num_blocks: int = 4097
+    block_size: int = 16
+    eos_after: int | None = None
+    step_seconds: float = 0.0
+    token_seconds: float = 0.0
+    stall_after_steps: int | None = None
+    stall_seconds: float = 3600.0
+    die_after_steps: int | None = None
+    refuse: str | None = None
+    verify: bool = True
+    digests: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def eos_token_id(self) -> int:
+        return self.vocab_size - 1
+
+
+def fake_info(options: FakeOptions) -> ModelInfo:
+    """What a replica running this fake says of its model."""
+    return ModelInfo(
+        architecture="FakeForCausalLM",
+        vocab_size=options.vocab_size,
+        max_model_len=options.max_model_len,
+        eos_token_ids=(options.eos_token_id,),
+        kv_groups=(KvGroup(layers=(0,), kv_heads=1, head_dim=8, dtype_bytes=4),),
+        block_size=options.block_size,
+        num_blocks=(options.num_blocks,),
+        dtype="float32",
+        weight_bytes=0,
+        digests=dict(options.digests),
+        decided=("a fake runner: tokens are a function of seed and position, no model is loaded",),
+    )
+
+
+def fake_engine(
+    outbox: Callable[[list[SequenceUpdate | Rejected]], None], options: FakeOptions | None = None, config: EngineConfig | None = None
+) -> Engine:
+    """The real scheduler and loop over a FakeRunner. Raises CheckpointError when the options say so."""
+    options = options or FakeOptions()
+    if options.refuse is not None:
+        raise CheckpointError("fake", options.refuse)
+    config = (config or EngineConfig(model="fake")).checked()
+    return assemble(config, FakeRunner(options), fake_info(options), outbox)
+
+
+def fake_token(seed: int, index: int, position: int, previous: int, vocab_size: int) -> int:
+    """The token at `position` of a sequence whose token before it is `previous`. splitmix64 over the four; never the end token."""
+    state = (seed * 0x9E3779B97F4A7C15 + index * 0xBF58476D1CE4E5B9 + position * 0x94D049BB133111EB + previous + 1) & MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+    return (state ^ (state >> 31)) % (vocab_size - 1)
+
+
+def fake_answer(request: EngineRequest, index: int, num_tokens: int, options: FakeOptions) -> list[int]:
+    """The oracle: the first `num_tokens` outputs of one sequence, end token included where it comes."""
+    seed = request.params.seed or 0
+    tokens = list(request.prompt_ids)
+    while len(tokens) < len(request.prompt_ids) + num_tokens:
+        if options.eos_after is not None and len(tokens) - len(request.prompt_ids) >= options.eos_after:
+            return [*tokens[len(request.prompt_ids) :], options.eos_token_id]
+        tokens.append(fake_token(seed, index, len(tokens), tokens[-1], options.vocab_size))
+    return tokens[len(request.prompt_ids) :]
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A sequence's row of the runner's state: every id it knows, and what made it."""
+
+    started: Started
+    ids: array[int]
+
+
+class FakeRunner:
+    """Implements `engine.loop.Runner`. Steps follow one another in submission order, as on a device."""
+
+    def __init__(self, options: FakeOptions) -> None:
+        self.options = options
+        self.num_steps = 0
+        self._slots: dict[int, _Slot] = {}
+        self._memory = PagedIds(options.block_size) if options.verify else None
+        self._free_at = 0.0
+        self._closed = threading.Event()
+
+    def submit(self, plan: Plan) -> FakeTicket:
+        """Computes at once, hands the result out when its time has come. Raises EngineFatal at the step chosen for it."""
+        if plan.num_rows:
+            self.num_steps += 1
+        if self.options.die_after_steps is not None and self.num_steps >= self.options.die_after_steps:
+            raise EngineFatal("the fake device is gone")
+        result = self._compute(plan)
+        self._free_at = max(self._free_at, time.monotonic()) + self._duration(plan)
+        return FakeTicket(result, self._free_at, self._closed)
+
+    def close(self) -> None:
+        """Lets go of whoever waits for a step."""
+        self._closed.set()
+
+    def _duration(self, plan: Plan) -> float:
+        if not plan.num_rows:
+            return 0.0
+        if self.num_steps == self.options.stall_after_steps:
+            return self.options.stall_seconds
+        return self.options.step_seconds + self.options.token_seconds * plan.num_tokens
+
+    def _compute(self, plan: Plan) -> Result:
+        self._apply(plan)
+        counts, token_ids = int_column(), int_column()
+        logprobs: list[TokenLogprobs | None] = []
+        prompt_logprobs: list[tuple[int, tuple[TokenLogprobs, ...]]] = []
+        for row, (slot_id, start, count, samples) in enumerate(zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True)):
+            slot = self._slots[slot_id]
+            self._read_and_write(slot_id, slot, start, count)
+            if slot.started.params.prompt_logprobs is not None:
+                prompt_logprobs.append((row, self._prompt_logprobs(slot, start, count)))
+            counts.append(samples)
+            if samples:
+                token_id = self._sample(slot, start + count)
+                token_ids.append(token_id)
+                logprobs.append(self._logprobs(token_id, slot.started.params.logprobs))
+        has_logprobs = any(entry is not None for entry in logprobs)
+        return Result(
+            step_id=plan.step_id,
+            token_counts=counts,
+            token_ids=token_ids,
+            logprobs=tuple(logprobs) if has_logprobs else (),
+            prompt_logprobs=tuple(prompt_logprobs),
+        )
+
+    def _apply(self, plan: Plan) -> None:
+        """State changes, in the order core.plan gives."""
+        for slot_id in plan.ended:
+            self._slots.pop(slot_id, None)
+        for started in plan.started:
+            self._slots[started.slot] = _Slot(started, array("i", started.token_ids))
+        if self._memory is not None:
+            self._memory.apply(plan)
+
+    def _read_and_write(self, slot_id: int, slot: _Slot, start: int, count: int) -> None:
+        if start + count > len(slot.ids):
+            raise AssertionError(f"slot {slot_id}: asked for positions up to {start + count}, knows {len(slot.ids)} ids")
+        if self._memory is not None:
+            self._memory.write(slot_id, start, slot.ids[start : start + count])
+            self._memory.check(slot_id, slot.ids[: start + count])
+
+    def _sample(self, slot: _Slot, position: int) -> int:
+        """The id at `position`, remembered. What an undone step sampled there before is replaced."""
+        started = slot.started
+        seed = started.params.seed or 0
+        num_outputs = position - started.num_prompt_tokens
+        if self.options.eos_after is not None and num_outputs >= self.options.eos_after:
+            token_id = self.options.eos_token_id
+        else:
+            token_id = fake_token(seed, started.index, position, slot.ids[position - 1], self.options.vocab_size)
+        del slot.ids[position:]
+        slot.ids.append(token_id)
+        return token_id
+
+    def _prompt_logprobs(self, slot: _Slot, start: int, count: int) -> tuple[TokenLogprobs, ...]:
+        last = min(start + count, slot.started.num_prompt_tokens - 1)
+        wanted = slot.started.params.prompt_logprobs
+        entries = (self._logprobs(slot.ids[position], wanted) for position in range(start + 1, last + 1))
+        return tuple(entry for entry in entries if entry is not None)
+
+    def _logprobs(self, token_id: int, num_top: int | None) -> TokenLogprobs | None:
+        """Made up: the chosen token is the most probable, its neighbours follow."""
+        if num_top is None:
+            return None
+        top_ids = tuple((token_id + i) % self.options.vocab_size for i in range(num_top))
+        return TokenLogprobs(token_id, -0.5, 1, top_ids, tuple(-0.5 - i for i in range(num_top)))
+
+
+class FakeTicket:
+    """A step that is over at `ready_at` (monotonic seconds). The wait ends early when the runner is closed."""
+
+    def __init__(self, result: Result, ready_at: float, closed: threading.Event) -> None:
+        self._result = result
+        self._ready_at = ready_at
+        self._closed = closed
+
+    def result(self) -> Result:
+        remaining = self._ready_at - time.monotonic()
+        if remaining > 0:
+            self._closed.wait(remaining)
+        return self._result
+
+
+class PagedIds:
+    """Token ids where a model would keep keys and values: blocks found through the block tables plans write, for every KV group."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._blocks: dict[tuple[int, int], array[int]] = {}
+        self._tables: dict[tuple[int, int], dict[int, int]] = {}
+        self._groups: set[int] = {0}
+
+    def apply(self, plan: Plan) -> None:
+        gone = {*plan.ended, *(started.slot for started in plan.started)}
+        for key in [key for key in self._tables if key[1] in gone]:
+            del self._tables[key]
+        columns = zip(plan.table_groups, plan.table_slots, plan.table_indices, plan.table_blocks, strict=True)
+        for group, slot, index, block in columns:
+            self._groups.add(group)
+            self._tables.setdefault((group, slot), {})[index] = block
+        for group, source, target in zip(plan.move_groups, plan.move_sources, plan.move_targets, strict=True):
+            self._blocks[group, target] = array("i", self._block(group, source))
+
+    def write(self, slot: int, start: int, ids: Sequence[int]) -> None:
+        for group in self._groups:
+            for position, token_id in enumerate(ids, start):
+                index, offset = divmod(position, self._block_size)
+                self._block(group, self._tables[group, slot][index])[offset] = token_id
+
+    def check(self, slot: int, ids: Sequence[int]) -> None:
+        """Raises AssertionError unless the slot's blocks hold exactly `ids`."""
+        for group in self._groups:
+            table = self._tables[group, slot]
+            for index in range(-(-len(ids) // self._block_size)):
+                known = ids[index * self._block_size : (index + 1) * self._block_size]
+                held = self._block(group, table[index])[: len(known)]
+                assert held == known, f"slot {slot}, group {group}, block {table[index]} at {index}: holds {held}, not {known}"
+
+    def _block(self, group: int, block: int) -> array[int]:
+        return self._blocks.setdefault((group, block), array("i", [-1] * self._block_size))
