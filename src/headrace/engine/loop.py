@@ -199,7 +199,7 @@ class Engine:
         updates = self.scheduler.take_updates()
         if updates:
             self._outbox(list(updates))
-        return plan is not None or commits or bool(updates)
+        return plan is not None or commits or bool(updates) or self._plan_failures > 0
 
     def _idle(self) -> None:
         """Sleep until a message, a deadline or the next regular wake."""

@@ -232,15 +232,16 @@ class Scheduler:
         """The one way out, from every state. is_told: the update that carries the end is on its way already."""
         if seq.state is SeqState.DONE:
             return
+        update = None if is_told else self._update(seq, NOTHING, 0, finish=reason, error=error)
         self._leave_state(seq)
         num_outputs = seq.num_outputs if keep_tokens is None else min(keep_tokens, seq.num_outputs)
         if seq.request.params.stop:
-            self.counters.generation_tokens += num_outputs - len(seq.request.output_ids)
+            self.counters.generation_tokens += max(0, num_outputs - len(seq.request.output_ids))
         self.kv.release(seq, keep_tokens=seq.num_prompt + num_outputs)
         seq.state = SeqState.DONE
         self.counters.finished[reason.value] = self.counters.finished.get(reason.value, 0) + 1
-        if not is_told:
-            self._updates.append(self._update(seq, NOTHING, 0, finish=reason, error=error))
+        if update is not None:
+            self._updates.append(update)
         self._forget(seq)
 
     def _leave_state(self, seq: Sequence) -> None:

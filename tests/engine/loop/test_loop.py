@@ -1,0 +1,197 @@
+"""The loop around plan and commit: overlap, steps that raise, call sites that raise, threads."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from engine_kit import VOCAB, DrivenEngine, request
+from kv_oracle import OracleRunner, expected_tokens
+
+from headrace.core.errors import EngineFatal
+from headrace.core.finish import FinishReason
+from headrace.core.ids import RequestId
+from headrace.core.plan_codec import load_plans
+from headrace.policy.kvcache.manager import KvManager
+from headrace.policy.scheduler import Scheduler
+
+PROMPTS = [[i + 1, 2, 3, i] for i in range(6)]
+
+
+def submit_all(driven: DrivenEngine, max_tokens: int = 8) -> None:
+    driven.submit(*(request(f"r{i}", prompt, max_tokens=max_tokens) for i, prompt in enumerate(PROMPTS)))
+
+
+def assert_unharmed(driven: DrivenEngine, culprits: set[str] = frozenset(), count: int = 8) -> None:  # type: ignore[assignment]
+    for i, prompt in enumerate(PROMPTS):
+        if f"r{i}" not in culprits:
+            assert driven.tokens[f"r{i}", 0] == expected_tokens(prompt, count, VOCAB), f"r{i}"
+            assert driven.finish[f"r{i}", 0] is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_that_raises_fails_its_culprit_alone(depth: int) -> None:
+    driven = DrivenEngine(depth=depth)
+    driven.runner.fail_when = [96]
+    submit_all(driven)
+    driven.submit(request("bad", [5, 96, 6]))
+    driven.run()
+    assert driven.finish["bad", 0] is FinishReason.ERROR
+    assert driven.tokens["bad", 0] == []
+    assert_unharmed(driven)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_two_culprits_in_one_step_fail_and_nobody_else(depth: int) -> None:
+    driven = DrivenEngine(depth=depth, max_num_batched_tokens=64)
+    driven.runner.fail_when = [96]
+    submit_all(driven)
+    driven.submit(request("bad1", [96]), request("bad2", [4, 96]))
+    driven.run()
+    assert {name for (name, _), reason in driven.finish.items() if reason is FinishReason.ERROR} == {"bad1", "bad2"}
+    assert_unharmed(driven)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("when", range(1, 14))
+def test_a_passing_fault_of_the_runner_is_invisible(depth: int, when: int) -> None:
+    driven = DrivenEngine(depth=depth, num_blocks=14)
+    calls = 0
+    compute = driven.runner.compute
+
+    def flaky(plan: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == when:
+            raise RuntimeError("once")
+        return compute(plan)
+
+    driven.runner.compute = flaky  # type: ignore[method-assign]
+    submit_all(driven)
+    driven.run()
+    assert_unharmed(driven)
+
+
+CALL_SITES = [
+    (Scheduler, "add"),
+    (Scheduler, "plan"),
+    (Scheduler, "expire"),
+    (Scheduler, "_commit_row"),
+    (Scheduler, "_append"),
+    (Scheduler, "_update"),
+    (Scheduler, "cancel"),
+    (Scheduler, "finish"),
+    (KvManager, "open"),
+    (KvManager, "num_hit_tokens"),
+    (KvManager, "commit"),
+    (OracleRunner, "submit"),
+    (OracleRunner, "compute"),
+    (OracleRunner, "_apply"),
+    (OracleRunner, "_write"),
+    (OracleRunner, "_read_and_sample"),
+]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("owner", "method"), CALL_SITES, ids=[f"{owner.__name__}.{method}" for owner, method in CALL_SITES])
+@pytest.mark.parametrize("when", [1, 2, 7])
+def test_an_exception_at_any_call_site_harms_one_request_at_most(
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, when: int, depth: int
+) -> None:
+    original, calls = getattr(owner, method), 0
+
+    def raising(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == when:
+            raise RuntimeError("planted")
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, method, raising)
+    driven = DrivenEngine(depth=depth)
+    submit_all(driven)
+    driven.engine.cancel(RequestId("r0"))
+    driven.engine.finish(RequestId("r1"), 0, 0)
+    driven.run()
+    harmed = {name for (name, _), reason in driven.finish.items() if reason is not FinishReason.LENGTH} | set(driven.errors)
+    assert len(harmed - {"r0", "r1"}) <= 1
+    assert_unharmed(driven, harmed | {"r0", "r1"})
+
+
+def test_planning_that_keeps_failing_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = DrivenEngine()
+
+    def broken(self: Scheduler, now: float) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(Scheduler, "plan", broken)
+    submit_all(driven)
+    with pytest.raises(EngineFatal, match="3 times"):
+        driven.run()
+
+
+def test_a_runner_that_cannot_take_state_changes_is_fatal() -> None:
+    driven = DrivenEngine()
+
+    def dead(plan: Any) -> Any:
+        raise RuntimeError("device lost")
+
+    driven.runner.compute = dead  # type: ignore[method-assign]
+    submit_all(driven)
+    with pytest.raises(EngineFatal, match="state changes"):
+        driven.run()
+
+
+def test_run_in_a_thread_serves_requests_from_another_and_stops() -> None:
+    driven = DrivenEngine()
+    thread = threading.Thread(target=driven.engine.run)
+    done = threading.Event()
+    take = driven.take
+
+    def watch(updates: Any) -> None:
+        take(updates)
+        if len(driven.finish) == len(PROMPTS):
+            done.set()
+
+    driven.engine._outbox = watch
+    thread.start()
+    try:
+        submit_all(driven)
+        assert done.wait(20)
+    finally:
+        driven.engine.stop()
+        thread.join(20)
+    assert not thread.is_alive()
+    assert_unharmed(driven)
+
+
+def test_the_plan_ring_can_be_dumped_and_replayed_on_a_fresh_runner(tmp_path: Any) -> None:
+    driven = DrivenEngine(num_blocks=14)
+    submit_all(driven)
+    driven.run()
+    path = tmp_path / "ring"
+    count = driven.engine.dump_plans(str(path))
+    plans = load_plans(path.read_bytes())
+    assert len(plans) == count > 8
+    assert plans == list(driven.engine._ring)
+    fresh = OracleRunner(driven.kv.groups, (14,), 4, vocab_size=VOCAB)
+    tokens = sorted(token for plan in plans for token in fresh.compute(plan).token_ids)
+    assert tokens == sorted(token for told in driven.tokens.values() for token in told)
+
+
+def test_snapshots_count_blocks_by_state_and_steps_once() -> None:
+    driven = DrivenEngine()
+    submit_all(driven)
+    driven.turn(3)
+    during = driven.engine.snapshot()
+    assert during.num_running > 0
+    assert during.kv_blocks_free + during.kv_blocks_cached + during.kv_blocks_used == during.kv_blocks_total
+    num_durations = len(during.step_seconds)
+    while driven.engine.turn():
+        num_durations += len(driven.engine.snapshot().step_seconds)
+    after = driven.engine.snapshot()
+    assert num_durations == after.counters.steps > 3
+    assert after.counters.generation_tokens == 8 * len(PROMPTS)
+    assert after.counters.prompt_tokens == sum(len(prompt) for prompt in PROMPTS)
+    assert after.counters.finished == {"length": len(PROMPTS)}
