@@ -1,0 +1,195 @@
+"""The sampler: per-slot parameters kept as columns, one call per step over the rows that sample.
+
+Order, per row (vLLM's, except that min_p comes last, as in transformers):
+  1. the model's raw logits in float32; log-probabilities, if asked, are taken from these
+  2. logit_bias is added
+  3. repetition penalty over prompt and output, then frequency and presence over output
+  4. before min_tokens, end tokens (unless ignore_eos) and stop_token_ids are masked
+  5. greedy rows take the best logit, lowest id first; the others go on: temperature, top_k, top_p, min_p (`filters`)
+  6. one uniform number per row, keyed by (seed, sequence index, position), picks the token
+Masking after the penalties equals masking before them, as vLLM does: no penalty brings minus infinity back.
+
+`sample` changes no state; `commit` records what was chosen. A step that fails in between can therefore be repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.core.plan import Started, TokenLogprobs
+from headrace.core.sampling import SamplingParams
+from headrace.tensor.sampling.filters import Floats, Ints, keep_filtered, pick, to_weights
+from headrace.tensor.sampling.logprobs import token_logprobs
+from headrace.tensor.sampling.penalties import TokenCounts
+from headrace.tensor.sampling.philox import Purpose, uniform
+
+_CHUNK_ELEMENTS = 1 << 18
+"""Logits handled at once: 1 MiB, so that the passes over a chunk stay in the second-level cache."""
+
+NOT_A_DISTRIBUTION = "the model produced NaN or infinite logits for this sequence"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """token_ids [N] (-1 where failed), failed [N]; logprobs one per row, or empty when no row asked."""
+
+    token_ids: Ints
+    failed: NDArray[np.bool_]
+    logprobs: tuple[TokenLogprobs | None, ...]
+
+
+class _Columns:
+    """Numeric parameters per slot; grows with the highest slot seen."""
+
+    def __init__(self) -> None:
+        self.temperature = np.ones(0, dtype=np.float32)
+        self.top_k = np.zeros(0, dtype=np.int64)
+        self.top_p = np.ones(0, dtype=np.float64)
+        self.min_p = np.zeros(0, dtype=np.float32)
+        self.seed = np.zeros(0, dtype=np.uint64)
+        self.index = np.zeros(0, dtype=np.int64)
+        self.num_top = np.zeros(0, dtype=np.int64)
+        self.greedy = np.zeros(0, dtype=np.bool_)
+        self.filtered = np.zeros(0, dtype=np.bool_)
+        self.edited = np.zeros(0, dtype=np.bool_)
+
+    def fill(self, slot: int, params: SamplingParams, index: int, vocab_size: int) -> None:
+        if slot >= len(self.greedy):
+            self._grow(slot + 1)
+        self.greedy[slot] = params.is_greedy
+        self.temperature[slot] = 1.0 if params.is_greedy else params.temperature
+        self.top_k[slot] = params.top_k if 0 < params.top_k < vocab_size else vocab_size
+        self.top_p[slot], self.min_p[slot] = params.top_p, params.min_p
+        self.seed[slot] = (params.seed or 0) & (2**64 - 1)
+        self.index[slot] = index
+        self.num_top[slot] = -1 if params.logprobs is None else params.logprobs
+        self.filtered[slot] = self.top_k[slot] < vocab_size or params.top_p < 1.0 or params.min_p > 0.0
+        self.edited[slot] = bool(params.logit_bias) or params.min_tokens > 0 or params.has_penalties
+
+    def _grow(self, needed: int) -> None:
+        for name, column in vars(self).items():
+            grown = np.zeros(max(needed, 2 * len(column), 16), dtype=column.dtype)
+            grown[: len(column)] = column
+            setattr(self, name, grown)
+
+
+class _Edits:
+    """What changes one sequence's logits before the choice."""
+
+    def __init__(self, started: Started, eos_token_ids: tuple[int, ...]) -> None:
+        params, prompt = started.params, started.num_prompt_tokens
+        self._bias_ids = np.fromiter(params.logit_bias.keys(), dtype=np.int64)
+        self._bias = np.fromiter(params.logit_bias.values(), dtype=np.float32)
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+        self._end_ids = np.array(sorted(ends), dtype=np.int64)
+        self._ends_allowed_from = prompt + params.min_tokens
+        ids = started.token_ids
+        self.counts = TokenCounts(params, ids[:prompt], ids[prompt:]) if params.has_penalties else None
+
+    def apply(self, logits: Floats, position: int) -> None:
+        """Change one row [V] in place; position is that of the token being chosen."""
+        logits[self._bias_ids] += self._bias
+        if self.counts is not None:
+            self.counts.apply(logits)
+        if position < self._ends_allowed_from:
+            logits[self._end_ids] = -np.inf
+
+
+class Sampler:
+    """Parameters of every slot, and the choice of tokens. One thread at a time."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
+        self._columns = _Columns()
+        self._edits: dict[int, _Edits] = {}
+
+    def start(self, started: Started) -> None:
+        """Take a slot's parameters. A slot that was not ended is overwritten."""
+        self._columns.fill(started.slot, started.params, started.index, self._vocab_size)
+        self._edits.pop(started.slot, None)
+        if self._columns.edited[started.slot]:
+            self._edits[started.slot] = _Edits(started, self._eos_token_ids)
+
+    def end(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._edits.pop(slot, None)
+
+    def retract(self, slot: int, token_ids: Iterable[int]) -> None:
+        """Take committed tokens of a slot back: their step is being repeated."""
+        edits = self._edits.get(slot)
+        if edits is not None and edits.counts is not None:
+            for token_id in token_ids:
+                edits.counts.retract(token_id)
+
+    def commit(self, slots: Ints, token_ids: Ints) -> None:
+        """Record chosen tokens: row i of `slots` now also has token_ids[i]."""
+        for row in np.flatnonzero(self._columns.edited[slots]):
+            counts = self._edits[int(slots[row])].counts
+            if counts is not None:
+                counts.add(int(token_ids[row]))
+
+    def sample(self, logits: Tensor, slots: Ints, positions: Ints) -> Sampled:
+        """Choose one token per row.
+
+        logits     [N, V], any float type and device; CONSUMED: a float32 host tensor is changed in place
+        slots      [N]
+        positions  [N] absolute position of the token being chosen
+        A row whose logits hold NaN or +inf, or nothing finite, fails alone.
+        """
+        host = logits.detach().float().cpu().numpy()
+        token_ids = np.full(len(slots), -1, dtype=np.int64)
+        entries: list[TokenLogprobs | None] = []
+        size = max(1, _CHUNK_ELEMENTS // max(1, host.shape[1]))
+        with np.errstate(all="ignore"):
+            for begin in range(0, len(slots), size):
+                rows = slice(begin, begin + size)
+                token_ids[rows], logprobs = self._sample_chunk(host[rows], slots[rows], positions[rows])
+                entries.extend(logprobs)
+        asked = any(entry is not None for entry in entries)
+        return Sampled(token_ids, token_ids < 0, tuple(entries) if asked else ())
+
+    def _sample_chunk(self, logits: Floats, slots: Ints, positions: Ints) -> tuple[Ints, list[TokenLogprobs | None]]:
+        columns = self._columns
+        best, peak = _best(logits)
+        good = np.isfinite(peak)
+        asked = np.flatnonzero(good & (columns.num_top[slots] >= 0))
+        raw = logits[asked]
+        edited = np.flatnonzero(good & columns.edited[slots])
+        if len(edited):
+            for row in edited:
+                self._edits[int(slots[row])].apply(logits[row], int(positions[row]))
+            best[edited], peak[edited] = _best(logits[edited])
+            good &= np.isfinite(peak)
+        token_ids = np.where(good, best, -1)
+        for chosen in (good & ~columns.greedy[slots] & columns.filtered[slots], good & ~columns.greedy[slots] & ~columns.filtered[slots]):
+            rows = np.flatnonzero(chosen)
+            if len(rows):
+                token_ids[rows] = self._draw(logits[rows], peak[rows], slots[rows], positions[rows])
+        return token_ids, self._report(raw, asked, token_ids, slots)
+
+    def _draw(self, logits: Floats, peak: Floats, slots: Ints, positions: Ints) -> Ints:
+        """Random rows that are all filtered or all unfiltered."""
+        columns = self._columns
+        weights = to_weights(logits, peak, columns.temperature[slots])
+        if columns.filtered[slots[0]]:
+            keep_filtered(weights, columns.top_k[slots], columns.top_p[slots], columns.min_p[slots])
+        return pick(weights, uniform(columns.seed[slots], columns.index[slots], positions, Purpose.SAMPLE))
+
+    def _report(self, raw: Floats, asked: Ints, token_ids: Ints, slots: Ints) -> list[TokenLogprobs | None]:
+        entries: list[TokenLogprobs | None] = [None] * len(token_ids)
+        if len(asked):
+            chosen = np.maximum(token_ids[asked], 0)
+            for row, entry in zip(asked.tolist(), token_logprobs(raw, chosen, self._columns.num_top[slots[asked]]), strict=True):
+                entries[row] = entry if token_ids[row] >= 0 else None
+        return entries
+
+
+def _best(logits: Floats) -> tuple[Ints, Floats]:
+    """Each row's best id and its logit. NaN wins, so an unusable row shows in its peak."""
+    best = logits.argmax(axis=1)
+    return best, np.take_along_axis(logits, best[:, None], axis=1)[:, 0]
