@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import text_kit
 
 from headrace.text.folder import TextModel, load_text
 from headrace.text.tokenizer import Tokenizer
-from tests.support import text_kit
 
 
 @pytest.fixture(scope="session")

@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
+import text_kit
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.errors import CheckpointError, InvalidRequest
 from headrace.text.tokenizer import Tokenizer
-from tests.support import text_kit
 
 TEXTS = ["Hello world", "", " leading", "a\x00b", "caf\u00e9 \u65e5\u672c\u8a9e \U0001f389", "line\n\nline", "  two  "]
 
