@@ -38,6 +38,7 @@ class ReplicaStream:
         self._on_end = on_end
         self._on_leave = on_leave
         self._news: deque[SequenceUpdate | Rejected] = deque()
+        self._unread_bytes = 0
         self._error: Unavailable | None = None
         self._is_ended = False
         self._wake = asyncio.Event()
@@ -54,7 +55,7 @@ class ReplicaStream:
     @property
     def unread_bytes(self) -> int:
         """About how much memory the unread updates take: what a reader's reader may make wait is bounded by it."""
-        return sum(unread_size(news) for news in self._news)
+        return self._unread_bytes
 
     def __aiter__(self) -> ReplicaStream:
         return self
@@ -62,7 +63,9 @@ class ReplicaStream:
     async def __anext__(self) -> SequenceUpdate | Rejected:
         if not await self._has_news():
             raise StopAsyncIteration
-        return self._news.popleft()
+        update = self._news.popleft()
+        self._unread_bytes -= unread_size(update)
+        return update
 
     async def batch(self) -> list[SequenceUpdate | Rejected]:
         """Everything unread, at least one entry; empty when the stream has ended. Raises Unavailable like the iterator."""
@@ -70,6 +73,7 @@ class ReplicaStream:
             return []
         news = list(self._news)
         self._news.clear()
+        self._unread_bytes = 0
         return news
 
     async def __aenter__(self) -> ReplicaStream:
@@ -83,14 +87,13 @@ class ReplicaStream:
         """News from the session. News of a sequence that has ended is dropped."""
         if self._is_ended or not 0 <= update.index < len(self._is_running) or not self._is_running[update.index]:
             return
-        self._news.append(update)
-        self._wake.set()
+        self._append(update)
         if update.finish is not None:
             self.end_sequence(update.index)
 
     def reject(self, error: Exception) -> None:
         if not self._is_ended:
-            self._news.append(Rejected(request_id=self.request_id, epoch=self.attempt.epoch, error=error))
+            self._append(Rejected(request_id=self.request_id, epoch=self.attempt.epoch, error=error))
             self.end()
 
     def end_sequence(self, index: int) -> None:
@@ -112,6 +115,11 @@ class ReplicaStream:
         if not self._is_ended:
             self._error = error
             self.end()
+
+    def _append(self, update: SequenceUpdate | Rejected) -> None:
+        self._news.append(update)
+        self._unread_bytes += unread_size(update)
+        self._wake.set()
 
     async def _has_news(self) -> bool:
         while not self._news and not self._is_ended:

@@ -15,10 +15,9 @@ from google.protobuf.message import DecodeError
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError
-from headrace.engine.server.outbox import MAX_UNITS, Outbox
+from headrace.engine.server.outbox import Outbox
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.handles import MalformedFrame
-from headrace.wire.service import LEASE_S
 
 HELLO_TIMEOUT_S = 5.0
 
@@ -49,7 +48,7 @@ class GatewayStream:
         """Something was put into the outbox."""
         self._wake.set()
 
-    def check_lease(self, *, lease_s: float = LEASE_S, max_units: int = MAX_UNITS) -> None:
+    def check_lease(self, lease_s: float, max_units: int) -> None:
         """Ends the stream of a gateway that does not read: too long in one write, or too much waiting for it."""
         if self._lost.done():
             return

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.engine.server.config import ProcessConfig
 from headrace.engine.server.service import EngineService, OutboxBridge, ServedEngine, Updates
 from headrace.wire.leash import Leash
+from headrace.wire.stop_signals import StopSignals
 from headrace.wire.target import parse_target
 
 log = logging.getLogger(__name__)
@@ -156,20 +156,3 @@ async def _until_end(service: EngineService, thread: LoopThread, stop: StopSigna
 async def _first_of(*futures: asyncio.Future[Any]) -> None:
     """Returns when one of them is done; cancels none."""
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-
-
-class StopSignals:
-    """SIGTERM and SIGINT as futures: the first asks for a drain, the second one means now."""
-
-    def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.soft: asyncio.Future[str] = loop.create_future()
-        self.hard: asyncio.Future[None] = loop.create_future()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.ask, f"stopped by {number.name}")
-
-    def ask(self, reason: str) -> None:
-        if not self.soft.done():
-            self.soft.set_result(reason)
-        elif not self.hard.done():
-            self.hard.set_result(None)

@@ -26,6 +26,7 @@ from headrace.core.model_info import ModelInfo
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.server.gateway_stream import GatewayStream, StreamLost
+from headrace.engine.server.outbox import MAX_UNITS
 from headrace.engine.server.routes import Routes
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import decode_finish, decode_submit, encode_load, encode_model_info
@@ -34,6 +35,7 @@ from headrace.wire.service import (
     CONTROL,
     HEARTBEAT_S,
     INFER,
+    LEASE_S,
     PROTOCOL_VERSION,
     SERVER_OPTIONS,
     Expectation,
@@ -89,17 +91,21 @@ class EngineService:
         *,
         replica: str,
         on_drain: Callable[[str], None] | None = None,
+        lease_s: float = LEASE_S,
+        max_unread: int = MAX_UNITS,
         clock: Clock = time.monotonic,
     ) -> None:
         """
         bridge    the outbox the engine was made with
         replica   name of this replica, for hellos and messages
         on_drain  called when somebody asks for a drain over the wire; default: `drain` itself
+        lease_s, max_unread   a gateway that takes nothing for this long, or leaves this many tokens unread, loses its stream
         """
         self._engine = engine
         self._target = target
         self._clock = clock
         self._on_drain = on_drain or self.drain
+        self._lease_s, self._max_unread = lease_s, max_unread
         self._streams: list[GatewayStream] = []
         self._routes: Routes[GatewayStream] = Routes()
         self._server: grpc.aio.Server | None = None
@@ -311,7 +317,7 @@ class EngineService:
         while True:
             self._send_load()
             for stream in self._streams:
-                stream.check_lease()
+                stream.check_lease(self._lease_s, self._max_unread)
             await asyncio.sleep(HEARTBEAT_S)
 
     def _note_settled(self) -> None:
