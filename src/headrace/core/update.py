@@ -9,9 +9,10 @@ from headrace.core.ids import RequestId
 from headrace.core.plan import TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SequenceUpdate:
-    """New tokens of one sequence, or its end.
+    """New tokens of one sequence, or its end. A value: nobody changes it. Not frozen, because one is made per sequence and step and
+    a frozen dataclass costs three times as much to make.
 
     index            sequence within the request
     token_ids        new tokens, possibly none; an end token that finished the sequence IS included

@@ -22,7 +22,9 @@ SJF_AGING_S_PER_TOKEN = 0.01
 
 
 class Queue(Protocol):
-    """Waiting sequences of one engine."""
+    """Waiting sequences of one engine. charges: whether `charge` means anything to this policy."""
+
+    charges: bool
 
     def push(self, seq: Sequence, cost_tokens: int) -> None:
         """Add a new or preempted sequence. cost_tokens: uncached prompt + tokens it may still generate."""
@@ -53,6 +55,8 @@ class Queue(Protocol):
 
 class KeyQueue:
     """Order by a key that is fixed at first push: fcfs, priority and sjf differ by the key only. A preempted sequence keeps its key."""
+
+    charges = False
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, int, Sequence]] = []
@@ -121,6 +125,8 @@ class FairQueue:
 
     A tenant that comes back after idling is lifted to the least counter among the active ones: idling earns no credit.
     """
+
+    charges = True
 
     def __init__(self) -> None:
         self._served: dict[str, float] = {}

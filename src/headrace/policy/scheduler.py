@@ -20,6 +20,7 @@ import heapq
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from headrace.core.errors import Overloaded, RequestTooLarge
 from headrace.core.finish import FinishReason
@@ -63,8 +64,7 @@ class _Row:
     samples: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Output:
+class _Output(NamedTuple):
     """What one row produced."""
 
     token_ids: array[int]
@@ -82,7 +82,6 @@ class _Step:
     budget: int
     builder: PlanBuilder = field(default_factory=PlanBuilder)
     rows: list[_Row] = field(default_factory=list)
-    planned: set[int] = field(default_factory=set)
     num_prefills: int = 0
 
 
@@ -300,7 +299,10 @@ class Scheduler:
             elif wanted > 1:
                 prefilling.append(seq)
         for seq in decoding:
-            self._plan_one(seq, step)
+            if seq.planned < seq.room and seq.state is SeqState.RUNNING:
+                self._grant(seq, 1, step)  # the usual case: its block has room, nothing to ask
+            else:
+                self._plan_one(seq, step)
         for seq in self.queue.prefill_order(prefilling) if len(prefilling) > 1 else prefilling:
             self._plan_one(seq, step)
 
@@ -316,7 +318,8 @@ class Scheduler:
                 return  # blocks come free with the step in flight
             if self._drop_waiting_forks():
                 continue
-            victim = self.queue.victim(other for other in self.running if other.seq_id not in step.planned)
+            planned = {row.seq.seq_id for row in step.rows}
+            victim = self.queue.victim(other for other in self.running if other.seq_id not in planned)
             self._preempt(victim)
             if victim is seq:
                 return
@@ -339,12 +342,12 @@ class Scheduler:
         samples = int(start + count == len(seq.tokens) + seq.pending)
         step.builder.row(seq.slot, start, count, samples)
         step.rows.append(_Row(seq, seq.incarnation, start, count, samples))
-        step.planned.add(seq.seq_id)
         step.budget -= count
         step.num_prefills += count > 1
         seq.planned += count
         seq.pending += samples
-        self.queue.charge(seq, count)
+        if self.queue.charges:
+            self.queue.charge(seq, count)
 
     def _plan_waiting(self, step: _Step, now: float) -> None:
         """Admit in the queue's order. Static batching fills a batch when the last one has ended, and only then."""
@@ -430,8 +433,8 @@ class Scheduler:
         errors = dict(result.errors)
         prompt_logprobs = dict(result.prompt_logprobs)
         offset = 0
-        for i, row in enumerate(rows):
-            end = offset + result.token_counts[i]
+        for i, (row, count) in enumerate(zip(rows, result.token_counts, strict=True)):
+            end = offset + count
             if row.seq.state is not SeqState.DONE:
                 row.seq.pending -= row.samples
                 output = _Output(result.token_ids[offset:end], result.logprobs[offset:end], prompt_logprobs.get(i, ()))
@@ -448,9 +451,10 @@ class Scheduler:
         if error is not None:
             self.fail(seq, error)
             return
-        if seq.state is SeqState.RUNNING and row.incarnation == seq.incarnation:
+        if row.incarnation == seq.incarnation and seq.state is SeqState.RUNNING:
             seq.computed = row.start + row.count
-            self._fork_siblings(seq)  # before the window moves on: a fork recomputes the last prompt token and sees one token further back
+            if seq.computed >= seq.num_prompt > row.start:
+                self._fork_siblings(seq)  # before the window moves on: a fork recomputes the last prompt token, seeing one token more
             self.kv.commit(seq)
         self._append(seq, output)
 
@@ -496,16 +500,17 @@ class Scheduler:
         reason: FinishReason | None = None
         stop_token: int | None = None
         kept = 0
+        params = seq.request.params
         for token in output.token_ids:
             seq.tokens.append(token)
             kept += 1
-            if self._is_end_token(seq, token):
+            if (token in self._eos or token in params.stop_token_ids) and self._is_end_token(seq, token):
                 reason, stop_token = FinishReason.STOP, token
             elif len(seq.tokens) >= seq.limit:
                 reason = FinishReason.LENGTH
             if reason is not None:
                 break
-        if not seq.request.params.stop:
+        if not params.stop:
             self.counters.generation_tokens += kept  # with stop strings the text side decides how many count: see _end
         if kept == 0 and not output.prompt_logprobs:
             return
@@ -521,7 +526,7 @@ class Scheduler:
 
     def _fork_siblings(self, seq: Sequence) -> None:
         """The first sequence's prompt is computed: its siblings share it."""
-        if seq.index or seq.request.params.n == 1 or seq.computed < seq.num_prompt:
+        if seq.index or seq.request.params.n == 1:
             return
         for sibling in list(self._requests.get(seq.request.request_id, ())):
             if FORK in sibling.missing:
@@ -545,7 +550,7 @@ class Scheduler:
             epoch=seq.request.epoch,
             index=seq.index,
             token_ids=tuple(output.token_ids[:kept]),
-            logprobs=tuple(entry for entry in output.logprobs[:kept] if entry is not None),
+            logprobs=tuple(entry for entry in output.logprobs[:kept] if entry is not None) if output.logprobs else (),
             prompt_logprobs=output.prompt_logprobs,
             finish=finish,
             stop_token_id=stop_token_id,

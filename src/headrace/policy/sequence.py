@@ -38,6 +38,7 @@ class Sequence:
     incarnation  raised by every preemption: rows planned by an earlier one do not count as computed any more
     blocks       per KV group, block ids in order; 0 where a window has passed
     hashes       identities of its full blocks, as far as they were needed
+    room         positions below it may be written without asking the KV manager; 0 = ask
     registered   per KV group, leading blocks already offered to the prefix cache
     key          the queue policy's order, smaller first; set when it is pushed
     """
@@ -56,6 +57,7 @@ class Sequence:
     pending: int = 0
     incarnation: int = 0
     blocks: list[list[int]] = field(default_factory=list)
+    room: int = 0
     registered: list[int] = field(default_factory=list)
     root: BlockHash = field(default_factory=lambda: BlockHash(b""))
     hashes: list[BlockHash] = field(default_factory=list)

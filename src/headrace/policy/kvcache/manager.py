@@ -147,6 +147,7 @@ class KvManager:
                 block = pool.take()
                 builder.table(index, seq.slot, len(blocks), block)
                 blocks.append(block)
+        seq.room = min(len(blocks) for blocks in seq.blocks) * self.block_size
         return True
 
     def _num_copies(self, seq: Sequence, group: int) -> int:
@@ -176,6 +177,7 @@ class KvManager:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child shares the parent's prompt. It recomputes the last prompt token, whose logits it samples from."""
         num_prompt = parent.num_prompt
+        parent.room = child.room = 0  # the last block is shared now: whoever writes first copies it
         for index, pool in enumerate(self.pools):
             child.blocks[index] = parent.blocks[index][: self.blocks_for(num_prompt)]
             for block in child.blocks[index]:
@@ -223,7 +225,7 @@ class KvManager:
                 pool.drop(blocks[i], until_step=self.last_planned, committed=self.last_committed)
             seq.blocks[index] = []
             seq.registered[index] = 0
-        seq.computed = seq.planned = 0
+        seq.computed = seq.planned = seq.room = 0
 
     @staticmethod
     def _unregister_own(pool: BlockPool, block: int, seq: Sequence, index: int) -> None:
