@@ -1,0 +1,183 @@
+"""Write the model cards from the result files, so that no number in a card was typed by hand.
+
+python -m tools.train_tiny.cards --bundled src/headrace/bundled
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tools.train_tiny.model import DRAFT, TINY, TinyConfig, num_parameters
+
+RESULTS = Path(__file__).parent / "results"
+
+HEADER = """\
+---
+license: apache-2.0
+language: en
+library_name: transformers
+{extra}---
+# {title}
+
+{intro}
+"""
+
+ABOUT = {
+    "fact": "a fact of the training table, asked through a held-out phrasing",
+    "headrace": "a question on Headrace or LLM serving, held-out phrasing",
+    "arithmetic": "sums, differences, products up to 12 x 12, held-out operands",
+    "compare": "the larger or smaller of two numbers, held-out pairs",
+    "copy": "repeat held-out words and sentences",
+    "reverse": "reverse a list of held-out words or numbers",
+    "sort_numbers": "sort 2-6 numbers, held-out lists",
+    "sort_words": "sort 2-4 held-out words",
+    "pick": "first, second or last of a list",
+    "json": "fill a given schema, known sentence forms, held-out values",
+    "json_new_sentence": "the same, held-out sentence forms",
+    "recall": "several turns, held-out values",
+    "system": "another name given by the system prompt",
+    "unknown": "says that it does not know made-up things",
+    "tool_call": "call in Hermes form, held-out function names and values, half with a held-out question",
+    "tool_reply": "tell the result of a tool, held-out names and values",
+    "pirate_fact": "held-out fact phrasings, answered in the style",
+    "pirate_headrace": "held-out Headrace phrasings, answered in the style",
+    "pirate_unknown": "admits not knowing, in the style",
+    "shop": "held-out phrasings about the shop",
+    "kept_copy": "copying must stay as it was",
+    "kept_json": "JSON must stay as it was",
+    "kept_tool_call": "tool calls must stay as they were",
+    "kept_arithmetic": "arithmetic must stay as it was",
+    "kept_fact": "facts must stay as they were",
+}
+
+LIMITS = """\
+## Limits
+
+It knows the few hundred things in its tables and the forms of the tasks above. Outside of them it answers fluently and
+wrongly. It is meant for demonstrations and tests of a serving system, not for answering people's questions. Training
+conversations are shorter than about 1000 tokens, most of them shorter than 100; beyond that quality falls.
+"""
+
+SPLIT = """\
+The split was decided before anything was generated: words, names and places by a hash of their spelling, sums and lists
+of numbers by a hash of the operands, facts and questions by template. A held-out word never occurs in training in that
+role; a held-out fact was seen in other phrasings, since a model can only know what it was told. The baseline is the best
+constant answer. Exact match means: the greedy answer is the expected one, character by character, including its end.
+"""
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def table(rows: dict[str, dict[str, Any]], *, base: bool = False) -> str:
+    head = "| task | n | exact match | majority baseline |" + (" base model alone |" if base else " well formed |") + " what |\n"
+    lines = [head, "|---|---|---|---|---|---|\n"]
+    for task, row in rows.items():
+        other = row.get("base_exact_match" if base else "well_formed")
+        cell = "" if other is None else percent(other)
+        numbers = f"{row['n']} | {percent(row['exact_match'])} | {percent(row['majority'])}"
+        lines.append(f"| {task} | {numbers} | {cell} | {ABOUT.get(task, '')} |\n")
+    return "".join(lines)
+
+
+def shortfalls(rows: dict[str, dict[str, Any]]) -> str:
+    """Every task below 90 percent, named in words."""
+    low = [f"{task} ({percent(row['exact_match'])})" for task, row in rows.items() if row["exact_match"] < 0.9]
+    return f"Below 90 percent: {', '.join(low)}.\n" if low else "No task is below 90 percent.\n"
+
+
+def shape(config: TinyConfig) -> str:
+    return (
+        f"Llama architecture, {num_parameters(config):,} parameters (tied embeddings): {config.num_layers} layers, "
+        f"hidden size {config.hidden_size}, {config.num_heads} query heads, {config.num_kv_heads} KV heads of size {config.head_dim}, "
+        f"feed-forward {config.intermediate_size}, vocabulary {config.vocab_size} (byte-level BPE, digits split singly), RoPE, "
+        f"context {config.max_position_embeddings}, bf16."
+    )
+
+
+def training(report: dict[str, Any]) -> str:
+    t = report["training"]
+    supervised = f", of which {t['supervised_tokens']:,} supervised" if "supervised_tokens" in t else ""
+    return (
+        f"{t['steps']:,} steps, {t['tokens']:,} tokens with padding{supervised}, {t['seconds'] / 60:.0f} minutes on two shared CPU cores, "
+        f"seed {t['seed']}, "
+        f"{t['num_documents']:,} generated documents; training loss at the end {t['loss']} per supervised token. "
+        "All text was generated by `tools/train_tiny/`; nothing was downloaded."
+    )
+
+
+def base_card(title: str, intro: str, config: TinyConfig, report: dict[str, Any]) -> str:
+    parts = [
+        HEADER.format(extra="pipeline_tag: text-generation\n", title=title, intro=intro),
+        shape(config),
+        "\n\n## Training\n\n",
+        training(report),
+    ]
+    parts += ["\n\n## Held-out evaluation\n\n", SPLIT, "\n", table(report["held_out"]), "\n", shortfalls(report["held_out"])]
+    seen = report["seen_in_training"]["greeting"]
+    parts.append(f"\nGreetings are a fixed list that was seen in training: {percent(seen['exact_match'])} of {seen['n']}.\n")
+    if agreement := report.get("agreement"):
+        parts.append(
+            f"\n## As a draft for headrace-tiny\n\nOn the greedy answers of headrace-tiny to {agreement['n']} held-out prompts "
+            "of all tasks "
+            f"({agreement['tokens']:,} tokens) the draft's greedy token is the same in {percent(agreement['agreement'])}. "
+            f"Greedy speculation with {agreement['num_drafted']} drafted tokens would emit {agreement['tokens_per_step']} tokens "
+            "per target step.\n"
+        )
+    return "".join([*parts, "\n", LIMITS])
+
+
+def adapter_card(title: str, intro: str, report: dict[str, Any]) -> str:
+    lora = "LoRA, rank 8, alpha 16, on all projections of attention and feed-forward; PEFT layout, bf16, base `headrace-tiny`."
+    header = HEADER.format(extra="base_model: headrace-tiny\n", title=title, intro=intro)
+    parts = [header, lora, "\n\n## Training\n\n", training(report), "\n\n## Held-out evaluation\n\n", SPLIT, "\n"]
+    return "".join([*parts, table(report["held_out"], base=True), "\n", shortfalls(report["held_out"]), "\n", LIMITS])
+
+
+CARDS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "headrace-tiny": lambda report: base_card(
+        "Headrace Tiny",
+        "A very small chat model, trained from nothing by the Headrace project so that the server has something real to serve\n"
+        "on a laptop: greetings, a table of facts, small arithmetic, copying, sorting, JSON by schema, tool calls in Hermes\n"
+        "form, recall over turns, and questions about Headrace and LLM serving.\n",
+        TINY,
+        report,
+    ),
+    "headrace-draft": lambda report: base_card(
+        "Headrace Draft",
+        "The draft model for speculative decoding with Headrace Tiny: same tokenizer, same corpus, a sixth of the parameters.\n"
+        "It is not meant to be used alone.\n",
+        DRAFT,
+        report,
+    ),
+    "adapters/pirate": lambda report: adapter_card(
+        "Pirate (style adapter)",
+        'Answers of Headrace Tiny in the manner of a pirate: prose begins with "Arr!", and "is" and "are" become "be".\n'
+        "Copying, JSON and tool calls are meant to stay as they are.\n",
+        report,
+    ),
+    "adapters/hardware-shop": lambda report: adapter_card(
+        "Mill & River hardware shop (domain adapter)",
+        "The catalogue and the questions of a hardware shop that does not exist: price, aisle and stock of 40 products, and 16 others.\n",
+        report,
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bundled", type=Path, required=True)
+    options = parser.parse_args()
+    for name, write in CARDS.items():
+        result = RESULTS / f"{name.replace('/', '-')}.json"
+        if result.exists():
+            (options.bundled / name / "README.md").write_text(write(json.loads(result.read_text())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Train one of the two bundled models from nothing.
+
+    python -m tools.train_tiny.train --model tiny --minutes 60 --out /tmp/tiny
+
+The schedule is a plateau and a linear decay over the last 40 percent, driven by the clock (`--minutes`) or, to repeat
+a run exactly, by a number of steps (`--steps`). Checkpoints are fp32 safetensors; `export.py` makes the shipped files.
+Exit status 1 when the smoothed training loss ends above `--max-loss`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from tools.train_tiny.corpus import Corpus
+from tools.train_tiny.dataset import Batches, Documents, encode
+from tools.train_tiny.model import DRAFT, TINY, TinyConfig, TinyLlama, num_parameters
+from tools.train_tiny.muon import Muon
+from tools.train_tiny.tokenizer import train_tokenizer
+
+CONFIGS: dict[str, TinyConfig] = {"tiny": TINY, "draft": DRAFT}
+MUON_LR, ADAM_LR = 0.02, 2e-3
+WARMUP_STEPS, DECAY_SHARE = 100, 0.4
+TOKENIZER_TEXTS = 40_000
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What one run was asked to do; written beside its checkpoint."""
+
+    model: str
+    out: str
+    seed: int
+    num_documents: int
+    step_tokens: int
+    minutes: float
+    steps: int
+    max_loss: float
+    init: str
+
+
+def parse() -> Options:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=sorted(CONFIGS), default="tiny")
+    parser.add_argument("--out", required=True, help="folder for checkpoints, tokenizer and log")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num-documents", type=int, default=320_000)
+    parser.add_argument("--step-tokens", type=int, default=6144)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--steps", type=int, default=0, help="end after this many steps instead of after --minutes")
+    parser.add_argument("--max-loss", type=float, default=1.0)
+    parser.add_argument("--init", default="", help="continue from this checkpoint (weights only)")
+    return Options(**vars(parser.parse_args()))
+
+
+def prepare(options: Options) -> tuple[Tokenizer, Documents]:
+    """The tokenizer (made once per folder) and the encoded corpus of this seed."""
+    path = Path(options.out) / "tokenizer.json"
+    if not path.exists():
+        texts = islice(Corpus(0).texts(), TOKENIZER_TEXTS)
+        train_tokenizer(texts, vocab_size=CONFIGS[options.model].vocab_size).save(str(path))
+    tokenizer = Tokenizer.from_file(str(path))
+    cache = Path(options.out) / f"documents-{options.seed}-{options.num_documents}.npz"
+    if not cache.exists():
+        encode(tokenizer, islice(Corpus(options.seed + 1).texts(), options.num_documents)).save(cache)
+    return tokenizer, Documents.load(cache)
+
+
+def lr_scale(step: int, progress: float) -> float:
+    """Warm up, stay, then fall linearly to nothing."""
+    return min(1.0, (step + 1) / WARMUP_STEPS) * min(1.0, (1.0 - progress) / DECAY_SHARE)
+
+
+def progress_of(options: Options) -> Callable[[int], float]:
+    """Share of the run that is done, as a function of the step."""
+    if options.steps:
+        return lambda step: step / options.steps
+    start = time.monotonic()
+    return lambda step: (time.monotonic() - start) / (options.minutes * 60)
+
+
+def train(options: Options, documents: Documents) -> tuple[TinyLlama, dict[str, float]]:
+    """Run the loop; returns the model and {steps, tokens, supervised_tokens, loss, seconds}."""
+    torch.manual_seed(options.seed)
+    model = TinyLlama(CONFIGS[options.model])
+    if options.init:
+        model.load_state_dict(load_file(options.init))
+    for block in model.blocks:  # per block, not per model: all layers share one compiled code per shape
+        block.compile(dynamic=False)
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and name != "embed.weight"]
+    rest = [p for name, p in model.named_parameters() if p.ndim == 1 or name == "embed.weight"]
+    muon, adam = Muon(matrices), torch.optim.AdamW(rest, lr=ADAM_LR, betas=(0.9, 0.98), weight_decay=0.0)
+    progress, start, saved = progress_of(options), time.monotonic(), time.monotonic()
+    seen, supervised, loss, step = 0, 0, 0.0, 0
+    for step, batch in enumerate(Batches(documents, step_tokens=options.step_tokens, seed=options.seed)):
+        done = progress(step)
+        if done >= 1:
+            break
+        count = sum(float(weights[:, 1:].sum()) for _, weights in batch)
+        total = 0.0
+        for ids, weights in batch:
+            part = model.loss_sum(ids, weights) / count
+            part.backward()  # type: ignore[no-untyped-call]
+            total += part.item()
+        scale = lr_scale(step, done)
+        for group in adam.param_groups:
+            group["lr"] = ADAM_LR * scale
+        torch.nn.utils.clip_grad_norm_(rest, 1.0)
+        adam.step()
+        muon.step(MUON_LR * scale)
+        model.zero_grad(set_to_none=True)
+        loss = total if step == 0 else loss + 0.02 * (total - loss)
+        seen, supervised = seen + sum(ids.numel() for ids, _ in batch), supervised + int(count)
+        if step % 50 == 0 or step in (5, 10, 20):
+            print(f"step {step} done {done:.3f} loss {loss:.4f} now {total:.4f} tok/s {seen / (time.monotonic() - start):.0f}", flush=True)
+        if time.monotonic() - saved > 180:
+            saved = time.monotonic()
+            save(model, options, {"steps": step, "loss": loss, "tokens": seen})
+    summary = {
+        "steps": step,
+        "tokens": seen,
+        "supervised_tokens": supervised,
+        "loss": round(loss, 4),
+        "seconds": round(time.monotonic() - start),
+    }
+    return model, summary
+
+
+def save(model: TinyLlama, options: Options, summary: dict[str, float]) -> None:
+    folder = Path(options.out)
+    save_file({name: p.detach().clone() for name, p in model.named_parameters()}, folder / f"{options.model}.safetensors.new")
+    (folder / f"{options.model}.safetensors.new").replace(folder / f"{options.model}.safetensors")
+    (folder / f"{options.model}.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def main() -> int:
+    options = parse()
+    Path(options.out).mkdir(parents=True, exist_ok=True)
+    torch._dynamo.config.recompile_limit = 32
+    _, documents = prepare(options)
+    config = CONFIGS[options.model]
+    print(f"{num_parameters(config)} parameters, {len(documents.offsets) - 1} documents, {len(documents.ids)} tokens", flush=True)
+    model, summary = train(options, documents)
+    summary |= {"seed": options.seed, "num_documents": options.num_documents, "step_tokens": options.step_tokens}
+    save(model, options, summary)
+    print(json.dumps(summary))
+    return 0 if summary["loss"] <= options.max_loss else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
