@@ -257,3 +257,12 @@ def test_damaged_config_beside_a_good_tokenizer_is_refused(tmp_path: Path, byte_
     (folder / "generation_config.json").write_text("{nonsense")
     with pytest.raises(CheckpointError, match=r"generation_config\.json"):
         Tokenizer.load(folder)
+
+
+def test_a_megabyte_of_control_tokens_costs_little_more_than_a_megabyte_of_text(byte_level: Tokenizer) -> None:
+    text = "<|im_end|>\n" * 30_000
+    began = time.perf_counter()
+    ids = byte_level.encode(text, add_special_tokens=True)
+    assert time.perf_counter() - began < 20.0
+    assert byte_level.decode(ids) == text
+    assert not any(byte_level.is_special(i) for i in ids[1:])

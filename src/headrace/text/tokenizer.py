@@ -8,7 +8,7 @@ tokens always adds up to the whole text. Incremental decoding is in `detokenize`
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -54,6 +54,7 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = _eos_token_ids(folder) or _only(self.token_to_id(self.special_tokens.get("eos_token", "")))
         self._prefix, self._suffix = self._added_around()
         self._newline = self._ids("\n")
+        self._plain: dict[str, list[int]] = {}
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
@@ -104,13 +105,13 @@ class Tokenizer:
 
         A plain piece is spelled with ordinary tokens only, whatever it looks like; in the others control tokens are read as such.
         """
+        ordinary = iter(
+            self._batch([piece for piece, is_plain in pieces if piece and not is_plain], is_inner=bool(pieces and pieces[0][1]))
+        )
         ids: list[int] = []
         for piece, is_plain in pieces:
             if piece:
-                if is_plain:
-                    ids += self._plain_ids(piece, field)
-                else:
-                    ids += self._behind_newline(self._ids, piece) if ids and not self._spelling.is_byte_level else self._ids(piece)
+                ids += self._plain_ids(piece, field) if is_plain else next(ordinary)
         return ids
 
     def count(self, text: str, *, add_special_tokens: bool = False) -> int:
@@ -185,8 +186,35 @@ class Tokenizer:
         ids: list[int] = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
+    def _batch(self, pieces: Sequence[str], *, is_inner: bool) -> list[list[int]]:
+        """Ids of pieces of one text, in one call: a megabyte of control tokens makes 100,000 pieces.
+
+        is_inner  the first one, too, has something before it
+        """
+        if not pieces:
+            return []
+        if self._spelling.is_byte_level:
+            return [encoding.ids for encoding in self._inner.encode_batch_fast(pieces, add_special_tokens=False)]
+        first = [] if is_inner else [self._ids(pieces[0])]
+        rest = pieces[len(first) :]
+        behind = self._inner.encode_batch_fast(["\n" + piece for piece in rest], add_special_tokens=False)
+        return first + [self._after_newline(e.ids) or self._ids(piece) for e, piece in zip(behind, rest, strict=True)]
+
+    def _after_newline(self, ids: list[int]) -> list[int] | None:
+        """What follows the newline put before a piece, so that a metaspace tokenizer adds no space; None if the two have merged."""
+        newline = self._newline
+        return ids[len(newline) :] if ids[: len(newline)] == newline else None
+
     def _plain_ids(self, piece: str, field: str) -> list[int]:
         """Ordinary tokens spelling `piece`: the model's rules without the added tokens; where those still give it, letter by letter."""
+        known = self._plain.get(piece)
+        if known is None:
+            known = self._spelled_out(piece, field)
+            if piece in self.control_tokens:
+                self._plain[piece] = known
+        return known
+
+    def _spelled_out(self, piece: str, field: str) -> list[int]:
         ids = self._model_ids(piece)
         if self._gives_control(ids):
             ids = [i for char in piece for i in self._model_ids(char)]
@@ -218,12 +246,9 @@ class Tokenizer:
             words = [text] if inner.pre_tokenizer is None else [word for word, _ in inner.pre_tokenizer.pre_tokenize_str(text)]
             return [token.id for word in words for token in inner.model.tokenize(word)]
 
-        return run(text) if self._spelling.is_byte_level else self._behind_newline(run, text)
-
-    def _behind_newline(self, encode: Callable[[str], list[int]], piece: str) -> list[int]:
-        """Ids of a piece from within a text. A metaspace tokenizer would put a space before it; behind a newline it does not."""
-        ids, newline = encode("\n" + piece), self._newline
-        return ids[len(newline) :] if ids[: len(newline)] == newline else encode(piece)
+        if self._spelling.is_byte_level:
+            return run(text)
+        return self._after_newline(run("\n" + text)) or run(text)
 
     def _added_around(self) -> tuple[list[int], list[int]]:
         """What the post-processor puts before and behind a text."""
