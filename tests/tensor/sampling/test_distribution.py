@@ -15,7 +15,7 @@ from headrace.tensor.sampling import Sampler
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-DRAWS = 20_000
+DRAWS = 10_000
 CHI_SQUARE_999 = {1: 10.8, 2: 13.8, 3: 16.3, 4: 18.5, 5: 20.5, 6: 22.5, 7: 24.3, 11: 31.3}
 """Degrees of freedom -> value exceeded with probability 0.001."""
 PROBABILITIES = np.array([0.02, 0.3, 0.05, 0.2, 0.08, 0.04, 0.15, 0.01, 0.06, 0.03, 0.035, 0.025])

@@ -26,8 +26,8 @@ def draw(count: int, *, seed: int = 7, purpose: Purpose = Purpose.SAMPLE) -> np.
 @pytest.mark.parametrize(("counter", "key", "expected"), VECTORS)
 def test_published_vectors(counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]) -> None:
     """Known answers of the Random123 distribution, philox4x32 with 10 rounds."""
-    words = philox4x32(np.array([counter], dtype=np.uint64), np.array([key], dtype=np.uint64))
-    assert tuple(words[0].tolist()) == expected
+    words = philox4x32(np.array([counter, counter], dtype=np.uint64).T, np.array([key, key], dtype=np.uint64).T)
+    assert words.T.tolist() == [list(expected)] * 2
 
 
 def test_numbers_are_uniform_in_the_unit_interval() -> None:

@@ -24,12 +24,12 @@ def top_tokens(logits: Floats, k: int) -> tuple[Ints, Floats]:
     if k == 0:
         return np.zeros((num_rows, 0), dtype=np.int64), np.zeros((num_rows, 0), dtype=np.float32)
     threshold = np.partition(logits, vocab - k, axis=1)[:, vocab - k]
-    rows, ids = np.nonzero(logits >= threshold[:, None])
+    rows, ids = np.divmod(np.flatnonzero(logits >= threshold[:, None]), vocab)
     values = logits[rows, ids]
     order = np.lexsort((ids, -values, rows))
     first = np.searchsorted(rows, np.arange(num_rows))
     chosen = order[first[:, None] + np.arange(k)]
-    return ids[chosen].astype(np.int64), values[chosen]
+    return ids[chosen], values[chosen]
 
 
 def token_logprobs(logits: Floats, token_ids: Ints, num_top: Ints) -> list[TokenLogprobs]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from headrace.core.plan import Started, TokenLogprobs
 from headrace.core.sampling import SamplingParams
-from headrace.tensor.sampling.filters import Floats, Ints, keep_filtered, pick, to_weights
+from headrace.tensor.sampling.filters import Floats, Ints, pick, pick_filtered, to_weights
 from headrace.tensor.sampling.logprobs import token_logprobs
 from headrace.tensor.sampling.penalties import TokenCounts
 from headrace.tensor.sampling.philox import Purpose, uniform
@@ -166,19 +166,25 @@ class Sampler:
             best[edited], peak[edited] = _best(logits[edited])
             good &= np.isfinite(peak)
         token_ids = np.where(good, best, -1)
-        for chosen in (good & ~columns.greedy[slots] & columns.filtered[slots], good & ~columns.greedy[slots] & ~columns.filtered[slots]):
-            rows = np.flatnonzero(chosen)
-            if len(rows):
-                token_ids[rows] = self._draw(logits[rows], peak[rows], slots[rows], positions[rows])
+        random = np.flatnonzero(good & ~columns.greedy[slots])
+        if len(random):
+            token_ids[random] = self._draw(logits[random], peak[random], slots[random], positions[random])
         return token_ids, self._report(raw, asked, token_ids, slots)
 
     def _draw(self, logits: Floats, peak: Floats, slots: Ints, positions: Ints) -> Ints:
-        """Random rows that are all filtered or all unfiltered."""
         columns = self._columns
         weights = to_weights(logits, peak, columns.temperature[slots])
-        if columns.filtered[slots[0]]:
-            keep_filtered(weights, columns.top_k[slots], columns.top_p[slots], columns.min_p[slots])
-        return pick(weights, uniform(columns.seed[slots], columns.index[slots], positions, Purpose.SAMPLE))
+        u = uniform(columns.seed[slots], columns.index[slots], positions, Purpose.SAMPLE)
+        filtered = columns.filtered[slots]
+        plain = ~filtered
+        token_ids = np.zeros(len(slots), dtype=np.int64)
+        if plain.any():
+            token_ids[plain] = pick(weights if plain.all() else weights[plain], u[plain])
+        for row in np.flatnonzero(filtered):
+            slot = slots[row]
+            limits = int(columns.top_k[slot]), float(columns.top_p[slot]), float(columns.min_p[slot])
+            token_ids[row] = pick_filtered(weights[row], float(u[row]), *limits)
+        return token_ids
 
     def _report(self, raw: Floats, asked: Ints, token_ids: Ints, slots: Ints) -> list[TokenLogprobs | None]:
         entries: list[TokenLogprobs | None] = [None] * len(token_ids)
