@@ -105,13 +105,11 @@ class Tokenizer:
 
         A plain piece is spelled with ordinary tokens only, whatever it looks like; in the others control tokens are read as such.
         """
-        ordinary = iter(
-            self._batch([piece for piece, is_plain in pieces if piece and not is_plain], is_inner=bool(pieces and pieces[0][1]))
-        )
+        pieces = [(piece, is_plain) for piece, is_plain in pieces if piece]
+        ordinary = iter(self._batch([piece for piece, is_plain in pieces if not is_plain], is_inner=bool(pieces) and pieces[0][1]))
         ids: list[int] = []
         for piece, is_plain in pieces:
-            if piece:
-                ids += self._plain_ids(piece, field) if is_plain else next(ordinary)
+            ids += self._plain_ids(piece, field) if is_plain else next(ordinary)
         return ids
 
     def count(self, text: str, *, add_special_tokens: bool = False) -> int:
