@@ -1,0 +1,92 @@
+"""`headrace config check|show|init`: look at a configuration without starting anything."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.core.errors import ConfigError
+
+config_app = typer.Typer(help="Check, show or begin a configuration file.", no_args_is_help=True, rich_markup_mode=None)
+
+TEMPLATE = """\
+# Headrace: what `headrace serve --config FILE` starts. Every option: docs/config.md. Check it: headrace config check FILE
+# Environment variables win over this file (HEADRACE_GATEWAY__PORT=9000), flags win over both.
+
+models:
+  - name: {name}
+    replicas: 1                       # engine processes
+    engine:
+      model: {model}
+      # max_model_len: 4096           # shorter contexts leave room for more sequences
+      # max_num_seqs: 64              # sequences computed in one step
+      # memory_fraction: 0.5          # share of the available memory for weights and KV cache
+      # queue_policy: fcfs            # fcfs | priority | sjf | fair
+
+gateway:
+  host: 127.0.0.1                     # beyond loopback wants api_keys
+  port: 8000
+  # api_keys:                         # none: everybody on this machine may use it
+  #   - sha256: "{digest}"
+  #     tenant: acme                  # opaque: fairness, cache separation, log
+  #     priority: standard            # premium | standard | batch
+  #     weight: 1.0                   # share under queue_policy fair
+"""
+_EXAMPLE_DIGEST = "<hex digest of the key: printf %s KEY | sha256sum>"
+
+
+@config_app.command()
+def check(file: Annotated[Path, typer.Argument(help="YAML file.")]) -> None:
+    """Read a file (and the environment) as `serve` would, and say whether it holds."""
+    from headrace.cli.config import load
+
+    config = load(file, os.environ)
+    replicas = sum(model.replicas for model in config.models)
+    names = ", ".join(model.served_name for model in config.models)
+    print(f"{file}: ok. {len(config.models)} model(s) ({names}), {replicas} replica(s), {config.gateway.host}:{config.gateway.port}")
+
+
+@config_app.command()
+def show(file: Annotated[Path | None, typer.Argument(help="YAML file; default: the bundled model.")] = None) -> None:
+    """Print the whole configuration as `serve` would use it, defaults included and keys hidden."""
+    import yaml
+
+    from headrace.cli.bundled import default_folder
+    from headrace.cli.config import load
+
+    config = load(file, os.environ, default_model=None if file else str(default_folder()))
+    print(yaml.safe_dump(shown(config), sort_keys=False, allow_unicode=False), end="")
+
+
+@config_app.command()
+def init(file: Annotated[Path | None, typer.Argument(help="Where to write it; default: standard output.")] = None) -> None:
+    """Begin a configuration file with the options people turn first."""
+    from headrace.cli.bundled import DEFAULT_MODEL, default_folder
+
+    text = TEMPLATE.format(name=DEFAULT_MODEL, model=default_folder(), digest=_EXAMPLE_DIGEST)
+    if file is None:
+        print(text, end="")
+        return
+    try:
+        with file.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise ConfigError(str(file), f"cannot be written ({error.strerror})", "An existing file is left alone.") from error
+    print(f"{file}: written. Next: headrace serve --config {file}")
+
+
+def shown(value: object) -> object:
+    """A config as plain data; fields kept out of a repr are secrets, of which only the beginning of a digest is shown."""
+    if is_dataclass(value):
+        plain: dict[str, object] = {}
+        for item in fields(value):
+            inner = getattr(value, item.name)
+            if not item.repr and isinstance(inner, str):
+                inner = f"{inner[:8]}..." if inner and item.name == "sha256" else "(hidden)" if inner else ""
+            plain[item.name] = shown(inner)
+        return plain
+    return [shown(item) for item in value] if isinstance(value, tuple | list) else value

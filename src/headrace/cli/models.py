@@ -1,0 +1,104 @@
+"""`headrace models`: what can be served from here. Reads config.json and names of files; no weight is opened."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli.bundled import bundled_folders
+from headrace.core.errors import CheckpointError, ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRow:
+    """One model folder. max_model_len in tokens, weight_bytes as held in memory; `problem` says why it cannot be served."""
+
+    name: str
+    folder: str
+    architecture: str = ""
+    num_parameters: int = 0
+    max_model_len: int = 0
+    dtype: str = ""
+    weight_bytes: int = 0
+    adapters: tuple[str, ...] = ()
+    problem: str = ""
+
+
+def models(
+    folder: Annotated[
+        Path | None, typer.Argument(help="A model folder, or a folder of model folders; default: the bundled models.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """List the bundled models, or those of a folder."""
+    folders = bundled_folders() if folder is None else model_folders(folder)
+    rows = [describe_folder(path) for path in folders]
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    for row in rows:
+        print("\n".join(shown(row)))
+
+
+def model_folders(folder: Path) -> list[Path]:
+    """The folder itself, or its children that hold a config.json. Raises ConfigError when there is none."""
+    if (folder / "config.json").is_file():
+        return [folder]
+    found = sorted(path.parent for path in folder.glob("*/config.json")) if folder.is_dir() else []
+    if not found:
+        raise ConfigError(str(folder), "no model folder", "A model folder holds config.json, tokenizer.json and *.safetensors.")
+    return found
+
+
+def describe_folder(folder: Path) -> ModelRow:
+    """Facts of one folder; a folder that cannot be served is a row that says why."""
+    from headrace.tensor.models import describe
+
+    adapters = adapter_names(folder)
+    try:
+        found = describe(folder)
+    except (CheckpointError, ConfigError) as error:
+        return ModelRow(name=folder.name, folder=str(folder), adapters=adapters, problem=str(error))
+    return ModelRow(
+        name=folder.name,
+        folder=str(folder),
+        architecture=found.architecture,
+        num_parameters=found.num_parameters,
+        max_model_len=found.max_model_len,
+        dtype=found.dtype_name,
+        weight_bytes=found.resident_bytes,
+        adapters=adapters,
+        problem="" if any(folder.glob("*.safetensors")) else "no safetensors file; --load-format dummy serves random weights",
+    )
+
+
+def adapter_names(folder: Path) -> tuple[str, ...]:
+    """PEFT adapters inside the folder, and those in an `adapters` folder beside it that name it as their base."""
+    inside = [*folder.glob("*/adapter_config.json"), *folder.glob("adapters/*/adapter_config.json")]
+    beside = [path for path in folder.parent.glob("adapters/*/adapter_config.json") if _base_name(path) == folder.name]
+    return tuple(sorted(path.parent.name for path in [*inside, *beside]))
+
+
+def _base_name(adapter_config: Path) -> str:
+    try:
+        base = json.loads(adapter_config.read_bytes()).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return str(base).rstrip("/").rpartition("/")[2]
+
+
+def shown(row: ModelRow) -> list[str]:
+    """Lines for people."""
+    lines = [f"{row.name}  {row.folder}"]
+    if row.architecture:
+        size = f"{row.num_parameters / 1e6:,.1f} M parameters, {row.weight_bytes / 2**20:,.1f} MiB as {row.dtype}"
+        lines.append(f"  {row.architecture}, {size}, context {row.max_model_len} tokens")
+    if row.adapters:
+        lines.append(f"  adapters: {', '.join(row.adapters)}")
+    if row.problem:
+        lines.append(f"  {row.problem}")
+    return lines

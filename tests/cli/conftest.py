@@ -1,0 +1,16 @@
+"""What the command tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A folder that looks like a model to whoever only checks that it is one."""
+    folder = tmp_path / "some-model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder

@@ -1,0 +1,140 @@
+"""File, environment, flags: what wins, what is refused, and how it is said."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.config import ServeConfig, is_hub_id, is_loopback, load
+from headrace.core.errors import ConfigError
+
+
+def load_text(tmp_path: Path, text: str, environment: dict[str, str] | None = None, **flags: object) -> ServeConfig:
+    file = tmp_path / "headrace.yaml"
+    file.write_text(text)
+    return load(file, environment or {}, {path.replace("__", "."): value for path, value in flags.items()})
+
+
+def refusal(tmp_path: Path, text: str, environment: dict[str, str] | None = None, **flags: object) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_text(tmp_path, text, environment, **flags)
+    return caught.value
+
+
+def test_file_is_decoded_into_every_packages_own_config(tmp_path: Path, model_folder: Path) -> None:
+    text = f"""
+models:
+  - name: small
+    aliases: [s, tiny]
+    replicas: 2
+    engine: {{model: {model_folder}, max_num_seqs: 8, queue_policy: fair}}
+  - engine: {{model: {model_folder}}}
+gateway:
+  port: 9000
+  limits: {{max_messages: 5}}
+  api_keys:
+    - {{key: a-long-enough-key, tenant: acme, priority: premium, weight: 2}}
+"""
+    config = load_text(tmp_path, text)
+    small, other = config.models
+    assert (small.served_name, small.aliases, small.replica_names) == ("small", ("s", "tiny"), ("small-0", "small-1"))
+    assert (small.engine.max_num_seqs, small.engine.queue_policy) == (8, "fair")
+    assert other.served_name == "some-model"
+    assert (config.gateway.port, config.gateway.limits.max_messages, config.gateway.limits.max_prompts) == (9000, 5, 64)
+    key = config.gateway.api_keys[0]
+    assert (key.tenant, key.priority, key.weight, key.key) == ("acme", "premium", 2.0, "")
+    assert key.sha256 == hashlib.sha256(b"a-long-enough-key").hexdigest()
+    addressed = config.gateway_with(lambda name: f"unix:/x/{name}")
+    assert [replica.address for replica in addressed.models[0].replicas] == ["unix:/x/small-0", "unix:/x/small-1"]
+
+
+def test_environment_wins_over_the_file_and_flags_over_both(tmp_path: Path, model_folder: Path) -> None:
+    text = f"models: [{{engine: {{model: {model_folder}, seed: 1, max_num_seqs: 4}}}}]\ngateway: {{port: 1000}}"
+    environment = {
+        "HEADRACE_MODELS__0__ENGINE__SEED": "2",
+        "HEADRACE_GATEWAY__PORT": "2000",
+        "HEADRACE_GATEWAY__API_KEYS__0__KEY": "1234567890",
+        "HEADRACE_CACHE_DIR": "/not/configuration",
+        "OTHER__PORT": "1",
+    }
+    config = load_text(tmp_path, text, environment, gateway__port=3000, model__engine__max_num_seqs=None)
+    assert (config.models[0].engine.seed, config.models[0].engine.max_num_seqs, config.gateway.port) == (2, 4, 3000)
+    assert config.gateway.api_keys[0].sha256 == hashlib.sha256(b"1234567890").hexdigest()  # digits stay a string where one is wanted
+
+
+def test_default_model_is_served_when_nothing_names_one(tmp_path: Path, model_folder: Path) -> None:
+    config = load(None, {}, {"model.engine.seed": 5}, default_model=str(model_folder))
+    assert (config.models[0].engine.model, config.models[0].engine.seed) == (str(model_folder), 5)
+    assert config.models[0].served_name == "some-model"
+    named = load(None, {}, {"model.engine.model": str(model_folder), "model.name": "mine"}, default_model="/nowhere")
+    assert named.models[0].served_name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "what"),
+    [
+        ("models: [{engine: {model: M, max_num_seq: 1}}]", "models[0].engine.max_num_seq", "Did you mean max_num_seqs?"),
+        ("gatway: {}", "gatway", "Did you mean gateway?"),
+        ("models: [{engine: {model: M}}]\ngateway: {limits: {max_body: 1}}", "gateway.limits.max_body", "Did you mean max_body_bytes?"),
+        ("models: [{engine: {model: M, max_num_seqs: many}}]", "models[0].engine.max_num_seqs", "expected int, got str"),
+        ("models: [{engine: {model: M, max_num_seqs: 0}}]", "models[0].engine.max_num_seqs", "0 is outside 1..4096"),
+        ("models: [{engine: {model: M, dtype: int8}}]", "models[0].engine.dtype", "'int8' is not one of"),
+        ("models: [{engine: {model: M}, replicas: 0}]", "models[0].replicas", "0 is outside 1..64"),
+        ("models: [{engine: {model: /absent}}]", "models[0].engine.model", "not a folder with a config.json"),
+        ("models: [{engine: {}}]", "models[0].engine", "missing required field model"),
+        ("models: []", "models", "is empty"),
+        ("models: [{engine: {model: M}, name: a}, {engine: {model: M}, name: a}]", "models[1].name", "is served twice"),
+        ("models: [{engine: {model: M}}]\ngateway: {models: []}", "gateway.models", "Declare models at the top level"),
+        ("models: [{engine: {model: M}}]\ngateway: {port: 70000}", "gateway.port", "outside 0..65535"),
+        ("models: [{engine: {model: M}}]\ngateway: {api_keys: [{key: short}]}", "gateway.api_keys[0].key", "shorter than"),
+        ("models: [{engine: {model: M}}]\ngateway: {host: 0.0.0.0}", "gateway.host", "--api-key"),
+        ("models: [{engine: {model: M, device: cuda}}]", "models[0].engine.device", "--experimental"),
+        ("models: [{engine: {model: M}}]\nmodels: []", "headrace.yaml:2:1", "given twice"),
+        ("models: [{engine: &a {model: M}}, {engine: *a}]", "headrace.yaml", "aliases"),
+        ("models: !!python/object/apply:os.system [id]", "headrace.yaml:1:9", "not valid YAML"),
+        ("models: [", "headrace.yaml:1:10", "not valid YAML"),
+        ("just a string", "headrace.yaml", "not a mapping"),
+    ],
+)
+def test_wrong_files_are_refused_with_path_and_remedy(tmp_path: Path, model_folder: Path, text: str, where: str, what: str) -> None:
+    error = refusal(tmp_path, text.replace("model: M", f"model: {model_folder}"))
+    assert error.where.endswith(where), error
+    assert what in str(error), error
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("HEADRACE_GATEWAY__PROT", "1", "Did you mean port?"),
+        ("HEADRACE_GATEWAY__PORT", "many", "expected int"),
+        ("HEADRACE_GATEWAY__PORT__X", "1", "nothing can be set at 'x'"),
+        ("HEADRACE_MODELS__7__NAME", "x", "filled in order"),
+        ("HEADRACE_SERVER__PORT", "1", "not a known key"),
+    ],
+)
+def test_wrong_variables_are_refused_by_name(tmp_path: Path, model_folder: Path, name: str, value: str, what: str) -> None:
+    assert what in str(refusal(tmp_path, f"models: [{{engine: {{model: {model_folder}}}}}]", {name: value}))
+
+
+def test_flag_of_one_model_is_refused_when_the_file_declares_several(tmp_path: Path, model_folder: Path) -> None:
+    text = f"models: [{{name: a, engine: {{model: {model_folder}}}}}, {{name: b, engine: {{model: {model_folder}}}}}]"
+    error = refusal(tmp_path, text, model__engine__max_model_len=5)
+    assert "--max-model-len" in str(error)
+    assert "declares 2 models" in str(error)
+    assert load_text(tmp_path, text, gateway__port=5).gateway.port == 5
+
+
+def test_open_server_beyond_loopback_must_be_said(tmp_path: Path, model_folder: Path) -> None:
+    text = f"models: [{{engine: {{model: {model_folder}}}}}]\ngateway: {{host: '::'}}\n"
+    assert refusal(tmp_path, text).where == "gateway.host"
+    assert load_text(tmp_path, text + "allow_open: true").gateway.host == "::"
+    assert load_text(tmp_path, text, {"HEADRACE_GATEWAY__API_KEYS__0__KEY": "a-long-enough-key"}).gateway.api_keys
+
+
+def test_names_of_hosts_and_hubs() -> None:
+    assert all(is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost"))
+    assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", ""))
+    assert is_hub_id("Qwen/Qwen3-0.6B")
+    assert not any(is_hub_id(name) for name in ("/a/b", "./a", "a/b/c", "name", "~/x"))

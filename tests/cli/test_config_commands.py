@@ -1,0 +1,67 @@
+"""`headrace config`: what is printed, what is hidden, what is left alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from headrace.cli import config_commands
+from headrace.cli.config import load
+from headrace.cli.config_commands import check, init, show, shown
+from headrace.core.errors import ConfigError
+
+KEY = "a-long-enough-key"
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.cli.config_commands.os.environ", {})
+
+
+def write(tmp_path: Path, model_folder: Path) -> Path:
+    file = tmp_path / "h.yaml"
+    file.write_text(f"models: [{{engine: {{model: {model_folder}}}}}]\ngateway: {{api_keys: [{{key: {KEY}}}], salt_key: abcd}}\n")
+    return file
+
+
+def test_check_says_what_would_be_served(tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check(write(tmp_path, model_folder))
+    assert "ok. 1 model(s) (some-model), 1 replica(s), 127.0.0.1:8000" in capsys.readouterr().out
+
+
+def test_show_prints_everything_but_secrets(tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show(write(tmp_path, model_folder))
+    text = capsys.readouterr().out
+    assert KEY not in text
+    assert "abcd" not in text
+    data = yaml.safe_load(text)
+    assert data["gateway"]["salt_key"] == "(hidden)"
+    assert len(data["gateway"]["api_keys"][0]["sha256"]) == 11
+    assert data["models"][0]["engine"]["max_num_seqs"] == 64
+
+
+def test_init_writes_a_file_that_holds_and_overwrites_none(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("headrace.cli.bundled.default_folder", lambda: model_folder)
+    file = tmp_path / "new.yaml"
+    init(file)
+    config = load(file, {})
+    assert shown(config) == shown(load(None, {}, {"model.name": "headrace-tiny"}, default_model=str(model_folder)))
+    with pytest.raises(ConfigError, match="left alone"):
+        init(file)
+    init(None)
+    assert file.read_text() in capsys.readouterr().out
+
+
+def test_options_named_in_the_template_exist(tmp_path: Path, model_folder: Path) -> None:
+    text = config_commands.TEMPLATE.format(name="x", model=model_folder, digest="0" * 64)
+    uncommented = "\n".join(re.sub(r"^( +)# ", r"\1", line) for line in text.splitlines())
+    file = tmp_path / "all.yaml"
+    file.write_text(uncommented)
+    config = load(file, {})
+    assert config.models[0].engine.max_model_len == 4096
+    assert config.gateway.api_keys[0].tenant == "acme"
