@@ -1,9 +1,10 @@
-"""SIGTERM and SIGINT as futures, the same in every process of a deployment."""
+"""SIGTERM and SIGINT as futures, the same in every process of a deployment, and the wait for whichever comes first."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+from typing import Any
 
 
 class StopSignals:
@@ -31,3 +32,8 @@ class StopSignals:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+async def first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
+    """Returns when one of them is done, or after `timeout_s`; cancels none and raises nothing of theirs."""
+    await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

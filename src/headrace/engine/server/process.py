@@ -13,13 +13,13 @@ import sys
 import threading
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.engine.server.config import ProcessConfig
 from headrace.engine.server.service import EngineService, OutboxBridge, ServedEngine, Updates
 from headrace.wire.leash import Leash
-from headrace.wire.stop_signals import StopSignals
+from headrace.wire.stop_signals import StopSignals, first_of
 from headrace.wire.target import parse_target
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -
     try:
         target = parse_target(config.address, config.token)
         thread = LoopThread(make_engine, bridge)
-        await _first_of(thread.built, stop.hard)
+        await first_of(thread.built, stop.hard)
         if not thread.built.done():
             return ExitCode.INTERRUPTED
         engine = thread.built.result()
@@ -136,14 +136,14 @@ def _refuse(leash: Leash, reason: str, code: ExitCode) -> ExitCode:
 
 
 async def _until_end(service: EngineService, thread: LoopThread, stop: StopSignals, config: ProcessConfig, leash: Leash) -> ExitCode:
-    await _first_of(thread.ended, stop.soft, stop.hard, service.heartbeat)
+    await first_of(thread.ended, stop.soft, stop.hard, service.heartbeat)
     if thread.ended.done() or service.heartbeat.done():
         error = thread.ended.result() if thread.ended.done() else service.heartbeat.exception()
         leash.failed(f"the engine died: {error!r:.500}", can_retry=True)
         return ExitCode.ENGINE_DIED
     service.drain(stop.soft.result() if stop.soft.done() else "stopping")
     settling = asyncio.ensure_future(service.settled(config.drain_timeout_s))
-    await _first_of(settling, stop.hard, thread.ended)
+    await first_of(settling, stop.hard, thread.ended)
     if not settling.done() or not settling.result():
         settling.cancel()
         log.warning("leaving with %d requests open", service.num_open)
@@ -151,8 +151,3 @@ async def _until_end(service: EngineService, thread: LoopThread, stop: StopSigna
     thread.built.result().stop()
     await asyncio.wait([thread.ended], timeout=JOIN_S)
     return ExitCode.DRAINED
-
-
-async def _first_of(*futures: asyncio.Future[Any]) -> None:
-    """Returns when one of them is done; cancels none."""
-    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)

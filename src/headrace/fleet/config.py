@@ -1,0 +1,78 @@
+"""What a deployment on one machine consists of: models, their replicas, one gateway. Decoded and composed by the command line."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace.core.errors import ConfigError
+
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,255}")
+MAX_REPLICAS = 64
+COMMAND = (sys.executable, "-m", "headrace.cli.main")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One served model.
+
+    name      what clients call it
+    folder    its local folder, resolved (`fleet.weights.resolve_model`)
+    aliases   other names for it
+    replicas  engine processes, each with its own copy of the weights
+    engine    options of `engine.config.EngineConfig` beside `model`, checked by whoever decoded them and again by the engine
+    """
+
+    name: str
+    folder: Path
+    aliases: tuple[str, ...] = ()
+    replicas: int = 1
+    engine: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig:
+    """Everything the supervisor reads.
+
+    models           at least one
+    gateway          keys of the gateway's own file beside `models` (host, port, api_keys, limits, ...)
+    drain_timeout_s  after SIGTERM: how long running requests may take
+    run_dir          parent of this deployment's private directory; None: XDG_RUNTIME_DIR, else the temporary directory
+    engine_command, gateway_command   started with `--config FILE --parent-fd N` appended
+    """
+
+    models: tuple[ModelSpec, ...]
+    gateway: Mapping[str, object] = field(default_factory=dict)
+    drain_timeout_s: float = 30.0
+    run_dir: Path | None = None
+    engine_command: tuple[str, ...] = (*COMMAND, "engine")
+    gateway_command: tuple[str, ...] = (*COMMAND, "gateway")
+
+    def checked(self) -> FleetConfig:
+        """This value if its rules hold. Raises ConfigError."""
+        if not self.models:
+            raise ConfigError("models", "is empty", "Declare at least one model.")
+        names: set[str] = set()
+        for index, model in enumerate(self.models):
+            _check_model(f"models[{index}]", model, names)
+        if "models" in self.gateway:
+            raise ConfigError("gateway.models", "is not a key of this file", "Models are declared once, under `models`.")
+        if not 0 <= self.drain_timeout_s <= 86400:
+            raise ConfigError("drain_timeout_s", f"{self.drain_timeout_s} is outside 0..86400 seconds")
+        return self
+
+
+def _check_model(where: str, model: ModelSpec, names: set[str]) -> None:
+    for name in (model.name, *model.aliases):
+        if MODEL_NAME.fullmatch(name) is None:
+            raise ConfigError(f"{where}.name", f"{name!r} is not a model name", "Letters, digits and ._/:@- only, at most 256.")
+        if name in names:
+            raise ConfigError(f"{where}.name", f"{name!r} is served twice")
+        names.add(name)
+    if not 1 <= model.replicas <= MAX_REPLICAS:
+        raise ConfigError(f"{where}.replicas", f"{model.replicas} is outside 1..{MAX_REPLICAS}")
+    if "model" in model.engine:
+        raise ConfigError(f"{where}.engine.model", "is not an option here", "The model's folder is `path`.")

@@ -1,0 +1,113 @@
+"""The private directory of one deployment and the files its processes are started with.
+
+Sockets and configuration (which holds keys) live in one directory of mode 0700 with a short path: a Unix socket's name has 107 bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.core.errors import ConfigError
+from headrace.fleet.config import FleetConfig
+
+MAX_DIR_BYTES = 90
+"""Leaves room for the file names inside."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFiles:
+    """One engine process: its name, its model's, where it will listen and the file it reads."""
+
+    name: str
+    model: str
+    address: str
+    config: Path
+
+
+@contextmanager
+def run_dir(parent: Path | None) -> Iterator[Path]:
+    """A fresh directory of ours alone, removed at the end. Raises ConfigError when its path is too long or its parent unusable."""
+    base = parent or _default_parent()
+    try:
+        path = Path(tempfile.mkdtemp(prefix="headrace-", dir=base))
+    except OSError as error:
+        raise ConfigError("run_dir", f"no directory can be made in {base}: {error.strerror}") from error
+    try:
+        if len(os.fsencode(path)) > MAX_DIR_BYTES:
+            raise ConfigError(
+                "run_dir", f"{path} has more than {MAX_DIR_BYTES} bytes", "Sockets need a short path: choose another run_dir."
+            )
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def write_engine_files(config: FleetConfig, folder: Path) -> list[ReplicaFiles]:
+    """One file per replica, in the order of the models."""
+    replicas: list[ReplicaFiles] = []
+    for model in config.models:
+        for index in range(model.replicas):
+            number = len(replicas)
+            replica = ReplicaFiles(
+                name=f"{re.sub(r'[^A-Za-z0-9._-]', '-', model.name)[:100]}-{index}",
+                model=model.name,
+                address=f"unix:{folder / f'e{number}.sock'}",
+                config=folder / f"e{number}.json",
+            )
+            content = {
+                "replica": replica.name,
+                "address": replica.address,
+                "drain_timeout_s": config.drain_timeout_s,
+                "engine": {**model.engine, "model": str(model.folder)},
+            }
+            _write(replica.config, content)
+            replicas.append(replica)
+    return replicas
+
+
+def write_gateway_file(config: FleetConfig, replicas: list[ReplicaFiles], folder: Path) -> Path:
+    """The gateway's file: its own options, and where each model's replicas listen."""
+    models = [
+        {
+            "name": model.name,
+            "folder": str(model.folder),
+            "aliases": list(model.aliases),
+            "replicas": [{"name": replica.name, "address": replica.address} for replica in replicas if replica.model == model.name],
+        }
+        for model in config.models
+    ]
+    path = folder / "gateway.json"
+    _write(path, {**config.gateway, "models": models, "timeouts": _with_drain(config)})
+    return path
+
+
+def _with_drain(config: FleetConfig) -> dict[str, object]:
+    given = config.gateway.get("timeouts", {})
+    if not isinstance(given, Mapping):
+        raise ConfigError("gateway.timeouts", "is not a map of names to seconds")
+    # Zero would mean no time at all to end a stream orderly; the gateway asks for a positive number.
+    return {"drain_s": max(config.drain_timeout_s, 0.1), **given}
+
+
+def _write(path: Path, content: Mapping[str, object]) -> None:
+    path.touch(mode=0o600)
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def _default_parent() -> Path:
+    """XDG_RUNTIME_DIR when it is what the standard says (ours, closed to others), else the temporary directory."""
+    given = os.environ.get("XDG_RUNTIME_DIR")
+    if given and os.path.isdir(given):
+        info = os.stat(given)
+        if info.st_uid == os.geteuid() and not stat.S_IMODE(info.st_mode) & 0o077 and len(os.fsencode(given)) < MAX_DIR_BYTES - 20:
+            return Path(given)
+    return Path(tempfile.gettempdir())

@@ -1,0 +1,120 @@
+"""Keeps one process running: starts it, starts it again when it dies, gives up when it cannot start at all.
+
+A process that never served and says its configuration or weights are at fault, or dies MAX_START_FAILURES times, is given up: the reason
+goes to whoever started the fleet. One that has served is started again for ever, with a pause that doubles up to LAST_PAUSE_S and falls
+back after STABLE_S of service: other replicas serve on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from signal import Signals
+
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.fleet.launcher import Child, Launcher
+from headrace.wire.stop_signals import first_of
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.1
+LAST_PAUSE_S = 10.0
+STABLE_S = 30.0
+MAX_START_FAILURES = 3
+
+
+class FleetFailed(HeadraceError):
+    """A process of the fleet cannot be kept running; names it and its reason."""
+
+
+class Keeper:
+    """One role of the fleet, whichever process fills it at the moment.
+
+    ready    set once it has served for the first time; `facts` holds what the running process told
+    """
+
+    def __init__(self, label: str, command: Sequence[str], launcher: Launcher, *, forward: bool) -> None:
+        self.label = label
+        self.ready = asyncio.Event()
+        self.facts: dict[str, object] = {}
+        self.num_starts = 0
+        self._command = tuple(command)
+        self._launcher = launcher
+        self._forward = forward
+        self._child: Child | None = None
+        self._stopping = asyncio.Event()
+
+    @property
+    def status(self) -> int | None:
+        """How the last process ended; negative: the signal. None while it runs."""
+        return self._child.exited.result() if self._child is not None and self._child.exited.done() else None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running process."""
+        return self._child.pid if self._child is not None and not self._child.exited.done() else None
+
+    def stop(self) -> None:
+        """Asks the process to drain and starts no other; `keep` returns when it has left."""
+        self._stopping.set()
+        if self._child is not None:
+            self._child.terminate()
+
+    async def keep(self) -> None:
+        """Until `stop`. Raises ConfigError or FleetFailed when there is no use in going on. Leaves no process behind."""
+        pause_s = FIRST_PAUSE_S
+        num_failures = 0
+        while not self._stopping.is_set():
+            lived_s = await self._run_once()
+            if self._stopping.is_set():
+                return
+            if not self.ready.is_set():
+                num_failures += 1
+                self._give_up_if_hopeless(num_failures)
+            pause_s = FIRST_PAUSE_S if lived_s > STABLE_S else min(2 * pause_s, LAST_PAUSE_S)
+            log.warning("%s %s; starting it again in %.1f s", self.label, self._reason(), pause_s)
+            await self._pause(pause_s)
+
+    async def _run_once(self) -> float:
+        """One process from start to end; the seconds it served."""
+        loop = asyncio.get_running_loop()
+        self.num_starts += 1
+        self._child = child = await self._launcher.launch(self.label, self._command, forward=self._forward)
+        try:
+            if self._stopping.is_set():
+                child.terminate()
+            await first_of(child.ready, child.exited)
+            since = loop.time()
+            if child.ready.done() and not child.ready.cancelled():
+                self.facts = child.ready.result()
+                self.ready.set()
+            await asyncio.shield(child.exited)
+            return loop.time() - since
+        finally:
+            if not child.exited.done():
+                child.kill()
+                await child.exited
+
+    def _give_up_if_hopeless(self, num_failures: int) -> None:
+        failure = self._child.failure if self._child is not None else None
+        if failure is not None and not failure.can_retry:
+            raise ConfigError(self.label, failure.reason.rstrip("."))
+        if num_failures >= MAX_START_FAILURES:
+            raise FleetFailed(f"{self.label} {self._reason()}; it was started {num_failures} times and never served.")
+
+    def _reason(self) -> str:
+        """How the last process ended, as a verb phrase."""
+        if self._child is None:
+            return "was never started"
+        if self._child.failure is not None:
+            return f"ended: {self._child.failure.reason}"
+        status = self._child.exited.result()
+        return f"was killed by {Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+        except TimeoutError:
+            return

@@ -1,0 +1,162 @@
+"""Starts one process on this machine, in a session of its own, on the supervisor's leash, its output labelled.
+
+A child says through the leash that it is ready or why it refuses (`wire.leash`); what it prints goes to our stderr with its label before
+each line, or straight through where there is no label.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol, TextIO
+
+MAX_LINE_BYTES = 2**16
+LAST_WORDS_S = 2.0
+"""How long the output and the leash of a child that ended are read on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a child ended, in its own words. can_retry False: it would fail again."""
+
+    reason: str
+    can_retry: bool
+
+
+class Child:
+    """A running process.
+
+    ready    done with the facts the child told once it served; cancelled when it ended before
+    exited   done with its exit status (negative: the signal) after its last words were read
+    failure  what it said of its end, if it said something
+    """
+
+    def __init__(self, label: str, process: asyncio.subprocess.Process, leash: socket.socket, output: TextIO) -> None:
+        self.label = label
+        self.failure: Failure | None = None
+        self.ready: asyncio.Future[dict[str, object]] = asyncio.get_running_loop().create_future()
+        self._process = process
+        self._output = output
+        self._leash = leash
+        self.exited: asyncio.Task[int] = asyncio.create_task(self._live(), name=f"child {label}")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def terminate(self) -> None:
+        """Asks it to drain and leave."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends it and everything it started."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    async def _live(self) -> int:
+        pumps = [asyncio.create_task(self._read_leash())]
+        if self._process.stdout is not None:
+            pumps.append(asyncio.create_task(self._forward(self._process.stdout)))
+        try:
+            status = await self._process.wait()
+            await asyncio.wait(pumps, timeout=LAST_WORDS_S)
+            return status
+        finally:
+            self.kill()
+            self.ready.cancel()
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def _read_leash(self) -> None:
+        reader, writer = await asyncio.open_connection(sock=self._leash)
+        try:
+            async for line in reader:
+                self._take(line)
+        except (ConnectionError, ValueError):
+            return  # it died in the middle of a word; its exit status tells the rest
+        finally:
+            writer.close()
+
+    def _take(self, line: bytes) -> None:
+        message = json.loads(line)
+        if message.get("event") == "ready" and not self.ready.done():
+            self.ready.set_result(message)
+        elif message.get("event") == "failed":
+            self.failure = Failure(str(message.get("reason")), bool(message.get("can_retry")))
+
+    async def _forward(self, stream: asyncio.StreamReader) -> None:
+        """Line by line, a partial one when it grows too long or the stream ends."""
+        rest = b""
+        while chunk := await stream.read(MAX_LINE_BYTES):
+            *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) > MAX_LINE_BYTES:
+                lines, rest = [*lines, rest], b""
+            self._print(lines)
+        if rest:
+            self._print([rest])
+
+    def _print(self, lines: Sequence[bytes]) -> None:
+        text = "".join(f"[{self.label}] {line.decode('utf-8', 'replace')}\n" for line in lines)
+        self._output.write(text)
+        self._output.flush()
+
+
+class Launcher(Protocol):
+    """Starts a process somewhere. `ProcessLauncher` does it here; other machines are other implementations."""
+
+    async def launch(self, label: str, command: Sequence[str], *, forward: bool) -> Child: ...
+
+
+class ProcessLauncher:
+    """Child processes of this one."""
+
+    def __init__(self, *, environment: Mapping[str, str] | None = None, output: TextIO | None = None) -> None:
+        """
+        environment  added to our own
+        output       where labelled lines go; stderr by default
+        """
+        # gRPC's C core prints its own INFO lines to stderr otherwise.
+        self._environment = {"GRPC_VERBOSITY": "ERROR", "PYTHONUNBUFFERED": "1", **os.environ, **(environment or {})}
+        self._output = output or sys.stderr
+
+    async def launch(self, label: str, command: Sequence[str], *, forward: bool) -> Child:
+        """
+        command  without the leash, which is appended as `--parent-fd N`
+        forward  True: its output is labelled; False: it writes to our stdout and stderr itself
+
+        Raises: OSError when the program cannot be started.
+        """
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                "--parent-fd",
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE if forward else None,
+                stderr=asyncio.subprocess.STDOUT if forward else None,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env=self._environment,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return Child(label, process, ours, self._output)

@@ -1,0 +1,123 @@
+"""The supervisor: one gateway and one engine process per replica, kept running, and taken down in order.
+
+SIGTERM or SIGINT drains: first the gateway, which takes no new work and lets running streams finish, then the engines. A second signal
+ends everything at once. When the supervisor itself is killed, its leashes break and the children leave by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from headrace.fleet.config import FleetConfig
+from headrace.fleet.files import ReplicaFiles, run_dir, write_engine_files, write_gateway_file
+from headrace.fleet.keeper import Keeper
+from headrace.fleet.launcher import Launcher, ProcessLauncher
+from headrace.wire.stop_signals import StopSignals, first_of
+
+log = logging.getLogger(__name__)
+
+GATEWAY_GRACE_S = 5.0
+"""Beyond the drain time, for the gateway to close what is left."""
+
+ENGINE_GRACE_S = 10.0
+"""For engines after the gateway has left: nothing runs any more, weights are let go."""
+
+
+class FleetExit(IntEnum):
+    DRAINED = 0
+    CUT = 75
+    """A second signal, or the drain time was over: running requests were cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetReady:
+    """Everything serves.
+
+    gateway   what the gateway told: "url" and whatever it adds
+    replicas  name -> what each engine told: "address", "instance_id", "decided" (lines for people)
+    """
+
+    gateway: Mapping[str, object]
+    replicas: Mapping[str, Mapping[str, object]]
+
+
+class Supervisor:
+    """Owns every process of one deployment for the length of `run`."""
+
+    def __init__(
+        self, config: FleetConfig, *, launcher: Launcher | None = None, on_ready: Callable[[FleetReady], None] | None = None
+    ) -> None:
+        """on_ready  called once, when the gateway and every replica have served for the first time"""
+        self._config = config.checked()
+        self._launcher = launcher or ProcessLauncher()
+        self._on_ready = on_ready
+        self.engines: list[Keeper] = []
+        self.gateway: Keeper | None = None
+
+    async def run(self) -> FleetExit:
+        """Until drained. Raises ConfigError or FleetFailed when a process cannot be kept running. Leaves no process behind."""
+        stop = StopSignals()
+        try:
+            with run_dir(self._config.run_dir) as folder:
+                return await self._run_in(folder, stop)
+        finally:
+            stop.close()
+
+    async def _run_in(self, folder: Path, stop: StopSignals) -> FleetExit:
+        replicas = write_engine_files(self._config, folder)
+        gateway = self.gateway = self._gateway_keeper(write_gateway_file(self._config, replicas, folder))
+        self.engines = [self._engine_keeper(replica) for replica in replicas]
+        tasks = [asyncio.create_task(keeper.keep(), name=keeper.label) for keeper in (gateway, *self.engines)]
+        announcing = asyncio.create_task(self._announce(gateway))
+        try:
+            await first_of(*tasks, stop.soft, stop.hard)
+            for task in tasks:
+                if task.done():
+                    task.result()
+            return await self._drain(gateway, tasks, stop)
+        finally:
+            for task in [announcing, *tasks]:
+                task.cancel()
+            await asyncio.gather(announcing, *tasks, return_exceptions=True)
+
+    def _gateway_keeper(self, path: Path) -> Keeper:
+        # Unlabelled: its standard output is the request log, one JSON object per line.
+        return Keeper("gateway", (*self._config.gateway_command, "--config", str(path)), self._launcher, forward=False)
+
+    def _engine_keeper(self, replica: ReplicaFiles) -> Keeper:
+        command = (*self._config.engine_command, "--config", str(replica.config))
+        return Keeper(replica.name, command, self._launcher, forward=True)
+
+    async def _announce(self, gateway: Keeper) -> None:
+        for keeper in (gateway, *self.engines):
+            await keeper.ready.wait()
+        if self._on_ready is not None:
+            self._on_ready(FleetReady(gateway.facts, {keeper.label: keeper.facts for keeper in self.engines}))
+
+    async def _drain(self, gateway: Keeper, tasks: list[asyncio.Task[None]], stop: StopSignals) -> FleetExit:
+        """Gateway first, so that no stream loses its engine while it may still finish."""
+        log.info("draining: no new work, running requests have %g s", self._config.drain_timeout_s)
+        gateway.stop()
+        left = await _ended(tasks[:1], stop, self._config.drain_timeout_s + GATEWAY_GRACE_S)
+        for engine in self.engines:
+            engine.stop()
+        left = await _ended(tasks[1:], stop, ENGINE_GRACE_S) and left
+        was_cut = gateway.ready.is_set() and gateway.status != 0
+        return FleetExit.DRAINED if left and not was_cut else FleetExit.CUT
+
+
+async def _ended(tasks: list[asyncio.Task[None]], stop: StopSignals, timeout_s: float) -> bool:
+    """True when all have ended in time and nobody asked twice."""
+    everything = asyncio.gather(*tasks, return_exceptions=True)
+    await first_of(everything, stop.hard, timeout_s=timeout_s)
+    return everything.done()
+
+
+def run_fleet(config: FleetConfig, *, on_ready: Callable[[FleetReady], None] | None = None) -> FleetExit:
+    """Runs a deployment in the foreground until it is drained. Raises ConfigError or FleetFailed with the failing process's reason."""
+    return asyncio.run(Supervisor(config, on_ready=on_ready).run())

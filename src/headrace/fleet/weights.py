@@ -1,0 +1,70 @@
+"""From a model's name to a local folder: bundled, a folder already here, or a hub id through huggingface_hub's cache.
+
+Engines get local paths only. From a hub, nothing but weights in safetensors and text files is ever fetched: no pickles, no code.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from headrace.core.errors import ConfigError
+
+BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
+NAME = re.compile(r"[A-Za-z0-9._/-]{1,256}")
+HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
+ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt")
+NEVER_FETCHED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.py", "*.gguf", "*.onnx")
+
+
+def resolve_model(name_or_path: str, *, bundled: Path = BUNDLED) -> Path:
+    """The folder of a model, fetched first if its name is a hub id that is not in the cache.
+
+    A bundled name wins over a folder of the same name in the working directory: write ./name for that one.
+
+    Raises: ConfigError when there is no such model, the name cannot be one, or the hub cannot be reached.
+    """
+    if not name_or_path or "\0" in name_or_path:
+        raise ConfigError("model", f"{name_or_path!r} is not a name or a path")
+    if (found := bundled_model(name_or_path, bundled)) is not None:
+        return found
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists():
+        raise ConfigError("model", f"{name_or_path} is a file", "Give the folder that holds config.json and the weights.")
+    if _is_path(name_or_path):
+        raise ConfigError("model", f"there is no folder {name_or_path}", _known(bundled))
+    return _from_hub(name_or_path, bundled)
+
+
+def bundled_model(name: str, bundled: Path = BUNDLED) -> Path | None:
+    """The folder of a model inside the package, None when there is none of this name. Never leaves that folder."""
+    if NAME.fullmatch(name) is None or "/" in name or name in (".", ".."):
+        return None
+    folder = bundled / name
+    return folder if (folder / "config.json").is_file() else None
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", "~", ".")) or ".." in name or name.endswith("/") or HUB_ID.fullmatch(name) is None
+
+
+def _from_hub(name: str, bundled: Path) -> Path:
+    # 0.3 s of import, needed only here.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    try:
+        folder = snapshot_download(name, allow_patterns=list(ALLOWED_FILES), ignore_patterns=list(NEVER_FETCHED))
+    except RepositoryNotFoundError as error:
+        raise ConfigError("model", f"the hub has no public model {name!r}", _known(bundled)) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
+        remedy = f"Download it elsewhere and give the folder. {_known(bundled)}"
+        raise ConfigError("model", f"{name!r} is no folder here, not in the hub's cache, and the hub cannot be reached", remedy) from error
+    return Path(folder)
+
+
+def _known(bundled: Path) -> str:
+    names = sorted(path.parent.name for path in bundled.glob("*/config.json"))
+    return f"Bundled: {', '.join(names)}." if names else "Give the path of a model folder."
