@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -23,6 +23,7 @@ from headrace.tensor.checkpoint_header import Header, read_header
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARDS = 4096
+MAX_TENSORS = 2**17
 READABLE_DTYPES = ("F32", "F16", "BF16")
 INERT = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 """Buffers that older exporters saved beside the weights; derived from the configuration, never read."""
@@ -99,7 +100,7 @@ class Checkpoint:
         """
         state = blake2b((self.folder / "config.json").read_bytes(), digest_size=16, person=b"headrace-model")
         for file, header in sorted(self._headers.items()):
-            state.update(header.text)
+            state.update(header.digest)
             with (self.folder / file).open("rb") as stream:
                 for tensor in sorted(header.tensors.values(), key=lambda t: t.begin):
                     for position in {tensor.begin, max(tensor.begin, tensor.end - _SAMPLE_BYTES)}:
@@ -120,6 +121,8 @@ class Checkpoint:
     def _add_shard(self, file: str) -> None:
         header = read_header(_inside(self.folder, file))
         self._headers[file] = header
+        if len(self._file_of) + len(header.tensors) > MAX_TENSORS:
+            self._refuse(file, f"more than {MAX_TENSORS} tensors in one checkpoint")
         for name in header.tensors:
             if name in self._file_of:
                 self._refuse(file, f"tensor {shorten(name)} is also in {self._file_of[name]}")
@@ -145,7 +148,7 @@ class Checkpoint:
             self._open[file] = opened(self.folder / file, framework="pt", device="cpu")
         return self._open[file]
 
-    def _refuse(self, file: str, reason: str, remedy: str = "") -> None:
+    def _refuse(self, file: str, reason: str, remedy: str = "") -> NoReturn:
         raise CheckpointError(str(self.folder / file), reason, remedy)
 
 

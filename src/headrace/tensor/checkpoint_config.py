@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from headrace.core.errors import CheckpointError, InvalidRequest, shorten
-from headrace.core.sampling import SamplingParams
+from headrace.core.sampling import params_from_mapping
 
-MAX_JSON_BYTES = 16 * 2**20
+MAX_JSON_BYTES = 4 * 2**20
+MAX_CONTAINERS = 2**17
+"""Objects and lists in one document: with the bytes, what bounds the memory a hostile one can take (about 50 MiB)."""
 MAX_EOS_TOKEN_IDS = 64
 SAMPLING_DEFAULTS = {
     "temperature": "temperature",
@@ -31,6 +33,8 @@ SAMPLING_DEFAULTS = {
 
 def decode_json(file: str, text: bytes) -> dict[str, object]:
     """A JSON object without duplicate keys, NaN or infinities. Raises CheckpointError naming `file`."""
+    if text.count(b"[") + text.count(b"{") > MAX_CONTAINERS:
+        raise CheckpointError(file, f"more than {MAX_CONTAINERS} objects and lists in one JSON document")
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except RecursionError:
@@ -59,10 +63,10 @@ def read_json(path: Path) -> dict[str, object]:
     try:
         if not path.is_file():
             raise CheckpointError(file, "no such file")
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(file, f"{path.stat().st_size} bytes of JSON, more than {MAX_JSON_BYTES}")
         with path.open("rb") as stream:
             text = stream.read(MAX_JSON_BYTES + 1)
+        if len(text) > MAX_JSON_BYTES:
+            raise CheckpointError(file, f"more than {MAX_JSON_BYTES} bytes of JSON")
     except OSError as error:
         raise CheckpointError(file, f"cannot be read ({error.strerror})") from error
     return decode_json(file, text)
@@ -156,7 +160,7 @@ def read_generation_defaults(folder: Path, config: ConfigFile, vocab_size: int) 
     eos_owner = generation if generation.has("eos_token_id") else config
     sampling = {target: generation.values[name] for name, target in SAMPLING_DEFAULTS.items() if generation.has(name)}
     try:
-        SamplingParams(**sampling).checked(vocab_size=vocab_size)  # type: ignore[arg-type]
+        params_from_mapping(sampling).checked(vocab_size=vocab_size)
     except InvalidRequest as error:
         raise CheckpointError(generation.file, str(error)) from error
     return GenerationDefaults(_eos_token_ids(eos_owner, vocab_size), sampling)

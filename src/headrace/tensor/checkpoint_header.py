@@ -11,13 +11,13 @@ import math
 import os
 import stat
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import NoReturn
 
 from headrace.core.errors import CheckpointError, shorten
-from headrace.tensor.checkpoint_config import decode_json
+from headrace.tensor.checkpoint_config import MAX_JSON_BYTES, decode_json
 
-MAX_HEADER_BYTES = 8 * 2**20
 MAX_DIMS = 8
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -40,41 +40,45 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """data_start: byte offset of the data in the file; file_bytes: the file's length when it was checked."""
+    """data_start: byte offset of the data in the file; digest: of the header's bytes."""
 
     tensors: dict[str, StoredTensor]
     data_start: int
-    file_bytes: int
-    text: bytes
+    digest: bytes
 
 
 def read_header(path: Path) -> Header:
     """Read and check. Raises CheckpointError naming the file and, where there is one, the tensor."""
     try:
-        # A FIFO or device would block or lie about its length: only regular files, and never wait on open.
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        text, file_bytes = _read_text(path)
     except OSError as error:
-        raise CheckpointError(str(path), f"cannot be opened ({error.strerror})") from error
-    with open(handle, "rb") as stream:
-        status = os.fstat(stream.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(str(path), "not a regular file")
-        prefix = stream.read(8)
-        if len(prefix) < 8:
-            _damaged(path, f"{status.st_size} bytes long, too short for a header")
-        length = int.from_bytes(prefix, "little")
-        if length > status.st_size - 8:
-            _damaged(path, f"the header claims {length} bytes, the file has {status.st_size}")
-        if length > MAX_HEADER_BYTES:
-            raise CheckpointError(str(path), f"header of {length} bytes, more than {MAX_HEADER_BYTES}", "Save it in smaller shards.")
-        text = stream.read(length)
-    if len(text) != length:
-        _damaged(path, "the file shrank while it was read")
+        raise CheckpointError(str(path), f"cannot be read ({error.strerror})") from error
     entries = decode_json(str(path), text)
     entries.pop("__metadata__", None)
     tensors = {name: _entry(path, name, entry) for name, entry in entries.items()}
-    _check_cover(path, tensors, status.st_size - 8 - length)
-    return Header(tensors, 8 + length, status.st_size, text)
+    data_start = 8 + len(text)
+    _check_cover(path, tensors, file_bytes - data_start)
+    return Header(tensors, data_start, blake2b(text, digest_size=16).digest())
+
+
+def _read_text(path: Path) -> tuple[bytes, int]:
+    """The header's bytes and the file's length. Only regular files: a pipe would never open, a device lies about its length."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise CheckpointError(str(path), "not a regular file")
+    with path.open("rb") as stream:
+        file_bytes = os.fstat(stream.fileno()).st_size
+        prefix = stream.read(8)
+        if len(prefix) < 8:
+            _damaged(path, f"{file_bytes} bytes long, too short for a header")
+        length = int.from_bytes(prefix, "little")
+        if length > file_bytes - 8:
+            _damaged(path, f"the header claims {length} bytes, the file has {file_bytes}")
+        if length > MAX_JSON_BYTES:
+            raise CheckpointError(str(path), f"header of {length} bytes, more than {MAX_JSON_BYTES}", "Save it in smaller shards.")
+        text = stream.read(length)
+    if len(text) != length:
+        _damaged(path, "the file shrank while it was read")
+    return text, file_bytes
 
 
 def _damaged(path: Path, reason: str) -> NoReturn:

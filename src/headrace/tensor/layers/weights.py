@@ -70,7 +70,7 @@ class WeightReader:
         """A norm's weight [size]. With `plus` it is w + plus in float32: 1 + w of a small w would be lost in bfloat16."""
         stored = self.source.read(name, (size,))
         if plus:
-            return stored.to(self.device, torch.float32) + plus
+            return torch.empty(size, dtype=torch.float32, device=self.device).copy_(stored).add_(plus)
         return self._empty(size).copy_(stored)
 
     def table(self, name: str, rows: int, columns: int) -> Tensor:

@@ -7,7 +7,7 @@ ARCHITECTURES; see docs/models.md.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from headrace.tensor.kernels import Kernels, load_kernels
 from headrace.tensor.layers.weights import WeightReader, WeightSource
 from headrace.tensor.models import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from headrace.tensor.models.decoder import Decoder
+from headrace.tensor.models.fields import refuse_set
 from headrace.tensor.models.spec import DecoderSpec
 
 ARCHITECTURES: dict[str, Callable[[ConfigFile], DecoderSpec]] = {
@@ -144,7 +145,8 @@ def describe(folder: Path, *, dtype: torch.dtype | None = None, max_model_len: i
     spec = spec.within(_resolve_max_model_len(max_model_len, spec.max_positions))
     dtype = dtype or _named_dtype(config) or torch.float32
     shapes = WeightShapes(dtype)
-    model = _build(shapes, spec, load_kernels("reference"), dtype, "meta", 0, 1)
+    # No positions: rotary tables count for nothing here, and arithmetic on the meta device imports half of torch (seconds).
+    model = _build(shapes, replace(spec, max_positions=0), load_kernels("reference"), dtype, "meta", 0, 1)
     return ModelDescription(
         architecture=architecture,
         vocab_size=spec.vocab_size,
@@ -166,15 +168,17 @@ def _read_spec(config: ConfigFile) -> tuple[str, DecoderSpec]:
     """The architecture's name and spec, once the features no architecture has are refused."""
     if config.has("auto_map"):
         config.refuse("auto_map", "asks for code from the checkpoint, which is never run", "Use a checkpoint without auto_map.")
-    if config.has("quantization_config"):
-        config.refuse("quantization_config", "quantized checkpoints are not supported", "Use float32, bfloat16 or float16 weights.")
+    for name in ("quantization_config", "compression_config"):
+        if config.has(name):
+            config.refuse(name, "quantized checkpoints are not supported", "Use float32, bfloat16 or float16 weights.")
+    refuse_set(config, "is_encoder_decoder", "add_cross_attention")
     names = config.items("architectures")
     if not names:
         config.refuse("architectures", "names no architecture")
-    name = names[0]
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise CheckpointError(config.file, f"architecture {shorten(name)} is not supported", f"Supported: {', '.join(ARCHITECTURES)}.")
-    return name, ARCHITECTURES[name](config)
+    wanted = names[0]
+    if not isinstance(wanted, str) or wanted not in ARCHITECTURES:
+        raise CheckpointError(config.file, f"architecture {shorten(wanted)} is not supported", f"Supported: {', '.join(ARCHITECTURES)}.")
+    return wanted, ARCHITECTURES[wanted](config)
 
 
 def _resolve_max_model_len(wanted: int | None, trained: int) -> int:

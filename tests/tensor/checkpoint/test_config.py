@@ -1,0 +1,230 @@
+"""config.json and generation_config.json: what is honoured, what is refused, and by which name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.core.errors import CheckpointError, ConfigError
+from headrace.tensor.layers.rope import LinearScaling, RopeSpec
+from headrace.tensor.models import describe
+
+DELETED = object()
+
+
+def change(folder: Any, **fields: object) -> None:
+    folder.config = {k: v for k, v in {**folder.config, **fields}.items() if v is not DELETED}
+    folder.write_config()
+
+
+def refusal(folder: Any) -> CheckpointError:
+    with pytest.raises(CheckpointError) as caught:
+        folder.load(load_format="dummy")
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_hidden_layers", 10**9),
+        ("num_hidden_layers", 0),
+        ("num_hidden_layers", -1),
+        ("num_hidden_layers", 2.0),
+        ("num_hidden_layers", True),
+        ("num_hidden_layers", "2"),
+        ("num_hidden_layers", DELETED),
+        ("hidden_size", 10**18),
+        ("hidden_size", 7),
+        ("hidden_size", None),
+        ("vocab_size", 2**40),
+        ("intermediate_size", -6),
+        ("num_attention_heads", 0),
+        ("num_key_value_heads", 3),
+        ("head_dim", 5),
+        ("head_dim", 10**6),
+        ("max_position_embeddings", 10**12),
+        ("rms_norm_eps", -1.0),
+        ("rms_norm_eps", 0),
+        ("rms_norm_eps", "1e-5"),
+        ("hidden_act", "gelu"),
+        ("hidden_act", ["silu"]),
+        ("attention_bias", 1),
+        ("tie_word_embeddings", "no"),
+        ("dtype", "float8_e4m3fn"),
+        ("dtype", 16),
+        ("auto_map", {"AutoModelForCausalLM": "modeling.Evil"}),
+        ("quantization_config", {"quant_method": "gptq"}),
+        ("compression_config", {"format": "int-quantized"}),
+        ("is_encoder_decoder", True),
+        ("add_cross_attention", True),
+        ("architectures", []),
+        ("architectures", DELETED),
+        ("architectures", "LlamaForCausalLM"),
+        ("eos_token_id", 13),
+        ("eos_token_id", -1),
+        ("eos_token_id", [2, "3"]),
+        ("eos_token_id", True),
+        ("eos_token_id", list(range(13)) * 9),
+        ("rope_theta", -1.0),
+        ("rope_theta", "10000"),
+        ("rope_scaling", "linear"),
+        ("partial_rotary_factor", 0.5),
+    ],
+)  # fmt: skip
+def test_a_field_that_breaks_a_rule_is_named(folder: Any, field: str, value: object) -> None:
+    change(folder, **{field: value})
+    error = refusal(folder)
+    assert error.file.endswith("config.json")
+    assert field in error.reason or (field == "hidden_size" and "num_attention_heads" in error.reason)
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "os.system", "../llama", 7, None, "Llama\0ForCausalLM", "x" * 10_000])
+def test_an_unknown_architecture_names_the_supported_ones(folder: Any, name: object) -> None:
+    change(folder, architectures=[name])
+    error = refusal(folder)
+    assert "LlamaForCausalLM" in error.remedy
+    assert len(error.reason) < 200
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"type": "dynamic", "factor": 2.0},
+        {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]},
+        {"type": "su"},
+        {"type": "mrope", "mrope_section": [1, 1]},
+        {"rope_type": 3},
+        {"rope_type": "linear"},
+        {"rope_type": "linear", "factor": 0.5},
+        {"rope_type": "linear", "factor": -2.0},
+        {"rope_type": "linear", "factor": 2.0, "beta_fast": 32},
+        {"rope_type": "llama3", "factor": 8.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0},
+        {"rope_type": "yarn", "factor": 4.0, "truncate": "yes"},
+    ],
+)
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+def test_rope_scaling_that_is_not_done_is_refused(folder: Any, field: str, scaling: dict[str, object]) -> None:
+    change(folder, **{field: scaling})
+    assert field in refusal(folder).reason
+
+
+def test_both_spellings_of_rope_parameters_mean_the_same(folder: Any) -> None:
+    expected = RopeSpec(theta=777.0, rotary_dim=4, scaling=LinearScaling(factor=2.0))
+    change(folder, rope_theta=777.0, rope_scaling={"type": "linear", "factor": 2.0})
+    older = folder.load(load_format="dummy").model.spec.layers[0].attention.rope
+    change(folder, rope_theta=DELETED, rope_scaling=None, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 777})
+    newer = folder.load(load_format="dummy").model.spec.layers[0].attention.rope
+    assert older == newer == expected
+    change(folder, rope_scaling={"type": "linear", "factor": 2.0})
+    assert "beside rope_parameters" in refusal(folder).reason
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", "{'a': 1}", '{"a": NaN}', '{"a": 1, "a": 2}', "[" * 100_000,
+      '{"a": ' * 3000 + "1" + "}" * 3000, '"\ud800"', '{"x":"' + "y" * 5_000_000 + '"}'],
+    ids=["empty", "list", "cut", "quotes", "nan", "duplicate", "deep-lists", "deep-objects", "surrogate", "too-long"],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_bad_json(folder: Any, name: str, text: str) -> None:
+    (folder.path / name).write_bytes(text.encode("utf-8", "surrogatepass"))
+    assert refusal(folder).file.endswith(name)
+
+
+def test_no_config_and_no_folder(folder: Any) -> None:
+    (folder.path / "config.json").unlink()
+    assert refusal(folder).file.endswith("config.json")
+    folder.path = folder.path / "nowhere"
+    assert "not a folder" in refusal(folder).reason
+
+
+def test_end_tokens_and_sampling_defaults(folder: Any) -> None:
+    loaded = folder.load()
+    assert (loaded.eos_token_ids, loaded.sampling_defaults) == ((2,), {})
+    generation = {"eos_token_id": [3, 5, 3], "temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 7, "do_sample": True}
+    (folder.path / "generation_config.json").write_text(json.dumps(generation))
+    loaded = folder.load()
+    assert loaded.eos_token_ids == (3, 5)
+    assert loaded.sampling_defaults == {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_tokens": 7}
+    (folder.path / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
+    loaded = folder.load()
+    assert (loaded.eos_token_ids, loaded.sampling_defaults) == ((2,), {"temperature": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("temperature", -1.0), ("top_p", 0), ("top_k", "many"), ("max_new_tokens", 0), ("eos_token_id", 99)]
+)
+def test_generation_defaults_that_break_a_rule(folder: Any, field: str, value: object) -> None:
+    (folder.path / "generation_config.json").write_text(json.dumps({field: value}))
+    error = refusal(folder)
+    assert error.file.endswith("generation_config.json")
+    assert field.replace("max_new_tokens", "max_tokens") in error.reason
+
+
+def test_no_end_token_is_an_empty_list(folder: Any) -> None:
+    change(folder, eos_token_id=DELETED)
+    assert folder.load().eos_token_ids == ()
+
+
+def test_max_model_len_shortens_tables_and_may_not_exceed_the_checkpoint(folder: Any) -> None:
+    loaded = folder.load(max_model_len=20)
+    assert loaded.max_model_len == 20
+    assert loaded.model.blocks[0].attention.cos_sin.shape == (20, 4)
+    for wanted in (0, -1, 33):
+        with pytest.raises(ConfigError, match="max_model_len"):
+            folder.load(max_model_len=wanted)
+
+
+def test_a_window_longer_than_the_context_is_no_window(folder: Any) -> None:
+    change(folder, architectures=["MistralForCausalLM"], sliding_window=20)
+    assert folder.load().model.kv_groups[0].window == 20
+    assert folder.load(max_model_len=20).model.kv_groups[0].window is None
+
+
+def test_options_that_cannot_be_met_are_refused_by_name(folder: Any) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        folder.load(rank=0, world=2)
+    with pytest.raises(ConfigError, match="load_format"):
+        folder.load(load_format="pt")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [
+        ("MistralForCausalLM", {"layer_types": ["full_attention"]}),
+        ("MistralForCausalLM", {"sliding_window": 0}),
+        ("MixtralForCausalLM", {"attention_bias": True}),
+        ("MixtralForCausalLM", {"num_experts_per_tok": 9, "num_local_experts": 8}),
+        ("Qwen2ForCausalLM", {"mlp_bias": True}),
+        ("Qwen2ForCausalLM", {"layer_types": ["linear_attention"]}),
+        ("Qwen2ForCausalLM", {"layer_types": ["full_attention"] * 2}),
+        ("Qwen2ForCausalLM", {"layer_types": ["sliding_attention"], "sliding_window": 4}),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": [1], "num_experts": 8, "moe_intermediate_size": 4}),
+        ("Gemma3ForCausalLM", {"final_logit_softcapping": 30.0}),
+        ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}),
+        ("Gemma3ForCausalLM", {"query_pre_attn_scalar": 0}),
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "yarn", "factor": 2.0}}),
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}),
+    ],
+)
+def test_what_a_family_does_not_do_is_refused_by_name(folder: Any, architecture: str, fields: dict[str, object]) -> None:
+    change(folder, architectures=[architecture], **fields)
+    assert next(iter(fields)) in refusal(folder).reason
+
+
+def test_describe_reads_the_configuration_alone(folder: Any) -> None:
+    loaded = folder.load()
+    folder.weights.unlink()
+    described = describe(folder.path)
+    assert described.num_parameters == sum(tensor.numel() for tensor in folder.tensors.values())
+    assert described.kv_groups == loaded.model.kv_groups
+    assert (described.resident_bytes, described.weight_bytes) == (loaded.resident_bytes, loaded.weight_bytes)
+    assert described.dtype_name == "float32"
+    assert describe(folder.path, dtype=torch.bfloat16).resident_bytes * 2 == described.resident_bytes

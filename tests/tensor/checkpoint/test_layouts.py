@@ -1,0 +1,198 @@
+"""The layouts a checkpoint may come in, all of them the same model in the end; and slices of a rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.core.errors import CheckpointError
+from headrace.tensor.checkpoint import Checkpoint
+from headrace.tensor.checkpoint_random import RandomWeights
+from headrace.tensor.kernels import load_kernels
+from headrace.tensor.layers.moe import MoeNames, MoeSpec, SparseMoe
+from headrace.tensor.layers.weights import Part, WeightReader
+
+KERNELS = load_kernels("reference")
+
+
+def weights_of(model: Any) -> list[torch.Tensor]:
+    """Every weight that took part in loading, in a fixed order."""
+    found = [model.embedding, model.head.weight, model.final_norm.weight]
+    for block in model.blocks:
+        found += [block.attention.qkv.weight, block.attention.output.weight, block.attention_norm.weight, block.mlp_norm.weight]
+        moe = isinstance(block.mlp, SparseMoe)
+        linears = (block.mlp.router, *block.mlp.gate_up, *block.mlp.down) if moe else block.mlp.linears
+        found += [linear.weight for linear in linears]
+    return found
+
+
+def assert_same(first: Any, second: Any) -> None:
+    for one, other in zip(weights_of(first), weights_of(second), strict=True):
+        assert torch.equal(one, other)
+
+
+def make_moe(folder: Any, architecture: str) -> None:
+    """Turn the hand-written Llama into a mixture of experts in the hub's classic layout: one tensor per expert and matrix."""
+    mixtral = architecture == "MixtralForCausalLM"
+    folder.config |= {"architectures": [architecture], "num_local_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+    block = "model.layers.0." + ("block_sparse_moe" if mixtral else "mlp")
+    names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    folder.tensors = {name: tensor for name, tensor in folder.tensors.items() if ".mlp." not in name}
+    folder.tensors[f"{block}.gate.weight"] = torch.randn(3, 8)
+    for expert in range(3):
+        for name, shape in zip(names, ((6, 8), (6, 8), (8, 6)), strict=True):
+            folder.tensors[f"{block}.experts.{expert}.{name}.weight"] = torch.randn(shape)
+    if not mixtral:
+        for name in ("q_norm", "k_norm"):
+            folder.tensors[f"model.layers.0.self_attn.{name}.weight"] = torch.randn(4)
+    folder.write()
+
+
+def stack_experts(folder: Any) -> None:
+    """The other layout: experts stacked in one tensor, the block called "mlp" in every family."""
+    old = folder.tensors
+    block = next(name.removesuffix(".gate.weight") for name in old if name.endswith(".gate.weight"))
+    names = ("w1", "w3", "w2") if block.endswith("moe") else ("gate_proj", "up_proj", "down_proj")
+    gate, up, down = ([old[f"{block}.experts.{expert}.{name}.weight"] for expert in range(3)] for name in names)
+    folder.tensors = {name: tensor for name, tensor in old.items() if block not in name}
+    folder.tensors["model.layers.0.mlp.gate.weight"] = old[f"{block}.gate.weight"]
+    folder.tensors["model.layers.0.mlp.experts.gate_up_proj"] = torch.cat([torch.stack(gate), torch.stack(up)], dim=1)
+    folder.tensors["model.layers.0.mlp.experts.down_proj"] = torch.stack(down)
+    folder.write()
+
+
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Qwen3MoeForCausalLM"])
+def test_experts_apart_and_stacked_are_the_same_model(folder: Any, architecture: str) -> None:
+    make_moe(folder, architecture)
+    apart = folder.load()
+    stack_experts(folder)
+    stacked = folder.load()
+    assert_same(apart.model, stacked.model)
+    assert stacked.weight_bytes < stacked.resident_bytes - 4 * 13 * 8  # of three experts a token reads two
+
+
+def test_a_missing_expert_is_named(folder: Any) -> None:
+    make_moe(folder, "MixtralForCausalLM")
+    del folder.tensors["model.layers.0.block_sparse_moe.experts.1.w3.weight"]
+    folder.write()
+    with pytest.raises(CheckpointError, match=r"experts\.1\.w3\.weight is missing"):
+        folder.load()
+
+
+def test_tied_embeddings_serve_as_head_unless_a_head_is_stored(folder: Any) -> None:
+    folder.config["tie_word_embeddings"] = True
+    folder.write()
+    assert torch.equal(folder.load().model.head.weight, folder.tensors["lm_head.weight"])
+    del folder.tensors["lm_head.weight"]
+    folder.write()
+    assert torch.equal(folder.load().model.head.weight, folder.tensors["model.embed_tokens.weight"])
+    folder.config["tie_word_embeddings"] = False
+    folder.write()
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing"):
+        folder.load()
+
+
+def test_dtype_follows_option_then_configuration_then_weights(folder: Any) -> None:
+    folder.tensors = {name: tensor.bfloat16() for name, tensor in folder.tensors.items()}
+    folder.write()
+    assert folder.load().dtype == torch.float32  # as config.json says
+    assert folder.load(dtype=torch.float16).model.head.weight.dtype == torch.float16
+    del folder.config["dtype"]
+    folder.write()
+    loaded = folder.load()
+    assert loaded.dtype == torch.bfloat16
+    assert loaded.model.kv_groups[0].dtype_bytes == 2
+    folder.config["torch_dtype"] = "float16"
+    folder.write()
+    assert folder.load().dtype == torch.float16
+
+
+def test_nothing_of_a_loaded_model_is_still_mapped(folder: Any) -> None:
+    model = folder.load().model
+    before = [weight.clone() for weight in weights_of(model)]
+    with folder.weights.open("r+b") as stream:
+        stream.truncate(0)  # would be a bus error on a mapped page
+    assert all(torch.equal(one, other) for one, other in zip(before, weights_of(model), strict=True))
+    assert str(folder.weights) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_digest_changes_with_the_weights_and_with_nothing_else(folder: Any) -> None:
+    first = folder.load().model_digest
+    assert folder.load(dtype=torch.bfloat16).model_digest == first
+    folder.tensors["model.norm.weight"][3] += 1
+    folder.write()
+    second = folder.load().model_digest
+    folder.config["rope_theta"] = 500.0
+    folder.write()
+    assert len({first, second, folder.load().model_digest}) == 3
+
+
+def test_random_weights_depend_on_the_seed_alone(folder: Any) -> None:
+    folder.weights.unlink()
+    first, again, other = (folder.load(load_format="dummy", seed=seed) for seed in (1, 1, 2))
+    assert_same(first.model, again.model)
+    assert first.model_digest == again.model_digest != other.model_digest
+    assert not torch.equal(first.model.embedding, other.model.embedding)
+    assert torch.equal(first.model.final_norm.weight, torch.ones(8))
+    hidden = first.model.embedding.square().mean()
+    assert 0.05 < hidden < 0.3  # rows of about unit length
+
+
+def reader(source: Any, rank: int, world: int) -> WeightReader:
+    return WeightReader(source, KERNELS, torch.float32, "cpu", rank, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_slices_add_up_to_the_whole(folder: Any, world: int) -> None:
+    folder.tensors = {
+        "a.weight": torch.randn(12, 6), "a.bias": torch.randn(12), "b.weight": torch.randn(18, 6), "b.bias": torch.randn(18),
+        "down.weight": torch.randn(5, 12), "down.bias": torch.randn(5), "fused.weight": torch.randn(30, 6), "fused.bias": torch.randn(30),
+    }  # fmt: skip
+    folder.write()
+    x, wide = torch.randn(4, 6), torch.randn(4, 12)
+    apart, fused = [Part("a.weight", 12), Part("b.weight", 18)], [Part("fused.weight", 12, 0, 30), Part("fused.weight", 18, 12, 30)]
+    with Checkpoint(folder.path) as checkpoint:
+        for parts in (apart, fused):
+            whole = reader(checkpoint, 0, 1).column_linear(parts, 6, bias=True)(x).split([12, 18], dim=1)  # type: ignore[no-untyped-call]
+            ranks = [reader(checkpoint, rank, world).column_linear(parts, 6, bias=True)(x) for rank in range(world)]
+            pieces = [rank.split([12 // world, 18 // world], dim=1) for rank in ranks]  # type: ignore[no-untyped-call]
+            for index in range(2):
+                assert torch.allclose(torch.cat([piece[index] for piece in pieces], dim=1), whole[index], atol=1e-6)
+        down = Part("down.weight", 5)
+        shares = wide.chunk(world, dim=1)
+        summed = sum(reader(checkpoint, rank, world).row_linear(down, 12, bias=True)(shares[rank]) for rank in range(world))
+        assert torch.allclose(torch.as_tensor(summed), reader(checkpoint, 0, 1).row_linear(down, 12, bias=True)(wide), atol=1e-5)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_ranks_of_a_mixture_add_up_to_the_whole(folder: Any, stacked: bool) -> None:
+    make_moe(folder, "Qwen3MoeForCausalLM")
+    if stacked:
+        stack_experts(folder)
+    spec, x = MoeSpec(num_experts=3, top_k=2, size=6, is_renormalised=True), torch.randn(7, 8)
+    with Checkpoint(folder.path) as checkpoint:
+
+        def moe(rank: int, world: int) -> torch.Tensor:
+            return SparseMoe(reader(checkpoint, rank, world), "model.layers.0.", spec, MoeNames(), 8)(x)
+
+        assert torch.allclose(moe(0, 2) + moe(1, 2), moe(0, 1), atol=1e-5)
+
+
+def test_every_rank_slices_the_same_random_tensor() -> None:
+    source = RandomWeights(5, torch.float32, 1.0)
+    whole = source.read("x.weight", (6, 4))
+    assert torch.equal(torch.cat([source.read("x.weight", (6, 4), (slice(0, 2),)), source.read("x.weight", (6, 4), (slice(2, 6),))]), whole)
+
+
+def test_a_neighbour_in_the_batch_does_not_change_a_tokens_experts(folder: Any) -> None:
+    make_moe(folder, "Qwen3MoeForCausalLM")
+    spec = MoeSpec(num_experts=3, top_k=2, size=6, is_renormalised=False)
+    with Checkpoint(folder.path) as checkpoint:
+        moe = SparseMoe(reader(checkpoint, 0, 1), "model.layers.0.", spec, MoeNames(), 8)
+    x = torch.randn(9, 8)
+    together = moe(x)
+    for token in range(9):
+        assert torch.allclose(moe(x[token : token + 1])[0], together[token], atol=1e-6)

@@ -1,0 +1,85 @@
+"""What transformers and the hub's older exporters write: shards, half precision, older spellings of config.json."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from headrace.tensor.kernels import load_kernels
+from headrace.tensor.models import load_model
+
+TINY = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+TOKENS = [random.Random(3).randrange(97) for _ in range(40)]
+
+OLDER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama-linear": ("Llama", {}, {"rope_theta": 700.0, "rope_scaling": {"type": "linear", "factor": 2.5}}),
+    "llama-llama3": ("Llama", {}, {"rope_theta": 900.0, "rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}}),
+    "qwen2-yarn": ("Qwen2", {}, {"rope_theta": 900.0, "rope_scaling": {
+        "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}),
+    "llama-no-theta": ("Llama", {"num_key_value_heads": 6}, {"num_key_value_heads": None, "head_dim": None}),
+    "mixtral-no-theta": ("Mixtral", {"num_local_experts": 2}, {}),
+    "gemma3": ("Gemma3", {"head_dim": 16, "sliding_window": 6}, {
+        "rope_theta": 5e5, "rope_local_base_freq": 300.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window_pattern": 2, "layer_types": None}),
+    "phi3": ("Phi3", {"hidden_size": 96}, {"rope_theta": 500.0, "partial_rotary_factor": 0.75, "rope_scaling": None}),
+    "qwen3-moe": ("Qwen3Moe", {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8}, {
+        "num_local_experts": None, "num_experts": 3, "rope_theta": 800.0, "max_window_layers": 3}),
+}  # fmt: skip
+
+
+def ours(folder: Path, paged_run: Callable[..., Any], **options: Any) -> torch.Tensor:
+    given: dict[str, Any] = {"dtype": None, "device": "cpu", "load_format": "auto", "seed": 0, "max_model_len": None, **options}
+    loaded = load_model(folder, kernels=load_kernels("reference"), **given)
+    run = paged_run(loaded.model, dtype=loaded.dtype)
+    run.add(TOKENS)
+    run.finish(chunk=16)
+    logits: torch.Tensor = run.logits(0)
+    return logits
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_older_spellings_mean_what_transformers_reads_into_them(
+    name: str, make_oracle: Callable[..., Any], paged_run: Callable[..., Any], assert_close: Callable[..., None], tmp_path: Path
+) -> None:
+    family, fields, older = OLDER[name]
+    make_oracle(family, tmp_path, **{**TINY, **fields})
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    del config["rope_parameters"]
+    config = {field: value for field, value in {**config, **older}.items() if value is not None}
+    file.write_text(json.dumps(config))
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        reference = oracle(torch.tensor([TOKENS])).logits[0]
+    assert_close(ours(tmp_path, paged_run), reference)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
+def test_shards_transformers_writes(
+    family: str, make_oracle: Callable[..., Any], paged_run: Callable[..., Any], assert_close: Callable[..., None], tmp_path: Path
+) -> None:
+    fields = {"num_local_experts": 3} if family == "Mixtral" else {}
+    oracle = make_oracle(family, tmp_path, save={"max_shard_size": "20KB"}, **TINY, **fields)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert_close(ours(tmp_path, paged_run), oracle.logits(TOKENS))
+
+
+@pytest.mark.parametrize(("family", "fields"), [("Llama", {}), ("Gemma3", {"head_dim": 16}), ("Mixtral", {"num_local_experts": 3})])
+def test_bfloat16_stays_close_to_float32(
+    family: str, fields: dict[str, Any], make_oracle: Callable[..., Any], paged_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The same weights rounded to bfloat16 (8 bits of mantissa): logits within a few percent, the probable tokens the same."""
+    oracle = make_oracle(family, tmp_path, **{**TINY, **fields})
+    reference, rounded = oracle.logits(TOKENS), ours(tmp_path, paged_run, dtype=torch.bfloat16)
+    assert rounded.dtype == torch.float32
+    error = (rounded - reference).norm(dim=-1) / reference.norm(dim=-1)
+    assert error.median() < 0.05
