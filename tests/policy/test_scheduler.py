@@ -316,3 +316,21 @@ def test_odd_groups_are_possible() -> None:
     driven.submit(*(request(f"r{i}", prompt, max_tokens=10) for i, prompt in enumerate(PROMPTS)))
     driven.submit(*(request(f"s{i}", prompt, max_tokens=10) for i, prompt in enumerate(PROMPTS)))
     assert_plain(driven.run())
+
+
+def test_a_row_planned_before_a_preemption_does_not_count_afterwards() -> None:
+    driven = DrivenEngine(depth=2, caching=False)
+    scheduler, runner = driven.scheduler, driven.runner
+    scheduler.add(request("r", list(range(40)), max_tokens=4), now=0.0)
+    before = scheduler.plan(now=0.0)
+    scheduler._preempt(scheduler.running[0])
+    after = scheduler.plan(now=0.0)
+    assert before is not None
+    assert after is not None
+    scheduler.commit(before, runner.compute(before))
+    scheduler.check()
+    assert scheduler.running[0].computed == 0
+    scheduler.commit(after, runner.compute(after))
+    assert scheduler.running[0].computed == 16
+    driven.run()
+    assert driven.tokens["r", 0] == expected_tokens(list(range(40)), 4, VOCAB)

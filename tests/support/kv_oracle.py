@@ -108,6 +108,8 @@ class OracleRunner:
             for group in range(len(self.groups)):
                 self.tables.pop((group, slot), None)
         for started in plan.started:
+            if started.slot in self.tokens and self.started[started.slot] is not started:
+                raise Corruption(f"slot {started.slot} was given away before its last holder was announced as ended")
             self.tokens[started.slot] = list(started.token_ids)
             self.started[started.slot] = started
         entries = zip(plan.table_groups, plan.table_slots, plan.table_indices, plan.table_blocks, strict=True)

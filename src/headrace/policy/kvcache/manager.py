@@ -175,9 +175,12 @@ class KvManager:
                     builder.table(group, seq.slot, index, block)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """The child shares the parent's prompt. It recomputes the last prompt token, whose logits it samples from."""
+        """The child shares the parent's prompt. It recomputes the last prompt token, whose logits it samples from.
+
+        The parent may go on writing behind the prompt in the shared last block: the child copies that block before it writes, and reads
+        nothing beyond its own positions.
+        """
         num_prompt = parent.num_prompt
-        parent.room = child.room = 0  # the last block is shared now: whoever writes first copies it
         for index, pool in enumerate(self.pools):
             child.blocks[index] = parent.blocks[index][: self.blocks_for(num_prompt)]
             for block in child.blocks[index]:

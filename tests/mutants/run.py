@@ -1,0 +1,88 @@
+"""Plants known bugs, one at a time, and demands that a named test turns red.  usage: run.py [NAME ...]
+
+A suite whose zeros mean something must catch these. Each mutant is a one-place change of a copy of the source; the test it names is run
+against the copy. The result is written to tests/mutants/results.json. A mutant whose text no longer occurs in the source is an error: it
+must follow the code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).with_name("results.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """name: the bug in words; path: below src/headrace; old -> new: the change, old occurs exactly once; test: pytest node or file."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    test: str
+
+
+def mutants() -> list[Mutant]:
+    rows = json.loads(Path(__file__).with_name("mutants.json").read_text())
+    return [Mutant(**row) for row in rows]
+
+
+def plant(mutant: Mutant, source: Path) -> None:
+    path = source / "headrace" / mutant.path
+    text = path.read_text()
+    if text.count(mutant.old) != 1:
+        raise SystemExit(f"{mutant.name}: {mutant.old!r} occurs {text.count(mutant.old)} times in {mutant.path}, must be once")
+    path.write_text(text.replace(mutant.old, mutant.new))
+
+
+def run_test(test: str, source: Path) -> subprocess.CompletedProcess[str]:
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(source),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(source / "hypothesis"),
+    }
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *test.split()]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+
+
+def is_caught(mutant: Mutant) -> tuple[bool, str]:
+    """Whether the named test fails because of the bug, and its last line."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder)
+        shutil.copytree(ROOT / "src" / "headrace", source / "headrace", ignore=shutil.ignore_patterns("__pycache__"))
+        plant(mutant, source)
+        done = run_test(mutant.test, source)
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    return done.returncode == 1, lines[-1] if lines else done.stderr.strip()[-200:]
+
+
+def main(names: list[str]) -> int:
+    chosen = [mutant for mutant in mutants() if not names or mutant.name in names]
+    clean = run_test(" ".join(sorted({mutant.test for mutant in chosen})), ROOT / "src")
+    if clean.returncode != 0:
+        print(clean.stdout[-3000:], clean.stderr[-1000:])
+        raise SystemExit("the tests fail without any planted bug")
+    results = []
+    for mutant in chosen:
+        caught, line = is_caught(mutant)
+        print(f"{'caught' if caught else 'MISSED'}  {mutant.name}  ({mutant.test}): {line}", flush=True)
+        results.append({**asdict(mutant), "caught": caught, "said": line})
+    if not names:
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    missed = [row["name"] for row in results if not row["caught"]]
+    print(f"{len(results) - len(missed)} of {len(results)} planted bugs caught" + (f"; missed: {missed}" if missed else ""))
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
