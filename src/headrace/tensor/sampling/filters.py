@@ -37,43 +37,75 @@ def to_weights(logits: Floats, peak: Floats, temperature: Floats) -> Floats:
     return weights
 
 
-def pick_filtered(weights: Floats, u: float, top_k: int, top_p: float, min_p: float) -> int:
-    """The token of one row of weights [V] (largest 1) after the filters. top_k in 1..V, top_p in (0, 1], min_p in [0, 1]."""
-    ids = np.flatnonzero(weights >= _floor(weights, top_k, top_p, min_p))
-    above = weights[ids]
-    falling = -np.sort(-above)[:top_k]
-    size = len(falling)
-    if top_p < 1.0:
-        mass = weights.sum() if top_k >= len(weights) else falling.sum()
-        size = min(size, int(np.searchsorted(_running(falling), top_p * float(mass))) + 1)
-    if min_p > 0.0:
-        size = max(1, min(size, int(np.count_nonzero(falling >= min_p))))
-    kept = _best(above, falling[size - 1], size)
-    running = _running(above[kept])
-    place = min(np.searchsorted(running, u * running[-1], side="right"), np.searchsorted(running, running[-1]))
-    return int(ids[kept][place])
+def pick_filtered(weights: Floats, u: Doubles, top_k: Ints, top_p: Doubles, min_p: Floats) -> Ints:
+    """The token [N] of each row of weights [N, V] (largest 1) after its filters. top_k in 1..V, top_p in (0, 1], min_p in [0, 1]."""
+    mass = weights.sum(axis=1).astype(np.float64)
+    above, ids = _compact(weights, _floors(weights, mass, top_k, top_p, min_p))
+    falling = np.sort(above, axis=1)[:, ::-1].copy()
+    limited = top_k < weights.shape[1]
+    size = np.where(limited, top_k, falling.shape[1])
+    if (top_p < 1.0).any():
+        falling[np.arange(falling.shape[1]) >= size[:, None]] = 0.0
+        size = np.where(top_p < 1.0, _nucleus_size(falling, top_p, np.where(limited, np.inf, mass)), size)
+    if (min_p > 0.0).any():
+        size = np.minimum(size, (falling >= min_p[:, None]).sum(axis=1))
+    size = np.maximum(size, 1)
+    _drop_beyond(above, falling[np.arange(len(size)), size - 1], size)
+    token: Ints = np.take_along_axis(ids, pick(above, u)[:, None], axis=1)[:, 0]
+    return token
 
 
-def _floor(weights: Floats, top_k: int, top_p: float, min_p: float) -> float:
-    """A weight below which no token is kept.
+def _floors(weights: Floats, mass: Doubles, top_k: Ints, top_p: Doubles, min_p: Floats) -> Floats:
+    """A weight [N] below which no token of the row is kept.
 
-    With top_k: the k-th best. Else min_p, or what the nucleus cannot need: tokens lighter than (1 - top_p) * mass / V weigh less than
+    With top_k the k-th best. Else min_p, or what the nucleus cannot need: tokens lighter than (1 - top_p) * mass / V weigh less than
     (1 - top_p) of the mass together, so the others hold top_p of it. One per cent lower, for rounding.
     """
-    vocab = len(weights)
-    if top_k < vocab:
-        return float(np.partition(weights, vocab - top_k)[vocab - top_k])
-    return max(min_p, 0.99 * (1.0 - top_p) * float(weights.sum()) / vocab)
+    vocab = weights.shape[1]
+    floors: Floats = np.maximum(min_p, 0.99 * (1.0 - top_p) * mass / vocab).astype(np.float32)
+    limited = np.flatnonzero(top_k < vocab)
+    if len(limited):
+        place = vocab - top_k[limited]
+        floors[limited] = np.partition(weights[limited], np.unique(place), axis=1)[np.arange(len(limited)), place]
+    return floors
 
 
-def _best(weights: Floats, threshold: float, size: int) -> Ints:
-    """Places, in order, of the `size` largest weights [M], the last of which is `threshold`; of those equal to it the first stay."""
-    kept = np.flatnonzero(weights >= threshold)
-    surplus = len(kept) - size
-    if surplus:
-        tied = np.flatnonzero(weights[kept] == threshold)
-        kept = np.delete(kept, tied[len(tied) - surplus :])
-    return kept
+def _compact(weights: Floats, floors: Floats) -> tuple[Floats, Ints]:
+    """Weights and ids [N, M] of the tokens at or above their row's floor, in id order, filled up with weight 0.
+
+    M is a multiple of the block, so that a row's block sums do not depend on how many its neighbours kept.
+    """
+    num_rows, vocab = weights.shape
+    mask = weights >= floors[:, None]
+    counts = np.count_nonzero(mask, axis=1)
+    flat = np.flatnonzero(mask)
+    rows = np.repeat(np.arange(num_rows), counts)
+    starts = np.cumsum(counts) - counts
+    width = -(-int(counts.max()) // _BLOCK) * _BLOCK
+    places = rows * width + np.arange(len(flat)) - starts[rows]
+    above = np.zeros((num_rows, width), dtype=np.float32)
+    ids = np.zeros((num_rows, width), dtype=np.int64)
+    above.ravel()[places] = weights.ravel()[flat]
+    ids.ravel()[places] = flat - rows * vocab
+    return above, ids
+
+
+def _nucleus_size(falling: Floats, top_p: Doubles, mass: Doubles) -> Ints:
+    """Length [N] of the shortest prefix with at least top_p of the mass; where that is infinite, of the mass of `falling` [N, M]."""
+    running = _running(_block_sums(falling))
+    wanted = top_p * np.where(np.isinf(mass), running[:, -1], mass)
+    size: Ints = _descend(falling, running, np.nextafter(wanted, 0.0)) + 1
+    return size
+
+
+def _drop_beyond(above: Floats, threshold: Floats, size: Ints) -> None:
+    """Zero, in place, all but the `size` [N] largest weights [N, M], the last of which is `threshold`; equal ones: the first stay."""
+    kept = above >= threshold[:, None]
+    surplus = kept.sum(axis=1) - size
+    for row in np.flatnonzero((surplus > 0) & (threshold > 0.0)):
+        tied = np.flatnonzero(above[row] == threshold[row])
+        kept[row, tied[len(tied) - surplus[row] :]] = False
+    above *= kept
 
 
 def _running(weights: Floats) -> Doubles:
@@ -85,16 +117,10 @@ def _running(weights: Floats) -> Doubles:
 def pick(weights: Floats, u: Doubles) -> Ints:
     """The token [N] at which the running sum of weights [N, V] first exceeds u [N] in [0, 1) times the row's sum.
 
-    Never a token of weight zero. Each row needs one positive weight. Two levels, blocks and then tokens, both in double precision.
+    Never a token of weight zero. Each row needs one positive weight.
     """
-    sums = _block_sums(weights)
-    block, target = _search(_running(sums), u)
-    columns = block[:, None] * _BLOCK + np.arange(_BLOCK)
-    inside = np.take_along_axis(weights, np.minimum(columns, weights.shape[1] - 1), axis=1)
-    inside[columns >= weights.shape[1]] = 0.0
-    place = _locate(_running(inside), target)
-    token: Ints = block * _BLOCK + place
-    return token
+    running = _running(_block_sums(weights))
+    return _descend(weights, running, u * running[:, -1])
 
 
 def _block_sums(weights: Floats) -> Floats:
@@ -105,12 +131,15 @@ def _block_sums(weights: Floats) -> Floats:
     return body if whole == vocab else np.concatenate((body, weights[:, whole:].sum(axis=1, keepdims=True)), axis=1)
 
 
-def _search(running: Doubles, u: Doubles) -> tuple[Ints, Doubles]:
-    """Block [N] in which u times the total lies, and how far into it [N]. running [N, M] are cumulative block sums."""
-    target = u * running[:, -1]
+def _descend(weights: Floats, running: Doubles, target: Doubles) -> Ints:
+    """First place [N] where the running sum of weights [N, V] exceeds target [N]: the block by `running` [N, blocks], then in it."""
     block = _locate(running, target)
     before = np.where(block > 0, np.take_along_axis(running, np.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0.0)
-    return block, target - before
+    columns = block[:, None] * _BLOCK + np.arange(_BLOCK)
+    inside = np.take_along_axis(weights, np.minimum(columns, weights.shape[1] - 1), axis=1)
+    inside[columns >= weights.shape[1]] = 0.0
+    place: Ints = block * _BLOCK + _locate(_running(inside), target - before)
+    return place
 
 
 def _locate(running: Doubles, target: Doubles) -> Ints:

@@ -52,4 +52,5 @@ def uniform(
     counter[0], counter[1], counter[2] = positions, indices, int(purpose)
     words = philox4x32(counter, np.stack((seeds & _LOW, seeds >> _SHIFT)))
     bits = ((words[0] << _SHIFT) | words[1]) >> np.uint64(11)
-    return bits.astype(np.float64) * 2.0**-53
+    numbers: NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
+    return numbers

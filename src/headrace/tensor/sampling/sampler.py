@@ -168,7 +168,8 @@ class Sampler:
         token_ids = np.where(good, best, -1)
         random = np.flatnonzero(good & ~columns.greedy[slots])
         if len(random):
-            token_ids[random] = self._draw(logits[random], peak[random], slots[random], positions[random])
+            chosen = logits if len(random) == len(logits) else logits[random]
+            token_ids[random] = self._draw(chosen, peak[random], slots[random], positions[random])
         return token_ids, self._report(raw, asked, token_ids, slots)
 
     def _draw(self, logits: Floats, peak: Floats, slots: Ints, positions: Ints) -> Ints:
@@ -180,10 +181,10 @@ class Sampler:
         token_ids = np.zeros(len(slots), dtype=np.int64)
         if plain.any():
             token_ids[plain] = pick(weights if plain.all() else weights[plain], u[plain])
-        for row in np.flatnonzero(filtered):
-            slot = slots[row]
-            limits = int(columns.top_k[slot]), float(columns.top_p[slot]), float(columns.min_p[slot])
-            token_ids[row] = pick_filtered(weights[row], float(u[row]), *limits)
+        if filtered.any():
+            mine = slots[filtered]
+            limits = columns.top_k[mine], columns.top_p[mine], columns.min_p[mine]
+            token_ids[filtered] = pick_filtered(weights if filtered.all() else weights[filtered], u[filtered], *limits)
         return token_ids
 
     def _report(self, raw: Floats, asked: Ints, token_ids: Ints, slots: Ints) -> list[TokenLogprobs | None]:
