@@ -126,7 +126,7 @@ class GatewayConfig:
     open_metrics   /metrics without a key although keys exist
     allowed_hosts  names a Host header may carry. Empty: localhost names when bound to loopback, anything otherwise
     request_log    where the one line per request goes: "stdout", "stderr", "none" or a file's path
-    salt_key       secret of the deployment that turns tenants into cache salts, hex; empty: drawn at start (then salts differ between gateways)
+    salt_key       secret (hex) that turns tenants into cache salts; empty: drawn at start, then gateways share no cached prefixes
     """
 
     models: tuple[ModelConfig, ...]

@@ -31,21 +31,42 @@ _JSON = (b"content-type", b"application/json")
 
 
 class Exchange:
-    """left  why nobody reads the answer any more, once that is known"""
+    """
+    arrived_s  the service clock when the request's headers were complete
+    left       why nobody reads the answer any more, once that is known
+    """
 
-    __slots__ = ("_closed", "_on_left", "_receive", "_send", "headers", "is_started", "left", "principal", "record", "request_id", "scope")
+    __slots__ = (
+        "_closed",
+        "_is_event_stream",
+        "_on_left",
+        "_receive",
+        "_send",
+        "arrived_s",
+        "headers",
+        "is_started",
+        "left",
+        "principal",
+        "record",
+        "request_id",
+        "scope",
+    )
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, *, request_id: RequestId, record: RequestRecord) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, *, request_id: RequestId, record: RequestRecord, arrived_s: float
+    ) -> None:
         self.scope = scope
         self._receive = receive
         self._send = send
         self.request_id = request_id
         self.record = record
+        self.arrived_s = arrived_s
         self.headers: list[tuple[bytes, bytes]] = list(scope["headers"])
         self.principal: Principal = ANYBODY
         self.is_started = False
         self.left: HeadraceError | None = None
         self._closed = False
+        self._is_event_stream = False
         self._on_left: list[Callable[[], None]] = []
 
     # -- the request -------------------------------------------------------------------------------------------------------------
@@ -133,11 +154,16 @@ class Exchange:
         await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
         await self.write(body, is_last=True)
 
-    async def reply_error(self, error: ErrorReply) -> None:
-        await self.reply(error.status, error.body, [_JSON, *error.headers])
+    async def fail(self, error: ErrorReply) -> None:
+        """The answer is an error: with its status before the first byte, as an event in a stream that has begun."""
+        if not self.is_started:
+            await self.reply(error.status, error.body, [_JSON, *error.headers])
+        elif self._is_event_stream:
+            await self.write(b"data: " + error.body + b"\n\n", is_last=True)
 
-    async def start(self, status: int, headers: Headers) -> None:
+    async def start(self, status: int, headers: Headers, *, is_event_stream: bool = False) -> None:
         self.is_started = True
+        self._is_event_stream = is_event_stream
         self.record.status = status
         await self._send(
             {

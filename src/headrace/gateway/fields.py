@@ -35,7 +35,11 @@ COMPLETIONS = (Endpoint.COMPLETIONS,)
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
-    """One row. `note`: the rule of an honoured field, or the remedy of a refused one. `off`: accepted values of a refused one beside null."""
+    """One row.
+
+    note  the rule of an honoured field, or the remedy of a refused one
+    off   values of a refused field that are accepted beside null
+    """
 
     name: str
     endpoints: tuple[Endpoint, ...]
@@ -64,7 +68,11 @@ TABLE: tuple[FieldRule, ...] = (
     _honoured("stream_options", BOTH, "include_usage: a last chunk with usage. Only with stream."),
     _honoured("n", BOTH, "1..64 sequences per prompt; prompts times n is capped (128)."),
     _honoured("best_of", COMPLETIONS, "Must equal n: there is no ranking of discarded sequences."),
-    _honoured("max_tokens", BOTH, "At least 1 (0 with echo); prompt and output together fit the context. Default: completions 16, chat what is left."),
+    _honoured(
+        "max_tokens",
+        BOTH,
+        "At least 1 (0 with echo); prompt and output together fit the context. Default: completions 16, chat what is left.",
+    ),
     _honoured("max_completion_tokens", CHAT, "OpenAI's newer name of max_tokens; if both are given they must agree."),
     _honoured("min_tokens", BOTH, "End tokens, stop_token_ids and stop strings do nothing before this many."),
     _honoured("temperature", BOTH, "0..2; 0 is greedy. Default: the model's generation_config.json, else 1."),

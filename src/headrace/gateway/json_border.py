@@ -18,7 +18,6 @@ from typing import NoReturn
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.errors import UnsupportedMediaType
 
-
 # A string is skipped as a whole; possessive-like form (no alternation per character) keeps it linear.
 _STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
 _ESCAPED = b"\\u"

@@ -25,6 +25,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's legacy default of /v1/completions; a chat without max_tokens may use what the context leaves."""
 
 MAX_CACHE_SALT_CHARS = 256
+AS_GIVEN: tuple[str, ...] = ("n", "presence_penalty", "frequency_penalty", "seed", "min_tokens", "ignore_eos", "logit_bias", "prompt_logprobs")
+AS_GIVEN += ("include_stop_str_in_output", "skip_special_tokens")
 FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters whose default is the model's generation_config.json (vLLM does the same)."""
 
@@ -42,7 +44,9 @@ def parse_chat(body: dict[str, object], limits: Limits) -> ChatRequest:
         raise InvalidRequest("top_logprobs", "logprobs to be true", request.top_logprobs)
     if request.max_completion_tokens is not None:
         if request.max_tokens not in (None, request.max_completion_tokens):
-            raise InvalidRequest("max_completion_tokens", f"the same value as max_tokens ({request.max_tokens})", request.max_completion_tokens)
+            raise InvalidRequest(
+                "max_completion_tokens", f"the same value as max_tokens ({request.max_tokens})", request.max_completion_tokens
+            )
         request.max_tokens = request.max_completion_tokens
     _check_shared(request, limits)
     return request
@@ -82,11 +86,7 @@ def sampling_params(request: ChatRequest | CompletionRequest, defaults: Mapping[
 
     Raises: InvalidRequest naming the field as the client wrote it.
     """
-    given: dict[str, Any] = {
-        name: getattr(request, name)
-        for name in ("n", "presence_penalty", "frequency_penalty", "seed", "min_tokens", "ignore_eos")
-        + ("include_stop_str_in_output", "skip_special_tokens", "logit_bias", "prompt_logprobs")
-    }
+    given: dict[str, Any] = {name: getattr(request, name) for name in AS_GIVEN}
     for name in FROM_MODEL:
         value = getattr(request, name)
         if value is None:
@@ -190,7 +190,7 @@ def _check_shared(request: SamplingFields, limits: Limits, num_prompts: int = 1)
         raise InvalidRequest("cache_salt", f"at most {MAX_CACHE_SALT_CHARS} characters", len(request.cache_salt))
 
 
-_KNOWN = {kind: kind.__struct_fields__ for kind in (Message, StreamOptions, TextPart)}
+_KNOWN: dict[type[msgspec.Struct], tuple[str, ...]] = {kind: kind.__struct_fields__ for kind in (Message, StreamOptions, TextPart)}
 
 
 def _translated(message: str, data: object, kind: type[msgspec.Struct], prefix: str) -> InvalidRequest:

@@ -175,7 +175,7 @@ class ChatChunkChoice(Struct):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: str | None
-    stop_reason: int | str | None | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
 
 
 class ChatChunk(Struct):
@@ -185,7 +185,7 @@ class ChatChunk(Struct):
     model: str
     choices: list[ChatChunkChoice]
     system_fingerprint: str | None = None
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class CompletionLogprobs(Struct):
@@ -200,7 +200,7 @@ class CompletionChoice(Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
-    stop_reason: int | str | None | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
@@ -213,7 +213,7 @@ class Completion(Struct):
     model: str
     choices: list[CompletionChoice]
     system_fingerprint: str | None = None
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class ModelCard(Struct):

@@ -4,6 +4,8 @@ A stream is written by its own task; `StreamWatch` looks at all streams a few ti
 may wait for a client is bounded twice: in bytes (the encoded chunk being sent plus what the engine has produced meanwhile) and in time
 (nothing taken for `write_s`). Beyond either the connection is dropped and the request cancelled.
 
+Errors after the first byte are `Exchange.fail`'s: an event with the error body, then the end, without [DONE].
+
 Coalescing needs no timer: while a stream's task waits for the socket or for its turn on a busy event loop, the engine's updates pile up
 and leave as one chunk, so chunks grow with the backlog.
 """
@@ -15,7 +17,7 @@ import time
 from collections.abc import Callable
 
 from headrace.core.clock import Clock
-from headrace.gateway.errors import ErrorReply, SlowReader
+from headrace.gateway.errors import SlowReader
 from headrace.gateway.exchange import Exchange
 
 DONE = b"data: [DONE]\n\n"
@@ -45,7 +47,7 @@ class SseStream:
         self._ping: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> SseStream:
-        await self._exchange.start(200, HEADERS)
+        await self._exchange.start(200, HEADERS, is_event_stream=True)
         self._watch.streams.add(self)
         return self
 
@@ -60,10 +62,6 @@ class SseStream:
 
     async def end(self, payload: bytes = DONE) -> None:
         await self._send(payload, is_last=True)
-
-    async def fail(self, error: ErrorReply) -> None:
-        """An error after the first byte: an event with the error body, then the end, without [DONE]."""
-        await self._send(b"data: " + error.body + b"\n\n", is_last=True)
 
     async def _send(self, payload: bytes, *, is_last: bool) -> None:
         if self._ping is not None and not self._ping.done():

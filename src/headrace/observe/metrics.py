@@ -87,7 +87,9 @@ def _counters(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Iterator[Metr
         for reading, snapshot in known:
             family.add_metric((reading.model, reading.replica), getattr(snapshot.counters, field))
         yield family
-    finished = CounterMetricFamily("headrace_sequences_finished", "Sequences by finish reason, as the engine counts.", labels=(*LABELS, "reason"))
+    finished = CounterMetricFamily(
+        "headrace_sequences_finished", "Sequences by finish reason, as the engine counts.", labels=(*LABELS, "reason")
+    )
     for reading, snapshot in known:
         for reason, count in sorted(snapshot.counters.finished.items()):
             finished.add_metric((reading.model, reading.replica, reason), count)
@@ -119,7 +121,11 @@ class Metrics:
         self.registry = registry = CollectorRegistry(auto_describe=False)
         self.requests = Counter("headrace_requests", "Requests by outcome.", (*LABELS, "outcome"), registry=registry)
         self.time_to_first_token = Histogram(
-            "headrace_time_to_first_token_seconds", "Arrival at the gateway to the first token.", LABELS, buckets=TTFT_BUCKETS, registry=registry
+            "headrace_time_to_first_token_seconds",
+            "Arrival at the gateway to the first token.",
+            LABELS,
+            buckets=TTFT_BUCKETS,
+            registry=registry,
         )
         self.time_per_output_token = Histogram(
             "headrace_time_per_output_token_seconds",
@@ -129,7 +135,11 @@ class Metrics:
             registry=registry,
         )
         self.inter_token_latency = Histogram(
-            "headrace_inter_token_latency_seconds", "Every gap between tokens of a sequence.", LABELS, buckets=TOKEN_BUCKETS, registry=registry
+            "headrace_inter_token_latency_seconds",
+            "Every gap between tokens of a sequence.",
+            LABELS,
+            buckets=TOKEN_BUCKETS,
+            registry=registry,
         )
         self.request_latency = Histogram(
             "headrace_request_latency_seconds", "Arrival to the end of the answer.", LABELS, buckets=LATENCY_BUCKETS, registry=registry

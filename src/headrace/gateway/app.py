@@ -1,0 +1,180 @@
+"""The ASGI application: one table of routes, one way in, one way out.
+
+Every request passes `Gateway.__call__`: it gets its id, its Host and Origin are checked, the router finds the endpoint by the decoded
+path, the endpoint asks for a key unless it is public, and whatever happens ends in one answer, one log line and one count. Starlette is
+used for routing only; nothing of it stands between a handler and the socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from starlette.routing import Route, Router
+
+from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded
+from headrace.core.ids import RequestId
+from headrace.gateway import docs_page, generate, probes
+from headrace.gateway.auth import Authenticator
+from headrace.gateway.errors import ClientLeft, MethodNotAllowed, RouteNotFound, SlowReader, error_reply
+from headrace.gateway.exchange import Exchange, Receive, Scope, Send
+from headrace.gateway.generate import Service
+from headrace.gateway.hosts import HostCheck
+from headrace.observe.request_log import RequestLog, RequestRecord
+
+log = logging.getLogger("headrace.gateway")
+
+Handler = Callable[[Service, Exchange], Awaitable[None]]
+EXCHANGE = "headrace.exchange"
+MAX_LOGGED_PATH = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One path.
+
+    handlers   by method; GET answers HEAD as well
+    is_public  answers without a key. Never more than the three probes
+    generates  its requests are counted in headrace_requests_total
+    """
+
+    path: str
+    handlers: dict[str, Handler]
+    is_public: bool = False
+    generates: bool = False
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(sorted({*self.handlers, "HEAD"} if "GET" in self.handlers else self.handlers))
+
+    def handler(self, method: str) -> Handler:
+        found = self.handlers.get("GET" if method == "HEAD" else method)
+        if found is None:
+            raise MethodNotAllowed(method, self.methods)
+        return found
+
+
+ENDPOINTS = (
+    Endpoint("/v1/chat/completions", {"POST": generate.chat_completions}, generates=True),
+    Endpoint("/v1/completions", {"POST": generate.completions}, generates=True),
+    Endpoint("/v1/models", {"GET": probes.list_models}),
+    Endpoint("/v1/models/{model:path}", {"GET": probes.one_model}),
+    Endpoint("/v1/tokenize", {"POST": probes.tokenize}),
+    Endpoint("/v1/detokenize", {"POST": probes.detokenize}),
+    Endpoint("/tokenize", {"POST": probes.tokenize}),
+    Endpoint("/detokenize", {"POST": probes.detokenize}),
+    Endpoint("/health", {"GET": probes.health}, is_public=True),
+    Endpoint("/live", {"GET": probes.live}, is_public=True),
+    Endpoint("/ready", {"GET": probes.ready}, is_public=True),
+    Endpoint("/metrics", {"GET": probes.metrics}),
+    Endpoint("/version", {"GET": probes.version}),
+    Endpoint("/load", {"GET": probes.load}),
+    Endpoint("/openapi.json", {"GET": docs_page.openapi}),
+    Endpoint("/docs", {"GET": docs_page.page}),
+    Endpoint("/docs/{name}", {"GET": docs_page.asset}),
+)
+
+
+class _Routed:
+    """An endpoint as the router calls it."""
+
+    def __init__(self, endpoint: Endpoint | None, gateway: Gateway) -> None:
+        self._endpoint = endpoint
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._gateway.dispatch(self._endpoint, scope[EXCHANGE])
+
+
+class Gateway:
+    """The application. Made by `gateway.compose`, which opens and closes what is behind it."""
+
+    def __init__(self, service: Service, request_log: RequestLog) -> None:
+        config = service.config
+        self.service = service
+        self._request_log = request_log
+        self._authenticator = Authenticator(config.api_keys)
+        self._host_check = HostCheck(config.host, config.allowed_hosts)
+        self._public = frozenset({"/metrics"} if config.open_metrics else ())
+        routes = [Route(endpoint.path, _Routed(endpoint, self)) for endpoint in ENDPOINTS]
+        self._router = Router(routes, redirect_slashes=False, default=_Routed(None, self))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # no websockets; lifespan is the server runner's
+        exchange = self._open(scope, receive, send)
+        scope[EXCHANGE] = exchange
+        try:
+            self._host_check(exchange)
+            await self._router(scope, receive, send)
+        except HeadraceError as error:
+            await self._fail(exchange, error)
+        except asyncio.CancelledError:
+            exchange.record.outcome = "cancelled"
+            raise
+        except Exception as error:  # the outermost border: a bug of ours must not take the connection's neighbours with it
+            log.exception("request %s failed", exchange.request_id)
+            exchange.record.detail = type(error).__name__
+            await self._fail(exchange, error)
+        finally:
+            self._close(exchange)
+
+    async def dispatch(self, endpoint: Endpoint | None, exchange: Exchange) -> None:
+        """Who may, then what. Default-deny: an unknown path wants a key as well before it is called unknown."""
+        if endpoint is None or not (endpoint.is_public or endpoint.path in self._public):
+            exchange.principal = self._authenticator.principal(exchange.headers)
+            exchange.record.tenant = exchange.principal.tenant
+        if endpoint is None:
+            raise RouteNotFound(exchange.scope["path"])
+        if endpoint.generates:
+            exchange.record.outcome = "rejected"  # until it is something else
+        await endpoint.handler(exchange.scope["method"])(self.service, exchange)
+
+    def _open(self, scope: Scope, receive: Receive, send: Send) -> Exchange:
+        request_id = RequestId(os.urandom(12).hex())
+        record = RequestRecord(request_id=request_id, method=scope["method"][:16], path=scope["path"][:MAX_LOGGED_PATH], time=time.time())
+        exchange = Exchange(scope, receive, send, request_id=request_id, record=record, arrived_s=self.service.clock())
+        record.client_request_id = sane_request_id(exchange.header(b"x-request-id"))
+        return exchange
+
+    async def _fail(self, exchange: Exchange, error: Exception) -> None:
+        reply = error_reply(error)
+        record = exchange.record
+        record.error = reply.code
+        if record.outcome != "ok":
+            record.outcome = outcome_of(error, reply.status)
+        if exchange.left is None and not isinstance(error, ClientLeft | SlowReader):
+            await exchange.fail(reply)
+        record.status = record.status or reply.status
+
+    def _close(self, exchange: Exchange) -> None:
+        record = exchange.record
+        record.latency_s = self.service.clock() - exchange.arrived_s
+        self.service.metrics.http_responses.labels(str(record.status)).inc()
+        if record.outcome != "ok":
+            self.service.metrics.finished(record.model or "", record.replica or "", record.outcome)
+        self.service.metrics.log_dropped.set(self._request_log.num_dropped)
+        self._request_log.write(record)
+
+
+def outcome_of(error: Exception, status: int) -> str:
+    """A generating request's outcome in metrics and log, when it was not an answer."""
+    if isinstance(error, ClientLeft | SlowReader):
+        return "cancelled"
+    if status == 504:
+        return "deadline"
+    if isinstance(error, InvalidRequest | Overloaded) or status < 500:
+        return "rejected"
+    return "error"
+
+
+def sane_request_id(value: bytes | None) -> str | None:
+    """A client's own id, if it can stand in a log: short and made of harmless characters. It is never used for anything else."""
+    if value is None or not 0 < len(value) <= 128:
+        return None
+    text = value.decode("latin-1")
+    return text if all(char.isascii() and (char.isalnum() or char in "-_.:/") for char in text) else None

@@ -1,0 +1,76 @@
+"""Everything a gateway is made of, opened and closed together."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from headrace.gateway.app import Gateway
+from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig
+from headrace.gateway.generate import Service
+from headrace.gateway.ledger import Ledger
+from headrace.gateway.models import ModelTable, ServedModel, now_unix
+from headrace.gateway.replicas import Connection, Replica, ReplicaPool
+from headrace.gateway.sse import StreamWatch
+from headrace.gateway.text_pool import TextPool
+from headrace.gateway.upstream import TokenUpstream
+from headrace.observe.metrics import Metrics
+from headrace.observe.request_log import RequestLog
+from headrace.policy.routing import ReplicaId
+from headrace.text.folder import TextModel, load_text
+from headrace.wire.client import ReplicaClient
+from headrace.wire.service import Expectation
+
+
+def load_texts(config: GatewayConfig) -> dict[str, TextModel]:
+    """Tokenizer and template of every model, by name, with templates compiled. Raises CheckpointError; takes a moment."""
+    texts = {model.name: load_text(model.folder) for model in config.models}
+    for text in texts.values():
+        text.template.compile()
+    return texts
+
+
+@asynccontextmanager
+async def open_gateway(config: GatewayConfig, texts: dict[str, TextModel]) -> AsyncIterator[Gateway]:
+    """The application, connected to its replicas (or trying to) until the block ends."""
+    metrics = Metrics()
+    request_log = RequestLog(config.request_log)
+    text_pool = TextPool(max_workers=config.limits.max_text_workers, max_queue=config.limits.max_text_queue)
+    async with AsyncExitStack() as stack:
+        stack.callback(request_log.close)
+        stack.callback(text_pool.close)
+        models = [await _open_model(stack, model, texts[model.name], metrics) for model in config.models]
+        watch = StreamWatch(
+            ping_s=config.timeouts.sse_ping_s, write_s=config.timeouts.write_s, max_pending_bytes=config.limits.max_pending_bytes
+        )
+        service = Service(
+            config=config,
+            models=ModelTable(models),
+            ledger=Ledger(config.limits.max_requests),
+            watch=await stack.enter_async_context(watch),
+            text_pool=text_pool,
+            metrics=metrics,
+            salt_key=bytes.fromhex(config.salt_key) or secrets.token_bytes(32),
+        )
+        metrics.read_engines(service.models.readings)
+        yield Gateway(service, request_log)
+
+
+async def _open_model(stack: AsyncExitStack, config: ModelConfig, text: TextModel, metrics: Metrics) -> ServedModel:
+    replicas = [_replica(config.name, replica, text, metrics) for replica in config.replicas]
+    pool = await stack.enter_async_context(ReplicaPool(config.name, replicas, random=random.SystemRandom()))
+    return ServedModel(config.name, config.aliases, text, pool, TokenUpstream(pool, text.tokenizer), now_unix())
+
+
+def _replica(model: str, config: ReplicaConfig, text: TextModel, metrics: Metrics) -> Replica:
+    instruments = metrics.replica(model, config.name)
+    connection: Connection = ReplicaClient(
+        config.address,
+        name=config.name,
+        token=config.token,
+        expect=Expectation(digests=text.digests),
+        on_load=instruments.observe_steps,
+    )
+    return Replica(ReplicaId(config.name), connection, instruments)

@@ -1,0 +1,258 @@
+"""POST /v1/chat/completions and /v1/completions, from the decoded body to the last byte.
+
+    body -> parse -> admit -> render and tokenize (text pool) -> one call per prompt -> events -> chunks or one answer -> close
+
+The request's own task does all of it. A client that leaves is noticed by `Exchange.watching`, which cancels the calls at the engine at
+once; the task then finds its streams ended and unwinds. Whatever way it ends, `_Run.close` runs once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from headrace.core.errors import DeadlineExceeded, SequenceFailed, Unavailable
+from headrace.core.finish import FinishReason
+from headrace.core.ids import RequestId
+from headrace.core.sampling import SamplingParams, check_token_ids
+from headrace.gateway.answers import Answer, ChatAnswer, CompletionAnswer, Facts, Prompt
+from headrace.gateway.config import GatewayConfig
+from headrace.gateway.exchange import Exchange
+from headrace.gateway.ledger import Ledger
+from headrace.gateway.merge import MergedStream
+from headrace.gateway.models import ModelTable, ServedModel, now_unix
+from headrace.gateway.parse import lowered_priority, parse_chat, parse_completion, sampling_params, template_messages
+from headrace.gateway.progress import Progress, usage_of
+from headrace.gateway.schemas import ChatRequest, CompletionRequest, Usage
+from headrace.gateway.sse import StreamWatch
+from headrace.gateway.text_pool import TextPool
+from headrace.gateway.upstream import Call, EventStream, OutputEvent
+from headrace.observe.metrics import Metrics
+
+MAX_DRAWN_SEED = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What generating needs; made once by `gateway.app`."""
+
+    config: GatewayConfig
+    models: ModelTable
+    ledger: Ledger
+    watch: StreamWatch
+    text_pool: TextPool
+    metrics: Metrics
+    salt_key: bytes
+    clock: Callable[[], float] = time.monotonic
+    draw_seed: Callable[[], int] = field(default=lambda: secrets.randbelow(MAX_DRAWN_SEED))
+
+
+async def chat_completions(service: Service, exchange: Exchange) -> None:
+    with service.ledger.admit(exchange.request_id):
+        request = parse_chat(await read_object(service, exchange), service.config.limits)
+        run = _Run(service, exchange, request)
+        async with exchange.watching():
+            calls = await service.text_pool.run(run.chat_calls, request)
+            answer = ChatAnswer(request, run.facts("chatcmpl-"), run.model.text.tokenizer, include_usage=_wants_usage(request))
+            await run.answer(answer, calls)
+
+
+async def completions(service: Service, exchange: Exchange) -> None:
+    with service.ledger.admit(exchange.request_id):
+        request, given = parse_completion(await read_object(service, exchange), service.config.limits)
+        run = _Run(service, exchange, request)
+        async with exchange.watching():
+            prompts, calls = await service.text_pool.run(run.completion_calls, request, given)
+            facts = run.facts("cmpl-")
+            answer = CompletionAnswer(request, prompts, facts, run.model.text.tokenizer, include_usage=_wants_usage(request))
+            await run.answer(answer, calls)
+
+
+async def read_object(service: Service, exchange: Exchange) -> dict[str, object]:
+    """The body of any POST, within the configured bounds."""
+    limits = service.config.limits
+    return await exchange.json_object(
+        max_bytes=limits.max_body_bytes, max_depth=limits.max_json_depth, timeout_s=service.config.timeouts.body_s
+    )
+
+
+class _Run:
+    """One admitted request of a known model."""
+
+    def __init__(self, service: Service, exchange: Exchange, request: ChatRequest | CompletionRequest) -> None:
+        """Raises ModelNotFound, Unavailable or InvalidRequest: everything that can be refused without the prompt."""
+        self.service = service
+        self.exchange = exchange
+        self.request = request
+        self.model = service.models.get(request.model)
+        record = exchange.record
+        record.model, record.stream, record.n = self.model.name, request.stream, request.n
+        self.priority = lowered_priority(request.priority, exchange.principal.priority)
+        params = sampling_params(request, self.model.sampling_defaults)
+        record.seed = params.seed if params.seed is not None else service.draw_seed()
+        self.params: SamplingParams = params.with_(seed=record.seed).checked(vocab_size=self.model.info.vocab_size)
+
+    def facts(self, prefix: str) -> Facts:
+        return Facts(
+            id=f"{prefix}{self.exchange.request_id}",
+            created=now_unix(),
+            model=self.request.model,
+            fingerprint=self.model.fingerprint,
+        )
+
+    def chat_calls(self, request: ChatRequest) -> list[Call]:
+        """Runs in the text pool: template, tokens, and the checks that need them."""
+        ids = self.model.text.template.encode(
+            self.model.text.tokenizer,
+            template_messages(request.messages),
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            kwargs=request.chat_template_kwargs,
+        )
+        return [self._call(0, tuple(ids))]
+
+    def completion_calls(self, request: CompletionRequest, given: Sequence[str | list[int]]) -> tuple[list[Prompt], list[Call]]:
+        """Runs in the text pool."""
+        prompts = [_encode_prompt(self.model, request, prompt) for prompt in given]
+        return prompts, [self._call(number, prompt.ids) for number, prompt in enumerate(prompts)]
+
+    async def answer(self, answer: Answer, calls: Sequence[Call]) -> None:
+        """Run the calls and write the answer."""
+        self._raise_if_left()
+        streams: list[EventStream] = []
+        progress = Progress(
+            num_sequences=len(calls) * self.params.n,
+            prompt_tokens=sum(len(call.prompt_ids) for call in calls),
+            arrived_s=self.exchange.arrived_s,
+        )
+        try:
+            for call in calls:
+                streams.append(self.model.upstream.stream(call))
+            async with MergedStream(streams, self.params.n) as merged:
+                self.exchange.on_left(merged.cancel)
+                if self.request.stream:
+                    await self._stream(answer, merged, streams, progress)
+                else:
+                    await self._whole(answer, merged, streams, progress)
+            self.exchange.record.outcome = progress.outcome
+        finally:
+            for stream in streams:
+                stream.cancel()
+            self._close(streams, progress)
+
+    def _call(self, number: int, prompt_ids: tuple[int, ...]) -> Call:
+        """Raises InvalidRequest for what the model cannot take, by the rules the engine holds it against again."""
+        principal = self.exchange.principal
+        salt = hashlib.blake2b(principal.tenant.encode(), digest_size=16, key=self.service.salt_key, person=b"headrace-salt")
+        salt.update(b"\0" + self.request.cache_salt.encode())
+        call = Call(
+            request_id=RequestId(f"{self.exchange.request_id}-{number}"),
+            prompt_ids=prompt_ids,
+            params=self.params,
+            tenant=principal.tenant,
+            weight=principal.weight,
+            priority=self.priority,
+            salt=salt.digest(),
+            deadline_s=self._remaining_s(),
+        )
+        info = self.model.info
+        call.engine_request(0).checked(vocab_size=info.vocab_size, max_model_len=info.max_model_len)
+        return call
+
+    def _remaining_s(self) -> float | None:
+        deadline_s = self.service.config.timeouts.request_s
+        if deadline_s is None:
+            return None
+        remaining = deadline_s - (self.service.clock() - self.exchange.arrived_s)
+        if remaining <= 0:
+            raise DeadlineExceeded(f"The request's deadline of {deadline_s:g} s passed before it began.")
+        return remaining
+
+    async def _whole(self, answer: Answer, merged: EventStream, streams: Sequence[EventStream], progress: Progress) -> None:
+        while events := await self._events(merged, progress):
+            answer.add(events)
+        await self.exchange.reply(200, answer.whole(self._usage(streams, progress)))
+
+    async def _stream(self, answer: Answer, merged: EventStream, streams: Sequence[EventStream], progress: Progress) -> None:
+        """Nothing is sent before the first event, so that a refusal still has its status code; but not for longer than a ping's time."""
+        first: list[OutputEvent] | None = None
+        try:
+            async with asyncio.timeout(self.service.config.timeouts.sse_ping_s):
+                first = await self._events(merged, progress)
+        except TimeoutError:
+            pass
+        async with self.service.watch.open(self.exchange, lambda: merged.unread_bytes) as sse:
+            events = first if first is not None else await self._events(merged, progress)
+            while events:
+                payload = answer.chunk(events)
+                if payload:
+                    await sse.write(payload)
+                events = await self._events(merged, progress)
+            await sse.end(answer.last(self._usage(streams, progress)))
+
+    async def _events(self, merged: EventStream, progress: Progress) -> list[OutputEvent]:
+        """The next events; empty only after every sequence has its answer. Raises what became of it otherwise."""
+        self._raise_if_left()
+        events = await merged.events()
+        self._raise_if_left()
+        replica = merged.replica
+        progress.see(events, self.service.clock(), replica.metrics if replica else None)
+        for event in events:
+            _raise_if_failed(event.delta.finish, event.delta.error, self.exchange)
+        if not events and len(progress.finish_reasons) < progress.num_sequences:
+            raise Unavailable("The engine ended this request before it was complete; it can be sent again.")
+        return events
+
+    def _usage(self, streams: Sequence[EventStream], progress: Progress) -> Usage:
+        usage = usage_of(streams, num_sequences=progress.num_sequences, prompt_tokens=progress.prompt_tokens)
+        if self.request.max_tokens == 0:  # echo only: the token that was made is not part of the answer
+            usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
+        return usage
+
+    def _raise_if_left(self) -> None:
+        if self.exchange.left is not None:
+            raise self.exchange.left
+
+    def _close(self, streams: Sequence[EventStream], progress: Progress) -> None:
+        """The ledger's last line: metrics and the request's record, whatever happened."""
+        record = self.exchange.record
+        record.prompt_tokens = progress.prompt_tokens
+        record.ttft_s = progress.ttft_s
+        record.finish_reasons = progress.finish_reasons or None
+        if not streams:
+            return
+        usage = usage_of(streams, num_sequences=len(streams) * self.params.n, prompt_tokens=progress.prompt_tokens)
+        record.completion_tokens, record.cached_tokens = usage.completion_tokens, usage.prompt_tokens_details.cached_tokens
+        record.queue_time_s = streams[0].usage(0).queue_time_s
+        replica = streams[0].replica
+        if replica is not None:
+            record.replica = replica.name
+            progress.close(self.service.clock(), replica.metrics, record.queue_time_s)
+
+
+def _encode_prompt(model: ServedModel, request: CompletionRequest, prompt: str | list[int]) -> Prompt:
+    """Text that nobody will read (no echo) is not made."""
+    tokenizer = model.text.tokenizer
+    if isinstance(prompt, str):
+        return Prompt(tuple(tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)), prompt)
+    check_token_ids("prompt", prompt, model.info.vocab_size)
+    return Prompt(tuple(prompt), tokenizer.decode(prompt) if request.echo else "")
+
+
+def _raise_if_failed(finish: FinishReason | None, detail: str | None, exchange: Exchange) -> None:
+    if finish is None or finish.is_answer:
+        return
+    if finish is FinishReason.DEADLINE:
+        raise DeadlineExceeded("The request's deadline passed before it was complete.")
+    if finish is FinishReason.CANCELLED:
+        raise Unavailable("The engine gave this request up; it can be sent again.")
+    exchange.record.detail = detail  # the engine's words are for the operator
+    raise SequenceFailed("The engine could not continue this request. Its neighbours go on; it can be sent again.")
+
+
+def _wants_usage(request: ChatRequest | CompletionRequest) -> bool:
+    return request.stream_options is not None and request.stream_options.include_usage

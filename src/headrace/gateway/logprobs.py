@@ -1,0 +1,87 @@
+"""Log-probabilities in the shapes clients know: OpenAI's of chat and of completions, and vLLM's `prompt_logprobs`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from headrace.core.plan import TokenLogprobs
+from headrace.gateway.schemas import ChatLogprobs, CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
+from headrace.text.assemble import TokenEntry
+from headrace.text.tokenizer import Tokenizer
+
+
+def chat_logprobs(entries: Iterable[TokenEntry], num_top: int) -> ChatLogprobs:
+    """content[].{token, logprob, bytes, top_logprobs}; a token without text in the answer (the end token) is left out."""
+    return ChatLogprobs(
+        [
+            TokenLogprob(
+                entry.token,
+                entry.logprob,
+                list(entry.raw),
+                [TopLogprob(top.token, top.logprob, list(top.raw)) for top in entry.top[:num_top]],
+            )
+            for entry in entries
+            if entry.is_visible
+        ]
+    )
+
+
+def completion_logprobs(entries: Sequence[TokenEntry], num_top: int, *, offset: int = 0) -> CompletionLogprobs:
+    """Columns over tokens. offset: characters before the output (an echoed prompt)."""
+    shown = [entry for entry in entries if entry.is_visible]
+    return CompletionLogprobs(
+        text_offset=[offset + entry.text_offset for entry in shown],
+        token_logprobs=[entry.logprob for entry in shown],
+        tokens=[token_name(entry.token, entry.raw) for entry in shown],
+        top_logprobs=[_top_map(entry, num_top) for entry in shown],
+    )
+
+
+def echo_logprobs(tokenizer: Tokenizer, prompt_ids: Sequence[int], entries: Sequence[TokenEntry], num_top: int) -> CompletionLogprobs:
+    """Columns over the prompt's tokens. The first one has no probability: null, as OpenAI gives it."""
+    rest = completion_logprobs(entries, num_top)
+    first = prompt_ids[0]
+    return CompletionLogprobs(
+        text_offset=[0, *rest.text_offset],
+        token_logprobs=[None, *rest.token_logprobs],
+        tokens=[token_name(tokenizer.token_text(first), tokenizer.token_bytes(first)), *rest.tokens],
+        top_logprobs=[None, *rest.top_logprobs],
+    )
+
+
+def joined_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    return CompletionLogprobs(
+        first.text_offset + second.text_offset,
+        first.token_logprobs + second.token_logprobs,
+        first.tokens + second.tokens,
+        first.top_logprobs + second.top_logprobs,
+    )
+
+
+def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], num_top: int) -> PromptLogprobs:
+    """vLLM's shape: one map per prompt token from token id to its log-probability; null for the first token."""
+    made: PromptLogprobs = [None]
+    for entry in entries:
+        ranked = {
+            token_id: PromptLogprob(logprob, rank, tokenizer.token_text(token_id))
+            for rank, (token_id, logprob) in enumerate(zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False), start=1)
+        }
+        ranked[entry.token_id] = PromptLogprob(entry.logprob, entry.rank, tokenizer.token_text(entry.token_id))
+        made.append(ranked)
+    return made
+
+
+def token_name(text: str, raw: bytes) -> str:
+    """A token as completions name it: its text, or `bytes:\\x..` where it is part of a character (several such share one text)."""
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+    return text
+
+
+def _top_map(entry: TokenEntry, num_top: int) -> dict[str, float]:
+    """The best alternatives, and the token that was chosen."""
+    named = {token_name(top.token, top.raw): top.logprob for top in reversed(entry.top[:num_top])}
+    named[token_name(entry.token, entry.raw)] = entry.logprob
+    return named

@@ -1,0 +1,90 @@
+"""`headrace gateway --config FILE`: the process entry of a gateway, from its configuration file to its exit status.
+
+0   drained after SIGTERM or SIGINT
+2   refused to start: configuration or model folder (starting it again with the same file fails again)
+1   the address could not be bound
+69  the supervisor is gone (wire.leash)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from headrace.core.errors import CheckpointError, ConfigError
+from headrace.gateway.compose import load_texts, open_gateway
+from headrace.gateway.config import GatewayConfig, load_config
+from headrace.gateway.ledger import Ledger
+from headrace.gateway.server import Server
+from headrace.text.folder import TextModel
+from headrace.wire.leash import Leash
+
+log = logging.getLogger("headrace.gateway")
+
+REFUSED = 2
+CANNOT_BIND = 1
+
+
+def run_gateway(config_path: str | Path, parent_fd: int | None = None) -> int:
+    """Serve until told to stop; returns the exit status.
+
+    config_path  JSON, see `gateway.config`
+    parent_fd    the inherited end of the supervisor's leash; None when started by hand
+    """
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    leash = Leash(parent_fd)
+    leash.watch()
+    try:
+        config = load_config(config_path)
+        texts = load_texts(config)
+    except (ConfigError, CheckpointError) as error:
+        print(f"headrace gateway: {error}", file=sys.stderr)
+        leash.failed(str(error), can_retry=False)
+        return REFUSED
+    try:
+        run_loop(serve(config, texts, leash))
+    except OSError as error:
+        print(f"headrace gateway: cannot listen on {config.host}:{config.port}: {error.strerror}", file=sys.stderr)
+        leash.failed(f"cannot listen on {config.host}:{config.port}: {error.strerror}", can_retry=True)
+        return CANNOT_BIND
+    return 0
+
+
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
+    """asyncio.run on uvloop."""
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main)
+
+
+async def serve(config: GatewayConfig, texts: dict[str, TextModel], leash: Leash) -> None:
+    """Listen, say so, serve, drain. Raises OSError when the address cannot be bound."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with open_gateway(config, texts) as gateway:
+        server = Server(gateway, config)
+        port = await server.start()
+        log.info("listening on http://%s:%d", config.host, port)
+        leash.ready({"host": config.host, "port": port})
+        closed = asyncio.Event()
+        serving = asyncio.create_task(server.run_until(closed))
+        await stop.wait()
+        await drain(gateway.service.ledger, config.timeouts.drain_s)
+        closed.set()
+        await serving
+
+
+async def drain(ledger: Ledger, timeout_s: float) -> None:
+    """New requests are refused (503 with Retry-After), running ones end by themselves or at the timeout."""
+    ledger.drain()
+    log.info("draining %d requests for up to %g s", ledger.num_open, timeout_s)
+    if not await ledger.wait_empty(timeout_s):
+        log.warning("%d requests were cut off after %g s", ledger.num_open, timeout_s)
