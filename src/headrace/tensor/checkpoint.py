@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headrace.core.errors import CheckpointError, shorten
-from headrace.tensor.checkpoint_config import ConfigFile, read_json
+from headrace.tensor.checkpoint_config import ConfigFile
+from headrace.tensor.checkpoint_files import inside, read_json
 from headrace.tensor.checkpoint_header import Header, read_header
 
 SINGLE = "model.safetensors"
@@ -30,14 +31,6 @@ INERT = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SAMPLE_BYTES = 4096
-
-
-def read_config(folder: Path) -> ConfigFile:
-    """config.json of a local folder. Raises CheckpointError when there is none."""
-    if not folder.is_dir():
-        raise CheckpointError(str(folder), "not a folder", "Give a local folder in the Hugging Face layout.")
-    path = _inside(folder, "config.json")
-    return ConfigFile(str(folder / "config.json"), read_json(path))
 
 
 class Checkpoint:
@@ -119,7 +112,7 @@ class Checkpoint:
         self.close()
 
     def _add_shard(self, file: str) -> None:
-        header = read_header(_inside(self.folder, file))
+        header = read_header(inside(self.folder, file))
         self._headers[file] = header
         if len(self._file_of) + len(header.tensors) > MAX_TENSORS:
             self._refuse(file, f"more than {MAX_TENSORS} tensors in one checkpoint")
@@ -164,7 +157,7 @@ def _list_shards(folder: Path) -> dict[str, str]:
                 str(folder / pickles[0]), "a pickle format, which can run code when loaded", "Convert the weights to safetensors."
             )
         raise CheckpointError(str(folder), f"neither {SINGLE} nor {INDEX}", "Save the model as safetensors.")
-    listed = ConfigFile(str(path), read_json(_inside(folder, INDEX))).section("weight_map").values
+    listed = ConfigFile(str(path), read_json(folder, INDEX)).section("weight_map").values
     if not listed:
         raise CheckpointError(str(path), "weight_map names no tensor")
     files: dict[str, str] = {}
@@ -175,19 +168,3 @@ def _list_shards(folder: Path) -> dict[str, str]:
     if len(set(files.values())) > MAX_SHARDS:
         raise CheckpointError(str(path), f"more than {MAX_SHARDS} shards")
     return files
-
-
-def _inside(folder: Path, file: str) -> Path:
-    """The file's path, if the file really lies in the folder or, for a hub cache snapshot, among that repository's blobs.
-
-    Raises: CheckpointError for a missing file and for a link that leads elsewhere.
-    """
-    path, home = folder / file, folder.resolve()
-    try:
-        real = path.resolve(strict=True)
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(str(path), "no such file" if isinstance(error, FileNotFoundError) else "cannot be resolved") from error
-    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
-    if not any(real.is_relative_to(place) for place in homes):
-        raise CheckpointError(str(path), "a link that leads out of the folder", "Copy the file into the folder.")
-    return path

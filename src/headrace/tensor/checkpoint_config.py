@@ -1,13 +1,13 @@
-"""JSON files of a checkpoint folder, read as data and nothing else.
+"""config.json and generation_config.json: `ConfigFile` hands out checked fields, so that nothing absurd reaches a tensor.
 
-`read_json` bounds size and depth; `ConfigFile` hands out checked fields, so that nothing absurd reaches a tensor. End tokens and
-sampling defaults come from generation_config.json, else from config.json. Weights are read in `tensor.checkpoint`.
+End tokens and sampling defaults come from generation_config.json, else from config.json. Which fields an architecture has is in
+`tensor.models`; weights are read in `tensor.checkpoint`.
 """
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,8 @@ from typing import Any, NoReturn
 
 from headrace.core.errors import CheckpointError, InvalidRequest, shorten
 from headrace.core.sampling import params_from_mapping
+from headrace.tensor.checkpoint_files import read_json
 
-MAX_JSON_BYTES = 4 * 2**20
-MAX_CONTAINERS = 2**17
-"""Objects and lists in one document: with the bytes, what bounds the memory a hostile one can take (about 50 MiB)."""
 MAX_EOS_TOKEN_IDS = 64
 SAMPLING_DEFAULTS = {
     "temperature": "temperature",
@@ -29,47 +27,6 @@ SAMPLING_DEFAULTS = {
     "max_new_tokens": "max_tokens",
 }
 """Field of generation_config.json -> field of SamplingParams."""
-
-
-def decode_json(file: str, text: bytes) -> dict[str, object]:
-    """A JSON object without duplicate keys, NaN or infinities. Raises CheckpointError naming `file`."""
-    if text.count(b"[") + text.count(b"{") > MAX_CONTAINERS:
-        raise CheckpointError(file, f"more than {MAX_CONTAINERS} objects and lists in one JSON document")
-    try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
-    except RecursionError:
-        raise CheckpointError(file, "JSON nested too deeply") from None
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        raise CheckpointError(file, f"not valid JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(file, "the JSON document is not an object")
-    return value
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a key appears twice in one object")
-    return made
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def read_json(path: Path) -> dict[str, object]:
-    """The JSON object in a regular file of at most MAX_JSON_BYTES. Raises CheckpointError."""
-    file = str(path)
-    try:
-        if not path.is_file():
-            raise CheckpointError(file, "no such file")
-        with path.open("rb") as stream:
-            text = stream.read(MAX_JSON_BYTES + 1)
-        if len(text) > MAX_JSON_BYTES:
-            raise CheckpointError(file, f"more than {MAX_JSON_BYTES} bytes of JSON")
-    except OSError as error:
-        raise CheckpointError(file, f"cannot be read ({error.strerror})") from error
-    return decode_json(file, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +102,13 @@ class ConfigFile:
         return default
 
 
+def read_config(folder: Path) -> ConfigFile:
+    """config.json of a local folder. Raises CheckpointError when there is none."""
+    if not folder.is_dir():
+        raise CheckpointError(str(folder), "not a folder", "Give a local folder in the Hugging Face layout.")
+    return ConfigFile(str(folder / "config.json"), read_json(folder, "config.json"))
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
     """eos_token_ids end a sequence; sampling holds SamplingParams fields the checkpoint's author chose."""
@@ -156,7 +120,7 @@ class GenerationDefaults:
 def read_generation_defaults(folder: Path, config: ConfigFile, vocab_size: int) -> GenerationDefaults:
     """From generation_config.json; a field missing there is looked for in config.json. Raises CheckpointError."""
     path = folder / "generation_config.json"
-    generation = ConfigFile(str(path), read_json(path)) if path.exists() else config
+    generation = ConfigFile(str(path), read_json(folder, path.name)) if os.path.lexists(path) else config
     eos_owner = generation if generation.has("eos_token_id") else config
     sampling = {target: generation.values[name] for name, target in SAMPLING_DEFAULTS.items() if generation.has(name)}
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from headrace.core.errors import CheckpointError, shorten
-from headrace.tensor.checkpoint_config import MAX_JSON_BYTES, decode_json
+from headrace.tensor.checkpoint_files import MAX_JSON_BYTES, decode_json
 
 MAX_DIMS = 8
 DTYPE_BYTES = {

@@ -228,3 +228,14 @@ def test_describe_reads_the_configuration_alone(folder: Any) -> None:
     assert (described.resident_bytes, described.weight_bytes) == (loaded.resident_bytes, loaded.weight_bytes)
     assert described.dtype_name == "float32"
     assert describe(folder.path, dtype=torch.bfloat16).resident_bytes * 2 == described.resident_bytes
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_configuration_that_is_a_link_out_of_the_folder(folder: Any, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    outside = tmp_path_factory.mktemp("outside") / name
+    outside.write_text("{}")
+    (folder.path / name).unlink(missing_ok=True)
+    (folder.path / name).symlink_to(outside)
+    assert "leads out of the folder" in refusal(folder).reason
+    outside.unlink()
+    assert refusal(folder).reason == "no such file"

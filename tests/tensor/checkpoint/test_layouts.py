@@ -23,9 +23,7 @@ def weights_of(model: Any) -> list[torch.Tensor]:
     found = [model.embedding, model.head.weight, model.final_norm.weight]
     for block in model.blocks:
         found += [block.attention.qkv.weight, block.attention.output.weight, block.attention_norm.weight, block.mlp_norm.weight]
-        moe = isinstance(block.mlp, SparseMoe)
-        linears = (block.mlp.router, *block.mlp.gate_up, *block.mlp.down) if moe else block.mlp.linears
-        found += [linear.weight for linear in linears]
+        found += [linear.weight for linear in block.mlp.linears]
     return found
 
 

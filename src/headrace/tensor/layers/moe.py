@@ -60,6 +60,10 @@ class SparseMoe:
             self.gate_up.append(reader.column_linear(parts[:2], hidden_size, bias=False))
             self.down.append(reader.row_linear(parts[2], spec.size, bias=False))
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.router, *self.gate_up, *self.down
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, E] -> [T, E], to be summed over ranks."""
         weights, experts = self.route(x)

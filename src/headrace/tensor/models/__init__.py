@@ -16,8 +16,8 @@ import torch
 
 from headrace.core.errors import CheckpointError, ConfigError, shorten
 from headrace.core.kvgroup import KvGroup
-from headrace.tensor.checkpoint import Checkpoint, read_config
-from headrace.tensor.checkpoint_config import ConfigFile, read_generation_defaults
+from headrace.tensor.checkpoint import Checkpoint
+from headrace.tensor.checkpoint_config import ConfigFile, read_config, read_generation_defaults
 from headrace.tensor.checkpoint_random import RandomWeights, WeightShapes
 from headrace.tensor.kernels import Kernels, load_kernels
 from headrace.tensor.layers.weights import WeightReader, WeightSource

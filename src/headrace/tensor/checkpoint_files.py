@@ -1,0 +1,71 @@
+"""Files of a checkpoint folder as data: paths that stay inside it, JSON of bounded size. Nothing here is executed or followed elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NoReturn
+
+from headrace.core.errors import CheckpointError
+
+MAX_JSON_BYTES = 4 * 2**20
+MAX_CONTAINERS = 2**17
+"""Objects and lists in one document: with the bytes, what bounds the memory a hostile one can take (about 50 MiB)."""
+
+
+def inside(folder: Path, file: str) -> Path:
+    """The file's path, if the file really lies in the folder or, for a hub cache snapshot, among that repository's blobs.
+
+    Raises: CheckpointError for a missing file and for a link that leads elsewhere.
+    """
+    path, home = folder / file, folder.resolve()
+    try:
+        real = path.resolve(strict=True)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(str(path), "no such file" if isinstance(error, FileNotFoundError) else "cannot be resolved") from error
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(real.is_relative_to(place) for place in homes):
+        raise CheckpointError(str(path), "a link that leads out of the folder", "Copy the file into the folder.")
+    return path
+
+
+def decode_json(file: str, text: bytes) -> dict[str, object]:
+    """A JSON object without duplicate keys, NaN or infinities. Raises CheckpointError naming `file`."""
+    if text.count(b"[") + text.count(b"{") > MAX_CONTAINERS:
+        raise CheckpointError(file, f"more than {MAX_CONTAINERS} objects and lists in one JSON document")
+    try:
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except RecursionError:
+        raise CheckpointError(file, "JSON nested too deeply") from None
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        raise CheckpointError(file, f"not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(file, "the JSON document is not an object")
+    return value
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key appears twice in one object")
+    return made
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def read_json(folder: Path, name: str) -> dict[str, object]:
+    """The JSON object in the folder's regular file of at most MAX_JSON_BYTES. Raises CheckpointError."""
+    path = inside(folder, name)
+    file = str(path)
+    if not path.is_file():
+        raise CheckpointError(file, "not a regular file")
+    try:
+        with path.open("rb") as stream:
+            text = stream.read(MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(file, f"cannot be read ({error.strerror})") from error
+    if len(text) > MAX_JSON_BYTES:
+        raise CheckpointError(file, f"more than {MAX_JSON_BYTES} bytes of JSON")
+    return decode_json(file, text)
