@@ -1,0 +1,55 @@
+"""Where an engine may listen, and who may call it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.core.errors import ConfigError
+from headrace.wire.target import TOKEN_METADATA, check_private, parse_target, token_matches
+
+TOKEN = "0123456789abcdef"
+
+
+@pytest.mark.parametrize("address", ["unix:/tmp/x.sock", "127.0.0.1:0", "localhost:8", "[::1]:80", "127.8.8.8:1"])
+def test_unix_sockets_and_loopback_with_a_token_are_fine(address: str) -> None:
+    assert parse_target(address, TOKEN).address == address
+
+
+@pytest.mark.parametrize(
+    ("address", "token", "word"),
+    [
+        ("unix:relative.sock", None, "absolute"),
+        ("unix:/" + "x" * 120, None, "bytes"),
+        ("127.0.0.1:80", None, "token"),
+        ("127.0.0.1:80", "short", "characters"),
+        ("0.0.0.0:80", TOKEN, "loopback"),
+        ("10.0.0.1:80", TOKEN, "loopback"),
+        ("example.org:80", TOKEN, "loopback"),
+        ("[::]:80", TOKEN, "loopback"),
+        ("localhost.example.org:80", TOKEN, "loopback"),
+        ("127.0.0.1", TOKEN, "host:port"),
+        ("127.0.0.1:99999", TOKEN, "host:port"),
+        ("dns:///127.0.0.1:80", TOKEN, "loopback"),
+    ],
+)
+def test_what_the_wire_does_not_do_is_refused_by_name(address: str, token: str | None, word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        parse_target(address, token)
+
+
+def test_a_token_must_match_whole() -> None:
+    assert token_matches([(TOKEN_METADATA, TOKEN)], TOKEN)
+    assert token_matches([(TOKEN_METADATA, TOKEN.encode())], TOKEN)
+    assert token_matches([], None)
+    for metadata in ([], [(TOKEN_METADATA, "")], [(TOKEN_METADATA, TOKEN + "x")], [("other", TOKEN)], [(TOKEN_METADATA, TOKEN[:-1])]):
+        assert not token_matches(metadata, TOKEN)
+
+
+def test_a_socket_in_an_open_directory_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    check_private(tmp_path / "e.sock")
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match="0700"):
+        check_private(tmp_path / "e.sock")
