@@ -18,7 +18,7 @@ from headrace.gateway import schemas
 from headrace.gateway.logprobs import chat_logprobs, completion_logprobs, echo_logprobs, joined_logprobs, prompt_logprobs
 from headrace.gateway.sse import DONE
 from headrace.gateway.upstream import OutputEvent
-from headrace.text.assemble import OutputDelta, TokenEntry, prompt_entries
+from headrace.text.assemble import OutputDelta, TokenEntry
 from headrace.text.tokenizer import Tokenizer
 
 _encode = msgspec.json.encode
@@ -251,8 +251,7 @@ class CompletionAnswer:
         if self._num_top is None:
             return None
         prompt = self._prompts[index // self._request.n]
-        entries = prompt_entries(self._tokenizer, prompt.ids, self._scores[index // self._request.n])
-        return echo_logprobs(self._tokenizer, prompt.ids, entries, self._num_top)
+        return echo_logprobs(self._tokenizer, prompt.text, prompt.ids, self._scores[index // self._request.n], self._num_top)
 
     def _collect_scores(self, events: Sequence[OutputEvent]) -> None:
         """Every sequence of a prompt may bring the prompt's scores; the first one's are taken."""

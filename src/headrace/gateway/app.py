@@ -157,7 +157,6 @@ class Gateway:
         self.service.metrics.http_responses.labels(str(record.status)).inc()
         if record.outcome != "ok":
             self.service.metrics.finished(record.model or "", record.replica or "", record.outcome)
-        self.service.metrics.log_dropped.set(self._request_log.num_dropped)
         self._request_log.write(record)
 
 

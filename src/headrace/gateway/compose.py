@@ -42,9 +42,7 @@ async def open_gateway(config: GatewayConfig, texts: dict[str, TextModel]) -> As
         stack.callback(request_log.close)
         stack.callback(text_pool.close)
         models = [await _open_model(stack, model, texts[model.name], metrics) for model in config.models]
-        watch = StreamWatch(
-            ping_s=config.timeouts.sse_ping_s, write_s=config.timeouts.write_s, max_pending_bytes=config.limits.max_pending_bytes
-        )
+        watch = StreamWatch(ping_s=config.timeouts.sse_ping_s, max_pending_bytes=config.limits.max_pending_bytes)
         service = Service(
             config=config,
             models=ModelTable(models),
@@ -55,6 +53,8 @@ async def open_gateway(config: GatewayConfig, texts: dict[str, TextModel]) -> As
             salt_key=bytes.fromhex(config.salt_key) or secrets.token_bytes(32),
         )
         metrics.read_engines(service.models.readings)
+        metrics.requests_open.set_function(lambda: service.ledger.num_open)
+        metrics.log_dropped.set_function(lambda: request_log.num_dropped)
         yield Gateway(service, request_log)
 
 

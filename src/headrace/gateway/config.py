@@ -71,6 +71,7 @@ class Limits:
     """Caps at the border. Each is inclusive; what exceeds one is refused with field, limit, value and remedy.
 
     max_body_bytes        a whole request body
+    max_connections       open sockets; one more is closed without a word
     max_header_bytes      request line and headers together; max_headers counts them
     max_json_depth        nesting
     max_messages          of a chat
@@ -83,6 +84,7 @@ class Limits:
     """
 
     max_body_bytes: int = 1 << 20
+    max_connections: int = 16_384
     max_header_bytes: int = 32 << 10
     max_headers: int = 100
     max_json_depth: int = 32
@@ -103,7 +105,7 @@ class Timeouts:
     body_s        headers to the last body byte
     keep_alive_s  idle connection between requests
     sse_ping_s    a stream without a chunk for this long gets a comment line
-    write_s       a client that takes nothing for this long while something waits for it is cut off
+    write_s       a client that does not catch up within this while more than 64 KiB wait for it is cut off
     request_s     deadline of a request without one of its own, counted from its arrival; None = none
     drain_s       after SIGTERM: how long running requests may take
     """

@@ -47,7 +47,7 @@ class UnsupportedMediaType(HeadraceError):
 
 
 class BodyTooLarge(RequestTooLarge):
-    """More body bytes than the cap. The rest is not read, so the connection is closed after the answer."""
+    """More body bytes than the cap. The rest is thrown away, as far as the server waits for it (gateway.server)."""
 
 
 class ReadTimeout(HeadraceError):
@@ -141,6 +141,6 @@ def _headers(error: BaseException) -> list[tuple[bytes, bytes]]:
         return [(b"allow", ", ".join(error.allowed).encode())]
     if isinstance(error, Unauthorized):
         return [(b"www-authenticate", b"Bearer")]
-    if isinstance(error, BodyTooLarge | ReadTimeout):
+    if isinstance(error, ReadTimeout):
         return [(b"connection", b"close")]
     return []

@@ -15,7 +15,6 @@ from headrace.core.errors import HeadraceError, InvalidRequest
 from headrace.core.ids import RequestId
 from headrace.gateway.auth import ANYBODY, Principal
 from headrace.gateway.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, UnsupportedMediaType
-from headrace.gateway.json_border import decode_object
 from headrace.observe.request_log import RequestRecord
 
 Scope = MutableMapping[str, Any]
@@ -76,14 +75,14 @@ class Exchange:
         values = [value for key, value in self.headers if key == name]
         return values[0] if len(values) == 1 else None
 
-    async def json_object(self, *, max_bytes: int, max_depth: int, timeout_s: float) -> dict[str, object]:
-        """The body as a JSON object. Raises UnsupportedMediaType, BodyTooLarge, ReadTimeout, ClientLeft or InvalidRequest."""
+    async def json_body(self, *, max_bytes: int, timeout_s: float) -> bytes:
+        """The bytes of a body that says it is JSON. Raises UnsupportedMediaType, BodyTooLarge, ReadTimeout or ClientLeft."""
         media_type = (self.header(b"content-type") or b"").split(b";")[0].strip().lower()
         if media_type != b"application/json":
             raise UnsupportedMediaType("The body must be JSON: send 'Content-Type: application/json'.")
         if self.header(b"content-encoding") not in (None, b"identity"):
             raise UnsupportedMediaType("Compressed bodies are not read: send the body without Content-Encoding.")
-        return decode_object(await self.body(max_bytes=max_bytes, timeout_s=timeout_s), max_depth=max_depth)
+        return await self.body(max_bytes=max_bytes, timeout_s=timeout_s)
 
     async def body(self, *, max_bytes: int, timeout_s: float) -> bytes:
         """The whole body. Stops reading at the first byte beyond the cap, and before the first one if its length was announced."""

@@ -14,14 +14,16 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from headrace.core.errors import DeadlineExceeded, SequenceFailed, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.sampling import SamplingParams, check_token_ids
 from headrace.gateway.answers import Answer, ChatAnswer, CompletionAnswer, Facts, Prompt
-from headrace.gateway.config import GatewayConfig
+from headrace.gateway.config import GatewayConfig, Limits
 from headrace.gateway.exchange import Exchange
+from headrace.gateway.json_border import decode_object
 from headrace.gateway.ledger import Ledger
 from headrace.gateway.merge import MergedStream
 from headrace.gateway.models import ModelTable, ServedModel, now_unix
@@ -33,7 +35,10 @@ from headrace.gateway.text_pool import TextPool
 from headrace.gateway.upstream import Call, EventStream, OutputEvent
 from headrace.observe.metrics import Metrics
 
+T = TypeVar("T")
 MAX_DRAWN_SEED = 2**63
+MAX_INLINE_BYTES = 64 << 10
+"""A body up to this size is parsed on the event loop: handing it to a thread costs more than parsing it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ class Service:
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
     with service.ledger.admit(exchange.request_id):
-        request = parse_chat(await read_object(service, exchange), service.config.limits)
+        request = await parsed(service, exchange, parse_chat)
         run = _Run(service, exchange, request)
         async with exchange.watching():
             calls = await service.text_pool.run(run.chat_calls, request)
@@ -63,7 +68,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
 
 async def completions(service: Service, exchange: Exchange) -> None:
     with service.ledger.admit(exchange.request_id):
-        request, given = parse_completion(await read_object(service, exchange), service.config.limits)
+        request, given = await parsed(service, exchange, parse_completion)
         run = _Run(service, exchange, request)
         async with exchange.watching():
             prompts, calls = await service.text_pool.run(run.completion_calls, request, given)
@@ -72,12 +77,15 @@ async def completions(service: Service, exchange: Exchange) -> None:
             await run.answer(answer, calls)
 
 
-async def read_object(service: Service, exchange: Exchange) -> dict[str, object]:
-    """The body of any POST, within the configured bounds."""
+async def parsed(service: Service, exchange: Exchange, parse: Callable[[dict[str, object], Limits], T]) -> T:
+    """The body of any POST, within the configured bounds. A large one is taken apart off the event loop."""
     limits = service.config.limits
-    return await exchange.json_object(
-        max_bytes=limits.max_body_bytes, max_depth=limits.max_json_depth, timeout_s=service.config.timeouts.body_s
-    )
+    body = await exchange.json_body(max_bytes=limits.max_body_bytes, timeout_s=service.config.timeouts.body_s)
+
+    def work() -> T:
+        return parse(decode_object(body, max_depth=limits.max_json_depth), limits)
+
+    return work() if len(body) <= MAX_INLINE_BYTES else await service.text_pool.run(work)
 
 
 class _Run:
@@ -250,7 +258,7 @@ def _raise_if_failed(finish: FinishReason | None, detail: str | None, exchange: 
         raise DeadlineExceeded("The request's deadline passed before it was complete.")
     if finish is FinishReason.CANCELLED:
         raise Unavailable("The engine gave this request up; it can be sent again.")
-    exchange.record.detail = detail  # the engine's words are for the operator
+    exchange.record.detail = detail and detail[:200]  # the engine's words are for the operator
     raise SequenceFailed("The engine could not continue this request. Its neighbours go on; it can be sent again.")
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from headrace.core.plan import TokenLogprobs
 from headrace.gateway.schemas import ChatLogprobs, CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
-from headrace.text.assemble import TokenEntry
+from headrace.text.assemble import TokenEntry, token_entry
+from headrace.text.detokenize import Detokenizer
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -37,16 +38,35 @@ def completion_logprobs(entries: Sequence[TokenEntry], num_top: int, *, offset: 
     )
 
 
-def echo_logprobs(tokenizer: Tokenizer, prompt_ids: Sequence[int], entries: Sequence[TokenEntry], num_top: int) -> CompletionLogprobs:
-    """Columns over the prompt's tokens. The first one has no probability: null, as OpenAI gives it."""
+def echo_logprobs(
+    tokenizer: Tokenizer, text: str, token_ids: Sequence[int], scores: Sequence[TokenLogprobs], num_top: int
+) -> CompletionLogprobs:
+    """Columns over the prompt's tokens. The first one has no probability: null, as OpenAI gives it.
+
+    text    the prompt as it is echoed; offsets count in it (a begin token the tokenizer added has no text there)
+    scores  of positions 1.. in order
+    """
+    offsets = prompt_offsets(tokenizer, text, token_ids)
+    entries = [token_entry(tokenizer, score, offset) for score, offset in zip(scores, offsets[1:], strict=False)]
     rest = completion_logprobs(entries, num_top)
-    first = prompt_ids[0]
+    first = token_ids[0]
     return CompletionLogprobs(
-        text_offset=[0, *rest.text_offset],
+        text_offset=[offsets[0], *rest.text_offset],
         token_logprobs=[None, *rest.token_logprobs],
         tokens=[token_name(tokenizer.token_text(first), tokenizer.token_bytes(first)), *rest.tokens],
         top_logprobs=[None, *rest.top_logprobs],
     )
+
+
+def prompt_offsets(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -> list[int]:
+    """Characters of `text` before each token. A space some tokenizers put before the first word is not in the text: offsets shift by it."""
+    reader = Detokenizer(tokenizer)
+    offsets: list[int] = []
+    for token_id in token_ids:
+        offsets.append(reader.num_chars)
+        reader.push((token_id,))
+    shift = max(0, reader.num_chars - len(text))
+    return [max(0, offset - shift) for offset in offsets]
 
 
 def joined_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:

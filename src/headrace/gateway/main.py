@@ -21,6 +21,7 @@ from headrace.gateway.compose import load_texts, open_gateway
 from headrace.gateway.config import GatewayConfig, load_config
 from headrace.gateway.ledger import Ledger
 from headrace.gateway.server import Server
+from headrace.observe.logs import log_to_stderr
 from headrace.text.folder import TextModel
 from headrace.wire.leash import Leash
 
@@ -36,7 +37,7 @@ def run_gateway(config_path: str | Path, parent_fd: int | None = None) -> int:
     config_path  JSON, see `gateway.config`
     parent_fd    the inherited end of the supervisor's leash; None when started by hand
     """
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     leash = Leash(parent_fd)
     leash.watch()
     try:

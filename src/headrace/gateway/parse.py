@@ -17,7 +17,16 @@ from headrace.core.request import PriorityClass
 from headrace.core.sampling import SamplingParams
 from headrace.gateway.config import Limits
 from headrace.gateway.fields import Endpoint, honoured_fields, unknown_field
-from headrace.gateway.schemas import ChatRequest, CompletionRequest, Message, SamplingFields, StreamOptions, TextPart
+from headrace.gateway.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Message,
+    SamplingFields,
+    StreamOptions,
+    TextPart,
+    TokenizeRequest,
+)
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -25,7 +34,19 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's legacy default of /v1/completions; a chat without max_tokens may use what the context leaves."""
 
 MAX_CACHE_SALT_CHARS = 256
-AS_GIVEN: tuple[str, ...] = ("n", "presence_penalty", "frequency_penalty", "seed", "min_tokens", "ignore_eos", "logit_bias", "prompt_logprobs")
+MAX_PARTS = 4096
+"""Content parts of all messages together: each costs more than its bytes."""
+
+AS_GIVEN: tuple[str, ...] = (
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+    "logit_bias",
+    "prompt_logprobs",
+)
 AS_GIVEN += ("include_stop_str_in_output", "skip_special_tokens")
 FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters whose default is the model's generation_config.json (vLLM does the same)."""
@@ -64,6 +85,19 @@ def parse_completion(body: dict[str, object], limits: Limits) -> tuple[Completio
         raise InvalidRequest("prompt", f"at most {limits.max_prompts} prompts", len(prompts), "Send several requests.")
     _check_shared(request, limits, num_prompts=len(prompts))
     return request, prompts
+
+
+def parse_tokenize(body: dict[str, object], limits: Limits) -> TokenizeRequest:
+    if body.get("messages") is not None:
+        check_messages(body["messages"], limits)
+    request = convert(body, TokenizeRequest)
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidRequest("prompt", "either prompt or messages to be given")
+    return request
+
+
+def parse_detokenize(body: dict[str, object], limits: Limits) -> DetokenizeRequest:
+    return convert(body, DetokenizeRequest)
 
 
 def prompt_list(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -135,6 +169,9 @@ def check_messages(messages: object, limits: Limits) -> None:
         raise InvalidRequest("messages", "a list of at least one message", messages)
     if len(messages) > limits.max_messages:
         raise InvalidRequest("messages", f"at most {limits.max_messages} messages", len(messages), "Drop the oldest ones.")
+    num_parts = sum(len(m["content"]) for m in messages if isinstance(m, dict) and isinstance(m.get("content"), list))
+    if num_parts > MAX_PARTS:
+        raise InvalidRequest("messages", f"at most {MAX_PARTS} content parts in all", num_parts, "Join the texts.")
     for index, message in enumerate(messages):
         prefix = f"messages[{index}]"
         if isinstance(message, dict):

@@ -6,11 +6,12 @@ import msgspec
 
 import headrace
 from headrace.core.errors import InvalidRequest
+from headrace.core.sampling import check_token_ids
 from headrace.gateway import schemas
 from headrace.gateway.exchange import Exchange
-from headrace.gateway.generate import Service, read_object
+from headrace.gateway.generate import Service, parsed
 from headrace.gateway.models import ServedModel
-from headrace.gateway.parse import check_messages, convert, template_messages
+from headrace.gateway.parse import parse_detokenize, parse_tokenize, template_messages
 
 _encode = msgspec.json.encode
 
@@ -49,7 +50,6 @@ async def load(service: Service, exchange: Exchange) -> None:
 
 async def metrics(service: Service, exchange: Exchange) -> None:
     accept = (exchange.header(b"accept") or b"").decode("latin-1")
-    service.metrics.requests_open.set(service.ledger.num_open)
     body, content_type = service.metrics.page(accept)
     await exchange.reply(200, body, [(b"content-type", content_type.encode())])
 
@@ -66,36 +66,18 @@ async def one_model(service: Service, exchange: Exchange) -> None:
 
 async def tokenize(service: Service, exchange: Exchange) -> None:
     """vLLM's /tokenize: a prompt or a conversation as token ids."""
-    body = await read_object(service, exchange)
-    check_nullable(body, "messages")
-    if body.get("messages") is not None:
-        check_messages(body["messages"], service.config.limits)
-    request = convert(body, schemas.TokenizeRequest)
+    request = await parsed(service, exchange, parse_tokenize)
     model = service.models.only(request.model)
     exchange.record.model = model.name
-    if (request.prompt is None) == (request.messages is None):
-        raise InvalidRequest("prompt", "either prompt or messages to be given")
-    ids = await service.text_pool.run(_ids, model, request)
-    strs = [model.text.tokenizer.id_to_token(token_id) or "" for token_id in ids] if request.return_token_strs is not False else None
-    reply = schemas.TokenizeReply(count=len(ids), max_model_len=model.info.max_model_len, tokens=ids, token_strs=strs)
+    reply = await service.text_pool.run(_tokenized, model, request)
     await exchange.reply(200, _encode(reply))
 
 
 async def detokenize(service: Service, exchange: Exchange) -> None:
-    request = convert(await read_object(service, exchange), schemas.DetokenizeRequest)
+    request = await parsed(service, exchange, parse_detokenize)
     model = service.models.only(request.model)
     exchange.record.model = model.name
-    high = model.text.tokenizer.vocab_size - 1
-    for token_id in request.tokens:
-        if not 0 <= token_id <= high:
-            raise InvalidRequest("tokens", f"token ids with 0 <= id <= {high}", token_id)
-    text = await service.text_pool.run(model.text.tokenizer.decode, request.tokens, skip_special_tokens=False)
-    await exchange.reply(200, _encode(schemas.DetokenizeReply(prompt=text)))
-
-
-def check_nullable(body: dict[str, object], name: str) -> None:
-    if name in body and body[name] is None:
-        del body[name]
+    await exchange.reply(200, _encode(await service.text_pool.run(_detokenized, model, request)))
 
 
 def _ids(model: ServedModel, request: schemas.TokenizeRequest) -> list[int]:
@@ -107,6 +89,19 @@ def _ids(model: ServedModel, request: schemas.TokenizeRequest) -> list[int]:
         return model.text.template.encode(tokenizer, messages, add_generation_prompt=request.add_generation_prompt)
     assert request.prompt is not None
     return tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
+
+
+def _tokenized(model: ServedModel, request: schemas.TokenizeRequest) -> schemas.TokenizeReply:
+    """Runs in the text pool. vLLM's bench reads token_strs, so they are there unless declined."""
+    ids = _ids(model, request)
+    tokenizer = model.text.tokenizer
+    strs = [tokenizer.id_to_token(token_id) or "" for token_id in ids] if request.return_token_strs is not False else None
+    return schemas.TokenizeReply(count=len(ids), max_model_len=model.info.max_model_len, tokens=ids, token_strs=strs)
+
+
+def _detokenized(model: ServedModel, request: schemas.DetokenizeRequest) -> schemas.DetokenizeReply:
+    check_token_ids("tokens", request.tokens, model.text.tokenizer.vocab_size)
+    return schemas.DetokenizeReply(prompt=model.text.tokenizer.decode(request.tokens, skip_special_tokens=False))
 
 
 def _card(model: ServedModel, name: str) -> schemas.ModelCard:

@@ -1,8 +1,8 @@
 """Server-sent events: writing them, keeping quiet streams alive, and giving up on clients that do not read.
 
 A stream is written by its own task; `StreamWatch` looks at all streams a few times per second, which is cheaper than a timer each. What
-may wait for a client is bounded twice: in bytes (the encoded chunk being sent plus what the engine has produced meanwhile) and in time
-(nothing taken for `write_s`). Beyond either the connection is dropped and the request cancelled.
+may wait for a client is bounded in bytes: the encoded chunk being sent plus what the engine has produced meanwhile. Beyond it the
+connection is dropped and the request cancelled. (The time a client may take is bounded for every answer alike, by `gateway.server`.)
 
 Errors after the first byte are `Exchange.fail`'s: an event with the error body, then the end, without [DONE].
 
@@ -33,7 +33,7 @@ HEADERS = (
 class SseStream:
     """One event stream. Made by `StreamWatch.open`; leave it by scope."""
 
-    __slots__ = ("_clock", "_exchange", "_ping", "_watch", "last_write_s", "pending_bytes", "unread_bytes", "waiting_since_s")
+    __slots__ = ("_clock", "_exchange", "_ping", "_watch", "is_waiting", "last_write_s", "pending_bytes", "unread_bytes")
 
     def __init__(self, exchange: Exchange, watch: StreamWatch, unread_bytes: Callable[[], int], clock: Clock) -> None:
         """unread_bytes  size of what was produced for this stream and not yet encoded"""
@@ -42,7 +42,7 @@ class SseStream:
         self._clock = clock
         self.unread_bytes = unread_bytes
         self.last_write_s = clock()
-        self.waiting_since_s: float | None = None
+        self.is_waiting = False
         self.pending_bytes = 0
         self._ping: asyncio.Task[None] | None = None
 
@@ -67,35 +67,33 @@ class SseStream:
         if self._ping is not None and not self._ping.done():
             await self._ping  # a comment that waits for the socket goes first
         self.pending_bytes = len(payload)
-        self.waiting_since_s = self.last_write_s = self._clock()
+        self.is_waiting = True
+        self.last_write_s = self._clock()
         await self._exchange.write(payload, is_last=is_last)
-        self.waiting_since_s = None
+        self.is_waiting = False
         self.pending_bytes = 0
 
-    def look(self, now: float, *, ping_s: float, write_s: float, max_pending_bytes: int) -> None:
+    def look(self, now: float, *, ping_s: float, max_pending_bytes: int) -> None:
         """What the watch does with this stream: nothing, a comment line, or the end."""
-        if self.waiting_since_s is not None:
-            if now - self.waiting_since_s > write_s:
-                self._exchange.abort(SlowReader(f"The client took nothing for {write_s:g} s."))
-            elif self.pending_bytes + self.unread_bytes() > max_pending_bytes:
+        if self.is_waiting:
+            if self.pending_bytes + self.unread_bytes() > max_pending_bytes:
                 self._exchange.abort(SlowReader(f"More than {max_pending_bytes} bytes of the answer waited for the client."))
         elif now - self.last_write_s > ping_s:
             self.last_write_s = now
             self._ping = asyncio.create_task(self._send_ping())
 
     async def _send_ping(self) -> None:
-        self.waiting_since_s = self._clock()
+        self.is_waiting = True
         await self._exchange.write(PING)
-        self.waiting_since_s = None
+        self.is_waiting = False
 
 
 class StreamWatch:
     """All open streams, looked at every TICK_S. `async with` runs it."""
 
-    def __init__(self, *, ping_s: float, write_s: float, max_pending_bytes: int, clock: Clock = time.monotonic) -> None:
+    def __init__(self, *, ping_s: float, max_pending_bytes: int, clock: Clock = time.monotonic) -> None:
         self.streams: set[SseStream] = set()
         self._ping_s = ping_s
-        self._write_s = write_s
         self._max_pending_bytes = max_pending_bytes
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
@@ -116,7 +114,7 @@ class StreamWatch:
         """One round. Separate from the timer for tests."""
         now = self._clock()
         for stream in list(self.streams):
-            stream.look(now, ping_s=self._ping_s, write_s=self._write_s, max_pending_bytes=self._max_pending_bytes)
+            stream.look(now, ping_s=self._ping_s, max_pending_bytes=self._max_pending_bytes)
 
     async def _run(self) -> None:
         while True:
