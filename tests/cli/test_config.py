@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.config import ServeConfig, is_hub_id, is_loopback, load
+from headrace.cli.config import ServeConfig, is_fetched, is_loopback, load
 from headrace.core.errors import ConfigError
+from headrace.gateway.config import config_from
 
 
 def load_text(tmp_path: Path, text: str, environment: dict[str, str] | None = None, **flags: object) -> ServeConfig:
@@ -39,15 +40,25 @@ gateway:
 """
     config = load_text(tmp_path, text)
     small, other = config.models
-    assert (small.served_name, small.aliases, small.replica_names) == ("small", ("s", "tiny"), ("small-0", "small-1"))
+    assert (small.served_name, small.aliases, small.replicas) == ("small", ("s", "tiny"), 2)
     assert (small.engine.max_num_seqs, small.engine.queue_policy) == (8, "fair")
     assert other.served_name == "some-model"
     assert (config.gateway.port, config.gateway.limits.max_messages, config.gateway.limits.max_prompts) == (9000, 5, 64)
     key = config.gateway.api_keys[0]
     assert (key.tenant, key.priority, key.weight, key.key) == ("acme", "premium", 2.0, "")
     assert key.sha256 == hashlib.sha256(b"a-long-enough-key").hexdigest()
-    addressed = config.gateway_with(lambda name: f"unix:/x/{name}")
-    assert [replica.address for replica in addressed.models[0].replicas] == ["unix:/x/small-0", "unix:/x/small-1"]
+
+
+def test_supervisor_is_told_resolved_folders_and_no_plain_key(tmp_path: Path, model_folder: Path) -> None:
+    text = f"models: [{{replicas: 2, engine: {{model: {model_folder}, seed: 3}}}}]\ndrain_timeout_s: 5\n"
+    text += "gateway: {api_keys: [{key: a-long-enough-key}]}"
+    fleet = load_text(tmp_path, text).fleet(lambda model: Path("/resolved") / Path(model).name).checked()
+    (model,) = fleet.models
+    assert (model.name, model.folder, model.replicas, model.engine["seed"]) == ("some-model", Path("/resolved/some-model"), 2, 3)
+    assert "model" not in model.engine
+    assert fleet.drain_timeout_s == 5.0
+    assert "a-long-enough-key" not in repr(fleet.gateway)
+    assert config_from({**fleet.gateway, "models": [{"name": "m", "folder": "/", "replicas": [{"name": "r", "address": "unix:/r"}]}]})
 
 
 def test_environment_wins_over_the_file_and_flags_over_both(tmp_path: Path, model_folder: Path) -> None:
@@ -81,12 +92,14 @@ def test_default_model_is_served_when_nothing_names_one(tmp_path: Path, model_fo
         ("models: [{engine: {model: M, max_num_seqs: many}}]", "models[0].engine.max_num_seqs", "expected int, got str"),
         ("models: [{engine: {model: M, max_num_seqs: 0}}]", "models[0].engine.max_num_seqs", "0 is outside 1..4096"),
         ("models: [{engine: {model: M, dtype: int8}}]", "models[0].engine.dtype", "'int8' is not one of"),
-        ("models: [{engine: {model: M}, replicas: 0}]", "models[0].replicas", "0 is outside 1..64"),
-        ("models: [{engine: {model: /absent}}]", "models[0].engine.model", "not a folder with a config.json"),
+        ("models: [{engine: {model: M}, replicas: 0}]", "models[0].replicas", "outside 1..64"),
+        ("models: [{engine: {model: /absent}}]", "models[0].engine.model", "neither a folder with a config.json nor"),
         ("models: [{engine: {}}]", "models[0].engine", "missing required field model"),
         ("models: []", "models", "is empty"),
         ("models: [{engine: {model: M}, name: a}, {engine: {model: M}, name: a}]", "models[1].name", "is served twice"),
         ("models: [{engine: {model: M}}]\ngateway: {models: []}", "gateway.models", "Declare models at the top level"),
+        ("models: [{engine: {model: M}}]\ngateway: {timeouts: {drain_s: 1}}", "gateway.timeouts.drain_s", "Set drain_timeout_s"),
+        ("models: [{engine: {model: M}}]\ndrain_timeout_s: -1", "drain_timeout_s", "outside 0..86400"),
         ("models: [{engine: {model: M}}]\ngateway: {port: 70000}", "gateway.port", "outside 0..65535"),
         ("models: [{engine: {model: M}}]\ngateway: {api_keys: [{key: short}]}", "gateway.api_keys[0].key", "shorter than"),
         ("models: [{engine: {model: M}}]\ngateway: {host: 0.0.0.0}", "gateway.host", "--api-key"),
@@ -136,5 +149,6 @@ def test_open_server_beyond_loopback_must_be_said(tmp_path: Path, model_folder: 
 def test_names_of_hosts_and_hubs() -> None:
     assert all(is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost"))
     assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", ""))
-    assert is_hub_id("Qwen/Qwen3-0.6B")
-    assert not any(is_hub_id(name) for name in ("/a/b", "./a", "a/b/c", "name", "~/x"))
+    assert is_fetched("Qwen/Qwen3-0.6B")
+    assert is_fetched("gpt2")
+    assert not any(is_fetched(name) for name in ("/a/b", "./a", "a/b/c", "~/x", ""))

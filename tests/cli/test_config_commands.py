@@ -46,11 +46,11 @@ def test_show_prints_everything_but_secrets(tmp_path: Path, model_folder: Path, 
 def test_init_writes_a_file_that_holds_and_overwrites_none(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("headrace.cli.bundled.default_folder", lambda: model_folder)
+    monkeypatch.setattr("headrace.cli.bundled.DEFAULT_MODEL", str(model_folder))
     file = tmp_path / "new.yaml"
     init(file)
     config = load(file, {})
-    assert shown(config) == shown(load(None, {}, {"model.name": "headrace-tiny"}, default_model=str(model_folder)))
+    assert shown(config) == shown(load(None, {}, default_model=str(model_folder)))
     with pytest.raises(ConfigError, match="left alone"):
         init(file)
     init(None)
@@ -58,7 +58,7 @@ def test_init_writes_a_file_that_holds_and_overwrites_none(
 
 
 def test_options_named_in_the_template_exist(tmp_path: Path, model_folder: Path) -> None:
-    text = config_commands.TEMPLATE.format(name="x", model=model_folder, digest="0" * 64)
+    text = config_commands.TEMPLATE.format(model=model_folder, digest="0" * 64)
     uncommented = "\n".join(re.sub(r"^( +)# ", r"\1", line) for line in text.splitlines())
     file = tmp_path / "all.yaml"
     file.write_text(uncommented)

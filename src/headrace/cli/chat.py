@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.chat_session import ChatSession
-from headrace.cli.client import ApiClient
 from headrace.cli.exits import ServerFailed, UsageRefused, report
+
+if TYPE_CHECKING:
+    from headrace.cli.chat_session import ChatSession
+    from headrace.cli.client import ApiClient
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -29,6 +31,8 @@ def chat(
     api_key: Annotated[str | None, typer.Option("--api-key", envvar="HEADRACE_API_KEY", help="Sent as a bearer token.")] = None,
 ) -> None:
     """Talk to a model in the terminal."""
+    from headrace.cli.chat_session import ChatSession
+
     if model is not None and url is not None:
         raise UsageRefused("MODEL and --url: give one of them. --model chooses among the models of a server")
     with ExitStack() as stack:
@@ -43,6 +47,8 @@ def chat(
 
 def _client(stack: ExitStack, model: str | None, url: str | None, api_key: str | None) -> ApiClient:
     """The server asked for, the one that runs already, or one started for this chat and stopped with it."""
+    from headrace.cli.client import ApiClient
+
     if url is not None:
         return ApiClient(url, api_key=api_key)
     running = ApiClient(DEFAULT_URL, api_key=api_key)

@@ -11,28 +11,28 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from headrace.cli.config_decode import Raw, apply_environment, decode, read_yaml, set_at
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
+from headrace.fleet.config import FleetConfig, ModelSpec
+from headrace.fleet.weights import HUB_ID, bundled_model
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig
 
 ENV_PREFIX = "HEADRACE_"
-MAX_REPLICAS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
     """One served model and the engines that serve it.
 
-    engine    of every replica
+    engine    of every replica; `engine.model` is a folder, the name of a bundled model, or a hub id
     name      what clients ask for; default: the hub id, or the folder's name
     aliases   further names for it
-    replicas  engine processes
+    replicas  engine processes, each with its own copy of the weights
     """
 
     engine: EngineConfig
@@ -42,27 +42,25 @@ class ModelSection:
 
     @property
     def served_name(self) -> str:
-        model = self.engine.model.rstrip("/")
-        return self.name or (model if is_hub_id(model) else Path(model).name)
-
-    @property
-    def replica_names(self) -> tuple[str, ...]:
-        """Labels of the replicas: the served name where it is a plain word, a number behind it."""
-        stem = re.sub(r"[^A-Za-z0-9._-]", "-", self.served_name)[:100]
-        return tuple(f"{stem}-{number}" for number in range(self.replicas))
+        model = self.engine.model
+        return self.name or (model if is_fetched(model) else Path(model).expanduser().resolve().name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """Everything `headrace serve` is told.
 
-    gateway       its own section; `gateway.models` is made from `models` once the replicas have addresses
-    allow_open    listen beyond loopback without API keys
-    experimental  allow what has not been run where Headrace is tested (device cuda)
+    gateway          its own section; `gateway.models` is made from `models`, `gateway.timeouts.drain_s` from `drain_timeout_s`
+    drain_timeout_s  after SIGTERM: how long running requests may take
+    run_dir          parent of the private directory for sockets; None: XDG_RUNTIME_DIR, else the temporary directory
+    allow_open       listen beyond loopback without API keys
+    experimental     allow what has not been run where Headrace is tested (device cuda)
     """
 
     models: tuple[ModelSection, ...]
     gateway: GatewayConfig = field(default_factory=lambda: GatewayConfig(models=()))
+    drain_timeout_s: float = 30.0
+    run_dir: str | None = None
     allow_open: bool = False
     experimental: bool = False
 
@@ -70,11 +68,8 @@ class ServeConfig:
         """This value if every section's rules and the pairs hold. Raises ConfigError with the path in the file."""
         for index, model in enumerate(self.models):
             self._check_model(f"models[{index}]", model)
-        try:
-            self.gateway_with(lambda name: f"unix:/run/{name}").checked()
-        except ConfigError as error:
-            where = error.where if error.where.startswith("models") else f"gateway.{error.where}"
-            raise ConfigError(where, error.reason, error.remedy) from error
+        self._check_gateway()
+        self.fleet(lambda model: Path(model)).checked()
         if not (is_loopback(self.gateway.host) or self.gateway.api_keys or self.allow_open):
             raise ConfigError(
                 "gateway.host",
@@ -88,27 +83,33 @@ class ServeConfig:
             model.engine.checked()
         except ConfigError as error:
             raise ConfigError(f"{where}.engine.{error.where}", error.reason, error.remedy) from error
-        if not 1 <= model.replicas <= MAX_REPLICAS:
-            raise ConfigError(f"{where}.replicas", f"{model.replicas} is outside 1..{MAX_REPLICAS}")
-        folder = Path(model.engine.model).expanduser()
-        if not is_hub_id(model.engine.model) and not (folder / "config.json").is_file():
-            raise ConfigError(f"{where}.engine.model", f"{model.engine.model!r} is not a folder with a config.json")
+        name = model.engine.model
+        if not (is_fetched(name) or bundled_model(name) or (Path(name).expanduser() / "config.json").is_file()):
+            raise ConfigError(f"{where}.engine.model", f"{name!r} is neither a folder with a config.json nor a model's name")
         if model.engine.device != "cpu" and not self.experimental:
             reason = f"{model.engine.device} has not been run where Headrace is tested"
             raise ConfigError(f"{where}.engine.device", reason, "Say --experimental (or experimental: true) to try it.")
 
-    def gateway_with(self, address_of: Callable[[str], str]) -> GatewayConfig:
-        """The gateway's whole configuration; address_of: replica name -> its address."""
-        models = tuple(
-            ModelConfig(
-                name=model.served_name,
-                aliases=model.aliases,
-                folder=model.engine.model,
-                replicas=tuple(ReplicaConfig(name=name, address=address_of(name)) for name in model.replica_names),
-            )
-            for model in self.models
-        )
-        return replace(self.gateway, models=models)
+    def _check_gateway(self) -> None:
+        replica = ReplicaConfig(name="replica", address="unix:/run/replica")
+        models = [ModelConfig(name=m.served_name, aliases=m.aliases, folder="/", replicas=(replica,)) for m in self.models]
+        try:
+            replace(self.gateway, models=tuple(models)).checked()
+        except ConfigError as error:
+            where = error.where if error.where.startswith("models") else f"gateway.{error.where}"
+            raise ConfigError(where, error.reason, error.remedy) from error
+
+    def fleet(self, resolve: Callable[[str], Path]) -> FleetConfig:
+        """What the supervisor is told; resolve: `engine.model` -> local folder."""
+        gateway = asdict(self.gateway)
+        del gateway["models"], gateway["timeouts"]["drain_s"]
+        models = []
+        for model in self.models:
+            engine = asdict(model.engine)
+            folder = resolve(engine.pop("model"))
+            models.append(ModelSpec(name=model.served_name, folder=folder, aliases=model.aliases, replicas=model.replicas, engine=engine))
+        run_dir = None if self.run_dir is None else Path(self.run_dir).expanduser()
+        return FleetConfig(models=tuple(models), gateway=gateway, drain_timeout_s=self.drain_timeout_s, run_dir=run_dir)
 
 
 def load(
@@ -126,7 +127,7 @@ def load(
     _apply_flags(raw, {path: value for path, value in (flags or {}).items() if value is not None})
     _fill(raw, default_model)
     config = decode(ServeConfig, raw).checked()
-    return replace(config, models=tuple(map(_with_local_path, config.models)), gateway=_with_hashed_keys(config.gateway))
+    return replace(config, gateway=_with_hashed_keys(config.gateway))
 
 
 def _apply_flags(raw: Raw, flags: Mapping[str, object]) -> None:
@@ -155,15 +156,9 @@ def _fill(raw: Raw, default_model: str | None) -> None:
         if "models" in gateway:
             raise ConfigError("gateway.models", "is not set here", "Declare models at the top level.")
         gateway["models"] = []
-
-
-def _with_local_path(model: ModelSection) -> ModelSection:
-    """Child processes may run in another directory: a folder becomes absolute, under the name it had."""
-    if is_hub_id(model.engine.model):
-        return model
-    folder = str(Path(model.engine.model).expanduser().resolve())
-    engine = replace(model.engine, model=folder)
-    return replace(model, engine=engine, name=model.name or Path(folder).name)
+        timeouts = gateway.get("timeouts")
+        if isinstance(timeouts, dict) and "drain_s" in timeouts:
+            raise ConfigError("gateway.timeouts.drain_s", "is not set here", "Set drain_timeout_s at the top level.")
 
 
 def _with_hashed_keys(gateway: GatewayConfig) -> GatewayConfig:
@@ -172,9 +167,9 @@ def _with_hashed_keys(gateway: GatewayConfig) -> GatewayConfig:
     return replace(gateway, api_keys=tuple(hashed))
 
 
-def is_hub_id(model: str) -> bool:
-    """`owner/name` that is no local path."""
-    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", model) is not None and not Path(model).exists()
+def is_fetched(model: str) -> bool:
+    """A hub id: looks like one, and no folder and no bundled model has that name."""
+    return HUB_ID.fullmatch(model) is not None and bundled_model(model) is None and not Path(model).exists()
 
 
 def is_loopback(host: str) -> bool:

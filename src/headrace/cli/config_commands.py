@@ -18,10 +18,10 @@ TEMPLATE = """\
 # Environment variables win over this file (HEADRACE_GATEWAY__PORT=9000), flags win over both.
 
 models:
-  - name: {name}
-    replicas: 1                       # engine processes
+  - replicas: 1                       # engine processes
+    # name: my-model                  # what clients ask for; default: the folder's name
     engine:
-      model: {model}
+      model: {model}                  # a folder, the name of a bundled model, or a hub id
       # max_model_len: 4096           # shorter contexts leave room for more sequences
       # max_num_seqs: 64              # sequences computed in one step
       # memory_fraction: 0.5          # share of the available memory for weights and KV cache
@@ -55,19 +55,19 @@ def show(file: Annotated[Path | None, typer.Argument(help="YAML file; default: t
     """Print the whole configuration as `serve` would use it, defaults included and keys hidden."""
     import yaml
 
-    from headrace.cli.bundled import default_folder
+    from headrace.cli.bundled import DEFAULT_MODEL
     from headrace.cli.config import load
 
-    config = load(file, os.environ, default_model=None if file else str(default_folder()))
+    config = load(file, os.environ, default_model=None if file else DEFAULT_MODEL)
     print(yaml.safe_dump(shown(config), sort_keys=False, allow_unicode=False), end="")
 
 
 @config_app.command()
 def init(file: Annotated[Path | None, typer.Argument(help="Where to write it; default: standard output.")] = None) -> None:
     """Begin a configuration file with the options people turn first."""
-    from headrace.cli.bundled import DEFAULT_MODEL, default_folder
+    from headrace.cli.bundled import DEFAULT_MODEL
 
-    text = TEMPLATE.format(name=DEFAULT_MODEL, model=default_folder(), digest=_EXAMPLE_DIGEST)
+    text = TEMPLATE.format(model=DEFAULT_MODEL, digest=_EXAMPLE_DIGEST)
     if file is None:
         print(text, end="")
         return

@@ -13,8 +13,14 @@ import typer
 
 from headrace import __version__
 from headrace.cli.chat import chat
+from headrace.cli.config_commands import config_app
+from headrace.cli.doctor import doctor
 from headrace.cli.exits import report
+from headrace.cli.models import models
+from headrace.cli.processes import engine, gateway
 from headrace.cli.refused import without_refused
+from headrace.cli.replay import replay
+from headrace.cli.serve import serve
 from headrace.core.errors import HeadraceError
 
 app = typer.Typer(
@@ -26,13 +32,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(serve)
 app.command()(chat)
+app.command()(models)
+app.command()(doctor)
+app.command()(replay)
+app.add_typer(config_app, name="config")
+app.command(hidden=True)(engine)
+app.command(hidden=True)(gateway)
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
         print(f"headrace {__version__}")
         raise typer.Exit
+
+
+@app.command("version")
+def _version() -> None:
+    """Show the version."""
+    _show_version(True)
 
 
 @app.callback()

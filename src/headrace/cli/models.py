@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.bundled import bundled_folders
 from headrace.core.errors import CheckpointError, ConfigError
 
 
@@ -35,6 +34,8 @@ def models(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """List the bundled models, or those of a folder."""
+    from headrace.cli.bundled import bundled_folders
+
     folders = bundled_folders() if folder is None else model_folders(folder)
     rows = [describe_folder(path) for path in folders]
     if as_json:

@@ -1,0 +1,219 @@
+"""What `headrace doctor` looks at: one function per question, each answering with one or more findings.
+
+Reads /proc, cgroup files and package metadata; imports torch only to ask for devices, and Numba for its threading layers.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+
+MIN_PYTHON = (3, 11)
+MIN_FILES = 4096
+LOW_MEMORY_BYTES = 2 << 30
+CGROUP = Path("/sys/fs/cgroup")
+CPU_FEATURES = {
+    "avx2": "the SIMD width the CPU kernels are written for",
+    "avx512f": "wider vectors in attention and GEMM",
+    "avx512_vnni": "fast int8 GEMM",
+    "avx512_bf16": "bfloat16 GEMM in hardware; without it bfloat16 models are computed in float32",
+    "amx_bf16": "bfloat16 GEMM in tiles",
+}
+
+
+class Health(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "FAIL"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """name: what was looked at. found: what is there. remedy: what to do; empty when nothing is wrong."""
+
+    name: str
+    health: Health
+    found: str
+    remedy: str = ""
+
+
+def examine(port: int) -> list[Finding]:
+    """Every check, in the order people read them."""
+    return [
+        check_python(),
+        check_cpu(_read(Path("/proc/cpuinfo"))),
+        check_threads(_read_quota(CGROUP), os.environ),
+        check_memory(_available_bytes(), read_limit(CGROUP / "memory.max")),
+        check_threading_layer(),
+        check_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+        check_port(port),
+        check_cache(_cache_dir()),
+        check_bundled(),
+        check_cuda(),
+        *check_versions(),
+    ]
+
+
+def check_python() -> Finding:
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.version_info < MIN_PYTHON:
+        return Finding("python", Health.FAIL, found, f"Use Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer.")
+    return Finding("python", Health.OK, found)
+
+
+def check_cpu(cpuinfo: str) -> Finding:
+    """cpuinfo: text of /proc/cpuinfo; empty where there is none."""
+    model = re.search(r"^model name\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
+    if flags is None:
+        return Finding("cpu", Health.WARN, platform.processor() or platform.machine(), "Its features cannot be read here.")
+    present = set(flags.group(1).split())
+    there = [name for name in CPU_FEATURES if name in present]
+    missing = [f"{name} ({use})" for name, use in CPU_FEATURES.items() if name not in present]
+    found = f"{model.group(1) if model else platform.machine()}: {', '.join(there) or 'none of the features looked for'}"
+    if missing:
+        found += f"; without {', '.join(missing)}"
+    if "avx2" in present or "asimd" in present:
+        return Finding("cpu", Health.OK, found)
+    return Finding("cpu", Health.WARN, found, "Kernels will be slow on this machine.")
+
+
+def check_threads(quota: float | None, environment: Mapping[str, str]) -> Finding:
+    """quota: CPUs the cgroup allows, None without a limit."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    found = f"{os.cpu_count()} CPUs, {allowed} allowed" + (f", cgroup quota {quota:g}" if quota is not None else "")
+    if environment.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE":
+        return Finding(
+            "threads", Health.WARN, f"{found}, OMP_WAIT_POLICY=PASSIVE", "Unset it: it makes small operations several times slower."
+        )
+    pinned = environment.get("OMP_NUM_THREADS")
+    return Finding("threads", Health.OK, found + (f", OMP_NUM_THREADS={pinned}" if pinned else ""))
+
+
+def check_memory(available: int, limit: int | None) -> Finding:
+    """available: bytes that can be had without swapping; limit: of the cgroup."""
+    usable = available if limit is None else min(available, limit)
+    found = f"{available / 2**30:.1f} GiB available" + (f", cgroup limit {limit / 2**30:.1f} GiB" if limit is not None else "")
+    if usable < LOW_MEMORY_BYTES:
+        return Finding("memory", Health.WARN, found, "Only very small models fit; close something or raise the limit.")
+    return Finding("memory", Health.OK, found)
+
+
+def check_threading_layer() -> Finding:
+    """Which of Numba's ways to run parallel kernels can be loaded; OpenMP regions cost 2 us, the workqueue's 50-110 us."""
+    from importlib import import_module
+
+    layers = []
+    for layer, module in (("omp", "omppool"), ("tbb", "tbbpool"), ("workqueue", "workqueue")):
+        try:
+            import_module(f"numba.np.ufunc.{module}")
+        except ImportError:
+            continue
+        layers.append(layer)
+    found = ", ".join(layers) or "none"
+    if "omp" in layers:
+        return Finding("threading layer", Health.OK, found)
+    return Finding("threading layer", Health.WARN, found, "Install an OpenMP runtime (libgomp1): kernels start 25 times faster with it.")
+
+
+def check_files(soft: int, hard: int) -> Finding:
+    """Limits of open files: a stream takes one."""
+    if soft == resource.RLIM_INFINITY or soft >= MIN_FILES:
+        return Finding("open files", Health.OK, f"limit {soft}")
+    remedy = f"A stream takes one: ulimit -n {min(65536, hard) if hard > 0 else 65536}."
+    return Finding("open files", Health.WARN, f"limit {soft}", remedy)
+
+
+def check_port(port: int) -> Finding:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            return Finding("port", Health.WARN, f"{port}: {error.strerror}", "Use --port N, or --port 0 for any free one.")
+    return Finding("port", Health.OK, f"{port} is free")
+
+
+def check_cache(folder: Path) -> Finding:
+    """Where compiled kernels are kept: must be writable, and nobody else's to write."""
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return Finding("cache", Health.WARN, f"{folder} is not writable", "Kernels are compiled at every start; set XDG_CACHE_HOME.")
+    if existing == folder and folder.stat().st_mode & 0o022:
+        return Finding("cache", Health.FAIL, f"{folder} can be written by others", f"chmod 700 {folder}")
+    return Finding("cache", Health.OK, str(folder))
+
+
+def check_bundled() -> Finding:
+    from headrace.cli.bundled import DEFAULT_MODEL, bundled_folders
+
+    names = [folder.name for folder in bundled_folders()]
+    if DEFAULT_MODEL in names:
+        return Finding("bundled models", Health.OK, ", ".join(names))
+    return Finding("bundled models", Health.WARN, ", ".join(names) or "none", "`headrace serve` needs a MODEL here.")
+
+
+def check_cuda() -> Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("cuda", Health.OK, "none; models run on the CPU")
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return Finding("cuda", Health.WARN, names, "Not used unless --device cuda --experimental is given: not tested there.")
+
+
+def check_versions() -> Iterator[Finding]:
+    """Installed versions held against what this package declares."""
+    from packaging.requirements import Requirement  # comes with transformers
+
+    for line in metadata.requires("headrace") or ():
+        requirement = Requirement(line)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            yield Finding(requirement.name, Health.FAIL, "not installed", f"pip install '{requirement}'")
+            continue
+        fits = requirement.specifier.contains(version, prereleases=True)
+        yield Finding(requirement.name, Health.OK if fits else Health.FAIL, version, "" if fits else f"pip install '{requirement}'")
+
+
+def read_limit(file: Path) -> int | None:
+    """A cgroup limit in bytes; None when there is no file or no limit."""
+    text = _read(file).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _read_quota(cgroup: Path) -> float | None:
+    """CPUs of cpu.max ("200000 100000" -> 2.0)."""
+    words = _read(cgroup / "cpu.max").split()
+    return int(words[0]) / int(words[1]) if len(words) == 2 and words[0].isdecimal() else None
+
+
+def _available_bytes() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def _cache_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

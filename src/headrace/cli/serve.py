@@ -1,0 +1,155 @@
+"""`headrace serve`: from a model's name to a running server. Decides nothing itself: builds the configuration and hands it to the fleet.
+
+Flag names are vLLM's where vLLM has the option. A flag that is not given leaves file and environment as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from headrace.cli.config import ServeConfig
+    from headrace.fleet.supervisor import FleetReady
+
+FLAG_PATHS = {
+    "model": "model.engine.model",
+    "replicas": "model.replicas",
+    "dtype": "model.engine.dtype",
+    "load_format": "model.engine.load_format",
+    "max_model_len": "model.engine.max_model_len",
+    "max_num_seqs": "model.engine.max_num_seqs",
+    "max_num_batched_tokens": "model.engine.max_num_batched_tokens",
+    "block_size": "model.engine.block_size",
+    "num_kv_blocks": "model.engine.num_kv_blocks",
+    "kv_cache_bytes": "model.engine.kv_cache_bytes",
+    "gpu_memory_utilization": "model.engine.memory_fraction",
+    "enable_chunked_prefill": "model.engine.enable_chunked_prefill",
+    "enable_prefix_caching": "model.engine.enable_prefix_caching",
+    "queue_policy": "model.engine.queue_policy",
+    "kernels": "model.engine.kernels",
+    "num_threads": "model.engine.num_threads",
+    "device": "model.engine.device",
+    "seed": "model.engine.seed",
+    "host": "gateway.host",
+    "port": "gateway.port",
+    "drain_timeout": "drain_timeout_s",
+}
+"""Parameter of `serve` -> path in the configuration; those missing here take more than setting one value."""
+
+Flag = typer.Option
+
+
+def serve(
+    context: typer.Context,
+    model_argument: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Folder, bundled model or hub id; default: the bundled headrace-tiny.")
+    ] = None,
+    config: Annotated[Path | None, Flag("--config", help="YAML file; see docs/config.md.")] = None,
+    model: Annotated[str | None, Flag("--model", help="The same as MODEL.")] = None,
+    served_model_name: Annotated[list[str] | None, Flag("--served-model-name", help="What clients ask for; again for aliases.")] = None,
+    host: Annotated[str | None, Flag("--host", help="Where to listen; beyond loopback wants --api-key. Default 127.0.0.1.")] = None,
+    port: Annotated[int | None, Flag("--port", help="0 takes a free one. Default 8000.")] = None,
+    api_key: Annotated[list[str] | None, Flag("--api-key", envvar="HEADRACE_API_KEY", help="Clients must send one of these.")] = None,
+    allow_open: Annotated[bool, Flag("--allow-open", help="Listen beyond loopback without API keys.")] = False,
+    replicas: Annotated[int | None, Flag("--replicas", help="Engine processes, each with its own weights.")] = None,
+    dtype: Annotated[str | None, Flag("--dtype", help="auto, float32, bfloat16 or float16.")] = None,
+    load_format: Annotated[str | None, Flag("--load-format", help="auto, safetensors or dummy (random weights).")] = None,
+    max_model_len: Annotated[int | None, Flag("--max-model-len", help="Longest context in tokens. Default: the model's.")] = None,
+    max_num_seqs: Annotated[int | None, Flag("--max-num-seqs", help="Sequences computed in one step.")] = None,
+    max_num_batched_tokens: Annotated[int | None, Flag("--max-num-batched-tokens", help="Tokens computed in one step.")] = None,
+    block_size: Annotated[int | None, Flag("--block-size", help="Tokens per KV block.")] = None,
+    num_kv_blocks: Annotated[int | None, Flag("--num-kv-blocks", help="KV blocks. Default: what the memory share allows.")] = None,
+    kv_cache_bytes: Annotated[int | None, Flag("--kv-cache-bytes", help="Memory of the KV cache. Default: see above.")] = None,
+    gpu_memory_utilization: Annotated[
+        float | None, Flag("--gpu-memory-utilization", "--memory-fraction", help="Share of the available memory for weights and KV.")
+    ] = None,
+    enable_chunked_prefill: Annotated[
+        bool | None, Flag("--enable-chunked-prefill/--no-enable-chunked-prefill", help="Split long prompts over steps.")
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool | None, Flag("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV of equal prompt beginnings.")
+    ] = None,
+    queue_policy: Annotated[str | None, Flag("--queue-policy", "--scheduling-policy", help="fcfs, priority, sjf or fair.")] = None,
+    async_scheduling: Annotated[
+        bool | None, Flag("--async-scheduling/--no-async-scheduling", help="Plan the next step while one is computed.")
+    ] = None,
+    kernels: Annotated[str | None, Flag("--kernels", help="auto, numba or reference.")] = None,
+    num_threads: Annotated[int | None, Flag("--num-threads", help="Default: from the cores and the cgroup.")] = None,
+    device: Annotated[str | None, Flag("--device", help="cpu; cuda needs --experimental.")] = None,
+    seed: Annotated[int | None, Flag("--seed", help="Of random weights (--load-format dummy).")] = None,
+    drain_timeout: Annotated[float | None, Flag("--drain-timeout", help="Seconds running requests may take after SIGTERM.")] = None,
+    experimental: Annotated[bool, Flag("--experimental", help="Allow what has not been run where Headrace is tested.")] = False,
+) -> None:
+    """Serve a model over the OpenAI API."""
+    from headrace.cli.bundled import DEFAULT_MODEL
+    from headrace.cli.config import load
+    from headrace.cli.exits import UsageRefused
+
+    if model_argument is not None and model is not None:
+        raise UsageRefused("MODEL and --model: give one of them")
+    flags = flags_of(context.params)
+    resolved = load(config, os.environ, flags, default_model=None if config else DEFAULT_MODEL)
+    raise typer.Exit(run(resolved))
+
+
+def flags_of(params: dict[str, object]) -> dict[str, object]:
+    """Configuration paths and values of the flags that were given."""
+    flags = {path: params.get(name) for name, path in FLAG_PATHS.items()}
+    flags["model.engine.model"] = params.get("model_argument") or params.get("model")
+    if names := params.get("served_model_name"):
+        assert isinstance(names, list)
+        flags |= {"model.name": names[0], "model.aliases": names[1:]}
+    if keys := params.get("api_key"):
+        assert isinstance(keys, list)
+        flags["gateway.api_keys"] = [{"key": key} for key in keys]
+    if params.get("async_scheduling") is not None:
+        flags["model.engine.depth"] = 2 if params["async_scheduling"] else 1
+    for name in ("allow_open", "experimental"):
+        flags[name] = True if params.get(name) else None
+    return {path: value for path, value in flags.items() if value is not None}
+
+
+def run(config: ServeConfig) -> int:
+    """Serve until stopped. Returns the exit code. Raises ConfigError and FleetFailed."""
+    from headrace.fleet.supervisor import run_fleet
+    from headrace.fleet.weights import resolve_model
+
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    return int(run_fleet(config.fleet(resolve_model), on_ready=lambda ready: announce(config, ready)))
+
+
+def announce(config: ServeConfig, ready: FleetReady) -> None:
+    """Say where it serves, how to try it, and what was decided at start and why. The first line is read by `cli.child`."""
+    url = _url(ready.gateway)
+    names = [model.served_name for model in config.models]
+    lines = [f"Serving {', '.join(names)} at {url}", "", "  Try it:", *_curl(config, url, names[0]), ""]
+    told: dict[str, list[str]] = {}
+    for replica, facts in ready.replicas.items():
+        decided = facts.get("decided")
+        text = "\n".join(f"  {line}" for line in decided) if isinstance(decided, list | tuple) else ""
+        told.setdefault(text, []).append(replica)
+    for text, replicas in told.items():
+        lines += [f"  Decided at start ({', '.join(replicas)}):", text] if text else []
+    if not config.gateway.api_keys:
+        lines.append("  No API key is set: whoever reaches this address may use it.")
+    print("\n".join(lines), flush=True)
+
+
+def _url(gateway: Mapping[str, object]) -> str:
+    """Where a client on this machine reaches what the gateway says of itself."""
+    host = str(gateway.get("host", ""))
+    local = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host).strip("[]")
+    return f"http://[{local}]:{gateway.get('port')}" if ":" in local else f"http://{local}:{gateway.get('port')}"
+
+
+def _curl(config: ServeConfig, url: str, model: str) -> list[str]:
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.gateway.api_keys else ""
+    return [f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\", f"    -d '{body}'"]

@@ -1,0 +1,94 @@
+"""Doctor's findings on machines made up by hand, and the command on this one."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import doctor_checks
+from headrace.cli.doctor_checks import Health
+
+CPUINFO = "model name\t: Some CPU\nflags\t\t: fpu avx2 avx512f avx512_vnni\n"
+
+
+def test_cpu_features_are_named_with_their_use() -> None:
+    found = doctor_checks.check_cpu(CPUINFO)
+    assert found.health is Health.OK
+    assert "Some CPU: avx2, avx512f, avx512_vnni" in found.found
+    assert "without avx512_bf16 (bfloat16 GEMM" in found.found
+    assert doctor_checks.check_cpu("flags : fpu sse2").health is Health.WARN
+    assert doctor_checks.check_cpu("").health is Health.WARN
+
+
+def test_memory_is_what_the_cgroup_leaves() -> None:
+    assert doctor_checks.check_memory(8 << 30, None).health is Health.OK
+    limited = doctor_checks.check_memory(8 << 30, 1 << 30)
+    assert limited.health is Health.WARN
+    assert "cgroup limit 1.0 GiB" in limited.found
+
+
+def test_passive_waiting_is_warned_about() -> None:
+    assert doctor_checks.check_threads(None, {}).health is Health.OK
+    warned = doctor_checks.check_threads(1.5, {"OMP_WAIT_POLICY": "passive"})
+    assert warned.health is Health.WARN
+    assert "cgroup quota 1.5" in warned.found
+
+
+def test_few_open_files_come_with_the_command_that_helps() -> None:
+    assert doctor_checks.check_files(65536, 65536).health is Health.OK
+    assert doctor_checks.check_files(resource.RLIM_INFINITY, resource.RLIM_INFINITY).health is Health.OK
+    assert "ulimit -n 4096" in doctor_checks.check_files(1024, 4096).remedy
+
+
+def test_taken_port_is_seen() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        found = doctor_checks.check_port(taken.getsockname()[1])
+    assert found.health is Health.WARN
+    assert "--port" in found.remedy
+
+
+def test_cache_that_others_can_write_is_a_failure(tmp_path: Path) -> None:
+    assert doctor_checks.check_cache(tmp_path / "not" / "yet").health is Health.OK
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    assert doctor_checks.check_cache(shared).health is Health.FAIL
+
+
+def test_cgroup_limits_are_read(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1048576\n")
+    (tmp_path / "none").write_text("max\n")
+    assert doctor_checks.read_limit(tmp_path / "memory.max") == 1048576
+    assert doctor_checks.read_limit(tmp_path / "none") is None
+    assert doctor_checks.read_limit(tmp_path / "absent") is None
+
+
+def test_versions_out_of_range_fail_with_the_command_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "headrace.cli.doctor_checks.metadata.requires", lambda name: ["typer>=999", "absent-thing>=1", "pytest; extra == 'dev'"]
+    )
+    typer, absent = doctor_checks.check_versions()
+    assert (typer.health, typer.remedy) == (Health.FAIL, "pip install 'typer>=999'")
+    assert (absent.health, absent.found) == (Health.FAIL, "not installed")
+
+
+def test_doctor_exits_by_its_worst_finding() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace.cli.main", "doctor", "--json", "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    findings = json.loads(done.stdout)
+    names = [finding["name"] for finding in findings]
+    assert {"python", "cpu", "threads", "memory", "threading layer", "open files", "port", "cache", "torch"} <= set(names)
+    assert done.returncode == int(any(finding["health"] == "FAIL" for finding in findings))

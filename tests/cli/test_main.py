@@ -1,0 +1,83 @@
+"""The command line as people meet it: help at once, mistakes explained, exit codes kept."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.exits import CODES, ExitCode, exit_code_of
+from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, InvalidRequest
+
+SLOW_TO_IMPORT = ("torch", "transformers", "numba", "numpy", "aiohttp", "grpc", "uvicorn", "msgspec", "yaml", "rich", "psutil", "ssl")
+COMMANDS = ("serve", "chat", "models", "doctor", "replay", "bench", "config", "version")
+
+
+def headrace(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "headrace.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["bench", "serve", "--help"], ["--version"]])
+def test_help_imports_nothing_that_is_slow(arguments: list[str]) -> None:
+    code = (
+        f"import sys, json; sys.argv = ['headrace', *{arguments!r}]\nfrom headrace.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit as done:\n    print('\\n' + json.dumps([done.code, sorted(sys.modules)]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    status, modules = json.loads(done.stdout.splitlines()[-1])
+    assert status in (0, None)
+    assert not set(SLOW_TO_IMPORT) & set(modules)
+
+
+def test_help_names_every_command_and_the_exit_codes() -> None:
+    done = headrace("--help")
+    assert done.returncode == 0
+    for name in COMMANDS:
+        assert f"  {name} " in done.stdout
+    assert "engine " not in done.stdout.split("Commands:")[1]
+    assert "130 interrupted" in done.stdout
+
+
+def test_version_is_the_packages() -> None:
+    from headrace import __version__
+
+    assert headrace("--version").stdout == headrace("version").stdout == f"headrace {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "what"),
+    [
+        (["serv"], ExitCode.USAGE, "Did you mean 'serve'"),
+        (["serve", "--max-modl-len", "5"], ExitCode.USAGE, "--max-model-len"),
+        (["serve", "--max-model-len", "many"], ExitCode.USAGE, "--max-model-len"),
+        (["serve", "--tensor-parallel-size", "2"], ExitCode.USAGE, "--replicas"),
+        (["serve", "a", "--model", "b"], ExitCode.USAGE, "give one of them"),
+        (["serve", "/absent/folder"], ExitCode.CONFIG, "models[0].engine.model"),
+        (["serve", "--config", "/absent.yaml"], ExitCode.CONFIG, "/absent.yaml"),
+        (["models", "/absent"], ExitCode.CONFIG, "no model folder"),
+        (["replay", "/absent"], ExitCode.CONFIG, "cannot be read"),
+        (["chat", "--url", "ftp://x"], ExitCode.SERVER, "not an http(s) URL"),
+        ([], ExitCode.USAGE, "Usage: headrace"),
+    ],
+)
+def test_mistakes_are_explained_with_the_right_exit_code(arguments: list[str], code: ExitCode, what: str) -> None:
+    done = headrace(*arguments)
+    assert done.returncode == code
+    assert what in done.stderr + (done.stdout if not arguments else "")
+    assert "Traceback" not in done.stderr
+
+
+def test_every_error_of_ours_has_an_exit_code() -> None:
+    errors: list[HeadraceError] = [ConfigError("a", "b"), CheckpointError("a", "b"), InvalidRequest("a", "b"), HeadraceError("x")]
+    assert [exit_code_of(error) for error in errors] == [ExitCode.CONFIG, ExitCode.CONFIG, ExitCode.USAGE, ExitCode.FAILED]
+    assert all(code is not ExitCode.OK for _, code in CODES)
+
+
+def test_completion_script_is_offered(tmp_path: Path) -> None:
+    done = headrace("--show-completion", "bash")
+    assert done.returncode == 0
+    assert "_HEADRACE_COMPLETE" in done.stdout

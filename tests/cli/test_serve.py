@@ -1,0 +1,113 @@
+"""Flags become configuration, and what is printed at start can be used as it stands."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.child import URL_LINE
+from headrace.cli.config import ServeConfig, load
+from headrace.cli.serve import FLAG_PATHS, announce, flags_of, serve
+from headrace.engine.config import EngineConfig
+from headrace.fleet.supervisor import FleetReady
+
+
+def config_with(model_folder: Path, **params: object) -> ServeConfig:
+    return load(None, {}, flags_of({"model_argument": str(model_folder), **params}))
+
+
+def test_every_flag_reaches_the_configuration(model_folder: Path) -> None:
+    config = config_with(
+        model_folder,
+        served_model_name=["main", "alias"],
+        host="localhost",
+        port=0,
+        api_key=["a-long-enough-key", "another-long-key"],
+        replicas=2,
+        dtype="float32",
+        load_format="dummy",
+        max_model_len=128,
+        max_num_seqs=7,
+        max_num_batched_tokens=99,
+        block_size=8,
+        num_kv_blocks=50,
+        kv_cache_bytes=1 << 20,
+        gpu_memory_utilization=0.25,
+        enable_chunked_prefill=False,
+        enable_prefix_caching=False,
+        queue_policy="sjf",
+        async_scheduling=True,
+        kernels="reference",
+        num_threads=1,
+        device="cuda",
+        experimental=True,
+        seed=9,
+        drain_timeout=1.5,
+    )
+    (model,) = config.models
+    assert model.engine == EngineConfig(
+        model=str(model_folder),
+        dtype="float32",
+        load_format="dummy",
+        max_model_len=128,
+        max_num_seqs=7,
+        max_num_batched_tokens=99,
+        block_size=8,
+        num_kv_blocks=50,
+        kv_cache_bytes=1 << 20,
+        memory_fraction=0.25,
+        enable_chunked_prefill=False,
+        enable_prefix_caching=False,
+        queue_policy="sjf",
+        depth=2,
+        kernels="reference",
+        num_threads=1,
+        device="cuda",
+        seed=9,
+    )
+    assert (model.name, model.aliases, model.replicas) == ("main", ("alias",), 2)
+    assert (config.gateway.host, config.gateway.port, len(config.gateway.api_keys)) == ("localhost", 0, 2)
+    assert config.drain_timeout_s == 1.5
+
+
+def test_flags_not_given_leave_every_default(model_folder: Path) -> None:
+    given = config_with(
+        model_folder, enable_prefix_caching=None, allow_open=False, experimental=False, api_key=None, served_model_name=None
+    )
+    assert given == load(None, {}, {}, default_model=str(model_folder))
+
+
+def test_every_parameter_of_serve_is_used(model_folder: Path) -> None:
+    special = {"context", "model_argument", "config", "served_model_name", "api_key", "allow_open", "async_scheduling", "experimental"}
+    assert set(inspect.signature(serve).parameters) == set(FLAG_PATHS) | special
+
+
+def test_announcement_says_where_how_and_why(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_with(model_folder, served_model_name=["tiny"])
+    facts = {"decided": ["2 threads: the cgroup allows 2", "500 KV blocks: 0.5 of 4 GiB"]}
+    announce(config, FleetReady({"host": "127.0.0.1", "port": 8123}, {"tiny-0": facts, "tiny-1": facts}))
+    lines = capsys.readouterr().out.splitlines()
+    found = URL_LINE.match(lines[0])
+    assert found is not None
+    assert found.group(1) == "http://127.0.0.1:8123"
+    text = "\n".join(lines)
+    assert text.count("500 KV blocks") == 1
+    assert "tiny-0, tiny-1" in text
+    assert "No API key is set" in text
+    curl = shlex.split(text[text.index("curl") : text.index("\n\n", text.index("curl"))])
+    assert curl[1] == "http://127.0.0.1:8123/v1/chat/completions"
+    assert json.loads(curl[curl.index("-d") + 1])["model"] == "tiny"
+
+
+@pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "http://127.0.0.1:5"), ("::", "http://[::1]:5"), ("10.1.2.3", "http://10.1.2.3:5")])
+def test_announced_url_can_be_reached_from_here(model_folder: Path, capsys: pytest.CaptureFixture[str], host: str, url: str) -> None:
+    config = config_with(model_folder, host=host, api_key=["a-long-enough-key"])
+    announce(config, FleetReady({"host": host, "port": 5}, {}))
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].endswith(f" at {url}")
+    assert "YOUR_KEY" in out
+    assert "a-long-enough-key" not in out
