@@ -79,7 +79,7 @@ class Decoder:
     group_of        per layer, index into kv_groups
     kv_shapes       per layer, (kv_heads, head_dim) held by this rank
     weight_bytes    read by one decode step of one sequence (of experts, the chosen ones); norms are left out
-    resident_bytes  weights held in memory
+    resident_bytes  weights held in memory; a tied table counts twice, as rows and as packed head
     """
 
     def __init__(self, reader: WeightReader, spec: DecoderSpec) -> None:
