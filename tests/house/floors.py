@@ -57,6 +57,8 @@ FLOORS: dict[str, Floor] = {
     # 4 edges
     "headrace.gateway": Floor((*GROUND, *_ours("policy")), ("starlette", "uvicorn", "msgspec", "aiohttp", "grpc"), ("uvloop", "httptools")),
     "headrace.fleet": Floor((*GROUND, *_ours("policy")), ("grpc",), ("huggingface_hub", "ray", "kubernetes_asyncio", "obstore", "aiohttp")),
+    # models inside the package: a name to a folder
+    "headrace.bundled": Floor(),
     # 5 roof
     "headrace.lab": Floor(
         _ours(
@@ -65,7 +67,7 @@ FLOORS: dict[str, Floor] = {
         ("aiohttp", "grpc"),
         ("msgspec", "uvicorn", "starlette"),
     ),
-    "headrace.llm": Floor(_ours("core", "text", "policy", "tensor", "engine"), (), ()),
+    "headrace.llm": Floor(_ours("core", "text", "policy", "tensor", "engine", "bundled", "fleet.weights"), (), ()),
     "headrace.cli": Floor(EVERYTHING, ("typer",), ("rich", "yaml", "msgspec", "psutil", "aiohttp", "numba", "torch", "uvicorn")),
     "headrace.console": Floor(EVERYTHING),
     # the door: exports lazily

@@ -1,0 +1,259 @@
+"""`LLM`: a model in this process, turned in the calling thread."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import Self
+
+from headrace.bundled import DEFAULT_MODEL, bundled_path
+from headrace.core.errors import ConfigError, EngineFatal, InvalidRequest, Unavailable
+from headrace.core.ids import RequestId
+from headrace.core.request import EngineRequest
+from headrace.core.sampling import MAX_SEED, SamplingParams, params_from_mapping
+from headrace.core.update import Rejected, SequenceUpdate
+from headrace.engine.config import EngineConfig
+from headrace.engine.loop import Engine, Outbox
+from headrace.llm.batch import Batch, Job, Progress, outputs_of
+from headrace.llm.options import engine_config, refuse_others
+from headrace.llm.outputs import RequestOutput
+from headrace.llm.prompts import ParsedPrompt, Prompt, parse_conversations, parse_params, parse_prompts
+from headrace.text.folder import TextModel, load_text
+from headrace.text.messages import Message
+from headrace.text.tokenizer import Tokenizer
+
+Build = Callable[[EngineConfig, Outbox], Engine]
+
+
+class LLM:
+    """A model for this program alone. Use it as a context manager, or call `shutdown`.
+
+    model                   a bundled model's name, a local folder, or a hub id; None: the bundled model
+    dtype                   "auto" | "float32" | "bfloat16" | "float16" ("float" and "half" too)
+    load_format             "auto" | "safetensors" | "dummy" (random weights from config.json)
+    max_model_len, max_num_seqs, max_num_batched_tokens, block_size, enable_prefix_caching, enable_chunked_prefill
+                            as in `engine.config.EngineConfig`; None: its default
+    gpu_memory_utilization  share of the available memory for weights and KV cache
+    num_gpu_blocks_override, kv_cache_memory_bytes   fix the KV cache's size instead
+    scheduling_policy       "fcfs" | "priority" | "sjf" | "fair"
+    seed                    draws the seeds of requests that have none, and dummy weights; None: from the system
+    kernels, num_threads, device, depth   Headrace's own, as in EngineConfig
+
+    Any other keyword is refused by name, unless its value asks for what happens anyway (`tensor_parallel_size=1`).
+
+    Raises: ConfigError, CheckpointError.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        dtype: str = "auto",
+        load_format: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        block_size: int | None = None,
+        enable_prefix_caching: bool | None = None,
+        enable_chunked_prefill: bool | None = None,
+        gpu_memory_utilization: float | None = None,
+        num_gpu_blocks_override: int | None = None,
+        kv_cache_memory_bytes: int | None = None,
+        scheduling_policy: str | None = None,
+        seed: int | None = None,
+        kernels: str | None = None,
+        num_threads: int | None = None,
+        device: str | None = None,
+        depth: int | None = None,
+        **others: object,
+    ) -> None:
+        refuse_others(others, _KEYWORDS)
+        given: dict[str, object] = {
+            "dtype": dtype,
+            "load_format": load_format,
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "block_size": block_size,
+            "enable_prefix_caching": enable_prefix_caching,
+            "enable_chunked_prefill": enable_chunked_prefill,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "num_gpu_blocks_override": num_gpu_blocks_override,
+            "kv_cache_memory_bytes": kv_cache_memory_bytes,
+            "scheduling_policy": scheduling_policy,
+            "seed": seed,
+            "kernels": kernels,
+            "num_threads": num_threads,
+            "device": device,
+            "depth": depth,
+        }
+        folder = _resolve(model)
+        self._start(engine_config(folder, given), load_text(folder), seed, _build_engine)
+
+    @classmethod
+    def over(cls, build: Build, text: TextModel, *, config: EngineConfig, seed: int | None = None) -> Self:
+        """An LLM around an engine made by `build` instead of one that loads `config.model`: for engines without weights."""
+        self = cls.__new__(cls)
+        self._start(config.checked(), text, seed, build)
+        return self
+
+    def _start(self, config: EngineConfig, text: TextModel, seed: int | None, build: Build) -> None:
+        self._config = config
+        self._text = text
+        self._inbox: deque[SequenceUpdate | Rejected] = deque()
+        self._random = random.SystemRandom() if seed is None else random.Random(seed)
+        self._numbers = count()
+        self._lock = Lock()
+        self._is_open = True
+        self._engine = build(config, self._inbox.extend)
+
+    # -- asking ------------------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue prompts; answers come in their order.
+
+        prompts          a text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these. Control tokens in a text
+                         are read as such: for conversations with users' text use `chat`
+        sampling_params  one for all, or one per prompt; None: the model's own defaults
+        use_tqdm         show progress when standard error is a terminal
+
+        Raises: InvalidRequest before anything runs; SequenceFailed when a sequence failed, after all others are done.
+        """
+        return self._run(parse_prompts(prompts, self._text.tokenizer), sampling_params, use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template: None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them, through the model's own template.
+
+        tools                 shown to the model by its template; calls in the answer are left in its text
+        chat_template         only None: the model's own is used
+        chat_template_kwargs  scalars for variables the template reads (e.g. enable_thinking)
+
+        Control tokens in messages are ordinary text. Raises: as `generate`.
+        """
+        if chat_template is not None:
+            raise InvalidRequest("chat_template", "None", chat_template, "Put a chat_template.jinja into a copy of the model's folder.")
+        parsed = []
+        for conversation in parse_conversations(messages):
+            ids = self._text.template.encode(
+                self._text.tokenizer,
+                conversation,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                kwargs=chat_template_kwargs,
+            )
+            parsed.append(ParsedPrompt(tuple(ids), self._text.tokenizer.decode(ids, skip_special_tokens=False)))
+        return self._run(parsed, sampling_params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._text.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's own defaults, from its generation_config.json."""
+        return params_from_mapping(self._engine.info.sampling_defaults)
+
+    @property
+    def is_open(self) -> bool:
+        """False after `shutdown`, or when the engine died."""
+        return self._is_open
+
+    @property
+    def engine(self) -> Engine:
+        """For looking at: `info`, `snapshot()`."""
+        return self._engine
+
+    # -- ending ------------------------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Free the model. Safe to call twice."""
+        with self._lock:
+            if self._is_open:
+                self._is_open = False
+                self._engine.stop()
+                self._engine.run()  # returns at once and closes the runner
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.shutdown()
+
+    # -- inside ------------------------------------------------------------------------------------------------------------------
+
+    def _run(
+        self, prompts: list[ParsedPrompt], given: SamplingParams | Sequence[SamplingParams] | None, *, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        if not isinstance(use_tqdm, bool):
+            raise InvalidRequest("use_tqdm", "True or False", type(use_tqdm).__name__)
+        params = parse_params(given, len(prompts), self.get_default_sampling_params())
+        with self._lock:
+            if not self._is_open:
+                raise Unavailable("this LLM has been shut down")
+            jobs = [
+                self._job(prompt, each, f"prompts[{number}]") for number, (prompt, each) in enumerate(zip(prompts, params, strict=True))
+            ]
+            batch = Batch(self._engine, self._inbox, max_waiting=self._config.max_waiting)
+            try:
+                batch.run(jobs, Progress(len(jobs), is_on=use_tqdm))
+            except EngineFatal:
+                self._is_open = False
+                raise
+        return outputs_of(jobs)
+
+    def _job(self, prompt: ParsedPrompt, params: SamplingParams, field: str) -> Job:
+        """A request the engine can serve. Raises InvalidRequest."""
+        if params.seed is None:
+            params = params.with_(seed=self._random.randint(0, MAX_SEED))
+        request = EngineRequest(request_id=RequestId(str(next(self._numbers))), prompt_ids=prompt.token_ids, params=params)
+        info = self._engine.info
+        try:
+            request.checked(vocab_size=info.vocab_size, max_model_len=info.max_model_len)
+        except InvalidRequest as error:
+            error.add_note(f"in {field}")
+            raise
+        return Job(request, prompt.text, self._text.tokenizer)
+
+
+_KEYWORDS = frozenset(LLM.__init__.__kwdefaults__ or ())
+
+
+def _resolve(model: str | Path | None) -> Path:
+    """The model's folder. Raises ConfigError."""
+    if model is None:
+        folder = bundled_path(DEFAULT_MODEL)
+        if folder is None:
+            raise ConfigError("model", f"this installation does not contain {DEFAULT_MODEL}", "Give a model folder.")
+        return folder
+    # From here on it may be a hub id; the offline path with a bundled model does not need the fleet.
+    from headrace.fleet.weights import resolve_model
+
+    return resolve_model(str(model))
+
+
+def _build_engine(config: EngineConfig, outbox: Outbox) -> Engine:
+    # torch is imported here, not with this module: a mistaken keyword or prompt is refused at once.
+    from headrace.engine.build import build_engine
+
+    return build_engine(config, outbox)

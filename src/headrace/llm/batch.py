@@ -1,0 +1,169 @@
+"""Turning an engine in the calling thread until a list of prompts is answered."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from headrace.core.errors import EngineFatal, SequenceFailed
+from headrace.core.ids import RequestId
+from headrace.core.request import EngineRequest
+from headrace.core.update import Rejected, SequenceUpdate
+from headrace.engine.loop import Engine
+from headrace.llm.outputs import RequestMetrics, RequestOutput, SequenceCollector, prompt_logprob_maps
+from headrace.text.assemble import OutputAssembler
+from headrace.text.tokenizer import Tokenizer
+
+MAX_IDLE_TURNS = 1000
+"""An engine that does nothing this often while sequences are open has lost them."""
+
+
+class Job:
+    """One prompt: its request, and the answer as far as it has come."""
+
+    def __init__(self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self._tokenizer = tokenizer
+        params = request.params
+        self.collectors = [
+            SequenceCollector(OutputAssembler(tokenizer, params), index, has_logprobs=params.logprobs is not None)
+            for index in range(params.n)
+        ]
+        self.num_open = params.n
+        self.output = RequestOutput(
+            request_id=request.request_id,
+            prompt=prompt,
+            prompt_token_ids=list(request.prompt_ids),
+            outputs=[collector.output for collector in self.collectors],
+            metrics=RequestMetrics(0.0),
+        )
+
+    def feed(self, update: SequenceUpdate, engine: Engine) -> int:
+        """Take one update; tells the engine of a stop string. Returns how many new tokens it brought."""
+        collector = self.collectors[update.index]
+        if collector.output.finished:
+            return 0
+        collector.feed(update)
+        metrics = self.output.metrics
+        if update.token_ids and metrics.first_token_time is None:
+            metrics.first_token_time = time.monotonic()
+        if collector.keep_tokens is not None:
+            engine.finish(self.request.request_id, update.index, collector.keep_tokens)
+        if collector.output.finished:
+            self.num_open -= 1
+            if not self.num_open:
+                self._close()
+        return len(update.token_ids)
+
+    def _close(self) -> None:
+        output, first = self.output, self.collectors[0].assembler
+        output.finished = True
+        output.metrics.finished_time = time.monotonic()
+        output.metrics.queue_time_s = first.queue_time_s
+        output.num_cached_tokens = first.num_cached_tokens
+        if self.request.params.prompt_logprobs is not None:
+            items = [item for collector in self.collectors for item in collector.prompt_logprobs]
+            output.prompt_logprobs = prompt_logprob_maps(self._tokenizer, self.request.prompt_ids, items)
+
+    @property
+    def error(self) -> str | None:
+        return next((collector.error for collector in self.collectors if collector.error is not None), None)
+
+
+class Batch:
+    """Answers a list of jobs with one engine, whose outbox fills `inbox`. No more are handed in than the engine lets wait."""
+
+    def __init__(self, engine: Engine, inbox: deque[SequenceUpdate | Rejected], *, max_waiting: int) -> None:
+        self._engine = engine
+        self._inbox = inbox
+        self._max_waiting = max_waiting
+        self._open: dict[RequestId, Job] = {}
+        self._num_open = 0
+
+    def run(self, jobs: Sequence[Job], progress: Progress) -> None:
+        """Until every job is finished. On any way out nothing of them is left in the engine.
+
+        Raises: the engine's refusal of a request; SequenceFailed for the first sequence that failed, after all others are done;
+        EngineFatal when the engine cannot go on.
+        """
+        waiting = deque(jobs)
+        idle = 0
+        try:
+            while waiting or self._open:
+                self._hand_in(waiting)
+                worked = self._engine.turn()
+                took = self._take(progress)
+                idle = 0 if worked or took else idle + 1
+                if idle > MAX_IDLE_TURNS:
+                    raise EngineFatal(f"the engine rests with {len(self._open)} requests open")
+        finally:
+            self._settle()
+            progress.close()
+        for number, job in enumerate(jobs):
+            if job.error is not None:
+                raise SequenceFailed(f"prompt {number}: {job.error}")
+
+    def _hand_in(self, waiting: deque[Job]) -> None:
+        while waiting and (not self._open or self._num_open + waiting[0].request.params.n <= self._max_waiting):
+            job = waiting.popleft()
+            job.output.metrics.arrival_time = time.monotonic()
+            self._open[job.request.request_id] = job
+            self._num_open += job.request.params.n
+            self._engine.submit(job.request)
+
+    def _take(self, progress: Progress) -> bool:
+        """Handle what came out. False when nothing did."""
+        took = False
+        while self._inbox:
+            took = True
+            message = self._inbox.popleft()
+            job = self._open.get(message.request_id)
+            if job is None:
+                continue
+            if isinstance(message, Rejected):
+                raise message.error
+            num_tokens = job.feed(message, self._engine)
+            if job.output.finished:
+                del self._open[message.request_id]
+                self._num_open -= job.request.params.n
+            progress.add(num_tokens, is_finished=job.output.finished)
+        return took
+
+    def _settle(self) -> None:
+        """Cancel what is open and let the engine free everything."""
+        failing = isinstance(sys.exc_info()[1], EngineFatal)
+        for request_id in self._open:
+            self._engine.cancel(request_id)
+        self._open.clear()
+        while not failing and self._engine.turn():
+            pass
+        self._inbox.clear()
+
+
+class Progress:
+    """A line on standard error: prompts done and tokens per second. Silent unless switched on and standard error is a terminal."""
+
+    def __init__(self, total: int, *, is_on: bool) -> None:
+        self._total = total
+        self._is_on = is_on and sys.stderr.isatty()
+        self._began = self._shown = time.monotonic()
+        self._done = self._tokens = 0
+
+    def add(self, num_tokens: int, *, is_finished: bool) -> None:
+        self._done += is_finished
+        self._tokens += num_tokens
+        now = time.monotonic()
+        if self._is_on and (now - self._shown > 0.1 or self._done == self._total):
+            self._shown = now
+            rate = self._tokens / max(now - self._began, 1e-9)
+            print(f"\rPrompts: {self._done}/{self._total}, {rate:.1f} output tokens/s", end="", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._is_on:
+            print(file=sys.stderr)
+
+
+def outputs_of(jobs: Iterable[Job]) -> list[RequestOutput]:
+    return [job.output for job in jobs]

@@ -1,0 +1,100 @@
+"""The keywords of `LLM`: vLLM's names for what the engine honours, and a refusal by name for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from headrace.core.errors import ConfigError
+from headrace.engine.config import EngineConfig
+
+_PARALLEL = "A model runs in one process for now."
+_QUANTIZED = "Quantized weights are not supported yet."
+_MEDIA = "Only text models are served."
+_NO_CODE = "Code from a model's repository is never run."
+
+ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "tensor_parallel_size": ((1,), _PARALLEL),
+    "pipeline_parallel_size": ((1,), _PARALLEL),
+    "data_parallel_size": ((1,), _PARALLEL),
+    "enable_expert_parallel": ((False,), _PARALLEL),
+    "distributed_executor_backend": ((None, "mp", "uni"), _PARALLEL),
+    "quantization": ((None,), _QUANTIZED),
+    "kv_cache_dtype": (("auto",), "The KV cache has the model's dtype."),
+    "trust_remote_code": ((False,), _NO_CODE),
+    "allow_deprecated_quantization": ((False,), _QUANTIZED),
+    "tokenizer": ((None,), "The tokenizer of the model's folder is used."),
+    "tokenizer_mode": (("auto",), "The model's tokenizer.json is used."),
+    "tokenizer_revision": ((None,), "The tokenizer of the model's folder is used."),
+    "skip_tokenizer_init": ((False,), "Give prompt_token_ids and SamplingParams(detokenize=False)."),
+    "chat_template": ((None,), "The template of the model's folder is used."),
+    "revision": ((None,), "Download the revision you want and give its folder."),
+    "hf_overrides": ((None, {}), "Edit a copy of the model's config.json."),
+    "hf_token": ((None,), "Set HF_TOKEN, or download the model and give its folder."),
+    "download_dir": ((None,), "Set HF_HOME, or give a local folder."),
+    "config_format": (("auto", "hf"), "The Hugging Face layout is read."),
+    "generation_config": (("auto",), "Defaults come from the model's generation_config.json."),
+    "override_generation_config": ((None, {}), "Give SamplingParams."),
+    "enforce_eager": ((False, True), ""),
+    "disable_log_stats": ((False, True), ""),
+    "disable_custom_all_reduce": ((False, True), ""),
+    "swap_space": ((0, 0.0), "Preempted sequences are recomputed, not swapped."),
+    "cpu_offload_gb": ((0, 0.0), "Weights stay where they are computed."),
+    "enable_lora": ((False,), "Adapters are not served yet."),
+    "max_loras": ((None,), "Adapters are not served yet."),
+    "speculative_config": ((None,), "Speculative decoding is not supported yet."),
+    "structured_outputs_config": ((None,), "Constrained output is not supported yet."),
+    "limit_mm_per_prompt": ((None, {}), _MEDIA),
+    "mm_processor_kwargs": ((None, {}), _MEDIA),
+    "allowed_local_media_path": ((None, ""), _MEDIA),
+    "task": (("auto", "generate"), "Only text generation is served."),
+    "runner": (("auto", "generate"), "Only text generation is served."),
+    "convert": (("auto", "none"), "Only text generation is served."),
+    "compilation_config": ((None,), "There is nothing to compile ahead: kernels are chosen with `kernels`."),
+}
+"""vLLM's keywords that ask for something else than what happens: accepted values, and what to do instead."""
+
+DTYPES = {"half": "float16", "float": "float32"}
+"""vLLM's other names."""
+
+ENGINE_FIELDS = {
+    "gpu_memory_utilization": "memory_fraction",
+    "num_gpu_blocks_override": "num_kv_blocks",
+    "kv_cache_memory_bytes": "kv_cache_bytes",
+    "scheduling_policy": "queue_policy",
+}
+"""Keywords that EngineConfig calls differently."""
+
+
+def engine_config(folder: Path, given: Mapping[str, object]) -> EngineConfig:
+    """The engine's configuration from LLM's keywords; None leaves EngineConfig's default. Raises ConfigError naming the keyword."""
+    hints = get_type_hints(EngineConfig)
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        field = ENGINE_FIELDS.get(name, name)
+        if value is None:
+            continue
+        if not isinstance(value, int if hints[field] is float else hints[field]) and not isinstance(value, hints[field]):
+            raise ConfigError(name, f"{value!r:.80} is not of the type {getattr(hints[field], '__name__', hints[field])}")
+        if isinstance(value, bool) and hints[field] is not bool:
+            raise ConfigError(name, f"{value!r} is not a number")
+        values[field] = value
+    values["dtype"] = DTYPES.get(values["dtype"], values["dtype"])
+    return replace(EngineConfig(model=str(folder)), **values).checked()
+
+
+def refuse_others(given: Mapping[str, object], known: frozenset[str]) -> None:
+    """Raise ConfigError for a keyword of `given` that is unknown, or known and not supported with that value."""
+    for name, value in given.items():
+        if name not in ONLY:
+            close = get_close_matches(name, [*known, *ONLY], n=1, cutoff=0.6)
+            raise ConfigError(
+                name, "is not an option of LLM", f"Did you mean {close[0]}?" if close else f"Known: {', '.join(sorted(known))}."
+            )
+        accepted, remedy = ONLY[name]
+        if not any(value == each and type(value) is type(each) for each in accepted):
+            shown = " or ".join(map(repr, accepted))
+            raise ConfigError(name, f"{value!r:.80} is not supported; only {shown} is", remedy)

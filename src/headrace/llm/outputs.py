@@ -1,0 +1,121 @@
+"""What `LLM.generate` and `LLM.chat` return, with vLLM's names, and how it is collected from an engine's updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from headrace.core.finish import FinishReason
+from headrace.core.plan import TokenLogprobs
+from headrace.core.update import SequenceUpdate
+from headrace.text.assemble import OutputAssembler, TokenEntry, prompt_entries
+from headrace.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """rank: 1 = the most probable token at its position."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+TokenLogprobMap = dict[int, Logprob]
+"""Token id -> log-probability at one position: the token that stands there and the k best."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One sequence's answer.
+
+    token_ids           an end token that finished it included
+    cumulative_logprob  sum over token_ids; None when no logprobs were asked for
+    logprobs            one map per token; None when not asked for
+    finish_reason       "stop" | "length" | "error"
+    stop_reason         the stop string or stop token id that ended it; None for the model's own end token
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobMap] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Seconds of the monotonic clock; None until it happened.
+
+    arrival_time      handed to the engine
+    queue_time_s      from there to the first step that computed it
+    first_token_time  when its first token was seen
+    finished_time     when its last sequence ended
+    """
+
+    arrival_time: float
+    queue_time_s: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """One prompt's answers, in the order of the prompts.
+
+    prompt             None when token ids were given
+    prompt_logprobs    one map per prompt token, None for the first; None when not asked for
+    num_cached_tokens  prompt tokens taken from the prefix cache
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+    prompt_logprobs: list[TokenLogprobMap | None] | None = None
+    finished: bool = False
+    num_cached_tokens: int | None = None
+
+
+class SequenceCollector:
+    """Builds one CompletionOutput from updates."""
+
+    def __init__(self, assembler: OutputAssembler, index: int, *, has_logprobs: bool) -> None:
+        self.assembler = assembler
+        self.output = CompletionOutput(index, cumulative_logprob=0.0 if has_logprobs else None, logprobs=[] if has_logprobs else None)
+        self.error: str | None = None
+        self.keep_tokens: int | None = None
+        self.prompt_logprobs: list[TokenLogprobs] = []
+
+    def feed(self, update: SequenceUpdate) -> None:
+        """Take one update. `keep_tokens` is set when the engine must be told that the sequence is over."""
+        delta = self.assembler.feed(update)
+        output = self.output
+        output.text += delta.text
+        output.token_ids += delta.token_ids
+        self.prompt_logprobs += delta.prompt_logprobs
+        if output.logprobs is not None and output.cumulative_logprob is not None:
+            output.logprobs += [logprob_map(entry) for entry in delta.logprobs]
+            output.cumulative_logprob += sum(entry.logprob for entry in delta.logprobs)
+        self.keep_tokens = delta.engine_finish.keep_tokens if delta.engine_finish else None
+        if delta.finish is not None:
+            output.finish_reason = delta.finish.value
+            output.stop_reason = delta.stop_reason
+            self.error = delta.error if delta.finish is FinishReason.ERROR else None
+
+
+def logprob_map(entry: TokenEntry) -> TokenLogprobMap:
+    """The k best by rank, and the token itself under its own rank."""
+    best = {top.token_id: Logprob(top.logprob, rank, top.token) for rank, top in enumerate(entry.top, start=1)}
+    return {entry.token_id: Logprob(entry.logprob, entry.rank, entry.token)} | best
+
+
+def prompt_logprob_maps(tokenizer: Tokenizer, prompt_ids: Sequence[int], items: Sequence[TokenLogprobs]) -> list[TokenLogprobMap | None]:
+    return [None, *(logprob_map(entry) for entry in prompt_entries(tokenizer, prompt_ids, items))]

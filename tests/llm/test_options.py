@@ -1,0 +1,183 @@
+"""The keywords of `LLM`: honoured, refused by name, or corrected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace import LLM, SamplingParams
+from headrace.core.errors import CheckpointError, ConfigError
+from headrace.engine.config import EngineConfig
+from headrace.llm import api
+from headrace.llm.options import ONLY, engine_config
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
+    """Configurations that LLM asked to build an engine of; building itself ends there."""
+    seen: list[EngineConfig] = []
+
+    def build(config: EngineConfig, outbox: object) -> Any:
+        seen.append(config)
+        raise ConfigError("built", "enough")
+
+    monkeypatch.setattr(api, "_build_engine", build)
+    return seen
+
+
+def test_vllms_names_reach_the_engines_configuration(built: list[EngineConfig], model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="enough"):
+        LLM(
+            str(model_folder),
+            dtype="half",
+            load_format="dummy",
+            max_model_len=512,
+            max_num_seqs=3,
+            max_num_batched_tokens=48,
+            block_size=8,
+            enable_prefix_caching=False,
+            enable_chunked_prefill=False,
+            gpu_memory_utilization=0.25,
+            num_gpu_blocks_override=99,
+            kv_cache_memory_bytes=2**20,
+            scheduling_policy="sjf",
+            seed=11,
+            kernels="reference",
+            num_threads=1,
+            device="cpu",
+            depth=2,
+        )
+    assert built == [
+        EngineConfig(
+            model=str(model_folder),
+            dtype="float16",
+            load_format="dummy",
+            max_model_len=512,
+            max_num_seqs=3,
+            max_num_batched_tokens=48,
+            block_size=8,
+            enable_prefix_caching=False,
+            enable_chunked_prefill=False,
+            memory_fraction=0.25,
+            num_kv_blocks=99,
+            kv_cache_bytes=2**20,
+            queue_policy="sjf",
+            seed=11,
+            kernels="reference",
+            num_threads=1,
+            device="cpu",
+            depth=2,
+        )
+    ]
+
+
+def test_every_keyword_changes_the_configuration(model_folder: Path) -> None:
+    changed = {
+        "dtype": "float32",
+        "load_format": "dummy",
+        "enable_prefix_caching": False,
+        "enable_chunked_prefill": False,
+        "gpu_memory_utilization": 1,
+        "scheduling_policy": "fair",
+        "kernels": "reference",
+        "device": "cuda",
+        "depth": 2,
+        "max_num_batched_tokens": 77,
+    }
+    changed |= dict.fromkeys(["max_model_len", "max_num_seqs", "block_size", "num_gpu_blocks_override", "num_threads", "seed"], 7)
+    changed |= {"kv_cache_memory_bytes": 2**20}
+    assert set(changed) == api._KEYWORDS
+    plain = {"dtype": "auto"}
+    for name, value in changed.items():
+        assert engine_config(model_folder, plain | {name: value}) != engine_config(model_folder, plain), name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_model_len", "512"),
+        ("max_model_len", 0),
+        ("max_num_seqs", 2.5),
+        ("max_num_seqs", True),
+        ("enable_prefix_caching", 1),
+        ("gpu_memory_utilization", 1.5),
+        ("dtype", "int8"),
+        ("dtype", 5),
+        ("load_format", "pt"),
+        ("scheduling_policy", "lottery"),
+        ("seed", "x"),
+    ],
+)
+def test_values_that_break_a_rule_are_refused_by_name(built: list[EngineConfig], model_folder: Path, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(model_folder, **{name: value})
+    assert caught.value.where in (name, "memory_fraction", "queue_policy")
+    assert built == []
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [("max_modellen", "max_model_len"), ("tensor_parallel", "tensor_parallel_size"), ("max_num_seq", "max_num_seqs")],
+)
+def test_unknown_keywords_are_refused_with_a_suggestion(name: str, suggestion: str) -> None:
+    with pytest.raises(ConfigError, match=f"Did you mean {suggestion}"):
+        LLM(**{name: 1})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="Known: "):
+        LLM(zzzzzz=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tensor_parallel_size", 2),
+        ("tensor_parallel_size", True),
+        ("quantization", "awq"),
+        ("trust_remote_code", True),
+        ("tokenizer", "other"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(**{name: value})
+    assert caught.value.where == name
+
+
+def test_values_that_ask_for_what_happens_anyway_are_accepted(built: list[EngineConfig], model_folder: Path) -> None:
+    for name, (accepted, _) in ONLY.items():
+        for value in accepted:
+            with pytest.raises(ConfigError, match="enough"):
+                LLM(model_folder, **{name: value})  # type: ignore[arg-type]
+
+
+def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="model"):
+        LLM(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        LLM(tmp_path)
+
+
+def test_bundled_models_are_looked_up_by_name() -> None:
+    from headrace.bundled import bundled_names, bundled_path
+
+    for name in bundled_names():
+        found = bundled_path(name)
+        assert found is not None
+        assert (found / "config.json").is_file()
+    for name in ("..", "", "/etc", "headrace-tiny/../headrace-tiny", "nothing"):
+        assert bundled_path(name) is None
+
+
+def test_the_door_leads_here() -> None:
+    assert LLM is api.LLM
+    assert SamplingParams(max_tokens=3).max_tokens == 3
+
+
+def test_importing_the_api_does_not_import_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys; from headrace import LLM; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["False", "False"]
