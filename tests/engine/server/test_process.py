@@ -1,0 +1,165 @@
+"""One engine as one real process: its exits, its leash, its signals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wire_kit import PATIENCE_S, read_all, request, socket_dir, until
+
+from headrace.core.errors import Unavailable
+from headrace.engine.server.process import ExitCode
+from headrace.lab.fake_runner import FakeOptions, fake_answer
+from headrace.wire.client import ReplicaClient, ReplicaState
+from headrace.wire.leash import ORPHANED
+
+ENDLESS = 4000
+
+
+class EngineProcess:
+    """A fake engine started as the supervisor would start it."""
+
+    def __init__(self, folder: Path, **fake: Any) -> None:
+        self.address = f"unix:{folder}/e.sock"
+        path = folder / "e.json"
+        content = {"replica": "fake-0", "address": self.address, "drain_timeout_s": 20, "engine": {"model": "fake"}, "fake": fake}
+        path.write_text(json.dumps(content))
+        self.leash, theirs = socket.socketpair()
+        self.leash.settimeout(PATIENCE_S)
+        command = [sys.executable, "-m", "headrace.lab.fake_engine", "--config", str(path), "--parent-fd", str(theirs.fileno())]
+        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True, stderr=subprocess.DEVNULL)
+        theirs.close()
+
+    def hear(self) -> dict[str, Any]:
+        """The next thing the process says through its leash."""
+        with self.leash.makefile("rb") as lines:
+            said: dict[str, Any] = json.loads(lines.readline())
+            return said
+
+    async def wait(self) -> int:
+        return await asyncio.to_thread(self.process.wait, PATIENCE_S)
+
+    def close(self) -> None:
+        self.leash.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with socket_dir() as path:
+        yield path
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Any]:
+    started: list[EngineProcess] = []
+
+    def start_one(**fake: Any) -> EngineProcess:
+        started.append(EngineProcess(folder, **fake))
+        return started[-1]
+
+    yield start_one
+    for process in started:
+        process.close()
+
+
+async def test_sigterm_lets_running_streams_finish_and_exits_zero(start: Any) -> None:
+    engine = start(step_seconds=0.02)
+    assert engine.hear()["event"] == "ready"
+    async with ReplicaClient(engine.address) as replica:
+        await replica.wait_connected(PATIENCE_S)
+        one = request("r", max_tokens=40)
+        stream = replica.submit(one)
+        first = await stream.__anext__()
+        engine.process.send_signal(signal.SIGTERM)
+        await until(lambda: replica.state is ReplicaState.DRAINING)
+        rest = await read_all(stream)
+        assert [*first.token_ids, *rest[0]] == fake_answer(one, 0, 40, FakeOptions())  # type: ignore[union-attr]
+        assert await engine.wait() == ExitCode.DRAINED
+
+
+async def test_a_second_sigterm_does_not_wait(start: Any) -> None:
+    engine = start(step_seconds=0.02)
+    engine.hear()
+    async with ReplicaClient(engine.address) as replica:
+        await replica.wait_connected(PATIENCE_S)
+        stream = replica.submit(request("r", max_tokens=ENDLESS))
+        await stream.__anext__()
+        engine.process.send_signal(signal.SIGTERM)
+        await until(lambda: replica.state is ReplicaState.DRAINING)
+        engine.process.send_signal(signal.SIGTERM)
+        assert await engine.wait() == ExitCode.INTERRUPTED
+        with pytest.raises(Unavailable):
+            await read_all(stream)
+
+
+async def test_a_stopped_process_is_noticed_and_its_streams_go_on_afterwards(start: Any) -> None:
+    engine = start(step_seconds=0.01)
+    engine.hear()
+    async with ReplicaClient(engine.address) as replica:
+        await replica.wait_connected(PATIENCE_S)
+        one = request("r", max_tokens=100)
+        stream = replica.submit(one)
+        first = await stream.__anext__()
+        engine.process.send_signal(signal.SIGSTOP)
+        await until(lambda: replica.state is ReplicaState.SILENT)
+        with pytest.raises(Unavailable, match="silent"):
+            replica.submit(request("late"))
+        engine.process.send_signal(signal.SIGCONT)
+        rest = await read_all(stream)
+        assert [*first.token_ids, *rest[0]] == fake_answer(one, 0, 100, FakeOptions())  # type: ignore[union-attr]
+        assert replica.state is ReplicaState.CONNECTED
+
+
+async def test_the_process_ends_when_its_leash_breaks_even_while_a_step_hangs(start: Any) -> None:
+    engine = start(stall_after_steps=2)
+    engine.hear()
+    async with ReplicaClient(engine.address) as replica:
+        await replica.wait_connected(PATIENCE_S)
+        replica.submit(request("r", max_tokens=ENDLESS))
+        await until(lambda: replica.snapshot is not None and replica.snapshot.load.step_age_s is not None)
+        engine.leash.close()
+        assert await engine.wait() == ORPHANED
+
+
+async def test_a_dead_device_ends_the_process_with_its_own_status(start: Any) -> None:
+    engine = start(die_after_steps=5)
+    engine.hear()
+    async with ReplicaClient(engine.address) as replica:
+        await replica.wait_connected(PATIENCE_S)
+        with pytest.raises(Unavailable):
+            await read_all(replica.submit(request("r", max_tokens=ENDLESS)))
+        assert await engine.wait() == ExitCode.ENGINE_DIED
+    said = engine.hear()
+    assert said["can_retry"]
+    assert "the fake device is gone" in said["reason"]
+
+
+async def test_a_checkpoint_that_is_refused_is_not_worth_a_retry(start: Any) -> None:
+    engine = start(refuse="model.safetensors is truncated")
+    assert await engine.wait() == ExitCode.REFUSED
+    assert engine.hear() == {"event": "failed", "reason": "fake: model.safetensors is truncated.", "can_retry": False}
+
+
+async def test_a_wrong_key_is_not_worth_a_retry(start: Any) -> None:
+    engine = start(no_such_option=1)
+    assert await engine.wait() == ExitCode.REFUSED
+    assert "fake.no_such_option" in engine.hear()["reason"]
+
+
+async def test_an_open_directory_is_refused(start: Any, folder: Path) -> None:
+    os.chmod(folder, 0o755)
+    engine = start()
+    assert await engine.wait() == ExitCode.REFUSED
+    assert "0700" in engine.hear()["reason"]

@@ -1,0 +1,55 @@
+"""An engine's file: what is wrong is named, nothing is ignored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.core.errors import ConfigError
+from headrace.engine.server.config import load_process_config
+
+GOOD = {"replica": "r", "address": "unix:/tmp/x.sock", "engine": {"model": "/m", "max_num_seqs": 8}}
+
+
+def write(folder: Path, content: object) -> Path:
+    path = folder / "e.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_a_good_file_gives_both_configurations(tmp_path: Path) -> None:
+    process, engine = load_process_config(write(tmp_path, {**GOOD, "drain_timeout_s": 3}))
+    assert (process.replica, process.drain_timeout_s, process.token) == ("r", 3, None)
+    assert (engine.model, engine.max_num_seqs) == ("/m", 8)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[1]", "not a JSON object"),
+        ("[" * 100000, "cannot be read as JSON"),
+        ({**GOOD, "adress": "x"}, "Did you mean address"),
+        ({**GOOD, "drain_timeout_s": "long"}, "drain_timeout_s"),
+        ({**GOOD, "token": 5}, "token"),
+        ({"replica": "r", "engine": {"model": "/m"}}, "address: is missing"),
+        ({"replica": "r", "address": "unix:/x"}, "engine: is missing"),
+        ({**GOOD, "engine": []}, "engine: is not an object"),
+        ({**GOOD, "engine": {"model": "/m", "max_num_seq": 8}}, "Did you mean max_num_seqs"),
+        ({**GOOD, "engine": {"model": "/m", "max_num_seqs": True}}, "engine.max_num_seqs"),
+        ({**GOOD, "engine": {"model": "/m", "max_num_seqs": 1.5}}, "engine.max_num_seqs"),
+        ({**GOOD, "engine": {"model": "/m", "max_model_len": "x"}}, "engine.max_model_len"),
+        ({**GOOD, "engine": {"model": "/m", "dtype": "int3"}}, "dtype"),
+        ({**GOOD, "engine": {}}, "engine.model: is missing"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, content: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_process_config(write(tmp_path, content))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.json"):
+        load_process_config(tmp_path / "none.json")

@@ -1,0 +1,420 @@
+"""Gateways' streams at an engine: answers, cancels, fences, leases, heartbeats, drains. Real sockets, real loop, no model."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from wire_kit import PATIENCE_S, Served, connected, read_all, read_updates, request, served, until
+
+from headrace.core.errors import InvalidRequest, Overloaded, Unavailable
+from headrace.core.finish import FinishReason
+from headrace.core.ids import RequestId
+from headrace.core.update import SequenceUpdate
+from headrace.engine.config import EngineConfig
+from headrace.lab.fake_runner import FakeOptions, fake_answer
+from headrace.wire import headrace_pb2 as pb
+from headrace.wire.client import ReplicaClient, ReplicaState
+from headrace.wire.codec import encode_cancel, encode_submit
+from headrace.wire.handles import Handle
+from headrace.wire.service import CHANNEL_OPTIONS, CONNECT, DRAIN, PROTOCOL_VERSION, SNAPSHOT, Expectation
+
+SLOW = FakeOptions(step_seconds=0.02)
+ENDLESS = 4000
+
+
+async def test_many_requests_get_exactly_their_tokens() -> None:
+    async with served(config=EngineConfig(model="fake", depth=2)) as engine, connected(engine) as replica:
+        requests = [request(f"r{i}", tuple(range(5 + 7 * i)), seed=i, n=1 + i % 3, max_tokens=20 + i) for i in range(30)]
+        answers = await asyncio.gather(*(read_all(replica.submit(one)) for one in requests))
+        for one, answer in zip(requests, answers, strict=True):
+            assert answer == {i: fake_answer(one, i, one.params.max_tokens or 0, engine.options) for i in range(one.params.n)}
+        await until(lambda: engine.is_idle)
+        assert replica.num_open == 0
+
+
+async def test_hello_tells_the_model_and_a_new_process_is_a_new_instance() -> None:
+    async with served() as first, connected(first) as replica:
+        assert replica.info is not None
+        assert replica.info.model == first.engine.info
+        assert replica.info.replica == "fake-0"
+        instance = replica.info.instance_id
+    async with served() as second, connected(second) as replica:
+        assert replica.info is not None
+        assert replica.info.instance_id != instance
+
+
+async def test_first_update_carries_queue_time_and_cached_tokens_and_the_last_one_the_end() -> None:
+    async with served(FakeOptions(eos_after=4)) as engine, connected(engine) as replica:
+        updates = await read_updates(replica.submit(request("r", max_tokens=100)))
+        assert updates[0].queue_time_s is not None
+        assert updates[0].num_cached_tokens == 0
+        assert [update.finish for update in updates[:-1]] == [None] * (len(updates) - 1)
+        assert updates[-1].finish is FinishReason.STOP
+        assert updates[-1].stop_token_id == engine.options.eos_token_id
+
+
+async def test_logprobs_and_paged_prompt_logprobs_arrive_complete_and_in_order() -> None:
+    prompt = tuple(range(3000))
+    async with served() as engine, connected(engine) as replica:
+        updates = await read_updates(replica.submit(request("r", prompt, logprobs=2, prompt_logprobs=3)))
+        entries = [entry for update in updates for entry in update.prompt_logprobs]
+        assert [entry.token_id for entry in entries] == list(prompt[1:])
+        assert {len(entry.top_ids) for entry in entries} == {3}
+        chosen = [entry for update in updates for entry in update.logprobs]
+        assert [entry.token_id for entry in chosen] == [token for update in updates for token in update.token_ids]
+
+
+async def test_leaving_a_stream_early_frees_everything() -> None:
+    async with served(SLOW) as engine, connected(engine) as replica:
+        async with replica.submit(request("r", n=3, max_tokens=ENDLESS)) as stream:
+            await stream.__anext__()
+        assert replica.num_open == 0
+        await until(lambda: engine.is_idle)
+
+
+async def test_cancel_ends_the_iterator() -> None:
+    async with served(SLOW) as engine, connected(engine) as replica:
+        stream = replica.submit(request("r", max_tokens=ENDLESS))
+        await stream.__anext__()
+        replica.cancel(RequestId("r"))
+        rest = [update async for update in stream]
+        assert len(rest) < 10
+        await until(lambda: engine.is_idle)
+
+
+async def test_a_stop_string_found_upstairs_ends_one_sequence_and_later_news_of_it_is_dropped() -> None:
+    async with served(SLOW) as engine, connected(engine) as replica:
+        stream = replica.submit(request("r", n=2, max_tokens=12))
+        seen: dict[int, int] = {0: 0, 1: 0}
+        async for update in stream:
+            assert isinstance(update, SequenceUpdate)
+            seen[update.index] += len(update.token_ids)
+            if update.index == 0 and seen[0] == 3:
+                replica.finish(RequestId("r"), 0, 2, FinishReason.STOP)
+        assert seen == {0: 3, 1: 12}
+        await until(lambda: engine.is_idle)
+        assert engine.engine.snapshot().counters.finished == {"stop": 1, "length": 1}
+
+
+async def test_a_gateway_that_vanishes_takes_its_requests_with_it() -> None:
+    async with served(SLOW) as engine, connected(engine) as stays:
+        async with connected(engine) as leaves:
+            for i in range(10):
+                leaves.submit(request(f"l{i}", max_tokens=ENDLESS))
+            kept = stays.submit(request("kept", max_tokens=30))
+            await until(lambda: engine.engine.snapshot().num_running == 11)
+        assert (await read_all(kept))[0] == fake_answer(request("kept", max_tokens=30), 0, 30, engine.options)
+        await until(lambda: engine.is_idle)
+
+
+async def test_a_lost_engine_raises_unavailable_in_every_open_stream() -> None:
+    async with served(SLOW) as engine, connected(engine) as replica:
+        streams = [replica.submit(request(f"r{i}", max_tokens=ENDLESS)) for i in range(3)]
+        await streams[0].__anext__()
+        await engine.service.stop()
+        for stream in streams:
+            with pytest.raises(Unavailable, match="can be sent again"):
+                await read_all(stream)
+        assert replica.state is ReplicaState.DOWN
+        with pytest.raises(Unavailable):
+            replica.submit(request("late"))
+
+
+async def test_the_client_reconnects_when_the_engine_is_back() -> None:
+    async with served() as engine, connected(engine) as replica:
+        await engine.service.stop()
+        await until(lambda: replica.state is ReplicaState.DOWN)
+        await engine.service.start()
+        await replica.wait_connected(PATIENCE_S)
+        assert len((await read_all(replica.submit(request("again"))))[0]) == 8
+
+
+async def test_the_engine_refuses_by_field_and_its_neighbours_go_on() -> None:
+    config = EngineConfig(model="fake", max_num_seqs=1, max_waiting=2, max_num_batched_tokens=512)
+    async with served(FakeOptions(step_seconds=0.02, vocab_size=100, max_model_len=64), config) as engine, connected(engine) as replica:
+        neighbour = replica.submit(request("ok", max_tokens=30))
+        await neighbour.__anext__()
+        for bad, field in (
+            (request("v", (100,)), "prompt"),
+            (request("l", tuple(range(64))), "prompt"),
+            (request("m", max_tokens=64), "max_tokens"),
+            (request("t", temperature=9.0), "temperature"),
+            (request("p", top_p=float("nan")), "top_p"),
+        ):
+            with pytest.raises(InvalidRequest) as caught:
+                await read_all(replica.submit(bad))
+            assert caught.value.field == field
+        waiting = [replica.submit(request(f"w{i}")) for i in range(3)]
+        with pytest.raises(Overloaded):
+            await read_all(waiting[-1])
+        assert len((await read_all(neighbour))[0]) == 29
+        for stream in waiting[:2]:
+            assert len((await read_all(stream))[0]) == 8
+
+
+async def test_a_passed_deadline_ends_the_request() -> None:
+    async with served(SLOW) as engine, connected(engine) as replica:
+        updates = await read_updates(replica.submit(request("r", max_tokens=ENDLESS, deadline_s=0.2)))
+        assert updates[-1].finish is FinishReason.DEADLINE
+        await until(lambda: engine.is_idle)
+
+
+async def test_draining_takes_no_new_work_and_lets_running_streams_finish() -> None:
+    async with served(SLOW) as engine, connected(engine) as replica:
+        stream = replica.submit(request("r", max_tokens=20))
+        await stream.__anext__()
+        engine.service.drain("stopping")
+        await until(lambda: replica.state is ReplicaState.DRAINING)
+        with pytest.raises(Unavailable, match="draining"):
+            replica.submit(request("late"))
+        assert len((await read_all(stream))[0]) == 19
+        assert await engine.service.settled(PATIENCE_S)
+
+
+async def test_a_submit_that_crosses_a_drain_is_rejected_as_unavailable() -> None:
+    async with served() as engine, RawStream(engine) as call:
+        engine.service.drain("stopping")
+        await send(call, encode_submit(request("late"), Handle(1)))
+        rejected = (await frame_with(call, "rejected")).rejected[0]
+        assert rejected.kind == pb.REJECT_UNAVAILABLE
+
+
+async def test_heartbeats_tell_of_a_step_that_hangs() -> None:
+    options = FakeOptions(stall_after_steps=3)
+    async with served(options) as engine, connected(engine) as replica:
+        replica.submit(request("r", max_tokens=ENDLESS))
+        await until(lambda: replica.snapshot is not None and (replica.snapshot.load.step_age_s or 0) > 0.5)
+        assert replica.state is ReplicaState.CONNECTED
+        replica.cancel(RequestId("r"))
+
+
+async def test_each_step_is_told_once_to_every_gateway() -> None:
+    steps: dict[str, list[float]] = {"a": [], "b": []}
+    async with served(FakeOptions(step_seconds=0.001)) as engine:
+        hear_a: Any = {"on_load": lambda load: steps["a"].extend(load.step_seconds)}
+        hear_b: Any = {"on_load": lambda load: steps["b"].extend(load.step_seconds)}
+        async with connected(engine, **hear_a) as first, connected(engine, **hear_b):
+            await read_all(first.submit(request("r", max_tokens=50)))
+            total = engine.engine.scheduler.counters.steps
+            await until(lambda: len(steps["a"]) >= total and len(steps["b"]) >= total)
+            await call_control(engine, SNAPSHOT, pb.SnapshotRequest())
+            assert steps["a"] == steps["b"]
+            assert len(steps["a"]) == engine.engine.scheduler.counters.steps
+
+
+async def test_what_was_sent_since_the_snapshot_is_counted_until_one_includes_it() -> None:
+    async with served(SLOW) as engine, connected(engine) as replica:
+        await until(lambda: replica.snapshot is not None)
+        for i in range(3):
+            replica.submit(request(f"r{i}", (1, 2, 3, 4), max_tokens=50))
+        assert (replica.num_sent_since_snapshot, replica.num_sent_tokens_since_snapshot) == (3, 12)
+        await until(lambda: replica.num_sent_since_snapshot == 0)
+        assert replica.snapshot is not None
+        assert replica.snapshot.load.num_running + replica.snapshot.load.num_waiting == 3
+
+
+async def test_a_replica_without_heartbeats_is_silent_before_a_second_is_over() -> None:
+    now = [0.0]
+    async with served() as engine, connected(engine, clock=lambda: now[0]) as replica:
+        await until(lambda: replica.snapshot is not None)
+        assert replica.state is ReplicaState.CONNECTED
+        now[0] += 0.99
+        assert replica.state is ReplicaState.SILENT, "asked at once: no heartbeat can have come in between"
+        await until(lambda: replica.state is ReplicaState.CONNECTED)
+
+
+# hellos and tokens
+
+
+@pytest.mark.parametrize(
+    ("expect", "word"),
+    [
+        (Expectation(digests={"tokenizer": "other"}), "tokenizer digest"),
+        (Expectation(digests={"template": "other"}), "template digest"),
+        (Expectation(vocab_size=7), "vocabulary"),
+    ],
+)
+async def test_a_model_that_does_not_fit_is_refused_by_name(expect: Expectation, word: str) -> None:
+    options = FakeOptions(digests={"tokenizer": "aa", "template": "bb"})
+    async with served(options) as engine, ReplicaClient(engine.address, expect=expect) as replica:
+        await until(lambda: word in replica.reason)
+        assert replica.state is ReplicaState.DOWN
+        with pytest.raises(Unavailable, match=word):
+            replica.submit(request("r"))
+
+
+async def test_equal_digests_and_unknown_kinds_fit() -> None:
+    options = FakeOptions(digests={"tokenizer": "aa"})
+    expect = Expectation(digests={"tokenizer": "aa", "model": "only here"}, vocab_size=options.vocab_size)
+    async with served(options) as engine, connected(engine, expect=expect) as replica:
+        assert replica.state is ReplicaState.CONNECTED
+
+
+async def test_another_protocol_version_is_refused_by_name() -> None:
+    async with served() as engine, RawStream(engine, version=PROTOCOL_VERSION + 1) as call:
+        await expect_status(call, grpc.StatusCode.FAILED_PRECONDITION, "protocol version")
+
+
+async def test_a_token_is_needed_where_one_is_set() -> None:
+    token = "0123456789abcdef"
+    async with served(token=token) as engine:
+        async with ReplicaClient(engine.address, token=token[:-1] + "x") as stranger:
+            await until(lambda: "token" in stranger.reason)
+            assert stranger.state is ReplicaState.DOWN
+        async with connected(engine, token=token) as replica:
+            assert len((await read_all(replica.submit(request("r"))))[0]) == 8
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
+            await call_control(engine, DRAIN, pb.DrainRequest())
+
+
+# frames that should not be
+
+
+async def test_a_newer_epoch_replaces_the_older_attempt_and_an_older_one_is_refused() -> None:
+    async with served(SLOW) as engine, RawStream(engine) as call:
+        await send(call, encode_submit(request("r", epoch=1, max_tokens=ENDLESS), Handle(1)))
+        await frame_with(call, "updates")
+        await send(call, encode_submit(request("r", epoch=1), Handle(2)), encode_submit(request("r", epoch=0), Handle(3)))
+        refused: list[pb.Rejected] = []
+        while len(refused) < 2:
+            refused.extend((await frame_with(call, "rejected")).rejected)
+        assert {(r.handle, r.field) for r in refused} == {(2, "epoch"), (3, "epoch")}
+        await send(call, encode_submit(request("r", epoch=2, max_tokens=3), Handle(4)))
+        frame = await frame_with(call, "updates")
+        while 4 not in frame.updates.handles:
+            frame = await frame_with(call, "updates")
+        while not frame.updates.finished:
+            frame = await frame_with(call, "updates")
+            assert set(frame.updates.handles) == {4}
+        await until(lambda: engine.is_idle)
+        assert engine.service.num_fenced > 0, "the cancelled attempt's end has no route any more"
+
+
+def damaged_submit(**fields: object) -> pb.Command:
+    command = encode_submit(request("r"), Handle(1))
+    for name, value in fields.items():
+        setattr(command.submit, name, value)
+    return command
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"\xff\xff\xff",
+        pb.ClientFrame(commands=[pb.Command()]).SerializeToString(),
+        pb.ClientFrame(commands=[damaged_submit(handle=0)]).SerializeToString(),
+        pb.ClientFrame(commands=[damaged_submit(request_id="")]).SerializeToString(),
+        pb.ClientFrame(commands=[encode_submit(request("a"), Handle(5)), encode_submit(request("b"), Handle(5))]).SerializeToString(),
+        pb.ClientFrame(commands=[pb.Command(finish=pb.Finish(handle=1))]).SerializeToString(),
+    ],
+    ids=["not protobuf", "empty command", "no handle", "no id", "handle used twice", "no reason"],
+)
+async def test_a_malformed_frame_ends_its_stream_alone(frame: bytes) -> None:
+    async with served(SLOW) as engine, connected(engine) as neighbour:
+        stream = neighbour.submit(request("n", max_tokens=20))
+        async with RawStream(engine) as call:
+            await call.write(frame)
+            await expect_status(call, grpc.StatusCode.INVALID_ARGUMENT, "")
+        assert len((await read_all(stream))[0]) == 20
+        await until(lambda: engine.is_idle)
+
+
+async def test_a_stream_must_begin_with_a_hello() -> None:
+    async with served() as engine, RawStream(engine, version=None) as call:
+        await send(call, encode_submit(request("r"), Handle(1)))
+        await expect_status(call, grpc.StatusCode.INVALID_ARGUMENT, "hello")
+
+
+async def test_commands_for_unknown_handles_are_harmless() -> None:
+    async with served() as engine, RawStream(engine) as call:
+        finish = pb.Command(finish=pb.Finish(handle=99, index=3, keep_tokens=1, reason=pb.FINISH_STOP))
+        await send(call, encode_cancel(Handle(98)), finish, encode_submit(request("r"), Handle(1)))
+        frame = await frame_with(call, "updates")
+        assert set(frame.updates.handles) == {1}
+
+
+async def test_a_gateway_that_does_not_read_loses_its_lease_and_its_requests() -> None:
+    async with served(FakeOptions(verify=False), max_unread=2000, lease_s=0.5) as engine, connected(engine) as neighbour:
+        async with RawStream(engine) as call:
+            many = [encode_submit(request(f"q{i}", max_tokens=ENDLESS, logprobs=20), Handle(i + 1)) for i in range(40)]
+            await send(call, *many)
+            await until(lambda: engine.service.num_open == 40)
+            await until(lambda: engine.service.num_open == 0)
+            await expect_status(call, grpc.StatusCode.RESOURCE_EXHAUSTED, "lease")
+        assert len((await read_all(neighbour.submit(request("n"))))[0]) == 8
+        await until(lambda: engine.is_idle)
+
+
+# operators
+
+
+async def test_control_shows_the_load_and_drains() -> None:
+    async with served(SLOW) as engine, connected(engine) as replica:
+        stream = replica.submit(request("r", max_tokens=20))
+        await stream.__anext__()
+        seen = pb.SnapshotReply.FromString(await call_control(engine, SNAPSHOT, pb.SnapshotRequest()))
+        assert (seen.num_streams, seen.num_open, seen.draining, seen.hello.replica) == (1, 1, False, "fake-0")
+        assert seen.load.num_running == 1
+        assert pb.DrainReply.FromString(await call_control(engine, DRAIN, pb.DrainRequest())).num_open == 1
+        await until(lambda: replica.state is ReplicaState.DRAINING)
+        assert len((await read_all(stream))[0]) == 19
+
+
+# a gateway by hand
+
+
+class RawStream:
+    """A stream without ReplicaClient. version: of its hello; None sends none."""
+
+    def __init__(self, engine: Served, version: int | None = PROTOCOL_VERSION) -> None:
+        # A fixed, small window: what a reader that stopped reading is sent ahead would grow to megabytes otherwise.
+        window: tuple[tuple[str, int | str], ...] = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536))
+        self._channel = grpc.aio.insecure_channel(engine.address, options=(*CHANNEL_OPTIONS, *window))
+        self._version = version
+
+    async def __aenter__(self) -> Any:
+        call = self._channel.stream_stream(CONNECT)()
+        if self._version is not None:
+            hello = pb.ClientHello(protocol_version=self._version, client="by hand")
+            await call.write(pb.ClientFrame(hello=hello).SerializeToString())
+        if self._version == PROTOCOL_VERSION:
+            assert pb.EngineFrame.FromString(await call.read()).HasField("hello")
+        return call
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._channel.close()
+
+
+async def send(call: Any, *commands: pb.Command) -> None:
+    await call.write(pb.ClientFrame(commands=commands).SerializeToString())
+
+
+async def frame_with(call: Any, field: str) -> pb.EngineFrame:
+    """The next frame that has `field`. Raises TimeoutError."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            frame = pb.EngineFrame.FromString(await call.read())
+            if any(descriptor.name == field for descriptor, _ in frame.ListFields()):
+                return frame
+
+
+async def expect_status(call: Any, code: grpc.StatusCode, word: str) -> None:
+    """Reads what was still sent, then the stream's end."""
+    async with asyncio.timeout(PATIENCE_S):
+        try:
+            while (await call.read()) is not grpc.aio.EOF:
+                pass
+        except grpc.aio.AioRpcError:
+            pass
+        assert await call.code() is code
+        assert word in await call.details()
+
+
+async def call_control(engine: Served, method: str, message: Any) -> bytes:
+    async with grpc.aio.insecure_channel(engine.address, options=CHANNEL_OPTIONS) as channel:
+        reply: bytes = await channel.unary_unary(method)(message.SerializeToString())
+        return reply
