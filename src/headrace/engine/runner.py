@@ -1,0 +1,215 @@
+"""Where plans meet tensors: one forward over a ragged batch, then sampling.
+
+`ModelRunner` computes inside `submit`; `OverlappedRunner` wraps one and computes on a thread of its own, so that the next plan can be made
+meanwhile. Both execute the same `execute`, in the order of submission, on one thread: no lock anywhere.
+
+What a step that raises leaves behind: its state changes (ended, started, tables, moves) may be applied, its tokens are not. KV writes
+repeat harmlessly. A later plan that was made on its promise raises `UnknownToken`; one that happened to succeed and is then planned again
+is rewound, so that no token is counted twice.
+"""
+
+from __future__ import annotations
+
+from array import array
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.core.plan import Plan, Result, TokenLogprobs
+from headrace.engine.failpoints import failpoint
+from headrace.engine.runner_batch import Rows, build_batch, read_rows
+from headrace.engine.runner_slots import Ints, SlotState, column
+from headrace.tensor.batch import Batch, KvCache
+from headrace.tensor.sampling import Sampled, Sampler, prompt_logprobs
+from headrace.tensor.sampling.sampler import NOT_A_DISTRIBUTION
+
+_PROMPT_LOGITS = 1 << 23
+"""Logits computed at once for prompt log-probabilities (32 MiB): a long prompt's whole [T, V] would not fit."""
+
+PromptEntries = tuple[int, tuple[TokenLogprobs, ...]]
+
+
+class Model(Protocol):
+    """What the runner needs of a loaded model; `tensor.models.decoder.Decoder` is one."""
+
+    vocab_size: int
+
+    def forward(self, ids: Tensor, batch: Batch, kv: KvCache) -> Tensor:
+        """ids [T] int64 -> hidden [T, E]; writes the step's keys and values into `kv`."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, E] -> [N, V], fresh."""
+        ...
+
+
+class Done:
+    """The ticket of a step that has been computed already, one way or the other."""
+
+    def __init__(self, outcome: Result | Exception) -> None:
+        self._outcome = outcome
+
+    def result(self) -> Result:
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+
+class ModelRunner:
+    """One model, its KV cache and every slot's state. One thread at a time.
+
+    max_num_seqs   slots 0..max_num_seqs - 1 may be used
+    max_model_len  longest sequence, prompt and output
+    """
+
+    def __init__(
+        self, model: Model, kv: KvCache, *, max_num_seqs: int, max_model_len: int, eos_token_ids: tuple[int, ...] = (), device: str = "cpu"
+    ) -> None:
+        self.model, self.kv, self._device = model, kv, device
+        self._state = SlotState(max_num_seqs, max_model_len, max(kv.group_of, default=-1) + 1, kv.block_size)
+        self._sampler = Sampler(model.vocab_size, eos_token_ids)
+
+    def submit(self, plan: Plan) -> Done:
+        """Compute the plan now. Never raises: what the step raised comes out of the ticket."""
+        try:
+            return Done(self.execute(plan))
+        except Exception as error:
+            return Done(error)
+
+    def close(self) -> None:
+        """Nothing is held that the garbage collector does not free."""
+
+    def execute(self, plan: Plan) -> Result:
+        """Apply the plan's changes, compute its rows, remember what was sampled. Raises whatever the computation raised."""
+        with torch.inference_mode():
+            self._apply(plan)
+            if plan.num_rows == 0:
+                return Result(step_id=plan.step_id, token_counts=array("i"), token_ids=array("i"))
+            return self._compute(plan)
+
+    def _apply(self, plan: Plan) -> None:
+        """Points 1 to 4 of `core.plan`. Repeating it is harmless."""
+        failpoint("runner.apply")
+        ended = column(plan.ended)
+        self._state.end(ended)
+        self._sampler.end(ended.tolist())
+        for started in plan.started:
+            self._state.start(started)
+            self._sampler.start(started)
+        self._state.write_tables(plan)
+        for group, source, target in zip(plan.move_groups, plan.move_sources, plan.move_targets, strict=True):
+            self.kv.copy_block(group, source, target)
+
+    def _compute(self, plan: Plan) -> Result:
+        rows = read_rows(plan)
+        sampling = np.flatnonzero(rows.samples)
+        self._rewind(rows, sampling)
+        failpoint("runner.batch")
+        ids, batch = build_batch(rows, self._state, self._device)
+        failpoint("runner.forward")
+        hidden = self.model.forward(ids, batch, self.kv)
+        failed = {int(row) for row in np.flatnonzero(self._state.failed[rows.slots])}
+        prompts, not_finite = self._prompt_logprobs(rows, hidden)
+        sampled = self._sample(rows, sampling, hidden)
+        failed |= not_finite | {int(row) for row in sampling[sampled.failed]}
+        failpoint("runner.commit")
+        self._commit(rows, sampling, sampled, failed)
+        return _result(plan, sampling, sampled, prompts, failed)
+
+    def _rewind(self, rows: Rows, sampling: Ints) -> None:
+        """Forget tokens sampled by a plan that the loop has taken back: a row that samples at a known position says so."""
+        state, ends = self._state, rows.ends
+        for row in sampling[state.known[rows.slots[sampling]] > ends[sampling]]:
+            slot = int(rows.slots[row])
+            stale = state.token_ids[slot, ends[row] : state.known[slot]]
+            self._sampler.retract(slot, stale.tolist())
+            state.known[slot] = ends[row]
+
+    def _sample(self, rows: Rows, sampling: Ints, hidden: Tensor) -> Sampled:
+        """Tokens for the rows [S] that sample, from their last positions."""
+        if not len(sampling):
+            return Sampled(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_), ())
+        last = torch.from_numpy(rows.row_starts[sampling + 1] - 1).to(hidden.device)
+        failpoint("runner.logits")
+        logits = self.model.logits(hidden if len(last) == len(hidden) else hidden[last])
+        failpoint("runner.sample")
+        return self._sampler.sample(logits, rows.slots[sampling], rows.ends[sampling])
+
+    def _prompt_logprobs(self, rows: Rows, hidden: Tensor) -> tuple[list[PromptEntries], set[int]]:
+        """Entries per row that asked for them and computed prompt positions; the rows whose logits were not finite."""
+        state = self._state
+        following = np.minimum(rows.counts, state.num_prompt[rows.slots] - 1 - rows.starts)
+        asked = np.flatnonzero((state.prompt_logprobs[rows.slots] >= 0) & (following > 0))
+        entries: list[PromptEntries] = []
+        failed: set[int] = set()
+        for row in asked.tolist():
+            found = self._prompt_row(rows, row, int(following[row]), hidden)
+            if found is None:
+                failed.add(row)
+            else:
+                entries.append((row, tuple(found)))
+        return entries, failed
+
+    def _prompt_row(self, rows: Rows, row: int, count: int, hidden: Tensor) -> list[TokenLogprobs] | None:
+        """What the model thought of the `count` prompt tokens after the row's first ones, a bounded piece at a time."""
+        slot, start, first = int(rows.slots[row]), int(rows.starts[row]), int(rows.row_starts[row])
+        piece = max(1, _PROMPT_LOGITS // self.model.vocab_size)
+        entries: list[TokenLogprobs] = []
+        for begin in range(0, count, piece):
+            end = min(begin + piece, count)
+            failpoint("runner.prompt_logprobs")
+            logits = self.model.logits(hidden[first + begin : first + end]).float().cpu().numpy()
+            next_ids = self._state.token_ids[slot, start + begin + 1 : start + end + 1].astype(np.int64)
+            found = prompt_logprobs(logits, next_ids, int(self._state.prompt_logprobs[slot]))
+            if found is None:
+                return None
+            entries += found
+        return entries
+
+    def _commit(self, rows: Rows, sampling: Ints, sampled: Sampled, failed: set[int]) -> None:
+        """Point 6 of `core.plan`: from here on the step has happened."""
+        good = np.array([row not in failed for row in sampling.tolist()], dtype=np.bool_)
+        slots, positions = rows.slots[sampling[good]], rows.ends[sampling[good]]
+        self._state.append(slots, positions, sampled.token_ids[good])
+        self._sampler.commit(slots, sampled.token_ids[good])
+        self._state.failed[rows.slots[list(failed)]] = True
+
+
+class OverlappedRunner:
+    """The same runner, computing on one thread of its own, in the order of submission."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-step")
+
+    def submit(self, plan: Plan) -> Future[Result]:
+        """Return at once; `result()` waits for the step and raises what it raised."""
+        return self._thread.submit(self._runner.execute, plan)
+
+    def close(self) -> None:
+        """Finish the step in progress, drop those not begun, end the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._runner.close()
+
+
+def _result(plan: Plan, sampling: Ints, sampled: Sampled, prompts: list[PromptEntries], failed: set[int]) -> Result:
+    counts = array("i", bytes(4 * plan.num_rows))
+    token_ids = array("i")
+    logprobs: list[TokenLogprobs | None] = []
+    for place, (row, token_id) in enumerate(zip(sampling.tolist(), sampled.token_ids.tolist(), strict=True)):
+        if row not in failed:
+            counts[row] = 1
+            token_ids.append(token_id)
+            if sampled.logprobs:
+                logprobs.append(sampled.logprobs[place])
+    return Result(
+        step_id=plan.step_id,
+        token_counts=counts,
+        token_ids=token_ids,
+        logprobs=tuple(logprobs),
+        prompt_logprobs=tuple(prompts),
+        errors=tuple((row, NOT_A_DISTRIBUTION) for row in sorted(failed)),
+    )

@@ -1,0 +1,96 @@
+"""A plan's rows as the tensors of one forward pass: index arithmetic over whole columns, no Python per row or token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.core.plan import Plan
+from headrace.engine.runner_slots import Ints, SlotState, column
+from headrace.tensor.batch import Batch, GroupBatch
+
+
+class UnknownToken(Exception):
+    """A row wants a position whose id was never sampled: an earlier plan failed and this one was made on its promise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A plan's row columns as int64 arrays [R]; row_starts [R + 1] is each row's first token in the step."""
+
+    slots: Ints
+    starts: Ints
+    counts: Ints
+    samples: Ints
+    row_starts: Ints
+
+    @property
+    def ends(self) -> Ints:
+        """[R] position after the row's last token: where a sampled token will stand."""
+        return self.starts + self.counts
+
+
+def read_rows(plan: Plan) -> Rows:
+    """Raises ValueError for adapters or grammar masks, which this runner does not have."""
+    slots, starts, counts, samples = (column(values) for values in (plan.slots, plan.starts, plan.counts, plan.samples))
+    if any(plan.adapter_slots):
+        raise ValueError("adapter_slots: this runner holds no adapters; every row must say 0")
+    if any(mask >= 0 for mask in plan.mask_slots):
+        raise ValueError("mask_slots: this runner holds no grammar masks; every row must say -1")
+    row_starts = np.zeros(len(slots) + 1, dtype=np.int64)
+    np.cumsum(counts, out=row_starts[1:])
+    return Rows(slots, starts, counts, samples, row_starts)
+
+
+def build_batch(rows: Rows, state: SlotState, device: str) -> tuple[Tensor, Batch]:
+    """Token ids [T] int64 and the batch that goes with them.
+
+    Raises: UnknownToken. A row of a slot that failed alone is computed over whatever stands there; its result is dropped.
+    """
+    unknown = (rows.ends > state.known[rows.slots]) & ~state.failed[rows.slots]
+    if unknown.any():
+        row = int(np.flatnonzero(unknown)[0])
+        slot = int(rows.slots[row])
+        raise UnknownToken(f"slot {slot} has {state.known[slot]} known ids, the plan computes up to {rows.ends[row]}")
+    token_slots, positions = _per_token(rows)
+    ids = state.token_ids[token_slots, positions].astype(np.int64)
+    size = state.block_size
+    groups = tuple(
+        GroupBatch(
+            block_table=_to(_block_table(table, rows, size), device),
+            slot_mapping=_to(table[token_slots, positions // size].astype(np.int64) * size + positions % size, device),
+        )
+        for table in state.tables
+    )
+    batch = Batch(
+        positions=_to(positions, device),
+        row_starts=_to(rows.row_starts.astype(np.int32), device),
+        context_lens=_to(rows.ends.astype(np.int32), device),
+        max_count=int(rows.counts.max()),
+        groups=groups,
+    )
+    return _to(ids, device), batch
+
+
+def _per_token(rows: Rows) -> tuple[Ints, Ints]:
+    """Slot and absolute position [T] of every token of the step."""
+    num_tokens = int(rows.row_starts[-1])
+    if num_tokens == len(rows.slots):
+        return rows.slots, rows.starts.copy()
+    positions = np.arange(num_tokens) + np.repeat(rows.starts - rows.row_starts[:-1], rows.counts)
+    return np.repeat(rows.slots, rows.counts), positions
+
+
+def _block_table(table: NDArray[np.int32], rows: Rows, block_size: int) -> NDArray[np.int32]:
+    """[R, M] with M as wide as the longest context needs; blocks held beyond a row's context read as the pad block."""
+    held = -(-rows.ends // block_size)
+    width = int(held.max())
+    return np.where(np.arange(width) < held[:, None], table[rows.slots, :width], np.int32(0))
+
+
+def _to(values: NDArray[np.int64] | NDArray[np.int32], device: str) -> Tensor:
+    return torch.from_numpy(values).to(device)

@@ -1,0 +1,70 @@
+"""What the runner remembers of every sequence between steps, by slot: token ids, block tables, sizes.
+
+A plan carries changes only; here is what they change. Everything is numpy on the host: the big arrays are reserved and not touched, so
+rows nobody used cost no memory. Applying the same changes twice gives the same state: after a failed step the loop sends them again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.core.plan import Plan, Started
+
+Ints = NDArray[np.int64]
+
+
+def column(values: object) -> Ints:
+    """A plan's 32-bit column as int64 indices."""
+    return np.frombuffer(values, dtype=np.int32).astype(np.int64)  # type: ignore[call-overload,no-any-return]
+
+
+class SlotState:
+    """Per-slot state of one runner. Shape letters: N slots, L positions, M block-table width.
+
+    token_ids        [N, L] int32, valid below `known`
+    known            [N] ids that have a value: given by `started` or sampled by an earlier plan
+    num_prompt       [N] leading ids that are prompt
+    prompt_logprobs  [N] how many best to list for prompt tokens, -1 = not asked
+    failed           [N] the last row failed alone: its next token will never be known
+    tables           per KV group [N, M] int32 block ids
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, num_groups: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
+        self.known = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
+        self.prompt_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
+        self.failed = np.zeros(max_num_seqs, dtype=np.bool_)
+        width = -(-max_model_len // block_size) + 1
+        self.tables = [np.zeros((max_num_seqs, width), dtype=np.int32) for _ in range(num_groups)]
+
+    def end(self, slots: Ints) -> None:
+        self.known[slots] = 0
+        self.prompt_logprobs[slots] = -1
+
+    def start(self, started: Started) -> None:
+        slot, count = started.slot, len(started.token_ids)
+        self.token_ids[slot, :count] = started.token_ids
+        self.known[slot], self.num_prompt[slot] = count, started.num_prompt_tokens
+        asked = started.params.prompt_logprobs
+        self.prompt_logprobs[slot] = -1 if asked is None else asked
+        self.failed[slot] = False
+        for table in self.tables:
+            table[slot] = 0
+
+    def write_tables(self, plan: Plan) -> None:
+        if not plan.table_slots:
+            return
+        groups, slots, indices, blocks = (
+            column(values) for values in (plan.table_groups, plan.table_slots, plan.table_indices, plan.table_blocks)
+        )
+        for group, table in enumerate(self.tables):
+            mine = groups == group
+            table[slots[mine], indices[mine]] = blocks[mine]
+
+    def append(self, slots: Ints, positions: Ints, token_ids: Ints) -> None:
+        """A sampled token per slot, standing at `positions`."""
+        self.token_ids[slots, positions] = token_ids
+        self.known[slots] = positions + 1

@@ -1,0 +1,25 @@
+"""The tiny Llama, once per session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from runner_kit import DenseLlama, load_decoder, save_tiny_llama
+
+from headrace.tensor.models.decoder import Decoder
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="session")
+def dense(tiny_folder: Path) -> DenseLlama:
+    return DenseLlama(tiny_folder)
+
+
+@pytest.fixture(scope="session")
+def decoder(tiny_folder: Path) -> Decoder:
+    return load_decoder(tiny_folder)

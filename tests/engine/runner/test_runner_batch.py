@@ -1,0 +1,88 @@
+"""The tensors of a step, written out by hand for two KV groups."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+import pytest
+
+from headrace.core.ids import SlotId
+from headrace.core.plan import Plan, Started
+from headrace.core.sampling import SamplingParams
+from headrace.engine.runner_batch import Rows, UnknownToken, build_batch, read_rows
+from headrace.engine.runner_slots import SlotState
+
+
+def state_with_two_sequences() -> SlotState:
+    """Slot 5 holds 7 ids, slot 2 holds 3; blocks of 4; group 1 has let go of slot 5's first block."""
+    state = SlotState(max_num_seqs=8, max_model_len=32, num_groups=2, block_size=4)
+    state.start(Started(SlotId(5), array("i", [50, 51, 52, 53, 54, 55, 56]), 7, SamplingParams(seed=0), 0))
+    state.start(Started(SlotId(2), array("i", [20, 21, 22]), 2, SamplingParams(seed=0), 0))
+    state.write_tables(
+        Plan(
+            step_id=1,
+            table_groups=array("i", [0, 0, 0, 1, 1, 0, 1]),
+            table_slots=array("i", [5, 5, 5, 5, 5, 2, 2]),
+            table_indices=array("i", [0, 1, 2, 1, 2, 0, 0]),
+            table_blocks=array("i", [11, 12, 13, 32, 33, 14, 34]),
+        )
+    )
+    return state
+
+
+def rows_of(*rows: tuple[int, int, int, int]) -> Rows:
+    slots, starts, counts, samples = (array("i", values) for values in zip(*rows, strict=True))
+    return read_rows(Plan(step_id=1, slots=slots, starts=starts, counts=counts, samples=samples))
+
+
+def test_a_ragged_step_is_laid_out_row_after_row() -> None:
+    ids, batch = build_batch(rows_of((5, 3, 3, 0), (2, 2, 1, 1)), state_with_two_sequences(), "cpu")
+    assert ids.tolist() == [53, 54, 55, 22]
+    assert batch.positions.tolist() == [3, 4, 5, 2]
+    assert batch.row_starts.tolist() == [0, 3, 4]
+    assert batch.context_lens.tolist() == [6, 3]
+    assert batch.max_count == 3
+    full, window = batch.groups
+    assert full.block_table.tolist() == [[11, 12], [14, 0]], "the block held ahead of the context is not shown"
+    assert full.slot_mapping.tolist() == [47, 48, 49, 58]
+    assert window.block_table.tolist() == [[0, 32], [34, 0]]
+    assert window.slot_mapping.tolist()[1:] == [128, 129, 138]
+
+
+def test_a_pure_decode_step_has_one_token_per_row() -> None:
+    ids, batch = build_batch(rows_of((2, 2, 1, 1), (5, 6, 1, 1)), state_with_two_sequences(), "cpu")
+    assert (ids.tolist(), batch.positions.tolist(), batch.max_count) == ([22, 56], [2, 6], 1)
+    assert (batch.row_starts.tolist(), batch.context_lens.tolist()) == ([0, 1, 2], [3, 7])
+
+
+def test_sampled_ids_are_read_by_the_next_step() -> None:
+    state = state_with_two_sequences()
+    state.append(np.array([2]), np.array([3]), np.array([99]))
+    ids, _ = build_batch(rows_of((2, 3, 1, 1)), state, "cpu")
+    assert ids.tolist() == [99]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_an_id_nobody_knows_is_not_read(ended: bool) -> None:
+    state = state_with_two_sequences()
+    if ended:
+        state.end(np.array([2]))
+    with pytest.raises(UnknownToken, match="slot 2"):
+        build_batch(rows_of((5, 0, 1, 0), (2, 3 - ended, 1, 1)), state, "cpu")
+
+
+def test_a_new_sequence_finds_an_empty_table() -> None:
+    state = state_with_two_sequences()
+    state.start(Started(SlotId(5), array("i", [1]), 1, SamplingParams(seed=0), 0))
+    assert not any(table[5].any() for table in state.tables)
+
+
+def test_untouched_slots_cost_no_memory() -> None:
+    """4096 sequences of 128k positions are 2 GiB of ids: reserved, never written."""
+    state = SlotState(max_num_seqs=4096, max_model_len=131072, num_groups=1, block_size=16)
+    state.start(Started(SlotId(4095), array("i", [1, 2, 3]), 3, SamplingParams(seed=0), 0))
+    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+        resident = next(int(line.split()[1]) for line in file if line.startswith("Rss:"))
+    assert resident < 1_500_000, "KiB"
+    assert state.known[4095] == 3

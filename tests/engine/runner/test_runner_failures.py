@@ -1,0 +1,164 @@
+"""A step that raises commits nothing: repeated, it gives what an unbroken run gives."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+from runner_kit import Planner, make_runner, row_tokens
+from torch import Tensor
+
+from headrace.core.plan import Plan, Result
+from headrace.core.sampling import SamplingParams
+from headrace.engine.failpoints import Injected, armed, sites
+from headrace.engine.runner import ModelRunner, OverlappedRunner
+from headrace.engine.runner_batch import UnknownToken
+from headrace.tensor.batch import Batch, KvCache
+from headrace.tensor.models.decoder import Decoder
+
+PARAMS = SamplingParams(seed=3, temperature=0.8, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.2, prompt_logprobs=0)
+PROMPT, STEPS = [5, 6, 7, 8, 9], 8
+RUNNER_SITES = [name for name in sites() if name.startswith("runner.")]
+
+
+def sequence_of_plans() -> list[Plan]:
+    """Prefill in two chunks, then decode."""
+    planner = Planner()
+    planner.start(0, PROMPT, PARAMS)
+    return [planner.plan((0, 0, 3, 0)), planner.plan((0, 3, 2, 1)), *(planner.plan((0, 5 + i, 1, 1)) for i in range(STEPS))]
+
+
+def unbroken(decoder: Decoder) -> list[list[list[int]]]:
+    runner = make_runner(decoder)
+    return [row_tokens(runner.submit(plan).result()) for plan in sequence_of_plans()]
+
+
+def changes_of(plan: Plan) -> Plan:
+    """The plan without its rows: what the loop sends again after a failure."""
+    return Plan(
+        step_id=1000 + plan.step_id,
+        table_groups=plan.table_groups,
+        table_slots=plan.table_slots,
+        table_indices=plan.table_indices,
+        table_blocks=plan.table_blocks,
+        started=plan.started,
+        ended=plan.ended,
+    )
+
+
+@pytest.mark.parametrize("resend", [False, True])
+@pytest.mark.parametrize("site", RUNNER_SITES)
+def test_a_step_that_raised_anywhere_can_be_repeated(decoder: Decoder, site: str, resend: bool) -> None:
+    """Every place inside the runner fails once in every step that passes it."""
+    if site == "runner.apply" and not resend:
+        pytest.skip("changes that were not applied have to be sent again")
+    runner, tokens, hits = make_runner(decoder), [], 0
+    for plan in sequence_of_plans():
+        with armed(site) as fault:
+            try:
+                result = runner.submit(plan).result()
+            except Injected:
+                if resend:
+                    runner.submit(changes_of(plan)).result()
+                result = runner.submit(plan).result()
+        hits += fault.hits
+        tokens.append(row_tokens(result))
+    assert hits > 0
+    assert tokens == unbroken(decoder)
+
+
+def test_every_site_of_the_runner_is_listed() -> None:
+    assert {"runner.apply", "runner.batch", "runner.forward", "runner.logits", "runner.sample", "runner.commit"} <= set(RUNNER_SITES)
+
+
+def test_a_plan_made_on_a_failed_ones_promise_raises(decoder: Decoder) -> None:
+    runner, plans = make_runner(decoder), sequence_of_plans()
+    runner.submit(plans[0]).result()
+    with armed("runner.forward"):
+        failed = runner.submit(plans[1])
+        later = runner.submit(plans[2])
+    with pytest.raises(Injected):
+        failed.result()
+    with pytest.raises(UnknownToken, match="slot 0 has 5 known ids, the plan computes up to 6"):
+        later.result()
+    assert [row_tokens(runner.submit(plan).result()) for plan in plans[1:]] == unbroken(decoder)[1:]
+
+
+def test_a_later_plan_that_succeeded_is_rewound_when_planned_again(decoder: Decoder) -> None:
+    """The loop takes every plan after a failed one back: its tokens must not be counted twice by the penalties."""
+    runner, plans = make_runner(decoder), sequence_of_plans()
+    for plan in plans[:5]:
+        runner.submit(plan).result()
+    tokens = [row_tokens(runner.submit(plan).result()) for plan in plans[3:]]
+    assert tokens == unbroken(decoder)[3:]
+
+
+class Gate:
+    """The model, waiting inside forward until told to go on."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder, self.vocab_size = decoder, decoder.vocab_size
+        self.entered, self.opened = threading.Event(), threading.Event()
+
+    def forward(self, ids: Tensor, batch: Batch, kv: KvCache) -> Tensor:
+        self.entered.set()
+        assert self.opened.wait(timeout=30)
+        return self.decoder.forward(ids, batch, kv)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden)
+
+
+def test_overlapped_runner_returns_at_once_and_gives_the_same_tokens(decoder: Decoder) -> None:
+    gate = Gate(decoder)
+    runner = OverlappedRunner(make_runner(decoder, model=gate))
+    try:
+        tickets = [runner.submit(plan) for plan in sequence_of_plans()]
+        assert gate.entered.wait(timeout=30)
+        assert not any(ticket.done() for ticket in tickets)
+        gate.opened.set()
+        assert [row_tokens(ticket.result(timeout=30)) for ticket in tickets] == unbroken(decoder)
+    finally:
+        gate.opened.set()
+        runner.close()
+
+
+def test_overlapped_runner_hands_the_exception_to_whoever_waits(decoder: Decoder) -> None:
+    runner = OverlappedRunner(make_runner(decoder))
+    plans = sequence_of_plans()
+    try:
+        with armed("runner.sample", lambda: MemoryError("no room for logits")):
+            tickets = [runner.submit(plan) for plan in plans[:3]]
+            tickets[0].result(timeout=30)
+            with pytest.raises(MemoryError, match="no room"):
+                tickets[1].result(timeout=30)
+            with pytest.raises(UnknownToken):
+                tickets[2].result(timeout=30)
+        assert [row_tokens(runner.submit(plan).result(timeout=30)) for plan in plans[1:]] == unbroken(decoder)[1:]
+    finally:
+        runner.close()
+
+
+def test_closing_finishes_the_step_in_progress_and_drops_the_rest(decoder: Decoder) -> None:
+    gate = Gate(decoder)
+    runner = OverlappedRunner(make_runner(decoder, model=gate))
+    first, second = (runner.submit(plan) for plan in sequence_of_plans()[:2])
+    assert gate.entered.wait(timeout=30)
+    closing = threading.Thread(target=runner.close)
+    closing.start()
+    with pytest.raises(CancelledError):
+        second.result(timeout=30)
+    gate.opened.set()
+    closing.join(timeout=30)
+    assert not closing.is_alive()
+    assert isinstance(first.result(), Result)
+
+
+def test_plain_submission_never_raises(decoder: Decoder) -> None:
+    runner: ModelRunner = make_runner(decoder)
+    plan = sequence_of_plans()[0]
+    with armed("runner.apply"):
+        ticket = runner.submit(plan)
+    with pytest.raises(Injected):
+        ticket.result()
