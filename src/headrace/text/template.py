@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from hashlib import sha256
 from pathlib import Path
 
 from headrace.core.errors import CheckpointError, InvalidRequest, RequestTooLarge
@@ -33,18 +32,11 @@ _CANNOT_COPE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticEr
 
 
 class ChatTemplate:
-    """The chat template (or named templates) of one folder. Immutable; safe to use from several threads.
-
-    digest  SHA-256 over names and sources, hex; "" when the folder has no template
-    """
+    """The chat template (or named templates) of one folder. Immutable; safe to use from several threads."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
-        state = sha256()
-        for name, source in sorted(self._sources.items()):
-            state.update(f"{name}\0{source}\0".encode())
-        self.digest: str = state.hexdigest() if self._sources else ""
         self._tokens: dict[str, tuple[str, ...]] = {}
 
     @classmethod
