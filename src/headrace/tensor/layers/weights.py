@@ -91,7 +91,8 @@ class WeightReader:
         columns = _share(in_features, self.rank, self.world, part.name)
         weight = self._empty(part.rows, len(columns))
         weight.copy_(self._region(part, range(part.rows), in_features, slice(columns.start, columns.stop)))
-        return self.kernels.pack_linear(weight, self._bias([part], [range(part.rows)]) if bias and self.rank == 0 else None)
+        added = self._bias([part], [range(part.rows)]) if bias else None  # read on every rank: the checkpoint must hold it
+        return self.kernels.pack_linear(weight, added if self.rank == 0 else None)
 
     def _stacked(self, parts: Sequence[Part], shares: Sequence[range], in_features: int, bias: bool) -> Linear:
         weight = self._empty(sum(len(rows) for rows in shares), in_features)
