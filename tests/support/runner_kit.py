@@ -34,7 +34,7 @@ def save_tiny_llama(folder: Path, *, seed: int = 0) -> Path:
     draw = torch.Generator().manual_seed(seed)
 
     def weight(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw) * 1.5 * shape[-1] ** -0.5
+        return torch.randn(shape, generator=draw).mul(1.5 * shape[-1] ** -0.5)
 
     tensors = {
         "model.embed_tokens.weight": weight(VOCAB, HIDDEN),
@@ -90,7 +90,7 @@ class DenseLlama:
             x = self._norm(hidden, w[f"{at}post_attention_layernorm.weight"])
             gated = F.silu(x @ w[f"{at}mlp.gate_proj.weight"].T) * (x @ w[f"{at}mlp.up_proj.weight"].T)
             hidden = hidden + gated @ w[f"{at}mlp.down_proj.weight"].T
-        return self._norm(hidden, w["model.norm.weight"]) @ w["lm_head.weight"].T
+        return F.linear(self._norm(hidden, w["model.norm.weight"]), w["lm_head.weight"])
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """The plain loop: `count` tokens after the prompt."""
@@ -101,7 +101,7 @@ class DenseLlama:
 
     @staticmethod
     def _norm(x: Tensor, weight: Tensor) -> Tensor:
-        return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+        return x.mul((x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()).mul(weight)
 
     @staticmethod
     def _rotate(x: Tensor) -> Tensor:

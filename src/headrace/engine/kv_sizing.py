@@ -14,6 +14,8 @@ from headrace.engine.config import EngineConfig
 
 GIB = 1 << 30
 MIB = 1 << 20
+MAX_BLOCKS = 2**31 - 1
+"""Block ids are 32-bit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,17 +46,19 @@ class Budget:
 def size_kv(config: EngineConfig, groups: tuple[KvGroup, ...], max_model_len: int, budget: Budget) -> KvSizing:
     """Blocks per group for a model whose longest context is max_model_len.
 
-    Raises: ConfigError when not one sequence fits: of max_model_len if the operator named it, else of a single block.
+    Raises: ConfigError when not one sequence fits: of max_model_len if the operator named it, else of a single token.
     """
     if not groups:
         return KvSizing(num_blocks=(), max_model_len=max_model_len, lines=("KV cache: this model needs none",))
-    full_blocks, lines = _full_blocks(config, groups, max_model_len, budget)
-    length = min(max_model_len, _longest(config, groups, full_blocks, max_model_len))
+    pools = _Pools(config, groups, max_model_len)
+    full_blocks, line = _full_blocks(pools, budget)
+    length = pools.longest(full_blocks)
+    lines = [line]
     if length < max_model_len:
         if config.max_model_len is not None or length < 1:
-            raise _too_small(config, groups, max_model_len, length, lines)
+            raise _too_small(pools, length, line)
         lines.append(f"max_model_len: reduced from {max_model_len:,} to {length:,}, the longest sequence that fits the KV cache")
-    num_blocks = _group_blocks(config, groups, full_blocks)
+    num_blocks = pools.counts(full_blocks)
     lines += [_describe(config, group, count, length) for group, count in zip(groups, num_blocks, strict=True)]
     return KvSizing(num_blocks=num_blocks, max_model_len=length, lines=tuple(lines))
 
@@ -65,91 +69,101 @@ def activation_bytes(config: EngineConfig, hidden_size: int, vocab_size: int) ->
     return 4 * (32 * config.max_num_batched_tokens * hidden_size + 3 * config.max_num_seqs * vocab_size) + 64 * MIB
 
 
-def _full_blocks(config: EngineConfig, groups: tuple[KvGroup, ...], max_model_len: int, budget: Budget) -> tuple[int, list[str]]:
+@dataclass(frozen=True, slots=True)
+class _Pools:
+    """The groups' pools as a function of one number: the blocks of a full group, without its pad block."""
+
+    config: EngineConfig
+    groups: tuple[KvGroup, ...]
+    max_model_len: int
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.block_size)
+
+    def resident(self, window: int) -> int:
+        """Tokens of one sequence that a windowed group holds at most: its window and one step. Whole prompts without chunking."""
+        step = self.config.max_num_batched_tokens if self.config.enable_chunked_prefill else self.max_model_len
+        return min(self.max_model_len, window + step)
+
+    def counts(self, full_blocks: int) -> tuple[int, ...]:
+        """Per group, pad block included. A windowed group has one block more per sequence: a window may begin in the middle of one."""
+        return tuple(
+            1 + (full_blocks if group.window is None else min(full_blocks + 1, self._bound(group.window))) for group in self.groups
+        )
+
+    def _bound(self, window: int) -> int:
+        """All a windowed group can use."""
+        return self.config.max_num_seqs * (self.blocks_for(self.resident(window)) + 1)
+
+    def num_bytes(self, full_blocks: int) -> int:
+        size = self.config.block_size
+        blocks = sum(count * group.block_bytes(size) for count, group in zip(self.counts(full_blocks), self.groups, strict=True))
+        return blocks + self.config.max_num_seqs * sum(group.state_bytes for group in self.groups)
+
+    def within(self, room: int) -> int:
+        """Most full-group blocks, up to what can ever be used, whose pools take at most `room` bytes; -1: not even the pad blocks."""
+        low, high = -1, MAX_BLOCKS
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.num_bytes(middle) <= room else (low, middle - 1)
+        return low
+
+    def longest(self, full_blocks: int) -> int:
+        """Longest sequence that fits alone, at most max_model_len; below 1 when none does."""
+        for group, count in zip(self.groups, self.counts(full_blocks), strict=True):
+            if group.window is None or self.blocks_for(self.resident(group.window)) + 1 > count - 1:
+                return min(self.max_model_len, full_blocks * self.config.block_size)
+        return self.max_model_len
+
+
+def _full_blocks(pools: _Pools, budget: Budget) -> tuple[int, str]:
     """Blocks of the full groups, without the pad block; how that came about."""
+    config = pools.config
     if config.num_kv_blocks is not None:
-        return config.num_kv_blocks - 1, [f"KV memory: {config.num_kv_blocks:,} blocks per group, as num_kv_blocks says"]
+        return config.num_kv_blocks - 1, f"KV memory: {config.num_kv_blocks:,} blocks per group, as num_kv_blocks says"
     if config.kv_cache_bytes is not None:
-        room, line = config.kv_cache_bytes, f"KV memory: {_gib(config.kv_cache_bytes)}, as kv_cache_bytes says"
-        return _blocks_within(config, groups, room), [line]
+        return pools.within(config.kv_cache_bytes), f"KV memory: {_size(config.kv_cache_bytes)}, as kv_cache_bytes says"
     total = budget.available_bytes + budget.weight_bytes
     room = int(config.memory_fraction * total) - budget.weight_bytes - budget.activation_bytes
     line = (
-        f"KV memory: {config.memory_fraction:g} x ({_gib(budget.available_bytes)} free by {budget.source} + {_gib(budget.weight_bytes)} "
-        f"weights) - weights - {_gib(budget.activation_bytes)} for a step = {_gib(room)}"
+        f"KV memory: {config.memory_fraction:g} x ({_size(budget.available_bytes)} free by {budget.source} + {_size(budget.weight_bytes)} "
+        f"weights) - weights - {_size(budget.activation_bytes)} for a step = {_size(room)}"
     )
-    within, enough = _blocks_within(config, groups, room), config.max_num_seqs * _blocks_for(config, max_model_len)
+    within, enough = pools.within(room), config.max_num_seqs * pools.blocks_for(pools.max_model_len)
     if enough < within:
-        line += f"; no more than max_num_seqs ({config.max_num_seqs}) sequences of max_model_len ({max_model_len:,}) is taken"
-    return min(within, enough), [line]
+        line += f"; less is taken: max_num_seqs ({config.max_num_seqs}) sequences of max_model_len ({pools.max_model_len:,}) fit"
+    return min(within, enough), line
 
 
-def _blocks_within(config: EngineConfig, groups: tuple[KvGroup, ...], room: int) -> int:
-    """Largest number of full-group blocks whose pools, windowed groups' included, stay within `room` bytes; -1: not even pad blocks."""
-    low, high = -1, 1 << 40
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _pool_bytes(config, groups, middle) <= room:
-            low = middle
-        else:
-            high = middle - 1
-    return low if any(group.window is None for group in groups) else min(low, max(_window_bound(config, group) for group in groups))
-
-
-def _pool_bytes(config: EngineConfig, groups: tuple[KvGroup, ...], full_blocks: int) -> int:
-    counts = _group_blocks(config, groups, full_blocks)
-    blocks = sum(count * group.block_bytes(config.block_size) for count, group in zip(counts, groups, strict=True))
-    return blocks + config.max_num_seqs * sum(group.state_bytes for group in groups)
-
-
-def _group_blocks(config: EngineConfig, groups: tuple[KvGroup, ...], full_blocks: int) -> tuple[int, ...]:
-    """Per group, pad block included. A windowed group gets one block more: its window may begin in the middle of one."""
-    return tuple(1 + (full_blocks if group.window is None else min(full_blocks + 1, _window_bound(config, group))) for group in groups)
-
-
-def _window_bound(config: EngineConfig, group: KvGroup) -> int:
-    """All a windowed group can use: per sequence, blocks for the window and one step's tokens, and one for the beginning."""
-    assert group.window is not None
-    return config.max_num_seqs * (_blocks_for(config, group.window + config.max_num_batched_tokens) + 1)
-
-
-def _longest(config: EngineConfig, groups: tuple[KvGroup, ...], full_blocks: int, max_model_len: int) -> int:
-    """Longest sequence that fits alone, at most max_model_len; below 1 when none does."""
-    for group, count in zip(groups, _group_blocks(config, groups, full_blocks), strict=True):
-        if group.window is not None:
-            whole = min(max_model_len, group.window + config.max_num_batched_tokens)
-            if _blocks_for(config, whole) + 1 <= count - 1:
-                continue
-        max_model_len = min(max_model_len, full_blocks * config.block_size)
-    return max_model_len
-
-
-def _too_small(config: EngineConfig, groups: tuple[KvGroup, ...], wanted: int, length: int, lines: list[str]) -> ConfigError:
-    needed = _pool_bytes(config, groups, _blocks_for(config, wanted))
+def _too_small(pools: _Pools, length: int, line: str) -> ConfigError:
+    config, wanted = pools.config, pools.max_model_len
+    blocks = pools.blocks_for(wanted)
+    needed = pools.num_bytes(blocks)
     if config.num_kv_blocks is not None:
-        option, remedy = "num_kv_blocks", f"Use at least {_blocks_for(config, wanted) + 1:,} or a smaller max_model_len."
+        option, remedy = "num_kv_blocks", f"Use at least {blocks + 1:,} or a smaller max_model_len."
     elif config.kv_cache_bytes is not None:
         option, remedy = "kv_cache_bytes", f"Use at least {needed:,} or a smaller max_model_len."
     else:
         option, remedy = "memory_fraction", "Free memory, raise memory_fraction, or use a smaller max_model_len."
-    reason = f"one sequence of {wanted:,} tokens needs {_gib(needed)} of KV cache, what there is holds {max(length, 0):,} tokens"
-    return ConfigError(option, f"{reason} ({lines[0]})", remedy)
-
-
-def _describe(config: EngineConfig, group: KvGroup, count: int, max_model_len: int) -> str:
-    size = group.block_bytes(config.block_size)
-    kind = "full attention" if group.window is None else f"window {group.window:,}"
-    tokens = (count - 1) * config.block_size
-    fits = "" if group.window is not None else f", {tokens / max_model_len:.1f} sequences of max_model_len {max_model_len:,}"
-    return (
-        f"KV cache: {count:,} blocks of {config.block_size} tokens x {len(group.layers)} layers ({kind}), "
-        f"{size / 1024:,.0f} KiB each = {_gib(count * size)}; {tokens:,} tokens{fits}"
+    return ConfigError(
+        option,
+        f"one sequence of {wanted:,} tokens needs {_size(needed)} of KV cache, what there is holds {max(length, 0):,} ({line})",
+        remedy,
     )
 
 
-def _blocks_for(config: EngineConfig, num_tokens: int) -> int:
-    return -(-num_tokens // config.block_size)
+def _describe(config: EngineConfig, group: KvGroup, count: int, max_model_len: int) -> str:
+    size, tokens = group.block_bytes(config.block_size), (count - 1) * config.block_size
+    kind = "full attention" if group.window is None else f"window {group.window:,}"
+    fits = f", {tokens / max_model_len:.1f} sequences of max_model_len {max_model_len:,}" if group.window is None else ""
+    return (
+        f"KV cache: {count:,} blocks of {config.block_size} tokens x {len(group.layers)} layers ({kind}), "
+        f"{_size(size)} each = {_size(count * size)}; {tokens:,} tokens{fits}"
+    )
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB" if abs(num_bytes) >= GIB // 10 else f"{num_bytes / MIB:.1f} MiB"
+def _size(num_bytes: int) -> str:
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB")):
+        if abs(num_bytes) >= unit:
+            return f"{num_bytes / unit:.2f} {name}"
+    return f"{num_bytes / 1024:.1f} KiB"

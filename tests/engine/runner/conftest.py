@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from runner_kit import DenseLlama, load_decoder, save_tiny_llama
 
 from headrace.tensor.models.decoder import Decoder
@@ -23,3 +25,12 @@ def dense(tiny_folder: Path) -> DenseLlama:
 @pytest.fixture(scope="session")
 def decoder(tiny_folder: Path) -> Decoder:
     return load_decoder(tiny_folder)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors gain nothing from threads and lose much to waiting for them on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

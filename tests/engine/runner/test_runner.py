@@ -8,7 +8,7 @@ import torch
 from runner_kit import CONTEXT, GREEDY, VOCAB, DenseLlama, Planner, make_runner, row_tokens
 from torch import Tensor
 
-from headrace.core.plan import Plan, Result
+from headrace.core.plan import Plan, Result, TokenLogprobs
 from headrace.core.sampling import SamplingParams
 from headrace.engine.runner import ModelRunner
 from headrace.tensor.batch import Batch, KvCache
@@ -170,7 +170,7 @@ def test_prompt_logprobs_cover_every_prompt_position_once(
     runner, planner, prompt = make_runner(decoder), Planner(), list(range(30, 42))
     planner.start(0, [4, 5, 6])
     planner.start(1, prompt, SamplingParams(temperature=0.0, seed=0, prompt_logprobs=2))
-    entries = []
+    entries: list[TokenLogprobs] = []
     for begin, count in chunks:
         result = run(runner, planner.plan((0, 0, 3, 1), (1, begin, count, int(begin + count == 12))))
         for row, found in result.prompt_logprobs:

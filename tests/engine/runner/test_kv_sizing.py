@@ -1,0 +1,126 @@
+"""KV pools: what fits, what is said, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.core.errors import ConfigError
+from headrace.core.kvgroup import KvGroup
+from headrace.engine.config import EngineConfig
+from headrace.engine.kv_sizing import GIB, MIB, Budget, KvSizing, size_kv
+from headrace.policy.kvcache.manager import KvManager
+
+FULL = KvGroup(layers=(0, 1), kv_heads=2, head_dim=64, dtype_bytes=2)
+WINDOW = KvGroup(layers=(2, 3, 4, 5), kv_heads=2, head_dim=64, dtype_bytes=2, window=64)
+CONFIG = EngineConfig(model="m", max_num_seqs=4, max_num_batched_tokens=32, block_size=16)
+BLOCK = 16 * 1024
+"""Bytes of a block of FULL; one of WINDOW is twice that."""
+
+
+def budget(available: int, *, weights: int = 0, activations: int = 0) -> Budget:
+    return Budget(available_bytes=available, source="MemAvailable", weight_bytes=weights, activation_bytes=activations)
+
+
+def size(config: EngineConfig, groups: tuple[KvGroup, ...] = (FULL,), length: int = 4096, room: int = 64 * GIB) -> KvSizing:
+    return size_kv(config, groups, length, budget(room))
+
+
+def test_the_share_of_memory_counts_the_weights_that_are_held_already() -> None:
+    config = replace(CONFIG, memory_fraction=0.5, max_num_seqs=32)
+    found = size_kv(config, (FULL,), 100_000, budget(3 * GIB, weights=GIB, activations=256 * MIB))
+    assert found.num_blocks == ((2 * GIB - GIB - 256 * MIB) // BLOCK,)
+    assert "0.5 x (3.00 GiB free by MemAvailable + 1.00 GiB weights) - weights - 256.00 MiB for a step = 768.00 MiB" in found.lines[0]
+
+
+def test_no_more_is_taken_than_all_sequences_at_full_length_need() -> None:
+    found = size(CONFIG, length=100)
+    assert found.num_blocks == (4 * 7 + 1,)
+    assert "less is taken" in found.lines[0]
+
+
+def test_explicit_blocks_include_the_pad_block() -> None:
+    found = size(replace(CONFIG, num_kv_blocks=300))
+    assert (found.num_blocks, found.max_model_len) == ((300,), 4096)
+    assert "4,784 tokens, 1.2 sequences" in found.lines[-1]
+
+
+def test_explicit_bytes_are_not_capped() -> None:
+    assert size(replace(CONFIG, kv_cache_bytes=1000 * BLOCK + 5), length=100).num_blocks == (1000,)
+
+
+def test_windowed_groups_take_what_they_can_use_and_full_ones_the_rest() -> None:
+    """Per sequence a window of 64, a step of 32 and a beginning: 7 blocks, for 4 sequences, and the pad block."""
+    found = size(replace(CONFIG, kv_cache_bytes=200 * BLOCK, max_model_len=None), (FULL, WINDOW), length=1024)
+    assert found.num_blocks == (200 - 2 * 29, 29)
+    assert found.max_model_len == 1024
+
+
+def test_scarce_memory_gives_all_groups_the_same_tokens() -> None:
+    found = size(replace(CONFIG, kv_cache_bytes=33 * BLOCK), (FULL, WINDOW), length=1024)
+    assert found.num_blocks == (10, 11), "a windowed group has one block more for the beginning of its window"
+    assert found.max_model_len == 144
+    assert "reduced from 1,024 to 144" in found.lines[1]
+
+
+def test_without_chunking_a_window_group_holds_whole_prompts() -> None:
+    config = replace(CONFIG, enable_chunked_prefill=False, kv_cache_bytes=10_000 * BLOCK)
+    assert size(config, (FULL, WINDOW), length=1024).num_blocks[1] == 1 + 4 * (1024 // 16 + 1)
+
+
+def test_a_model_without_attention_needs_no_cache() -> None:
+    assert size(CONFIG, ()).num_blocks == ()
+
+
+def test_fixed_state_is_set_aside_for_every_sequence() -> None:
+    group = replace(FULL, state_bytes=3 * BLOCK)
+    assert size(replace(CONFIG, kv_cache_bytes=100 * BLOCK), (group,), length=100).num_blocks == (88,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "option", "remedy"),
+    [
+        ({"num_kv_blocks": 256}, "num_kv_blocks", "at least 257"),
+        ({"kv_cache_bytes": 256 * BLOCK}, "kv_cache_bytes", f"at least {257 * BLOCK:,}"),
+        ({"memory_fraction": 1e-9}, "memory_fraction", "raise memory_fraction"),
+    ],
+)
+def test_a_named_length_that_does_not_fit_is_refused_with_the_arithmetic(changes: dict[str, float], option: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy) as refused:
+        size(replace(CONFIG, max_model_len=4096, **changes))  # type: ignore[arg-type]
+    assert refused.value.where == option
+    assert "one sequence of 4,096 tokens needs" in str(refused.value)
+
+
+def test_the_remedy_works() -> None:
+    assert size(replace(CONFIG, max_model_len=4096, num_kv_blocks=257)).max_model_len == 4096
+    assert size(replace(CONFIG, max_model_len=4096, kv_cache_bytes=257 * BLOCK)).max_model_len == 4096
+
+
+@pytest.mark.parametrize("changes", [{"num_kv_blocks": 1}, {"kv_cache_bytes": 10}, {"memory_fraction": 1e-12}])
+def test_room_for_no_token_at_all_is_refused_even_without_a_named_length(changes: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="holds 0"):
+        size(replace(CONFIG, **changes))  # type: ignore[arg-type]
+
+
+@given(
+    blocks=st.integers(1, 400),
+    length=st.integers(1, 3000),
+    window=st.integers(1, 600),
+    step=st.integers(4, 300),
+    block_size=st.sampled_from([1, 4, 16, 32]),
+    kinds=st.sampled_from([(True,), (False,), (True, False), (False, True, False)]),
+    chunked=st.booleans(),
+)
+def test_the_longest_sequence_promised_is_one_the_block_manager_can_hold(
+    blocks: int, length: int, window: int, step: int, block_size: int, kinds: tuple[bool, ...], chunked: bool
+) -> None:
+    config = replace(CONFIG, max_num_batched_tokens=step, block_size=block_size, num_kv_blocks=blocks + 1, enable_chunked_prefill=chunked)
+    groups = tuple(FULL if is_full else replace(WINDOW, window=window) for is_full in kinds)
+    found = size_kv(config, groups, length, budget(0))
+    assert 1 <= found.max_model_len <= length
+    manager = KvManager(groups, found.num_blocks, block_size)
+    assert manager.shortage(found.max_model_len, step if chunked else length) is None
