@@ -80,7 +80,10 @@ class Keeper:
         """One process from start to end; the seconds it served."""
         loop = asyncio.get_running_loop()
         self.num_starts += 1
-        self._child = child = await self._launcher.launch(self.label, self._command, forward=self._forward)
+        try:
+            self._child = child = await self._launcher.launch(self.label, self._command, forward=self._forward)
+        except OSError as error:
+            raise FleetFailed(f"{self.label} cannot be started: {error}") from error
         try:
             if self._stopping.is_set():
                 child.terminate()

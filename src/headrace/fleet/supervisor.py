@@ -38,7 +38,7 @@ class FleetExit(IntEnum):
 class FleetReady:
     """Everything serves.
 
-    gateway   what the gateway told: "url" and whatever it adds
+    gateway   what the gateway told: "host" and "port" it listens on
     replicas  name -> what each engine told: "address", "instance_id", "decided" (lines for people)
     """
 

@@ -1,0 +1,83 @@
+"""What the supervisor writes for its children, and where."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from headrace.core.errors import ConfigError
+from headrace.fleet.config import FleetConfig, ModelSpec
+from headrace.fleet.files import run_dir, write_engine_files, write_gateway_file
+
+TWO_MODELS = FleetConfig(
+    models=(
+        ModelSpec(name="org/big model".replace(" ", "-"), folder=Path("/m/big"), aliases=("big",), replicas=2, engine={"max_num_seqs": 8}),
+        ModelSpec(name="small", folder=Path("/m/small")),
+    ),
+    gateway={"port": 0, "timeouts": {"body_s": 5}},
+    drain_timeout_s=7,
+)
+
+
+def test_each_replica_gets_a_file_of_its_own_and_the_gateway_knows_them_all(tmp_path: Path) -> None:
+    replicas = write_engine_files(TWO_MODELS.checked(), tmp_path)
+    assert [replica.name for replica in replicas] == ["org-big-model-0", "org-big-model-1", "small-0"]
+    first = json.loads(replicas[0].config.read_text())
+    assert first["engine"] == {"max_num_seqs": 8, "model": "/m/big"}
+    assert first["address"] == f"unix:{tmp_path}/e0.sock"
+    assert stat.S_IMODE(replicas[0].config.stat().st_mode) == 0o600
+    gateway = json.loads(write_gateway_file(TWO_MODELS, replicas, tmp_path).read_text())
+    assert gateway["timeouts"] == {"body_s": 5, "drain_s": 7}
+    assert [[replica["name"] for replica in model["replicas"]] for model in gateway["models"]] == [
+        ["org-big-model-0", "org-big-model-1"],
+        ["small-0"],
+    ]
+    assert (gateway["port"], gateway["models"][0]["aliases"], gateway["models"][1]["folder"]) == (0, ["big"], "/m/small")
+
+
+def test_the_directory_is_private_and_gone_afterwards(tmp_path: Path) -> None:
+    with run_dir(tmp_path) as folder:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not folder.exists()
+
+
+def test_the_standard_place_is_used_only_when_it_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "r"
+    place.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    monkeypatch.setattr("headrace.fleet.files.MAX_DIR_BYTES", 1000)
+    with run_dir(None) as folder:
+        assert folder.parent == place
+    place.chmod(0o755)
+    with run_dir(None) as folder:
+        assert folder.parent != place
+
+
+def test_a_path_too_long_for_sockets_is_refused_and_not_left_behind(tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 90)
+    deep.mkdir()
+    with pytest.raises(ConfigError, match="short path"), run_dir(deep):
+        pass
+    assert list(deep.iterdir()) == []
+    with pytest.raises(ConfigError, match="run_dir"), run_dir(tmp_path / "none"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        (FleetConfig(models=()), "models"),
+        (FleetConfig(models=(ModelSpec(name="a b", folder=Path("/m")),)), "model name"),
+        (FleetConfig(models=(ModelSpec(name="a", folder=Path("/m"), aliases=("a",)),)), "served twice"),
+        (FleetConfig(models=(ModelSpec(name="a", folder=Path("/m"), replicas=0),)), "replicas"),
+        (FleetConfig(models=(ModelSpec(name="a", folder=Path("/m"), engine={"model": "x"}),)), "engine.model"),
+        (FleetConfig(models=(ModelSpec(name="a", folder=Path("/m")),), gateway={"models": []}), "gateway.models"),
+        (FleetConfig(models=(ModelSpec(name="a", folder=Path("/m")),), drain_timeout_s=-1), "drain_timeout_s"),
+    ],
+)
+def test_a_deployment_that_cannot_be_is_refused_by_name(config: FleetConfig, word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        config.checked()

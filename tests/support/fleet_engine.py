@@ -1,0 +1,16 @@
+"""An engine process of tests: what the supervisor wrote, plus the fake's options. Arguments: OPTIONS --config FILE --parent-fd N."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from headrace.lab.fake_engine import main
+
+if __name__ == "__main__":
+    options, arguments = Path(sys.argv[1]), sys.argv[2:]
+    path = Path(arguments[arguments.index("--config") + 1])
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "fake": json.loads(options.read_text())}))
+    main(arguments)
