@@ -6,8 +6,10 @@ D head dimension, B blocks of a pool, S block size, M block-table width.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,9 +72,25 @@ class KvCache:
 def allocate_kv(
     shapes: list[tuple[int, int]], group_of: tuple[int, ...], num_blocks: tuple[int, ...], block_size: int, dtype: torch.dtype, device: str
 ) -> KvCache:
-    """Zeroed caches. shapes: per layer (kv_heads, head_dim); num_blocks: per group, pad block included."""
+    """Zeroed caches. shapes: per layer (kv_heads, head_dim); num_blocks: per group, pad block included.
+
+    On the host the pages are reserved and not touched: a large cache costs neither start-up time nor memory before it is used.
+    """
     layers = [
-        torch.zeros((num_blocks[group], 2, block_size, heads, dim), dtype=dtype, device=device)
-        for (heads, dim), group in zip(shapes, group_of, strict=True)
+        _zeros((num_blocks[group], 2, block_size, heads, dim), dtype, device) for (heads, dim), group in zip(shapes, group_of, strict=True)
     ]
     return KvCache(layers, group_of, block_size)
+
+
+_ALIGNMENT = 64
+"""One cache line, and the widest vector."""
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """torch.zeros that leaves the host's pages untouched (torch writes them: seconds per GiB where page faults are slow)."""
+    if device != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
+    skip = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[skip : skip + num_bytes]).view(dtype).view(shape)
