@@ -51,7 +51,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._event({"error": {"message": "replica lost"}})
                 return
             delta = {"role": "assistant", "content": ""} if piece is None else {"content": piece}
-            self._event({"choices": [{"index": 0, "delta": delta}]})
+            said = {"delta": delta} if "/chat/" in self.path else {"text": piece or ""}
+            self._event({"choices": [{"index": 0, **said}]})
         self.wfile.write(b"data: [DONE]\n\n")
 
     def _event(self, value: object) -> None:

@@ -26,11 +26,14 @@ def test_cpu_features_are_named_with_their_use() -> None:
     assert doctor_checks.check_cpu("").health is Health.WARN
 
 
-def test_memory_is_what_the_cgroup_leaves() -> None:
-    assert doctor_checks.check_memory(8 << 30, None).health is Health.OK
-    limited = doctor_checks.check_memory(8 << 30, 1 << 30)
-    assert limited.health is Health.WARN
-    assert "cgroup limit 1.0 GiB" in limited.found
+def test_memory_is_what_an_engine_could_take(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text(f"MemAvailable: {8 << 20} kB\n")
+    found = doctor_checks.check_memory(tmp_path)
+    assert (found.health, found.found) == (Health.OK, "8.0 GiB to be had (bound by MemAvailable)")
+    (tmp_path / "proc" / "meminfo").write_text(f"MemAvailable: {1 << 20} kB\n")
+    assert doctor_checks.check_memory(tmp_path).health is Health.WARN
+    assert doctor_checks.check_memory(tmp_path / "absent").health is Health.WARN
 
 
 def test_passive_waiting_is_warned_about() -> None:
@@ -61,14 +64,6 @@ def test_cache_that_others_can_write_is_a_failure(tmp_path: Path) -> None:
     shared.mkdir()
     shared.chmod(0o777)
     assert doctor_checks.check_cache(shared).health is Health.FAIL
-
-
-def test_cgroup_limits_are_read(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text("1048576\n")
-    (tmp_path / "none").write_text("max\n")
-    assert doctor_checks.read_limit(tmp_path / "memory.max") == 1048576
-    assert doctor_checks.read_limit(tmp_path / "none") is None
-    assert doctor_checks.read_limit(tmp_path / "absent") is None
 
 
 def test_versions_out_of_range_fail_with_the_command_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def examine(port: int) -> list[Finding]:
         check_python(),
         check_cpu(_read(Path("/proc/cpuinfo"))),
         check_threads(_read_quota(CGROUP), os.environ),
-        check_memory(_available_bytes(), read_limit(CGROUP / "memory.max")),
+        check_memory(Path("/")),
         check_threading_layer(),
         check_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         check_port(port),
@@ -99,11 +99,16 @@ def check_threads(quota: float | None, environment: Mapping[str, str]) -> Findin
     return Finding("threads", Health.OK, found + (f", OMP_NUM_THREADS={pinned}" if pinned else ""))
 
 
-def check_memory(available: int, limit: int | None) -> Finding:
-    """available: bytes that can be had without swapping; limit: of the cgroup."""
-    usable = available if limit is None else min(available, limit)
-    found = f"{available / 2**30:.1f} GiB available" + (f", cgroup limit {limit / 2**30:.1f} GiB" if limit is not None else "")
-    if usable < LOW_MEMORY_BYTES:
+def check_memory(root: Path) -> Finding:
+    """What an engine could take now, as it will see it itself."""
+    from headrace.engine.memory import read_available
+
+    try:
+        available = read_available(root)
+    except OSError as error:
+        return Finding("memory", Health.WARN, f"cannot be read ({error.strerror})", "Give --kv-cache-bytes.")
+    found = f"{available.num_bytes / 2**30:.1f} GiB to be had (bound by {available.source})"
+    if available.num_bytes < LOW_MEMORY_BYTES:
         return Finding("memory", Health.WARN, found, "Only very small models fit; close something or raise the limit.")
     return Finding("memory", Health.OK, found)
 
@@ -190,22 +195,10 @@ def check_versions() -> Iterator[Finding]:
         yield Finding(requirement.name, Health.OK if fits else Health.FAIL, version, "" if fits else f"pip install '{requirement}'")
 
 
-def read_limit(file: Path) -> int | None:
-    """A cgroup limit in bytes; None when there is no file or no limit."""
-    text = _read(file).strip()
-    return int(text) if text.isdecimal() else None
-
-
 def _read_quota(cgroup: Path) -> float | None:
     """CPUs of cpu.max ("200000 100000" -> 2.0)."""
     words = _read(cgroup / "cpu.max").split()
     return int(words[0]) / int(words[1]) if len(words) == 2 and words[0].isdecimal() else None
-
-
-def _available_bytes() -> int:
-    import psutil
-
-    return int(psutil.virtual_memory().available)
 
 
 def _cache_dir() -> Path:

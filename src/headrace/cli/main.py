@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from headrace import __version__
+from headrace.cli.bench import bench_app
 from headrace.cli.chat import chat
 from headrace.cli.config_commands import config_app
 from headrace.cli.doctor import doctor
@@ -37,6 +38,7 @@ app.command()(chat)
 app.command()(models)
 app.command()(doctor)
 app.command()(replay)
+app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
 app.command(hidden=True)(engine)
 app.command(hidden=True)(gateway)

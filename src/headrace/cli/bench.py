@@ -1,0 +1,17 @@
+"""`headrace bench serve|throughput|latency`: measurements people can repeat, in the words and formulas of vLLM's tools.
+
+Every JSON carries commit, machine, load average and the read bandwidth of the same minute. How figures are computed: `lab.metrics`,
+`lab.offline`.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from headrace.cli.bench_offline import latency, throughput
+from headrace.cli.bench_serve import serve
+
+bench_app = typer.Typer(help="Measure a server, or the engine in this process.", no_args_is_help=True, rich_markup_mode=None)
+bench_app.command()(serve)
+bench_app.command()(throughput)
+bench_app.command()(latency)

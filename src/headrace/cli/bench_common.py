@@ -1,0 +1,67 @@
+"""What the `headrace bench` commands share: flags, the data set's shape, facts beside a figure, the JSON they write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from headrace.lab.datasets import Shape
+    from headrace.lab.metrics import RequestRecord
+
+Flag = typer.Option
+Output = Annotated[Path | None, Flag("--output-json", "--result-filename", help="Write everything measured here, raw records included.")]
+AsJson = Annotated[bool, Flag("--json", help="Print JSON instead of a table.")]
+Seed = Annotated[int, Flag("--seed", help="Of prompts and arrivals.")]
+Bandwidth = Annotated[bool, Flag("--bandwidth/--no-bandwidth", help="Measure read bandwidth beside it (needs a checkout).")]
+
+
+class Facts:
+    """Where and when: the environment before, read bandwidth before and after."""
+
+    def __init__(self, with_bandwidth: bool) -> None:
+        from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
+
+        self._script = bandwidth_script() if with_bandwidth else None
+        self.before = environment()
+        self.bandwidth = measure_bandwidth(self._script)
+
+    def result(self, **parts: object) -> dict[str, object]:
+        from headrace.lab.environment import environment, measure_bandwidth
+
+        after = measure_bandwidth(self._script)
+        return {
+            "environment": self.before,
+            "load_average_after": environment().load_average,
+            "read_bandwidth_bytes_per_s": [self.bandwidth, after],
+            **parts,
+        }
+
+
+def make_shape(dataset: str, inputs: int, outputs: int, spread: float, prefix: int, num_prefixes: int, high_id: int) -> Shape:
+    """The checked shape of a data set named as vLLM names it. Raises ValueError."""
+    from headrace.lab.datasets import Shape
+
+    if dataset not in ("random", "shared-prefix"):
+        raise ValueError(f"--dataset-name {dataset}: is not one of random, shared-prefix")
+    if dataset == "shared-prefix" and not prefix:
+        prefix = inputs // 2
+    return Shape(
+        input_tokens=inputs,
+        output_tokens=outputs,
+        spread=spread,
+        prefix_tokens=prefix,
+        num_prefixes=num_prefixes,
+        low_id=min(300, high_id // 2),
+        high_id=high_id,
+    ).checked()
+
+
+def write_result(file: Path | None, result: Mapping[str, object], records: Sequence[RequestRecord]) -> None:
+    from headrace.lab.report import write_json
+
+    if file is not None:
+        write_json(file, {**result, "records": records})

@@ -1,0 +1,198 @@
+"""`headrace bench throughput|latency`: run the engine in this process, without HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headrace.cli.bench_common import AsJson, Bandwidth, Facts, Flag, Output, Seed, make_shape, write_result
+from headrace.cli.exits import UsageRefused
+
+if TYPE_CHECKING:
+    from headrace.core.model_info import ModelInfo
+    from headrace.engine.loop import Engine
+    from headrace.lab.datasets import LoadRequest, Shape
+    from headrace.lab.metrics import RequestRecord
+    from headrace.lab.offline import Collector
+
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder, bundled model or hub id; default: headrace-tiny.")]
+Price = Annotated[float | None, Flag("--dollars-per-hour", help="Price of this machine: adds the price of a million tokens.")]
+Dtype = Annotated[str, Flag("--dtype")]
+LoadFormat = Annotated[str, Flag("--load-format", help="dummy: random weights from config.json.")]
+Kernels = Annotated[str, Flag("--kernels")]
+Threads = Annotated[int | None, Flag("--num-threads")]
+MaxSeqs = Annotated[int, Flag("--max-num-seqs")]
+MaxTokens = Annotated[int, Flag("--max-num-batched-tokens")]
+Overlapped = Annotated[bool, Flag("--async-scheduling/--no-async-scheduling")]
+
+
+def throughput(
+    model: ModelArgument = None,
+    num_prompts: Annotated[int, Flag("--num-prompts")] = 64,
+    input_len: Annotated[int, Flag("--input-len", "--random-input-len")] = 128,
+    output_len: Annotated[int, Flag("--output-len", "--random-output-len")] = 64,
+    range_ratio: Annotated[float, Flag("--random-range-ratio")] = 0.0,
+    prefix_len: Annotated[int, Flag("--random-prefix-len", "--prefix-len")] = 0,
+    dollars_per_hour: Price = None,
+    dtype: Dtype = "auto",
+    load_format: LoadFormat = "auto",
+    kernels: Kernels = "auto",
+    num_threads: Threads = None,
+    max_num_seqs: MaxSeqs = 64,
+    max_num_batched_tokens: MaxTokens = 512,
+    async_scheduling: Overlapped = False,
+    seed: Seed = 0,
+    bandwidth: Bandwidth = True,
+    output_json: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """All requests at once, in this process: tokens per second, price, share of bandwidth."""
+    from headrace.lab.datasets import make_requests
+    from headrace.lab.offline import decode_bytes, dollars_per_million_tokens, run_offline
+
+    flags = _engine_flags(dtype, load_format, kernels, num_threads, max_num_seqs, max_num_batched_tokens, async_scheduling, seed)
+    engine, collector = _engine(model, flags)
+    shape = _offline_shape(engine.info, input_len, output_len, range_ratio, prefix_len)
+    run_offline(engine, collector, _warm_up(shape))
+    facts = Facts(bandwidth)
+    run = run_offline(engine, collector, make_requests(num_prompts, shape, seed=seed))
+    tokens = run.output_tokens
+    values: dict[str, object] = {
+        "requests": len(run.records),
+        "batch size, most sequences at once": run.peak_running,
+        "total time (s)": run.duration_s,
+        "steps": len(run.step_s),
+        "ms per request": run.duration_s / len(run.records) * 1000,
+        "requests/s": len(run.records) / run.duration_s,
+        "output tokens/s": tokens / run.duration_s,
+        "total tokens/s": (tokens + run.prompt_tokens) / run.duration_s,
+    }
+    if facts.bandwidth:
+        least = decode_bytes(engine.info, run, steps=len(run.step_s))
+        values["MBU, at least (weights + KV read by decoding / time / read bandwidth)"] = least / run.duration_s / facts.bandwidth
+    if dollars_per_hour is not None:
+        values["$ per 1M output tokens"] = dollars_per_million_tokens(tokens, run.duration_s, dollars_per_hour)
+    _finish(facts.result(settings={"model": model, "engine": flags, "shape": shape}, values=values), run.records, output_json, as_json)
+
+
+def latency(
+    model: ModelArgument = None,
+    batch_size: Annotated[int, Flag("--batch-size")] = 8,
+    input_len: Annotated[int, Flag("--input-len")] = 32,
+    output_len: Annotated[int, Flag("--output-len")] = 128,
+    num_iters: Annotated[int, Flag("--num-iters")] = 10,
+    num_iters_warmup: Annotated[int, Flag("--num-iters-warmup")] = 2,
+    dollars_per_hour: Price = None,
+    dtype: Dtype = "auto",
+    load_format: LoadFormat = "auto",
+    kernels: Kernels = "auto",
+    num_threads: Threads = None,
+    max_num_batched_tokens: MaxTokens = 512,
+    async_scheduling: Overlapped = False,
+    seed: Seed = 0,
+    bandwidth: Bandwidth = True,
+    output_json: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """One batch from start to end, again and again: its latency, its decode step, share of bandwidth."""
+    from headrace.lab.datasets import make_requests
+    from headrace.lab.metrics import distribution
+    from headrace.lab.offline import decode_speed, dollars_per_million_tokens, run_offline
+
+    if num_iters < 1 or batch_size < 1:
+        raise UsageRefused("--num-iters and --batch-size must be at least 1")
+    flags = _engine_flags(
+        dtype, load_format, kernels, num_threads, batch_size, max(max_num_batched_tokens, batch_size), async_scheduling, seed
+    )
+    engine, collector = _engine(model, flags)
+    shape = _offline_shape(engine.info, input_len, output_len, 0.0, 0)
+    # Fresh prompts each time: a repeated one would be found in the prefix cache.
+    batches = [make_requests(batch_size, shape, seed=seed + 1 + number) for number in range(num_iters_warmup + num_iters)]
+    for batch in batches[:num_iters_warmup]:
+        run_offline(engine, collector, batch)
+    facts = Facts(bandwidth)
+    runs = [run_offline(engine, collector, batch) for batch in batches[num_iters_warmup:]]
+    speeds = [speed for run in runs if (speed := decode_speed(engine.info, run, facts.bandwidth)) is not None]
+    whole = distribution(run.duration_s * 1000 for run in runs)
+    values: dict[str, object] = {
+        "batch size": batch_size,
+        "latency of a batch (ms), mean": whole.mean,
+        **{f"latency of a batch (ms), {name}": value for name, value in whole.quantiles.items()},
+        "output tokens/s": batch_size * output_len / (whole.mean / 1000),
+        "ms per request": whole.mean / batch_size,
+    }
+    if speeds:
+        step = distribution(speed.step_s * 1000 for speed in speeds)
+        values |= {"decode step (ms), p50": step.quantiles["p50"], "bytes read per decode step": speeds[0].bytes_read}
+    if mbus := [speed.mbu for speed in speeds if speed.mbu is not None]:
+        values["MBU ((weights + KV) / decode step / read bandwidth), p50"] = distribution(mbus).quantiles["p50"]
+    if dollars_per_hour is not None:
+        tokens = batch_size * output_len * len(runs)
+        values["$ per 1M output tokens"] = dollars_per_million_tokens(tokens, sum(run.duration_s for run in runs), dollars_per_hour)
+    records = [record for run in runs for record in run.records]
+    _finish(facts.result(settings={"model": model, "engine": flags, "shape": shape}, values=values), records, output_json, as_json)
+
+
+def _offline_shape(info: ModelInfo, inputs: int, outputs: int, spread: float, prefix: int) -> Shape:
+    try:
+        shape = make_shape("random", inputs, outputs, spread, prefix, 1, info.vocab_size)
+    except ValueError as error:
+        raise UsageRefused(str(error)) from error
+    longest = int(inputs * (1 + spread)) + int(outputs * (1 + spread))
+    if longest > info.max_model_len:
+        raise UsageRefused(f"prompts and outputs of up to {longest} tokens do not fit max_model_len ({info.max_model_len})")
+    return shape
+
+
+def _warm_up(shape: Shape) -> list[LoadRequest]:
+    """A few prompts of another seed, so that compiling and first touches are not measured."""
+    from dataclasses import replace
+
+    from headrace.lab.datasets import make_requests
+
+    return make_requests(4, replace(shape, output_tokens=min(shape.output_tokens, 4), spread=0.0), seed=-1)
+
+
+def _engine_flags(
+    dtype: str, load_format: str, kernels: str, num_threads: int | None, seqs: int, tokens: int, overlapped: bool, seed: int
+) -> dict[str, object]:
+    return {
+        "dtype": dtype,
+        "load_format": load_format,
+        "kernels": kernels,
+        "num_threads": num_threads,
+        "max_num_seqs": seqs,
+        "max_num_batched_tokens": tokens,
+        "depth": 2 if overlapped else 1,
+        "seed": seed,
+    }
+
+
+def _engine(model: str | None, flags: Mapping[str, object]) -> tuple[Engine, Collector]:
+    from headrace.cli.bundled import DEFAULT_MODEL
+    from headrace.cli.config_decode import decode
+    from headrace.engine.build import build_engine
+    from headrace.engine.config import EngineConfig
+    from headrace.fleet.weights import resolve_model
+    from headrace.lab.offline import Collector
+
+    collector = Collector()
+    config = decode(EngineConfig, {**flags, "model": str(resolve_model(model or DEFAULT_MODEL))})
+    return build_engine(config.checked(), collector), collector
+
+
+def _finish(result: dict[str, object], records: Sequence[RequestRecord], output_json: Path | None, as_json: bool) -> None:
+    from headrace.lab.report import to_plain
+
+    write_result(output_json, result, records)
+    if as_json:
+        print(json.dumps(to_plain(result), indent=1))
+        return
+    values = result["values"]
+    assert isinstance(values, dict)
+    for name, value in values.items():
+        print(f"{name + ':':<50} {value:,.2f}" if isinstance(value, float) else f"{name + ':':<50} {value}")

@@ -1,0 +1,68 @@
+"""`headrace bench serve`: drives any OpenAI-compatible server with an open loop."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Annotated
+
+import typer
+
+from headrace.cli.bench_common import AsJson, Bandwidth, Facts, Flag, Output, Seed, make_shape, write_result
+from headrace.cli.exits import ExitCode, UsageRefused
+
+
+def serve(
+    url: Annotated[str, Flag("--url", "--base-url", help="Root of the server.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, Flag("--model", help="Served name; default: the first one listed.")] = None,
+    num_prompts: Annotated[int, Flag("--num-prompts")] = 100,
+    request_rate: Annotated[float, Flag("--request-rate", help="Requests per second; inf sends all at once.")] = math.inf,
+    burstiness: Annotated[float, Flag("--burstiness", help="1 is Poisson, less is burstier (0.25: bursts).")] = 1.0,
+    max_concurrency: Annotated[int | None, Flag("--max-concurrency", help="Waiting for a place counts as latency.")] = None,
+    dataset_name: Annotated[str, Flag("--dataset-name", help="random, or shared-prefix.")] = "random",
+    input_len: Annotated[int, Flag("--random-input-len", "--input-len", help="Prompt tokens, prefix included.")] = 128,
+    output_len: Annotated[int, Flag("--random-output-len", "--output-len")] = 64,
+    range_ratio: Annotated[float, Flag("--random-range-ratio", help="Lengths vary by this share, 0..1.")] = 0.0,
+    prefix_len: Annotated[int, Flag("--random-prefix-len", "--prefix-len", help="Shared beginning of the prompts.")] = 0,
+    num_prefixes: Annotated[int, Flag("--num-prefixes", help="Different shared beginnings.")] = 1,
+    vocab_size: Annotated[int, Flag("--vocab-size", help="Token ids are drawn below this.")] = 2000,
+    goodput: Annotated[list[str] | None, Flag("--goodput", help="ttft:MS, tpot:MS or e2el:MS; again for more.")] = None,
+    timeout: Annotated[float, Flag("--timeout", help="Seconds after which a request has failed.")] = 600.0,
+    api_key: Annotated[str | None, Flag("--api-key", envvar="HEADRACE_API_KEY")] = None,
+    seed: Seed = 0,
+    bandwidth: Bandwidth = True,
+    output_json: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Load a running server: open loop, latency from the intended send time."""
+    import asyncio
+
+    from headrace.cli.client import ApiClient
+    from headrace.lab.arrivals import send_times
+    from headrace.lab.datasets import make_requests
+    from headrace.lab.loadgen import Target, run_load
+    from headrace.lab.metrics import parse_slo, summarize
+    from headrace.lab.report import lines, to_plain
+
+    try:
+        slo = parse_slo(goodput) if goodput else None
+        shape = make_shape(dataset_name, input_len, output_len, range_ratio, prefix_len, num_prefixes, vocab_size)
+        times = send_times(num_prompts, rate=request_rate, burstiness=burstiness, seed=seed)
+    except ValueError as error:
+        raise UsageRefused(str(error)) from error
+    target = Target(
+        url=url,
+        model=model or (ApiClient(url, api_key=api_key).models() or [""])[0],
+        api_key=api_key,
+        timeout_s=timeout,
+        max_concurrency=max_concurrency,
+    )
+    facts = Facts(bandwidth)
+    records = asyncio.run(run_load(target, make_requests(num_prompts, shape, seed=seed), times))
+    report = summarize(records, slo)
+    settings = {"url": url, "model": target.model, "request_rate": request_rate, "burstiness": burstiness, "seed": seed, "shape": shape}
+    result = facts.result(settings=settings, report=report)
+    write_result(output_json, result, records)
+    print(json.dumps(to_plain(result), indent=1) if as_json else "\n".join(lines(report)))
+    if not report.finished:
+        raise typer.Exit(ExitCode.FAILED)

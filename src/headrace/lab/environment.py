@@ -1,0 +1,105 @@
+"""Where a figure was measured: commit, machine, load, read bandwidth. Every JSON with a figure carries one of these."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = ("headrace", "torch", "numpy", "numba", "aiohttp")
+BANDWIDTH_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """commit: of the checkout the code runs from, with "+" when it has changes; None outside one. load_average: 1, 5, 15 minutes."""
+
+    time: str
+    commit: str | None
+    cpu: str
+    num_cpus: int
+    load_average: tuple[float, ...]
+    python: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    command: tuple[str, ...] = ()
+
+
+def environment() -> Environment:
+    return Environment(
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        commit=commit_of(Path(__file__).parent),
+        cpu=_cpu_model(),
+        num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        load_average=os.getloadavg(),
+        python=platform.python_version(),
+        versions={name: version for name in PACKAGES if (version := _version(name))},
+        command=(Path(sys.argv[0]).name, *_without_secrets(sys.argv[1:])),
+    )
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit checked out around `folder`, "+" appended when tracked files differ from it."""
+    commit = _git(folder, "rev-parse", "--short=12", "HEAD")
+    if commit is None:
+        return None
+    return commit + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def bandwidth_script() -> Path | None:
+    """bench/bandwidth.py of the checkout the code runs from; None in an installed package."""
+    script = Path(__file__).resolve().parents[3] / "bench" / "bandwidth.py"
+    return script if script.is_file() else None
+
+
+def measure_bandwidth(script: Path | None) -> float | None:
+    """Read bandwidth in bytes per second, all threads, now. None without the script or when it fails."""
+    if script is None:
+        return None
+    try:
+        done = subprocess.run(
+            [sys.executable, str(script), "--json"], capture_output=True, text=True, timeout=BANDWIDTH_TIMEOUT_S, check=True
+        )
+        return float(json.loads(done.stdout.splitlines()[-1])["read_bytes_per_s"])
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, IndexError):
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group(1) if found else platform.processor() or platform.machine()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _without_secrets(arguments: list[str]) -> list[str]:
+    """The command line without API keys, whichever way they were written."""
+    shown = []
+    hide = False
+    for word in arguments:
+        shown.append("***" if hide else re.sub(r"^(--api-key=).*", r"\1***", word))
+        hide = word == "--api-key"
+    return shown

@@ -1,0 +1,78 @@
+"""A load report for people (the block `vllm bench serve` prints, in the same order) and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+
+from headrace.lab.metrics import Distribution, LoadReport
+
+WIDTH = 58
+
+
+def to_plain(value: object) -> object:
+    """Dataclasses as plain data that strict JSON can hold: infinity is the string "inf", not-a-number is null."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return to_plain(asdict(value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    return value
+
+
+def write_json(file: Path, value: object) -> None:
+    """Replaces the file whole, so that a reader never sees half of it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(json.dumps(to_plain(value), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    partial.replace(file)
+
+
+def lines(report: LoadReport) -> Iterator[str]:
+    """The report as lines of text."""
+    yield _title("Serving benchmark result", "=")
+    yield _row("Requests offered / admitted / finished", f"{report.offered} / {report.admitted} / {report.finished}")
+    yield _row("Duration (s)", report.duration_s)
+    yield _row("Prompt / cached / output tokens", f"{report.prompt_tokens} / {report.cached_tokens} / {report.output_tokens}")
+    yield _row("Request throughput (req/s)", report.request_throughput)
+    if report.goodput is not None:
+        yield _row("Request goodput (req/s)", report.goodput)
+    yield _row("Output token throughput (tok/s)", report.output_throughput)
+    yield _row("Total token throughput (tok/s)", report.total_throughput)
+    yield _row("Peak concurrent requests", str(report.peak_concurrency))
+    for title, name, samples in (
+        ("Time to first token", "TTFT", report.ttft_s),
+        ("Time per output token (excl. first)", "TPOT", report.tpot_s),
+        ("Inter-token latency", "ITL", report.itl_s),
+        ("End-to-end latency", "E2EL", report.e2el_s),
+        ("Longest stall of a request", "stall", report.max_stall_s),
+    ):
+        yield from _section(title, name, samples)
+    for error, count in sorted(report.errors.items()):
+        yield _row(f"Failed: {error}", str(count))
+    yield _row("Client's own lag p99 (ms)", report.client_lag_s.quantiles["p99"] * 1000)
+    if not report.is_valid:
+        yield "VOID: the client was late itself (p99 of its lag over 1 ms); use a faster or less busy client machine."
+    yield "=" * WIDTH
+
+
+def _section(title: str, name: str, samples: Distribution) -> Iterator[str]:
+    yield _title(f"{title}, {samples.count} samples", "-")
+    yield _row(f"Mean {name} (ms)", samples.mean * 1000)
+    for quantile, value in samples.quantiles.items():
+        low, high = samples.intervals[quantile]
+        yield _row(f"{quantile.upper()} {name} (ms)", f"{value * 1000:.2f}  [{low * 1000:.2f}, {high * 1000:.2f}]")
+
+
+def _title(text: str, fill: str) -> str:
+    return f" {text} ".center(WIDTH, fill)
+
+
+def _row(name: str, value: float | str) -> str:
+    return f"{name + ':':<40} {value if isinstance(value, str) else f'{value:.2f}'}"

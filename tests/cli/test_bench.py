@@ -1,0 +1,103 @@
+"""`headrace bench`: a server's load test over a socket, and the offline measurements on a fake model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+
+from headrace.cli import bench_offline
+from headrace.cli.bench_common import make_shape
+from headrace.cli.bench_offline import latency, throughput
+from headrace.cli.bench_serve import serve
+from headrace.cli.exits import ExitCode, UsageRefused
+from headrace.engine.config import EngineConfig
+from headrace.engine.loop import Engine
+from headrace.lab.fake_runner import FakeOptions, fake_engine
+from headrace.lab.offline import Collector
+from tests.cli.scripted import scripted_server
+
+
+@pytest.fixture
+def fake_model(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
+    """Engines of the offline commands are fakes; returns the configurations they were built with."""
+    built: list[EngineConfig] = []
+
+    def engine(model: str | None, flags: dict[str, object]) -> tuple[Engine, Collector]:
+        built.append(EngineConfig(model=model or "default", **flags))  # type: ignore[arg-type]
+        collector = Collector()
+        return fake_engine(collector, FakeOptions(vocab_size=1000, max_model_len=512, step_seconds=0.001), built[-1]), collector
+
+    monkeypatch.setattr(bench_offline, "_engine", engine)
+    return built
+
+
+def test_serve_reports_and_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.json"
+    with scripted_server(*[["a", "b", "c"]] * 3, 429) as server:
+        serve(
+            url=server.url,
+            num_prompts=4,
+            request_rate=50.0,
+            input_len=8,
+            output_len=3,
+            goodput=["ttft:10000"],
+            bandwidth=False,
+            output_json=file,
+            api_key="sk-secret-key",
+        )
+        assert server.seen[0]["model"] == "tiny"
+        assert len(server.seen[0]["prompt"]) == 8  # type: ignore[arg-type]
+    data = json.loads(file.read_text())
+    assert (data["report"]["finished"], data["report"]["offered"], len(data["records"])) == (3, 4, 4)
+    assert data["report"]["goodput"] > 0
+    assert data["settings"]["shape"]["input_tokens"] == 8
+    assert data["environment"]["num_cpus"] >= 1
+    assert "sk-secret-key" not in file.read_text()
+    assert "Request goodput" in capsys.readouterr().out
+
+
+def test_serve_fails_when_nothing_finished() -> None:
+    with scripted_server(429, 429) as server, pytest.raises(typer.Exit) as ended:
+        serve(url=server.url, num_prompts=2, bandwidth=False)
+    assert ended.value.exit_code == ExitCode.FAILED
+
+
+@pytest.mark.parametrize("wrong", [{"goodput": ["itl:5"]}, {"request_rate": 0.0}, {"dataset_name": "sharegpt"}, {"input_len": 0}])
+def test_senseless_settings_are_usage_errors(wrong: dict[str, object]) -> None:
+    with pytest.raises(UsageRefused):
+        serve(url="http://127.0.0.1:9", bandwidth=False, **wrong)  # type: ignore[arg-type]
+
+
+def test_shared_prefix_is_half_the_prompt_unless_said() -> None:
+    assert make_shape("shared-prefix", 100, 5, 0.0, 0, 2, 1000).prefix_tokens == 50
+    assert make_shape("shared-prefix", 100, 5, 0.0, 80, 2, 1000).prefix_tokens == 80
+
+
+def test_throughput_counts_tokens_and_price(fake_model: list[EngineConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.json"
+    throughput(num_prompts=6, input_len=20, output_len=5, dollars_per_hour=3.6, bandwidth=False, output_json=file, async_scheduling=True)
+    data = json.loads(file.read_text())
+    values = data["values"]
+    assert values["requests"] == 6
+    assert values["batch size, most sequences at once"] == 6
+    assert values["output tokens/s"] == pytest.approx(30 / values["total time (s)"])
+    assert values["$ per 1M output tokens"] == pytest.approx(0.001 * values["total time (s)"] / 30 * 1e6)
+    assert fake_model[0].depth == 2
+    assert "output tokens/s" in capsys.readouterr().out
+
+
+def test_latency_measures_whole_batches(fake_model: list[EngineConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    latency(batch_size=3, input_len=16, output_len=4, num_iters=2, num_iters_warmup=1, bandwidth=False, as_json=True)
+    data = json.loads(capsys.readouterr().out)
+    values = data["values"]
+    assert values["latency of a batch (ms), mean"] >= 4.0  # four steps of at least a millisecond
+    assert values["decode step (ms), p50"] >= 1.0
+    assert fake_model[0].max_num_seqs == 3
+
+
+def test_prompts_that_cannot_fit_are_refused(fake_model: list[EngineConfig]) -> None:
+    with pytest.raises(UsageRefused, match="do not fit max_model_len"):
+        throughput(input_len=500, output_len=100, bandwidth=False)

@@ -1,0 +1,64 @@
+"""Reports: strict JSON whatever happened, and facts about where a figure came from."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.lab import environment as facts
+from headrace.lab.metrics import RequestRecord, Slo, summarize
+from headrace.lab.report import lines, to_plain, write_json
+
+GOOD = RequestRecord(intended_s=0.0, sent_s=0.0, chunk_s=(0.1, 0.2), end_s=0.2, prompt_tokens=3, output_tokens=2, status=200)
+BAD = RequestRecord(intended_s=0.0, sent_s=0.0, end_s=1.0, status=429, error="429 overloaded")
+
+
+def test_report_with_failures_is_strict_json(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "result.json"
+    write_json(file, {"report": summarize([GOOD, BAD], Slo(ttft_s=1.0)), "records": [GOOD, BAD]})
+    data = json.loads(file.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert data["report"]["ttft_s"]["max"] == "inf"
+    assert data["report"]["errors"] == {"429 overloaded": 1}
+    assert data["records"][0]["chunk_s"] == [0.1, 0.2]
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_plain_values_of_all_kinds() -> None:
+    assert to_plain({"a": (math.nan, -math.inf, 1.5), 2: None}) == {"a": [None, "-inf", 1.5], "2": None}
+
+
+def test_lines_name_every_measure_and_failure() -> None:
+    text = "\n".join(lines(summarize([GOOD, BAD], Slo(ttft_s=1.0))))
+    for word in ("TTFT", "TPOT", "ITL", "E2EL", "P99.9", "goodput", "2 / 1 / 1", "Failed: 429 overloaded", "inf"):
+        assert word in text
+    assert "VOID" not in text
+
+
+def test_environment_says_where_it_was() -> None:
+    found = facts.environment()
+    assert found.num_cpus >= 1
+    assert len(found.load_average) == 3
+    assert "headrace" in found.versions
+    assert found.time.endswith("+00:00")
+
+
+def test_command_is_kept_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/x/headrace", "bench", "--api-key", "secret", "--api-key=secret", "--seed", "1"])
+    assert facts.environment().command == ("headrace", "bench", "--api-key", "***", "--api-key=***", "--seed", "1")
+
+
+def test_bandwidth_script_that_fails_is_no_bandwidth(tmp_path: Path) -> None:
+    script = tmp_path / "bandwidth.py"
+    assert facts.measure_bandwidth(None) is None
+    script.write_text("raise SystemExit(3)")
+    assert facts.measure_bandwidth(script) is None
+    script.write_text("print('{\"read_bytes_per_s\": 5e10}')")
+    assert facts.measure_bandwidth(script) == 5e10
+
+
+def test_folder_outside_a_checkout_has_no_commit(tmp_path: Path) -> None:
+    assert facts.commit_of(tmp_path) is None
