@@ -32,8 +32,9 @@ def test_harmless_text_encodes_as_the_library_does(tokenizer: Tokenizer, text: s
 @given(text=st.text(max_size=60))
 @settings(max_examples=150, deadline=None)
 def test_text_survives_the_round_trip(byte_level: Tokenizer, metaspace: Tokenizer, text: str) -> None:
-    for tokenizer in (byte_level, metaspace):
-        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=True)) == text
+    assert byte_level.decode(byte_level.encode(text, add_special_tokens=True)) == text
+    # To a metaspace model U+2581 is a space.
+    assert metaspace.decode(metaspace.encode(text, add_special_tokens=True)) == text.replace("\u2581", " ")
 
 
 @given(ids=st.lists(st.integers(0, 344), max_size=30))

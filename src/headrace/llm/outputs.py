@@ -112,9 +112,10 @@ class SequenceCollector:
 
 
 def logprob_map(entry: TokenEntry) -> TokenLogprobMap:
-    """The k best by rank, and the token itself under its own rank."""
+    """The token itself first, then the k best by rank."""
     best = {top.token_id: Logprob(top.logprob, rank, top.token) for rank, top in enumerate(entry.top, start=1)}
-    return {entry.token_id: Logprob(entry.logprob, entry.rank, entry.token)} | best
+    itself = {entry.token_id: Logprob(entry.logprob, entry.rank, entry.token)}
+    return itself | best | itself
 
 
 def prompt_logprob_maps(tokenizer: Tokenizer, prompt_ids: Sequence[int], items: Sequence[TokenLogprobs]) -> list[TokenLogprobMap | None]:

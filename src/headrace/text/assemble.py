@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from headrace.core.finish import FinishReason
 from headrace.core.plan import TokenLogprobs
@@ -85,12 +86,12 @@ class OutputDelta:
         return not (self.text or self.token_ids or self.prompt_logprobs or self.finish)
 
 
-@dataclass(slots=True)
-class _Pending:
+class _Pending(NamedTuple):
+    """A token that waits for its text. end: characters that must have been given out before it may be."""
+
     token_id: int
     entry: TokenEntry | None
     end: int
-    """Characters that must have been given out before this token may be."""
 
 
 class OutputAssembler:
@@ -121,14 +122,14 @@ class OutputAssembler:
     def feed(self, update: SequenceUpdate) -> OutputDelta:
         """Take one update of this sequence. Updates after the end (tokens the engine ran past a stop string) give an empty delta."""
         if self.finish is not None:
-            return OutputDelta()
+            return _NOTHING
         if update.num_cached_tokens is not None:
             self.num_cached_tokens = update.num_cached_tokens
         if update.queue_time_s is not None:
             self.queue_time_s = update.queue_time_s
         parts: list[str] = []
         stop = self._read(update, parts)
-        if stop is None and update.finish is not None:
+        if stop is None and update.finish is not None and self._params.detokenize:
             last = self._detokenizer.flush()
             parts.append(last.text)
             stop = last if last.stop_match is not None else None
@@ -137,20 +138,19 @@ class OutputAssembler:
         return self._delta("".join(parts), update)
 
     def _read(self, update: SequenceUpdate, parts: list[str]) -> Delta | None:
-        """Take the update's tokens, collecting their text; the delta that completed a stop string ends the reading."""
-        has_logprobs = bool(update.logprobs)
+        """Take the update's tokens, collecting their text. Returns the delta that completed a stop string, if one did."""
+        detokenizer, params = self._detokenizer, self._params
+        end_token = -1
+        if update.stop_token_id is not None and not params.include_stop_str_in_output:
+            end_token = len(update.token_ids) - 1
         for number, token_id in enumerate(update.token_ids):
-            is_end = update.stop_token_id is not None and number == len(update.token_ids) - 1
+            is_visible = number != end_token
+            offset = detokenizer.num_chars
+            delta = detokenizer.push((token_id,)) if is_visible and params.detokenize else _NO_TEXT
             self.num_tokens += 1
-            offset = self._detokenizer.num_chars
-            has_text = self._params.detokenize and (not is_end or self._params.include_stop_str_in_output)
-            delta = self._detokenizer.push((token_id,)) if has_text else Delta()
+            entry = token_entry(self._tokenizer, update.logprobs[number], offset, is_visible=is_visible) if update.logprobs else None
+            self._pending.append(_Pending(token_id, entry, detokenizer.num_chars + detokenizer.has_partial))
             parts.append(delta.text)
-            entry = None
-            if has_logprobs:
-                entry = token_entry(self._tokenizer, update.logprobs[number], offset, is_visible=not is_end or has_text)
-            end = self._detokenizer.num_chars + self._detokenizer.has_partial
-            self._pending.append(_Pending(token_id, entry, end))
             if delta.stop_match is not None:
                 return delta
         return None
@@ -158,8 +158,6 @@ class OutputAssembler:
     def _stopped(self, text: str, stop: Delta, update: SequenceUpdate) -> OutputDelta:
         """A stop string was completed: everything kept is given out, and the engine is told unless it ended by itself."""
         self.finish = FinishReason.STOP
-        if stop.keep_tokens is not None:
-            self.num_tokens = stop.keep_tokens
         token_ids, entries = self._release(everything=True)
         shown = self._detokenizer.num_released
         return OutputDelta(
@@ -188,10 +186,15 @@ class OutputAssembler:
 
     def _release(self, *, everything: bool) -> tuple[tuple[int, ...], tuple[TokenEntry, ...]]:
         """The waiting tokens whose text has been given out."""
+        pending, released = self._pending, self._detokenizer.num_released
         ready: list[_Pending] = []
-        while self._pending and (everything or self._pending[0].end <= self._detokenizer.num_released):
-            ready.append(self._pending.popleft())
-        return tuple(p.token_id for p in ready), tuple(p.entry for p in ready if p.entry is not None)
+        while pending and (everything or pending[0].end <= released):
+            ready.append(pending.popleft())
+        return tuple([p.token_id for p in ready]), tuple([p.entry for p in ready if p.entry is not None])
+
+
+_NOTHING = OutputDelta()
+_NO_TEXT = Delta()
 
 
 def token_entry(tokenizer: Tokenizer, at: TokenLogprobs, text_offset: int, *, is_visible: bool = True) -> TokenEntry:

@@ -49,17 +49,17 @@ class Detokenizer:
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special = skip_special_tokens
+        self._token_bytes = tokenizer.token_bytes
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._decoder = getincrementaldecoder("utf-8")("replace")
-        self._matcher = StopMatcher(stop)
+        self._matcher = StopMatcher(stop) if stop else None
         self._held = ""
+        self._stop_match: str | None = None
         self.num_tokens = 0
         self.num_chars = 0
         self.num_released = 0
-        self.has_stopped = False
 
     @property
     def has_partial(self) -> bool:
@@ -67,45 +67,52 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> Delta:
         """Read tokens and give out what is certain. After a stop string everything is ignored."""
+        if self._stop_match is not None:
+            return _NOTHING
         parts: list[str] = []
         for token_id in token_ids:
-            if self.has_stopped:
-                break
             self.num_tokens += 1
-            if self._skip_special and self._tokenizer.is_special(token_id):
+            if token_id in self._skipped:
                 continue
-            delta = self._take(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
-            parts.append(delta.text)
-            if delta.stop_match is not None:
-                return Delta("".join(parts), delta.stop_match, delta.keep_tokens)
+            chars = self._decoder.decode(self._token_bytes(token_id))
+            if chars:
+                parts.append(self._take(chars))
+                if self._stop_match is not None:
+                    return Delta("".join(parts), self._stop_match, self.num_tokens)
         return Delta("".join(parts))
 
     def flush(self) -> Delta:
         """The end of the output: gives out what was held; an unfinished character becomes U+FFFD. Call it once."""
-        if self.has_stopped:
-            return Delta()
-        delta = self._take(self._decoder.decode(b"", final=True))
-        if delta.stop_match is not None:
-            return delta
+        if self._stop_match is not None:
+            return _NOTHING
+        chars = self._decoder.decode(b"", final=True)
+        text = self._take(chars) if chars else ""
+        if self._stop_match is not None:
+            return Delta(text, self._stop_match, self.num_tokens)
         rest, self._held = self._held, ""
         self.num_released += len(rest)
-        return Delta(delta.text + rest)
+        return Delta(text + rest)
 
-    def _take(self, chars: str) -> Delta:
+    def _take(self, chars: str) -> str:
         """Add decoded characters; give out all but the longest suffix that may begin a stop string."""
-        if not chars:
-            return Delta()
-        match = self._matcher.push(chars, is_armed=self.num_tokens > self._min_tokens)
+        matcher = self._matcher
+        if matcher is None:
+            self.num_chars += len(chars)
+            self.num_released = self.num_chars
+            return chars
+        match = matcher.push(chars, is_armed=self.num_tokens > self._min_tokens)
         text = self._held + chars
         if match is None:
             self.num_chars += len(chars)
-            certain = len(text) - self._matcher.held
-            self._held = text[certain:]
-            self.num_released += certain
-            return Delta(text[:certain])
-        end = len(self._held) + match.end
-        self._held, self.has_stopped = "", True
-        shown = text[: end if self._include_stop else end - len(match.text)]
-        self.num_chars += match.end
+            shown = text[: len(text) - matcher.held]
+            self._held = text[len(shown) :]
+        else:
+            self.num_chars += match.end
+            end = len(self._held) + match.end
+            shown = text[: end if self._include_stop else end - len(match.text)]
+            self._held, self._stop_match = "", match.text
         self.num_released += len(shown)
-        return Delta(shown, match.text, self.num_tokens)
+        return shown
+
+
+_NOTHING = Delta()

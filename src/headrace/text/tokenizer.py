@@ -33,6 +33,7 @@ class Tokenizer:
     bos_token_id    None without one
     eos_token_ids   from generation_config.json, else config.json, else tokenizer_config.json's eos_token
     special_tokens  bos_token, eos_token, ... as templates read them
+    special_ids     control tokens that `skip_special_tokens` leaves out
     digest          SHA-256 of tokenizer.json, hex
     """
 
@@ -42,7 +43,7 @@ class Tokenizer:
         self._inner = _build(data)
         self._spelling: Spelling = spelling_of(document.get("decoder"))
         self._added = dict(self._inner.get_added_tokens_decoder())
-        self._special_ids = frozenset(i for i, token in self._added.items() if token.special)
+        self.special_ids: frozenset[int] = frozenset(i for i, token in self._added.items() if token.special)
         vocab = self._inner.get_vocab(with_added_tokens=True)
         if not vocab:
             raise CheckpointError("tokenizer.json", "the vocabulary is empty")
@@ -126,7 +127,7 @@ class Tokenizer:
 
     def join(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> bytes:
         """The bytes of tokens that continue a text (nothing is stripped)."""
-        skipped = self._special_ids if skip_special_tokens else frozenset()
+        skipped = self.special_ids if skip_special_tokens else frozenset()
         return b"".join([self.token_bytes(i) for i in token_ids if i not in skipped])
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -159,7 +160,7 @@ class Tokenizer:
 
     def is_special(self, token_id: int) -> bool:
         """True for a control token that `skip_special_tokens` leaves out."""
-        return token_id in self._special_ids
+        return token_id in self.special_ids
 
     # -- control tokens ----------------------------------------------------------------------------------------------------------
 
