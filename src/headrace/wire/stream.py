@@ -134,5 +134,7 @@ def unread_size(news: SequenceUpdate | Rejected) -> int:
     """Bytes an update is taken for: an object, 8 per token, and for log-probabilities an object and 16 per alternative."""
     if isinstance(news, Rejected):
         return 512
+    if not news.logprobs and not news.prompt_logprobs:
+        return 256 + 8 * len(news.token_ids)
     entries = sum(96 + 16 * len(entry.top_ids) for entries in (news.logprobs, news.prompt_logprobs) for entry in entries)
     return 256 + 8 * len(news.token_ids) + entries

@@ -52,9 +52,11 @@ class Outbox:
 
     def put(self, handle: Handle, update: SequenceUpdate) -> None:
         parts = self._waiting.setdefault((handle, update.index), [])
-        for page in _pages(update):
-            parts.append(page)
-            self.num_units += _units(page)
+        if len(update.prompt_logprobs) <= PAGE_POSITIONS:
+            parts.append(update)
+        else:
+            parts.extend(_pages(update))
+        self.num_units += _units(update)
 
     def put_rejected(self, handle: Handle, error: Exception) -> None:
         self._rejected.append(encode_rejected(handle, error))
@@ -93,22 +95,24 @@ class Outbox:
         return frame
 
     def _take_rows(self) -> Iterator[tuple[Handle, SequenceUpdate]]:
-        """Whole sequences, oldest first, until the frame is full; the parts that did not fit stay."""
+        """Sequence by sequence until the frame is full. One that did not fit goes to the end of the line, others get between its pages."""
+        if self.num_units <= FRAME_UNITS:
+            waiting, self._waiting, self.num_units = self._waiting, {}, 0
+            for (handle, _), parts in waiting.items():
+                yield handle, parts[0] if len(parts) == 1 else merge(parts)
+            return
         room = FRAME_UNITS
         for key in list(self._waiting):
             if room <= 0:
                 return
-            parts = self._waiting[key]
+            parts = self._waiting.pop(key)
             taken = 0
             while taken < len(parts) and room > 0:
                 room -= _units(parts[taken])
-                self.num_units -= _units(parts[taken])
                 taken += 1
-            rest = parts[taken:]
-            if rest:
-                self._waiting[key] = rest
-            else:
-                del self._waiting[key]
+            if taken < len(parts):
+                self._waiting[key] = parts[taken:]
+            self.num_units -= sum(_units(part) for part in parts[:taken])
             yield key[0], merge(parts[:taken])
 
 
@@ -141,7 +145,9 @@ def _pages(update: SequenceUpdate) -> Iterator[SequenceUpdate]:
 
 
 def _units(update: SequenceUpdate) -> int:
-    return 1 + len(update.token_ids) + _entries(update.logprobs) + _entries(update.prompt_logprobs)
+    if not update.logprobs and not update.prompt_logprobs:
+        return len(update.token_ids)
+    return len(update.token_ids) + _entries(update.logprobs) + _entries(update.prompt_logprobs)
 
 
 def _entries(positions: tuple[TokenLogprobs, ...]) -> int:

@@ -5,9 +5,11 @@ Tokens are columns; what only some rows have (an end, a first token's facts, log
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 
+from headrace.core.finish import FinishReason
 from headrace.core.plan import TokenLogprobs
 from headrace.core.update import SequenceUpdate
 from headrace.wire import headrace_pb2 as pb
@@ -41,45 +43,69 @@ def decode_updates(message: pb.Updates, attempt_of: Callable[[Handle], Attempt |
 
     Raises: MalformedFrame when columns differ in length, a row is named twice or outside, or an enum value is unknown.
     """
-    num_rows = len(message.handles)
-    if len(message.indices) != num_rows or len(message.token_counts) != num_rows:
+    _check_columns(message)
+    sparse = _decode_sparse(message)
+    token_ids = list(message.token_ids)
+    updates: list[tuple[Handle, SequenceUpdate]] = []
+    end = 0
+    for row, (number, index, count) in enumerate(zip(message.handles, message.indices, message.token_counts, strict=True)):
+        start, end = end, end + count
+        handle = Handle(number)
+        attempt = attempt_of(handle)
+        if attempt is None:
+            continue
+        facts = sparse.get(row, _NO_FACTS)
+        tokens = tuple(token_ids[start:end])
+        update = SequenceUpdate(request_id=attempt.request_id, epoch=attempt.epoch, index=index, token_ids=tokens, **facts)
+        updates.append((handle, update))
+    return updates
+
+
+class _Facts(TypedDict, total=False):
+    """What only some rows have, under SequenceUpdate's names."""
+
+    logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+    finish: FinishReason
+    stop_token_id: int
+    error: str
+    num_cached_tokens: int
+    queue_time_s: float
+
+
+_NO_FACTS = _Facts()
+
+
+def _check_columns(message: pb.Updates) -> None:
+    if not len(message.handles) == len(message.indices) == len(message.token_counts):
         raise MalformedFrame("updates: columns differ in length")
     if sum(message.token_counts) != len(message.token_ids):
         raise MalformedFrame(f"updates: counts sum to {sum(message.token_counts)}, but there are {len(message.token_ids)} token ids")
-    finished = _by_row("finished", message.finished, num_rows)
-    first = _by_row("first", message.first, num_rows)
-    logprobs = {row: _decode_logprobs(entry.values) for row, entry in _by_row("logprobs", message.logprobs, num_rows).items()}
-    prompt = {row: _decode_logprobs(entry.values) for row, entry in _by_row("prompt_logprobs", message.prompt_logprobs, num_rows).items()}
-    token_ids = list(message.token_ids)
-    updates: list[tuple[Handle, SequenceUpdate]] = []
-    offset = 0
-    for row, (number, index, count) in enumerate(zip(message.handles, message.indices, message.token_counts, strict=True)):
-        tokens = tuple(token_ids[offset : offset + count])
-        offset += count
-        row_logprobs = logprobs.get(row, ())
-        if row_logprobs and len(row_logprobs) != count:
-            raise MalformedFrame(f"updates: {len(row_logprobs)} logprobs for {count} tokens")
-        end, start = finished.get(row), first.get(row)
-        if end is not None and end.reason not in FINISH_REASON:
+
+
+def _decode_sparse(message: pb.Updates) -> dict[int, _Facts]:
+    num_rows = len(message.handles)
+    facts: dict[int, _Facts] = defaultdict(_Facts)
+    for row, end in _by_row("finished", message.finished, num_rows).items():
+        if end.reason not in FINISH_REASON:
             raise MalformedFrame(f"updates: unknown finish reason {end.reason}")
-        attempt = attempt_of(Handle(number))
-        if attempt is None:
-            continue
-        update = SequenceUpdate(
-            request_id=attempt.request_id,
-            epoch=attempt.epoch,
-            index=index,
-            token_ids=tokens,
-            logprobs=row_logprobs,
-            prompt_logprobs=prompt.get(row, ()),
-            finish=FINISH_REASON[end.reason] if end is not None else None,
-            stop_token_id=end.stop_token_id if end is not None and end.HasField("stop_token_id") else None,
-            error=end.error if end is not None and end.HasField("error") else None,
-            num_cached_tokens=start.num_cached_tokens if start is not None and start.HasField("num_cached_tokens") else None,
-            queue_time_s=start.queue_time_s if start is not None and start.HasField("queue_time_s") else None,
-        )
-        updates.append((Handle(number), update))
-    return updates
+        facts[row]["finish"] = FINISH_REASON[end.reason]
+        if end.HasField("stop_token_id"):
+            facts[row]["stop_token_id"] = end.stop_token_id
+        if end.HasField("error"):
+            facts[row]["error"] = end.error
+    for row, first in _by_row("first", message.first, num_rows).items():
+        if first.HasField("num_cached_tokens"):
+            facts[row]["num_cached_tokens"] = first.num_cached_tokens
+        if first.HasField("queue_time_s"):
+            facts[row]["queue_time_s"] = first.queue_time_s
+    for row, entry in _by_row("logprobs", message.logprobs, num_rows).items():
+        facts[row]["logprobs"] = logprobs = _decode_logprobs(entry.values)
+        if len(logprobs) != message.token_counts[row]:
+            raise MalformedFrame(f"updates: {len(logprobs)} logprobs for {message.token_counts[row]} tokens")
+    for row, entry in _by_row("prompt_logprobs", message.prompt_logprobs, num_rows).items():
+        facts[row]["prompt_logprobs"] = _decode_logprobs(entry.values)
+    return facts
 
 
 def _add_sparse(message: pb.Updates, row: int, update: SequenceUpdate) -> None:
