@@ -68,7 +68,7 @@ FLOORS: dict[str, Floor] = {
         ("msgspec", "uvicorn", "starlette"),
     ),
     "headrace.llm": Floor(_ours("core", "text", "policy", "tensor", "engine", "bundled", "fleet.weights"), (), ()),
-    "headrace.cli": Floor(EVERYTHING, ("typer",), ("rich", "yaml", "msgspec", "psutil", "aiohttp", "numba", "torch", "uvicorn")),
+    "headrace.cli": Floor(EVERYTHING, ("typer", "msgspec", "yaml"), ("packaging", "numba", "torch")),  # tests/cli: --help imports none
     "headrace.console": Floor(EVERYTHING),
     # the door: exports lazily
     "headrace": Floor((), (), ()),

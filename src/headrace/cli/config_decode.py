@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeVar, Union, get_args, get_origin, get_type_hints
@@ -159,18 +159,3 @@ def set_at(raw: Raw, steps: Sequence[str], value: object, name: str) -> None:
             place = place[int(step)]
         else:
             raise ConfigError(name, f"nothing can be set at {step!r}", "List places are filled in order, from 0.")
-
-
-def options(kind: type, where: str = "") -> Iterator[tuple[str, str]]:
-    """Every option below a config dataclass as (path, type), lists shown as [N]; for docs and the test that freezes them."""
-    hints = get_type_hints(kind)
-    for item in fields(kind):
-        hint = inner(hints[item.name])
-        path = f"{where}{item.name}"
-        if get_origin(hint) is tuple and isinstance(element := get_args(hint)[0], type) and is_dataclass(element):
-            yield from options(element, f"{path}[N].")
-        elif isinstance(hint, type) and is_dataclass(hint):
-            yield from options(hint, f"{path}.")
-        else:
-            shown = hints[item.name]
-            yield path, shown.__name__ if isinstance(shown, type) else str(shown).replace("typing.", "")
