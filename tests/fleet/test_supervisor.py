@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from wire_kit import PATIENCE_S, read_all, request, socket_dir, until
+from wire_kit import PATIENCE_S, read_all, request, signal_until_gone, socket_dir, until
 
 from headrace.core.errors import Unavailable
 from headrace.lab.fake_runner import FakeOptions, fake_answer
@@ -162,18 +162,19 @@ async def test_a_killed_supervisor_takes_its_children_with_it(start: Start) -> N
 async def test_a_drain_lets_the_running_stream_finish(start: Start) -> None:
     fleet = start(fake={"step_seconds": 0.02}, gateway={"work": "stream", "num_tokens": 60})
     fleet.hear()
+    # Twice: a terminal and a wrapper both deliver one Ctrl-C.
     fleet.process.send_signal(signal.SIGTERM)
+    fleet.process.send_signal(signal.SIGINT)
     assert await fleet.wait() == 0
     got = json.loads((fleet.folder / "gateway.out").read_text())
     assert got == fake_answer(request("r", max_tokens=60), 0, 60, FakeOptions())
 
 
-async def test_a_second_signal_ends_everything_at_once(start: Start) -> None:
+async def test_an_insistent_signal_ends_everything_at_once(start: Start) -> None:
     fleet = start(fake={"step_seconds": 0.05}, gateway={"work": "stream", "num_tokens": ENDLESS}, drain_timeout_s=600)
     fleet.hear()
-    fleet.process.send_signal(signal.SIGINT)
-    await until(lambda: "draining" in fleet.log)
-    fleet.process.send_signal(signal.SIGINT)
+    await signal_until_gone(fleet.process, signal.SIGINT)
+    assert "draining" in fleet.log
     assert await fleet.wait() == 75
     assert not any(is_alive(pid) for pid in fleet.pids.values())
 

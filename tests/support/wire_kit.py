@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
+import subprocess
 import tempfile
 import threading
 from collections import defaultdict
@@ -49,6 +51,14 @@ async def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) ->
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+async def signal_until_gone(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """As somebody does who has no patience. Raises TimeoutError."""
+    async with asyncio.timeout(PATIENCE_S):
+        while process.poll() is None:
+            process.send_signal(number)
+            await asyncio.sleep(0.2)
 
 
 async def read_all(stream: ReplicaStream) -> dict[int, list[int]]:

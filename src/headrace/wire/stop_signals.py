@@ -6,32 +6,37 @@ import asyncio
 import signal
 from typing import Any
 
+SAME_WISH_S = 0.5
+"""A terminal and a wrapper (make, timeout, a shell) may both deliver one Ctrl-C: signals this close together are one wish."""
+
 
 class StopSignals:
-    """The first signal asks for a drain, the second one means now. Made inside a running loop on the main thread.
+    """The first signal asks for a drain, a later one means now. Made inside a running loop on the main thread.
 
     soft  done with the reason when somebody asked for a drain
     hard  done when somebody asked twice
     """
 
     def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
+        self._asked_s = 0.0
         self.soft: asyncio.Future[str] = loop.create_future()
         self.hard: asyncio.Future[None] = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.ask, f"stopped by {number.name}")
 
     def ask(self, reason: str) -> None:
+        now = self._loop.time()
         if not self.soft.done():
+            self._asked_s = now
             self.soft.set_result(reason)
-        elif not self.hard.done():
+        elif not self.hard.done() and now - self._asked_s > SAME_WISH_S:
             self.hard.set_result(None)
 
     def close(self) -> None:
         """Gives the signals back their default meaning."""
-        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
+            self._loop.remove_signal_handler(number)
 
 
 async def first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wire_kit import PATIENCE_S, read_all, request, socket_dir, until
+from wire_kit import PATIENCE_S, read_all, request, signal_until_gone, socket_dir, until
 
 from headrace.core.errors import Unavailable
 from headrace.engine.server.process import ExitCode
@@ -89,16 +89,14 @@ async def test_sigterm_lets_running_streams_finish_and_exits_zero(start: Any) ->
         assert await engine.wait() == ExitCode.DRAINED
 
 
-async def test_a_second_sigterm_does_not_wait(start: Any) -> None:
+async def test_an_insistent_sigterm_does_not_wait(start: Any) -> None:
     engine = start(step_seconds=0.02)
     engine.hear()
     async with ReplicaClient(engine.address) as replica:
         await replica.wait_connected(PATIENCE_S)
         stream = replica.submit(request("r", max_tokens=ENDLESS))
         await stream.__anext__()
-        engine.process.send_signal(signal.SIGTERM)
-        await until(lambda: replica.state is ReplicaState.DRAINING)
-        engine.process.send_signal(signal.SIGTERM)
+        await signal_until_gone(engine.process, signal.SIGTERM)
         assert await engine.wait() == ExitCode.INTERRUPTED
         with pytest.raises(Unavailable):
             await read_all(stream)

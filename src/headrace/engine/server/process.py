@@ -15,7 +15,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Protocol
 
-from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
+from headrace.core.errors import CheckpointError, ConfigError
 from headrace.engine.server.config import ProcessConfig
 from headrace.engine.server.service import EngineService, OutboxBridge, ServedEngine, Updates
 from headrace.wire.leash import Leash
@@ -119,8 +119,9 @@ async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -
         await service.start()
     except (ConfigError, CheckpointError) as error:
         return _refuse(leash, str(error), ExitCode.REFUSED)
-    except (HeadraceError, OSError, MemoryError) as error:
-        return _refuse(leash, str(error) or type(error).__name__, ExitCode.ENGINE_DIED)
+    except Exception as error:  # the outermost frame of start-up: whatever it was, the supervisor is told
+        log.critical("start-up failed", exc_info=error)
+        return _refuse(leash, f"{type(error).__name__}: {error}", ExitCode.ENGINE_DIED)
     leash.ready({"address": config.address, "instance_id": service.hello.instance_id, "decided": list(engine.info.decided)})
     log.info("%s serves %s at %s", config.replica, engine.info.architecture, config.address)
     try:
