@@ -117,17 +117,18 @@ class _Pools:
 
 
 def _full_blocks(pools: _Pools, budget: Budget) -> tuple[int, str]:
-    """Blocks of the full groups, without the pad block; how that came about."""
+    """Blocks of the full groups, without the pad block; how that came about, in one line."""
     config = pools.config
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks - 1, f"KV memory: {config.num_kv_blocks:,} blocks per group, as num_kv_blocks says"
     if config.kv_cache_bytes is not None:
-        return pools.within(config.kv_cache_bytes), f"KV memory: {_size(config.kv_cache_bytes)}, as kv_cache_bytes says"
+        return pools.within(config.kv_cache_bytes), f"KV memory: {describe_bytes(config.kv_cache_bytes)}, as kv_cache_bytes says"
     total = budget.available_bytes + budget.weight_bytes
     room = int(config.memory_fraction * total) - budget.weight_bytes - budget.activation_bytes
+    free, weights, step = (describe_bytes(n) for n in (budget.available_bytes, budget.weight_bytes, budget.activation_bytes))
     line = (
-        f"KV memory: {config.memory_fraction:g} x ({_size(budget.available_bytes)} free by {budget.source} + {_size(budget.weight_bytes)} "
-        f"weights) - weights - {_size(budget.activation_bytes)} for a step = {_size(room)}"
+        f"KV memory: {config.memory_fraction:g} x ({free} free by {budget.source} + {weights} weights) - weights - {step} for a step "
+        f"= {describe_bytes(room)}"
     )
     within, enough = pools.within(room), config.max_num_seqs * pools.blocks_for(pools.max_model_len)
     if enough < within:
@@ -147,7 +148,7 @@ def _too_small(pools: _Pools, length: int, line: str) -> ConfigError:
         option, remedy = "memory_fraction", "Free memory, raise memory_fraction, or use a smaller max_model_len."
     return ConfigError(
         option,
-        f"one sequence of {wanted:,} tokens needs {_size(needed)} of KV cache, what there is holds {max(length, 0):,} ({line})",
+        f"one sequence of {wanted:,} tokens needs {describe_bytes(needed)} of KV cache, what there is holds {max(length, 0):,} ({line})",
         remedy,
     )
 
@@ -158,11 +159,12 @@ def _describe(config: EngineConfig, group: KvGroup, count: int, max_model_len: i
     fits = f", {tokens / max_model_len:.1f} sequences of max_model_len {max_model_len:,}" if group.window is None else ""
     return (
         f"KV cache: {count:,} blocks of {config.block_size} tokens x {len(group.layers)} layers ({kind}), "
-        f"{_size(size)} each = {_size(count * size)}; {tokens:,} tokens{fits}"
+        f"{describe_bytes(size)} each = {describe_bytes(count * size)}; {tokens:,} tokens{fits}"
     )
 
 
-def _size(num_bytes: int) -> str:
+def describe_bytes(num_bytes: int) -> str:
+    """As people read it: "1.50 GiB", "12.00 MiB", "4.0 KiB"."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB")):
         if abs(num_bytes) >= unit:
             return f"{num_bytes / unit:.2f} {name}"

@@ -68,6 +68,11 @@ class KvCache:
             if owner == group:
                 layer[target].copy_(layer[source])
 
+    def clear_pad_block(self) -> None:
+        """Zero block 0 of every pool, after it took the keys and values of made-up sequences."""
+        for layer in self.layers:
+            layer[0].zero_()
+
 
 def allocate_kv(
     shapes: list[tuple[int, int]], group_of: tuple[int, ...], num_blocks: tuple[int, ...], block_size: int, dtype: torch.dtype, device: str

@@ -1,0 +1,71 @@
+"""A few made-up steps before the first real one, so that compiling, packing and first-touch costs are paid before readiness.
+
+No block is taken: the tables of the sequences used here are empty, which means the pad block, so all their keys and values land there
+and are never read by anybody else.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from typing import Protocol
+
+from headrace.core.ids import SlotId
+from headrace.core.plan import Plan, Result, Started
+from headrace.core.sampling import SamplingParams
+from headrace.engine.config import EngineConfig
+
+_DECODE_ROWS = 4
+_SHORT = 8
+
+
+class _Ticket(Protocol):
+    def result(self) -> Result: ...
+
+
+class _Runner(Protocol):
+    def submit(self, plan: Plan) -> _Ticket: ...
+
+
+def warm_up(runner: _Runner, config: EngineConfig, *, max_model_len: int, vocab_size: int) -> float:
+    """Run a full prefill, a decode of one row, and a mixed step with every kind of sampling; leave no slot in use. Seconds it took.
+
+    Raises whatever a step raises: an engine that cannot do this cannot serve.
+    """
+    began = time.perf_counter()
+    longest = min(config.max_num_batched_tokens, max_model_len - 2)
+    if longest > 0:
+        for plan in _plans(longest, min(config.max_num_seqs, _DECODE_ROWS), vocab_size):
+            runner.submit(plan).result()
+    return time.perf_counter() - began
+
+
+def _plans(longest: int, num_rows: int, vocab_size: int) -> list[Plan]:
+    short = min(longest, _SHORT)
+    greedy = SamplingParams(temperature=0.0, seed=0)
+    kinds = (greedy, SamplingParams(seed=1, top_p=0.9, logprobs=1), SamplingParams(seed=2, presence_penalty=1.0), SamplingParams(seed=3))
+    first = _plan([(0, 0, longest, 1)], started=(_started(0, longest, greedy, vocab_size),))
+    decode = _plan([(0, longest, 1, 1)])
+    others = tuple(_started(slot, short, kinds[slot % len(kinds)], vocab_size) for slot in range(1, num_rows))
+    mixed = _plan([(slot, 0, short, 1) for slot in range(1, num_rows)] + [(0, longest, 1, 1)], started=others)
+    batch = _plan([(slot, short, 1, 1) for slot in range(1, num_rows)] + [(0, longest, 1, 1)])
+    return [first, decode, mixed, batch, _plan([], ended=range(num_rows))]
+
+
+def _started(slot: int, length: int, params: SamplingParams, vocab_size: int) -> Started:
+    return Started(SlotId(slot), array("i", [position % vocab_size for position in range(length)]), length, params, 0)
+
+
+def _plan(rows: list[tuple[int, int, int, int]], *, started: tuple[Started, ...] = (), ended: range = range(0)) -> Plan:
+    slots, starts, counts, samples = (array("i", [row[i] for row in rows]) for i in range(4))
+    return Plan(
+        step_id=0,
+        slots=slots,
+        starts=starts,
+        counts=counts,
+        samples=samples,
+        adapter_slots=array("i", [0] * len(rows)),
+        mask_slots=array("i", [-1] * len(rows)),
+        started=started,
+        ended=array("i", ended),
+    )
