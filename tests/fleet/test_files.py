@@ -44,6 +44,21 @@ def test_the_directory_is_private_and_gone_afterwards(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+def test_what_a_killed_supervisor_left_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:
+    dead, unfinished, foreign = (tmp_path / name for name in ("headrace-dead", "headrace-new", "other-thing"))
+    for folder in (dead, unfinished, foreign):
+        folder.mkdir()
+        (folder / "gateway.json").write_text("{}")
+    for folder in (dead, foreign):
+        (folder / "lock").touch()
+    with run_dir(tmp_path) as first, run_dir(tmp_path) as second:
+        assert first.is_dir()
+        assert second.is_dir()
+        assert not dead.exists()
+        assert unfinished.is_dir()
+        assert foreign.is_dir()
+
+
 def test_the_standard_place_is_used_only_when_it_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "r"
     place.mkdir(mode=0o700)

@@ -5,6 +5,7 @@ Sockets and configuration (which holds keys) live in one directory of mode 0700 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -19,6 +20,8 @@ from pathlib import Path
 from headrace.core.errors import ConfigError
 from headrace.fleet.config import FleetConfig
 
+PREFIX = "headrace-"
+LOCK = "lock"
 MAX_DIR_BYTES = 90
 """Leaves room for the file names inside."""
 
@@ -35,10 +38,14 @@ class ReplicaFiles:
 
 @contextmanager
 def run_dir(parent: Path | None) -> Iterator[Path]:
-    """A fresh directory of ours alone, removed at the end. Raises ConfigError when its path is too long or its parent unusable."""
+    """A fresh directory of ours alone, removed at the end. Raises ConfigError when its path is too long or its parent unusable.
+
+    What a killed supervisor left behind in the same place is removed first: its files hold keys.
+    """
     base = parent or _default_parent()
+    _sweep(base)
     try:
-        path = Path(tempfile.mkdtemp(prefix="headrace-", dir=base))
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
     except OSError as error:
         raise ConfigError("run_dir", f"no directory can be made in {base}: {error.strerror}") from error
     try:
@@ -46,9 +53,30 @@ def run_dir(parent: Path | None) -> Iterator[Path]:
             raise ConfigError(
                 "run_dir", f"{path} has more than {MAX_DIR_BYTES} bytes", "Sockets need a short path: choose another run_dir."
             )
-        yield path
+        with _locked(path):
+            yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Says that `folder` is in use, for as long as this process lives. Locked before it gets its name, so nobody sees it unlocked."""
+    with open(folder / "lock.new", "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        os.rename(folder / "lock.new", folder / LOCK)
+        yield
+
+
+def _sweep(base: Path) -> None:
+    """Removes our directories whose supervisor is gone. One without a lock is being made; one of somebody else's cannot be opened."""
+    for lock in base.glob(f"{PREFIX}*/{LOCK}"):
+        try:
+            with open(lock, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+        except OSError:
+            continue
 
 
 def write_engine_files(config: FleetConfig, folder: Path) -> list[ReplicaFiles]:
