@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.core.errors import EngineFatal
 from headrace.core.plan import Plan, Result, TokenLogprobs
 from headrace.engine.failpoints import failpoint
 from headrace.engine.runner_batch import Rows, build_batch, read_rows
@@ -83,12 +84,18 @@ class ModelRunner:
         """Nothing is held that the garbage collector does not free."""
 
     def execute(self, plan: Plan) -> Result:
-        """Apply the plan's changes, compute its rows, remember what was sampled. Raises whatever the computation raised."""
-        with torch.inference_mode():
-            self._apply(plan)
-            if plan.num_rows == 0:
-                return Result(step_id=plan.step_id, token_counts=array("i"), token_ids=array("i"))
-            return self._compute(plan)
+        """Apply the plan's changes, compute its rows, remember what was sampled.
+
+        Raises whatever the computation raised; EngineFatal when the device itself failed, after which nothing on it can be trusted.
+        """
+        try:
+            with torch.inference_mode():
+                self._apply(plan)
+                if plan.num_rows == 0:
+                    return Result(step_id=plan.step_id, token_counts=array("i"), token_ids=array("i"))
+                return self._compute(plan)
+        except torch.AcceleratorError as error:
+            raise EngineFatal(f"the {self._device} device failed") from error
 
     def _apply(self, plan: Plan) -> None:
         """Points 1 to 4 of `core.plan`. Repeating it is harmless."""

@@ -46,7 +46,11 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner | OverlappedRunner, 
     sizing = _size(config, loaded)
     kv = _allocate(config, loaded, sizing)
     runner = _make_runner(config, loaded, sizing, kv)
-    seconds = warm_up(runner, config, max_model_len=sizing.max_model_len, vocab_size=loaded.vocab_size)
+    try:
+        seconds = warm_up(runner, config, max_model_len=sizing.max_model_len, vocab_size=loaded.vocab_size)
+    except BaseException:
+        runner.close()
+        raise
     kv.clear_pad_block()
     model_line = f"model: {loaded.architecture} from {config.model}, {describe_bytes(loaded.resident_bytes)} of weights"
     warm_line = f"warm-up: {seconds:.1f} s"

@@ -6,9 +6,11 @@ import threading
 from concurrent.futures import CancelledError
 
 import pytest
+import torch
 from runner_kit import Planner, make_runner, row_tokens
 from torch import Tensor
 
+from headrace.core.errors import EngineFatal
 from headrace.core.plan import Plan, Result
 from headrace.core.sampling import SamplingParams
 from headrace.engine.failpoints import Injected, armed, sites
@@ -153,6 +155,14 @@ def test_closing_finishes_the_step_in_progress_and_drops_the_rest(decoder: Decod
     closing.join(timeout=30)
     assert not closing.is_alive()
     assert isinstance(first.result(), Result)
+
+
+def test_a_device_that_failed_ends_the_engine(decoder: Decoder) -> None:
+    runner: ModelRunner = make_runner(decoder)
+    with armed("runner.forward", lambda: torch.AcceleratorError("illegal memory access")):
+        ticket = runner.submit(sequence_of_plans()[0])
+    with pytest.raises(EngineFatal, match="the cpu device failed"):
+        ticket.result()
 
 
 def test_plain_submission_never_raises(decoder: Decoder) -> None:

@@ -1,0 +1,109 @@
+"""From a folder and a configuration to a runner that answers, with every decision said aloud."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runner_kit import CONTEXT, VOCAB, DenseLlama, Planner, row_tokens
+
+from headrace.core.errors import CheckpointError, ConfigError
+from headrace.engine import runner_build
+from headrace.engine.config import EngineConfig
+from headrace.engine.failpoints import Injected, armed
+from headrace.engine.memory import Available
+from headrace.engine.runner import ModelRunner, OverlappedRunner
+from headrace.engine.runner_build import build_runner
+
+
+def config(folder: Path, **changes: Any) -> EngineConfig:
+    return EngineConfig(
+        **{"model": str(folder), "kernels": "reference", "max_num_seqs": 4, "max_num_batched_tokens": 32, **changes}
+    ).checked()
+
+
+def test_the_runner_answers_and_its_facts_are_right(tiny_folder: Path, dense: DenseLlama) -> None:
+    runner, info = build_runner(config(tiny_folder))
+    planner, prompt = Planner(block_size=16), [5, 6, 7]
+    planner.start(3, prompt)
+    assert row_tokens(runner.submit(planner.plan((3, 0, 3, 1))).result()) == [dense.greedy(prompt, 1)]
+    assert (info.architecture, info.vocab_size, info.max_model_len, info.eos_token_ids) == ("LlamaForCausalLM", VOCAB, CONTEXT, (2,))
+    assert (info.block_size, info.num_blocks, info.dtype) == (16, (4 * CONTEXT // 16 + 1,), "float32")
+    assert info.weight_bytes > 0
+    assert {line.partition(":")[0] for line in info.decided} == {"model", "threads", "dtype", "kernels", "KV memory", "KV cache", "warm-up"}
+
+
+def test_warm_up_leaves_nothing_behind(tiny_folder: Path) -> None:
+    runner, _ = build_runner(config(tiny_folder))
+    assert isinstance(runner, ModelRunner)
+    assert not any(layer.any() for layer in runner.kv.layers), "only the pad block was written, and it was cleared"
+    planner = Planner(block_size=16)
+    planner.blocks[0] = []
+    with pytest.raises(Exception, match="slot 0 has 0 known ids"):
+        runner.submit(planner.plan((0, 0, 1, 1))).result()
+
+
+def test_depth_two_computes_on_a_thread_of_its_own(tiny_folder: Path, dense: DenseLlama) -> None:
+    runner, _ = build_runner(config(tiny_folder, depth=2))
+    try:
+        assert isinstance(runner, OverlappedRunner)
+        planner = Planner(block_size=16)
+        planner.start(0, [9, 9])
+        assert row_tokens(runner.submit(planner.plan((0, 0, 2, 1))).result()) == [dense.greedy([9, 9], 1)]
+    finally:
+        runner.close()
+
+
+def test_text_files_are_part_of_the_identity(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "tokenizer.json").write_text("{}")
+    digests = [build_runner(config(f))[1].digests for f in (tiny_folder, folder)]
+    assert digests[0]["model"] == digests[1]["model"]
+    assert (digests[0]["tokenizer"], bool(digests[1]["tokenizer"])) == ("", True)
+
+
+def test_random_weights_need_only_the_configuration(tiny_folder: Path, tmp_path: Path) -> None:
+    shutil.copy(tiny_folder / "config.json", tmp_path)
+    _, info = build_runner(config(tmp_path, load_format="dummy", dtype="bfloat16"))
+    assert info.dtype == "bfloat16"
+    assert "dtype: bfloat16, as configured" in info.decided
+    with pytest.raises(CheckpointError):
+        build_runner(config(tmp_path))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_the_shortest_contexts_can_be_built(tiny_folder: Path, length: int) -> None:
+    assert build_runner(config(tiny_folder, max_model_len=length))[1].max_model_len == length
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_build, "read_memory", lambda device: Available(50_000, "the cgroup's limit"))
+    monkeypatch.setattr(runner_build, "load_model", lambda *args, **kwargs: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match=r"model: 8\d\.\d KiB of float32 weights do not fit the 48\.8 KiB that the cgroup's limit leaves"):
+        build_runner(config(tiny_folder))
+
+
+def test_a_small_machine_shortens_the_context_and_says_so(tiny_folder: Path) -> None:
+    _, info = build_runner(config(tiny_folder, num_kv_blocks=3))
+    assert info.max_model_len == 32
+    assert any("reduced from 96 to 32" in line for line in info.decided)
+    with pytest.raises(ConfigError, match="num_kv_blocks"):
+        build_runner(config(tiny_folder, num_kv_blocks=3, max_model_len=64))
+
+
+def test_a_gpu_that_is_not_there_is_refused(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="torch sees no GPU"):
+        build_runner(config(tiny_folder, device="cuda"))
+
+
+def test_a_warm_up_that_fails_ends_the_thread(tiny_folder: Path) -> None:
+    before = threading.active_count()
+    with armed("runner.forward"), pytest.raises(Injected):
+        build_runner(config(tiny_folder, depth=2))
+    assert threading.active_count() == before
