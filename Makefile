@@ -37,7 +37,7 @@ check: $(STAMP)
 	$(BIN)/python -m pytest -q tests/house
 
 bench: $(STAMP)
-	$(BIN)/python bench/run.py $(ARGS)
+	$(BIN)/python -m bench.run $(ARGS)
 
 proto: $(STAMP)
 	$(BIN)/python tools/make_proto.py

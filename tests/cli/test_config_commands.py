@@ -46,7 +46,7 @@ def test_show_prints_everything_but_secrets(tmp_path: Path, model_folder: Path, 
 def test_init_writes_a_file_that_holds_and_overwrites_none(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("headrace.cli.bundled.DEFAULT_MODEL", str(model_folder))
+    monkeypatch.setattr("headrace.bundled.DEFAULT_MODEL", str(model_folder))
     file = tmp_path / "new.yaml"
     init(file)
     config = load(file, {})

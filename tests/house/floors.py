@@ -27,13 +27,16 @@ def _ours(*names: str) -> tuple[str, ...]:
     return tuple(f"headrace.{name}" for name in names)
 
 
-GROUND = _ours("core", "text", "wire", "observe")
+GROUND = _ours("core", "text", "wire", "observe", "bundled")
 EVERYTHING = ("headrace",)
+
+RUNNER_SIDE = ("engine.config", "engine.failpoints", "engine.kv_sizing", "engine.loop", "engine.memory", "engine.runner*", "engine.warmup")
 
 FLOORS: dict[str, Floor] = {
     # 0 words
     "headrace.core": Floor(),
     # 1 ground
+    "headrace.bundled": Floor(),
     "headrace.text": Floor(_ours("core"), ("tokenizers",), ("transformers", "jinja2")),
     "headrace.wire": Floor(_ours("core"), ("google", "grpc")),
     "headrace.observe": Floor(_ours("core"), ("prometheus_client",), ("opentelemetry",)),
@@ -46,9 +49,9 @@ FLOORS: dict[str, Floor] = {
     "headrace.engine.config": Floor(_ours("core")),
     "headrace.engine.failpoints": Floor(_ours("core")),
     "headrace.engine.loop": Floor(_ours("core", "policy", "engine.failpoints")),
-    "headrace.engine.runner*": Floor(
-        _ours("core", "tensor", "engine.config", "engine.loop", "engine.runner*", "engine.failpoints", "engine.machine"), ("torch", "numpy")
-    ),
+    "headrace.engine.runner*": Floor(_ours("core", "tensor", *RUNNER_SIDE), ("torch", "numpy")),
+    "headrace.engine.kv_sizing": Floor(_ours("core", "engine.config")),
+    "headrace.engine.memory": Floor(_ours("core")),
     "headrace.engine.build": Floor(_ours("core", "policy", "engine"), (), ("torch",)),
     "headrace.engine.grammar": Floor(_ours("core"), (), ("llguidance", "torch", "numpy")),
     "headrace.engine.server": Floor(
@@ -57,8 +60,6 @@ FLOORS: dict[str, Floor] = {
     # 4 edges
     "headrace.gateway": Floor((*GROUND, *_ours("policy")), ("starlette", "uvicorn", "msgspec", "aiohttp", "grpc"), ("uvloop", "httptools")),
     "headrace.fleet": Floor((*GROUND, *_ours("policy")), ("grpc",), ("huggingface_hub", "ray", "kubernetes_asyncio", "obstore", "aiohttp")),
-    # models inside the package: a name to a folder
-    "headrace.bundled": Floor(),
     # 5 roof
     "headrace.lab": Floor(
         _ours(

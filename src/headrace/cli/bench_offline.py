@@ -173,7 +173,7 @@ def _engine_flags(
 
 
 def _engine(model: str | None, flags: Mapping[str, object]) -> tuple[Engine, Collector]:
-    from headrace.cli.bundled import DEFAULT_MODEL
+    from headrace.bundled import DEFAULT_MODEL
     from headrace.cli.config_decode import decode
     from headrace.engine.build import build_engine
     from headrace.engine.config import EngineConfig

@@ -55,7 +55,7 @@ def show(file: Annotated[Path | None, typer.Argument(help="YAML file; default: t
     """Print the whole configuration as `serve` would use it, defaults included and keys hidden."""
     import yaml
 
-    from headrace.cli.bundled import DEFAULT_MODEL
+    from headrace.bundled import DEFAULT_MODEL
     from headrace.cli.config import load
 
     config = load(file, os.environ, default_model=None if file else DEFAULT_MODEL)
@@ -65,7 +65,7 @@ def show(file: Annotated[Path | None, typer.Argument(help="YAML file; default: t
 @config_app.command()
 def init(file: Annotated[Path | None, typer.Argument(help="Where to write it; default: standard output.")] = None) -> None:
     """Begin a configuration file with the options people turn first."""
-    from headrace.cli.bundled import DEFAULT_MODEL
+    from headrace.bundled import DEFAULT_MODEL
 
     text = TEMPLATE.format(model=DEFAULT_MODEL, digest=_EXAMPLE_DIGEST)
     if file is None:

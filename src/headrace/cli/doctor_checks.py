@@ -161,9 +161,9 @@ def check_cache(folder: Path) -> Finding:
 
 
 def check_bundled() -> Finding:
-    from headrace.cli.bundled import DEFAULT_MODEL, bundled_folders
+    from headrace.bundled import DEFAULT_MODEL, bundled_names
 
-    names = [folder.name for folder in bundled_folders()]
+    names = bundled_names()
     if DEFAULT_MODEL in names:
         return Finding("bundled models", Health.OK, ", ".join(names))
     return Finding("bundled models", Health.WARN, ", ".join(names) or "none", "`headrace serve` needs a MODEL here.")

@@ -34,9 +34,10 @@ def models(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """List the bundled models, or those of a folder."""
-    from headrace.cli.bundled import bundled_folders
+    from headrace.bundled import bundled_names, bundled_path
 
-    folders = bundled_folders() if folder is None else model_folders(folder)
+    bundled = [path for name in bundled_names() if (path := bundled_path(name)) is not None]
+    folders = bundled if folder is None else model_folders(folder)
     rows = [describe_folder(path) for path in folders]
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))

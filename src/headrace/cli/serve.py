@@ -88,7 +88,7 @@ def serve(
     experimental: Annotated[bool, Flag("--experimental", help="Allow what has not been run where Headrace is tested.")] = False,
 ) -> None:
     """Serve a model over the OpenAI API."""
-    from headrace.cli.bundled import DEFAULT_MODEL
+    from headrace.bundled import DEFAULT_MODEL
     from headrace.cli.config import load
     from headrace.cli.exits import UsageRefused
 

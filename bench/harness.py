@@ -1,0 +1,105 @@
+"""What the benchmark tables share: two engines that differ by one switch, run in turn, every round written down.
+
+A table is a `Table`: its variants' configurations, a workload, and the measures taken from each run. `run_table` interleaves the variants
+(a b, b a, a b, ...), takes the read bandwidth before each round and keeps every round, bad ones included.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace.engine.build import build_engine
+from headrace.engine.config import EngineConfig
+from headrace.engine.loop import Engine
+from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
+from headrace.lab.offline import Collector, OfflineRun
+from headrace.lab.report import write_json
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One number of a run. better: "lower", "higher" or "" for a plain fact."""
+
+    name: str
+    unit: str
+    better: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """An engine and the outbox that stamps its tokens."""
+
+    engine: Engine
+    collector: Collector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """One comparison.
+
+    name       of the result file
+    question   what it answers, in one sentence
+    workload   what is run, in one sentence
+    variants   baseline first; the configurations differ by the switch in question only
+    measures   in the order of the columns
+    run        (machine, round number) -> measure name -> value; the same requests for every variant of a round
+    """
+
+    name: str
+    question: str
+    workload: str
+    variants: Mapping[str, EngineConfig]
+    measures: tuple[Measure, ...]
+    run: Callable[[Machine, int], Mapping[str, float]]
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+
+def build(config: EngineConfig) -> Machine:
+    collector = Collector()
+    return Machine(build_engine(config.checked(), collector), collector)
+
+
+def run_table(table: Table, *, rounds: int, say: Callable[[str], None] = print) -> Path:
+    """Run all rounds and write bench/results/NAME-TIME.json. The first round of each variant is a warm-up that is not kept."""
+    machines = {name: build(config) for name, config in table.variants.items()}
+    for machine in machines.values():
+        table.run(machine, -1)
+    began = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    script = bandwidth_script()
+    kept = []
+    for number in range(rounds):
+        bandwidth = measure_bandwidth(script)
+        values = {}
+        for name in sorted(machines, key=list(table.variants).index, reverse=number % 2 == 1):
+            values[name] = dict(table.run(machines[name], number))
+            machines[name].engine.scheduler.check()
+        kept.append({"round": number, "environment": environment(), "read_bandwidth_bytes_per_s": bandwidth, "values": values})
+        say(f"{table.name} round {number + 1}/{rounds}: {values}")
+    file = RESULTS / f"{table.name}-{began}.json"
+    write_json(
+        file,
+        {
+            "table": table.name,
+            "question": table.question,
+            "workload": table.workload,
+            "measures": table.measures,
+            "variants": table.variants,
+            "settings": table.settings,
+            "decided": {name: machine.engine.info.decided for name, machine in machines.items()},
+            "rounds": kept,
+        },
+    )
+    return file
+
+
+def finished(run: OfflineRun) -> OfflineRun:
+    """The run, if every request was answered. Raises RuntimeError: a figure of a run with failures is no figure."""
+    errors = [record.error for record in run.records if record.error]
+    if errors:
+        raise RuntimeError(f"{len(errors)} of {len(run.records)} requests failed: {errors[0]}")
+    return run

@@ -1,0 +1,87 @@
+"""docs/benchmarks.md from the newest result file of each table. Every number comes from the JSON; nothing is typed by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.harness import RESULTS
+from headrace.lab.pairs import Ratio, paired_ratio
+
+PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"
+HEADER = """# Benchmarks
+
+Written by `make bench` from the JSON in `bench/results/`; every round is there, bad ones included. Each table compares two configurations
+that differ by one switch, run in turn in one process on one machine. A cell is the median over the rounds, with the smallest and largest
+in brackets; the last row is the geometric mean of the rounds' ratios with its 95 % interval, in bold where the interval excludes 1.
+Prompts are random token ids, answers greedy with end tokens ignored; tokenizing, text and HTTP are not part of these figures.
+"""
+
+
+def newest_results(folder: Path = RESULTS) -> list[Path]:
+    """One file per table, the newest, in the order of their names."""
+    newest: dict[str, Path] = {}
+    for file in sorted(folder.glob("*-????????T??????Z.json")):
+        newest[file.stem.rpartition("-")[0]] = file
+    return [newest[name] for name in sorted(newest)]
+
+
+def write_page(files: list[Path], page: Path = PAGE) -> None:
+    sections = ["\n".join(section(json.loads(file.read_bytes()), file)) for file in files]
+    page.write_text("\n".join([HEADER, *sections]), encoding="utf-8")
+
+
+def section(data: dict[str, Any], file: Path) -> Iterator[str]:
+    """One table as Markdown lines."""
+    rounds, measures, variants = data["rounds"], data["measures"], list(data["variants"])
+    yield f"## {data['table'].replace('-', ' ').capitalize()}\n"
+    yield f"{data['question']}\n"
+    yield f"{data['workload']}\n"
+    yield "| | " + " | ".join(f"{m['name']}{', ' + m['unit'] if m['unit'] else ''}{_wish(m['better'])}" for m in measures) + " |"
+    yield "|---" * (len(measures) + 1) + "|"
+    columns = {name: {m["name"]: [entry["values"][name][m["name"]] for entry in rounds] for m in measures} for name in variants}
+    for name in variants:
+        yield f"| {name} | " + " | ".join(_cell(columns[name][m["name"]]) for m in measures) + " |"
+    base, other = variants
+    yield f"| {other} / {base} | " + " | ".join(_ratio(columns[base][m["name"]], columns[other][m["name"]]) for m in measures) + " |\n"
+    yield from _circumstances(data, file)
+
+
+def _circumstances(data: dict[str, Any], file: Path) -> Iterator[str]:
+    environments = [entry["environment"] for entry in data["rounds"]]
+    first = environments[0]
+    loads = [environment["load_average"][0] for environment in environments]
+    bandwidths = [entry["read_bandwidth_bytes_per_s"] for entry in data["rounds"] if entry["read_bandwidth_bytes_per_s"]]
+    commits = ", ".join(sorted({environment["commit"] or "unknown" for environment in environments}))
+    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+    yield f"{len(environments)} rounds, {first['time']} to {environments[-1]['time']}, commit {commits}."
+    line = f"{first['cpu']}, {first['num_cpus']} CPUs, load average {min(loads):.2f} to {max(loads):.2f}"
+    if bandwidths:
+        line += f", read bandwidth {min(bandwidths) / 1e9:.1f} to {max(bandwidths) / 1e9:.1f} GB/s"
+    yield f"{line}. {versions}. Model `{Path(next(iter(data['variants'].values()))['model']).name}`."
+    yield f"Raw rounds: [{file.name}](../bench/results/{file.name}). Command: `{' '.join(first['command'])}`.\n"
+
+
+def _wish(better: str) -> str:
+    return f" ({better} is better)" if better else ""
+
+
+def _cell(values: list[float]) -> str:
+    return f"{_number(statistics.median(values))} [{_number(min(values))}, {_number(max(values))}]"
+
+
+def _ratio(base: list[float], other: list[float]) -> str:
+    try:
+        found: Ratio = paired_ratio(base, other)
+    except ValueError:
+        return "-"
+    text = f"{found.mean:.3f} [{found.low:.3f}, {found.high:.3f}]" if math.isfinite(found.high) else f"{found.mean:.3f} (one round)"
+    return f"**{text}**" if found.excludes_one else text
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
