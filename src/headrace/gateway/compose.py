@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Protocol
 
 from headrace.gateway.app import Gateway
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig
@@ -16,7 +17,7 @@ from headrace.gateway.replicas import Connection, Replica, ReplicaPool
 from headrace.gateway.sse import StreamWatch
 from headrace.gateway.text_pool import TextPool
 from headrace.gateway.upstream import TokenUpstream
-from headrace.observe.metrics import Metrics
+from headrace.observe.metrics import Metrics, ReplicaMetrics
 from headrace.observe.request_log import RequestLog
 from headrace.policy.routing import ReplicaId
 from headrace.text.folder import TextModel, load_text
@@ -32,8 +33,24 @@ def load_texts(config: GatewayConfig) -> dict[str, TextModel]:
     return texts
 
 
+class Connect(Protocol):
+    """How a replica is reached. The default speaks the wire; tests bring their own."""
+
+    def __call__(self, config: ReplicaConfig, text: TextModel, instruments: ReplicaMetrics) -> Connection: ...
+
+
+def connect_wire(config: ReplicaConfig, text: TextModel, instruments: ReplicaMetrics) -> Connection:
+    return ReplicaClient(
+        config.address,
+        name=config.name,
+        token=config.token,
+        expect=Expectation(digests=text.digests),
+        on_load=instruments.observe_steps,
+    )
+
+
 @asynccontextmanager
-async def open_gateway(config: GatewayConfig, texts: dict[str, TextModel]) -> AsyncIterator[Gateway]:
+async def open_gateway(config: GatewayConfig, texts: Mapping[str, TextModel], *, connect: Connect = connect_wire) -> AsyncIterator[Gateway]:
     """The application, connected to its replicas (or trying to) until the block ends."""
     metrics = Metrics()
     request_log = RequestLog(config.request_log)
@@ -41,7 +58,7 @@ async def open_gateway(config: GatewayConfig, texts: dict[str, TextModel]) -> As
     async with AsyncExitStack() as stack:
         stack.callback(request_log.close)
         stack.callback(text_pool.close)
-        models = [await _open_model(stack, model, texts[model.name], metrics) for model in config.models]
+        models = [await stack.enter_async_context(_model(model, texts[model.name], metrics, connect)) for model in config.models]
         watch = StreamWatch(ping_s=config.timeouts.sse_ping_s, max_pending_bytes=config.limits.max_pending_bytes)
         service = Service(
             config=config,
@@ -58,19 +75,11 @@ async def open_gateway(config: GatewayConfig, texts: dict[str, TextModel]) -> As
         yield Gateway(service, request_log)
 
 
-async def _open_model(stack: AsyncExitStack, config: ModelConfig, text: TextModel, metrics: Metrics) -> ServedModel:
-    replicas = [_replica(config.name, replica, text, metrics) for replica in config.replicas]
-    pool = await stack.enter_async_context(ReplicaPool(config.name, replicas, random=random.SystemRandom()))
-    return ServedModel(config.name, config.aliases, text, pool, TokenUpstream(pool, text.tokenizer), now_unix())
-
-
-def _replica(model: str, config: ReplicaConfig, text: TextModel, metrics: Metrics) -> Replica:
-    instruments = metrics.replica(model, config.name)
-    connection: Connection = ReplicaClient(
-        config.address,
-        name=config.name,
-        token=config.token,
-        expect=Expectation(digests=text.digests),
-        on_load=instruments.observe_steps,
-    )
-    return Replica(ReplicaId(config.name), connection, instruments)
+@asynccontextmanager
+async def _model(config: ModelConfig, text: TextModel, metrics: Metrics, connect: Connect) -> AsyncIterator[ServedModel]:
+    replicas: list[Replica] = []
+    for replica in config.replicas:
+        instruments = metrics.replica(config.name, replica.name)
+        replicas.append(Replica(ReplicaId(replica.name), connect(replica, text, instruments), instruments))
+    async with ReplicaPool(config.name, replicas, random=random.SystemRandom()) as pool:
+        yield ServedModel(config.name, config.aliases, text, pool, TokenUpstream(pool, text.tokenizer), now_unix())

@@ -106,6 +106,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._is_in_head, self._is_in_body = False, True
         self._stop_timers("_head_timer")
+        if self.transport.is_closing():
+            return  # pipelined behind something that was refused
         limits = self.bounds.limits
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if len(self.headers) > limits.max_headers:

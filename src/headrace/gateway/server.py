@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 import uvicorn
@@ -11,6 +12,9 @@ from headrace.gateway.config import GatewayConfig
 from headrace.gateway.protocol import protocol_for
 
 BACKLOG = 2048
+KERNEL_SEND_BYTES = 128 << 10
+"""Send buffer of a connection in the kernel. Left to itself it grows to megabytes per client that does not read."""
+
 LAST_WORDS_S = 1
 """After draining: how long answers may take to leave the socket buffers. uvicorn takes whole seconds."""
 
@@ -46,6 +50,8 @@ class Server(uvicorn.Server):
         self.lifespan = self.config.lifespan_class(self.config)
         await self.on_tick(0)
         await self.startup()
+        for listener in self.servers[0].sockets:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_SEND_BYTES)  # accepted sockets inherit it
         port: int = self.servers[0].sockets[0].getsockname()[1]
         return port
 

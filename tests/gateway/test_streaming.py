@@ -1,0 +1,225 @@
+"""Streams when something goes wrong: the client leaves or does not read, the engine dies, nothing comes for a while."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+import pytest
+from gateway_kit import MODEL, SAID, TestBench, chat_body, dial, events_of, eventually, metric, open_bench, post, scored, serving
+
+from headrace.core.errors import Overloaded
+from headrace.core.finish import FinishReason
+from headrace.core.request import EngineRequest
+from headrace.core.update import SequenceUpdate
+from headrace.text.folder import TextModel
+from headrace.wire.stream import ReplicaStream
+
+
+@pytest.fixture
+async def port(bench: TestBench) -> AsyncIterator[int]:
+    async with serving(bench.gateway) as port:
+        yield port
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_client_that_leaves_is_cancelled_at_the_engine(bench: TestBench, port: int, stream: bool) -> None:
+    bench.replica.go.clear()
+    async with dial(port) as (_, writer):
+        writer.write(post("/v1/chat/completions", chat_body(stream=stream)))
+        await eventually(lambda: bool(bench.replica.requests))
+        writer.close()
+        await eventually(lambda: bench.replica.cancelled == [bench.replica.requests[0].request_id])
+        await eventually(lambda: bench.gateway.service.ledger.num_open == 0)
+        assert metric(bench.gateway, "headrace_requests_total", model=MODEL, replica="r0", outcome="cancelled") == 1
+
+
+async def test_client_that_leaves_mid_stream_is_cancelled(bench: TestBench, port: int) -> None:
+    bench.replica.token_delay_s = 0.01
+    async with dial(port) as (reader, writer):
+        writer.write(post("/v1/chat/completions", chat_body(stream=True, ignore_eos=True)))
+        await reader.readuntil(b"content")
+        writer.transport.abort()
+        await eventually(lambda: len(bench.replica.cancelled) == 1)
+        await eventually(lambda: not bench.gateway.service.watch.streams)
+
+
+async def test_half_closed_client_counts_as_left(bench: TestBench, port: int) -> None:
+    bench.replica.go.clear()
+    async with dial(port) as (reader, writer):
+        writer.write(post("/v1/chat/completions", chat_body()))
+        writer.write_eof()
+        counted = {"model": MODEL, "outcome": "cancelled"}
+        await eventually(
+            # It may be gone before its prompt was sent to a replica.
+            lambda: sum(metric(bench.gateway, "headrace_requests_total", replica=name, **counted) for name in ("", "r0")) == 1
+        )
+        assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+async def test_every_prompt_of_a_request_is_cancelled(bench: TestBench, port: int, prompts: int) -> None:
+    bench.replica.go.clear()
+    async with dial(port) as (_, writer):
+        writer.write(post("/v1/completions", {"model": MODEL, "prompt": ["x"] * prompts, "stream": True}))
+        await eventually(lambda: len(bench.replica.requests) == prompts)
+        writer.close()
+        await eventually(lambda: len(bench.replica.cancelled) == prompts)
+
+
+def flood(request: EngineRequest, stream: ReplicaStream) -> None:
+    """Says some megabytes within a second: tokens with twenty alternatives each, more every millisecond."""
+    words = tuple(range(40, 50))
+    scores = tuple(scored(token_id, 20) for token_id in words)
+    for number in range(500):
+        update = SequenceUpdate(request_id=request.request_id, epoch=0, index=0, token_ids=words, logprobs=scores)
+        asyncio.get_running_loop().call_later(0.001 * number, stream.put, update)
+
+
+LOUD = chat_body(stream=True, logprobs=True, top_logprobs=20)
+
+
+async def test_client_that_does_not_read_is_cut_off(text: TextModel) -> None:
+    """What waits for it is bounded in bytes; beyond them the connection goes and the engine is told."""
+    async with open_bench(text, limits={"max_pending_bytes": 20_000}) as bench, serving(bench.gateway) as port:
+        bench.replica.go.clear()
+        bench.replica.on_submit = flood
+        async with dial(port, limit=1024) as (_, writer):
+            writer.write(post("/v1/chat/completions", LOUD))
+            await eventually(lambda: bool(bench.replica.cancelled), within_s=30)
+            await eventually(lambda: bench.gateway.service.ledger.num_open == 0)
+            assert metric(bench.gateway, "headrace_requests_total", model=MODEL, replica="r0", outcome="cancelled") == 1
+
+
+async def test_client_that_does_not_catch_up_in_time_is_cut_off(text: TextModel) -> None:
+    async with open_bench(text, limits={"max_pending_bytes": 1 << 30}, timeouts={"write_s": 0.2}) as bench, serving(bench.gateway) as port:
+        bench.replica.go.clear()
+        bench.replica.on_submit = flood
+        async with dial(port, limit=1024) as (_, writer):
+            writer.write(post("/v1/chat/completions", LOUD))
+            await eventually(lambda: bool(bench.replica.cancelled), within_s=30)
+
+
+async def test_backlog_leaves_as_one_chunk(bench: TestBench) -> None:
+    """Updates that piled up while nobody looked are coalesced per sequence."""
+    bench.replica.go.clear()
+
+    def say(request: EngineRequest, stream: ReplicaStream) -> None:
+        words = bench.replica.text.tokenizer.encode(SAID, add_special_tokens=False)
+        for number, token_id in enumerate(words):
+            finish = FinishReason.LENGTH if number == len(words) - 1 else None
+            stream.put(SequenceUpdate(request_id=request.request_id, epoch=0, index=0, token_ids=(token_id,), finish=finish))
+
+    bench.replica.on_submit = say
+    events = events_of((await bench.chat(stream=True)).text)
+    assert [event["choices"][0]["delta"].get("content") for event in events] == ["", SAID]
+
+
+async def test_replica_lost_before_the_first_token_is_503(bench: TestBench) -> None:
+    bench.replica.on_submit = lambda request, stream: bench.replica.die()
+    for stream in (False, True):
+        bench.replica.__post_init__()
+        bench.replica.state = type(bench.replica.state).CONNECTED
+        response = await bench.chat(stream=stream)
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        assert response.json()["error"]["code"] == "unavailable"
+        assert "secret" not in response.text
+
+
+async def test_replica_lost_mid_stream_is_an_error_event(bench: TestBench) -> None:
+    bench.replica.go.clear()
+
+    def say(request: EngineRequest, stream: ReplicaStream) -> None:
+        token_id = bench.replica.text.tokenizer.encode("The", add_special_tokens=False)[0]
+        stream.put(SequenceUpdate(request_id=request.request_id, epoch=0, index=0, token_ids=(token_id,)))
+        asyncio.get_running_loop().call_later(0.05, bench.replica.die)
+
+    bench.replica.on_submit = say
+    response = await bench.chat(stream=True)
+    assert response.status_code == 200
+    assert "[DONE]" not in response.text
+    error = events_of(response.text)[-1]["error"]
+    assert (error["type"], error["code"]) == ("service_unavailable_error", "unavailable")
+    assert "secret" not in response.text
+    assert metric(bench.gateway, "headrace_requests_total", model=MODEL, replica="r0", outcome="error") == 1
+
+
+async def test_rejection_of_a_stream_keeps_its_status(bench: TestBench) -> None:
+    bench.replica.on_submit = lambda request, stream: stream.reject(Overloaded("The queue is full.", retry_after_s=2.5))
+    response = await bench.chat(stream=True)
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "3"
+    assert response.json()["error"] == {"message": "The queue is full.", "type": "rate_limit_error", "param": None, "code": "overloaded"}
+
+
+async def test_failed_sequence_shows_no_engine_words(bench: TestBench) -> None:
+    bench.replica.go.clear()
+
+    def say(request: EngineRequest, stream: ReplicaStream) -> None:
+        words = "RuntimeError at 0x7f00deadbeef in /srv/headrace/runner.py"
+        stream.put(SequenceUpdate(request_id=request.request_id, epoch=0, index=0, finish=FinishReason.ERROR, error=words))
+
+    bench.replica.on_submit = say
+    response = await bench.chat()
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "sequence_failed"
+    assert "0x7f" not in response.text
+    assert "/srv" not in response.text
+
+
+async def test_deadline_before_the_end_is_504(bench: TestBench) -> None:
+    bench.replica.go.clear()
+
+    def say(request: EngineRequest, stream: ReplicaStream) -> None:
+        stream.put(SequenceUpdate(request_id=request.request_id, epoch=0, index=0, finish=FinishReason.DEADLINE))
+
+    bench.replica.on_submit = say
+    response = await bench.chat()
+    assert response.status_code == 504
+    assert metric(bench.gateway, "headrace_requests_total", model=MODEL, replica="r0", outcome="deadline") == 1
+
+
+async def test_quiet_stream_gets_headers_and_comments(text: TextModel) -> None:
+    async with open_bench(text, timeouts={"sse_ping_s": 0.05}) as bench, serving(bench.gateway) as port:
+        bench.replica.go.clear()
+        async with dial(port) as (reader, writer):
+            writer.write(post("/v1/chat/completions", chat_body(stream=True)))
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b" 200 OK" in head
+            for _ in range(2):
+                await reader.readuntil(b": ping\n\n")
+            bench.replica.go.set()
+            await reader.readuntil(b"data: [DONE]\n\n")
+
+
+async def test_framing_survives_whatever_a_model_says(bench: TestBench) -> None:
+    bench.replica.said = 'data: [DONE]\n\ndata: {"error": 1}\r\n\r\nevent: x\n: y </script>'
+    events = events_of((await bench.chat(stream=True)).text)
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == bench.replica.said
+
+
+async def test_requests_beyond_the_cap_are_refused(text: TextModel) -> None:
+    async with open_bench(text, limits={"max_requests": 1}) as bench:
+        bench.replica.go.clear()
+        first = asyncio.create_task(bench.chat())
+        await eventually(lambda: bool(bench.replica.requests))
+        refused = await bench.chat()
+        assert refused.status_code == 429
+        bench.replica.go.set()
+        assert (await first).status_code == 200
+        assert (await bench.chat()).status_code == 200
+
+
+async def test_draining_refuses_new_requests_and_finishes_old_ones(bench: TestBench) -> None:
+    bench.replica.go.clear()
+    first = asyncio.create_task(bench.chat())
+    await eventually(lambda: bool(bench.replica.requests))
+    bench.gateway.service.ledger.drain()
+    refused = await bench.chat()
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"] == "5"
+    assert (await bench.client.get("/ready")).json()["reason"] == "draining"
+    assert not await bench.gateway.service.ledger.wait_empty(0.01)
+    bench.replica.go.set()
+    assert (await first).status_code == 200
+    assert await bench.gateway.service.ledger.wait_empty(5)

@@ -1,0 +1,309 @@
+"""A gateway with in-process replicas: the real application, wire streams and text package; only the socket to the engine is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx2
+import msgspec
+
+from headrace.core.errors import Unavailable
+from headrace.core.finish import FinishReason
+from headrace.core.ids import RequestId
+from headrace.core.kvgroup import KvGroup
+from headrace.core.load import EngineCounters, LoadSnapshot
+from headrace.core.model_info import ModelInfo
+from headrace.core.plan import TokenLogprobs
+from headrace.core.request import EngineRequest
+from headrace.core.update import SequenceUpdate
+from headrace.gateway.app import Gateway
+from headrace.gateway.compose import open_gateway
+from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, config_from
+from headrace.gateway.server import Server
+from headrace.observe.metrics import ReplicaMetrics
+from headrace.text.folder import TextModel
+from headrace.wire.client import ReplicaInfo, ReplicaState, SeenLoad
+from headrace.wire.handles import Handle
+from headrace.wire.stream import ReplicaStream
+
+SAID = "The quick brown fox jumps over the lazy dog. What is the capital of France? Paris."
+MODEL = "fox"
+MAX_MODEL_LEN = 512
+
+
+def snapshot(**changes: Any) -> LoadSnapshot:
+    """An idle replica with 100 free blocks."""
+    plain = LoadSnapshot(
+        num_running=0,
+        num_waiting=0,
+        kv_blocks_free=100,
+        kv_blocks_cached=0,
+        kv_blocks_used=1,
+        kv_blocks_total=101,
+        counters=EngineCounters(),
+    )
+    return replace(plain, **changes)
+
+
+def model_info(text: TextModel, **changes: Any) -> ModelInfo:
+    plain = ModelInfo(
+        architecture="FakeForCausalLM",
+        vocab_size=text.tokenizer.vocab_size,
+        max_model_len=MAX_MODEL_LEN,
+        eos_token_ids=text.tokenizer.eos_token_ids,
+        kv_groups=(KvGroup(layers=(0,), kv_heads=1, head_dim=8, dtype_bytes=4),),
+        block_size=16,
+        num_blocks=(101,),
+        dtype="float32",
+        weight_bytes=1000,
+        digests={"model": "0123456789abcdef"},
+    )
+    return replace(plain, **changes)
+
+
+def scored(token_id: int, num_top: int) -> TokenLogprobs:
+    """Made-up log-probabilities: the token first, then the ids after it."""
+    tops = tuple(token_id + i for i in range(num_top))
+    return TokenLogprobs(token_id, -0.25, 1, tops, tuple(-0.25 - i for i in range(num_top)))
+
+
+@dataclass
+class FakeReplica:
+    """One replica. It says SAID, one token per turn of the event loop, and then its end token.
+
+    hold      set: requests are taken but nothing is said until `go` is set
+    on_submit called before anything is said; may reject the stream or raise
+    """
+
+    text: TextModel
+    name: str = "r0"
+    state: ReplicaState = ReplicaState.CONNECTED
+    info: ReplicaInfo | None = None
+    snapshot: SeenLoad | None = None
+    num_sent_since_snapshot: int = 0
+    num_sent_tokens_since_snapshot: int = 0
+    said: str = SAID
+    on_submit: Callable[[EngineRequest, ReplicaStream], None] | None = None
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    requests: list[EngineRequest] = field(default_factory=list)
+    streams: dict[RequestId, ReplicaStream] = field(default_factory=dict)
+    cancelled: list[RequestId] = field(default_factory=list)
+    finished: list[tuple[RequestId, int, int, FinishReason]] = field(default_factory=list)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    cached_tokens: int = 0
+    token_delay_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.info = ReplicaInfo(f"instance-{self.name}", self.name, model_info(self.text))
+        self.snapshot = SeenLoad(snapshot(), time.monotonic() + 1e6)
+        self.go.set()
+
+    @property
+    def num_open(self) -> int:
+        return len(self.streams)
+
+    def start(self) -> None:
+        return
+
+    async def close(self) -> None:
+        for task in list(self.tasks):
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    def submit(self, request: EngineRequest) -> ReplicaStream:
+        if self.state is not ReplicaState.CONNECTED:
+            raise Unavailable("secret reason at unix:/run/secret.sock")
+        stream = ReplicaStream(request, Handle(len(self.requests) + 1), on_end=self._ended, on_leave=self.cancel)
+        self.requests.append(request)
+        self.streams[request.request_id] = stream
+        if self.on_submit is not None:
+            self.on_submit(request, stream)
+        task = asyncio.create_task(self._speak(request, stream))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return stream
+
+    def cancel(self, request_id: RequestId) -> None:
+        stream = self.streams.get(request_id)
+        if stream is not None:
+            self.cancelled.append(request_id)
+            stream.end()
+
+    def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason) -> None:
+        self.finished.append((request_id, index, keep_tokens, reason))
+        if (stream := self.streams.get(request_id)) is not None:
+            stream.end_sequence(index)
+
+    def die(self) -> None:
+        """The process is gone: its streams fail as the wire's do."""
+        self.state, self.info, self.snapshot = ReplicaState.DOWN, None, None
+        for stream in list(self.streams.values()):
+            stream.fail(Unavailable("replica r0 was lost (unavailable: unix:/run/secret.sock)"))
+
+    def _ended(self, stream: ReplicaStream) -> None:
+        self.streams.pop(stream.request_id, None)
+
+    async def _speak(self, request: EngineRequest, stream: ReplicaStream) -> None:
+        for update in self._updates(request):
+            await self.go.wait()
+            await asyncio.sleep(self.token_delay_s)
+            if stream.is_ended:
+                return
+            stream.put(update)
+
+    def _updates(self, request: EngineRequest) -> Iterator[SequenceUpdate]:
+        words = self.text.tokenizer.encode(self.said, add_special_tokens=False)
+        eos = self.text.tokenizer.eos_token_ids[0]
+        params = request.params
+        limit = params.max_tokens or MAX_MODEL_LEN - len(request.prompt_ids)
+        scores: tuple[TokenLogprobs, ...] = ()
+        if params.prompt_logprobs is not None:
+            scores = tuple(scored(token_id, params.prompt_logprobs) for token_id in request.prompt_ids[1:])
+        for position in range(limit):
+            token_id = words[position % len(words)] if params.ignore_eos or position < len(words) else eos
+            is_end = token_id == eos or token_id in params.stop_token_ids
+            is_last = is_end or position + 1 == limit
+            for index in range(params.n):
+                yield SequenceUpdate(
+                    request_id=request.request_id,
+                    epoch=request.epoch,
+                    index=index,
+                    token_ids=(token_id,),
+                    logprobs=(scored(token_id, params.logprobs),) if params.logprobs is not None else (),
+                    prompt_logprobs=scores if position == 0 else (),
+                    finish=None if not is_last else FinishReason.STOP if is_end else FinishReason.LENGTH,
+                    stop_token_id=token_id if is_end else None,
+                    num_cached_tokens=self.cached_tokens if position == 0 else None,
+                    queue_time_s=0.001 if position == 0 else None,
+                )
+            if is_end:
+                return
+
+
+def gateway_config(**changes: Any) -> GatewayConfig:
+    """One model, one replica, no log, checked as a file would be. Keys are the file's."""
+    data: dict[str, Any] = {
+        "models": [{"name": MODEL, "aliases": ["gpt-4o"], "folder": "/nowhere", "replicas": [{"name": "r0", "address": "unix:/nowhere"}]}],
+        "port": 0,
+        "request_log": "none",
+        **changes,
+    }
+    return config_from(data)
+
+
+def two_replicas() -> list[dict[str, Any]]:
+    """The `models` of a configuration with two replicas."""
+    replicas = tuple(ReplicaConfig(name=name, address="unix:/nowhere") for name in ("r0", "r1"))
+    model = ModelConfig(name=MODEL, folder="/nowhere", replicas=replicas)
+    made: list[dict[str, Any]] = [msgspec.to_builtins(model)]
+    return made
+
+
+@dataclass
+class TestBench:
+    """An open gateway, its replicas, and a client that talks to the application without a socket."""
+
+    __test__ = False
+
+    gateway: Gateway
+    replicas: dict[str, FakeReplica]
+    client: httpx2.AsyncClient
+
+    @property
+    def replica(self) -> FakeReplica:
+        return next(iter(self.replicas.values()))
+
+    async def chat(self, **fields: Any) -> httpx2.Response:
+        return await self.client.post("/v1/chat/completions", json=chat_body(**fields))
+
+    async def complete(self, **fields: Any) -> httpx2.Response:
+        return await self.client.post("/v1/completions", json={"model": MODEL, "prompt": "Hello", **fields})
+
+
+@asynccontextmanager
+async def open_bench(text: TextModel, **changes: Any) -> AsyncIterator[TestBench]:
+    """A bench for a configuration; afterwards nothing may be left over."""
+    config = gateway_config(**changes)
+    replicas: dict[str, FakeReplica] = {}
+
+    def connect(given: ReplicaConfig, text: TextModel, instruments: ReplicaMetrics) -> FakeReplica:
+        replicas[given.name] = FakeReplica(text, given.name)
+        return replicas[given.name]
+
+    async with open_gateway(config, {model.name: text for model in config.models}, connect=connect) as gateway:
+        transport = httpx2.ASGITransport(app=gateway)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            yield TestBench(gateway, replicas, client)
+        assert gateway.service.ledger.num_open == 0
+        assert not gateway.service.watch.streams
+        assert not any(replica.num_open for replica in replicas.values())
+
+
+@asynccontextmanager
+async def serving(gateway: Gateway) -> AsyncIterator[int]:
+    """The gateway behind its real HTTP server on a free loopback port, in this event loop."""
+    server = Server(gateway, gateway.service.config)
+    port = await server.start()
+    stop = asyncio.Event()
+    task = asyncio.create_task(server.run_until(stop))
+    try:
+        yield port
+    finally:
+        stop.set()
+        await task
+
+
+@asynccontextmanager
+async def dial(port: int, *, limit: int = 64 << 10) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A bare TCP connection with small buffers, closed for good afterwards."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=limit)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+        await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+
+
+def post(path: str, body: dict[str, Any], *more: str) -> bytes:
+    """The bytes of a POST, with extra header lines."""
+    data = msgspec.json.encode(body)
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", f"content-length: {len(data)}", *more, "", ""]
+    return "\r\n".join(lines).encode() + data
+
+
+def chat_body(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], **fields}
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """The JSON of every server-sent event but [DONE], which must be last if it is there."""
+    datas = [line.removeprefix("data: ") for line in text.split("\n\n") if line and not line.startswith(":")]
+    assert "[DONE]" not in datas[:-1]
+    return [msgspec.json.decode(data) for data in datas if data != "[DONE]"]
+
+
+def metric(gateway: Gateway, name: str, **labels: str) -> float:
+    """One sample of the metrics page; 0 when it is not there."""
+    value = gateway.service.metrics.registry.get_sample_value(name, labels)
+    return 0.0 if value is None else value
+
+
+async def eventually(condition: Callable[[], bool], *, within_s: float = 10.0) -> None:
+    """Wait until `condition` holds. Fails after a generous deadline."""
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def headers(values: Mapping[str, str] | None = None) -> dict[str, str]:
+    return {"content-type": "application/json", **(values or {})}
