@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine_kit import FULL, VOCAB, WINDOW, DrivenEngine, request
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kv_oracle import expected_tokens
@@ -127,5 +127,5 @@ class EngineMachine(RuleBasedStateMachine):
                 assert POISON in prompt or POISON in tokens or "prerequisite" in str(self.driven.errors[key[0]])
 
 
-EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 test_engine_state_machine = EngineMachine.TestCase

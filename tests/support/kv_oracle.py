@@ -72,6 +72,8 @@ class OracleRunner:
         self.fail_when: list[int] = []
         """Token values that make a step raise when computed."""
         self.num_steps = 0
+        self._seen: list[Started] = []
+        """Everything ever started: the loop repeats state changes after a failed step."""
         self._queue: deque[tuple[Plan, LazyTicket]] = deque()
 
     def submit(self, plan: Plan) -> DoneTicket | LazyTicket:
@@ -108,8 +110,10 @@ class OracleRunner:
             for group in range(len(self.groups)):
                 self.tables.pop((group, slot), None)
         for started in plan.started:
-            if started.slot in self.tokens and self.started[started.slot] is not started:
+            is_repeated = any(started is known for known in self._seen)
+            if started.slot in self.tokens and not is_repeated:
                 raise Corruption(f"slot {started.slot} was given away before its last holder was announced as ended")
+            self._seen.append(started)
             self.tokens[started.slot] = list(started.token_ids)
             self.started[started.slot] = started
         entries = zip(plan.table_groups, plan.table_slots, plan.table_indices, plan.table_blocks, strict=True)

@@ -155,13 +155,13 @@ class Engine:
         while self._step_seconds:
             durations.append(self._step_seconds.popleft())
         return LoadSnapshot(
-            num_running=self.scheduler.num_running,
-            num_waiting=self.scheduler.num_waiting + self._inbox.qsize(),
+            num_running=self.scheduler.roster.num_running,
+            num_waiting=self.scheduler.roster.num_waiting + self._inbox.qsize(),
             kv_blocks_free=sum(pool.num_free for pool in pools),
             kv_blocks_cached=sum(pool.num_cached for pool in pools),
             kv_blocks_used=sum(pool.num_used for pool in pools),
             kv_blocks_total=sum(pool.total for pool in pools),
-            counters=self.scheduler.counters,
+            counters=self.scheduler.roster.counters,
             step_age_s=None if started is None else now - started,
             step_predicted_s=self._step_predicted,
             loop_age_s=now - self._last_turn,
@@ -196,7 +196,7 @@ class Engine:
         commits = bool(self._in_flight) and (plan is None or len(self._in_flight) >= self._depth)
         if commits:
             self._commit_oldest()
-        updates = self.scheduler.take_updates()
+        updates = self.scheduler.roster.take_updates()
         if updates:
             self._outbox(list(updates))
         return plan is not None or commits or bool(updates) or self._plan_failures > 0
@@ -204,7 +204,7 @@ class Engine:
     def _idle(self) -> None:
         """Sleep until a message, a deadline or the next regular wake."""
         timeout = IDLE_WAKE_S
-        if (deadline := self.scheduler.next_deadline()) is not None:
+        if (deadline := self.scheduler.roster.next_deadline()) is not None:
             timeout = min(timeout, max(0.0, deadline - self._clock()))
         try:
             message = self._inbox.get(timeout=timeout)
@@ -233,13 +233,13 @@ class Engine:
         match message:
             case _Submit(request):
                 checked = request.checked(vocab_size=self.info.vocab_size, max_model_len=self.info.max_model_len)
-                self.scheduler.add(checked, self._clock())
+                self.scheduler.roster.add(checked, self._clock())
             case _Cancel(request_id):
-                self.scheduler.cancel(request_id)
+                self.scheduler.roster.cancel(request_id)
             case _Finish(request_id, index, keep_tokens, reason):
-                self.scheduler.finish(request_id, index, keep_tokens, reason)
+                self.scheduler.roster.finish(request_id, index, keep_tokens, reason)
             case _Satisfied(request_id, what):
-                self.scheduler.satisfied(request_id, what)
+                self.scheduler.roster.satisfied(request_id, what)
             case _Wake():
                 pass
 
@@ -252,7 +252,7 @@ class Engine:
         elif isinstance(message, _Wake):
             raise EngineFatal("a wake-up raised") from error
         else:
-            self.scheduler.cancel(message.request_id)
+            self.scheduler.roster.cancel(message.request_id)
 
     def _plan(self) -> Plan | None:
         """A plan that cannot be made is tried again next turn; when it keeps failing, the scheduler's state is not to be trusted."""
@@ -304,8 +304,8 @@ class Engine:
         if plan.num_rows:
             self._timer.observe(plan.num_tokens, now - began)
             self._step_seconds.append(now - began)
-            self.scheduler.counters.steps += 1
-            self.scheduler.counters.step_seconds += now - began
+            self.scheduler.roster.counters.steps += 1
+            self.scheduler.roster.counters.step_seconds += now - began
 
     # a step that raised
 
@@ -350,7 +350,7 @@ class Engine:
                 self.scheduler.rollback(plan)
                 self._repeat_deltas(plan)
                 if len(group) == 1:
-                    self.scheduler.fail(group[0], f"the model step failed for this sequence ({type(again).__name__})")
+                    self.scheduler.roster.fail(group[0], f"the model step failed for this sequence ({type(again).__name__})")
                 else:
                     pending += _halves(group)
 

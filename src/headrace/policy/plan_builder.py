@@ -27,8 +27,9 @@ class PlanBuilder:
         self.moves.append((group, source, target))
 
     @property
-    def is_empty(self) -> bool:
-        return not self.rows
+    def has_changes(self) -> bool:
+        """State changes the runner must hear of even when no row is computed."""
+        return bool(self.started or self.tables or self.moves or self.ended)
 
     def build(self, step_id: int) -> Plan:
         slots, starts, counts, samples = _columns(self.rows, 4)

@@ -14,6 +14,7 @@ from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.plan_codec import load_plans
 from headrace.policy.kvcache.manager import KvManager
+from headrace.policy.roster import Roster
 from headrace.policy.scheduler import Scheduler
 
 PROMPTS = [[i + 1, 2, 3, i] for i in range(6)]
@@ -74,14 +75,23 @@ def test_a_passing_fault_of_the_runner_is_invisible(depth: int, when: int) -> No
 
 
 CALL_SITES = [
-    (Scheduler, "add"),
+    (Roster, "add"),
     (Scheduler, "plan"),
-    (Scheduler, "expire"),
+    (Roster, "expire"),
     (Scheduler, "_commit_row"),
-    (Scheduler, "_append"),
-    (Scheduler, "_update"),
-    (Scheduler, "cancel"),
-    (Scheduler, "finish"),
+    (Scheduler, "_plan_one"),
+    (Scheduler, "_admit"),
+    (Scheduler, "_grant"),
+    (Scheduler, "_start"),
+    (Roster, "start"),
+    (KvManager, "grow"),
+    (KvManager, "take_hits"),
+    (KvManager, "can_admit"),
+    (KvManager, "write_tables"),
+    (Roster, "append_output"),
+    (Roster, "_update"),
+    (Roster, "cancel"),
+    (Roster, "finish"),
     (KvManager, "open"),
     (KvManager, "num_hit_tokens"),
     (KvManager, "commit"),
