@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Protocol
 
 from headrace.gateway.app import Gateway
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig
@@ -33,10 +32,8 @@ def load_texts(config: GatewayConfig) -> dict[str, TextModel]:
     return texts
 
 
-class Connect(Protocol):
-    """How a replica is reached. The default speaks the wire; tests bring their own."""
-
-    def __call__(self, config: ReplicaConfig, text: TextModel, instruments: ReplicaMetrics) -> Connection: ...
+Connect = Callable[[ReplicaConfig, TextModel, ReplicaMetrics], Connection]
+"""How a replica is reached. `connect_wire` speaks the wire; tests bring their own."""
 
 
 def connect_wire(config: ReplicaConfig, text: TextModel, instruments: ReplicaMetrics) -> Connection:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import queue
-import sys
 import threading
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import TextIO
+from io import FileIO
 
 MAX_QUEUED = 10_000
 
@@ -58,15 +56,14 @@ class RequestRecord:
 
 
 class RequestLog:
-    """target: "stdout", "stderr", "none" or a file's path (appended to)."""
+    """target: "stdout", "stderr", "none" or a file's path (appended to). Raises OSError when that cannot be opened."""
 
     def __init__(self, target: str) -> None:
         self.num_dropped = 0
         self._queue: queue.Queue[str | None] = queue.Queue(MAX_QUEUED)
-        self._file, self._owned = _open(target)
         self._thread: threading.Thread | None = None
-        if self._file is not None:
-            self._thread = threading.Thread(target=self._write, name="request-log", daemon=True)
+        if target != "none":
+            self._thread = threading.Thread(target=self._run, args=(_open(target),), name="request-log", daemon=True)
             self._thread.start()
 
     def write(self, record: RequestRecord) -> None:
@@ -87,23 +84,23 @@ class RequestLog:
         except queue.Full:
             return
         self._thread.join(timeout_s)
-        if self._owned and self._file is not None and not self._thread.is_alive():
-            self._file.close()
 
-    def _write(self) -> None:
-        assert self._file is not None
-        while (line := self._queue.get()) is not None:
-            try:
-                self._file.write(line + "\n")
-                if self._queue.empty():
-                    self._file.flush()
-            except (OSError, ValueError):  # disk full, reader gone, or the interpreter is closing stdout
-                self.num_dropped += 1
+    def _run(self, file: FileIO) -> None:
+        with file:
+            while (line := self._queue.get()) is not None:
+                self._write(file, line)
+
+    def _write(self, file: FileIO, line: str) -> None:
+        """Unbuffered: a line that could not be written is gone, and does not fail the ones after it once more."""
+        data = memoryview(line.encode("ascii") + b"\n")
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:  # disk full, or the reader is gone
+            self.num_dropped += 1
 
 
-def _open(target: str) -> tuple[TextIO | None, bool]:
-    if target == "none":
-        return None, False
+def _open(target: str) -> FileIO:
     if target in ("stdout", "stderr"):
-        return (sys.stdout if target == "stdout" else sys.stderr), False
-    return Path(target).open("a", encoding="ascii"), True
+        return FileIO(1 if target == "stdout" else 2, "w", closefd=False)
+    return FileIO(target, "a")
