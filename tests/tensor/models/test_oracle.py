@@ -32,8 +32,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear": ("Llama", {"rope_parameters": LINEAR}),
     "llama-llama3": ("Llama", {"rope_parameters": LLAMA3}),
     "llama-yarn": ("Llama", {"rope_parameters": YARN}),
-    "llama-yarn-mscale": ("Llama", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}}),
-    "llama-yarn-betas": ("Llama", {"rope_parameters": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3}}),
+    "llama-yarn-mscale": ("Llama", {"head_dim": 32, "rope_parameters": {
+        **YARN, "rope_theta": 100.0, "beta_fast": 2.0, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}}),
+    "llama-yarn-betas": ("Llama", {"head_dim": 32, "rope_parameters": {
+        **YARN, "rope_theta": 100.0, "beta_fast": 3.0, "beta_slow": 2.0, "attention_factor": 1.3}}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral-window": ("Mistral", {"sliding_window": 7, "head_dim": 24}),
     "mistral-window-of-one": ("Mistral", {"sliding_window": 1}),

@@ -17,7 +17,7 @@ from headrace.tensor.models import load_model
 
 TINY = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 6,
         "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-TOKENS = [random.Random(3).randrange(97) for _ in range(40)]
+TOKENS = random.Random(3).choices(range(97), k=40)
 
 OLDER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama-linear": ("Llama", {}, {"rope_theta": 700.0, "rope_scaling": {"type": "linear", "factor": 2.5}}),
@@ -25,6 +25,7 @@ OLDER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}}),
     "qwen2-yarn": ("Qwen2", {}, {"rope_theta": 900.0, "rope_scaling": {
         "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}),
+    "qwen2-upper-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, {"layer_types": None}),
     "llama-no-theta": ("Llama", {"num_key_value_heads": 6}, {"num_key_value_heads": None, "head_dim": None}),
     "mixtral-no-theta": ("Mixtral", {"num_local_experts": 2}, {}),
     "gemma3": ("Gemma3", {"head_dim": 16, "sliding_window": 6}, {
