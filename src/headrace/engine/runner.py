@@ -148,8 +148,11 @@ class ModelRunner:
     def _prompt_logprobs(self, rows: Rows, hidden: Tensor) -> tuple[list[PromptEntries], set[int]]:
         """Entries per row that asked for them and computed prompt positions; the rows whose logits were not finite."""
         state = self._state
+        wants = state.prompt_logprobs[rows.slots] >= 0
+        if not wants.any():
+            return [], set()
         following = np.minimum(rows.counts, state.num_prompt[rows.slots] - 1 - rows.starts)
-        asked = np.flatnonzero((state.prompt_logprobs[rows.slots] >= 0) & (following > 0))
+        asked = np.flatnonzero(wants & (following > 0))
         entries: list[PromptEntries] = []
         failed: set[int] = set()
         for row in asked.tolist():

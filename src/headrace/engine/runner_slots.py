@@ -55,14 +55,19 @@ class SlotState:
             table[slot] = 0
 
     def write_tables(self, plan: Plan) -> None:
+        """Entries in the plan's order: a later one for the same place wins (a block held by a fork, then its copy)."""
         if not plan.table_slots:
             return
         groups, slots, indices, blocks = (
             column(values) for values in (plan.table_groups, plan.table_slots, plan.table_indices, plan.table_blocks)
         )
         for group, table in enumerate(self.tables):
-            mine = groups == group
-            table[slots[mine], indices[mine]] = blocks[mine]
+            mine = np.flatnonzero(groups == group)
+            places = slots[mine] * table.shape[1] + indices[mine]
+            # numpy promises no order among repeated places, so only the last entry of each is written
+            _, from_the_end = np.unique(places[::-1], return_index=True)
+            last = len(places) - 1 - from_the_end
+            table.ravel()[places[last]] = blocks[mine[last]]
 
     def append(self, slots: Ints, positions: Ints, token_ids: Ints) -> None:
         """A sampled token per slot, standing at `positions`."""

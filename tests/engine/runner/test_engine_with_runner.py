@@ -115,8 +115,7 @@ def test_seeded_samples_do_not_depend_on_depth_preemption_or_neighbours(decoder:
 def test_a_failing_step_costs_nobody_a_token(decoder: Decoder, dense: DenseLlama, site: str, depth: int) -> None:
     given = prompts(3)
     requests = [request(f"r{i}", p, max_tokens=6, frequency_penalty=1e-6) for i, p in enumerate(given)]
-    for skip in (1, 5):
-        with armed(site, skip=skip) as fault:
-            served = Served(decoder, requests, depth=depth, num_blocks=64).run()
-        assert fault.hits == 1
-        assert dict(served.tokens) == {(f"r{i}", 0): dense.greedy(prompt, 6) for i, prompt in enumerate(given)}
+    with armed(site, skip=3) as fault:
+        served = Served(decoder, requests, depth=depth, num_blocks=64).run()
+    assert fault.hits == 1
+    assert dict(served.tokens) == {(f"r{i}", 0): dense.greedy(prompt, 6) for i, prompt in enumerate(given)}

@@ -78,6 +78,22 @@ def test_a_new_sequence_finds_an_empty_table() -> None:
     assert not any(table[5].any() for table in state.tables)
 
 
+def test_the_last_entry_for_a_place_wins() -> None:
+    state = SlotState(max_num_seqs=4, max_model_len=4000, num_groups=1, block_size=4)
+    indices, blocks = [*range(900), *range(900)], [*range(1, 901), *range(2001, 2901)]
+    state.write_tables(
+        Plan(
+            step_id=1,
+            table_groups=array("i", [0] * 1800),
+            table_slots=array("i", [2] * 1800),
+            table_indices=array("i", indices),
+            table_blocks=array("i", blocks),
+        )
+    )
+    assert state.tables[0][2, :900].tolist() == blocks[900:]
+    assert not state.tables[0][[0, 1, 3]].any()
+
+
 def resident_kib() -> int:
     with open("/proc/self/smaps_rollup", encoding="ascii") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("Rss:"))

@@ -56,7 +56,7 @@ def mixed_rows(make_row: Any, seed: int) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_every_row_is_what_the_slow_choice_gives(make_row: Any, sample: Sample, slow: Callable[..., int], seed: int) -> None:
     rows = mixed_rows(make_row, seed)
     logits = np.random.default_rng(100 + seed).normal(0, 3, (len(rows), VOCAB)).astype(np.float32)
@@ -76,8 +76,11 @@ def test_a_row_alone_and_among_31_others_gives_the_same_token(make_row: Any, sam
     rng = np.random.default_rng(vocab)
     logits = rng.normal(0, 2, (32, vocab)).astype(np.float32)
     shapes: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.01}, {"repetition_penalty": 1.2}, {"temperature": 0.0}]
-    for step in range(6):
-        rows = [make_row(SamplingParams(seed=31 * step + i, logprobs=i % 3, **shapes[(i + step) % 6]), prompt=[1, i]) for i in range(32)]
+    for step in range(4):
+        rows = [
+            make_row(SamplingParams(seed=31 * step + i, logprobs=i % 3, **shapes[(i + step) % len(shapes)]), prompt=[1, i])
+            for i in range(32)
+        ]
         together = sample(logits, rows)
         for i in range(32):
             alone = sample(logits[i : i + 1], [rows[i]], slots=[5])
