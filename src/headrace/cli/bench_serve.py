@@ -61,7 +61,7 @@ def serve(
     records = asyncio.run(run_load(target, make_requests(num_prompts, shape, seed=seed), times))
     report = summarize(records, slo)
     settings = {"url": url, "model": target.model, "request_rate": request_rate, "burstiness": burstiness, "seed": seed, "shape": shape}
-    result = facts.result(settings=settings, report=report)
+    result = facts.result(settings=settings, client_kept_up=report.is_valid, report=report)
     write_result(output_json, result, records)
     print(json.dumps(to_plain(result), indent=1) if as_json else "\n".join(lines(report)))
     if not report.finished:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -42,6 +44,9 @@ FLAG_PATHS = {
     "drain_timeout": "drain_timeout_s",
 }
 """Parameter of `serve` -> path in the configuration; those missing here take more than setting one value."""
+
+READY_TIMEOUT_S = 30.0
+"""How long the gateway may take to connect to engines that are up, before the announcement is made anyway."""
 
 Flag = typer.Option
 
@@ -122,7 +127,34 @@ def run(config: ServeConfig) -> int:
     from headrace.fleet.weights import resolve_model
 
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
-    return int(run_fleet(config.fleet(resolve_model), on_ready=lambda ready: announce(config, ready)))
+
+    def on_ready(ready: FleetReady) -> None:
+        # On a thread: the callback runs on the supervisor's event loop, which must not wait.
+        threading.Thread(target=_announce_when_ready, args=(config, ready), name="announce", daemon=True).start()
+
+    return int(run_fleet(config.fleet(resolve_model), on_ready=on_ready))
+
+
+def _announce_when_ready(config: ServeConfig, ready: FleetReady) -> None:
+    """Engines and gateway are up; the gateway may still be connecting to them. What is announced must answer."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline and not _is_ready(_url(ready.gateway)):
+        time.sleep(0.05)
+    announce(config, ready)
+
+
+def _is_ready(url: str) -> bool:
+    from http.client import HTTPConnection, HTTPException
+    from urllib.parse import urlsplit
+
+    connection = HTTPConnection(urlsplit(url).netloc, timeout=2.0)
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def announce(config: ServeConfig, ready: FleetReady) -> None:

@@ -1,0 +1,124 @@
+"""The wheel holds everything the source does, and a server runs from it where there is no checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import urllib.request
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import text_kit
+
+from headrace.bundled import DEFAULT_MODEL, bundled_path
+from headrace.cli.child import URL_LINE
+from tests.house.reader import ROOT, SOURCE
+
+NOT_SHIPPED = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.pyc", ".*")
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "dtype": "float32",
+}
+
+
+def run(*command: str, folder: Path) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that nothing left in the checkout by an earlier build can get in."""
+    folder = tmp_path_factory.mktemp("build")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "src", folder / "src", ignore=NOT_SHIPPED)
+    run(
+        sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "-w", "dist", ".", folder=folder
+    )
+    (found,) = (folder / "dist").glob("headrace-*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("elsewhere")
+    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", "site", str(wheel), folder=folder)
+    return folder / "site"
+
+
+def test_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("headrace/")}
+    source = {
+        f"headrace/{path.relative_to(SOURCE)}"
+        for path in SOURCE.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and not path.name.startswith(".")
+    }
+    assert source - inside == set()
+    assert inside - source == set()
+
+
+def environment_of(site: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HEADRACE_"))}
+    return {**kept, "PYTHONPATH": str(site)}
+
+
+@contextmanager
+def serving(site: Path, *arguments: str) -> Iterator[str]:
+    """`headrace serve` from the installed wheel, in a folder of its own. Yields the URL it prints."""
+    command = [str(site / "bin" / "headrace"), "serve", "--port", "0", *arguments]
+    log = (site.parent / "log").open("w+")
+    process = subprocess.Popen(command, cwd=site.parent, env=environment_of(site), stdout=subprocess.PIPE, stderr=log, text=True)
+    assert process.stdout is not None
+    try:
+        found = next((match for line in process.stdout if (match := URL_LINE.match(line.strip()))), None)
+        log.seek(0)
+        assert found is not None, log.read()
+        yield found.group(1)
+    finally:
+        process.terminate()
+        process.wait(60)
+        process.stdout.close()
+        log.close()
+    assert process.returncode == 0
+
+
+def test_code_runs_from_the_wheel_and_not_from_the_checkout(installed: Path) -> None:
+    code = "import headrace, headrace.cli.main; print(headrace.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=installed, env=environment_of(installed), capture_output=True, text=True, check=True
+    )
+    assert Path(done.stdout.strip()).is_relative_to(installed)
+
+
+def test_server_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    arguments = []
+    if bundled_path(DEFAULT_MODEL) is None:  # a checkout before the bundled model was made: random weights of the same kind
+        text_kit.save_byte_level(tmp_path / DEFAULT_MODEL)
+        (tmp_path / DEFAULT_MODEL / "config.json").write_text(json.dumps(TINY))
+        arguments = [str(tmp_path / DEFAULT_MODEL), "--load-format", "dummy"]
+    question = {"model": DEFAULT_MODEL, "messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8}
+    with serving(installed, "--num-kv-blocks", "256", "--max-model-len", "256", *arguments) as url:
+        request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(question).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            answer = json.load(response)
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+    assert 1 <= answer["usage"]["completion_tokens"] <= 8
