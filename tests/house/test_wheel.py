@@ -14,29 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import text_kit
 
-from headrace.bundled import DEFAULT_MODEL, bundled_path
+from headrace.bundled import DEFAULT_MODEL
 from headrace.cli.child import URL_LINE
 from tests.house.reader import ROOT, SOURCE
+from tests.house.stand_in import stand_in
 
 NOT_SHIPPED = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.pyc", ".*")
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 512,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "dtype": "float32",
-}
 
 
 def run(*command: str, folder: Path) -> None:
@@ -110,11 +94,8 @@ def test_code_runs_from_the_wheel_and_not_from_the_checkout(installed: Path) -> 
 
 
 def test_server_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
-    arguments = []
-    if bundled_path(DEFAULT_MODEL) is None:  # a checkout before the bundled model was made: random weights of the same kind
-        text_kit.save_byte_level(tmp_path / DEFAULT_MODEL)
-        (tmp_path / DEFAULT_MODEL / "config.json").write_text(json.dumps(TINY))
-        arguments = [str(tmp_path / DEFAULT_MODEL), "--load-format", "dummy"]
+    made = stand_in(tmp_path)
+    arguments = [] if made is None else [made[0], "--load-format", made[1]]
     question = {"model": DEFAULT_MODEL, "messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8}
     with serving(installed, "--num-kv-blocks", "256", "--max-model-len", "256", *arguments) as url:
         request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(question).encode(), {"Content-Type": "application/json"})
