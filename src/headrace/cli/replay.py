@@ -25,6 +25,9 @@ def replay(
     num_kv_blocks: Annotated[
         int | None, typer.Option("--num-kv-blocks", help="Blocks of the replaying engine; default: as many as the plans name.")
     ] = None,
+    load_format: Annotated[str, typer.Option("--load-format", help="dummy: the random weights of --seed.")] = "auto",
+    seed: Annotated[int, typer.Option("--seed", help="Of random weights.")] = 0,
+    kernels: Annotated[str, typer.Option("--kernels", help="auto, numba or reference.")] = "auto",
     block_size: Annotated[int, typer.Option("--block-size", help="Tokens per block of the engine that made the dump.")] = 16,
 ) -> None:
     """Show a dumped ring of plans, or run it again."""
@@ -34,7 +37,12 @@ def replay(
         plans = load_plans(file.read_bytes())
     except OSError as error:
         raise ConfigError(str(file), f"cannot be read ({error.strerror})") from error
-    lines = _shown(plans, rows=rows, as_json=as_json) if model is None else _run(plans, model, num_kv_blocks, block_size, as_json=as_json)
+    if model is None:
+        lines = _shown(plans, rows=rows, as_json=as_json)
+    else:
+        options: dict[str, object] = {"load_format": load_format, "seed": seed, "kernels": kernels}
+        options |= {"block_size": block_size, "num_kv_blocks": num_kv_blocks}
+        lines = _run(plans, model, options, as_json=as_json)
     for line in lines:
         print(line, flush=True)
 
@@ -55,17 +63,18 @@ def _shown(plans: list[Plan], *, rows: bool, as_json: bool) -> Iterator[str]:
             yield from (f"    {line}" for line in detail)
 
 
-def _run(plans: list[Plan], model: str, num_kv_blocks: int | None, block_size: int, *, as_json: bool) -> Iterator[str]:
+def _run(plans: list[Plan], model: str, options: dict[str, object], *, as_json: bool) -> Iterator[str]:
+    """The plans on a fresh engine that is just large enough for them."""
+    from headrace.cli.config_decode import decode
     from headrace.engine.config import EngineConfig
     from headrace.engine.runner_build import build_runner
+    from headrace.fleet.weights import resolve_model
     from headrace.lab.replay import replay as run_again
 
-    blocks = num_kv_blocks or 1 + max((max(plan.table_blocks, default=0) for plan in plans), default=1)
-    slots = 1 + max((max(plan.slots, default=0) for plan in plans), default=0)
-    tokens = max((plan.num_tokens for plan in plans), default=1)
-    config = EngineConfig(
-        model=model, num_kv_blocks=blocks, block_size=block_size, max_num_seqs=slots, max_num_batched_tokens=max(tokens, slots)
-    )
+    seqs = 1 + max((max(plan.slots, default=0) for plan in plans), default=0)
+    options["num_kv_blocks"] = options["num_kv_blocks"] or 1 + max((max(plan.table_blocks, default=0) for plan in plans), default=1)
+    options |= {"max_num_seqs": seqs, "max_num_batched_tokens": max(seqs, *(plan.num_tokens for plan in plans))}
+    config = decode(EngineConfig, {**options, "model": str(resolve_model(model))})
     runner, _ = build_runner(config.checked())
     try:
         for done in run_again(plans, runner):

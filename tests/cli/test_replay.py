@@ -1,0 +1,79 @@
+"""`headrace replay`: the table, the rows, and the same tokens again from a real model with random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.replay import replay
+from headrace.core.plan_codec import PlanCodecError
+from headrace.core.update import Rejected, SequenceUpdate
+from headrace.engine.build import build_engine
+from headrace.engine.config import EngineConfig
+from headrace.lab.datasets import Shape, make_requests
+from headrace.lab.offline import Collector, run_offline
+from tests.house.stand_in import TINY
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dumped(model: Path) -> tuple[Path, list[int]]:
+    """The ring of an engine that answered three requests, and the tokens of its answers in the order they were sampled."""
+    collector, tokens = Collector(), list[int]()
+
+    def outbox(updates: list[SequenceUpdate | Rejected]) -> None:
+        tokens.extend(token for update in updates if isinstance(update, SequenceUpdate) for token in update.token_ids)
+        collector(updates)
+
+    config = EngineConfig(
+        model=str(model),
+        load_format="dummy",
+        seed=3,
+        kernels="reference",
+        num_threads=1,
+        num_kv_blocks=64,
+        max_num_batched_tokens=64,
+        max_num_seqs=8,
+    )
+    engine = build_engine(config.checked(), outbox)
+    run_offline(engine, collector, make_requests(3, Shape(input_tokens=20, output_tokens=5, low_id=5, high_id=300)))
+    engine.dump_plans(str(model / "ring"))
+    return model / "ring", tokens
+
+
+def test_plans_are_shown_as_a_table(dumped: tuple[Path, list[int]], capsys: pytest.CaptureFixture[str]) -> None:
+    dump, _ = dumped
+    replay(dump, rows=True)
+    text = capsys.readouterr().out
+    assert text.splitlines()[0].split()[:4] == ["step_id", "prefill_rows", "decode_rows", "tokens"]
+    assert "slot 0: positions 0..19 -> samples" in text
+    replay(dump, as_json=True)
+    plans = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert sum(plan["samples"] for plan in plans) == 15
+    assert sum(plan["tokens"] for plan in plans) == 3 * 20 + 3 * 4
+
+
+def test_plans_run_again_to_the_same_tokens(model: Path, dumped: tuple[Path, list[int]], capsys: pytest.CaptureFixture[str]) -> None:
+    dump, tokens = dumped
+    replay(dump, model=str(model), load_format="dummy", seed=3, kernels="reference", as_json=True)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert all(line["skipped_rows"] == 0 and line["errors"] == [] and line["ms"] > 0 for line in lines)
+    assert len(tokens) == 15
+    assert [token for line in lines for token in line["sampled"]] == tokens
+    replay(dump, model=str(model), load_format="dummy", seed=4, kernels="reference", as_json=True)
+    others = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [token for line in others for token in line["sampled"]] != tokens  # other weights
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").write_bytes(b"not plans")
+    with pytest.raises(PlanCodecError, match="not a plan dump"):
+        replay(tmp_path / "other")
