@@ -122,8 +122,12 @@ class FakeReplica:
         stream = ReplicaStream(request, Handle(len(self.requests) + 1), on_end=self._ended, on_leave=self.cancel)
         self.requests.append(request)
         self.streams[request.request_id] = stream
-        if self.on_submit is not None:
-            self.on_submit(request, stream)
+        try:
+            if self.on_submit is not None:
+                self.on_submit(request, stream)
+        except Exception:
+            self._ended(stream)
+            raise
         task = asyncio.create_task(self._speak(request, stream))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)

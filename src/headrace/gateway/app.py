@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -117,7 +118,7 @@ class Gateway:
             exchange.record.outcome = "cancelled"
             raise
         except Exception as error:  # the outermost border: a bug of ours must not take the connection's neighbours with it
-            log.exception("request %s failed", exchange.request_id)
+            log.error("request %s failed: %s", exchange.request_id, fault(error))
             exchange.record.detail = type(error).__name__
             await self._fail(exchange, error)
         finally:
@@ -169,6 +170,14 @@ def outcome_of(error: Exception, status: int) -> str:
     if isinstance(error, InvalidRequest | Overloaded) or status < 500:
         return "rejected"
     return "error"
+
+
+def fault(error: BaseException) -> str:
+    """Where a fault of ours came from: types and places, without the exceptions' texts, which may quote a client's words."""
+    parts = ["".join(traceback.format_tb(error.__traceback__)) + type(error).__name__]
+    if error.__cause__ is not None:
+        parts.append(f"caused by {fault(error.__cause__)}")
+    return "\n".join(parts)
 
 
 def sane_request_id(value: bytes | None) -> str | None:

@@ -176,6 +176,8 @@ def config_from(data: object) -> GatewayConfig:
     except msgspec.ValidationError as error:
         raise ConfigError("gateway configuration", str(error)) from None
     hashed = tuple(_hashed(key) for key in config.checked().api_keys)
+    if len({key.sha256 for key in hashed}) != len(hashed):
+        raise ConfigError("api_keys", "names a key twice", "Each key belongs to one tenant.")
     return replace(config, api_keys=hashed)
 
 

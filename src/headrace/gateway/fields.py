@@ -180,7 +180,7 @@ def unknown_field(name: str, known: Iterable[str], prefix: str = "") -> InvalidR
 def off_words(rule: FieldRule) -> str:
     """The rule of a refused field in words: which values mean off."""
     shown = ["absent", "null", *(_json(off) for off in rule.off)]
-    return "to be " + ", ".join(shown[:-1]) + " or " + shown[-1]
+    return ", ".join(shown[:-1]) + " or " + shown[-1]
 
 
 def _json(value: object) -> str:
@@ -203,6 +203,6 @@ def render_table() -> str:
     """The rows as the Markdown table of docs/api.md."""
     lines = ["| field | endpoints | treatment | rule |", "|---|---|---|---|"]
     for rule in TABLE:
-        note = f"Only {off_words(rule).removeprefix('to be ')}. {rule.note}" if rule.treatment is Treatment.REFUSED else rule.note
+        note = f"Only {off_words(rule)}. {rule.note}" if rule.treatment is Treatment.REFUSED else rule.note
         lines.append(f"| `{rule.name}` | {', '.join(rule.endpoints)} | {rule.treatment} | {note} |")
     return "\n".join(lines) + "\n"

@@ -34,6 +34,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's legacy default of /v1/completions; a chat without max_tokens may use what the context leaves."""
 
 MAX_CACHE_SALT_CHARS = 256
+REQUIRED = "presence (it is required)"
+ROLES = ("system", "developer", "user", "assistant")
 MAX_PARTS = 4096
 """Content parts of all messages together: each costs more than its bytes."""
 
@@ -51,7 +53,17 @@ AS_GIVEN += ("include_stop_str_in_output", "skip_special_tokens")
 FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters whose default is the model's generation_config.json (vLLM does the same)."""
 
-_PATH = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?\Z", re.DOTALL)
+_PATH = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?\Z", re.DOTALL)
+_EXPECTED = re.compile(r"Expected (?P<kinds>`[^`]*`)(?:, got .*)?\Z", re.DOTALL)
+_KINDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 
@@ -62,7 +74,7 @@ def parse_chat(body: dict[str, object], limits: Limits) -> ChatRequest:
     check_messages(fields.get("messages"), limits)
     request = convert(fields, ChatRequest)
     if request.top_logprobs is not None and not request.logprobs:
-        raise InvalidRequest("top_logprobs", "logprobs to be true", request.top_logprobs)
+        raise InvalidRequest("top_logprobs", "logprobs = true beside it", request.top_logprobs)
     if request.max_completion_tokens is not None:
         if request.max_tokens not in (None, request.max_completion_tokens):
             raise InvalidRequest(
@@ -92,7 +104,7 @@ def parse_tokenize(body: dict[str, object], limits: Limits) -> TokenizeRequest:
         check_messages(body["messages"], limits)
     request = convert(body, TokenizeRequest)
     if (request.prompt is None) == (request.messages is None):
-        raise InvalidRequest("prompt", "either prompt or messages to be given")
+        raise InvalidRequest("prompt", "exactly one of prompt and messages")
     return request
 
 
@@ -165,7 +177,7 @@ def check_messages(messages: object, limits: Limits) -> None:
     """Types of every message, so that an error names its index. Raises InvalidRequest."""
     if not isinstance(messages, list) or not messages:
         if messages is None:
-            raise InvalidRequest("messages", "to be given")
+            raise InvalidRequest("messages", REQUIRED)
         raise InvalidRequest("messages", "a list of at least one message", messages)
     if len(messages) > limits.max_messages:
         raise InvalidRequest("messages", f"at most {limits.max_messages} messages", len(messages), "Drop the oldest ones.")
@@ -179,9 +191,9 @@ def check_messages(messages: object, limits: Limits) -> None:
         checked = convert(message, Message, prefix)
         for name in ("tool_calls", "annotations"):
             if getattr(checked, name):
-                raise InvalidRequest(f"{prefix}.{name}", "to be absent, null or empty", remedy="Tool calls are not served yet.")
+                raise InvalidRequest(f"{prefix}.{name}", "absent, null or empty", remedy="Tool calls are not served yet.")
         if checked.reasoning_content is not None:
-            raise InvalidRequest(f"{prefix}.reasoning_content", "to be absent or null")
+            raise InvalidRequest(f"{prefix}.reasoning_content", "absent or null")
 
 
 def template_messages(messages: Iterable[Message]) -> list[dict[str, object]]:
@@ -218,9 +230,9 @@ def _check_content(content: object, path: str) -> None:
 
 def _check_shared(request: SamplingFields, limits: Limits, num_prompts: int = 1) -> None:
     if request.stream_options is not None and not request.stream:
-        raise InvalidRequest("stream_options", "stream to be true")
+        raise InvalidRequest("stream_options", "stream = true beside it")
     if request.stream and request.prompt_logprobs is not None:
-        raise InvalidRequest("prompt_logprobs", "stream to be false", request.prompt_logprobs)
+        raise InvalidRequest("prompt_logprobs", "stream = false beside it", request.prompt_logprobs)
     if num_prompts * request.n > limits.max_sequences:
         raise InvalidRequest("n", f"prompts ({num_prompts}) times n <= {limits.max_sequences}", request.n, "Send several requests.")
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
@@ -236,18 +248,31 @@ def _translated(message: str, data: object, kind: type[msgspec.Struct], prefix: 
     what, path = (match["what"], match["path"] or "") if match else (message, "")
     field = ".".join(part for part in (prefix, path) if part)
     if missing := _MISSING.match(what):
-        return InvalidRequest(".".join(part for part in (field, missing["name"]) if part), "to be given")
+        return InvalidRequest(".".join(part for part in (field, missing["name"]) if part), REQUIRED)
     if unknown := _UNKNOWN.match(what):
         nested = StreamOptions if path == "stream_options" else TextPart if "content" in path else kind
         return unknown_field(unknown["name"], _KNOWN.get(nested, kind.__struct_fields__), f"{field}." if field else "")
-    limit = what.removeprefix("Expected ").replace("`", "")
-    return InvalidRequest(field or "body", limit[:1].lower() + limit[1:], _value_at(data, path))
+    return InvalidRequest(field or "body", _limit(what), _value_at(data, path))
+
+
+def _limit(what: str) -> str:
+    """msgspec's "Expected `int | str`, got `bool`" as a rule in words; its other sentences without the quotes."""
+    if what.startswith("Invalid enum value"):
+        return "one of " + ", ".join(ROLES)
+    expected = _EXPECTED.match(what)
+    if expected is None:
+        return what.replace("`", "'")[:1].lower() + what.replace("`", "'")[1:]
+    kinds = [_KINDS.get(kind.strip(), kind.strip()) for kind in expected["kinds"].strip("`").split("|")]
+    return " or ".join(kinds)
 
 
 def _value_at(data: object, path: str) -> object:
-    """What the client sent at a path of plain names; None (not shown) where the path has an open index."""
-    for name in path.split("."):
-        if not isinstance(data, dict) or name not in data:
+    """What the client sent at a path of names and indices; None (not shown) where the path does not lead to one value."""
+    for name, index in re.findall(r"([^.\[\]]+)|\[([^\]]*)\]", path):
+        if name and isinstance(data, dict):
+            data = data.get(name)
+        elif index.isdigit() and isinstance(data, list) and int(index) < len(data):
+            data = data[int(index)]
+        else:
             return None
-        data = data[name]
     return data

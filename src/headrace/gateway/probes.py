@@ -84,7 +84,9 @@ def _ids(model: ServedModel, request: schemas.TokenizeRequest) -> list[int]:
     tokenizer = model.text.tokenizer
     if request.messages is not None:
         if request.add_special_tokens:
-            raise InvalidRequest("add_special_tokens", "to be false beside messages", True, "The template writes the begin token.")
+            raise InvalidRequest(
+                "add_special_tokens", "absent, null or false beside messages", True, "The template writes the begin token."
+            )
         messages = template_messages(request.messages)
         return model.text.template.encode(tokenizer, messages, add_generation_prompt=request.add_generation_prompt)
     assert request.prompt is not None

@@ -51,6 +51,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     _is_in_head = True
     _is_in_body = False
+    _is_refused = False
+    _read_bytes = 0
     _wire_bytes = 0
     _body_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
@@ -79,8 +81,9 @@ class BoundedProtocol(HttpToolsProtocol):
     # -- what arrives ------------------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
             return
+        self._read_bytes = len(data)
         self._wire_bytes += len(data)
         super().data_received(data)
         limits = self.bounds.limits
@@ -94,7 +97,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._is_in_head, self._is_in_body = True, False
-        self._wire_bytes = self._body_bytes = 0
+        self._wire_bytes, self._body_bytes = self._read_bytes, 0  # at most: an earlier message's end may be in the same read
         self._stop_timers("_head_timer")
         self._head_timer = self._after(self.bounds.timeouts.header_s, self._head_late)
         self.scope["extensions"] = {ABORT_EXTENSION: self.transport.abort}  # type: ignore[dict-item]
@@ -104,9 +107,9 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._is_in_head, self._is_in_body = False, True
+        self._is_in_head = False
         self._stop_timers("_head_timer")
-        if self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
             return  # pipelined behind something that was refused
         limits = self.bounds.limits
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -115,17 +118,18 @@ class BoundedProtocol(HttpToolsProtocol):
         elif size > limits.max_header_bytes:
             self._refuse(431, f"Headers must be at most {limits.max_header_bytes} bytes.")
         else:
+            self._is_in_body = True
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
-        if not self.transport.is_closing():
+        if not (self._is_refused or self.transport.is_closing()):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._is_in_body = False
-        self._stop_timers("_linger_timer")
-        if not self.transport.is_closing():
+        if not (self._is_refused or self.transport.is_closing()):
+            self._stop_timers("_linger_timer")
             super().on_message_complete()
 
     # -- what leaves -------------------------------------------------------------------------------------------------------------
@@ -149,16 +153,36 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(400, "Invalid HTTP request.")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer outside of any request and close. Behind the first bytes of another answer nothing may be written: just close."""
-        if self.transport.is_closing():
+        """Answer in the application's place, hear no more, and close.
+
+        The sending half is closed at once and the rest LINGER_S later: closing over unread bytes would reset the connection, and the
+        client would lose the answer.
+        """
+        if self._is_refused or self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            body = msgspec.json.encode(ErrorBody(ErrorObject(message, "invalid_request_error", None, "bad_http")))
-            self.transport.write(
-                b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %s\r\nconnection: close\r\n\r\n%s"
-                % (status, REASONS[status], len(body), os.urandom(12).hex().encode(), body)
-            )
-        self._close()
+        self._is_refused = True
+        self._stop_timers("_head_timer")
+        if not self._may_answer():
+            self._close()
+            return
+        body = msgspec.json.encode(ErrorBody(ErrorObject(message, "invalid_request_error", None, "bad_http")))
+        self.transport.write(
+            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %s\r\nconnection: close\r\n\r\n%s"
+            % (status, REASONS[status], len(body), os.urandom(12).hex().encode(), body)
+        )
+        self.transport.write_eof()
+        self._linger_timer = self._after(LINGER_S, self._close)
+
+    def _may_answer(self) -> bool:
+        """Whether an answer written now would be the next one the client waits for. If so, nobody else writes it."""
+        cycle = self.cycle
+        if not self._is_in_body:
+            return cycle is None or cycle.response_complete
+        if self.pipeline or cycle.response_started:
+            return False
+        cycle.disconnected = True  # for the application the client has left
+        cycle.message_event.set()
+        return True
 
     def _head_late(self) -> None:
         if not self._is_in_head:

@@ -6,7 +6,7 @@ absent means "the default applies". Answers have OpenAI's shapes, with vLLM's ad
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType, field
 
@@ -24,15 +24,15 @@ class Message(Struct, forbid_unknown_fields=True):
     # Present in what SDKs send back of an earlier answer; there is nothing in them while tools and audio are not served.
     refusal: None = None
     audio: None = None
-    tool_calls: list[object] | None = None
+    tool_calls: list[Any] | None = None
     function_call: None = None
     reasoning_content: None = None
-    annotations: list[object] | None = None
+    annotations: list[Any] | None = None
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool = False
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: None = None
 
 
 class SamplingFields(Struct, kw_only=True):
@@ -68,7 +68,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, object] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     logprobs: bool = False
     top_logprobs: int | None = None
 

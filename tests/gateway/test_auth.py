@@ -1,0 +1,298 @@
+"""Who may: default-deny on every route and method, whatever the request looks like; Host and Origin; keys that stay secret."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_kit import MODEL, TestBench, chat_body, dial, open_bench, serving
+
+from headrace.core.request import PriorityClass
+from headrace.gateway.app import ENDPOINTS
+from headrace.text.folder import TextModel
+
+KEY = "sk-canary-7f3a9c51d2e84b60"
+OTHER = "sk-other-0123456789abcdef"
+KEYS = [
+    {"key": KEY, "tenant": "alice", "priority": "standard", "weight": 2.5},
+    {"sha256": hashlib.sha256(OTHER.encode()).hexdigest(), "tenant": "bob", "priority": "premium"},
+]
+PUBLIC = {"/health", "/live", "/ready"}
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
+BAD = {
+    "none": {},
+    "unknown": {"authorization": "Bearer sk-wrong-0123456789abcdef"},
+    "prefix": {"authorization": f"Bearer {KEY[:-1]}"},
+    "longer": {"authorization": f"Bearer {KEY}x"},
+    "case": {"authorization": f"Bearer {KEY.upper()}"},
+    "empty": {"authorization": "Bearer "},
+    "basic": {"authorization": f"Basic {KEY}"},
+    "bare": {"authorization": KEY},
+    "digest": {"authorization": f"Bearer {hashlib.sha256(KEY.encode()).hexdigest()}"},
+    "x-api-key": {"x-api-key": KEY},
+    "huge": {"authorization": "Bearer " + "x" * 10_000},
+    "sql": {"authorization": "Bearer ' OR '1'='1"},
+    "forwarded": {"x-forwarded-for": "127.0.0.1", "x-real-ip": "127.0.0.1", "forwarded": "for=127.0.0.1"},
+    "rewritten": {"x-original-url": "/health", "x-rewrite-url": "/health", "x-forwarded-prefix": "/health"},
+    "override": {"x-http-method-override": "GET", "x-forwarded-host": "localhost", "x-forwarded-proto": "https"},
+}
+
+
+@pytest.fixture
+async def keyed(text: TextModel) -> AsyncIterator[TestBench]:
+    async with open_bench(text, api_keys=KEYS) as opened:
+        yield opened
+
+
+def path_of(path: str) -> str:
+    return path.replace("{model:path}", MODEL).replace("{name}", "docs.js")
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("endpoint", [endpoint for endpoint in ENDPOINTS if endpoint.path not in PUBLIC], ids=lambda e: e.path)
+async def test_every_route_and_method_wants_a_key(keyed: TestBench, endpoint: Any, bad: str) -> None:
+    for method in METHODS:
+        response = await keyed.client.request(method, path_of(endpoint.path), headers=BAD[bad])
+        assert response.status_code == 401, (method, endpoint.path)
+        if method != "HEAD":
+            assert response.json()["error"]["code"] == "invalid_api_key"
+        assert response.headers["www-authenticate"] == "Bearer"
+
+
+def test_only_probes_are_public() -> None:
+    assert {endpoint.path for endpoint in ENDPOINTS if endpoint.is_public} == PUBLIC
+
+
+VARIANTS = [
+    "//v1/models",
+    "/v1//models",
+    "/v1/models/",
+    "/v1/models/..",
+    "/V1/models",
+    "/v1/./models",
+    "/health/../v1/models",
+    "/health/..;/v1/models",
+    "/health%2f..%2fv1%2fmodels",
+    "/%76%31/models",
+    "/v1%2fmodels",
+    "/v1/models%00",
+    "/health%00/v1/models",
+    "/health;/v1/models",
+    "/health/",
+    "//health",
+    "/./health",
+    "/health%20",
+    "/health%0d%0a",
+    "/HEALTH",
+    "/live/x",
+    "/ready%2f",
+    "/v1/models?x=/health",
+    "/metrics?/health",
+    "/v1/models/%2e%2e/%2e%2e/health",
+    "/docs/..%2f..%2fhealth",
+    "/docs/%2e%2e/health",
+    "/\\health",
+    "/health\\..\\v1/models",
+    "/docs//health",
+]
+
+
+@pytest.mark.parametrize("path", VARIANTS)
+@pytest.mark.parametrize(
+    "forged", [{}, {"host": "localhost/health?"}, {"x-forwarded-prefix": "/health"}, {"referer": "http://localhost/health"}]
+)
+async def test_path_variants_open_nothing(keyed: TestBench, path: str, forged: dict[str, str]) -> None:
+    """Sent as raw bytes: no client normalises them on the way."""
+    async with serving(keyed.gateway) as port, dial(port) as (reader, writer):
+        lines = {"host": "localhost", "connection": "close", **forged}
+        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        writer.write(f"GET {path} HTTP/1.1\r\n{head}\r\n".encode())
+        status = int((await reader.readline()).split()[1])
+        body = await reader.read()
+        assert status in (400, 401, 403), path
+        assert b"max_model_len" not in body
+
+
+@pytest.mark.parametrize(
+    "target", ["http://localhost/v1/models", "http://localhost@evil/v1/models", "http://evil/health/../v1/models", "*", "v1/models"]
+)
+async def test_absolute_and_odd_targets_open_nothing(keyed: TestBench, target: str) -> None:
+    async with serving(keyed.gateway) as port, dial(port) as (reader, writer):
+        writer.write(f"GET {target} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
+        assert int((await reader.readline()).split()[1]) in (400, 401)
+
+
+async def test_several_authorizations_are_none(keyed: TestBench) -> None:
+    headers = [("authorization", f"Bearer {KEY}"), ("authorization", "Bearer other")]
+    assert (await keyed.client.get("/v1/models", headers=headers)).status_code == 401
+
+
+@pytest.mark.parametrize(("key", "tenant", "priority", "weight"), [(KEY, "alice", "STANDARD", 2.5), (OTHER, "bob", "PREMIUM", 1.0)])
+async def test_a_key_brings_its_tenant_class_and_weight(keyed: TestBench, key: str, tenant: str, priority: str, weight: float) -> None:
+    response = await keyed.client.post("/v1/chat/completions", json=chat_body(), headers={"authorization": f"Bearer {key}"})
+    assert response.status_code == 200
+    sent = keyed.replica.requests[0]
+    assert (sent.tenant, sent.priority, sent.weight) == (tenant, PriorityClass[priority], weight)
+
+
+@pytest.mark.parametrize(("asked", "status"), [("premium", 400), (0, 400), ("standard", 200), ("batch", 200), (2, 200), ("root", 400)])
+async def test_a_body_may_only_lower_its_class(keyed: TestBench, asked: Any, status: int) -> None:
+    response = await keyed.client.post("/v1/chat/completions", json=chat_body(priority=asked), headers={"authorization": f"bearer {KEY}"})
+    assert response.status_code == status
+    if status == 200:
+        wanted = PriorityClass.BATCH if asked in ("batch", 2) else PriorityClass.STANDARD
+        assert keyed.replica.requests[0].priority is wanted
+
+
+async def test_salts_differ_by_tenant_and_by_cache_salt(keyed: TestBench) -> None:
+    for key, extra in ((KEY, {}), (OTHER, {}), (KEY, {"cache_salt": "x"}), (KEY, {}), (OTHER, {"cache_salt": "x"})):
+        await keyed.client.post("/v1/chat/completions", json=chat_body(**extra), headers={"authorization": f"Bearer {key}"})
+    salts = [request.salt for request in keyed.replica.requests]
+    assert salts[0] == salts[3]
+    assert len(set(salts)) == 4
+
+
+async def test_metrics_may_be_opened(text: TextModel) -> None:
+    async with open_bench(text, api_keys=KEYS, open_metrics=True) as bench:
+        assert (await bench.client.get("/metrics")).status_code == 200
+        assert (await bench.client.get("/v1/models")).status_code == 401
+
+
+async def test_unknown_paths_tell_nothing_without_a_key(keyed: TestBench) -> None:
+    assert (await keyed.client.get("/nope")).status_code == 401
+    found = await keyed.client.get("/nope", headers={"authorization": f"Bearer {KEY}"})
+    assert (found.status_code, found.json()["error"]["code"]) == (404, "not_found")
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/load_lora_adapter", "/update_weights", "/admin", "/v1/files", "/sleep", "/reset_prefix_cache", "/shutdown", "/pause"]
+)
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "PUT"])
+async def test_there_is_no_admin_surface(bench: TestBench, path: str, method: str) -> None:
+    assert (await bench.client.request(method, path)).status_code == 404
+
+
+async def test_wrong_method_names_the_right_ones(bench: TestBench) -> None:
+    response = await bench.client.get("/v1/chat/completions")
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert response.json()["error"]["code"] == "method_not_allowed"
+
+
+HOSTS = [
+    "evil.example",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    "2130706433",
+    "127.1",
+    "0.0.0.0",
+    "[::ffff:127.0.0.1]",
+    "local host",
+]
+HOSTS += [
+    "localhost:99999999",
+    "localhost@evil",
+    "evil#localhost",
+    "",
+    "localhost,evil",
+    "lo\u00e7alhost",
+    "localhost/",
+    "[::1",
+    "192.168.0.1",
+]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+async def test_foreign_hosts_are_refused(bench: TestBench, host: str) -> None:
+    response = await bench.client.get("/v1/models", headers=[(b"host", host.encode())])
+    assert response.status_code in (400, 403)
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:80", "[::1]:8000"])
+async def test_loopback_hosts_are_answered(bench: TestBench, host: str) -> None:
+    assert (await bench.client.get("/v1/models", headers={"host": host})).status_code == 200
+
+
+ORIGINS = [
+    "http://evil.example",
+    "https://localhost.evil.example",
+    "null",
+    "file://",
+    "http://localhost:9999",
+    "localhost",
+    "http://localhost@evil",
+]
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
+async def test_foreign_origins_are_refused(bench: TestBench, origin: str, method: str) -> None:
+    response = await bench.client.request(method, "/v1/chat/completions", headers={"origin": origin}, json=chat_body())
+    assert response.status_code == 403
+    assert "access-control-allow-origin" not in response.headers
+
+
+async def test_own_origin_is_answered(bench: TestBench) -> None:
+    assert (await bench.client.get("/v1/models", headers={"origin": "http://localhost", "host": "localhost"})).status_code == 200
+
+
+@pytest.mark.parametrize(("allowed", "status"), [([], 200), (["api.example"], 403)])
+async def test_bound_elsewhere_any_host_unless_listed(text: TextModel, allowed: list[str], status: int) -> None:
+    async with open_bench(text, host="0.0.0.0", allowed_hosts=allowed) as bench:
+        assert (await bench.client.get("/live", headers={"host": "other.example"})).status_code == status
+        assert (await bench.client.get("/live", headers={"host": "api.example:8000"})).status_code == 200
+
+
+async def test_keys_and_prompts_are_in_no_output(text: TextModel, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A canary key and a canary prompt through answers, errors, metrics, schemas, both logs and the configuration's repr."""
+    canary = "xyzzy-canary-prompt"
+    logged = tmp_path / "requests.jsonl"
+    outputs: list[str] = []
+    with caplog.at_level(logging.DEBUG):
+        async with open_bench(text, api_keys=KEYS, request_log=str(logged)) as bench:
+            headers = {"authorization": f"Bearer {KEY}", "x-request-id": f"id-{KEY}"[:20]}
+            for body in (chat_body(), chat_body(temperature=9), {"model": MODEL}):
+                body = {**body, "user": canary}
+                outputs.append((await bench.client.post("/v1/chat/completions", json=body, headers=headers)).text)
+            bench.replica.on_submit = lambda request, stream: (_ for _ in ()).throw(RuntimeError(f"{canary}"))
+            failed = await bench.client.post(
+                "/v1/chat/completions", json=chat_body(messages=[{"role": "user", "content": canary}]), headers=headers
+            )
+            assert failed.status_code == 500
+            outputs.append(failed.text)
+            for path in ("/metrics", "/openapi.json", "/ready", "/v1/models", "/load"):
+                answer = await bench.client.get(path, headers=headers)
+                assert answer.status_code == 200, path
+                outputs.append(answer.text)
+            outputs.append(repr(bench.gateway.service.config))
+    outputs += [logged.read_text(), caplog.text]
+    for output in outputs:
+        assert KEY not in output
+        assert canary not in output
+    assert all("detail" not in line or line["detail"] == "RuntimeError" for line in map(json.loads, logged.read_text().splitlines()))
+
+
+async def test_a_bug_is_answered_without_its_words(bench: TestBench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.replica.on_submit = lambda request, stream: (_ for _ in ()).throw(ValueError("at 0x7f12345678 in /srv/secret.py"))
+    response = await bench.chat()
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal_error"
+    assert "0x7f" not in response.text
+    assert "secret" not in response.text
+    assert response.headers["x-request-id"] in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "logged"), [("abc-123", "abc-123"), ("a" * 129, None), ("a b", None), ("\u00e4", None), ("x\ty", None), ("", None)]
+)
+async def test_client_request_id_is_only_logged(text: TextModel, tmp_path: Path, given: str, logged: str | None) -> None:
+    path = tmp_path / "log"
+    async with open_bench(text, request_log=str(path)) as bench:
+        response = await bench.client.get("/live", headers=[(b"x-request-id", given.encode())])
+    line = json.loads(path.read_text())
+    assert line.get("client_request_id") == logged
+    assert response.headers["x-request-id"] == line["request_id"] != given

@@ -1,0 +1,222 @@
+"""Bare sockets against the real server: slow, huge, broken and smuggled HTTP is refused, closed, and harms nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import pytest
+from gateway_kit import TestBench, chat_body, dial, eventually, open_bench, post, serving
+
+from headrace.text.folder import TextModel
+
+
+@pytest.fixture
+async def port(text: TextModel) -> AsyncIterator[int]:
+    timeouts = {"header_s": 0.3, "body_s": 0.3, "keep_alive_s": 1}
+    async with open_bench(text, timeouts=timeouts, limits={"max_header_bytes": 4096, "max_headers": 20}) as bench:
+        async with serving(bench.gateway) as port:
+            yield port
+        assert bench.replica.requests == [] or all(request.prompt_ids for request in bench.replica.requests)
+
+
+async def talk(port: int, *pieces: bytes, pause_s: float = 0.0) -> bytes:
+    """Everything the server says until it closes, after sending `pieces`."""
+    async with asyncio.timeout(10), dial(port) as (reader, writer):
+        for piece in pieces:
+            writer.write(piece)
+            await asyncio.sleep(pause_s)
+        return await reader.read()
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+GET = b"GET /live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
+async def test_server_answers(port: int) -> None:
+    assert status(await talk(port, GET)) == 200
+
+
+BROKEN = {
+    "garbage": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+    "http2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "no-version": b"GET /live\r\n\r\n",
+    "bad-version": b"GET /live HTTP/9.9\r\nhost: localhost\r\n\r\n",
+    "bad-method": b"G\x00T /live HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    "no-host": b"GET /live HTTP/1.1\r\nconnection: close\r\n\r\n",
+    "two-hosts": b"GET /live HTTP/1.1\r\nhost: localhost\r\nhost: evil\r\nconnection: close\r\n\r\n",
+    "bare-lf-header": b"GET /live HTTP/1.1\nhost: localhost\n\n",
+    "space-before-colon": b"GET /live HTTP/1.1\r\nhost : localhost\r\n\r\n",
+    "folded": b"GET /live HTTP/1.1\r\nhost: localhost\r\nx: a\r\n b\r\nconnection: close\r\n\r\n",
+    "nul-in-header": b"GET /live HTTP/1.1\r\nhost: local\x00host\r\n\r\n",
+    "non-ascii-path": b"GET /li\xffve HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n",
+    "length-and-chunked": HEAD + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    "two-lengths": HEAD + b"content-length: 2\r\ncontent-length: 20\r\n\r\n{}",
+    "length-text": HEAD + b"content-length: abc\r\n\r\n{}",
+    "length-negative": HEAD + b"content-length: -1\r\n\r\n{}",
+    "length-huge": HEAD + b"content-length: 99999999999999999999999\r\n\r\n{}",
+    "length-plus": HEAD + b"content-length: +2\r\n\r\n{}",
+    "chunked-not-last": HEAD + b"transfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+    "chunked-obfuscated": HEAD + b"transfer-encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "chunk-size-text": HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+    "chunk-size-huge": HEAD + b"transfer-encoding: chunked\r\n\r\nfffffffffffffffff\r\n{}\r\n",
+    "chunk-without-crlf": HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\n{}0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+async def test_broken_http_is_refused(port: int, name: str) -> None:
+    answer = await talk(port, BROKEN[name])
+    assert answer.count(b"HTTP/1.1 ") == 1, "one answer, nothing smuggled"
+    assert status(answer) in (400, 415)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"x-request-id" in head
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    assert status(await talk(port, GET)) == 200
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /live HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 8000 + b"\r\n\r\n",
+        b"GET /live?" + b"a" * 8000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nhost: localhost\r\n" + b"".join(b"x%d: a\r\n" % number for number in range(30)) + b"\r\n",
+        b"GET /live HTTP/1.1\r\nhost: localhost\r\n" + b"x: " + b"a" * 500_000,
+    ],
+    ids=["one-header", "url", "count", "endless"],
+)
+async def test_large_heads_are_refused(port: int, head: bytes) -> None:
+    answer = await talk(port, head)
+    assert status(answer) == 431
+    assert b"connection: close" in answer
+
+
+async def test_slow_headers_are_refused(port: int) -> None:
+    assert status(await talk(port, b"GET /live HTTP/1.1\r\n", b"host: local")) == 408
+
+
+async def test_trickled_headers_are_refused(port: int) -> None:
+    """A byte now and then does not keep a head alive."""
+    async with asyncio.timeout(10), dial(port) as (reader, writer):
+        answer = asyncio.create_task(reader.read())
+        for byte in b"GET /live HTTP/1.1\r\nhost: localhost\r\nx: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa":
+            if answer.done():
+                break
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0.02)
+        assert status(await answer) == 408
+
+
+async def test_silent_connections_are_closed(port: int) -> None:
+    assert await talk(port) == b""
+
+
+async def test_slow_body_is_refused(port: int) -> None:
+    answer = await talk(port, HEAD + b"content-length: 100\r\n\r\n", b'{"mo')
+    assert status(answer) == 408
+    assert b"read_timeout" in answer
+
+
+async def test_idle_connection_is_closed_after_keep_alive(port: int) -> None:
+    answer = await talk(port, GET.replace(b"connection: close\r\n", b""))
+    assert status(answer) == 200
+
+
+async def test_announced_large_body_is_refused_before_it_is_sent(port: int) -> None:
+    async with asyncio.timeout(10), dial(port) as (reader, writer):
+        writer.write(HEAD + b"expect: 100-continue\r\ncontent-length: 99999999\r\n\r\n")
+        assert b" 413 " in await reader.readline()
+
+
+async def send_for_ever(writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(b"x" * 1000)
+        await writer.drain()
+        await asyncio.sleep(0.02)
+
+
+async def test_unwanted_body_is_thrown_away_for_a_moment_only(port: int) -> None:
+    """The refusal can be read although the body is still coming; a sender that never stops is cut off."""
+    async with asyncio.timeout(20), dial(port) as (reader, writer):
+        writer.write(HEAD + b"content-length: 99999999\r\n\r\n")
+        assert b" 413 " in await reader.readline()
+        with pytest.raises(ConnectionError):
+            await send_for_ever(writer)
+
+
+@pytest.mark.parametrize("chunk", [b"1\r\nx\r\n", b"1;" + b"e" * 2000 + b"\r\nx\r\n"], ids=["tiny", "extensions"])
+async def test_floods_of_chunks_are_cut_off(text: TextModel, chunk: bytes) -> None:
+    """The wire may cost a few times the body, not any number of times."""
+    async with (
+        open_bench(text, limits={"max_body_bytes": 100_000}) as bench,
+        serving(bench.gateway) as port,
+        asyncio.timeout(20),
+        dial(port) as (reader, writer),
+    ):
+        answer = asyncio.create_task(reader.readline())
+        writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n")
+        for _ in range(3000):
+            writer.write(chunk * 200)
+            await writer.drain()
+            if answer.done():
+                break
+        assert status(await answer) in (400, 413)
+
+
+async def test_chunked_bodies_of_any_cut_are_read(bench: TestBench) -> None:
+    body = json.dumps(chat_body(max_tokens=1)).encode()
+    head = HEAD.replace(b"/v1/completions", b"/v1/chat/completions") + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    async with serving(bench.gateway) as port:
+        for size in (1, 7, len(body)):
+            chunks = b"".join(b"%x\r\n%s\r\n" % (len(body[at : at + size]), body[at : at + size]) for at in range(0, len(body), size))
+            answer = await talk(port, head + chunks + b"0\r\nx-trailer: 1\r\n\r\n")
+            assert status(answer) == 200
+
+
+async def test_pipelined_requests_are_answered_in_order(bench: TestBench) -> None:
+    async with serving(bench.gateway) as port:
+        first = post("/v1/chat/completions", chat_body(max_tokens=2))
+        answer = await talk(port, first + post("/v1/nope", {}) + GET)
+        assert [int(part.split(b" ", 1)[0]) for part in answer.split(b"HTTP/1.1 ")[1:]] == [200, 404, 200]
+
+
+async def test_broken_http_behind_a_running_request_is_not_its_answer(bench: TestBench) -> None:
+    """The first request is still being answered: a 400 now would be taken for its answer."""
+    bench.replica.go.clear()
+    async with serving(bench.gateway) as port:
+        assert await talk(port, post("/v1/chat/completions", chat_body()) + b"G\x00T / HTTP/1.1\r\n\r\n") == b""
+        await eventually(lambda: bench.gateway.service.ledger.num_open == 0)
+
+
+async def test_connections_beyond_the_cap_are_closed(text: TextModel) -> None:
+    async with open_bench(text, limits={"max_connections": 2}) as bench, serving(bench.gateway) as port:
+        async with dial(port) as (reader, writer), dial(port):
+            writer.write(GET.replace(b"connection: close\r\n", b""))
+            assert b" 200 " in await reader.readline()
+            async with dial(port) as (third, _):
+                with suppress(ConnectionError):
+                    assert await third.read() == b""
+        assert status(await talk(port, GET)) == 200
+
+
+async def test_many_aborted_connections_leave_nothing(bench: TestBench) -> None:
+    """Reset in the middle of everything: tasks, streams and requests return to what they were."""
+    async with serving(bench.gateway) as port:
+        before = len(asyncio.all_tasks())
+        bench.replica.token_delay_s = 0.001
+        whole = post("/v1/chat/completions", chat_body(stream=True, ignore_eos=True))
+        for number in range(120):
+            async with dial(port) as (reader, writer):
+                writer.write(whole[: len(whole) * (number % 6 + 1) // 6])
+                if number % 6 == 5:
+                    await reader.read(1 + number * 10)
+        await eventually(lambda: bench.gateway.service.ledger.num_open == 0)
+        await eventually(lambda: len(asyncio.all_tasks()) <= before + 1)
+        assert not bench.replica.streams
+        assert len(bench.replica.cancelled) == len(bench.replica.requests) == 20

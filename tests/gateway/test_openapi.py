@@ -1,0 +1,77 @@
+"""/openapi.json describes what is served; /docs shows it from files in the package alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_kit import TestBench
+
+from headrace.gateway.app import ENDPOINTS
+from headrace.gateway.fields import TABLE, Endpoint, Treatment
+
+ROOT = Path(__file__).parents[2]
+
+
+async def document(bench: TestBench) -> dict[str, Any]:
+    found: dict[str, Any] = (await bench.client.get("/openapi.json")).json()
+    return found
+
+
+async def test_every_endpoint_is_described(bench: TestBench) -> None:
+    paths = (await document(bench))["paths"]
+    served = {
+        endpoint.path.replace("{model:path}", "{model}"): endpoint
+        for endpoint in ENDPOINTS
+        if not endpoint.path.startswith(("/docs", "/openapi"))
+    }
+    assert set(paths) == set(served)
+    for path, endpoint in served.items():
+        assert set(paths[path]) == {method.lower() for method in endpoint.handlers}
+        for operation in paths[path].values():
+            assert ("security" in operation) == (not endpoint.is_public)
+
+
+async def test_references_lead_somewhere(bench: TestBench) -> None:
+    text = (await bench.client.get("/openapi.json")).text
+    schemas = json.loads(text)["components"]["schemas"]
+    names = set(re.findall(r'"#/components/schemas/([^"]+)"', text))
+    assert names <= set(schemas)
+    assert {"ChatRequest", "CompletionRequest", "ChatCompletion", "ErrorBody", "TokenizeRequest"} <= names
+
+
+async def test_request_schemas_are_the_field_table(bench: TestBench) -> None:
+    schemas = (await document(bench))["components"]["schemas"]
+    for endpoint, name in ((Endpoint.CHAT, "ChatRequest"), (Endpoint.COMPLETIONS, "CompletionRequest")):
+        wanted = {rule.name for rule in TABLE if endpoint in rule.endpoints and rule.treatment is not Treatment.REFUSED}
+        assert set(schemas[name]["properties"]) == wanted
+        assert schemas[name]["additionalProperties"] is False
+
+
+async def test_docs_page_loads_nothing_from_elsewhere(bench: TestBench) -> None:
+    page = await bench.client.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    links = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    assert links
+    for link in links:
+        assert link.startswith("/docs/")
+        assert (await bench.client.get(link)).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["VENDORED.json", "swagger-ui.LICENSE", "nope.js", "..%2fapp.py", "%2e%2e/app.py", "docs.html/x"])
+async def test_only_listed_files_are_served(bench: TestBench, name: str) -> None:
+    assert (await bench.client.get(f"/docs/{name}")).status_code == 404
+
+
+def test_vendored_files_are_unchanged_and_licensed() -> None:
+    check = subprocess.run([sys.executable, str(ROOT / "tools" / "vendor_web.py"), "--check"], capture_output=True, text=True, check=False)
+    assert check.returncode == 0, check.stderr
+    static = files("headrace.gateway").joinpath("static")
+    assert "Apache License" in static.joinpath("swagger-ui.LICENSE").read_text()

@@ -1,0 +1,151 @@
+"""/health, /live, /ready and friends: the truth about replicas, in time and in words."""
+
+from __future__ import annotations
+
+import pytest
+from gateway_kit import MODEL, TestBench, open_bench, snapshot, two_replicas
+
+import headrace
+from headrace.gateway.replicas import verdict
+from headrace.text.folder import TextModel
+from headrace.wire.client import ReplicaState, SeenLoad
+from headrace.wire.service import HEARTBEAT_S, SILENT_AFTER_S
+
+
+@pytest.mark.parametrize(
+    ("state", "seen", "now", "reason"),
+    [
+        (ReplicaState.DOWN, None, 0.0, "not connected"),
+        (ReplicaState.SILENT, SeenLoad(snapshot(), 0.0), 0.0, "does not answer"),
+        (ReplicaState.DRAINING, SeenLoad(snapshot(), 0.0), 0.0, "draining"),
+        (ReplicaState.CONNECTED, None, 0.0, "has not reported yet"),
+        (ReplicaState.CONNECTED, SeenLoad(snapshot(loop_age_s=0.3), 0.0), 0.2, ""),
+        (ReplicaState.CONNECTED, SeenLoad(snapshot(loop_age_s=0.7), 0.0), 0.2, "its loop has not turned for 0.9 s"),
+        (ReplicaState.CONNECTED, SeenLoad(snapshot(step_age_s=0.8, loop_age_s=0.8), 0.0), 0.1, ""),
+        (ReplicaState.CONNECTED, SeenLoad(snapshot(step_age_s=0.9), 0.0), 0.2, "a step has taken 1.1 s, expected at most 1.0 s"),
+        (ReplicaState.CONNECTED, SeenLoad(snapshot(step_age_s=7.9, step_predicted_s=2.0), 0.0), 0.0, ""),
+        (
+            ReplicaState.CONNECTED,
+            SeenLoad(snapshot(step_age_s=8.1, step_predicted_s=2.0), 0.0),
+            0.0,
+            "a step has taken 8.1 s, expected at most 8.0 s",
+        ),
+    ],
+)
+def test_verdict(state: ReplicaState, seen: SeenLoad | None, now: float, reason: str) -> None:
+    assert verdict(state, seen, now) == reason
+
+
+def test_silence_is_noticed_within_a_second() -> None:
+    """A process that stops just after a heartbeat is noticed when `SILENT_AFTER_S` have passed."""
+    assert HEARTBEAT_S < SILENT_AFTER_S < 1.0
+
+
+async def test_ready_says_which_replica_and_why(text: TextModel) -> None:
+    async with open_bench(text, models=two_replicas()) as bench:
+        assert (await bench.client.get("/ready")).json() == {
+            "ok": True,
+            "replicas": [
+                {"model": MODEL, "replica": "r0", "ok": True, "reason": ""},
+                {"model": MODEL, "replica": "r1", "ok": True, "reason": ""},
+            ],
+            "reason": "",
+        }
+        bench.replicas["r1"].state = ReplicaState.SILENT
+        response = await bench.client.get("/ready")
+        assert response.status_code == 503
+        assert response.json()["reason"] == f"{MODEL}/r1 does not answer"
+        assert [state["ok"] for state in response.json()["replicas"]] == [True, False]
+
+
+async def test_health_asks_for_one_living_engine_per_model(text: TextModel) -> None:
+    async with open_bench(text, models=two_replicas()) as bench:
+        bench.replicas["r0"].die()
+        assert (await bench.client.get("/health")).status_code == 200
+        bench.replicas["r1"].state = ReplicaState.SILENT
+        assert (await bench.client.get("/health")).status_code == 200
+        bench.replicas["r1"].die()
+        response = await bench.client.get("/health")
+        assert (response.status_code, response.json()["reason"]) == (503, f"no engine for: {MODEL}")
+        assert (await bench.client.get("/live")).status_code == 200
+
+
+async def test_a_starting_model_is_listed_and_refuses(bench: TestBench) -> None:
+    bench.replica.die()
+    card = (await bench.client.get(f"/v1/models/{MODEL}")).json()
+    assert (card["id"], card["max_model_len"], card["status"]) == (MODEL, None, "starting")
+    response = await bench.chat()
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+
+
+async def test_what_a_replica_said_is_remembered_while_it_restarts(bench: TestBench) -> None:
+    before = (await bench.client.get(f"/v1/models/{MODEL}")).json()
+    assert (before["max_model_len"], before["status"]) == (512, "ready")
+    bench.replica.die()
+    assert (await bench.client.get(f"/v1/models/{MODEL}")).json() == {**before, "status": "starting"}
+
+
+async def test_models_not_served_are_named_404(bench: TestBench) -> None:
+    for response in (await bench.client.get("/v1/models/nope/x"), await bench.chat(model="nope/x")):
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+        assert MODEL in error["message"]
+        assert "gpt-4o" in error["message"]
+
+
+async def test_version_and_load(bench: TestBench) -> None:
+    assert (await bench.client.get("/version")).json() == {"version": headrace.__version__}
+    assert (await bench.client.get("/load")).json() == {"server_load": 0}
+
+
+@pytest.mark.parametrize("path", ["/health", "/live", "/ready", "/version", "/v1/models", "/metrics", "/docs", "/openapi.json"])
+async def test_head_is_get_without_a_body(bench: TestBench, path: str) -> None:
+    assert (await bench.client.head(path)).status_code == 200
+
+
+async def test_tokenize_has_vllm_shape(bench: TestBench, text: TextModel) -> None:
+    plain = (await bench.client.post("/tokenize", json={"model": MODEL, "prompt": "Hello"})).json()
+    ids = text.tokenizer.encode("Hello", add_special_tokens=True)
+    assert plain["tokens"] == ids
+    assert plain["count"] == len(ids)
+    assert plain["max_model_len"] == 512
+    assert plain["token_strs"] == [text.tokenizer.id_to_token(token_id) for token_id in ids]
+    bare = (await bench.client.post("/v1/tokenize", json={"prompt": "Hello", "add_special_tokens": False})).json()
+    assert bare["tokens"] == ids[1:]
+
+
+async def test_tokenize_renders_messages_as_chat_does(bench: TestBench) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    tokens = (await bench.client.post("/tokenize", json={"model": MODEL, "messages": messages})).json()["tokens"]
+    await bench.chat(messages=messages, max_tokens=1)
+    assert tuple(tokens) == bench.replica.requests[0].prompt_ids
+
+
+async def test_detokenize_undoes_tokenize(bench: TestBench) -> None:
+    tokens = (await bench.client.post("/tokenize", json={"model": MODEL, "prompt": "caf\u00e9", "add_special_tokens": False})).json()[
+        "tokens"
+    ]
+    assert (await bench.client.post("/detokenize", json={"model": MODEL, "tokens": tokens})).json() == {"prompt": "caf\u00e9"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"model": MODEL}, "prompt"),
+        ("/tokenize", {"model": MODEL, "prompt": "a", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
+        ("/tokenize", {"model": MODEL, "prompt": 5}, "prompt"),
+        ("/tokenize", {"model": MODEL, "messages": [{"role": "user"}]}, "messages[0].content"),
+        ("/tokenize", {"model": MODEL, "messages": []}, "messages"),
+        ("/tokenize", {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "add_special_tokens": True}, "add_special_tokens"),
+        ("/tokenize", {"model": "nope", "prompt": "x"}, "model"),
+        ("/tokenize", {"model": MODEL, "prompt": "x", "extra": 1}, "extra"),
+        ("/detokenize", {"model": MODEL}, "tokens"),
+        ("/detokenize", {"model": MODEL, "tokens": [-1]}, "tokens"),
+        ("/detokenize", {"model": MODEL, "tokens": [10**18]}, "tokens"),
+        ("/detokenize", {"model": MODEL, "tokens": ["1"]}, "tokens[0]"),
+    ],
+)
+async def test_tokenize_refuses_by_name(bench: TestBench, path: str, body: dict[str, object], param: str) -> None:
+    response = await bench.client.post(path, json=body)
+    assert response.status_code in (400, 404)
+    assert response.json()["error"]["param"] == param

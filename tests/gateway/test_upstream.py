@@ -1,0 +1,143 @@
+"""Calls over replicas: routing, one re-route after a rejection, loss, and what is kept for a replay."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from gateway_kit import MODEL, SAID, TestBench, eventually, metric, open_bench, snapshot, two_replicas
+
+from headrace.core.errors import InvalidRequest, Overloaded, Unavailable
+from headrace.core.ids import RequestId
+from headrace.core.request import EngineRequest
+from headrace.core.sampling import SamplingParams
+from headrace.gateway.upstream import Call, OutputEvent, TokenStream
+from headrace.text.folder import TextModel
+from headrace.wire.client import ReplicaState, SeenLoad
+from headrace.wire.stream import ReplicaStream
+
+
+def full(request: EngineRequest, stream: ReplicaStream) -> None:
+    stream.reject(Overloaded("full", retry_after_s=1))
+
+
+async def test_a_full_replica_is_passed_over_once(text: TextModel) -> None:
+    async with open_bench(text, models=two_replicas()) as bench:
+        first, second = bench.replicas.values()
+        first.on_submit = second.on_submit = full
+        response = await bench.chat()
+        assert response.status_code == 429
+        assert len(first.requests) == len(second.requests) == 1
+        assert sorted([first.requests[0].epoch, second.requests[0].epoch]) == [0, 1]
+
+
+async def test_a_rejected_request_is_answered_by_the_other_replica(text: TextModel) -> None:
+    async with open_bench(text, models=two_replicas()) as bench:
+        first, second = bench.replicas.values()
+        first.on_submit = full
+        for _ in range(8):
+            response = await bench.chat()
+            assert response.status_code == 200
+            assert response.json()["choices"][0]["message"]["content"] == SAID
+        assert len(second.requests) == 8
+        assert metric(bench.gateway, "headrace_requests_total", model=MODEL, replica="r1", outcome="stop") == 8
+
+
+async def test_an_invalid_request_is_not_tried_elsewhere(text: TextModel) -> None:
+    async with open_bench(text, models=two_replicas()) as bench:
+        for replica in bench.replicas.values():
+            replica.on_submit = lambda request, stream: stream.reject(InvalidRequest("prompt", "blocks that fit", 5))
+        response = await bench.chat()
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+        assert sum(len(replica.requests) for replica in bench.replicas.values()) == 1
+
+
+async def test_the_less_busy_replica_is_taken(text: TextModel) -> None:
+    async with open_bench(text, models=two_replicas()) as bench:
+        first, second = bench.replicas.values()
+        first.snapshot = SeenLoad(snapshot(num_running=5), 1e9)
+        for _ in range(5):
+            await bench.chat(max_tokens=1)
+        assert (len(first.requests), len(second.requests)) == (0, 5)
+
+
+@pytest.mark.parametrize("state", [ReplicaState.DOWN, ReplicaState.SILENT, ReplicaState.DRAINING])
+async def test_replicas_that_take_no_work_are_skipped(text: TextModel, state: ReplicaState) -> None:
+    async with open_bench(text, models=two_replicas()) as bench:
+        first, second = bench.replicas.values()
+        first.state = state
+        assert (await bench.chat(max_tokens=1)).status_code == 200
+        second.state = state
+        response = await bench.chat(max_tokens=1)
+        assert response.status_code == 503
+        assert response.headers["retry-after"]
+        assert (len(first.requests), len(second.requests)) == (0, 1)
+
+
+async def test_a_replica_lost_while_sending_is_passed_over(text: TextModel) -> None:
+    """It looked connected when it was picked; `submit` finds out."""
+    async with open_bench(text, models=two_replicas()) as bench:
+        first, second = bench.replicas.values()
+        second.snapshot = SeenLoad(snapshot(num_running=9), 1e9)
+
+        def gone(request: EngineRequest, stream: ReplicaStream) -> None:
+            raise Unavailable("lost just now")
+
+        first.on_submit = gone
+        assert (await bench.chat(max_tokens=1)).status_code == 200
+        assert (len(first.requests), len(second.requests)) == (1, 1)
+
+
+def call(text: TextModel, **params: object) -> Call:
+    given = SamplingParams(seed=5, max_tokens=None).with_(**params)
+    return Call(request_id=RequestId("call"), prompt_ids=tuple(text.tokenizer.encode("Hello", add_special_tokens=True)), params=given)
+
+
+async def read_all(stream: TokenStream) -> list[OutputEvent]:
+    found: list[OutputEvent] = []
+    while events := await stream.events():
+        found += events
+    return found
+
+
+async def test_a_stream_keeps_what_a_replay_needs(bench: TestBench, text: TextModel) -> None:
+    model = bench.gateway.service.models.get(MODEL)
+    stream = model.upstream.stream(call(text, n=2))
+    assert isinstance(stream, TokenStream)
+    await read_all(stream)
+    said = text.tokenizer.encode(SAID, add_special_tokens=False)
+    assert [list(ids)[: len(said)] for ids in stream.output_ids] == [said, said]
+    assert stream.call.params.seed == 5
+    assert stream.epoch == 0
+
+
+async def test_kept_ids_are_those_before_the_stop_string(bench: TestBench, text: TextModel) -> None:
+    stream = bench.gateway.service.models.get(MODEL).upstream.stream(call(text, stop=("brown",)))
+    assert isinstance(stream, TokenStream)
+    await read_all(stream)
+    assert len(stream.output_ids[0]) == bench.replica.finished[0][2] == stream.usage(0).num_tokens
+
+
+async def test_cancel_is_harmless_whenever_it_comes(bench: TestBench, text: TextModel) -> None:
+    upstream = bench.gateway.service.models.get(MODEL).upstream
+    done = upstream.stream(call(text))
+    while await done.events():
+        pass
+    done.cancel()
+    assert bench.replica.cancelled == []
+    bench.replica.go.clear()
+    held = upstream.stream(call(text))
+    reader = asyncio.create_task(held.events())
+    await eventually(lambda: len(bench.replica.requests) == 2)
+    held.cancel()
+    held.cancel()
+    assert await reader == []
+    assert bench.replica.cancelled == [RequestId("call")]
+
+
+async def test_deadline_travels_as_what_remains(text: TextModel) -> None:
+    async with open_bench(text, timeouts={"request_s": 30}) as bench:
+        await bench.chat(max_tokens=1)
+        deadline_s = bench.replica.requests[0].deadline_s
+        assert deadline_s is not None
+        assert 0 < deadline_s <= 30
