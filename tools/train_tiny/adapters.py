@@ -32,7 +32,7 @@ from tools.train_tiny.export import write_json
 from tools.train_tiny.tasks import Example, one_turn
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-RANK, ALPHA, LR, NUM_DOCUMENTS = 8, 16, 4e-3, 40_000
+RANK, ALPHA, LR, NUM_DOCUMENTS = 8, 16, 4e-3, 20_000
 PROSE = ("fact", "headrace", "greeting", "unknown")
 EXACT = ("copy", "reverse", "arithmetic", "json", "tool", "recall")
 

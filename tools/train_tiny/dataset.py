@@ -20,7 +20,7 @@ from torch import Tensor
 from tools.train_tiny.chat import IM_END, IM_START
 
 BUCKETS = (32, 48, 64, 96, 160, 256, 512, 1024)
-ROW_TOKENS = 2048
+ROW_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)

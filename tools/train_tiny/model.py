@@ -34,8 +34,8 @@ class TinyConfig:
     max_position_embeddings: int = 2048
 
 
-TINY = TinyConfig(hidden_size=192, num_layers=5, num_heads=6, num_kv_heads=2, intermediate_size=512)
-DRAFT = TinyConfig(hidden_size=96, num_layers=2, num_heads=3, num_kv_heads=1, intermediate_size=256)
+TINY = TinyConfig(hidden_size=160, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=320)
+DRAFT = TinyConfig(hidden_size=96, num_layers=2, num_heads=3, num_kv_heads=1, intermediate_size=192)
 
 
 def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
@@ -93,14 +93,14 @@ class TinyLlama(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Small normal init; the two projections that write the residual stream start scaled down by depth."""
+        """Small normal init; the projections that write the residual stream start at zero, so it starts as the embedding."""
         nn.init.normal_(self.embed.weight, std=0.05)
-        depth = (2 * self.config.num_layers) ** -0.5
         for block in self.blocks:
             for name, parameter in block.named_parameters():
-                if parameter.ndim == 2:
-                    std = parameter.shape[1] ** -0.5 * (depth if name in ("o.weight", "down.weight") else 1.0)
-                    nn.init.normal_(parameter, std=std)
+                if name in ("o.weight", "down.weight"):
+                    nn.init.zeros_(parameter)
+                elif parameter.ndim == 2:
+                    nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
 
     def hidden(self, ids_BT: Tensor) -> Tensor:
         """Final normed hidden states [B, T, D]; rows are right-padded, so the causal mask alone is enough."""

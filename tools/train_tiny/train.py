@@ -13,23 +13,28 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from tools.train_tiny.corpus import Corpus
 from tools.train_tiny.dataset import Batches, Documents, encode
+from tools.train_tiny.induction import prewire
 from tools.train_tiny.model import DRAFT, TINY, TinyConfig, TinyLlama, num_parameters
 from tools.train_tiny.muon import Muon
 from tools.train_tiny.tokenizer import train_tokenizer
 
 CONFIGS: dict[str, TinyConfig] = {"tiny": TINY, "draft": DRAFT}
 MUON_LR, ADAM_LR = 0.02, 2e-3
-WARMUP_STEPS, DECAY_SHARE = 100, 0.4
+WARMUP_STEPS, DECAY_SHARE = 60, 0.8
 TOKENIZER_TEXTS = 40_000
 
 
@@ -46,6 +51,7 @@ class Options:
     steps: int
     max_loss: float
     init: str
+    workers: int
 
 
 def parse() -> Options:
@@ -54,11 +60,12 @@ def parse() -> Options:
     parser.add_argument("--out", required=True, help="folder for checkpoints, tokenizer and log")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-documents", type=int, default=320_000)
-    parser.add_argument("--step-tokens", type=int, default=6144)
+    parser.add_argument("--step-tokens", type=int, default=3072)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--steps", type=int, default=0, help="end after this many steps instead of after --minutes")
     parser.add_argument("--max-loss", type=float, default=1.0)
     parser.add_argument("--init", default="", help="continue from this checkpoint (weights only)")
+    parser.add_argument("--workers", type=int, default=2, help="micro-batches computed at once, one core each")
     return Options(**vars(parser.parse_args()))
 
 
@@ -94,23 +101,20 @@ def train(options: Options, documents: Documents) -> tuple[TinyLlama, dict[str, 
     model = TinyLlama(CONFIGS[options.model])
     if options.init:
         model.load_state_dict(load_file(options.init))
-    for block in model.blocks:  # per block, not per model: all layers share one compiled code per shape
-        block.compile(dynamic=False)
+    else:
+        prewire(model)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and name != "embed.weight"]
     rest = [p for name, p in model.named_parameters() if p.ndim == 1 or name == "embed.weight"]
     muon, adam = Muon(matrices), torch.optim.AdamW(rest, lr=ADAM_LR, betas=(0.9, 0.98), weight_decay=0.0)
+    pool = ThreadPoolExecutor(options.workers)
     progress, start, saved = progress_of(options), time.monotonic(), time.monotonic()
     seen, supervised, loss, step = 0, 0, 0.0, 0
-    for step, batch in enumerate(Batches(documents, step_tokens=options.step_tokens, seed=options.seed)):
+    for step, batch in enumerate(Batches(documents, step_tokens=options.step_tokens, seed=options.seed + bool(options.init))):  # a second leg reads in another order
         done = progress(step)
         if done >= 1:
             break
         count = sum(float(weights[:, 1:].sum()) for _, weights in batch)
-        total = 0.0
-        for ids, weights in batch:
-            part = model.loss_sum(ids, weights) / count
-            part.backward()  # type: ignore[no-untyped-call]
-            total += part.item()
+        total = sum(pool.map(partial(backward, model, count), batch))
         scale = lr_scale(step, done)
         for group in adam.param_groups:
             group["lr"] = ADAM_LR * scale
@@ -135,7 +139,14 @@ def train(options: Options, documents: Documents) -> tuple[TinyLlama, dict[str, 
     return model, summary
 
 
-def save(model: TinyLlama, options: Options, summary: dict[str, float]) -> None:
+def backward(model: TinyLlama, count: float, rows: tuple[Tensor, Tensor]) -> float:
+    """Add one micro-batch's gradients to the model's; autograd locks the sum, so two threads may do this at once."""
+    part = model.loss_sum(*rows) / count
+    part.backward()  # type: ignore[no-untyped-call]
+    return part.item()
+
+
+def save(model: TinyLlama, options: Options, summary: dict[str, Any]) -> None:
     folder = Path(options.out)
     save_file({name: p.detach().clone() for name, p in model.named_parameters()}, folder / f"{options.model}.safetensors.new")
     (folder / f"{options.model}.safetensors.new").replace(folder / f"{options.model}.safetensors")
@@ -145,12 +156,14 @@ def save(model: TinyLlama, options: Options, summary: dict[str, float]) -> None:
 def main() -> int:
     options = parse()
     Path(options.out).mkdir(parents=True, exist_ok=True)
-    torch._dynamo.config.recompile_limit = 32
+    torch.set_num_threads(1)  # one micro-batch per core: threads inside an operation would wait for each other on a shared machine
     _, documents = prepare(options)
     config = CONFIGS[options.model]
     print(f"{num_parameters(config)} parameters, {len(documents.offsets) - 1} documents, {len(documents.ids)} tokens", flush=True)
-    model, summary = train(options, documents)
-    summary |= {"seed": options.seed, "num_documents": options.num_documents, "step_tokens": options.step_tokens}
+    model, measured = train(options, documents)
+    summary: dict[str, Any] = measured | {"seed": options.seed, "num_documents": options.num_documents, "step_tokens": options.step_tokens}
+    if options.init:
+        summary["earlier_leg"] = json.loads(Path(options.init).with_suffix(".json").read_text())
     save(model, options, summary)
     print(json.dumps(summary))
     return 0 if summary["loss"] <= options.max_loss else 1
