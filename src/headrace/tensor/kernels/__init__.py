@@ -12,6 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from headrace.core.errors import ConfigError
+
 
 class Linear(Protocol):
     """A weight prepared for multiplication: called with x [T, in], returns a new [T, out] of x's dtype."""
@@ -51,6 +53,12 @@ class Kernels(Protocol):
         """Write key, value [T, K, D] into cache [B, 2, S, K, D] at slot_mapping [T] int64."""
         ...
 
+    def rotary_scatter(
+        self, query: Tensor, key: Tensor, value: Tensor, cos_sin: Tensor, positions: Tensor, cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """`rotary` and `scatter_kv` in one pass. Whether `key` itself is turned is not said: the cache holds the turned key."""
+        ...
+
     def attention(
         self,
         query: Tensor,
@@ -79,7 +87,17 @@ class Kernels(Protocol):
 _IMPLEMENTATIONS = {"reference": "headrace.tensor.kernels.reference", "numba": "headrace.tensor.kernels.cpu"}
 
 
-def load_kernels(name: str) -> Kernels:
-    """The named implementation; importing it is what may be slow (Numba)."""
-    kernels: Kernels = import_module(_IMPLEMENTATIONS[name]).KERNELS
-    return kernels
+def load_kernels(name: str, *, deterministic: bool = False) -> Kernels:
+    """The named implementation; importing it is what may be slow (Numba).
+
+    deterministic  a row's result must not depend on the other rows of its step, to the bit (`tensor.kernels.cpu`). Raises ConfigError
+                   where the implementation cannot promise that.
+    """
+    module = import_module(_IMPLEMENTATIONS[name])
+    if not deterministic:
+        kernels: Kernels = module.KERNELS
+        return kernels
+    if name != "numba":
+        raise ConfigError("deterministic", f"{name} kernels leave products to a library whose rounding depends on the batch", "Use numba.")
+    invariant: Kernels = module.DETERMINISTIC
+    return invariant

@@ -61,6 +61,12 @@ class ReferenceKernels:
         cache[blocks, 0, offsets] = key[used].to(cache.dtype)
         cache[blocks, 1, offsets] = value[used].to(cache.dtype)
 
+    def rotary_scatter(
+        self, query: Tensor, key: Tensor, value: Tensor, cos_sin: Tensor, positions: Tensor, cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        self.rotary(query, key, cos_sin, positions)
+        self.scatter_kv(key, value, cache, slot_mapping)
+
     def attention(
         self,
         query: Tensor,

@@ -1,0 +1,39 @@
+"""Which kernels an engine takes, and why. Never silently: the reason is shown at start."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from headrace.core.errors import ConfigError
+
+
+def numba_problem() -> str | None:
+    """Why the Numba kernels cannot be used here; None where they can.
+
+    Numba refuses some versions of numpy and of the CPU's libraries while it is imported, with ImportError, OSError or RuntimeError, and
+    a package that is only half there fails with AttributeError.
+    """
+    try:
+        import_module("headrace.tensor.kernels.cpu")
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def choose_kernels(requested: str, device: str) -> tuple[str, str]:
+    """(name for `load_kernels`, reason). requested: "auto" | "numba" | "reference".
+
+    Raises: ConfigError where numba was asked for by name and cannot be had.
+    """
+    if requested == "reference":
+        return "reference", "as configured"
+    if device != "cpu":
+        if requested == "numba":
+            raise ConfigError("kernels", f"numba kernels run on the cpu, not on {device}", "Use kernels = auto.")
+        return "reference", f"the only kernels for {device}"
+    problem = numba_problem()
+    if problem is None:
+        return "numba", "as configured" if requested == "numba" else "compiled for this CPU"
+    if requested == "numba":
+        raise ConfigError("kernels", f"numba cannot be used ({problem})", "Install numba, or use kernels = auto.")
+    return "reference", f"slow: numba cannot be used ({problem})"

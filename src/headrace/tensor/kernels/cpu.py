@@ -1,0 +1,104 @@
+"""The kernels of the CPU: Numba for what touches the cache and single tokens, and a linear layer by `linear_path`.
+
+What a kernel is not written for (float16, a head size that is no multiple of a register, a strided last dimension, a tensor on a device)
+goes to `reference`, operation by operation, with the same result up to rounding.
+
+Batch invariance, to the bit: every operation but a product by oneDNN gives a token the same result whatever else is in the step.
+`DETERMINISTIC` avoids oneDNN wherever strips can hold the weight; `OneDnnLinear` and `reference` remain for shapes they cannot.
+Where to read next: `attention`, `elementwise`, `linear`; below them `launch` (threads, compilation) and `simd` (vector code).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.tensor.kernels import Linear, attention, elementwise
+from headrace.tensor.kernels.cpu_features import LinearPath, linear_path, read_cpu_features
+from headrace.tensor.kernels.linear import OneDnnLinear, StripLinear, can_strip
+from headrace.tensor.kernels.reference import KERNELS as REFERENCE
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def _fits(*tensors: Tensor) -> bool:
+    """One supported dtype, in this machine's memory, last dimensions contiguous."""
+    dtype = tensors[0].dtype
+    return dtype in _DTYPES and all(t.dtype == dtype and t.stride(-1) == 1 and t.device.type == "cpu" for t in tensors)
+
+
+class NumbaKernels:
+    """Implements `Kernels`; holds no state but which linear path is taken."""
+
+    name = "numba"
+
+    def __init__(self, *, deterministic: bool) -> None:
+        self.deterministic = deterministic
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        if not _fits(weight):
+            return REFERENCE.pack_linear(weight, bias)
+        path = LinearPath.STRIPS if self.deterministic else linear_path(read_cpu_features(), weight.dtype)
+        if path is LinearPath.STRIPS and can_strip(weight):
+            return StripLinear(weight, bias)
+        if torch._C._has_mkldnn and weight.numel() > 0:
+            return OneDnnLinear(weight, bias)
+        return REFERENCE.pack_linear(weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Tensor:
+        others = (x,) if residual is None else (x, residual)
+        weight_fits = weight.stride(0) == 1 and (weight.dtype == x.dtype or weight.dtype == torch.float32)
+        if not weight_fits or not _fits(*others) or (residual is not None and x.dim() != 2):
+            return REFERENCE.rms_norm(x, weight, eps, residual=residual)
+        return elementwise.rms_norm(x, weight, eps, residual)
+
+    def rotary(self, query: Tensor, key: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
+        if not _fits(query, key) or not _fits(cos_sin) or cos_sin.dtype != torch.float32:
+            REFERENCE.rotary(query, key, cos_sin, positions)
+        else:
+            elementwise.rotary(query, key, cos_sin, positions)
+
+    def scatter_kv(self, key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+        if not _fits(key, value, cache):
+            REFERENCE.scatter_kv(key, value, cache, slot_mapping)
+        else:
+            elementwise.scatter_kv(key, value, cache, slot_mapping)
+
+    def rotary_scatter(
+        self, query: Tensor, key: Tensor, value: Tensor, cos_sin: Tensor, positions: Tensor, cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        if not _fits(query, key, value, cache) or not _fits(cos_sin) or cos_sin.dtype != torch.float32:
+            REFERENCE.rotary_scatter(query, key, value, cos_sin, positions, cache, slot_mapping)
+        else:
+            elementwise.rotary_scatter(query, key, value, cos_sin, positions, cache, slot_mapping)
+
+    def attention(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        row_starts: Tensor,
+        context_lens: Tensor,
+        *,
+        max_count: int,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        if not _fits(query, cache) or not attention.supports(query.shape[2]):
+            rest = {"max_count": max_count, "scale": scale, "window": window, "softcap": softcap}
+            return REFERENCE.attention(query, cache, block_table, row_starts, context_lens, **rest)  # type: ignore[arg-type]
+        out = torch.empty(query.shape, dtype=query.dtype)
+        attention.paged_attention(
+            query, cache, block_table, row_starts, context_lens, out, scale=scale, window=window, softcap=softcap
+        )  # fmt: skip
+        return out
+
+    def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
+        if not _fits(gate_up) or activation not in elementwise.ACTIVATIONS:
+            return REFERENCE.gated_activation(gate_up, activation)
+        return elementwise.gated_activation(gate_up, activation)
+
+
+KERNELS = NumbaKernels(deterministic=False)
+DETERMINISTIC = NumbaKernels(deterministic=True)

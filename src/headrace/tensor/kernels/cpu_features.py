@@ -1,0 +1,100 @@
+"""What this CPU can do, and what follows from it: the dtype to compute in and the linear path. Tables are committed, never measured at
+start, so that two machines of a family compute alike and a start is quick. Their evidence is in docs/experiments.md.
+"""
+
+from __future__ import annotations
+
+import enum
+import platform
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from headrace.core.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class CpuFeatures:
+    """machine: "x86_64", "aarch64", ...; flags: instruction sets as /proc/cpuinfo names them."""
+
+    machine: str
+    flags: frozenset[str]
+
+    @property
+    def family(self) -> str:
+        """The row of the tables: what decides which arithmetic is fast here."""
+        if self.flags & {"avx512_bf16", "amx_bf16", "bf16"}:
+            return "bf16"
+        return "avx512" if "avx512f" in self.flags else "avx2" if "avx2" in self.flags else "generic"
+
+    @property
+    def has_bf16(self) -> bool:
+        """bfloat16 products in hardware (x86: AVX512-BF16 or AMX; Arm: bf16)."""
+        return self.family == "bf16"
+
+
+class LinearPath(enum.Enum):
+    STRIPS = "strips"  # ours: batch-invariant; bfloat16 storage of exact float32 weights
+    ONEDNN = "onednn"  # oneDNN with weights reordered once
+
+
+_LINEAR_PATHS: dict[tuple[str, torch.dtype], LinearPath] = {
+    # In hardware, oneDNN's bfloat16 products are several times our float32 ones.
+    ("bf16", torch.bfloat16): LinearPath.ONEDNN,
+    ("bf16", torch.float32): LinearPath.STRIPS,
+    # Without it oneDNN emulates bfloat16: 3-12 times slower than strips at every row count.
+    ("avx512", torch.bfloat16): LinearPath.STRIPS,
+    # Strips: twice oneDNN's decode (half the bytes), three quarters of its prefill.
+    ("avx512", torch.float32): LinearPath.STRIPS,
+    ("avx2", torch.bfloat16): LinearPath.STRIPS,
+    ("avx2", torch.float32): LinearPath.STRIPS,
+}
+
+
+def parse_cpu_flags(cpuinfo: str) -> frozenset[str]:
+    """Instruction sets from the text of /proc/cpuinfo: the "flags" line (x86) or the "Features" line (Arm) of the first CPU."""
+    for line in cpuinfo.splitlines():
+        name, _, values = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(values.split())
+    return frozenset()
+
+
+@cache
+def read_cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuFeatures:
+    """Of this machine; no flags where the file cannot be read (then only generic choices are made)."""
+    try:
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    return CpuFeatures(platform.machine(), parse_cpu_flags(text))
+
+
+def linear_path(features: CpuFeatures, dtype: torch.dtype) -> LinearPath:
+    """The path for weights of `dtype`. Unknown families leave products to oneDNN (or torch, where it is not built in)."""
+    return _LINEAR_PATHS.get((features.family, dtype), LinearPath.ONEDNN)
+
+
+def resolve_dtype(requested: str, checkpoint_dtype: str, features: CpuFeatures, *, device: str = "cpu") -> tuple[torch.dtype, str]:
+    """The dtype to compute with, and why, in words.
+
+    requested         "auto" | "float32" | "bfloat16" | "float16"
+    checkpoint_dtype  what most weights are stored in
+
+    Raises: ConfigError for float16 on a CPU: no kernel computes in it here.
+    """
+    if requested == "float16" and device == "cpu":
+        raise ConfigError("dtype", "float16 is not computed on CPUs", "Use float32 (exact for float16 weights), bfloat16 or auto.")
+    if requested != "auto":
+        return DTYPES[requested], "as configured"
+    if device != "cpu" or checkpoint_dtype == "float32":
+        return DTYPES[checkpoint_dtype], "as the checkpoint says"
+    if checkpoint_dtype == "float16":
+        return torch.float32, "the checkpoint is float16, which CPUs compute in float32"
+    if not features.has_bf16:
+        return torch.float32, "the checkpoint is bfloat16, which this CPU would compute in software; weights stay bfloat16 in memory"
+    return torch.bfloat16, "as the checkpoint says; this CPU has bfloat16 products"

@@ -1,0 +1,154 @@
+"""How a compiled kernel runs on several threads: the only parallel region of the package.
+
+A kernel is a C function `void(arguments, worker, workers)` made by `compile_kernel`; `arguments` is the address of int64 numbers
+(addresses, strides, counts; floats by `float_bits`). A region calls it once per worker, without the GIL. One region for all kernels
+means one slow `parallel=True` compilation instead of one per kernel and element type.
+
+Compiled code is kept on disk by Numba, in the directory of `compile_cache`. Kernels and helpers close over no other compiled function:
+Numba keys its cache by the pickled closure, and a function's identity differs in every process.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import cfunc, njit, prange, types
+from numba.extending import intrinsic
+
+from headrace.tensor.kernels.compile_cache import numba_cache
+
+CACHE = numba_cache()
+numba.config.CACHE_DIR = str(CACHE.directory or "")  # read by every decorator below
+# Regions cost microseconds with OpenMP, tens with the workqueue, which moreover ends the process on concurrent entry.
+numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+
+OPTIONS: dict[str, Any] = {"nogil": True, "cache": CACHE.directory is not None, "error_model": "numpy"}
+"""Of every helper: no GIL, kept on disk, no checks for division by zero."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def helper(function: _Function) -> _Function:
+    """Compile a function that kernels, or Python, may call."""
+    compiled: _Function = njit(**OPTIONS)(function)
+    return compiled
+
+
+@intrinsic
+def _call(_: Any, function: Any, arguments: Any, worker: Any, workers: Any) -> tuple[Any, Any]:
+    """Call the C function at address `function`."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
+        i64 = ir.IntType(64)
+        pointer = builder.inttoptr(given[0], ir.FunctionType(ir.VoidType(), [i64, i64, i64]).as_pointer())
+        builder.call(pointer, given[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, types.intp), emit
+
+
+@intrinsic
+def float_from_bits(_: Any, bits: Any) -> tuple[Any, Any]:
+    """The float32 whose bits stand in the low half of an int64 argument."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
+        return builder.bitcast(builder.trunc(given[0], ir.IntType(32)), ir.FloatType())
+
+    return types.float32(types.intp), emit
+
+
+def float_bits(value: float) -> int:
+    """A float as an argument; rounded to float32."""
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+@njit(parallel=True, **OPTIONS)
+def _in_parallel(function: int, arguments: int, workers: int) -> None:
+    for worker in prange(workers):
+        _call(function, arguments, worker, workers)
+
+
+@helper
+def run_workers(function: int, arguments: int, workers: int) -> None:
+    """Call `function` once per worker and wait; for compiled code. One worker runs on the calling thread, without a region."""
+    if workers > 1:
+        _in_parallel(function, arguments, workers)
+    else:
+        _call(function, arguments, 0, 1)
+
+
+@helper
+def _launch(function: int, arguments: np.ndarray, workers: int) -> None:
+    run_workers(function, arguments.ctypes.data, workers)
+    arguments[0] = 0  # the array lives until here
+
+
+class _Threads:
+    """How many workers a region may have. Process-wide, as torch's own setting is."""
+
+    def __init__(self) -> None:
+        self.limit = int(numba.config.NUMBA_NUM_THREADS)
+        self.told = threading.local()
+
+    def tell_numba(self) -> None:
+        """Numba keeps the size of a region per calling thread; tell it once per thread and limit."""
+        if getattr(self.told, "limit", None) != self.limit:
+            numba.set_num_threads(self.limit)
+            self.told.limit = self.limit
+
+
+_THREADS = _Threads()
+_REGION = threading.RLock()
+_COMPILED: list[Any] = []  # Numba frees a function's code with its object; addresses handed out must stay valid
+
+
+def thread_limit() -> int:
+    return _THREADS.limit
+
+
+def set_thread_limit(limit: int) -> int:
+    """Workers per region from now on, at most the threads Numba was started with. Returns what was set."""
+    _THREADS.limit = max(1, min(limit, int(numba.config.NUMBA_NUM_THREADS)))
+    return _THREADS.limit
+
+
+@cache
+def threading_layer() -> str:
+    """Numba's threading layer ("omp", "tbb", "workqueue"), woken by an empty region if it was not.
+
+    Must precede every call of compiled code that contains `run_workers`: such code, loaded from the disk cache, does not resolve the
+    layer's symbols by itself when the region had come from that cache while it was compiled (numba 0.68), and would jump to address 0.
+    """
+    _in_parallel(0, 0, 0)
+    return str(numba.threading_layer())
+
+
+def compile_kernel(function: Callable[[int, int, int], None]) -> int:
+    """Address of the compiled kernel. Compiles now, or loads it from the cache on disk. The code lives as long as the process."""
+    threading_layer()
+    compiled = cfunc(types.void(types.intp, types.intp, types.intp), **OPTIONS)(function)
+    _COMPILED.append(compiled)
+    address: int = compiled.address
+    return address
+
+
+def guarded(function: Callable[..., None], *arguments: Any) -> None:
+    """Call compiled code that contains a region. Where the layer ends the process on concurrent entry, callers take turns."""
+    _THREADS.tell_numba()
+    if threading_layer() == "workqueue":
+        with _REGION:
+            function(*arguments)
+    else:
+        function(*arguments)
+
+
+def launch(kernel: int, arguments: Sequence[int], workers: int) -> None:
+    """Run `kernel` on `workers` threads and wait. Everything behind the addresses must stay alive until this returns."""
+    guarded(_launch, kernel, np.array(arguments, dtype=np.int64), workers)
