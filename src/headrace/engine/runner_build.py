@@ -15,10 +15,11 @@ from headrace.engine.memory import Available, read_available
 from headrace.engine.runner import ModelRunner, OverlappedRunner
 from headrace.engine.warmup import warm_up
 from headrace.tensor.batch import KvCache, allocate_kv
-from headrace.tensor.kernels import Kernels, load_kernels
+from headrace.tensor.kernels import load_kernels
+from headrace.tensor.kernels.choose import choose_kernels
+from headrace.tensor.kernels.cpu_features import read_cpu_features, resolve_dtype
 from headrace.tensor.models import LoadedModel, ModelDescription, describe, load_model
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from headrace.tensor.threads import apply_threads, plan_threads
 
 
 def build_runner(config: EngineConfig) -> tuple[ModelRunner | OverlappedRunner, ModelInfo]:
@@ -29,14 +30,15 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner | OverlappedRunner, 
     folder = Path(config.model)
     _check_device(config.device)
     found = describe(folder, max_model_len=config.max_model_len)
-    dtype, dtype_line = _resolve_dtype(config, found.dtype_name)
-    found = describe(folder, dtype=dtype, max_model_len=config.max_model_len)
-    _check_weights_fit(config, found, read_memory(config.device))
-    kernels, kernels_line = _choose_kernels(config)
-    threads_line = _apply_threads(config)
+    dtype, why_dtype = resolve_dtype(config.dtype, found.dtype_name, read_cpu_features(), device=config.device)
+    _check_weights_fit(found, read_memory(config.device))
+    kernels, why_kernels = choose_kernels(config.kernels, config.device)
+    implementation = load_kernels(kernels)
+    threads = plan_threads(config.num_threads)  # after the kernels: Numba's threading layer is known then
+    apply_threads(threads)
     loaded = load_model(
         folder,
-        kernels=kernels,
+        kernels=implementation,
         dtype=dtype,
         device=config.device,
         load_format=config.load_format,
@@ -52,9 +54,14 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner | OverlappedRunner, 
         runner.close()
         raise
     kv.clear_pad_block()
-    model_line = f"model: {loaded.architecture} from {config.model}, {describe_bytes(loaded.resident_bytes)} of weights"
-    warm_line = f"warm-up: {seconds:.1f} s"
-    decided = (model_line, threads_line, dtype_line, kernels_line, *sizing.lines, warm_line)
+    decided = (
+        f"model: {loaded.architecture} from {config.model}, {describe_bytes(loaded.resident_bytes)} of weights",
+        f"dtype: {str(dtype).removeprefix('torch.')}, {why_dtype}",
+        f"kernels: {kernels}, {why_kernels}{_compile_cache(kernels)}",
+        f"threads: {threads.num_threads}, {threads.reason}; Numba's layer: {threads.layer}",
+        *sizing.lines,
+        f"warm-up: {seconds:.1f} s",
+    )
     return runner, _model_info(config, folder, loaded, sizing, decided)
 
 
@@ -70,8 +77,8 @@ def _check_device(device: str) -> None:
         raise ConfigError("device", "'cuda': torch sees no GPU here", "Use cpu.")
 
 
-def _check_weights_fit(config: EngineConfig, found: ModelDescription, available: Available) -> None:
-    """Refuse before loading what would only be killed halfway."""
+def _check_weights_fit(found: ModelDescription, available: Available) -> None:
+    """Refuse before loading what would only be killed halfway. found: in the checkpoint's dtype, the least the weights can take."""
     if found.resident_bytes > available.num_bytes:
         raise ConfigError(
             "model",
@@ -90,6 +97,14 @@ def _size(config: EngineConfig, loaded: LoadedModel) -> KvSizing:
         activation_bytes=activation_bytes(config, loaded.model.spec.hidden_size, loaded.vocab_size),
     )
     return size_kv(config, loaded.model.kv_groups, loaded.max_model_len, budget)
+
+
+def _compile_cache(kernels: str) -> str:
+    if kernels != "numba":
+        return ""
+    from headrace.tensor.kernels.launch import CACHE
+
+    return f"; {CACHE.reason}"
 
 
 def _allocate(config: EngineConfig, loaded: LoadedModel, sizing: KvSizing) -> KvCache:
@@ -125,29 +140,3 @@ def _model_info(config: EngineConfig, folder: Path, loaded: LoadedModel, sizing:
         digests={"model": loaded.model_digest, **text_digests(texts)},
         decided=decided,
     )
-
-
-def _resolve_dtype(config: EngineConfig, stored: str) -> tuple[torch.dtype, str]:
-    """The dtype to compute with, and why."""
-    if config.dtype != "auto":
-        return _DTYPES[config.dtype], f"dtype: {config.dtype}, as configured"
-    if stored == "bfloat16" and config.device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return torch.float32, "dtype: float32; the checkpoint is bfloat16, which this CPU computes in software"
-    return _DTYPES[stored], f"dtype: {stored}, as the checkpoint says"
-
-
-def _choose_kernels(config: EngineConfig) -> tuple[Kernels, str]:
-    if config.kernels != "auto" or config.device != "cpu":
-        name = "reference" if config.kernels == "auto" else config.kernels
-        return load_kernels(name), f"kernels: {name}" + (", as configured" if config.kernels != "auto" else f", for {config.device}")
-    try:
-        return load_kernels("numba"), "kernels: numba"
-    except ImportError as error:
-        return load_kernels("reference"), f"kernels: reference; numba cannot be imported ({error})"
-
-
-def _apply_threads(config: EngineConfig) -> str:
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-        return f"threads: {config.num_threads}, as configured"
-    return f"threads: {torch.get_num_threads()}, as torch chose"
