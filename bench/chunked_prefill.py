@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
-from bench.harness import Machine, Measure, Table, finished
+from bench.harness import Machine, Measure, Table, finished, requests_for
 from headrace.engine.config import EngineConfig
-from headrace.lab.datasets import LoadRequest, Shape, make_requests
+from headrace.lab.datasets import LoadRequest, Shape
 from headrace.lab.metrics import percentile
 from headrace.lab.offline import run_offline
 
@@ -48,11 +48,11 @@ def table(base: EngineConfig) -> Table:
 
 def run(machine: Machine, number: int) -> Mapping[str, float]:
     """The long prompts arrive after a quarter, a half and three quarters of what the streams take alone."""
-    streams = make_requests(NUM_STREAMS, STREAM, seed=number)
+    streams = requests_for(machine, NUM_STREAMS, STREAM, seed=number)
     alone = finished(run_offline(machine.engine, machine.collector, streams)).duration_s
     longs = [
         LoadRequest(request.prompt_ids, 1)
-        for request in make_requests(NUM_LONG, Shape(input_tokens=LONG_TOKENS, output_tokens=1), seed=number)
+        for request in requests_for(machine, NUM_LONG, Shape(input_tokens=LONG_TOKENS, output_tokens=1), seed=number)
     ]
     arrivals = [0.0] * NUM_STREAMS + [alone * (index + 1) / (NUM_LONG + 1) for index in range(NUM_LONG)]
     done = finished(run_offline(machine.engine, machine.collector, [*streams, *longs], arrivals))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from bench.harness import Machine, Measure, Table, finished
+from bench.harness import Machine, Measure, Table, finished, requests_for
 from headrace.engine.config import EngineConfig
-from headrace.lab.datasets import Shape, make_requests
+from headrace.lab.datasets import Shape
 from headrace.lab.metrics import summarize
 from headrace.lab.offline import run_offline
 
@@ -37,7 +37,7 @@ def table(base: EngineConfig) -> Table:
 
 
 def run(machine: Machine, number: int) -> Mapping[str, float]:
-    done = finished(run_offline(machine.engine, machine.collector, make_requests(NUM_REQUESTS, SHAPE, seed=number)))
+    done = finished(run_offline(machine.engine, machine.collector, requests_for(machine, NUM_REQUESTS, SHAPE, seed=number)))
     report = summarize(done.records)
     return {
         "output": done.output_tokens / done.duration_s,

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headrace.engine.build import build_engine
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine
+from headrace.lab.datasets import LoadRequest, Shape, make_requests
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 from headrace.lab.offline import Collector, OfflineRun
 from headrace.lab.report import write_json
@@ -95,6 +96,13 @@ def run_table(table: Table, *, rounds: int, say: Callable[[str], None] = print) 
         },
     )
     return file
+
+
+def requests_for(machine: Machine, count: int, shape: Shape, *, seed: int) -> list[LoadRequest]:
+    """Prompts of `shape` from the model's own vocabulary. Equal for equal seeds and models, whatever the configuration."""
+    vocab_size = machine.engine.info.vocab_size
+    fitted = replace(shape, low_id=min(shape.low_id, vocab_size // 2), high_id=min(shape.high_id, vocab_size))
+    return make_requests(count, fitted, seed=seed)
 
 
 def finished(run: OfflineRun) -> OfflineRun:

@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from bench.harness import Machine, Measure, Table, finished
+from bench.harness import Machine, Measure, Table, finished, requests_for
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
-from headrace.lab.datasets import Shape, make_requests
+from headrace.lab.datasets import Shape
 from headrace.lab.metrics import summarize
 from headrace.lab.offline import run_offline
 
@@ -51,7 +51,7 @@ def table(base: EngineConfig) -> Table:
 
 
 def run(machine: Machine, number: int) -> Mapping[str, float]:
-    done = finished(run_offline(machine.engine, machine.collector, make_requests(NUM_REQUESTS, SHAPE, seed=number)))
+    done = finished(run_offline(machine.engine, machine.collector, requests_for(machine, NUM_REQUESTS, SHAPE, seed=number)))
     report = summarize(done.records)
     return {
         "most at once": done.peak_running,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from bench.harness import Machine, Measure, Table, finished
+from bench.harness import Machine, Measure, Table, finished, requests_for
 from headrace.engine.config import EngineConfig
-from headrace.lab.datasets import Shape, make_requests
+from headrace.lab.datasets import Shape
 from headrace.lab.metrics import summarize
 from headrace.lab.offline import OfflineRun, run_offline
 
@@ -55,4 +55,4 @@ def run(machine: Machine, number: int) -> Mapping[str, float]:
 
 
 def _run(machine: Machine, shape: Shape, seed: int) -> OfflineRun:
-    return finished(run_offline(machine.engine, machine.collector, make_requests(NUM_REQUESTS, shape, seed=seed)))
+    return finished(run_offline(machine.engine, machine.collector, requests_for(machine, NUM_REQUESTS, shape, seed=seed)))
