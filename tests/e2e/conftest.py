@@ -1,0 +1,117 @@
+"""Checkpoints and their plain loops, once per session; servers, once per session or module."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from plain_loop import Checkpoint, PlainLoop, save_random_llama
+from real_engine import ROOMY
+from server_kit import KEY, Server, serving
+
+from headrace.bundled import DEFAULT_MODEL, bundled_path
+from headrace.text.folder import load_text
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors gain nothing from threads and lose much to waiting for them on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def random_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_llama(tmp_path_factory.mktemp("e2e") / "random-llama")
+
+
+@pytest.fixture(scope="session")
+def trained_folder() -> Path:
+    """The bundled model. It may be missing from a checkout only while it has not been added to it."""
+    folder = bundled_path(DEFAULT_MODEL)
+    if folder is None:
+        pytest.skip(f"{DEFAULT_MODEL} is not in this checkout yet")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def random_checkpoint(random_folder: Path) -> Checkpoint:
+    draw = random.Random(7)
+    common = [draw.randrange(3, 330) for _ in range(21)]
+    lengths = (1, 3, 8, 16, 17, 26, 33, 40)
+    prompts = [[*common[: draw.randrange(22)], *(draw.randrange(3, 330) for _ in range(length))][-length:] for length in lengths]
+    prompts += [[*common, *(draw.randrange(3, 330) for _ in range(length))] for length in (1, 5)]
+    return _checkpoint("random", random_folder, [tuple(prompt) for prompt in prompts])
+
+
+QUESTIONS = (
+    "Hello!",
+    "What is the capital of France?",
+    "What is the capital of Japan?",
+    "What is 7 plus 5?",
+    "What is a KV cache?",
+    "Repeat after me: red green blue",
+    "Sort these numbers: 5 3 9 1",
+    "What is continuous batching, and why does it help when many people ask at the same time?",
+)
+
+
+@pytest.fixture(scope="session")
+def trained_checkpoint(trained_folder: Path) -> Checkpoint:
+    text = load_text(trained_folder)
+    asked = [text.template.encode(text.tokenizer, [{"role": "user", "content": question}]) for question in QUESTIONS]
+    return _checkpoint("trained", trained_folder, [tuple(ids) for ids in asked])
+
+
+def _checkpoint(name: str, folder: Path, prompts: list[tuple[int, ...]]) -> Checkpoint:
+    text = load_text(folder)
+    text.template.compile()
+    return Checkpoint(name, folder, PlainLoop(folder), text, tuple(prompts))
+
+
+@pytest.fixture
+def checkpoint(request: pytest.FixtureRequest) -> Checkpoint:
+    """Indirect: "random" or "trained"."""
+    found: Checkpoint = request.getfixturevalue(f"{request.param}_checkpoint")
+    return found
+
+
+ENGINE: dict[str, object] = {"dtype": "float32", "kernels": ROOMY["kernels"], "num_threads": 1}
+
+
+@pytest.fixture(scope="session")
+def server(random_folder: Path) -> Iterator[Server]:
+    """`headrace serve` of the random model as "random" (and "alias"): one replica, a key, KV memory for 752 tokens, little patience."""
+    config = {
+        "models": [{"name": "random", "aliases": ["alias"], "engine": {**ENGINE, "model": str(random_folder), "num_kv_blocks": 48}}],
+        "gateway": {
+            "api_keys": [{"key": KEY}],
+            "request_log": "{folder}/requests.jsonl",
+            "timeouts": {"header_s": 2.0, "body_s": 2.0, "write_s": 5.0},
+        },
+    }
+    with serving(config) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def pair(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """Two replicas of the bundled model (the random one where it is missing) as "pair", with overlapped steps and the fair queue."""
+    folder = bundled_path(DEFAULT_MODEL) or request.getfixturevalue("random_folder")
+    engine = {**ENGINE, "model": str(folder), "num_kv_blocks": 200, "depth": 2, "queue_policy": "fair", "max_num_batched_tokens": 101}
+    config = {"models": [{"name": "pair", "replicas": 2, "engine": engine}], "gateway": {"api_keys": [{"key": KEY}], "request_log": "none"}}
+    with serving(config) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def pair_checkpoint(request: pytest.FixtureRequest) -> Checkpoint:
+    """What `pair` serves."""
+    name = "trained_checkpoint" if bundled_path(DEFAULT_MODEL) else "random_checkpoint"
+    found: Checkpoint = request.getfixturevalue(name)
+    return found

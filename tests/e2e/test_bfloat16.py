@@ -1,0 +1,93 @@
+"""In bfloat16 two right programs may choose differently where the model itself hardly has a preference, and nowhere else.
+
+The reference is transformers in bfloat16 on the same weights, fed the engine's own tokens: at every position the engine's choice is
+either the reference's best token, or the reference's two best logits lie closer together than EPSILON times the largest magnitude in the
+row. bfloat16 keeps 8 bits, so one rounding is up to 2^-9 of a value; EPSILON leaves room for the roundings of the layers to add up. How
+far the reference itself is from its float32 self is reported beside it: that is the noise two right programs have to live with.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from plain_loop import Checkpoint, PlainLoop
+from real_engine import RealEngine, greedy_request
+
+EPSILON = 2.0**-4
+RESULT = Path(__file__).resolve().parents[2] / "bench" / "results" / "bfloat16-divergence.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """num_different of num_tokens choices differ from the reference's. The others are relative to a row's largest logit:
+
+    widest_gap       the largest top-2 gap of the reference at which a choice differed
+    reference_error  the reference's largest difference from float32 on the same weights
+    """
+
+    model: str
+    depth: int
+    num_tokens: int
+    num_different: int
+    widest_gap: float
+    reference_error: float
+    epsilon: float = EPSILON
+
+    @property
+    def rate(self) -> float:
+        return self.num_different / self.num_tokens
+
+
+def measure(checkpoint: Checkpoint, *, count: int, depth: int = 1) -> Divergence:
+    reference = PlainLoop(checkpoint.folder, dtype=torch.bfloat16)
+    with RealEngine(checkpoint.folder, dtype="bfloat16", depth=depth, num_kv_blocks=1000) as engine:
+        engine.run(*(greedy_request(f"r{number}", prompt, max_tokens=count) for number, prompt in enumerate(checkpoint.prompts)))
+        answers = [engine.answer(f"r{number}") for number in range(len(checkpoint.prompts))]
+    gaps = [
+        gap
+        for prompt, answer in zip(checkpoint.prompts, answers, strict=True)
+        for gap in gaps_where_different(reference, list(prompt), answer)
+    ]
+    error = max(
+        rounding_error(reference, checkpoint, [*prompt, *answer]) for prompt, answer in zip(checkpoint.prompts, answers, strict=True)
+    )
+    return Divergence(checkpoint.name, depth, len(answers) * count, len(gaps), max(gaps, default=0.0), error)
+
+
+def gaps_where_different(reference: PlainLoop, prompt: list[int], answer: list[int]) -> list[float]:
+    """The relative top-2 gap at each position where the answer is not the reference's best token."""
+    gaps = []
+    rows = reference.logits([*prompt, *answer])[len(prompt) - 1 : -1]
+    for row, token_id in zip(rows, answer, strict=True):
+        best = row.topk(2)
+        if token_id != int(best.indices[0]) and row[token_id] != best.values[0]:
+            gaps.append(float((best.values[0] - best.values[1]) / row.abs().max()))
+    return gaps
+
+
+def rounding_error(reference: PlainLoop, checkpoint: Checkpoint, ids: list[int]) -> float:
+    exact = checkpoint.plain.logits(ids)
+    return float(((reference.logits(ids) - exact).abs().amax(-1) / exact.abs().amax(-1)).max())
+
+
+@pytest.mark.parametrize("checkpoint", ["random", "trained"], indirect=True)
+def test_bfloat16_differs_only_where_the_reference_hardly_prefers(checkpoint: Checkpoint) -> None:
+    found = measure(checkpoint, count=16)
+    print(found)
+    assert found.widest_gap < EPSILON
+    assert found.rate < 0.05
+
+
+@pytest.mark.slow
+def test_bfloat16_divergence_is_measured(request: pytest.FixtureRequest) -> None:
+    """The same over longer answers and both depths; the rates go into the results."""
+    found = [
+        measure(request.getfixturevalue(f"{name}_checkpoint"), count=64, depth=depth) for name in ("random", "trained") for depth in (1, 2)
+    ]
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    RESULT.write_text(json.dumps([{**asdict(one), "rate": one.rate} for one in found], indent=1) + "\n")
+    assert all(one.widest_gap < EPSILON for one in found)
