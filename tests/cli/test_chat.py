@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
+import signal
 import subprocess
 import sys
 
@@ -110,3 +113,27 @@ def test_chat_exits_with_the_servers_failure() -> None:
     assert "Is a server running there?" in done.stderr
     done = headrace("chat", "folder", "--url", server.url)
     assert done.returncode == ExitCode.USAGE
+
+
+def read_until(terminal: int, word: str) -> str:
+    """What the terminal shows, up to and including `word`."""
+    shown = ""
+    while word not in shown:
+        shown += os.read(terminal, 4096).decode()
+    return shown
+
+
+def test_terminal_prompts_answers_and_leaves_on_interrupt() -> None:
+    with scripted_server(["Par", "is"]) as server:
+        terminal, inner = pty.openpty()
+        command = [sys.executable, "-m", "headrace.cli.main", "chat", "--url", server.url]
+        process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=subprocess.PIPE, start_new_session=True)
+        os.close(inner)
+        assert "Talking to tiny" in read_until(terminal, "> ")
+        os.write(terminal, b"capital?\n")
+        assert "Paris" in read_until(terminal, "> ")
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+        os.close(terminal)
+    assert process.returncode == ExitCode.INTERRUPTED
+    assert b"Traceback" not in stderr
