@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from gateway_kit import gateway_config
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core import errors as core_errors
@@ -26,6 +26,7 @@ JSON = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(st.text(), JSON, max_size=5), st.booleans())
 def test_what_is_fine_comes_through_unchanged(value: dict[str, Any], ascii_only: bool) -> None:
     body = json.dumps(value, ensure_ascii=ascii_only)

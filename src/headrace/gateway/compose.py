@@ -7,6 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from headrace.core.errors import ConfigError
 from headrace.gateway.app import Gateway
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig
 from headrace.gateway.generate import Service
@@ -48,9 +49,9 @@ def connect_wire(config: ReplicaConfig, text: TextModel, instruments: ReplicaMet
 
 @asynccontextmanager
 async def open_gateway(config: GatewayConfig, texts: Mapping[str, TextModel], *, connect: Connect = connect_wire) -> AsyncIterator[Gateway]:
-    """The application, connected to its replicas (or trying to) until the block ends."""
+    """The application, connected to its replicas (or trying to) until the block ends. Raises ConfigError."""
     metrics = Metrics()
-    request_log = RequestLog(config.request_log)
+    request_log = _open_log(config.request_log)
     text_pool = TextPool(max_workers=config.limits.max_text_workers, max_queue=config.limits.max_text_queue)
     async with AsyncExitStack() as stack:
         stack.callback(request_log.close)
@@ -70,6 +71,13 @@ async def open_gateway(config: GatewayConfig, texts: Mapping[str, TextModel], *,
         metrics.requests_open.set_function(lambda: service.ledger.num_open)
         metrics.log_dropped.set_function(lambda: request_log.num_dropped)
         yield Gateway(service, request_log)
+
+
+def _open_log(target: str) -> RequestLog:
+    try:
+        return RequestLog(target)
+    except OSError as error:
+        raise ConfigError("request_log", f"{target} cannot be opened: {error.strerror}") from None
 
 
 @asynccontextmanager

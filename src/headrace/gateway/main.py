@@ -16,7 +16,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from headrace.core.errors import CheckpointError, ConfigError
+from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.gateway.compose import load_texts, open_gateway
 from headrace.gateway.config import GatewayConfig, load_config
 from headrace.gateway.ledger import Ledger
@@ -42,18 +42,20 @@ def run_gateway(config_path: str | Path, parent_fd: int | None = None) -> int:
     leash.watch()
     try:
         config = load_config(config_path)
-        texts = load_texts(config)
+        run_loop(serve(config, load_texts(config), leash))
     except (ConfigError, CheckpointError) as error:
         print(f"headrace gateway: {error}", file=sys.stderr)
         leash.failed(str(error), can_retry=False)
         return REFUSED
-    try:
-        run_loop(serve(config, texts, leash))
-    except OSError as error:
-        print(f"headrace gateway: cannot listen on {config.host}:{config.port}: {error.strerror}", file=sys.stderr)
-        leash.failed(f"cannot listen on {config.host}:{config.port}: {error.strerror}", can_retry=True)
+    except CannotBind as error:
+        print(f"headrace gateway: {error}", file=sys.stderr)
+        leash.failed(str(error), can_retry=True)
         return CANNOT_BIND
     return 0
+
+
+class CannotBind(HeadraceError):
+    """The address is taken, or not ours."""
 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
@@ -65,14 +67,17 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
 
 
 async def serve(config: GatewayConfig, texts: dict[str, TextModel], leash: Leash) -> None:
-    """Listen, say so, serve, drain. Raises OSError when the address cannot be bound."""
+    """Listen, say so, serve, drain. Raises CannotBind, or ConfigError for what only opening it shows."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with open_gateway(config, texts) as gateway:
         server = Server(gateway, config)
-        port = await server.start()
+        try:
+            port = await server.start()
+        except OSError as error:
+            raise CannotBind(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
         log.info("listening on http://%s:%d", config.host, port)
         leash.ready({"host": config.host, "port": port})
         closed = asyncio.Event()

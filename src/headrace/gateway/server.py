@@ -45,14 +45,15 @@ class Server(uvicorn.Server):
         )
 
     async def start(self) -> int:
-        """Listen. Returns the port. Raises OSError when the address cannot be bound."""
+        """Listen. Returns the port. Raises OSError when the address cannot be bound (uvicorn would end the process)."""
         self.config.load()
         self.lifespan = self.config.lifespan_class(self.config)
         await self.on_tick(0)
-        await self.startup()
-        for listener in self.servers[0].sockets:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_SEND_BYTES)  # accepted sockets inherit it
-        port: int = self.servers[0].sockets[0].getsockname()[1]
+        family = socket.AF_INET6 if ":" in self.config.host else socket.AF_INET
+        listener = socket.create_server((self.config.host, self.config.port), family=family, backlog=BACKLOG)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_SEND_BYTES)  # accepted sockets inherit it
+        await self.startup(sockets=[listener])
+        port: int = listener.getsockname()[1]
         return port
 
     async def run_until(self, stop: asyncio.Event) -> None:
