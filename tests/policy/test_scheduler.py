@@ -334,3 +334,16 @@ def test_a_row_planned_before_a_preemption_does_not_count_afterwards() -> None:
     assert scheduler.roster.running[0].computed == 16
     driven.run()
     assert driven.tokens["r", 0] == expected_tokens(list(range(40)), 4, VOCAB)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_preempted_prompt_is_computed_again_but_told_once(depth: int) -> None:
+    prompts = [[(i + j) % 90 for j in range(18)] for i in range(4)]
+    driven = DrivenEngine(depth=depth, num_blocks=16, max_num_batched_tokens=7)
+    driven.submit(*(request(f"r{i}", prompt, prompt_logprobs=0, max_tokens=14) for i, prompt in enumerate(prompts)))
+    driven.turn(9)
+    driven.scheduler.roster.preempt(driven.scheduler.roster.running[0])
+    driven.run()
+    for i, prompt in enumerate(prompts):
+        told = [entry for update in driven.updates if update.request_id == f"r{i}" for entry in update.prompt_logprobs]
+        assert [(entry.token_id, -entry.logprob) for entry in told] == [(prompt[p], p) for p in range(1, 18)]

@@ -127,5 +127,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert POISON in prompt or POISON in tokens or "prerequisite" in str(self.driven.errors[key[0]])
 
 
-EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+EngineMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate)
+)
 test_engine_state_machine = EngineMachine.TestCase

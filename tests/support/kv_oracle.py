@@ -12,7 +12,7 @@ from collections import deque
 from hashlib import blake2b
 
 from headrace.core.kvgroup import KvGroup
-from headrace.core.plan import Plan, Result, Started
+from headrace.core.plan import Plan, Result, Started, TokenLogprobs
 
 EMPTY = -1
 
@@ -102,7 +102,9 @@ class OracleRunner:
             self._write(slot, start, count)
         sampled = [self._read_and_sample(*row) for row in rows]
         counts = array("i", [len(tokens) for tokens in sampled])
-        return Result(step_id=plan.step_id, token_counts=counts, token_ids=array("i", [t for tokens in sampled for t in tokens]))
+        scores = tuple((i, found) for i, row in enumerate(rows) if (found := self._prompt_scores(*row)))
+        flat = array("i", [token for tokens in sampled for token in tokens])
+        return Result(step_id=plan.step_id, token_counts=counts, token_ids=flat, prompt_logprobs=scores)
 
     def _apply(self, plan: Plan) -> None:
         for slot in plan.ended:
@@ -132,6 +134,14 @@ class OracleRunner:
         for group in range(len(self.groups)):
             for position, token in enumerate(tokens, start):
                 self._cell(group, slot, position)[position % self.block_size] = token
+
+    def _prompt_scores(self, slot: int, start: int, count: int, samples: int) -> tuple[TokenLogprobs, ...]:
+        """For each prompt token after a computed position: its id, and its position as the log-probability."""
+        started = self.started[slot]
+        if started.params.prompt_logprobs is None:
+            return ()
+        last = min(start + count, started.num_prompt_tokens - 1)
+        return tuple(TokenLogprobs(self.tokens[slot][p], -float(p), 1) for p in range(start + 1, last + 1))
 
     def _cell(self, group: int, slot: int, position: int) -> list[int]:
         block = self.tables[group, slot][position // self.block_size]

@@ -30,7 +30,7 @@ class SamplingParams:
 
     n                    sequences per prompt
     temperature          0 means greedy
-    top_p, top_k, min_p  filters, applied in this order after temperature; top_k 0 or -1 = off
+    top_k, top_p, min_p  filters, applied in this order after temperature; top_k 0 or -1 = off
     presence_penalty     subtracted once from logits of tokens already generated
     frequency_penalty    subtracted times their count among the generated tokens
     repetition_penalty   divides positive, multiplies negative logits of tokens in prompt or output (1 = off)

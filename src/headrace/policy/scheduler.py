@@ -20,7 +20,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from headrace.core.ids import SlotId
-from headrace.core.plan import Plan, Result, Started
+from headrace.core.plan import Plan, Result, Started, TokenLogprobs
 from headrace.core.update import SequenceUpdate
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.plan_builder import PlanBuilder
@@ -226,7 +226,7 @@ class Scheduler:
             end = offset + count
             if row.seq.state is not SeqState.DONE:
                 row.seq.pending -= row.samples
-                output = Output(result.token_ids[offset:end], result.logprobs[offset:end], prompt_logprobs.get(i, ()))
+                output = Output(result.token_ids[offset:end], result.logprobs[offset:end], _untold(row, prompt_logprobs.get(i, ())))
                 try:
                     self._commit_row(row, output, errors.get(i))
                 except Exception as error:  # one sequence's bookkeeping must not take its neighbours along
@@ -287,6 +287,15 @@ class Scheduler:
             assert seq.pending == sum(row.samples for row in in_flight), "pending ids and planned rows differ"
             current = sum(row.count for row in in_flight if row.incarnation == seq.incarnation)
             assert seq.state is not SeqState.RUNNING or seq.planned == seq.computed + current, "planned and computed differ"
+
+
+def _untold(row: _Row, entries: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs, ...]:
+    """Entries for prompt positions row.start + 1 and on, less those already delivered before a preemption or a repeated step."""
+    if not entries:
+        return ()
+    fresh = entries[max(0, row.seq.num_prompt_told - row.start) :]
+    row.seq.num_prompt_told += len(fresh)
+    return fresh
 
 
 def _undo(rows: list[_Row]) -> None:

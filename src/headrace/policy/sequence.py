@@ -40,6 +40,7 @@ class Sequence:
     hashes       identities of its full blocks, as far as they were needed
     room         positions below it may be written without asking the KV manager; 0 = ask
     registered   per KV group, leading blocks already offered to the prefix cache
+    num_prompt_told  prompt log-probabilities delivered so far: a preempted prompt is computed again, not told again
     key          the queue policy's order, smaller first; set when it is pushed
     """
 
@@ -66,6 +67,7 @@ class Sequence:
     num_cached: int = 0
     first_scheduled: float | None = None
     told_first: bool = False
+    num_prompt_told: int = 0
 
     @property
     def wanted(self) -> int:
