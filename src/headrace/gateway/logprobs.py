@@ -10,6 +10,14 @@ from headrace.text.assemble import TokenEntry, token_entry
 from headrace.text.detokenize import Detokenizer
 from headrace.text.tokenizer import Tokenizer
 
+LOWEST_LOGPROB = -9999.0
+"""JSON has no infinity; clients of this API know this number as "never"."""
+
+
+def finite(logprob: float) -> float:
+    """A log-probability as JSON can say it: a token the model rules out has minus infinity."""
+    return max(logprob, LOWEST_LOGPROB)
+
 
 def chat_logprobs(entries: Iterable[TokenEntry], num_top: int) -> ChatLogprobs:
     """content[].{token, logprob, bytes, top_logprobs}; a token without text in the answer (the end token) is left out."""
@@ -17,9 +25,9 @@ def chat_logprobs(entries: Iterable[TokenEntry], num_top: int) -> ChatLogprobs:
         [
             TokenLogprob(
                 entry.token,
-                entry.logprob,
+                finite(entry.logprob),
                 list(entry.raw),
-                [TopLogprob(top.token, top.logprob, list(top.raw)) for top in entry.top[:num_top]],
+                [TopLogprob(top.token, finite(top.logprob), list(top.raw)) for top in entry.top[:num_top]],
             )
             for entry in entries
             if entry.is_visible
@@ -32,7 +40,7 @@ def completion_logprobs(entries: Sequence[TokenEntry], num_top: int, *, offset: 
     shown = [entry for entry in entries if entry.is_visible]
     return CompletionLogprobs(
         text_offset=[offset + entry.text_offset for entry in shown],
-        token_logprobs=[entry.logprob for entry in shown],
+        token_logprobs=[finite(entry.logprob) for entry in shown],
         tokens=[token_name(entry.token, entry.raw) for entry in shown],
         top_logprobs=[_top_map(entry, num_top) for entry in shown],
     )
@@ -83,10 +91,10 @@ def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], num_
     made: PromptLogprobs = [None]
     for entry in entries:
         ranked = {
-            token_id: PromptLogprob(logprob, rank, tokenizer.token_text(token_id))
+            token_id: PromptLogprob(finite(logprob), rank, tokenizer.token_text(token_id))
             for rank, (token_id, logprob) in enumerate(zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False), start=1)
         }
-        ranked[entry.token_id] = PromptLogprob(entry.logprob, entry.rank, tokenizer.token_text(entry.token_id))
+        ranked[entry.token_id] = PromptLogprob(finite(entry.logprob), entry.rank, tokenizer.token_text(entry.token_id))
         made.append(ranked)
     return made
 
@@ -102,6 +110,6 @@ def token_name(text: str, raw: bytes) -> str:
 
 def _top_map(entry: TokenEntry, num_top: int) -> dict[str, float]:
     """The best alternatives, and the token that was chosen."""
-    named = {token_name(top.token, top.raw): top.logprob for top in reversed(entry.top[:num_top])}
-    named[token_name(entry.token, entry.raw)] = entry.logprob
+    named = {token_name(top.token, top.raw): finite(top.logprob) for top in reversed(entry.top[:num_top])}
+    named[token_name(entry.token, entry.raw)] = finite(entry.logprob)
     return named
