@@ -154,7 +154,7 @@ def check_cache(folder: Path) -> Finding:
     while not existing.exists():
         existing = existing.parent
     if not os.access(existing, os.W_OK | os.X_OK):
-        return Finding("cache", Health.WARN, f"{folder} is not writable", "Kernels are compiled at every start; set XDG_CACHE_HOME.")
+        return Finding("cache", Health.WARN, f"{folder} is not writable", "Kernels are compiled at every start; set HEADRACE_CACHE_DIR.")
     if existing == folder and folder.stat().st_mode & 0o022:
         return Finding("cache", Health.FAIL, f"{folder} can be written by others", f"chmod 700 {folder}")
     return Finding("cache", Health.OK, str(folder))
@@ -202,7 +202,9 @@ def _read_quota(cgroup: Path) -> float | None:
 
 
 def _cache_dir() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
+    from headrace.tensor.kernels.compile_cache import cache_root
+
+    return cache_root(os.environ)
 
 
 def _read(file: Path) -> str:
