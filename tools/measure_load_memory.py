@@ -1,8 +1,8 @@
 """Measure the anonymous memory a model load takes at its peak.  usage: python tools/measure_load_memory.py FOLDER [--kernels reference]
 
 Loads in this process while a thread samples RssAnon from /proc/self/status every 2 ms, then prints one JSON line: the peak above what
-the process held before, the bound (weights + largest fused tensor + 0.5 GiB), and whether it was kept. Mapped files are not anonymous:
-they are page cache, which the kernel takes back when it needs to.
+the process held before (libraries loaded), the bound (weights + largest fused tensor + 0.5 GiB), and whether it was kept. Mapped files
+are not anonymous: they are page cache, which the kernel takes back when it needs to.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import threading
 import time
 from pathlib import Path
 
+import torch
+
 from headrace.tensor.kernels import load_kernels
 from headrace.tensor.models import load_model
 from headrace.tensor.models.decoder import Decoder
 
 SLACK_BYTES = 2**29
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def anonymous_bytes() -> int:
@@ -56,13 +59,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kernels", default="reference", choices=["reference", "numba"])
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="to compute with; default: the checkpoint's")
     options = parser.parse_args()
     kernels = load_kernels(options.kernels)
+    for dtype in (torch.float32, torch.bfloat16):
+        kernels.pack_linear(torch.ones((64, 64), dtype=dtype), None)  # libraries and compilers warm up before, not within the measurement
     before = anonymous_bytes()
     sampler = PeakSampler()
     sampler.start()
     started = time.monotonic()
-    loaded = load_model(options.folder, kernels=kernels, dtype=None, device="cpu", load_format="safetensors", seed=0, max_model_len=None)
+    loaded = load_model(
+        options.folder,
+        kernels=kernels,
+        dtype=DTYPES.get(options.dtype),
+        device="cpu",
+        load_format="safetensors",
+        seed=0,
+        max_model_len=None,
+    )
     seconds = time.monotonic() - started
     peak = sampler.stop() - before
     largest = largest_linear_bytes(loaded.model)

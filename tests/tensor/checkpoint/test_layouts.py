@@ -96,7 +96,10 @@ def test_tied_embeddings_serve_as_head_unless_a_head_is_stored(folder: Any) -> N
 def test_dtype_follows_option_then_configuration_then_weights(folder: Any) -> None:
     folder.tensors = {name: tensor.bfloat16() for name, tensor in folder.tensors.items()}
     folder.write()
-    assert folder.load().dtype == torch.float32  # as config.json says
+    loaded = folder.load()
+    assert loaded.dtype == torch.float32  # as config.json says
+    assert loaded.model.embedding.dtype == torch.bfloat16  # rows convert exactly when they are looked up
+    assert loaded.model.head.weight.dtype == torch.float32
     assert folder.load(dtype=torch.float16).model.head.weight.dtype == torch.float16
     del folder.config["dtype"]
     folder.write()

@@ -58,7 +58,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-partial-rotary-window": ("Phi3", {"sliding_window": 5, "hidden_size": 96, "rope_parameters":
                                             {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
 }  # fmt: skip
-NUMBA_CASES: tuple[str, ...] = ()
+NUMBA_CASES: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 16},
+    "mistral-window": {"head_dim": 16},
+    "qwen2": {"hidden_size": 96},
+    "qwen3": {},
+    "qwen3-moe": {},
+    "mixtral": {"head_dim": 16},
+    "gemma3": {},
+    "phi3-partial-rotary-window": {},
+}
+"""Case -> fields that bring it to heads of 16 in groups of 3: one shape, compiled once (other shapes: tests of the kernels)."""
 
 
 @dataclass
@@ -73,7 +83,8 @@ def pair(request: pytest.FixtureRequest, make_oracle: Callable[..., Any], tmp_pa
     name, kernels = request.param
     family, fields = CASES[name]
     folder = tmp_path_factory.mktemp(name)
-    oracle = make_oracle(family, folder, **{**TINY, **fields})
+    changed = NUMBA_CASES[name] if kernels == "numba" else {}
+    oracle = make_oracle(family, folder, **{**TINY, **fields, **changed})
     loaded = load_model(folder, kernels=load_kernels(kernels), dtype=None, device="cpu", load_format="auto", seed=0, max_model_len=None)
     return Pair(oracle, folder, loaded)
 

@@ -70,8 +70,7 @@ class Attention:
             query = kernels.rms_norm(query, self.q_norm, self.eps)
         if self.k_norm is not None:
             key = kernels.rms_norm(key, self.k_norm, self.eps)
-        kernels.rotary(query, key, self.cos_sin, batch.positions)
-        kernels.scatter_kv(key, value, cache, group.slot_mapping)
+        kernels.rotary_scatter(query, key, value, self.cos_sin, batch.positions, cache, group.slot_mapping)
         seen = kernels.attention(
             query,
             cache,

@@ -74,8 +74,10 @@ class WeightReader:
         return self._empty(size).copy_(stored)
 
     def table(self, name: str, rows: int, columns: int) -> Tensor:
-        """An embedding table [rows, columns], whole on every rank."""
-        return self._empty(rows, columns).copy_(self.source.read(name, (rows, columns)))
+        """An embedding table [rows, columns], whole on every rank. A smaller stored dtype is kept: looked-up rows convert exactly."""
+        stored = self.source.read(name, (rows, columns))
+        dtype = stored.dtype if stored.dtype.itemsize < self.dtype.itemsize else self.dtype
+        return torch.empty((rows, columns), dtype=dtype, device=self.device).copy_(stored)
 
     def column_linear(self, parts: Sequence[Part], in_features: int, *, bias: bool) -> Linear:
         """Parts stacked into one linear; this rank's share of each part's rows. [in] -> [sum of rows / world]"""

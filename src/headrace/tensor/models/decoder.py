@@ -16,6 +16,7 @@ from headrace.core.kvgroup import KvGroup
 from headrace.tensor.batch import Batch, GroupBatch, KvCache
 from headrace.tensor.kernels import Kernels
 from headrace.tensor.layers.attention import Attention
+from headrace.tensor.layers.memory import return_freed_memory
 from headrace.tensor.layers.mlp import Mlp, MlpSpec
 from headrace.tensor.layers.moe import SparseMoe
 from headrace.tensor.layers.rope import RopeSpec, rope_table
@@ -94,15 +95,17 @@ class Decoder:
             if rope not in tables:
                 tables[rope] = rope_table(rope, spec.max_positions, reader.device)
             self.blocks.append(Block(reader, spec, layer, index, tables[rope]))
+            return_freed_memory()
         final = reader.norm(f"{names.final_norm}.weight", spec.hidden_size, plus=spec.norm_plus)
         self.final_norm = Norm(reader.kernels, final, spec.norm_eps)
         head = f"{names.head}.weight"
         # A tied model stores one table; it is packed a second time for the head, since a lookup needs the plain rows.
         self.head = (
-            reader.kernels.pack_linear(self.embedding, None)
+            reader.kernels.pack_linear(self.embedding.to(reader.dtype), None)
             if spec.is_tied and not reader.source.has(head)
             else reader.whole_linear(Part(head, spec.vocab_size), spec.hidden_size)
         )
+        return_freed_memory()
         self.kv_groups, self.group_of = group_layers(spec, reader.world, reader.dtype.itemsize)
         self.kv_shapes = [(block.attention.kv_heads, block.attention.spec.head_dim) for block in self.blocks]
 
@@ -117,7 +120,7 @@ class Decoder:
 
     def forward(self, ids: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         """ids [T] int64 -> hidden [T, E], normed, ready for `logits`. Writes the step's keys and values into `kv`."""
-        branch = F.embedding(ids, self.embedding)
+        branch = F.embedding(ids, self.embedding).to(self.dtype)
         if self._embedding_scale != 1.0:
             branch *= self._embedding_scale
         residual = torch.zeros_like(branch)
