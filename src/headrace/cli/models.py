@@ -34,9 +34,10 @@ def models(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """List the bundled models, or those of a folder."""
-    from headrace.bundled import bundled_names, bundled_path
+    from headrace.bundled import DEFAULT_MODEL, bundled_names, bundled_path
 
-    bundled = [path for name in bundled_names() if (path := bundled_path(name)) is not None]
+    names = sorted(bundled_names(), key=lambda name: name != DEFAULT_MODEL)
+    bundled = [path for name in names if (path := bundled_path(name)) is not None]
     folders = bundled if folder is None else model_folders(folder)
     rows = [describe_folder(path) for path in folders]
     if as_json:

@@ -1,0 +1,57 @@
+"""`headrace models`: facts from config.json, adapters by name, and why a folder cannot be served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.models import adapter_names, model_folders, models
+from headrace.core.errors import ConfigError
+from tests.house.stand_in import TINY
+
+
+def make_model(folder: Path, **changes: object) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**TINY, **changes}))
+    return folder
+
+
+def make_adapter(folder: Path, base: str) -> None:
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+
+
+def test_folders_are_described_or_say_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(tmp_path / "good")
+    (tmp_path / "good" / "model.safetensors").touch()
+    make_model(tmp_path / "odd", architectures=["UnknownForCausalLM"])
+    make_model(tmp_path / "weightless")
+    models(tmp_path, as_json=True)
+    good, odd, weightless = json.loads(capsys.readouterr().out)
+    assert (good["name"], good["architecture"], good["max_model_len"], good["problem"]) == ("good", "LlamaForCausalLM", 512, "")
+    assert good["num_parameters"] > 50_000
+    assert "UnknownForCausalLM" in odd["problem"]
+    assert "--load-format dummy" in weightless["problem"]
+    models(tmp_path)
+    text = capsys.readouterr().out
+    assert "context 512 tokens" in text
+    assert "UnknownForCausalLM" in text
+
+
+def test_adapters_are_found_inside_and_beside_their_base(tmp_path: Path) -> None:
+    base = make_model(tmp_path / "base")
+    make_adapter(base / "style", "anything")
+    make_adapter(tmp_path / "adapters" / "domain", "/elsewhere/base")
+    make_adapter(tmp_path / "adapters" / "other", "another-model")
+    (tmp_path / "adapters" / "broken").mkdir()
+    (tmp_path / "adapters" / "broken" / "adapter_config.json").write_text("{")
+    assert adapter_names(base) == ("domain", "style")
+
+
+def test_one_folder_or_a_folder_of_folders(tmp_path: Path) -> None:
+    base = make_model(tmp_path / "all" / "base")
+    assert model_folders(base) == model_folders(tmp_path / "all") == [base]
+    with pytest.raises(ConfigError, match="no model folder"):
+        model_folders(tmp_path / "absent")
