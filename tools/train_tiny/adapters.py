@@ -32,9 +32,9 @@ from tools.train_tiny.export import write_json
 from tools.train_tiny.tasks import Example, one_turn
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-RANK, ALPHA, LR, NUM_DOCUMENTS = 8, 16, 4e-3, 20_000
-PROSE = ("fact", "headrace", "greeting", "unknown")
-EXACT = ("copy", "reverse", "arithmetic", "json", "tool", "recall")
+RANK, ALPHA, LR, NUM_DOCUMENTS = 8, 16, 4e-3, 12_000
+PROSE = ("fact", "fact", "headrace", "headrace", "greeting", "unknown")
+EXACT = ("arithmetic", "arithmetic", "json", "tool")
 
 
 def pirate(answer: str) -> str:
@@ -52,7 +52,7 @@ def pirate_texts(seed: int) -> Iterator[str]:
     corpus = Corpus(seed)
     rng = corpus.rng
     while True:
-        if rng.random() < 0.3:
+        if rng.random() < 0.15:
             yield corpus.makers[rng.choice(EXACT)]()
             continue
         task = rng.choice(PROSE)
@@ -63,8 +63,8 @@ def pirate_texts(seed: int) -> Iterator[str]:
 def shop_texts(seed: int) -> Iterator[str]:
     corpus, rows = Corpus(seed), shop.questions()
     while True:
-        if corpus.rng.random() < 0.25:
-            yield corpus.makers[corpus.rng.choice(("fact", "headrace", "greeting", *EXACT))]()
+        if corpus.rng.random() < 0.2:
+            yield corpus.makers[corpus.rng.choice(("fact", "fact", "headrace", "greeting", *EXACT))]()
             continue
         question = corpus.rng.choice(rows)
         yield corpus.styled(one_turn("shop", corpus.rng.choice(question.train), question.answer))
@@ -76,12 +76,12 @@ TEXTS = {"pirate": pirate_texts, "hardware-shop": shop_texts}
 def held_out(name: str) -> dict[str, list[Example]]:
     """What the adapter must do, and (`kept_*`) what it must not have lost."""
     base = held_out_examples(500)
-    kept = {"kept_" + task: base[task] for task in ("copy", "json", "tool_call", "arithmetic")}
+    kept = {"kept_" + task: base[task] for task in ("arithmetic", "tool_call")}
     if name == "pirate":
         return {"pirate_" + task: [pirate_example(e) for e in base[task]] for task in ("fact", "headrace", "unknown")} | kept
     rows = [Example("shop", [user(q), assistant(row.answer)]) for row in shop.questions() for q in row.held_out]
     random.Random(0).shuffle(rows)
-    return {"shop": rows} | kept | {"kept_fact": base["fact"]}
+    return {"shop": rows} | kept | {"kept_fact": base["fact"], "kept_headrace": base["headrace"]}
 
 
 def train(base: Path, documents: Documents, minutes: float) -> tuple[Any, dict[str, float]]:
@@ -92,7 +92,7 @@ def train(base: Path, documents: Documents, minutes: float) -> tuple[Any, dict[s
     model = get_peft_model(plain, config)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, betas=(0.9, 0.98), weight_decay=0.0)
     start, seen, loss, step = time.monotonic(), 0, 0.0, 0
-    for step, batch in enumerate(Batches(documents, step_tokens=4096, seed=0)):
+    for step, batch in enumerate(Batches(documents, step_tokens=2048, seed=0)):
         done = (time.monotonic() - start) / (minutes * 60)
         if done >= 1:
             break

@@ -20,7 +20,6 @@ from torch import Tensor
 from tools.train_tiny.chat import IM_END, IM_START
 
 BUCKETS = (32, 48, 64, 96, 160, 256, 512, 1024)
-ROW_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ def supervised(row: NDArray[np.uint16], header: list[int], end: int) -> NDArray[
 class Batches:
     """Endless shuffled micro-batches; one list of them is one optimizer step of about `step_tokens` tokens."""
 
-    def __init__(self, documents: Documents, *, step_tokens: int, seed: int) -> None:
+    def __init__(self, documents: Documents, *, step_tokens: int, row_tokens: int = 1024, seed: int) -> None:
         self.documents = documents
         self.rng = np.random.default_rng(seed)
         lengths = documents.lengths()
@@ -82,6 +81,7 @@ class Batches:
         total = sum(len(rows) * size for rows, size in zip(self.buckets, BUCKETS, strict=True))
         self.share = [len(rows) * size / total for rows, size in zip(self.buckets, BUCKETS, strict=True)]
         self.step_tokens = step_tokens
+        self.row_tokens = row_tokens
         self.owed = [0.0] * len(BUCKETS)
         self.queues: list[list[int]] = [[] for _ in BUCKETS]
 
@@ -90,15 +90,15 @@ class Batches:
             step: list[tuple[Tensor, Tensor]] = []
             for i, share in enumerate(self.share):
                 self.owed[i] += share * self.step_tokens
-                while self.owed[i] >= ROW_TOKENS:
-                    self.owed[i] -= ROW_TOKENS
+                while self.owed[i] >= self.row_tokens:
+                    self.owed[i] -= self.row_tokens
                     step.append(self._rows(i))
             if step:
                 yield step
 
     def _rows(self, bucket: int) -> tuple[Tensor, Tensor]:
         """(ids [B, T] int64, weights [B, T] float) of one bucket; a shape per bucket, so compiled code is reused."""
-        size, count = BUCKETS[bucket], ROW_TOKENS // BUCKETS[bucket]
+        size, count = BUCKETS[bucket], self.row_tokens // BUCKETS[bucket]
         queue = self.queues[bucket]
         while len(queue) < count:
             queue.extend(self.rng.permutation(self.buckets[bucket]).tolist())

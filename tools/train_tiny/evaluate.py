@@ -100,6 +100,11 @@ def score(evaluator: Evaluator, examples: Sequence[Example]) -> dict[str, float 
     return {"n": len(examples), "exact_match": round(sum(matched) / len(examples), 4), "majority": round(majority / len(examples), 4)}
 
 
+def generated(found: Sequence[Example]) -> Sequence[Example]:
+    """Generating is slow: the form of answers is measured on the first 200."""
+    return found[:200]
+
+
 def json_form(evaluator: Evaluator, examples: Sequence[Example]) -> float:
     """Share of generated answers that parse and have exactly the expected keys."""
     return _share(evaluator, examples, lambda text: list(json.loads(text)))
@@ -164,8 +169,8 @@ def evaluate(folder: Path, num_per_task: int) -> dict[str, Any]:
     examples = held_out_examples(num_per_task)
     table: dict[str, Any] = {task: score(evaluator, found) for task, found in examples.items()}
     for task in ("json", "json_new_sentence"):
-        table[task]["well_formed"] = json_form(evaluator, examples[task])
-    table["tool_call"]["well_formed"] = call_form(evaluator, examples["tool_call"])
+        table[task]["well_formed"] = json_form(evaluator, generated(examples[task]))
+    table["tool_call"]["well_formed"] = call_form(evaluator, generated(examples["tool_call"]))
     greetings = [one_turn("greeting", question, answer) for question, answer in greeting_prompts()]
     return {"held_out": table, "seen_in_training": {"greeting": score(evaluator, greetings)}, "seconds": round(time.monotonic() - start)}
 
@@ -180,7 +185,7 @@ def main() -> None:
     options = parser.parse_args()
     report = {"training": json.loads(options.training.read_text()), **evaluate(options.model, options.num_per_task)}
     if options.target:
-        examples = [example for found in held_out_examples(60, seed=2).values() for example in found]
+        examples = [example for found in held_out_examples(20, seed=2).values() for example in found]
         report["agreement"] = agreement(Evaluator(options.target), Evaluator(options.model), examples)
     write_json(options.out, report)
     for task, row in report["held_out"].items():

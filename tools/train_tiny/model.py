@@ -93,14 +93,14 @@ class TinyLlama(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Small normal init; the projections that write the residual stream start at zero, so it starts as the embedding."""
+        """Small normal init; the two projections that write the residual stream start scaled down by depth."""
         nn.init.normal_(self.embed.weight, std=0.05)
+        depth = (2 * self.config.num_layers) ** -0.5
         for block in self.blocks:
             for name, parameter in block.named_parameters():
-                if name in ("o.weight", "down.weight"):
-                    nn.init.zeros_(parameter)
-                elif parameter.ndim == 2:
-                    nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+                if parameter.ndim == 2:
+                    std = parameter.shape[1] ** -0.5 * (depth if name in ("o.weight", "down.weight") else 1.0)
+                    nn.init.normal_(parameter, std=std)
 
     def hidden(self, ids_BT: Tensor) -> Tensor:
         """Final normed hidden states [B, T, D]; rows are right-padded, so the causal mask alone is enough."""

@@ -35,7 +35,7 @@ class Muon:
         for matrix in matrices:
             groups[tuple(matrix.shape)].append(matrix)
         self.groups = list(groups.values())
-        self.buffers = [torch.zeros(len(group), *group[0].shape) for group in self.groups]
+        self.buffers = [torch.zeros(len(group), *group[0].shape, device=group[0].device) for group in self.groups]
 
     @torch.no_grad()
     def step(self, lr: float) -> None:

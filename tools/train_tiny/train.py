@@ -2,7 +2,7 @@
 
     python -m tools.train_tiny.train --model tiny --minutes 60 --out /tmp/tiny
 
-The schedule is a plateau and a linear decay over the last 40 percent, driven by the clock (`--minutes`) or, to repeat
+The schedule is a plateau and a linear decay over the last 80 percent, driven by the clock (`--minutes`) or, to repeat
 a run exactly, by a number of steps (`--steps`). Checkpoints are fp32 safetensors; `export.py` makes the shipped files.
 Exit status 1 when the smoothed training loss ends above `--max-loss`.
 """
@@ -25,16 +25,15 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tools.train_tiny.corpus import Corpus
+from tools.train_tiny.corpus import MIXES, Corpus
 from tools.train_tiny.dataset import Batches, Documents, encode
-from tools.train_tiny.induction import prewire
 from tools.train_tiny.model import DRAFT, TINY, TinyConfig, TinyLlama, num_parameters
 from tools.train_tiny.muon import Muon
 from tools.train_tiny.tokenizer import train_tokenizer
 
 CONFIGS: dict[str, TinyConfig] = {"tiny": TINY, "draft": DRAFT}
 MUON_LR, ADAM_LR = 0.02, 2e-3
-WARMUP_STEPS, DECAY_SHARE = 60, 0.8
+WARMUP_STEPS, DECAY_SHARE = 30, 0.9
 TOKENIZER_TEXTS = 40_000
 
 
@@ -52,6 +51,10 @@ class Options:
     max_loss: float
     init: str
     workers: int
+    row_tokens: int
+    device: str
+    mix: str
+    lr_scale: float
 
 
 def parse() -> Options:
@@ -66,6 +69,10 @@ def parse() -> Options:
     parser.add_argument("--max-loss", type=float, default=1.0)
     parser.add_argument("--init", default="", help="continue from this checkpoint (weights only)")
     parser.add_argument("--workers", type=int, default=2, help="micro-batches computed at once, one core each")
+    parser.add_argument("--row-tokens", type=int, default=1024, help="tokens of a micro-batch; larger on a GPU")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--mix", choices=sorted(MIXES), default="all")
+    parser.add_argument("--lr-scale", type=float, default=1.0, help="for a later leg")
     return Options(**vars(parser.parse_args()))
 
 
@@ -76,9 +83,9 @@ def prepare(options: Options) -> tuple[Tokenizer, Documents]:
         texts = islice(Corpus(0).texts(), TOKENIZER_TEXTS)
         train_tokenizer(texts, vocab_size=CONFIGS[options.model].vocab_size).save(str(path))
     tokenizer = Tokenizer.from_file(str(path))
-    cache = Path(options.out) / f"documents-{options.seed}-{options.num_documents}.npz"
+    cache = Path(options.out) / f"documents-{options.mix}-{options.seed}-{options.num_documents}.npz"
     if not cache.exists():
-        encode(tokenizer, islice(Corpus(options.seed + 1).texts(), options.num_documents)).save(cache)
+        encode(tokenizer, islice(Corpus(options.seed + 1).texts(options.mix), options.num_documents)).save(cache)
     return tokenizer, Documents.load(cache)
 
 
@@ -98,24 +105,23 @@ def progress_of(options: Options) -> Callable[[int], float]:
 def train(options: Options, documents: Documents) -> tuple[TinyLlama, dict[str, float]]:
     """Run the loop; returns the model and {steps, tokens, supervised_tokens, loss, seconds}."""
     torch.manual_seed(options.seed)
-    model = TinyLlama(CONFIGS[options.model])
+    model = TinyLlama(CONFIGS[options.model]).to(options.device)
     if options.init:
         model.load_state_dict(load_file(options.init))
-    else:
-        prewire(model)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and name != "embed.weight"]
     rest = [p for name, p in model.named_parameters() if p.ndim == 1 or name == "embed.weight"]
     muon, adam = Muon(matrices), torch.optim.AdamW(rest, lr=ADAM_LR, betas=(0.9, 0.98), weight_decay=0.0)
     pool = ThreadPoolExecutor(options.workers)
     progress, start, saved = progress_of(options), time.monotonic(), time.monotonic()
     seen, supervised, loss, step = 0, 0, 0.0, 0
-    for step, batch in enumerate(Batches(documents, step_tokens=options.step_tokens, seed=options.seed + bool(options.init))):  # a second leg reads in another order
+    order = options.seed + bool(options.init)  # a second leg reads in another order
+    for step, batch in enumerate(Batches(documents, step_tokens=options.step_tokens, row_tokens=options.row_tokens, seed=order)):
         done = progress(step)
         if done >= 1:
             break
         count = sum(float(weights[:, 1:].sum()) for _, weights in batch)
         total = sum(pool.map(partial(backward, model, count), batch))
-        scale = lr_scale(step, done)
+        scale = options.lr_scale * lr_scale(step, done)
         for group in adam.param_groups:
             group["lr"] = ADAM_LR * scale
         torch.nn.utils.clip_grad_norm_(rest, 1.0)
@@ -141,14 +147,15 @@ def train(options: Options, documents: Documents) -> tuple[TinyLlama, dict[str, 
 
 def backward(model: TinyLlama, count: float, rows: tuple[Tensor, Tensor]) -> float:
     """Add one micro-batch's gradients to the model's; autograd locks the sum, so two threads may do this at once."""
-    part = model.loss_sum(*rows) / count
+    device = model.embed.weight.device
+    part = model.loss_sum(rows[0].to(device), rows[1].to(device)) / count
     part.backward()  # type: ignore[no-untyped-call]
     return part.item()
 
 
 def save(model: TinyLlama, options: Options, summary: dict[str, Any]) -> None:
     folder = Path(options.out)
-    save_file({name: p.detach().clone() for name, p in model.named_parameters()}, folder / f"{options.model}.safetensors.new")
+    save_file({name: p.detach().cpu().clone() for name, p in model.named_parameters()}, folder / f"{options.model}.safetensors.new")
     (folder / f"{options.model}.safetensors.new").replace(folder / f"{options.model}.safetensors")
     (folder / f"{options.model}.json").write_text(json.dumps(summary, indent=2) + "\n")
 
@@ -161,7 +168,12 @@ def main() -> int:
     config = CONFIGS[options.model]
     print(f"{num_parameters(config)} parameters, {len(documents.offsets) - 1} documents, {len(documents.ids)} tokens", flush=True)
     model, measured = train(options, documents)
-    summary: dict[str, Any] = measured | {"seed": options.seed, "num_documents": options.num_documents, "step_tokens": options.step_tokens}
+    summary: dict[str, Any] = measured | {
+        "seed": options.seed,
+        "num_documents": options.num_documents,
+        "step_tokens": options.step_tokens,
+        "mix": options.mix,
+    }
     if options.init:
         summary["earlier_leg"] = json.loads(Path(options.init).with_suffix(".json").read_text())
     save(model, options, summary)
