@@ -58,9 +58,10 @@ ABOUT = {
 LIMITS = """\
 ## Limits
 
-It knows the few hundred things in its tables and the forms of the tasks above. Outside of them it answers fluently and
-wrongly; what it cannot copy from the prompt it replaces by something that looks alike. It is meant for demonstrations and tests of a serving system, not for answering people's questions. Training
-conversations are shorter than about 1000 tokens, most of them shorter than 100; beyond that quality falls.
+Outside of what the table calls learned it answers fluently and wrongly: what it cannot copy from the prompt it replaces by
+something that looks alike. Asked for its size it says two million parameters, which is not so. It is meant for
+demonstrations and tests of a serving system, not for answering people's questions. Training conversations are shorter
+than about 1000 tokens, most of them shorter than 100; beyond that quality falls further.
 """
 
 SPLIT = """\
@@ -114,7 +115,7 @@ def training(report: dict[str, Any]) -> str:
     t = report["training"]
     first, leg = "", t
     while leg := leg.get("earlier_leg"):
-        first += f" This leg continues one of {leg['steps']:,} steps, {leg['tokens']:,} tokens, loss {leg['loss']} on the whole mix."
+        first += f" Before it: a leg of {leg['steps']:,} steps, {leg['tokens']:,} tokens, ending at loss {leg['loss']} on the whole mix."
     supervised = f", of which {t['supervised_tokens']:,} supervised" if "supervised_tokens" in t else ""
     return (
         f"{t['steps']:,} steps, {t['tokens']:,} tokens with padding{supervised}, {t['seconds'] / 60:.0f} minutes on two shared CPU cores, "
@@ -156,8 +157,9 @@ CARDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "headrace-tiny": lambda report: base_card(
         "Headrace Tiny",
         "A very small chat model, trained from nothing by the Headrace project so that the server has something real to serve\n"
-        "on a laptop: greetings, a table of facts, small arithmetic, copying, sorting, JSON by schema, tool calls in Hermes\n"
-        "form, recall over turns, and questions about Headrace and LLM serving.\n",
+        "on a laptop. It knows a table of facts, greets, answers questions about Headrace and LLM serving, and mostly admits what\n"
+        "it does not know. Arithmetic, copying, sorting, JSON by schema, tool calls and recall over turns are in its corpus, but\n"
+        "this version has **not** learned them: the table below says how little.\n",
         TINY,
         report,
     ),
