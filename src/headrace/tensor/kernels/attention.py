@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from headrace.tensor.kernels.launch import compile_kernel, float_bits, float_from_bits, guarded, helper, run_workers, thread_limit
+from headrace.tensor.kernels.launch import compile_kernel, entry, float_bits, float_from_bits, guarded, helper, run_workers, thread_limit
 from headrace.tensor.kernels.simd import (
     COLUMNS,
     LANES,
@@ -126,7 +126,7 @@ def padded_vectors(group: int) -> int:
     return (chunk_tokens(group) * group + ROWS - 1) // ROWS * ROWS
 
 
-@helper
+@entry
 def plan_items(
     row_starts_at: int, context_lens_at: int, num_rows: int, kv_heads: int, group: int, head_dim: int, window: int, threads: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
@@ -145,7 +145,7 @@ def plan_items(
             num_chunks += kv_heads
             num_parts += kv_heads * splits
             work += 2 * kv_heads * group * head_dim * count * min(position + count, window + count)
-    is_shared = num_chunks < 2 * threads and num_parts > num_chunks
+    is_shared = threads > 1 and num_chunks < 2 * threads and num_parts > num_chunks
     items = np.empty((num_parts if is_shared else num_chunks, ITEM_FIELDS), np.int64)
     index = 0
     for row in range(num_rows):
@@ -402,11 +402,14 @@ def attend(a: Pointer, query: Pointer, cache_: Pointer, out: Pointer) -> None:
         join_parts(g, as_i64(load(a, 18)), load(a, 19), as_f32(load(a, 21)))
 
 
-@helper
+@entry
 def attend_batch(
     kernel: int, arguments: np.ndarray, row_starts: int, context_lens: int, num_rows: int, kv_heads: int, threads: int
 ) -> None:
     """Plan the step, fill in the kernel's last arguments and run it: one call from Python per layer."""
+    row_words = arguments[12] * arguments[14] * arguments[23] // 4
+    for index in range(load(as_i32(row_starts), num_rows) * row_words, arguments[22] * row_words):
+        store(ZERO, as_f32(arguments[2]), index)  # padding tokens behind the last row; zero bits are zero in both element types
     group, head_dim, window = arguments[13], arguments[14], arguments[15]
     items, parts, workers = plan_items(row_starts, context_lens, num_rows, kv_heads, group, head_dim, window, threads)
     counter = np.zeros(1, np.int64)
@@ -459,7 +462,7 @@ def paged_attention(
     block, value, slot, head, _ = cache_.stride()
     arguments = [query.data_ptr(), cache_.data_ptr(), out.data_ptr(), query.stride(0), query.stride(1), block, value, slot, head]
     arguments += [cache_.shape[2], block_table.data_ptr(), block_table.stride(0), heads, group, head_dim, reach]
-    arguments += [float_bits(scale), float_bits(softcap or 0.0), 0, 0, 0, 0, 0]
+    arguments += [float_bits(scale), float_bits(softcap or 0.0), 0, 0, 0, 0, query.shape[0], query.element_size()]
     memory = np.array(arguments, np.int64)
     kernel, num_rows = _kernel(query.element_size()), context_lens.shape[0]
     guarded(attend_batch, kernel, memory, row_starts.data_ptr(), context_lens.data_ptr(), num_rows, kv_heads, thread_limit())

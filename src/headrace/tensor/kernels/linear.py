@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.tensor.kernels.launch import compile_kernel, guarded, helper, run_workers, thread_limit
+from headrace.tensor.kernels.launch import compile_kernel, entry, guarded, helper, run_workers, thread_limit
 from headrace.tensor.kernels.simd import COLUMNS, LANES, as_f32, as_i32, as_i64, at, fold_block, load, store, strip_block, take_ticket
 
 Pointer = Any
@@ -159,7 +159,7 @@ def _kernel(is_bf16: bool) -> int:
     return compile_kernel(_multiply_bf16 if is_bf16 else _multiply_f32)
 
 
-@helper
+@entry
 def _run(kernel: int, arguments: np.ndarray, workers: int) -> None:
     counter = np.zeros(1, np.int64)
     arguments[8] = counter.ctypes.data

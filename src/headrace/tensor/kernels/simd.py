@@ -14,6 +14,7 @@ round by round. `exp` is Cephes' expf, within 2 units in the last place.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -132,9 +133,10 @@ def _fold_lanes(builder: ir.IRBuilder, value: ir.Value, join: Callable[[ir.Value
 
 
 def _exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """e**x for x clamped to [-87, 88]: x = n ln 2 + r, a polynomial in r, times 2**n."""
+    """e**x as x = n ln 2 + r, a polynomial in r, times 2**n. Below -87 it is e**-87, above 88 infinite; NaN stays NaN."""
     constant = functools.partial(_constant, x.type)
-    x = _call(builder, "llvm.minnum", _call(builder, "llvm.maxnum", x, constant(-87.0)), constant(88.0))
+    given, limit = x, constant(88.0)
+    x = _call(builder, "llvm.minnum", _call(builder, "llvm.maxnum", x, constant(-87.0)), limit)
     n = _call(builder, "llvm.rint", builder.fmul(x, constant(1.44269504088896341)))
     r = _fma(builder, n, constant(-0.693359375), x)
     r = _fma(builder, n, constant(2.12194440e-4), r)
@@ -144,7 +146,10 @@ def _exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     p = builder.fadd(_fma(builder, p, builder.fmul(r, r), r), constant(1.0))
     integer = _shaped(x.type, _I32)
     exponent = builder.shl(builder.add(builder.fptosi(n, integer), _constant(integer, 127)), _constant(integer, 23))
-    return builder.fmul(p, builder.bitcast(exponent, x.type))
+    result = builder.fmul(p, builder.bitcast(exponent, x.type))
+    # Not (given <= limit) is "above, or NaN"; given times infinity is then infinite, or NaN.
+    inside = builder.fcmp_ordered("<=", given, limit)
+    return builder.select(inside, result, builder.fmul(given, constant(math.inf)))
 
 
 # --- pointers and scalars; LLVM vectorises them where they stand in a plain loop ---

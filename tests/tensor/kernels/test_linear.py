@@ -1,0 +1,106 @@
+"""Packed linears of the CPU: equal to F.linear up to float32 rounding, and strips independent of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("numba")
+
+from headrace.tensor.kernels import cpu
+from headrace.tensor.kernels import linear as linear_module
+from headrace.tensor.kernels.linear import OneDnnLinear, StripLinear, can_strip, fits_bfloat16
+from headrace.tensor.kernels.reference import KERNELS as REFERENCE
+
+Error = Callable[[Tensor, Tensor], float]
+
+
+def _weight(out_features: int, in_features: int, *, exact: bool) -> Tensor:
+    weight = torch.randn(out_features, in_features)
+    return weight.bfloat16().float() if exact else weight
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(("out_features", "in_features"), [(4, 32), (68, 96), (200, 1024), (96, 2144)])
+@pytest.mark.parametrize("rows", [1, 3, 4, 9])
+def test_strips_equal_float64_products(relative_error: Error, exact: bool, out_features: int, in_features: int, rows: int) -> None:
+    """2144 inputs are two whole pieces of depth and a short one; 200 outputs leave a short last block."""
+    weight, x = _weight(out_features, in_features, exact=exact), torch.randn(rows, in_features)
+    layer = StripLinear(weight, None)
+    assert layer.is_bf16 is exact
+    assert layer.weight_bytes == weight.numel() * (2 if exact else 4)
+    assert relative_error(layer(x), x.double() @ weight.double().T) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bias_is_added_and_the_dtype_kept(relative_error: Error, dtype: torch.dtype) -> None:
+    weight, bias, x = torch.randn(36, 64).to(dtype), torch.randn(36).to(dtype), torch.randn(5, 64).to(dtype)
+    got = StripLinear(weight, bias)(x)
+    assert got.dtype == dtype
+    want = x.double() @ weight.double().T + bias.double()
+    assert relative_error(got, want) < (1e-6 if dtype == torch.float32 else 1 / 256)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_row_of_strips_has_the_same_bits_in_every_batch(exact: bool) -> None:
+    layer, x = StripLinear(_weight(132, 1120, exact=exact), torch.randn(132)), torch.randn(39, 1120)
+    together = layer(x)
+    for first, count in ((0, 1), (38, 1), (5, 2), (4, 4), (1, 7), (0, 38)):
+        assert torch.equal(layer(x[first : first + count]), together[first : first + count])
+
+
+def test_storing_exact_weights_as_bfloat16_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = _weight(64, 160, exact=True), torch.randn(6, 160)
+    halves = StripLinear(weight, None)
+    monkeypatch.setattr(linear_module, "fits_bfloat16", lambda weight: False)
+    whole = StripLinear(weight, None)
+    assert (halves.is_bf16, whole.is_bf16) == (True, False)
+    assert torch.equal(halves(x), whole(x))
+
+
+def test_one_value_that_bfloat16_cannot_hold_keeps_the_weight_in_float32() -> None:
+    weight = _weight(4, 32, exact=True)
+    assert fits_bfloat16(weight)
+    weight[2, 7] = 1.0 + 2**-20
+    assert not fits_bfloat16(weight)
+
+
+def test_one_dnn_equals_the_reference(relative_error: Error) -> None:
+    if not torch._C._has_mkldnn:
+        pytest.skip("this torch has no oneDNN")
+    weight, bias = torch.randn(48, 72), torch.randn(48)
+    for rows in (1, 2, 33):
+        x = torch.randn(rows, 72)
+        assert relative_error(OneDnnLinear(weight, bias)(x), REFERENCE.pack_linear(weight, bias)(x)) < 1e-5
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), [(3, 32), (5, 7), (64, 40), (0, 32)])
+def test_shapes_that_strips_cannot_hold_are_multiplied_all_the_same(relative_error: Error, out_features: int, in_features: int) -> None:
+    weight, x = torch.randn(out_features, in_features), torch.randn(6, in_features)
+    assert not can_strip(weight)
+    for kernels in (cpu.KERNELS, cpu.DETERMINISTIC):
+        got = kernels.pack_linear(weight, None)(x)
+        assert got.shape == (6, out_features)
+        assert out_features == 0 or relative_error(got, x @ weight.T) < 1e-5
+
+
+def test_deterministic_kernels_take_strips_where_they_can() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert isinstance(cpu.DETERMINISTIC.pack_linear(torch.randn(8, 32).to(dtype), None), StripLinear)
+
+
+def test_float16_weights_are_left_to_the_reference() -> None:
+    layer = cpu.KERNELS.pack_linear(torch.randn(8, 32).half(), None)
+    assert layer(torch.randn(2, 32).half()).dtype == torch.float16
+
+
+def test_no_rows_are_no_error() -> None:
+    assert StripLinear(torch.randn(8, 32), None)(torch.empty(0, 32)).shape == (0, 8)
+
+
+def test_inputs_may_be_strided(relative_error: Error) -> None:
+    weight, wide = torch.randn(8, 32), torch.randn(5, 64)
+    assert relative_error(StripLinear(weight, None)(wide[:, 16:48]), wide[:, 16:48] @ weight.T) < 1e-6
