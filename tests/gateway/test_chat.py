@@ -205,6 +205,17 @@ async def test_prompt_logprobs_have_vllm_shape(bench: TestBench) -> None:
     assert answer["prompt_logprobs"][1][str(ids[1])]["logprob"] == -0.25
 
 
+async def test_clients_words_make_no_series(bench: TestBench) -> None:
+    """Any number of models, users and tenants a client can think of leaves the page as long as it was."""
+    await bench.chat(model="nope", max_tokens=1)
+    await bench.chat(max_tokens=1, user="somebody")
+    before = len((await bench.client.get("/metrics")).text.splitlines())
+    for number in range(50):
+        await bench.chat(model=f"model-{number}")
+        await bench.chat(user=f"user-{number}", metadata={f"key-{number}": "x"}, max_tokens=1)
+    assert len((await bench.client.get("/metrics")).text.splitlines()) == before
+
+
 async def test_request_is_counted_once(bench: TestBench) -> None:
     await bench.chat(max_tokens=3)
     await bench.chat(temperature=9)

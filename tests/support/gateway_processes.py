@@ -99,23 +99,32 @@ class Site:
 
 
 @contextmanager
-def site(folder: Path, text_folder: Path, fake: Mapping[str, Any], *, num_engines: int = 1, **changes: Any) -> Iterator[Site]:
+def site(
+    folder: Path,
+    text_folder: Path,
+    fake: Mapping[str, Any],
+    *,
+    num_engines: int = 1,
+    engine: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> Iterator[Site]:
     """folder  private, with a short path: sockets and files are made in it"""
+    options = {"model": str(text_folder), **(engine or {})}
     with ExitStack() as stack:
         engines = []
         for number in range(num_engines):
             config = {
                 "replica": f"r{number}",
                 "address": f"unix:{folder}/e{number}",
-                "engine": {"model": str(text_folder)},
+                "engine": options,
                 "fake": dict(fake),
             }
             path = folder / f"engine{number}.json"
             path.write_text(json.dumps(config))
             engines.append(stack.enter_context(child(ENGINE, path)))
         gateway = stack.enter_context(child(GATEWAY, write_gateway_file(folder, text_folder, num_engines, changes)))
-        for engine in engines:
-            engine.wait_ready()
+        for started in engines:
+            started.wait_ready()
         port = gateway.wait_ready()["port"]
         found = Site(gateway, engines, f"http://127.0.0.1:{port}")
         found.wait_until("/ready", 200)

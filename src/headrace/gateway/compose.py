@@ -57,7 +57,9 @@ async def open_gateway(config: GatewayConfig, texts: Mapping[str, TextModel], *,
         stack.callback(request_log.close)
         stack.callback(text_pool.close)
         models = [await stack.enter_async_context(_model(model, texts[model.name], metrics, connect)) for model in config.models]
-        watch = StreamWatch(ping_s=config.timeouts.sse_ping_s, max_pending_bytes=config.limits.max_pending_bytes)
+        watch = StreamWatch(
+            ping_s=config.timeouts.sse_ping_s, max_pending_bytes=config.limits.max_pending_bytes, on_lag=metrics.loop_lag.observe
+        )
         service = Service(
             config=config,
             models=ModelTable(models),

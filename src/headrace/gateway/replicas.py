@@ -6,6 +6,7 @@ Health is judged here from facts the wire brings (design promise 5). Thresholds 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from headrace.wire.client import ReplicaInfo, ReplicaState, SeenLoad
 
 IDLE_STALL_S = 0.8
 """An idle loop wakes several times within this; one that did not is stuck."""
+
+SILENCE_LOOKS = 25
+SILENCE_LOOK_S = 0.02
 
 STEP_GRACE_S = 1.0
 STEP_GRACE_FACTOR = 4.0
@@ -96,19 +100,32 @@ class ReplicaPool:
                 break
         return self._last_info
 
-    def pick(self, *, prompt_tokens: int, tried: Collection[ReplicaId] = ()) -> Replica:
-        """The replica to send a request to. Raises Unavailable when none that was not tried takes work."""
-        fit = {
-            replica.name: replica
-            for replica in self.replicas
-            if replica.name not in tried and replica.connection.state is ReplicaState.CONNECTED
-        }
-        candidates = [_candidate(replica) for replica in fit.values()]
+    async def pick(self, *, prompt_tokens: int, tried: Collection[ReplicaId] = ()) -> Replica:
+        """The replica to send a request to. Raises Unavailable when none that was not tried takes work.
+
+        A replica that is merely silent is given a moment: when this process was busy itself, heartbeats wait unread in its sockets. The
+        moment is counted in turns of the event loop, not in time, for the same reason.
+        """
+        for look in range(SILENCE_LOOKS):
+            left = [replica for replica in self.replicas if replica.name not in tried]
+            chosen = self._choose([replica for replica in left if replica.connection.state is ReplicaState.CONNECTED], prompt_tokens)
+            if chosen is not None:
+                return chosen
+            is_silent = any(replica.connection.state is ReplicaState.SILENT for replica in left)
+            if not is_silent or look == SILENCE_LOOKS - 1:
+                break
+            await asyncio.sleep(SILENCE_LOOK_S)
+        raise Unavailable(f"No replica of {self.model} takes requests now.", retry_after_s=1.0)
+
+    def _choose(self, fit: Sequence[Replica], prompt_tokens: int) -> Replica | None:
         info = self.info
-        chosen = choose(candidates, prompt_tokens=prompt_tokens, block_size=info.block_size if info else 16, random=self._random)
-        if chosen is None:
-            raise Unavailable(f"No replica of {self.model} takes requests now.", retry_after_s=1.0)
-        return fit[chosen.replica_id]
+        chosen = choose(
+            [_candidate(replica) for replica in fit],
+            prompt_tokens=prompt_tokens,
+            block_size=info.block_size if info else 16,
+            random=self._random,
+        )
+        return None if chosen is None else next(replica for replica in fit if replica.name == chosen.replica_id)
 
     @property
     def is_alive(self) -> bool:

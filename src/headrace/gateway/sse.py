@@ -89,12 +89,18 @@ class SseStream:
 
 
 class StreamWatch:
-    """All open streams, looked at every TICK_S. `async with` runs it."""
+    """All open streams, looked at every TICK_S. `async with` runs it.
 
-    def __init__(self, *, ping_s: float, max_pending_bytes: int, clock: Clock = time.monotonic) -> None:
+    on_lag  called with how late each look came: what everybody on this event loop had to wait just then
+    """
+
+    def __init__(
+        self, *, ping_s: float, max_pending_bytes: int, on_lag: Callable[[float], None] = lambda _: None, clock: Clock = time.monotonic
+    ) -> None:
         self.streams: set[SseStream] = set()
         self._ping_s = ping_s
         self._max_pending_bytes = max_pending_bytes
+        self._on_lag = on_lag
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
 
@@ -118,5 +124,7 @@ class StreamWatch:
 
     async def _run(self) -> None:
         while True:
+            due = self._clock() + TICK_S
             await asyncio.sleep(TICK_S)
+            self._on_lag(max(0.0, self._clock() - due))
             self.look()

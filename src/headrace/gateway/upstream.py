@@ -19,7 +19,7 @@ from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import Rejected, SequenceUpdate
-from headrace.gateway.replicas import Replica, ReplicaPool
+from headrace.gateway.replicas import Replica, ReplicaPool, UpdateStream
 from headrace.policy.routing import ReplicaId
 from headrace.text.assemble import OutputAssembler, OutputDelta
 from headrace.text.tokenizer import Tokenizer
@@ -101,7 +101,7 @@ class Upstream(Protocol):
     """Where calls go."""
 
     def stream(self, call: Call) -> EventStream:
-        """Begin a call. Raises Unavailable when nobody can take it."""
+        """Begin a call; it is under way once its first `events` are asked for."""
         ...
 
 
@@ -116,6 +116,14 @@ class TokenUpstream:
         return TokenStream(self._pool, self._tokenizer, call)
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """Where a call is, and what comes back."""
+
+    replica: Replica
+    updates: UpdateStream
+
+
 class TokenStream:
     """One call at one replica (or, after a rejection, at the next)."""
 
@@ -126,21 +134,22 @@ class TokenStream:
         self.output_ids = [array("i") for _ in range(call.params.n)]
         self._assemblers = [OutputAssembler(tokenizer, call.params) for _ in range(call.params.n)]
         self._tried: list[ReplicaId] = []
+        self._sent: _Sent | None = None
         self._is_over = False
-        self._submit()
 
     @property
-    def replica(self) -> Replica:
-        return self._replica
+    def replica(self) -> Replica | None:
+        return self._sent.replica if self._sent else None
 
     @property
     def unread_bytes(self) -> int:
-        return self._updates.unread_bytes
+        return self._sent.updates.unread_bytes if self._sent else 0
 
     async def events(self) -> list[OutputEvent]:
-        while True:
+        while not self._is_over:
+            sent = self._sent or await self._submit()
             try:
-                news = await self._updates.batch()
+                news = await sent.updates.batch()
             except Unavailable as error:  # its text names sockets; the operator finds it in the log through the cause
                 self._is_over = True
                 raise Unavailable(LOST) from error
@@ -148,11 +157,12 @@ class TokenStream:
                 self._is_over = True
                 return []
             if isinstance(news[0], Rejected):
-                self._reroute(news[0].error)
+                await self._reroute(news[0].error)
                 continue
-            events = self._read([update for update in news if isinstance(update, SequenceUpdate)])
+            events = self._read(sent, [update for update in news if isinstance(update, SequenceUpdate)])
             if events:
                 return events
+        return []
 
     def usage(self, index: int) -> SequenceUsage:
         assembler = self._assemblers[index]
@@ -161,39 +171,41 @@ class TokenStream:
     def cancel(self) -> None:
         if not self._is_over:
             self._is_over = True
-            self._replica.connection.cancel(self.call.request_id)
+            if self._sent is not None:
+                self._sent.replica.connection.cancel(self.call.request_id)
 
-    def _submit(self) -> None:
+    async def _submit(self) -> _Sent:
         """To the replica the router picks; one that went away between picking and sending counts as tried."""
         while True:
-            self._replica = self._pool.pick(prompt_tokens=len(self.call.prompt_ids), tried=self._tried)
-            self._tried.append(self._replica.name)
+            replica = await self._pool.pick(prompt_tokens=len(self.call.prompt_ids), tried=self._tried)
+            self._tried.append(replica.name)
             try:
-                self._updates = self._replica.connection.submit(self.call.engine_request(self.epoch))
-                return
+                updates = replica.connection.submit(self.call.engine_request(self.epoch))
             except Unavailable:
                 continue
+            self._sent = _Sent(replica, updates)
+            return self._sent
 
-    def _reroute(self, error: Exception) -> None:
+    async def _reroute(self, error: Exception) -> None:
         """A full replica's request goes to another one, once. Raises the rejection where there is none, or for any other reason."""
         if isinstance(error, Overloaded) and len(self._tried) < MAX_TRIES:
             self.epoch += 1
             try:
-                self._submit()
+                await self._submit()
                 return
             except Unavailable:
                 pass
         self._is_over = True
         raise error if isinstance(error, HeadraceError) else Unavailable(LOST)
 
-    def _read(self, updates: list[SequenceUpdate]) -> list[OutputEvent]:
+    def _read(self, sent: _Sent, updates: list[SequenceUpdate]) -> list[OutputEvent]:
         """Feed the assemblers; several updates of one sequence become one event."""
         merged: dict[int, OutputDelta] = {}
         for update in updates:
             delta = self._assemblers[update.index].feed(update)
             if delta.engine_finish is not None:
                 end = delta.engine_finish
-                self._replica.connection.finish(self.call.request_id, update.index, end.keep_tokens, end.reason)
+                sent.replica.connection.finish(self.call.request_id, update.index, end.keep_tokens, end.reason)
             if not delta.is_empty:
                 self.output_ids[update.index].extend(delta.token_ids)
                 before = merged.get(update.index)

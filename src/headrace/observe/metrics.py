@@ -25,6 +25,7 @@ LABELS = ("model", "replica")
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
@@ -151,6 +152,12 @@ class Metrics:
         self.step = Histogram("headrace_step_seconds", "Duration of a step.", LABELS, buckets=STEP_BUCKETS, registry=registry)
         self.http_responses = Counter("headrace_http_responses", "Answers by status code.", ("status",), registry=registry)
         self.requests_open = Gauge("headrace_gateway_requests_open", "Generating requests in this gateway.", registry=registry)
+        self.loop_lag = Histogram(
+            "headrace_gateway_loop_lag_seconds",
+            "How late the gateway's event loop came to a regular look, four times a second.",
+            buckets=LAG_BUCKETS,
+            registry=registry,
+        )
         self.log_dropped = Gauge("headrace_request_log_dropped", "Lines the request log could not write.", registry=registry)
 
     def replica(self, model: str, replica: str) -> ReplicaMetrics:
