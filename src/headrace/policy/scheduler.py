@@ -77,12 +77,12 @@ class Scheduler:
         try:
             self._plan_running(step)
             self._plan_waiting(step, now)
+            if not (step.rows or step.builder.has_changes or self.roster.has_ended_slots):
+                return None
+            return self._freeze(step)
         except Exception:
             self._take_back(step)
             raise
-        if not (step.rows or step.builder.has_changes or self.roster.has_ended_slots):
-            return None
-        return self._freeze(step)
 
     def _take_back(self, step: _Step) -> None:
         """Planning raised: the rows were never planned; blocks and slots already handed out are announced with the next plan."""
