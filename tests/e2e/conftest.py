@@ -92,7 +92,7 @@ def server(random_folder: Path) -> Iterator[Server]:
         "gateway": {
             "api_keys": [{"key": KEY}],
             "request_log": "{folder}/requests.jsonl",
-            "timeouts": {"header_s": 2.0, "body_s": 2.0, "write_s": 5.0},
+            "timeouts": {"header_s": 5.0, "body_s": 5.0, "write_s": 5.0},
         },
     }
     with serving(config) as server:

@@ -44,12 +44,14 @@ class RealEngine:
     finish   how each sequence ended
     cached   prompt tokens each request took from the prefix cache
     refused  errors of rejected requests
+    errors   what was said of sequences that failed
     """
 
     def __init__(self, folder: Path, **config: Any) -> None:
         self.tokens: dict[Key, list[int]] = defaultdict(list)
         self.finish: dict[Key, FinishReason] = {}
         self.cached: dict[str, int] = {}
+        self.errors: dict[str, str] = {}
         self.refused: dict[str, Exception] = {}
         self.engine = build_engine(EngineConfig(model=str(folder), **{**ROOMY, **config}), self._take)
 
@@ -101,5 +103,7 @@ class RealEngine:
             self.tokens[key] += update.token_ids
             if update.num_cached_tokens is not None:
                 self.cached[update.request_id] = update.num_cached_tokens
+            if update.error is not None:
+                self.errors[update.request_id] = update.error
             if update.finish is not None:
                 self.finish[key] = update.finish
