@@ -45,7 +45,7 @@ def dumped(model: Path) -> tuple[Path, list[int]]:
     )
     engine = build_engine(config.checked(), outbox)
     run_offline(engine, collector, make_requests(3, Shape(input_tokens=20, output_tokens=5, low_id=5, high_id=300)))
-    engine.dump_plans(str(model / "ring"))
+    (model / "ring").write_bytes(engine.recent_plans())
     return model / "ring", tokens
 
 

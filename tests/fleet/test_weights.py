@@ -9,8 +9,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from headrace.bundled import bundled_path
 from headrace.core.errors import ConfigError
-from headrace.fleet.weights import ALLOWED_FILES, bundled_model, resolve_model
+from headrace.fleet.weights import ALLOWED_FILES, resolve_model
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_a_bundled_name_and_a_local_folder_need_no_network(bundled: Path, tmp_pa
 
 def test_a_bundled_name_never_leaves_its_folder(bundled: Path) -> None:
     for name in ("../secret", "..", ".", "tiny/../../secret", "/etc", "tiny\0", "", "TINY", "tiny/"):
-        assert bundled_model(name, bundled) is None
+        assert bundled_path(name, bundled) is None
 
 
 @pytest.mark.parametrize(

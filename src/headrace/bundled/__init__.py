@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 DEFAULT_MODEL = "headrace-tiny"
-_FOLDER = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent
 
 
-def bundled_names() -> tuple[str, ...]:
+def bundled_names(folder: Path = FOLDER) -> tuple[str, ...]:
     """Names of the complete models in this installation."""
-    return tuple(sorted(path.parent.name for path in _FOLDER.glob("*/config.json")))
+    return tuple(sorted(path.parent.name for path in folder.glob("*/config.json")))
 
 
-def bundled_path(name: str) -> Path | None:
+def bundled_path(name: str, folder: Path = FOLDER) -> Path | None:
     """The folder of a bundled model; None when this installation has none of that name. A name is looked up, never joined unseen."""
-    return _FOLDER / name if name in bundled_names() else None
+    return folder / name if name in bundled_names(folder) else None

@@ -15,11 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from headrace.bundled import bundled_path
 from headrace.cli.config_decode import Raw, apply_environment, decode, read_yaml, set_at
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.fleet.config import FleetConfig, ModelSpec
-from headrace.fleet.weights import HUB_ID, bundled_model
+from headrace.fleet.weights import HUB_ID
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig
 
 ENV_PREFIX = "HEADRACE_"
@@ -84,7 +85,7 @@ class ServeConfig:
         except ConfigError as error:
             raise ConfigError(f"{where}.engine.{error.where}", error.reason, error.remedy) from error
         name = model.engine.model
-        if not (is_fetched(name) or bundled_model(name) or (Path(name).expanduser() / "config.json").is_file()):
+        if not (is_fetched(name) or bundled_path(name) or (Path(name).expanduser() / "config.json").is_file()):
             raise ConfigError(f"{where}.engine.model", f"{name!r} is neither a folder with a config.json nor a model's name")
         if model.engine.device != "cpu" and not self.experimental:
             reason = f"{model.engine.device} has not been run where Headrace is tested"
@@ -169,7 +170,7 @@ def _with_hashed_keys(gateway: GatewayConfig) -> GatewayConfig:
 
 def is_fetched(model: str) -> bool:
     """A hub id: looks like one, and no folder and no bundled model has that name."""
-    return HUB_ID.fullmatch(model) is not None and bundled_model(model) is None and not Path(model).exists()
+    return HUB_ID.fullmatch(model) is not None and bundled_path(model) is None and not Path(model).exists()
 
 
 def is_loopback(host: str) -> bool:

@@ -8,16 +8,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from headrace.bundled import FOLDER, bundled_names, bundled_path
 from headrace.core.errors import ConfigError
 
-BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
-NAME = re.compile(r"[A-Za-z0-9._/-]{1,256}")
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
 ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt")
 NEVER_FETCHED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.py", "*.gguf", "*.onnx")
 
 
-def resolve_model(name_or_path: str, *, bundled: Path = BUNDLED) -> Path:
+def resolve_model(name_or_path: str, *, bundled: Path = FOLDER) -> Path:
     """The folder of a model, fetched first if its name is a hub id that is not in the cache.
 
     A bundled name wins over a folder of the same name in the working directory: write ./name for that one.
@@ -26,7 +25,7 @@ def resolve_model(name_or_path: str, *, bundled: Path = BUNDLED) -> Path:
     """
     if not name_or_path or "\0" in name_or_path:
         raise ConfigError("model", f"{name_or_path!r} is not a name or a path")
-    if (found := bundled_model(name_or_path, bundled)) is not None:
+    if (found := bundled_path(name_or_path, bundled)) is not None:
         return found
     path = Path(name_or_path).expanduser()
     if path.is_dir():
@@ -36,14 +35,6 @@ def resolve_model(name_or_path: str, *, bundled: Path = BUNDLED) -> Path:
     if _is_path(name_or_path):
         raise ConfigError("model", f"there is no folder {name_or_path}", _known(bundled))
     return _from_hub(name_or_path, bundled)
-
-
-def bundled_model(name: str, bundled: Path = BUNDLED) -> Path | None:
-    """The folder of a model inside the package, None when there is none of this name. Never leaves that folder."""
-    if NAME.fullmatch(name) is None or "/" in name or name in (".", ".."):
-        return None
-    folder = bundled / name
-    return folder if (folder / "config.json").is_file() else None
 
 
 def _is_path(name: str) -> bool:
@@ -66,5 +57,5 @@ def _from_hub(name: str, bundled: Path) -> Path:
 
 
 def _known(bundled: Path) -> str:
-    names = sorted(path.parent.name for path in bundled.glob("*/config.json"))
+    names = bundled_names(bundled)
     return f"Bundled: {', '.join(names)}." if names else "Give the path of a model folder."

@@ -17,6 +17,7 @@ import pytest
 from wire_kit import PATIENCE_S, read_all, request, signal_until_gone, socket_dir, until
 
 from headrace.core.errors import Unavailable
+from headrace.core.plan_codec import load_plans
 from headrace.engine.server.process import ExitCode
 from headrace.lab.fake_runner import FakeOptions, fake_answer
 from headrace.wire.client import ReplicaClient, ReplicaState
@@ -36,7 +37,8 @@ class EngineProcess:
         self.leash, theirs = socket.socketpair()
         self.leash.settimeout(PATIENCE_S)
         command = [sys.executable, "-m", "headrace.lab.fake_engine", "--config", str(path), "--parent-fd", str(theirs.fileno())]
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True, stderr=subprocess.DEVNULL)
+        env = {**os.environ, "TMPDIR": str(folder)}
+        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True, stderr=subprocess.DEVNULL, env=env)
         theirs.close()
 
     def hear(self) -> dict[str, Any]:
@@ -161,3 +163,16 @@ async def test_an_open_directory_is_refused(start: Any, folder: Path) -> None:
     engine = start()
     assert await engine.wait() == ExitCode.REFUSED
     assert "0700" in engine.hear()["reason"]
+
+
+async def test_sigusr1_writes_the_last_plans_where_only_the_user_can_read_them(start: Any, folder: Path) -> None:
+    engine = start()
+    assert engine.hear()["event"] == "ready"
+    async with ReplicaClient(engine.address) as replica:
+        await replica.wait_connected(PATIENCE_S)
+        await read_all(replica.submit(request("r", max_tokens=5)))
+        os.kill(engine.process.pid, signal.SIGUSR1)
+        await until(lambda: any(path.stat().st_size for path in folder.glob("headrace-plans-*.hrplan")))
+    (path,) = folder.glob("headrace-plans-*.hrplan")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert sum(plan.num_tokens for plan in load_plans(path.read_bytes())) >= 5

@@ -1,7 +1,8 @@
 """One engine as one process: the loop in its thread, the wire on the main one, the leash to the supervisor, signals.
 
 SIGTERM drains and exits 0; a second one, or the end of the drain time, does not wait. A loop that dies takes the process with it: its
-exit status says so and the supervisor starts a new one. A process that cannot start says why through the leash.
+exit status says so and the supervisor starts a new one. A process that cannot start says why through the leash. SIGUSR1 dumps the plan
+ring.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from enum import IntEnum
@@ -45,6 +48,8 @@ class RunnableEngine(ServedEngine, Protocol):
     def run(self) -> None: ...
 
     def stop(self) -> None: ...
+
+    def recent_plans(self) -> bytes: ...
 
 
 MakeEngine = Callable[[Callable[[Updates], None]], RunnableEngine]
@@ -123,11 +128,21 @@ async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -
         log.critical("start-up failed", exc_info=error)
         return _refuse(leash, f"{type(error).__name__}: {error}", ExitCode.ENGINE_DIED)
     leash.ready({"address": config.address, "instance_id": service.hello.instance_id, "decided": list(engine.info.decided)})
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, dump_plans, engine)
     log.info("%s serves %s at %s", config.replica, engine.info.architecture, config.address)
     try:
         return await _until_end(service, thread, stop, config, leash)
     finally:
         await service.stop()
+
+
+def dump_plans(engine: RunnableEngine) -> str:
+    """SIGUSR1: write the last plans where only this user can read them (they hold prompts) and say where. For `headrace replay`."""
+    handle, path = tempfile.mkstemp(prefix="headrace-plans-", suffix=".hrplan")
+    with os.fdopen(handle, "wb") as file:
+        file.write(engine.recent_plans())
+    log.info("the last plans are in %s; `headrace replay` shows them", path)
+    return path
 
 
 def _refuse(leash: Leash, reason: str, code: ExitCode) -> ExitCode:
