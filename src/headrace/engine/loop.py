@@ -32,6 +32,8 @@ from headrace.policy.sequence import Sequence
 IDLE_WAKE_S = 0.2
 """An idle loop wakes this often, so that a stalled one can be told from an idle one."""
 PLAN_RING = 128
+UNKNOWN_STEP_S = 5.0
+"""What a step is expected to take before anything like it was seen."""
 MAX_PLAN_FAILURES = 3
 
 Outbox = Callable[[list[SequenceUpdate | Rejected]], None]
@@ -84,19 +86,34 @@ _Message = _Submit | _Cancel | _Finish | _Satisfied | _Wake
 
 
 class StepTimer:
-    """Predicts a step's duration from the cost per step and per token seen so far (exponential averages)."""
+    """Predicts a step's duration: a fixed cost plus a cost per token, fitted to the recent steps (least squares, old ones fading).
+
+    As long as all steps had about the same size the two costs cannot be told apart. A larger step is then expected in proportion, but
+    never beyond UNKNOWN_STEP_S: readiness judges by four times the prediction, so too generous a guess would hide a hanging step.
+    """
 
     def __init__(self) -> None:
-        self._seconds_per_token = 0.0
-        self._seconds = 0.0
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        weight = 0.1 if self._seconds else 1.0
-        self._seconds += weight * (seconds - self._seconds)
-        self._seconds_per_token += weight * (seconds / max(num_tokens, 1) - self._seconds_per_token)
+        fading = (self._weight, self._x, self._y, self._xx, self._xy)
+        self._weight, self._x, self._y, self._xx, self._xy = (0.98 * value for value in fading)
+        self._weight += 1.0
+        self._x += num_tokens
+        self._y += seconds
+        self._xx += num_tokens * num_tokens
+        self._xy += num_tokens * seconds
 
     def predict(self, num_tokens: int) -> float:
-        return max(self._seconds, self._seconds_per_token * num_tokens)
+        if not self._weight:
+            return UNKNOWN_STEP_S
+        mean_tokens, mean_seconds = self._x / self._weight, self._y / self._weight
+        spread = self._xx / self._weight - mean_tokens**2
+        if spread < 1.0:
+            in_proportion = mean_seconds * num_tokens / mean_tokens
+            return min(max(mean_seconds, in_proportion), max(mean_seconds, UNKNOWN_STEP_S))
+        per_token = max(0.0, (self._xy / self._weight - mean_tokens * mean_seconds) / spread)
+        return mean_seconds + per_token * (num_tokens - mean_tokens) if num_tokens > mean_tokens else mean_seconds
 
 
 class Engine:

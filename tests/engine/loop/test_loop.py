@@ -13,6 +13,7 @@ from headrace.core.errors import EngineFatal
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.plan_codec import load_plans
+from headrace.engine.loop import UNKNOWN_STEP_S, StepTimer
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.roster import Roster
 from headrace.policy.scheduler import Scheduler
@@ -203,3 +204,17 @@ def test_snapshots_count_blocks_by_state_and_steps_once() -> None:
     assert after.counters.generation_tokens == 8 * len(PROMPTS)
     assert after.counters.prompt_tokens == sum(len(prompt) for prompt in PROMPTS)
     assert after.counters.finished == {"length": len(PROMPTS)}
+
+
+def test_step_times_are_predicted_from_a_fixed_cost_and_a_cost_per_token() -> None:
+    timer = StepTimer()
+    assert timer.predict(1) == UNKNOWN_STEP_S
+    for _ in range(50):
+        timer.observe(1, 0.040)
+    assert timer.predict(1) == pytest.approx(0.040)
+    assert timer.predict(512) == UNKNOWN_STEP_S, "a size never seen: in proportion it would be 20 s, and a hang would hide behind it"
+    for _ in range(3):
+        timer.observe(512, 0.040 + 511 * 0.001)
+    assert timer.predict(512) == pytest.approx(0.551, rel=0.01)
+    assert timer.predict(1024) == pytest.approx(1.063, rel=0.01)
+    assert 0.0 < timer.predict(1) < 0.2
