@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 pytest.importorskip("numba")
 
@@ -170,8 +169,8 @@ def test_nan_in_a_rows_own_data_shows_in_that_row_alone(paged_batch: Make) -> No
 
 
 def test_an_unsupported_head_size_or_dtype_is_left_to_the_reference(paged_batch: Make, relative_error: Error) -> None:
-    odd = paged_batch([(2, 9)], heads=2, kv_heads=1, head_dim=12)
-    assert not attention.supports(12)
+    odd = paged_batch([(2, 9)], heads=2, kv_heads=1, head_dim=10)
+    assert not attention.supports(10)
     assert torch.equal(odd.attend(cpu.KERNELS), odd.attend(REFERENCE))
     half = paged_batch([(2, 9)], heads=2, kv_heads=1, head_dim=16, dtype=torch.float16)
     assert torch.equal(half.attend(cpu.KERNELS), half.attend(REFERENCE))
