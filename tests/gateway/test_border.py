@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core import errors as core_errors
-from headrace.core.errors import ConfigError, HeadraceError, InvalidRequest, ModelNotFound, Overloaded
+from headrace.core.errors import ConfigError, HeadraceError, InvalidRequest, ModelNotFound, Overloaded, RequestTooLarge
 from headrace.gateway.config import config_from, digest_of, load_config
 from headrace.gateway.errors import INTERNAL_MESSAGE, TABLE, error_reply
-from headrace.gateway.json_border import decode_object
+from headrace.gateway.json_border import Caps, decode_object
 
 # -- JSON ------------------------------------------------------------------------------------------------------------------------
 
@@ -31,7 +31,7 @@ JSON = st.recursive(
 def test_what_is_fine_comes_through_unchanged(value: dict[str, Any], ascii_only: bool) -> None:
     body = json.dumps(value, ensure_ascii=ascii_only)
     try:
-        found = decode_object(body.encode("utf-8", "surrogatepass"), max_depth=100)
+        found = decode_object(body.encode("utf-8", "surrogatepass"), Caps(depth=100))
     except HeadraceError:
         assert "\\u0000" in body or "\x00" in body
     else:
@@ -41,7 +41,7 @@ def test_what_is_fine_comes_through_unchanged(value: dict[str, Any], ascii_only:
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused_or_an_object(body: bytes) -> None:
     with suppress(HeadraceError):
-        assert isinstance(decode_object(body, max_depth=5), dict)
+        assert isinstance(decode_object(body, Caps(depth=5)), dict)
 
 
 @pytest.mark.parametrize("depth", [1, 7, 8, 9, 5000])
@@ -49,20 +49,36 @@ def test_any_bytes_are_refused_or_an_object(body: bytes) -> None:
 def test_depth_is_exact(depth: int, opener: bytes, closer: bytes) -> None:
     body = b'{"x":' + opener * (depth - 1) + b"1" + closer * (depth - 1) + b"}"
     if depth <= 8:
-        decode_object(body, max_depth=8)
+        decode_object(body, Caps(depth=8))
     else:
         with pytest.raises(InvalidRequest, match="nested at most 8"):
-            decode_object(body, max_depth=8)
+            decode_object(body, Caps(depth=8))
 
 
 def test_brackets_in_strings_are_text() -> None:
     text = '[[[{{{"\\' * 50
-    assert decode_object(json.dumps({"a": text, "b": [1]}).encode(), max_depth=2) == {"a": text, "b": [1]}
+    assert decode_object(json.dumps({"a": text, "b": [1]}).encode(), Caps(depth=2)) == {"a": text, "b": [1]}
 
 
 def test_depth_is_judged_before_the_rest_is_read() -> None:
     with pytest.raises(InvalidRequest, match="nested at most"):
-        decode_object(b"[" * 1_000_000, max_depth=32)
+        decode_object(b"[" * 1_000_000, Caps())
+
+
+@pytest.mark.parametrize(("number", "is_fine"), [(4, True), (5, False)])
+def test_values_and_keys_are_counted(number: int, is_fine: bool) -> None:
+    caps = Caps(values=4, keys=4)
+    for body in ({"a": [0] * (number + 1)}, {str(key): 0 for key in range(number)}):
+        if is_fine:
+            assert decode_object(json.dumps(body).encode(), caps) == body
+        else:
+            with pytest.raises(RequestTooLarge):
+                decode_object(json.dumps(body).encode(), caps)
+
+
+def test_commas_and_colons_in_strings_are_text() -> None:
+    body = {"a": ",:" * 1000, "b": '\\",,,'}
+    assert decode_object(json.dumps(body).encode(), Caps(values=4, keys=4)) == body
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------------------

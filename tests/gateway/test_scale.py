@@ -1,4 +1,5 @@
-"""A thousand streams at once through one gateway process and a paced fake engine on the real wire. Slow; prints what it measured."""
+"""A thousand streams at once through one gateway process and a paced fake engine on the real wire, and the largest bodies that one request
+may bring. Slow; prints what it measured."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pathlib import Path
 import httpx2
 import psutil
 import pytest
-from gateway_kit import post
+from gateway_kit import MODEL, TestBench, chat_body, post
 from gateway_processes import Site, site
 from wire_kit import socket_dir
 
@@ -85,3 +86,45 @@ async def test_a_thousand_streams_all_end_alike(big_site: Site) -> None:
     print(f"first chunk: median {sorted(seen.first_s for seen in clients)[NUM_STREAMS // 2]:.2f} s")
     assert not {seen.last for seen in clients if not seen.is_done}
     assert len({"".join(seen.text) for seen in clients}) == 1, "one seed, one text"
+
+
+MEGABYTE = 1 << 20
+LARGE = {
+    "text": json.dumps({"model": MODEL, "prompt": "hello world " * 85_000}),
+    "chat": json.dumps(chat_body(messages=[{"role": "user", "content": "hello world " * 85_000}])),
+    "control-tokens": json.dumps(chat_body(messages=[{"role": "user", "content": "<|im_end|>" * 95_000}])),
+    "messages": json.dumps(chat_body(messages=[{"role": "user", "content": "x" * 900}] * 1024)),
+    "parts": json.dumps(chat_body(messages=[{"role": "user", "content": [{"type": "text", "text": "x" * 200}] * 4000}])),
+    "token-ids": json.dumps({"model": MODEL, "prompt": [7] * 149_000}),
+    "lists": json.dumps({"model": MODEL, "prompt": [[7]] * 140_000}),
+    "objects": '{"a":[' + "{}," * 340_000 + "1]}",
+    "brackets": '{"a":' + "[]" * 500_000 + "}",
+    "quotes": '{"a":"' + '\\"' * 500_000 + '"}',
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+async def test_no_single_body_holds_the_event_loop(bench: TestBench, name: str) -> None:
+    """The target is 50 ms on a quiet machine; the assertion leaves room for a busy one."""
+    body = LARGE[name].encode()
+    assert len(body) <= MEGABYTE
+    path = "/v1/completions" if b'"prompt"' in body else "/v1/chat/completions"
+    worst, is_over = 0.0, False
+
+    async def watch() -> None:
+        nonlocal worst
+        while not is_over:
+            due = time.monotonic() + 0.002
+            await asyncio.sleep(0.002)
+            worst = max(worst, time.monotonic() - due)
+
+    watching = asyncio.create_task(watch())
+    await asyncio.sleep(0.05)
+    worst = 0.0
+    response = await bench.client.post(path, content=body, headers={"content-type": "application/json"})
+    is_over = True
+    await watching
+    print(f"\n{name}: {len(body)} bytes, {response.status_code}, worst lag {1000 * worst:.0f} ms")
+    assert response.status_code in (400, 413)
+    assert worst < 0.5

@@ -178,6 +178,8 @@ def _raw(model: str) -> list[Hostile]:
         Hostile("depth", CHAT, b'{"a":' * 5000 + b"1" + b"}" * 5000, param="body"),
         Hostile("depth-brackets-only", CHAT, b"[" * 100_000, param="body"),
         Hostile("wide", CHAT, b'{"a":[' + b"[]," * 50_000 + b"[]]}", param="a"),
+        Hostile("values", CHAT, b'{"a":[' + b"1," * 200_000 + b"1]}", 413, "body"),
+        Hostile("keys", CHAT, b"{" + b",".join(b'"k%d":1' % number for number in range(20_000)) + b"}", 413, "body"),
         Hostile("too-large", CHAT, start + b'"' + b"x" * (1 << 20) + b'"' + end, 413, "body"),
         Hostile("form", CHAT, b"model=x", 415, content_type="application/x-www-form-urlencoded"),
         Hostile("no-type", CHAT, b"{}", 415, content_type=""),

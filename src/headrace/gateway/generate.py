@@ -23,7 +23,7 @@ from headrace.core.sampling import SamplingParams, check_token_ids
 from headrace.gateway.answers import Answer, ChatAnswer, CompletionAnswer, Facts, Prompt
 from headrace.gateway.config import GatewayConfig, Limits
 from headrace.gateway.exchange import Exchange
-from headrace.gateway.json_border import decode_object
+from headrace.gateway.json_border import Caps, decode_object
 from headrace.gateway.ledger import Ledger
 from headrace.gateway.merge import MergedStream
 from headrace.gateway.models import ModelTable, ServedModel, now_unix
@@ -83,7 +83,7 @@ async def parsed(service: Service, exchange: Exchange, parse: Callable[[dict[str
     body = await exchange.json_body(max_bytes=limits.max_body_bytes, timeout_s=service.config.timeouts.body_s)
 
     def work() -> T:
-        return parse(decode_object(body, max_depth=limits.max_json_depth), limits)
+        return parse(decode_object(body, Caps(limits.max_json_depth, limits.max_json_values)), limits)
 
     return work() if len(body) <= MAX_INLINE_BYTES else await service.text_pool.run(work)
 

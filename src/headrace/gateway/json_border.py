@@ -1,8 +1,8 @@
 """Bytes of a body -> a JSON object that cannot surprise anybody downstream.
 
-Stricter than JSON parsers are by default: nesting has a cap (checked before parsing), object keys are unique (two parsers that disagree on
-duplicates are a known way around validation), NaN and infinities are refused (also as 1e999), strings hold neither lone surrogates (they
-cannot be encoded again) nor U+0000 (tokenizers and C code below disagree on it). Every refusal names the place.
+Stricter than JSON parsers are by default: nesting, values and keys have caps (checked before parsing), object keys are unique (two parsers
+that disagree on duplicates are a known way around validation), NaN and infinities are refused (also as 1e999), strings hold neither lone
+surrogates (they cannot be encoded again) nor U+0000 (tokenizers and C code below disagree on it). Every refusal names the place.
 
 Not here: what the fields mean (gateway.fields, gateway.parse).
 """
@@ -13,23 +13,36 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NoReturn
 
-from headrace.core.errors import InvalidRequest
+from headrace.core.errors import InvalidRequest, RequestTooLarge
 from headrace.gateway.errors import UnsupportedMediaType
 
-# A string is skipped as a whole; possessive-like form (no alternation per character) keeps it linear.
-_STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
+# A string is skipped as a whole; no alternation per character keeps it linear.
+_STRING_OR_MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{},:]', re.DOTALL)
 _ESCAPED = b"\\u"
 
 
-def decode_object(body: bytes, *, max_depth: int) -> dict[str, object]:
-    """The object in `body`. Raises InvalidRequest or UnsupportedMediaType; cost is linear in the size, a few times a plain parse."""
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """What a body may hold, each inclusive: nesting, commas (about the number of values), colons (keys)."""
+
+    depth: int = 32
+    values: int = 150_000
+    keys: int = 16_384
+
+
+def decode_object(body: bytes, caps: Caps) -> dict[str, object]:
+    """The object in `body`. Raises InvalidRequest or UnsupportedMediaType; cost is linear in the size, a few times a plain parse.
+
+    The parser holds the GIL from its first byte to its last, so what would take it long is refused before, by a scan that does not.
+    """
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UnsupportedMediaType(f"The body is not UTF-8 (byte {error.start}). Send JSON encoded as UTF-8.") from None
-    _check_depth(body, max_depth)
+    _check_caps(body, caps)
     value = _parse(text)
     if not isinstance(value, dict):
         raise InvalidRequest("body", "a JSON object", value)
@@ -38,18 +51,29 @@ def decode_object(body: bytes, *, max_depth: int) -> dict[str, object]:
     return value
 
 
-def _check_depth(body: bytes, max_depth: int) -> None:
-    if body.count(b"[") + body.count(b"{") <= max_depth:
+def _check_caps(body: bytes, caps: Caps) -> None:
+    """Counting bytes is enough for nearly every body; only where strings may be to blame they are told apart."""
+    is_small = body.count(b",") <= caps.values and body.count(b":") <= caps.keys
+    if is_small and body.count(b"[") + body.count(b"{") <= caps.depth:
         return
-    depth = 0
-    for match in _STRING_OR_BRACKET.finditer(body):
-        opener = body[match.start()]
-        if opener in b"[{":
+    depth = num_commas = num_colons = 0
+    for match in _STRING_OR_MARK.finditer(body):
+        mark = body[match.start()]
+        if mark == _COMMA:
+            num_commas += 1
+        elif mark == _COLON:
+            num_colons += 1
+        elif mark in b"[{":
             depth += 1
-            if depth > max_depth:
-                raise InvalidRequest("body", f"JSON nested at most {max_depth} deep")
-        elif opener in b"]}":
+        elif mark in b"]}":
             depth -= 1
+        if depth > caps.depth:
+            raise InvalidRequest("body", f"JSON nested at most {caps.depth} deep")
+        if num_commas > caps.values or num_colons > caps.keys:
+            raise RequestTooLarge("body", f"at most {caps.values} JSON values and {caps.keys} keys")
+
+
+_COMMA, _COLON = b",:"
 
 
 def _parse(text: str) -> object:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -78,6 +79,9 @@ async def serve(config: GatewayConfig, texts: dict[str, TextModel], leash: Leash
             port = await server.start()
         except OSError as error:
             raise CannotBind(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
+        # Everything made so far stays: without this each full collection walks it (transformers alone is a million objects).
+        gc.collect()
+        gc.freeze()
         log.info("listening on http://%s:%d", config.host, port)
         leash.ready({"host": config.host, "port": port})
         closed = asyncio.Event()
