@@ -74,7 +74,6 @@ class Limits:
     max_connections       open sockets; one more is closed without a word
     max_header_bytes      request line and headers together; max_headers counts them
     max_json_depth        nesting
-    max_json_values       values in a body; a prompt of token ids has one per token
     max_messages          of a chat
     max_prompts           of one completions request
     max_sequences         prompts times n
@@ -89,7 +88,6 @@ class Limits:
     max_header_bytes: int = 32 << 10
     max_headers: int = 100
     max_json_depth: int = 32
-    max_json_values: int = 150_000
     max_messages: int = 1024
     max_prompts: int = 64
     max_sequences: int = 128

@@ -83,7 +83,7 @@ async def parsed(service: Service, exchange: Exchange, parse: Callable[[dict[str
     body = await exchange.json_body(max_bytes=limits.max_body_bytes, timeout_s=service.config.timeouts.body_s)
 
     def work() -> T:
-        return parse(decode_object(body, Caps(limits.max_json_depth, limits.max_json_values)), limits)
+        return parse(decode_object(body, Caps(depth=limits.max_json_depth)), limits)
 
     return work() if len(body) <= MAX_INLINE_BYTES else await service.text_pool.run(work)
 

@@ -26,7 +26,10 @@ _ESCAPED = b"\\u"
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """What a body may hold, each inclusive: nesting, commas (about the number of values), colons (keys)."""
+    """What a body may hold, each inclusive: nesting, commas (about the number of values), colons (keys).
+
+    values leaves room for a prompt of 128 Ki token ids, keys for the most messages and parts of a chat.
+    """
 
     depth: int = 32
     values: int = 150_000
