@@ -8,6 +8,7 @@ caller's decision. Single-threaded: everything here runs on one asyncio loop. Th
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -27,6 +28,8 @@ from headrace.wire.service import SILENT_AFTER_S, Expectation, check_model, chec
 from headrace.wire.session import Session
 from headrace.wire.stream import ReplicaStream
 from headrace.wire.target import parse_target
+
+log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
@@ -90,6 +93,7 @@ class ReplicaClient:
         self._streams: dict[RequestId, ReplicaStream] = {}
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
+        self._told: set[str] = set()
         self.info: ReplicaInfo | None = None
         self.snapshot: SeenLoad | None = None
 
@@ -195,6 +199,10 @@ class ReplicaClient:
                     await session.run()
                 except HeadraceError as error:
                     self.reason = str(error)
+                except Exception as error:  # the outermost loop: a bug of ours must not leave the replica down for ever
+                    log.exception("replica %s: the connection failed", self.name)
+                    self.reason = f"{type(error).__name__}: {error}"
+                self._tell_down()
                 retry_s = FIRST_RETRY_S if self.info is not None else min(LAST_RETRY_S, 2 * retry_s)
                 self._lose()
                 await asyncio.sleep(retry_s * random.uniform(0.8, 1.2))
@@ -208,6 +216,14 @@ class ReplicaClient:
         check_model(model, self._expect)
         self.info = ReplicaInfo(hello.instance_id, hello.replica, model)
         self._changed.set()
+        self._told.clear()
+        log.info("replica %s is connected (instance %s)", self.name, hello.instance_id)
+
+    def _tell_down(self) -> None:
+        """Each reason once per outage: the connection is tried again every second, and gRPC words one cause in several ways."""
+        if self.reason not in self._told:
+            self._told.add(self.reason)
+            log.warning("replica %s is down: %s", self.name, self.reason)
 
     def _take_load(self, load: LoadSnapshot) -> None:
         self.snapshot = SeenLoad(load, self._clock())

@@ -102,6 +102,9 @@ class Session:
             await self._pump(call)
         except grpc.aio.AioRpcError as error:
             raise ConnectionLost(_describe(error)) from error
+        except (grpc.aio.BaseError, asyncio.InvalidStateError, OSError) as error:
+            # InvalidStateError is what gRPC says of a write to a call that has just ended.
+            raise ConnectionLost(f"{type(error).__name__}: {error}") from error
         finally:
             self.is_open = False
             await channel.close()
@@ -116,6 +119,8 @@ class Session:
         try:
             done, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
+                if task.cancelled():  # by gRPC, whose call was ended on this side; nobody here cancels a pump before `finally`
+                    raise ConnectionLost("the call was cancelled")
                 task.result()
             raise ConnectionLost("the engine closed the stream")
         finally:
