@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +60,33 @@ def test_what_a_killed_supervisor_left_is_removed_and_a_living_ones_is_not(tmp_p
         assert not dead.exists()
         assert unfinished.is_dir()
         assert foreign.is_dir()
+
+
+def test_what_only_looks_like_a_lock_neither_stops_us_nor_is_removed(tmp_path: Path) -> None:
+    pipe, link, linked = (tmp_path / name for name in ("headrace-pipe", "headrace-link", "headrace-linked"))
+    elsewhere = tmp_path / "elsewhere"
+    for folder in (pipe, link, elsewhere):
+        folder.mkdir()
+    os.mkfifo(pipe / "lock")
+    (elsewhere / "lock").touch()
+    (link / "lock").symlink_to(elsewhere / "lock")
+    linked.symlink_to(elsewhere)
+    # A child, because the failure is to hang: opening a pipe waits for its writer.
+    command = "import pathlib, sys; from headrace.fleet.files import run_dir\nwith run_dir(pathlib.Path(sys.argv[1])): pass"
+    subprocess.run([sys.executable, "-c", command, str(tmp_path)], timeout=20, check=True)
+    assert pipe.is_dir()
+    assert link.is_dir()
+    assert (elsewhere / "lock").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of somebody else's")
+def test_a_folder_of_somebody_elses_is_left_alone(tmp_path: Path) -> None:
+    foreign = tmp_path / "headrace-foreign"
+    foreign.mkdir()
+    (foreign / "lock").touch()
+    os.chown(foreign, 12345, 12345)
+    with run_dir(tmp_path):
+        assert (foreign / "lock").exists()
 
 
 def test_the_standard_place_is_used_only_when_it_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,13 @@ from headrace.wire.client import ReplicaClient, ReplicaState
 ENDLESS = 4000
 MAIN = Path(__file__).resolve().parents[1] / "support" / "fleet_main.py"
 SUPPORT = str(MAIN.parent)
+SECRETS = {
+    "HEADRACE_API_KEY": "a-secret-key",
+    "HEADRACE_GATEWAY__API_KEYS": "[{key: a-secret-key}]",
+    "HEADRACE_GATEWAY__API_KEYS__0__KEY": "a-secret-key",
+    "HEADRACE_GATEWAY__SALT_KEY": "ab" * 16,
+}
+"""In the environment of every supervisor here, as somebody's shell may have them."""
 
 
 class Fleet:
@@ -34,7 +41,7 @@ class Fleet:
         path = folder / "fleet.json"
         path.write_text(json.dumps({"run_dir": str(folder), "gateway": {"work": "idle"}, **config}))
         self._log = open(folder / "log", "wb")  # noqa: SIM115 - closed in close()
-        environment = {**os.environ, "PYTHONPATH": SUPPORT}
+        environment = {**os.environ, "PYTHONPATH": SUPPORT, **SECRETS}
         command = [sys.executable, str(MAIN), str(path)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, env=environment)
         self.pids: dict[str, int] = {}
@@ -110,6 +117,10 @@ async def test_everything_serves_in_a_private_directory_and_a_drain_leaves_nothi
     written = json.loads((run_dir / "gateway.json").read_text())
     assert [model["name"] for model in written["models"]] == ["org/fake"]
     assert len(written["models"][0]["replicas"]) == 2
+    for pid in fleet.pids.values():
+        environment = psutil.Process(pid).environ()
+        assert not set(environment) & set(SECRETS)
+        assert environment["PYTHONPATH"] == SUPPORT
     assert (written["port"], written["timeouts"]["drain_s"]) == (4, 10)
     sessions = {os.getsid(pid) for pid in fleet.pids.values()}
     assert sessions == set(fleet.pids.values()), "each child leads its own session"

@@ -69,14 +69,26 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _sweep(base: Path) -> None:
-    """Removes our directories whose supervisor is gone. One without a lock is being made; one of somebody else's cannot be opened."""
+    """Removes our directories whose supervisor is gone. One without a lock is being made; one of somebody else's is left alone."""
     for lock in base.glob(f"{PREFIX}*/{LOCK}"):
         try:
-            with open(lock, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
+            _remove_if_unlocked(lock)
         except OSError:
             continue
+
+
+def _remove_if_unlocked(lock: Path) -> None:
+    """Where everybody may make directories, anything may be called a lock: a FIFO or a link of somebody else's must not hold us up."""
+    if not stat.S_ISDIR(lock.parent.lstat().st_mode):
+        return
+    descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        info = os.fstat(descriptor)
+        if stat.S_ISREG(info.st_mode) and info.st_uid == lock.parent.lstat().st_uid == os.geteuid():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    finally:
+        os.close(descriptor)
 
 
 def write_engine_files(config: FleetConfig, folder: Path) -> list[ReplicaFiles]:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Protocol, TextIO
 
 MAX_LINE_BYTES = 2**16
+SECRET_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_GATEWAY__API_KEYS", "HEADRACE_GATEWAY__SALT_KEY")
+"""Beginnings of names."""
 LAST_WORDS_S = 2.0
 """How long the output and the leash of a child that ended are read on."""
 
@@ -115,6 +117,12 @@ class Child:
         self._output.flush()
 
 
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment children may have: without what `headrace serve` reads keys from. They get what they need in a file of their own,
+    and /proc shows an environment to every process of the user."""
+    return {name: value for name, value in environment.items() if not name.startswith(SECRET_VARIABLES)}
+
+
 class Launcher(Protocol):
     """Starts a process somewhere. `ProcessLauncher` does it here; other machines are other implementations."""
 
@@ -130,7 +138,7 @@ class ProcessLauncher:
         output       where labelled lines go; stderr by default
         """
         # gRPC's C core prints its own INFO lines to stderr otherwise.
-        self._environment = {"GRPC_VERBOSITY": "ERROR", "PYTHONUNBUFFERED": "1", **os.environ, **(environment or {})}
+        self._environment = {"GRPC_VERBOSITY": "ERROR", "PYTHONUNBUFFERED": "1", **without_secrets(os.environ), **(environment or {})}
         self._output = output or sys.stderr
 
     async def launch(self, label: str, command: Sequence[str], *, forward: bool) -> Child:
