@@ -347,3 +347,85 @@ def test_a_preempted_prompt_is_computed_again_but_told_once(depth: int) -> None:
     for i, prompt in enumerate(prompts):
         told = [entry for update in driven.updates if update.request_id == f"r{i}" for entry in update.prompt_logprobs]
         assert [(entry.token_id, -entry.logprob) for entry in told] == [(prompt[p], p) for p in range(1, 18)]
+
+
+def test_a_windowed_conversation_longer_than_the_pool_finds_its_prefix_again() -> None:
+    driven = DrivenEngine(groups=(WINDOW,), num_blocks=9, max_model_len=90, max_num_batched_tokens=8)
+    first = [(5 * i) % 90 for i in range(60)]
+    driven.submit(request("first", first, max_tokens=2))
+    driven.run()
+    second = first + driven.tokens["first", 0] + [(7 * i) % 90 for i in range(9)]
+    driven.submit(request("second", second, max_tokens=2), request("other", [1, 2, 3], max_tokens=2))
+    driven.run()
+    assert driven.tokens["second", 0] == expected_tokens(second, 2, VOCAB)
+    assert driven.tokens["other", 0] == expected_tokens([1, 2, 3], 2, VOCAB)
+
+
+def test_a_window_and_overlapped_steps_in_the_smallest_pool_make_progress() -> None:
+    prompt = [(5 * i) % 90 for i in range(60)]
+    # window 6 + two steps of 8 are 22 tokens: 6 blocks of 4, one more because a window begins anywhere, and the pad block
+    driven = DrivenEngine(groups=(WINDOW,), num_blocks=8, max_model_len=90, max_num_batched_tokens=8, depth=2, caching=False)
+    driven.submit(request("r", prompt, max_tokens=4))
+    driven.run(max_turns=100)
+    assert driven.tokens["r", 0] == expected_tokens(prompt, 4, VOCAB)
+    assert driven.scheduler.roster.counters.preemptions == 0
+    smaller = DrivenEngine(groups=(WINDOW,), num_blocks=7, max_model_len=90, max_num_batched_tokens=8, depth=2)
+    smaller.submit(request("r", prompt, max_tokens=4))
+    smaller.run()
+    assert isinstance(smaller.errors["r"], RequestTooLarge)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("groups", "num_blocks"), [("full", 14), ("full+window", 14)])
+def test_preempted_sequences_equal_the_plain_loop(depth: int, groups: str, num_blocks: int) -> None:
+    driven = DrivenEngine(depth=depth, groups=GROUPS[groups], num_blocks=num_blocks, max_num_batched_tokens=8, caching=False)
+    driven.submit(*(request(f"r{i}", prompt, max_tokens=10) for i, prompt in enumerate(PROMPTS)))
+    assert_plain(driven.run())
+    assert driven.scheduler.roster.counters.preemptions > 0
+
+
+def test_the_sequences_of_one_request_tell_their_prompt_once() -> None:
+    driven = DrivenEngine(num_blocks=12, caching=False, max_num_batched_tokens=8)
+    driven.submit(request("r", list(range(13)), n=4, prompt_logprobs=0, max_tokens=14), request("s", list(range(20, 33)), max_tokens=14))
+    driven.run()
+    assert [len(update.prompt_logprobs) for update in driven.updates if update.prompt_logprobs and update.index] == []
+    assert sum(len(update.prompt_logprobs) for update in driven.updates) == 12
+
+
+def test_an_adapter_nobody_loaded_is_refused_by_name() -> None:
+    driven = DrivenEngine()
+    driven.submit(request("r", [1], adapter="pirate"))
+    driven.run()
+    assert isinstance(driven.errors["r"], InvalidRequest)
+    assert driven.errors["r"].field == "adapter"
+
+
+def test_more_sequences_than_may_ever_wait_are_refused_for_good() -> None:
+    driven = DrivenEngine(max_waiting=3)
+    driven.submit(request("r", [1], n=4))
+    driven.run()
+    assert isinstance(driven.errors["r"], RequestTooLarge)
+
+
+def test_time_in_the_inbox_counts_as_waiting() -> None:
+    driven = DrivenEngine()
+    driven.submit(request("r", [1, 2], deadline_s=5.0))
+    driven.clock.now += 3
+    driven.turn()
+    assert [update.queue_time_s for update in driven.updates if update.queue_time_s is not None] == [3.0]
+    driven.clock.now += 2.5
+    driven.run()
+    assert driven.finish["r", 0] is FinishReason.DEADLINE
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
+def test_preempting_anybody_at_any_moment_changes_no_token(depth: int, groups: str) -> None:
+    driven = DrivenEngine(depth=depth, groups=GROUPS[groups], num_blocks=40, max_num_batched_tokens=8)
+    driven.submit(*(request(f"r{i}", prompt, max_tokens=10) for i, prompt in enumerate(PROMPTS)))
+    for turn in range(40):
+        driven.turn()
+        if running := driven.scheduler.roster.running:
+            driven.scheduler.roster.preempt(running[turn % len(running)])
+        driven.scheduler.check()
+    assert_plain(driven.run())

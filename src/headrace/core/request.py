@@ -63,6 +63,8 @@ class EngineRequest:
         check_token_ids("output_ids", self.output_ids, vocab_size)
         if self.output_ids and self.params.n != 1:
             raise InvalidRequest("output_ids", "n = 1 on a resumed request", self.params.n)
+        if self.adapter is not None:
+            raise InvalidRequest("adapter", "no adapter: this engine serves the base model only", self.adapter)
         if not self.weight > 0:
             raise InvalidRequest("weight", "weight > 0", self.weight)
         room = max_model_len - len(self.prompt_ids)

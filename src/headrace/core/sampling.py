@@ -146,6 +146,8 @@ def _check_numbers(p: SamplingParams) -> None:
     for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "detokenize"):
         if not isinstance(getattr(p, name), bool):
             raise InvalidRequest(name, "true or false", getattr(p, name))
+    if not p.spaces_between_special_tokens:
+        raise InvalidRequest("spaces_between_special_tokens", "true", False, "The supported tokenizers put no spaces there.")
 
 
 def _check_stops(p: SamplingParams) -> None:

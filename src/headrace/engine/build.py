@@ -25,6 +25,7 @@ def make_scheduler(config: EngineConfig, info: ModelInfo, *, cache_key: bytes | 
             queue_policy=config.queue_policy,
             enable_chunked_prefill=config.enable_chunked_prefill,
             static_batching=config.batching == "static",
+            depth=config.depth,
         ),
         kv,
     )

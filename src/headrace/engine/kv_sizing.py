@@ -63,10 +63,15 @@ def size_kv(config: EngineConfig, groups: tuple[KvGroup, ...], max_model_len: in
     return KvSizing(num_blocks=num_blocks, max_model_len=length, lines=tuple(lines))
 
 
-def activation_bytes(config: EngineConfig, hidden_size: int, vocab_size: int) -> int:
+def step_tokens(config: EngineConfig, max_model_len: int) -> int:
+    """Most tokens of one step. Without chunking a whole prompt may run at once."""
+    return config.max_num_batched_tokens if config.enable_chunked_prefill else max(config.max_num_batched_tokens, max_model_len)
+
+
+def activation_bytes(config: EngineConfig, hidden_size: int, vocab_size: int, max_model_len: int) -> int:
     """A generous guess at the largest tensors alive at once in a step, in float32: 32 rows of the hidden size per token (the
     feed-forward's two halves are 8 at most in known models), the sampled rows' logits thrice, and a piece of prompt logits."""
-    return 4 * (32 * config.max_num_batched_tokens * hidden_size + 3 * config.max_num_seqs * vocab_size) + 64 * MIB
+    return 4 * (32 * step_tokens(config, max_model_len) * hidden_size + 3 * config.max_num_seqs * vocab_size) + 64 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +86,8 @@ class _Pools:
         return -(-num_tokens // self.config.block_size)
 
     def resident(self, window: int) -> int:
-        """Tokens of one sequence that a windowed group holds at most: its window and one step. Whole prompts without chunking."""
-        step = self.config.max_num_batched_tokens if self.config.enable_chunked_prefill else self.max_model_len
-        return min(self.max_model_len, window + step)
+        """Tokens of one sequence that a windowed group holds at most: its window and every step that may be uncommitted."""
+        return min(self.max_model_len, window + self.config.depth * step_tokens(self.config, self.max_model_len))
 
     def counts(self, full_blocks: int) -> tuple[int, ...]:
         """Per group, pad block included. A windowed group has one block more per sequence: a window may begin in the middle of one."""

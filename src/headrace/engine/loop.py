@@ -56,6 +56,7 @@ class Runner(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Submit:
     request: EngineRequest
+    arrived: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ class Engine:
 
     def submit(self, request: EngineRequest) -> None:
         """Hand a request in. Its fate arrives through the outbox, a refusal included."""
-        self._inbox.put(_Submit(request))
+        self._inbox.put(_Submit(request, self._clock()))
 
     def cancel(self, request_id: RequestId) -> None:
         self._inbox.put(_Cancel(request_id))
@@ -164,12 +165,12 @@ class Engine:
         self._inbox.put(_Wake())
 
     def snapshot(self) -> LoadSnapshot:
-        """The replica's load now. Safe from any thread: reads integers the loop writes."""
+        """The replica's load now, from one other thread: reads integers the loop writes. Step durations are told once."""
         now = self._clock()
         pools = self.scheduler.kv.pools
         started = self._step_started
         durations = []
-        while self._step_seconds:
+        for _ in range(len(self._step_seconds)):
             durations.append(self._step_seconds.popleft())
         return LoadSnapshot(
             num_running=self.scheduler.roster.num_running,
@@ -245,9 +246,9 @@ class Engine:
 
     def _dispatch(self, message: _Message) -> None:
         match message:
-            case _Submit(request):
+            case _Submit(request, arrived):
                 checked = request.checked(vocab_size=self.info.vocab_size, max_model_len=self.info.max_model_len)
-                self.scheduler.roster.add(checked, self._clock())
+                self.scheduler.roster.add(checked, arrived)
             case _Cancel(request_id):
                 self.scheduler.roster.cancel(request_id)
             case _Finish(request_id, index, keep_tokens, reason):

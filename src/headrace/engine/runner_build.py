@@ -94,7 +94,7 @@ def _size(config: EngineConfig, loaded: LoadedModel) -> KvSizing:
         available_bytes=available.num_bytes,
         source=available.source,
         weight_bytes=loaded.resident_bytes,
-        activation_bytes=activation_bytes(config, loaded.model.spec.hidden_size, loaded.vocab_size),
+        activation_bytes=activation_bytes(config, loaded.model.spec.hidden_size, loaded.vocab_size, loaded.max_model_len),
     )
     return size_kv(config, loaded.model.kv_groups, loaded.max_model_len, budget)
 

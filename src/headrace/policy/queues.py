@@ -1,7 +1,8 @@
 """Queue policies: order of admission, choice of victim, share of the step's prefill budget.
 
-Each is incremental: a push or pop costs O(log n), nothing is rescanned per step. Aging needs no rescans either: with linear aging the
-order of two waiting sequences never changes, because `priority - waited / aging_s` sorts like `arrival + priority * aging_s`.
+The keyed policies cost O(log n) per push or pop; the fair one looks once at every tenant that waits, per admission. Aging needs no rescans:
+with linear aging the order of two waiting sequences never changes, because `priority - waited / aging_s` sorts like
+`arrival + priority * aging_s`.
 A smaller `key` goes first everywhere; the victim is the largest.
 """
 

@@ -40,7 +40,14 @@ class SchedulerConfig:
     queue_policy: str = "fcfs"
     enable_chunked_prefill: bool = True
     static_batching: bool = False
+    depth: int = 1
     prerequisite_timeout_s: float = 60.0
+
+    @property
+    def uncommitted_tokens(self) -> int:
+        """Tokens that may be planned for one sequence and not yet committed."""
+        step = self.max_num_batched_tokens if self.enable_chunked_prefill else self.max_model_len
+        return self.depth * step
 
 
 class Output(NamedTuple):
@@ -102,6 +109,8 @@ class Roster:
     def add(self, request: EngineRequest, now: float) -> None:
         """Take a checked request in. Raises Overloaded when the waiting queue is full, ValueError for a request id still in use."""
         n = request.params.n
+        if n > self.config.max_waiting:
+            raise RequestTooLarge("n", f"n <= max_waiting ({self.config.max_waiting})", n, "Send several requests.")
         self._refuse_what_never_fits(request)
         if self.num_waiting + n > self.config.max_waiting:
             raise Overloaded(f"the engine's waiting queue is full ({self.num_waiting} of {self.config.max_waiting})", retry_after_s=1.0)
@@ -109,17 +118,32 @@ class Roster:
             raise ValueError(f"request id {request.request_id} is in use")
         family = [self._make_sequence(request, index, now) for index in range(n)]
         self._families[request.request_id] = family
-        for seq in family:
-            self._place(seq)
-            if request.deadline_s is not None:
-                self._remember_deadline(now + request.deadline_s, seq.seq_id, seq)
-            if seq.missing - {FORK}:
-                self._remember_deadline(now + self.config.prerequisite_timeout_s, -seq.seq_id, seq)
+        try:
+            for seq in family:
+                self._place(seq)
+                self._watch_deadlines(seq, now)
+        except Exception:
+            self._take_back(family)
+            raise
         self.counters.prompt_tokens += len(request.prompt_ids)
+
+    def _watch_deadlines(self, seq: Sequence, now: float) -> None:
+        if seq.request.deadline_s is not None:
+            self._remember_deadline(now + seq.request.deadline_s, seq.seq_id, seq)
+        if seq.missing - {FORK}:
+            self._remember_deadline(now + self.config.prerequisite_timeout_s, -seq.seq_id, seq)
+
+    def _take_back(self, family: list[Sequence]) -> None:
+        """Adding a request raised: it was never here."""
+        for seq in family:
+            self.queue.remove(seq)
+            self._blocked.pop(seq.seq_id, None)
+            seq.state = SeqState.DONE
+        del self._families[family[0].request.request_id]
 
     def _refuse_what_never_fits(self, request: EngineRequest) -> None:
         length = self._limit(request)
-        if reason := self.kv.shortage(length, self.config.max_num_batched_tokens):
+        if reason := self.kv.shortage(length, self.config.uncommitted_tokens):
             raise RequestTooLarge(
                 "max_tokens",
                 f"prompt ({len(request.prompt_ids)}) + output tokens that fit the KV cache: {reason}",
@@ -247,21 +271,23 @@ class Roster:
         if seq.state is SeqState.DONE:
             return
         update = None if is_told else self._update(seq, NOTHING, 0, finish=reason, error=error)
-        self._leave_state(seq)
         num_outputs = seq.num_outputs if keep_tokens is None else min(keep_tokens, seq.num_outputs)
+        # Each of these may be repeated: whoever called can end the sequence again if one of them raised.
+        self.kv.release(seq, keep_tokens=seq.num_prompt + num_outputs)
+        self._leave_state(seq)
+        self._forget(seq)
+        seq.state = SeqState.DONE
         if seq.request.params.stop:
             self.counters.generation_tokens += max(0, num_outputs - len(seq.request.output_ids))
-        self.kv.release(seq, keep_tokens=seq.num_prompt + num_outputs)
-        seq.state = SeqState.DONE
         self.counters.finished[reason.value] = self.counters.finished.get(reason.value, 0) + 1
         if update is not None:
             self._updates.append(update)
-        self._forget(seq)
 
     def _leave_state(self, seq: Sequence) -> None:
         if seq.state is SeqState.RUNNING:
-            self.running.remove(seq)
-            self._give_slot_back(seq)
+            if seq.slot != NO_SLOT:
+                self.running.remove(seq)
+                self._give_slot_back(seq)
         elif seq.state is SeqState.WAITING:
             self.queue.remove(seq)
         else:
@@ -274,7 +300,9 @@ class Roster:
 
     def _forget(self, seq: Sequence) -> None:
         """Remove a done sequence from its family; siblings that hoped to share its prompt compute their own."""
-        family = self._families[seq.request.request_id]
+        family = self._families.get(seq.request.request_id, [])
+        if seq not in family:
+            return
         family.remove(seq)
         if not family:
             del self._families[seq.request.request_id]
@@ -303,9 +331,10 @@ class Roster:
             self.counters.generation_tokens += kept  # with stop strings the text side decides how many count: see _end
         if kept == 0 and not output.prompt_logprobs:
             return
-        self._updates.append(self._update(seq, output, kept, finish=reason, stop_token_id=stop_token))
+        update = self._update(seq, output, kept, finish=reason, stop_token_id=stop_token)
         if reason is not None:
             self._end(seq, reason, is_told=True)
+        self._updates.append(update)
 
     def _is_end_token(self, seq: Sequence, token: int) -> bool:
         params = seq.request.params

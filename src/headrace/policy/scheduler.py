@@ -72,6 +72,7 @@ class Scheduler:
     def plan(self, now: float) -> Plan | None:
         """The next step, or None when nothing can be computed now (all waiting for results, prerequisites or blocks)."""
         self.roster.expire(now)
+        self.kv.planning = self._next_step
         step = _Step(self.config.max_num_batched_tokens, self._unsent or PlanBuilder())
         self._unsent = None
         try:
@@ -86,7 +87,7 @@ class Scheduler:
 
     def _take_back(self, step: _Step) -> None:
         """Planning raised: the rows were never planned; blocks and slots already handed out are announced with the next plan."""
-        _undo(step.rows)
+        self._undo(step.rows)
         step.builder.rows.clear()
         self._unsent = step.builder
 
@@ -131,10 +132,15 @@ class Scheduler:
                 continue
             planned = {row.seq.seq_id for row in step.rows}
             victim = self.roster.queue.victim(other for other in self.roster.running if other.seq_id not in planned)
+            if victim is seq and self._is_in_flight(seq):
+                return  # its own step may move a window on; preempting now would throw that step away, again and again
             self.roster.preempt(victim)
             if victim is seq:
                 return
         self._grant(seq, count, step)
+
+    def _is_in_flight(self, seq: Sequence) -> bool:
+        return any(row.seq is seq for rows in self._rows.values() for row in rows)
 
     def _share(self, wanted: int, step: _Step) -> int:
         """Tokens of this step for somebody who wants `wanted`.
@@ -250,9 +256,18 @@ class Scheduler:
     def rollback(self, plan: Plan) -> list[Sequence]:
         """The step raised: its rows were not computed. Blocks stay, KV writes are idempotent. Returns the rows' live sequences."""
         rows = self._rows.pop(plan.step_id)
-        _undo(rows)
+        self._undo(rows)
         self.kv.settle(plan.step_id)
         return [row.seq for row in rows if row.is_current]
+
+    def _undo(self, rows: list[_Row]) -> None:
+        """These rows will not be computed."""
+        for row in reversed(rows):
+            row.seq.pending -= row.samples
+            if row.is_current:
+                row.seq.planned = row.start
+            if self.roster.queue.charges:
+                self.roster.queue.charge(row.seq, -row.count)
 
     def replan(self, sequences: list[Sequence]) -> Plan | None:
         """A plan of just these sequences (blocks are theirs already): how a failed step is repeated in halves."""
@@ -291,16 +306,8 @@ class Scheduler:
 
 def _untold(row: _Row, entries: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs, ...]:
     """Entries for prompt positions row.start + 1 and on, less those already delivered before a preemption or a repeated step."""
-    if not entries:
-        return ()
+    if not entries or row.seq.index:
+        return ()  # the sequences of a request share their prompt: the first one tells
     fresh = entries[max(0, row.seq.num_prompt_told - row.start) :]
     row.seq.num_prompt_told += len(fresh)
     return fresh
-
-
-def _undo(rows: list[_Row]) -> None:
-    """These rows will not be computed."""
-    for row in reversed(rows):
-        row.seq.pending -= row.samples
-        if row.is_current:
-            row.seq.planned = row.start

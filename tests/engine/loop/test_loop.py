@@ -21,8 +21,8 @@ from headrace.policy.scheduler import Scheduler
 PROMPTS = [[i + 1, 2, 3, i] for i in range(6)]
 
 
-def submit_all(driven: DrivenEngine, max_tokens: int = 8) -> None:
-    driven.submit(*(request(f"r{i}", prompt, max_tokens=max_tokens) for i, prompt in enumerate(PROMPTS)))
+def submit_all(driven: DrivenEngine, max_tokens: int = 8, n: int = 1) -> None:
+    driven.submit(*(request(f"r{i}", prompt, max_tokens=max_tokens, n=n) for i, prompt in enumerate(PROMPTS)))
 
 
 def assert_unharmed(driven: DrivenEngine, culprits: set[str] = frozenset(), count: int = 8) -> None:  # type: ignore[assignment]
@@ -96,6 +96,12 @@ CALL_SITES = [
     (KvManager, "open"),
     (KvManager, "num_hit_tokens"),
     (KvManager, "commit"),
+    (KvManager, "release"),
+    (Roster, "_forget"),
+    (Roster, "_leave_state"),
+    (Roster, "_end"),
+    (Roster, "_place"),
+    (Roster, "fork_siblings"),
     (OracleRunner, "submit"),
     (OracleRunner, "compute"),
     (OracleRunner, "_apply"),
@@ -106,9 +112,9 @@ CALL_SITES = [
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(("owner", "method"), CALL_SITES, ids=[f"{owner.__name__}.{method}" for owner, method in CALL_SITES])
-@pytest.mark.parametrize("when", [1, 2, 7])
+@pytest.mark.parametrize(("when", "n"), [(1, 1), (2, 1), (7, 1), (1, 2), (5, 2)])
 def test_an_exception_at_any_call_site_harms_one_request_at_most(
-    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, when: int, depth: int
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, when: int, depth: int, n: int
 ) -> None:
     original, calls = getattr(owner, method), 0
 
@@ -121,9 +127,10 @@ def test_an_exception_at_any_call_site_harms_one_request_at_most(
 
     monkeypatch.setattr(owner, method, raising)
     driven = DrivenEngine(depth=depth)
-    submit_all(driven)
-    driven.engine.cancel(RequestId("r0"))
-    driven.engine.finish(RequestId("r1"), 0, 0)
+    submit_all(driven, n=n)
+    if method in ("cancel", "finish", "_end", "_forget", "_leave_state", "release"):
+        driven.engine.cancel(RequestId("r0"))
+        driven.engine.finish(RequestId("r1"), 0, 0)
     driven.run()
     harmed = {name for (name, _), reason in driven.finish.items() if reason is not FinishReason.LENGTH} | set(driven.errors)
     assert len(harmed - {"r0", "r1"}) <= 1

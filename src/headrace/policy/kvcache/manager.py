@@ -31,16 +31,13 @@ class KvManager:
         self.pools = [BlockPool(total) for total in num_blocks]
         self.block_size = block_size
         self.caching = caching
+        self.planning = 1
+        """The step being planned, or planned next: the last one that may name a block given back now."""
         self.last_planned = 0
         self.last_committed = 0
         self._key = key
 
     # questions
-
-    def capacity_tokens(self) -> int:
-        """Longest sequence that fits when nothing else runs."""
-        full = [pool.total - 1 for group, pool in zip(self.groups, self.pools, strict=True) if group.window is None]
-        return min(full) * self.block_size if full else 2**31
 
     @property
     def has_limbo(self) -> bool:
@@ -48,7 +45,7 @@ class KvManager:
         return any(pool.num_limbo for pool in self.pools)
 
     def shortage(self, num_tokens: int, step_tokens: int) -> str | None:
-        """Why a sequence of num_tokens, computed step_tokens at a time, can never fit; None when it can."""
+        """Why a sequence of num_tokens can never fit; None when it can. step_tokens: what uncommitted steps may hold beyond the window."""
         for group, pool in zip(self.groups, self.pools, strict=True):
             resident = num_tokens if group.window is None else min(num_tokens, group.window + step_tokens)
             needed = self.blocks_for(resident) + (group.window is not None)
@@ -120,7 +117,8 @@ class KvManager:
                 needed = max(0, self.blocks_for(end) - len(held)) + self._num_copies(seq, index)
             else:
                 hits = hit_tokens // self.block_size
-                idle = sum(1 for i in range(hits) if self._is_idle_hit(pool, seq.hashes[i]))
+                first = 0 if group.window is None else self._first_live(hit_tokens, group.window)
+                idle = sum(1 for i in range(first, hits) if self._is_idle_hit(pool, seq.hashes[i]))
                 needed = self.blocks_for(end) - hits + idle
             if needed + reserve_blocks > pool.num_available:
                 return False
@@ -165,7 +163,7 @@ class KvManager:
         seq.blocks[group][first] = target
         seq.registered[group] = min(seq.registered[group], first)
         # The source must outlive the copy: reusable only once the plan that copies is committed.
-        pool.drop(source, until_step=self.last_planned + 1, committed=self.last_committed)
+        pool.drop(source, until_step=self.planning, committed=self.last_committed)
 
     def write_tables(self, seq: Sequence, builder: PlanBuilder) -> None:
         """All table entries of a sequence that just took its slot."""
