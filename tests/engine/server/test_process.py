@@ -91,6 +91,34 @@ async def test_sigterm_lets_running_streams_finish_and_exits_zero(start: Any) ->
         assert await engine.wait() == ExitCode.DRAINED
 
 
+LOADING = """
+import sys, time
+from headrace.engine.server.config import ProcessConfig
+from headrace.engine.server.process import leave, run_process
+from headrace.wire.leash import Leash
+
+def make_engine(outbox):
+    print("loading", flush=True)
+    time.sleep(3600)
+
+leave(run_process(make_engine, ProcessConfig(replica="r", address=sys.argv[1]), Leash(None)))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_one_signal_is_enough_while_the_model_is_loading(number: signal.Signals, folder: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", LOADING, f"unix:{folder}/e.sock"], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"loading\n"
+        process.send_signal(number)
+        assert await asyncio.to_thread(process.wait, PATIENCE_S) == ExitCode.DRAINED
+        process.stdout.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
 async def test_an_insistent_sigterm_does_not_wait(start: Any) -> None:
     engine = start(step_seconds=0.02)
     engine.hear()

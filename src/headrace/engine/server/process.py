@@ -116,9 +116,9 @@ async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -
     try:
         target = parse_target(config.address, config.token)
         thread = LoopThread(make_engine, bridge)
-        await first_of(thread.built, stop.hard)
+        await first_of(thread.built, stop.soft, stop.hard)
         if not thread.built.done():
-            return ExitCode.INTERRUPTED
+            return ExitCode.DRAINED  # while loading there is nothing to wait for
         engine = thread.built.result()
         service = EngineService(engine, bridge, target, replica=config.replica, on_drain=stop.ask)
         await service.start()
