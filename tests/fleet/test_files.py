@@ -13,7 +13,7 @@ import pytest
 
 from headrace.core.errors import ConfigError
 from headrace.fleet.config import FleetConfig, ModelSpec
-from headrace.fleet.files import run_dir, write_engine_files, write_gateway_file
+from headrace.fleet.files import run_dir, share_of, write_engine_files, write_gateway_file
 
 TWO_MODELS = FleetConfig(
     models=(
@@ -30,6 +30,7 @@ def test_each_replica_gets_a_file_of_its_own_and_the_gateway_knows_them_all(tmp_
     assert [replica.name for replica in replicas] == ["org-big-model-0", "org-big-model-1", "small-0"]
     first = json.loads(replicas[0].config.read_text())
     assert first["engine"] == {"max_num_seqs": 8, "model": "/m/big"}
+    assert first["num_neighbours"] == 2
     assert first["address"] == f"unix:{tmp_path}/e0.sock"
     assert stat.S_IMODE(replicas[0].config.stat().st_mode) == 0o600
     gateway = json.loads(write_gateway_file(TWO_MODELS, replicas, tmp_path).read_text())
@@ -126,3 +127,10 @@ def test_a_path_too_long_for_sockets_is_refused_and_not_left_behind(tmp_path: Pa
 def test_a_deployment_that_cannot_be_is_refused_by_name(config: FleetConfig, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         config.checked()
+
+
+def test_engines_divide_the_cpus_of_the_machine() -> None:
+    assert share_of([0, 1], 0, 1) == []
+    assert [share_of([0, 1], number, 2) for number in range(2)] == [[0], [1]]
+    assert [share_of([3, 5, 7, 9, 11], number, 2) for number in range(2)] == [[3, 5], [7, 9, 11]]
+    assert [share_of([0, 1], number, 5) for number in range(5)] == [[0], [1], [0], [1], [0]]

@@ -23,7 +23,8 @@ def run_engine(config_path: str | Path, parent_fd: int | None = None) -> None:
     leash = Leash(parent_fd)
     try:
         process, engine = load_process_config(config_path)
-    except ConfigError as error:
+        engine = process.keep_to_share(engine)
+    except (ConfigError, OSError, ValueError) as error:
         print(f"headrace engine: {error}", file=sys.stderr)
         leash.failed(str(error), can_retry=False)
         leave(ExitCode.REFUSED)

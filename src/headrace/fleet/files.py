@@ -12,7 +12,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +92,10 @@ def _remove_if_unlocked(lock: Path) -> None:
 
 
 def write_engine_files(config: FleetConfig, folder: Path) -> list[ReplicaFiles]:
-    """One file per replica, in the order of the models."""
+    """One file per replica, in the order of the models. Several engines share the machine: each keeps to its CPUs and part of memory."""
     replicas: list[ReplicaFiles] = []
+    total = sum(model.replicas for model in config.models)
+    cpus = sorted(os.sched_getaffinity(0))
     for model in config.models:
         for index in range(model.replicas):
             number = len(replicas)
@@ -107,11 +109,23 @@ def write_engine_files(config: FleetConfig, folder: Path) -> list[ReplicaFiles]:
                 "replica": replica.name,
                 "address": replica.address,
                 "drain_timeout_s": config.drain_timeout_s,
+                # Whoever chose a number of threads has divided the machine by hand.
+                "cpus": "" if "num_threads" in model.engine else ",".join(map(str, share_of(cpus, number, total))),
+                "num_neighbours": total - 1,
                 "engine": {**model.engine, "model": str(model.folder)},
             }
             _write(replica.config, content)
             replicas.append(replica)
     return replicas
+
+
+def share_of(cpus: Sequence[int], number: int, total: int) -> list[int]:
+    """The CPUs engine `number` of `total` keeps to: all of them when it is alone, equal parts, or one in turn when there are too few."""
+    if total == 1:
+        return []
+    if total >= len(cpus):
+        return [cpus[number % len(cpus)]]
+    return list(cpus[number * len(cpus) // total : (number + 1) * len(cpus) // total])
 
 
 def write_gateway_file(config: FleetConfig, replicas: list[ReplicaFiles], folder: Path) -> Path:

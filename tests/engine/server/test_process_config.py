@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,12 @@ def test_what_is_wrong_is_named(tmp_path: Path, content: object, words: str) -> 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.json"):
         load_process_config(tmp_path / "none.json")
+
+
+def test_an_engine_beside_others_takes_its_part_of_memory_and_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: bound.append(cpus))
+    process, engine = load_process_config(write(tmp_path, {**GOOD, "cpus": "0,3", "num_neighbours": 3}))
+    shared = process.keep_to_share(engine)
+    assert bound == [{0, 3}]
+    assert shared.memory_fraction == engine.memory_fraction / 4

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import json
+import os
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeVar, Union, get_args, get_origin, get_type_hints
@@ -27,12 +28,22 @@ class ProcessConfig:
     address          where it listens: "unix:/path", or loopback "host:port" with a token
     token            what gateways must send; None on Unix sockets, whose directory is the lock
     drain_timeout_s  after SIGTERM: how long running requests may take
+    cpus             CPUs this engine keeps to, "0,1"; empty = all it may use
+    num_neighbours   other engines on this machine: each takes an equal part of its memory
     """
 
     replica: str
     address: str
     token: str | None = None
     drain_timeout_s: float = 30.0
+    cpus: str = ""
+    num_neighbours: int = 0
+
+    def keep_to_share(self, engine: EngineConfig) -> EngineConfig:
+        """Bind this process to its CPUs, and reduce the engine's memory share. Before anything counts CPUs or starts threads."""
+        if self.cpus:
+            os.sched_setaffinity(0, {int(cpu) for cpu in self.cpus.split(",")})
+        return replace(engine, memory_fraction=engine.memory_fraction / (1 + self.num_neighbours))
 
 
 def load_process_config(path: str | Path) -> tuple[ProcessConfig, EngineConfig]:
