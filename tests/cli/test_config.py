@@ -152,3 +152,13 @@ def test_names_of_hosts_and_hubs() -> None:
     assert is_fetched("Qwen/Qwen3-0.6B")
     assert is_fetched("gpt2")
     assert not any(is_fetched(name) for name in ("/a/b", "./a", "a/b/c", "~/x", ""))
+
+
+@pytest.mark.parametrize(
+    "second", ["key: a-long-enough-key", f"sha256: {hashlib.sha256(b'a-long-enough-key').hexdigest()}"], ids=["same key", "its digest"]
+)
+def test_one_key_of_two_tenants_is_refused_before_anything_starts(tmp_path: Path, model_folder: Path, second: str) -> None:
+    keys = f"[{{key: a-long-enough-key, tenant: acme}}, {{{second}, tenant: other}}]"
+    error = refusal(tmp_path, f"models: [{{engine: {{model: {model_folder}}}}}]\ngateway: {{api_keys: {keys}}}")
+    assert error.where == "gateway.api_keys"
+    assert "a-long-enough-key" not in str(error)

@@ -21,7 +21,7 @@ from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.weights import HUB_ID
-from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig
+from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, config_from
 
 ENV_PREFIX = "HEADRACE_"
 
@@ -95,7 +95,8 @@ class ServeConfig:
         replica = ReplicaConfig(name="replica", address="unix:/run/replica")
         models = [ModelConfig(name=m.served_name, aliases=m.aliases, folder="/", replicas=(replica,)) for m in self.models]
         try:
-            replace(self.gateway, models=tuple(models)).checked()
+            # As the gateway itself will decode it: what it would refuse at its start is refused here.
+            config_from(asdict(replace(self.gateway, models=tuple(models))))
         except ConfigError as error:
             where = error.where if error.where.startswith("models") else f"gateway.{error.where}"
             raise ConfigError(where, error.reason, error.remedy) from error
