@@ -8,12 +8,17 @@ import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
+from typer.testing import CliRunner
 
+from headrace.cli import child
 from headrace.cli.chat_session import ChatSession
 from headrace.cli.client import ApiClient
 from headrace.cli.exits import ExitCode, ServerFailed
+from headrace.cli.main import app
 from tests.cli.scripted import ScriptedServer, scripted_server
 
 
@@ -113,6 +118,23 @@ def test_chat_exits_with_the_servers_failure() -> None:
     assert "Is a server running there?" in done.stderr
     done = headrace("chat", "folder", "--url", server.url)
     assert done.returncode == ExitCode.USAGE
+
+
+def test_a_server_started_for_a_chat_is_asked_with_the_key_it_was_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str | None, str | None]] = []
+
+    @contextmanager
+    def start(model: str | None, *, api_key: str | None = None) -> Iterator[str]:
+        started.append((model, api_key))
+        yield server.url
+
+    monkeypatch.setattr(child, "started_server", start)
+    monkeypatch.setenv("HEADRACE_API_KEY", "sk-of-the-shell")
+    with scripted_server(["Hi"]) as server:
+        done = CliRunner().invoke(app, ["chat", "some/folder"], input="hello\n")
+    assert (done.exit_code, done.stdout) == (0, "Hi\n"), done.output
+    assert started == [("some/folder", "sk-of-the-shell")]
+    assert server.keys == ["Bearer sk-of-the-shell"]
 
 
 def read_until(terminal: int, word: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,18 @@ from tests.house.stand_in import stand_in
 def test_server_that_cannot_start_tells_its_last_words() -> None:
     with pytest.raises(ServerFailed, match=r"ended before it answered\n.*neither a folder with a config.json"), started_server("/absent"):
         pass
+
+
+def test_server_is_told_its_key_where_other_users_cannot_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in says what it found: its URL's host is the key, its port the number of arguments."""
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\necho "Serving m at http://$HEADRACE_API_KEY:$#"\nexec sleep 60\n')
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setenv("HEADRACE_API_KEY", "of-the-shell")
+    for key, said in (("given", "given"), (None, "of-the-shell")):
+        with started_server("folder", api_key=key) as url:
+            assert url == f"http://{said}:6"
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def _client(stack: ExitStack, model: str | None, url: str | None, api_key: str |
     from headrace.cli.child import started_server
 
     print(f"Starting {model or 'the bundled model'} for this chat ...", file=sys.stderr)
-    return ApiClient(stack.enter_context(started_server(model)))
+    return ApiClient(stack.enter_context(started_server(model, api_key=api_key)), api_key=api_key)
 
 
 def _answers(client: ApiClient) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -18,13 +19,18 @@ STOP_TIMEOUT_S = 30.0
 
 
 @contextmanager
-def started_server(model: str | None, arguments: Sequence[str] = ()) -> Iterator[str]:
+def started_server(model: str | None, arguments: Sequence[str] = (), *, api_key: str | None = None) -> Iterator[str]:
     """Serve `model` (None: the bundled one) and yield the URL once it answers.
+
+    api_key  what it asks its clients for; told through its environment, which other users cannot read
 
     Raises: ServerFailed with the server's last words when it ends before it answers.
     """
     command = [sys.executable, "-m", "headrace.cli.main", "serve", *([model] if model else []), "--port", "0", *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, **({"HEADRACE_API_KEY": api_key} if api_key else {})}
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
     assert process.stdout is not None
     assert process.stderr is not None
     last_words: list[str] = []
