@@ -5,13 +5,20 @@ from __future__ import annotations
 import inspect
 import json
 import shlex
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from headrace.cli import serve as serve_module
 from headrace.cli.child import URL_LINE
 from headrace.cli.config import ServeConfig, load
 from headrace.cli.serve import FLAG_PATHS, announce, flags_of, serve
+from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.fleet.supervisor import FleetReady
 
@@ -111,3 +118,57 @@ def test_announced_url_can_be_reached_from_here(model_folder: Path, capsys: pyte
     assert out.splitlines()[0].endswith(f" at {url}")
     assert "YOUR_KEY" in out
     assert "a-long-enough-key" not in out
+
+
+@contextmanager
+def answering(*statuses: int) -> Iterator[tuple[FleetReady, list[int]]]:
+    """A gateway that answers each question with the next status, the last one for ever, and writes down what it said."""
+    said: list[int] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            said.append(statuses[min(len(said), len(statuses) - 1)])
+            self.send_response(said[-1])
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield FleetReady({"host": "127.0.0.1", "port": server.server_address[1]}, {}), said
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("answer", [200, 403, 404])
+def test_a_gateway_that_refuses_the_question_is_serving(model_folder: Path, capsys: pytest.CaptureFixture[str], answer: int) -> None:
+    """With allowed_hosts it refuses whoever calls it 127.0.0.1, as we do."""
+    with answering(503, answer) as (ready, said):
+        serve_module._announce_when_ready(config_with(model_folder), ready)
+    assert said == [503, answer]
+    out = capsys.readouterr().out
+    assert out.startswith("Serving ")
+    assert "Not ready" not in out
+
+
+def test_what_never_gets_ready_is_announced_as_such(
+    model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_module, "READY_TIMEOUT_S", 0.6)
+    with answering(503) as (ready, said):
+        serve_module._announce_when_ready(config_with(model_folder), ready)
+    assert 2 <= len(said) <= 4, "each look is a line in the gateway's log"
+    out = capsys.readouterr().out
+    assert URL_LINE.match(out.splitlines()[0])
+    assert "Not ready yet, after 0.6 s" in out
+
+
+def test_a_taken_port_is_refused_at_once_with_what_to_do(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.fleet.supervisor.run_fleet", lambda *args, **kwargs: pytest.fail("the fleet was started"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"gateway.port: port {port} on 127.0.0.1 is in use.*--port 0"):
+            serve_module.run(config_with(model_folder, port=port))

@@ -48,6 +48,9 @@ FLAG_PATHS = {
 READY_TIMEOUT_S = 30.0
 """How long the gateway may take to connect to engines that are up, before the announcement is made anyway."""
 
+POLL_S = 0.25
+"""Between two looks at it: each is a line in the gateway's request log."""
+
 Flag = typer.Option
 
 
@@ -123,10 +126,12 @@ def flags_of(params: dict[str, object]) -> dict[str, object]:
 
 def run(config: ServeConfig) -> int:
     """Serve until stopped. Returns the exit code. Raises ConfigError and FleetFailed."""
+    from headrace.fleet.listening import check_can_listen
     from headrace.fleet.supervisor import run_fleet
     from headrace.fleet.weights import resolve_model
 
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    check_can_listen(config.gateway.host, config.gateway.port)
 
     def on_ready(ready: FleetReady) -> None:
         # On a thread: the callback runs on the supervisor's event loop, which must not wait.
@@ -137,27 +142,29 @@ def run(config: ServeConfig) -> int:
 
 def _announce_when_ready(config: ServeConfig, ready: FleetReady) -> None:
     """Engines and gateway are up; the gateway may still be connecting to them. What is announced must answer."""
+    url = _url(ready.gateway)
     deadline = time.monotonic() + READY_TIMEOUT_S
-    while time.monotonic() < deadline and not _is_ready(_url(ready.gateway)):
-        time.sleep(0.05)
-    announce(config, ready)
+    while not (is_serving := _is_serving(url)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    announce(config, ready, *([] if is_serving else [f"Not ready yet, after {READY_TIMEOUT_S:g} s: see {url}/ready for what is missing."]))
 
 
-def _is_ready(url: str) -> bool:
+def _is_serving(url: str) -> bool:
+    """Any answer but "unavailable": a gateway with allowed_hosts refuses this very question, and serves those it is meant for."""
     from http.client import HTTPConnection, HTTPException
     from urllib.parse import urlsplit
 
     connection = HTTPConnection(urlsplit(url).netloc, timeout=2.0)
     try:
         connection.request("GET", "/ready")
-        return connection.getresponse().status == 200
+        return connection.getresponse().status != 503
     except (OSError, HTTPException):
         return False
     finally:
         connection.close()
 
 
-def announce(config: ServeConfig, ready: FleetReady) -> None:
+def announce(config: ServeConfig, ready: FleetReady, *warnings: str) -> None:
     """Say where it serves, how to try it, and what was decided at start and why. The first line is read by `cli.child`."""
     url = _url(ready.gateway)
     names = [model.served_name for model in config.models]
@@ -171,6 +178,7 @@ def announce(config: ServeConfig, ready: FleetReady) -> None:
         lines += [f"  Decided at start ({', '.join(replicas)}):", text] if text else []
     if not config.gateway.api_keys:
         lines.append("  No API key is set: whoever reaches this address may use it.")
+    lines += [f"  {warning}" for warning in warnings]
     print("\n".join(lines), flush=True)
 
 

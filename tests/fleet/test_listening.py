@@ -1,0 +1,36 @@
+"""Whether an address can be listened on, asked of the real system."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from headrace.core.errors import ConfigError
+from headrace.fleet.listening import check_can_listen
+
+
+def test_a_free_port_can_be_taken_by_the_gateway_right_after() -> None:
+    check_can_listen("127.0.0.1", 0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} on 127.0.0.1 is in use"):
+            check_can_listen("127.0.0.1", port)
+    check_can_listen("127.0.0.1", port)
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_connections_of_a_server_that_left_do_not_count() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        port = server.getsockname()[1]
+        accepted, _ = server.accept()
+        accepted.close()  # first, so that this side is left in TIME_WAIT
+        assert client.recv(1) == b""
+    check_can_listen("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "no such host"])
+def test_a_host_that_is_not_ours_is_named(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"gateway\.host") as caught:
+        check_can_listen(host, 0)
+    assert host in str(caught.value)
