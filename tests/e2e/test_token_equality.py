@@ -18,7 +18,6 @@ from headrace.core.finish import FinishReason
 from headrace.core.request import EngineRequest, PriorityClass
 
 COUNT = 12
-BOTH = [pytest.param("random", id="random"), pytest.param("trained", id="trained")]
 TRAINED_SLOWLY = [pytest.param("random", id="random"), pytest.param("trained", id="trained", marks=pytest.mark.slow)]
 MODES: dict[str, dict[str, Any]] = {
     "batched": {},
@@ -43,6 +42,14 @@ STORMS: tuple[dict[str, Any], ...] = (
     {"depth": 2, "queue_policy": "sjf", "max_num_batched_tokens": 15, "max_num_seqs": 5, "block_size": 3},
     {"depth": 2, "queue_policy": "priority", "max_num_batched_tokens": 19, "max_num_seqs": 9, "block_size": 8},
 )
+
+
+OVERLAPPED_ALWAYS = ("batched", "chunks of 7", "no prefix cache", "fair")
+
+
+def overlapped(mode: str) -> Any:
+    """A mode with depth 2, in the quick suite or the slow one."""
+    return pytest.param(mode, 2, marks=() if mode in OVERLAPPED_ALWAYS else pytest.mark.slow)
 
 
 def longest_of(checkpoint: Checkpoint) -> int:
@@ -74,8 +81,7 @@ def expected(checkpoint: Checkpoint, count: int = COUNT, n: int = 1) -> dict[Key
 
 
 @pytest.mark.parametrize("checkpoint", TRAINED_SLOWLY, indirect=True)
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "depth"), [*((mode, 1) for mode in MODES), *(overlapped(mode) for mode in MODES)])
 def test_every_mode_gives_the_plain_loops_tokens(checkpoint: Checkpoint, mode: str, depth: int) -> None:
     with RealEngine(checkpoint.folder, depth=depth, **MODES[mode]) as engine:
         engine.run(*requests_of(checkpoint))
@@ -99,9 +105,9 @@ def test_prefix_hits_change_nothing(checkpoint: Checkpoint, depth: int) -> None:
             )
 
 
-@pytest.mark.parametrize("checkpoint", BOTH, indirect=True)
+@pytest.mark.parametrize("checkpoint", TRAINED_SLOWLY, indirect=True)
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("config", [{}, {"max_num_batched_tokens": 9}, {"enable_prefix_caching": False}], ids=["", "chunked", "uncached"])
+@pytest.mark.parametrize("config", [{"max_num_batched_tokens": 9}, {"enable_prefix_caching": False}], ids=["chunked", "uncached"])
 def test_preempted_sequences_resume_without_losing_tokens(checkpoint: Checkpoint, depth: int, config: dict[str, Any]) -> None:
     longest = longest_of(checkpoint)
     with RealEngine(checkpoint.folder, depth=depth, num_kv_blocks=longest // 4 + 8, max_model_len=longest, **config) as engine:
@@ -190,8 +196,8 @@ def _across_a_border(checkpoint: Checkpoint, answer: list[int]) -> str:
     return found[0][-1] + found[1][0]
 
 
-@pytest.mark.parametrize("checkpoint", BOTH, indirect=True)
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("checkpoint", ["random", "trained"], indirect=True)
 def test_everything_at_once(checkpoint: Checkpoint, seed: int) -> None:
     """Sixty requests at random moments with random lengths, n, policies and cancellations, in too few blocks and odd chunks."""
     draw = random.Random(seed)

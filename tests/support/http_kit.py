@@ -144,13 +144,21 @@ class Answer:
             self.finish[index] = choice["finish_reason"]
 
 
-async def stream(port: int, path: str, body: Mapping[str, Any], *, key: str | None = None, leave_after: int | None = None) -> Answer:
+async def stream(
+    port: int,
+    path: str,
+    body: Mapping[str, Any],
+    *,
+    key: str | None = None,
+    leave_after: int | None = None,
+    patience_s: float = PATIENCE_S,
+) -> Answer:
     """A streamed answer.
 
     leave_after  hang up after so many events; 0: as soon as the request is sent
     """
     answer = Answer()
-    async with asyncio.timeout(PATIENCE_S), Connection(port) as connection:
+    async with asyncio.timeout(patience_s), Connection(port) as connection:
         await connection.send(request_bytes("POST", path, {**body, "stream": True}, key=key))
         if leave_after == 0:
             return answer

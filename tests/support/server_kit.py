@@ -32,6 +32,9 @@ FAKE_COMMAND = (sys.executable, str(SUPPORT / "serve_fake.py"))
 START_S = 240.0
 STOP_S = 60.0
 LIVELY_S = 20.0
+REPORT = signal.SIGRTMIN + 3
+MEASURE = signal.SIGRTMIN + 4
+"""The probe's signals."""
 KEY = "sk-end-to-end-0123456789"
 
 
@@ -175,7 +178,7 @@ class Server:
         """What `probe/sitecustomize.py` says of one process."""
         path = self.folder / "probe" / f"{pid}.json"
         path.unlink(missing_ok=True)
-        os.kill(pid, signal.SIGUSR1)
+        os.kill(pid, REPORT)
         self.until(path.exists)
         said: dict[str, Any] = json.loads(path.read_text())
         return said

@@ -1,9 +1,10 @@
 """Looks into server processes of tests, which are otherwise started exactly as people start them: on PYTHONPATH, read by Python's `site`.
 
-SIGUSR1  write <pid>.json into HEADRACE_TEST_PROBE: asyncio tasks, Python threads, and the event loop's lag if it is measured
-SIGUSR2  measure the event loop's lag from now on
+REPORT   write <pid>.json into HEADRACE_TEST_PROBE: asyncio tasks, Python threads, and the event loop's lag if it is measured
+MEASURE  measure the event loop's lag from now on
 
-Python runs signal handlers between two bytecodes of the main thread, where the processes' event loops run.
+Real-time signals, because the ordinary ones mean something to the processes themselves. Python runs signal handlers between two
+bytecodes of the main thread, where the processes' event loops run.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import signal
 import sys
 from types import FrameType
 
+REPORT = signal.SIGRTMIN + 3
+MEASURE = signal.SIGRTMIN + 4
 TICK_S = 0.01
 _lags: list[float] = []
 
@@ -46,13 +49,13 @@ def _coroutine(task: object) -> str:
 
 def _measure(_number: int, _frame: FrameType | None) -> None:
     import asyncio
+    import time
 
     async def tick() -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + TICK_S
+            due = time.monotonic() + TICK_S
             await asyncio.sleep(TICK_S)
-            _lags.append(loop.time() - due)
+            _lags.append(time.monotonic() - due)
 
     loop = _running_loop()
     _lags.clear()
@@ -61,5 +64,5 @@ def _measure(_number: int, _frame: FrameType | None) -> None:
 
 _keep: list[object] = []
 if os.environ.get("HEADRACE_TEST_PROBE"):
-    signal.signal(signal.SIGUSR1, _report)
-    signal.signal(signal.SIGUSR2, _measure)
+    signal.signal(REPORT, _report)
+    signal.signal(MEASURE, _measure)
