@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from headrace.cli.bench_serve import serve
 from headrace.cli.exits import ExitCode, UsageRefused
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine
+from headrace.lab import environment
 from headrace.lab.fake_runner import FakeOptions, fake_engine
 from headrace.lab.offline import Collector
 from tests.cli.scripted import scripted_server
@@ -101,3 +103,45 @@ def test_latency_measures_whole_batches(fake_model: list[EngineConfig], capsys: 
 def test_prompts_that_cannot_fit_are_refused(fake_model: list[EngineConfig]) -> None:
     with pytest.raises(UsageRefused, match="do not fit max_model_len"):
         throughput(input_len=500, output_len=100, bandwidth=False)
+
+
+def values_of(command: Callable[..., None], capsys: pytest.CaptureFixture[str], **options: object) -> dict[str, object]:
+    command(input_len=16, output_len=4, as_json=True, **options)
+    data = json.loads(capsys.readouterr().out)
+    values: dict[str, object] = data["values"]
+    return values
+
+
+MBU = [
+    (throughput, {"num_prompts": 3}, "MBU, at least (weights + KV read by decoding / time / read bandwidth)"),
+    (latency, {"batch_size": 2, "num_iters": 1, "num_iters_warmup": 0}, "MBU ((weights + KV) / decode step / read bandwidth), p50"),
+]
+
+
+@pytest.mark.parametrize(("command", "options", "row"), MBU, ids=["throughput", "latency"])
+def test_share_of_bandwidth_is_shown_or_why_it_is_not_known(
+    command: Callable[..., None],
+    options: dict[str, object],
+    row: str,
+    fake_model: list[EngineConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = tmp_path / "bandwidth.py"
+    script.write_text("print('{\"read_bytes_per_s\": 2e6}')")
+    monkeypatch.setattr(environment, "bandwidth_script", lambda: script)
+    values = values_of(command, capsys, **options)
+    assert values["read bandwidth (GB/s)"] == 0.002
+    share = values[row]
+    assert isinstance(share, float)
+    assert share > 0
+    script.write_text("raise SystemExit('no memory')")
+    assert values_of(command, capsys, **options)[row] == (
+        "not known: the read bandwidth could not be measured: bandwidth.py ended with status 1: no memory"
+    )
+    assert values_of(command, capsys, bandwidth=False, **options)[row] == "not known: not asked for (--no-bandwidth)"
+
+
+def test_the_checkout_has_the_script_that_is_asked() -> None:
+    assert environment.bandwidth_script() is not None

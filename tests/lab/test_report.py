@@ -51,13 +51,23 @@ def test_command_is_kept_without_secrets(monkeypatch: pytest.MonkeyPatch) -> Non
     assert facts.environment().command == ("headrace", "bench", "--api-key", "***", "--api-key=***", "--seed", "1")
 
 
-def test_bandwidth_script_that_fails_is_no_bandwidth(tmp_path: Path) -> None:
+def test_bandwidth_script_that_fails_is_no_bandwidth_and_says_why(tmp_path: Path) -> None:
     script = tmp_path / "bandwidth.py"
+    for text, why in (
+        ("import sys; print('no numpy', file=sys.stderr); raise SystemExit(3)", "status 3: no numpy"),
+        ("print('fast')", "something else"),
+        ("print('[1]')", "something else"),
+        ("", "something else"),
+    ):
+        script.write_text(text)
+        assert facts.measure_bandwidth(script) is None
+        with pytest.raises(facts.BandwidthUnknown, match=why):
+            facts.read_bandwidth(script)
     assert facts.measure_bandwidth(None) is None
-    script.write_text("raise SystemExit(3)")
-    assert facts.measure_bandwidth(script) is None
+    with pytest.raises(facts.BandwidthUnknown, match="from a checkout"):
+        facts.read_bandwidth(None)
     script.write_text("print('{\"read_bytes_per_s\": 5e10}')")
-    assert facts.measure_bandwidth(script) == 5e10
+    assert facts.measure_bandwidth(script) == facts.read_bandwidth(script) == 5e10
 
 
 def test_folder_outside_a_checkout_has_no_commit(tmp_path: Path) -> None:

@@ -20,23 +20,34 @@ Bandwidth = Annotated[bool, Flag("--bandwidth/--no-bandwidth", help="Measure rea
 
 
 class Facts:
-    """Where and when: the environment before, read bandwidth before and after."""
+    """Where and when: the environment before, read bandwidth before and after.
+
+    bandwidth       bytes per second; None when it is not known
+    no_bandwidth    why not, in words; empty when it is
+    """
 
     def __init__(self, with_bandwidth: bool) -> None:
-        from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
+        from headrace.lab.environment import BandwidthUnknown, bandwidth_script, environment, read_bandwidth
 
-        self._script = bandwidth_script() if with_bandwidth else None
         self.before = environment()
-        self.bandwidth = measure_bandwidth(self._script)
+        self.bandwidth: float | None = None
+        self.no_bandwidth = "" if with_bandwidth else "not asked for (--no-bandwidth)"
+        if with_bandwidth:
+            try:
+                self.bandwidth = read_bandwidth(bandwidth_script())
+            except BandwidthUnknown as error:
+                self.no_bandwidth = f"the read bandwidth could not be measured: {error}"
 
     def result(self, **parts: object) -> dict[str, object]:
-        from headrace.lab.environment import environment, measure_bandwidth
+        from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 
-        after = measure_bandwidth(self._script)
+        after = measure_bandwidth(bandwidth_script()) if self.bandwidth else None
+        note = {"no_read_bandwidth": self.no_bandwidth} if self.no_bandwidth else {}
         return {
             "environment": self.before,
             "load_average_after": environment().load_average,
             "read_bandwidth_bytes_per_s": [self.bandwidth, after],
+            **note,
             **parts,
         }
 

@@ -71,9 +71,10 @@ def throughput(
         "output tokens/s": tokens / run.duration_s,
         "total tokens/s": (tokens + run.prompt_tokens) / run.duration_s,
     }
-    if facts.bandwidth:
-        least = decode_bytes(engine.info, run, steps=len(run.step_s))
-        values["MBU, at least (weights + KV read by decoding / time / read bandwidth)"] = least / run.duration_s / facts.bandwidth
+    values |= _bandwidth_rows(facts)
+    least = decode_bytes(engine.info, run, steps=len(run.step_s))
+    mbu = least / run.duration_s / facts.bandwidth if facts.bandwidth else _unknown(facts.no_bandwidth)
+    values["MBU, at least (weights + KV read by decoding / time / read bandwidth)"] = mbu
     if dollars_per_hour is not None:
         values["$ per 1M output tokens"] = dollars_per_million_tokens(tokens, run.duration_s, dollars_per_hour)
     _finish(facts.result(settings={"model": model, "engine": flags, "shape": shape}, values=values), run.records, output_json, as_json)
@@ -128,13 +129,23 @@ def latency(
     if speeds:
         step = distribution(speed.step_s * 1000 for speed in speeds)
         values |= {"decode step (ms), p50": step.quantiles["p50"], "bytes read per decode step": speeds[0].bytes_read}
-    if mbus := [speed.mbu for speed in speeds if speed.mbu is not None]:
-        values["MBU ((weights + KV) / decode step / read bandwidth), p50"] = distribution(mbus).quantiles["p50"]
+    values |= _bandwidth_rows(facts)
+    mbus = [speed.mbu for speed in speeds if speed.mbu is not None]
+    why = facts.no_bandwidth or "the sequences never decoded together"
+    values["MBU ((weights + KV) / decode step / read bandwidth), p50"] = distribution(mbus).quantiles["p50"] if mbus else _unknown(why)
     if dollars_per_hour is not None:
         tokens = batch_size * output_len * len(runs)
         values["$ per 1M output tokens"] = dollars_per_million_tokens(tokens, sum(run.duration_s for run in runs), dollars_per_hour)
     records = [record for run in runs for record in run.records]
     _finish(facts.result(settings={"model": model, "engine": flags, "shape": shape}, values=values), records, output_json, as_json)
+
+
+def _bandwidth_rows(facts: Facts) -> dict[str, object]:
+    return {"read bandwidth (GB/s)": facts.bandwidth / 1e9} if facts.bandwidth else {}
+
+
+def _unknown(why: str) -> str:
+    return f"not known: {why}"
 
 
 def _offline_shape(info: ModelInfo, inputs: int, outputs: int, spread: float, prefix: int) -> Shape:

@@ -14,6 +14,8 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
+from headrace.core.errors import HeadraceError
+
 PACKAGES = ("headrace", "torch", "numpy", "numba", "aiohttp")
 BANDWIDTH_TIMEOUT_S = 120.0
 
@@ -67,16 +69,34 @@ def bandwidth_script() -> Path | None:
     return script if script.is_file() else None
 
 
-def measure_bandwidth(script: Path | None) -> float | None:
-    """Read bandwidth in bytes per second, all threads, now. None without the script or when it fails."""
+class BandwidthUnknown(HeadraceError):
+    """The read bandwidth could not be measured; says why, for people."""
+
+
+def read_bandwidth(script: Path | None) -> float:
+    """Read bandwidth in bytes per second, all threads, now. Raises BandwidthUnknown."""
     if script is None:
-        return None
+        raise BandwidthUnknown("an installed package has no bench/bandwidth.py; run from a checkout")
+    command = [sys.executable, str(script), "--json"]
     try:
-        done = subprocess.run(
-            [sys.executable, str(script), "--json"], capture_output=True, text=True, timeout=BANDWIDTH_TIMEOUT_S, check=True
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BANDWIDTH_TIMEOUT_S, check=True)
         return float(json.loads(done.stdout.splitlines()[-1])["read_bytes_per_s"])
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError, IndexError):
+    except subprocess.CalledProcessError as error:
+        last_words = (error.stderr or "").strip().splitlines()[-1:]
+        raise BandwidthUnknown(": ".join([f"{script.name} ended with status {error.returncode}", *last_words])) from error
+    except subprocess.TimeoutExpired as error:
+        raise BandwidthUnknown(f"{script.name} took more than {BANDWIDTH_TIMEOUT_S:g} s") from error
+    except OSError as error:
+        raise BandwidthUnknown(f"{script.name} cannot be run: {error.strerror}") from error
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise BandwidthUnknown(f"{script.name} printed something else than its figures") from error
+
+
+def measure_bandwidth(script: Path | None) -> float | None:
+    """The same for whoever goes on without it: None when it is not known."""
+    try:
+        return read_bandwidth(script)
+    except BandwidthUnknown:
         return None
 
 
