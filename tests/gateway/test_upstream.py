@@ -135,6 +135,32 @@ async def test_cancel_is_harmless_whenever_it_comes(bench: TestBench, text: Text
     assert bench.replica.cancelled == [RequestId("call")]
 
 
+async def test_a_client_that_leaves_while_a_replica_is_awaited_sends_nothing(bench: TestBench, text: TextModel) -> None:
+    """The replica is silent when it is picked and speaks again only after the client has gone."""
+    bench.replica.state = ReplicaState.SILENT
+    stream = bench.gateway.service.models.get(MODEL).upstream.stream(call(text))
+    reader = asyncio.create_task(stream.events())
+    await asyncio.sleep(0)
+    stream.cancel()
+    bench.replica.state = ReplicaState.CONNECTED
+    assert await reader == []
+    assert bench.replica.requests == []
+
+
+async def test_a_client_that_leaves_during_a_re_route_sends_nothing(text: TextModel) -> None:
+    async with open_bench(text, models=two_replicas()) as bench:
+        first, second = bench.replicas.values()
+        first.on_submit, second.state = full, ReplicaState.SILENT
+        stream = bench.gateway.service.models.get(MODEL).upstream.stream(call(text))
+        reader = asyncio.create_task(stream.events())
+        await eventually(lambda: len(first.requests) == 1)
+        await asyncio.sleep(0)
+        stream.cancel()
+        second.state = ReplicaState.CONNECTED
+        assert await reader == []
+        assert second.requests == []
+
+
 async def test_deadline_travels_as_what_remains(text: TextModel) -> None:
     async with open_bench(text, timeouts={"request_s": 30}) as bench:
         await bench.chat(max_tokens=1)

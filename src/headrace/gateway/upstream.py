@@ -148,6 +148,8 @@ class TokenStream:
     async def events(self) -> list[OutputEvent]:
         while not self._is_over:
             sent = self._sent or await self._submit()
+            if sent is None:
+                return []
             try:
                 news = await sent.updates.batch()
             except Unavailable as error:  # its text names sockets; the operator finds it in the log through the cause
@@ -174,10 +176,12 @@ class TokenStream:
             if self._sent is not None:
                 self._sent.replica.connection.cancel(self.call.request_id)
 
-    async def _submit(self) -> _Sent:
-        """To the replica the router picks; one that went away between picking and sending counts as tried."""
+    async def _submit(self) -> _Sent | None:
+        """To the replica the router picks; one that went away between picking and sending counts as tried. None: cancelled meanwhile."""
         while True:
             replica = await self._pool.pick(prompt_tokens=len(self.call.prompt_ids), tried=self._tried)
+            if self._is_over:  # picking may wait, and `cancel` found nothing to tell an engine
+                return None
             self._tried.append(replica.name)
             try:
                 updates = replica.connection.submit(self.call.engine_request(self.epoch))
