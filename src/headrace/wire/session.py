@@ -118,11 +118,11 @@ class Session:
         pumps = [asyncio.create_task(pump) for pump in (self._write(call), self._read(call), self._watch())]
         try:
             done, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            # One that was cancelled was so by gRPC, whose call ended on this side: nobody here cancels a pump before `finally`.
             for task in done:
-                if task.cancelled():  # by gRPC, whose call was ended on this side; nobody here cancels a pump before `finally`
-                    raise ConnectionLost("the call was cancelled")
-                task.result()
-            raise ConnectionLost("the engine closed the stream")
+                if not task.cancelled():
+                    task.result()
+            raise ConnectionLost("the call was cancelled" if any(task.cancelled() for task in done) else "the engine closed the stream")
         finally:
             for task in pumps:
                 task.cancel()
