@@ -123,6 +123,8 @@ def read_generation_defaults(folder: Path, config: ConfigFile, vocab_size: int) 
     generation = ConfigFile(str(path), read_json(folder, path.name)) if os.path.lexists(path) else config
     eos_owner = generation if generation.has("eos_token_id") else config
     sampling = {target: generation.values[name] for name, target in SAMPLING_DEFAULTS.items() if generation.has(name)}
+    if generation.values.get("do_sample") is False:
+        sampling["temperature"] = 0.0  # the author's word for greedy
     try:
         params_from_mapping(sampling).checked(vocab_size=vocab_size)
     except InvalidRequest as error:

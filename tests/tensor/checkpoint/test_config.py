@@ -154,6 +154,8 @@ def test_end_tokens_and_sampling_defaults(folder: Any) -> None:
     (folder.path / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
     loaded = folder.load()
     assert (loaded.eos_token_ids, loaded.sampling_defaults) == ((2,), {"temperature": 0.5})
+    (folder.path / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "do_sample": False}))
+    assert folder.load().sampling_defaults == {"temperature": 0.0}
 
 
 @pytest.mark.parametrize(

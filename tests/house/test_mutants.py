@@ -1,0 +1,21 @@
+"""The list of planted bugs follows the code, and its committed result covers all of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = json.loads((ROOT / "tests" / "mutants" / "mutants.json").read_text())
+
+
+def test_every_planted_bug_still_has_its_place_in_the_source() -> None:
+    for row in ROWS:
+        text = (ROOT / "src" / "headrace" / row["path"]).read_text()
+        assert text.count(row["old"]) == 1, row["name"]
+
+
+def test_the_committed_result_shows_every_planted_bug_caught() -> None:
+    results = json.loads((ROOT / "tests" / "mutants" / "results.json").read_text())
+    assert {row["name"] for row in results if row["caught"]} == {row["name"] for row in ROWS}
+    assert len(ROWS) >= 20
