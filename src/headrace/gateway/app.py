@@ -148,7 +148,7 @@ class Gateway:
         record.error = reply.code
         if record.outcome != "ok":
             record.outcome = outcome_of(error, reply.status)
-        if exchange.left is None and not isinstance(error, ClientLeft | SlowReader):
+        if not (isinstance(error, ClientLeft | SlowReader) or isinstance(exchange.left, ClientLeft | SlowReader)):
             await exchange.fail(reply)
         record.status = record.status or reply.status
 

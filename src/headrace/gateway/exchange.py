@@ -32,7 +32,7 @@ _JSON = (b"content-type", b"application/json")
 class Exchange:
     """
     arrived_s  the service clock when the request's headers were complete
-    left       why nobody reads the answer any more, once that is known
+    left       why the answer will not be completed, once that is known: nobody reads it, its deadline passed, the server shuts down
     """
 
     __slots__ = (
@@ -120,14 +120,14 @@ class Exchange:
             self._on_left.clear()
 
     def on_left(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once when the client leaves; at once if it has left already."""
+        """Call `callback` once on `leave`; at once if that has been already."""
         if self.left is not None:
             callback()
         else:
             self._on_left.append(callback)
 
     def leave(self, error: HeadraceError) -> None:
-        """Nobody reads any more. The first reason stays."""
+        """The answer ends here. The first reason stays; a client that still reads is told it."""
         if self.left is None:
             self.left = error
             callbacks, self._on_left = self._on_left, []

@@ -37,8 +37,12 @@ from headrace.observe.metrics import Metrics
 
 T = TypeVar("T")
 MAX_DRAWN_SEED = 2**63
+DEADLINE_PASSED = "The request's deadline passed before it was complete."
 MAX_INLINE_BYTES = 64 << 10
 """A body up to this size is parsed on the event loop: handing it to a thread costs more than parsing it."""
+
+DEADLINE_GRACE_S = 0.5
+"""An engine ends a request at its deadline itself; this much later the gateway does, whatever the engine does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +141,7 @@ class _Run:
             prompt_tokens=sum(len(call.prompt_ids) for call in calls),
             arrived_s=self.exchange.arrived_s,
         )
+        deadline = self._deadline()
         try:
             for call in calls:
                 streams.append(self.model.upstream.stream(call))
@@ -148,6 +153,8 @@ class _Run:
                     await self._whole(answer, merged, streams, progress)
             self.exchange.record.outcome = progress.outcome
         finally:
+            if deadline is not None:
+                deadline.cancel()
             for stream in streams:
                 stream.cancel()
             self._close(streams, progress)
@@ -179,6 +186,13 @@ class _Run:
         if remaining <= 0:
             raise DeadlineExceeded(f"The request's deadline of {deadline_s:g} s passed before it began.")
         return remaining
+
+    def _deadline(self) -> asyncio.TimerHandle | None:
+        """The gateway's own end of a request: an engine whose loop hangs ends nothing."""
+        remaining_s = self._remaining_s()
+        if remaining_s is None:
+            return None
+        return asyncio.get_running_loop().call_later(remaining_s + DEADLINE_GRACE_S, self.exchange.leave, DeadlineExceeded(DEADLINE_PASSED))
 
     async def _whole(self, answer: Answer, merged: EventStream, streams: Sequence[EventStream], progress: Progress) -> None:
         while events := await self._events(merged, progress):
@@ -255,7 +269,7 @@ def _raise_if_failed(finish: FinishReason | None, detail: str | None, exchange: 
     if finish is None or finish.is_answer:
         return
     if finish is FinishReason.DEADLINE:
-        raise DeadlineExceeded("The request's deadline passed before it was complete.")
+        raise DeadlineExceeded(DEADLINE_PASSED)
     if finish is FinishReason.CANCELLED:
         raise Unavailable("The engine gave this request up; it can be sent again.")
     exchange.record.detail = detail and detail[:200]  # the engine's words are for the operator

@@ -104,14 +104,18 @@ class ReplicaPool:
         """The replica to send a request to. Raises Unavailable when none that was not tried takes work.
 
         A replica that is merely silent is given a moment: when this process was busy itself, heartbeats wait unread in its sockets. The
-        moment is counted in turns of the event loop, not in time, for the same reason.
+        moment is counted in looks, each after a turn of the event loop: a single late wake-up does not use it up.
+
+        A replica that is not ready although it is connected (a step that hangs: its heartbeats go on) is taken only when no other is.
         """
         for look in range(SILENCE_LOOKS):
-            left = [replica for replica in self.replicas if replica.name not in tried]
-            chosen = self._choose([replica for replica in left if replica.connection.state is ReplicaState.CONNECTED], prompt_tokens)
+            left = [(replica, reason) for replica, reason in self.verdicts() if replica.name not in tried]
+            ready = [replica for replica, reason in left if not reason]
+            connected = [replica for replica, _ in left if replica.connection.state is ReplicaState.CONNECTED]
+            chosen = self._choose(ready, prompt_tokens) or self._choose(connected, prompt_tokens)
             if chosen is not None:
                 return chosen
-            is_silent = any(replica.connection.state is ReplicaState.SILENT for replica in left)
+            is_silent = any(replica.connection.state is ReplicaState.SILENT for replica, _ in left)
             if not is_silent or look == SILENCE_LOOKS - 1:
                 break
             await asyncio.sleep(SILENCE_LOOK_S)
