@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 
 import pytest
 from gateway_kit import MODEL, SAID, TestBench, eventually, metric, open_bench, snapshot, two_replicas
@@ -43,6 +45,17 @@ async def test_a_rejected_request_is_answered_by_the_other_replica(text: TextMod
         assert metric(bench.gateway, "headrace_requests_total", model=MODEL, replica="r1", outcome="stop") == 8
 
 
+async def test_a_request_that_crosses_a_draining_notice_is_answered_by_the_other_replica(text: TextModel) -> None:
+    async with open_bench(text, models=two_replicas()) as bench:
+        leaving, idle = bench.replicas.values()
+        idle.snapshot = SeenLoad(snapshot(num_running=5), time.monotonic() + 1e6)
+        leaving.on_submit = lambda request, stream: stream.reject(Unavailable("draining"))
+        assert (await bench.chat(max_tokens=1)).status_code == 200
+        assert (len(leaving.requests), len(idle.requests)) == (1, 1)
+        idle.on_submit = leaving.on_submit
+        assert (await bench.chat(max_tokens=1)).status_code == 503
+
+
 async def test_an_invalid_request_is_not_tried_elsewhere(text: TextModel) -> None:
     async with open_bench(text, models=two_replicas()) as bench:
         for replica in bench.replicas.values():
@@ -59,6 +72,20 @@ async def test_the_less_busy_replica_is_taken(text: TextModel) -> None:
         for _ in range(5):
             await bench.chat(max_tokens=1)
         assert (len(first.requests), len(second.requests)) == (0, 5)
+
+
+async def test_a_replica_whose_step_hangs_is_taken_only_when_no_other_is(text: TextModel) -> None:
+    """Its heartbeats go on, so it stays connected and looks less busy than the other one."""
+    async with open_bench(text, models=two_replicas()) as bench:
+        stuck, busy = bench.replicas.values()
+        stuck.snapshot = SeenLoad(snapshot(num_running=1, step_age_s=100.0, step_predicted_s=0.1), time.monotonic())
+        busy.snapshot = SeenLoad(snapshot(num_running=9), time.monotonic() + 1e6)
+        for _ in range(3):
+            assert (await bench.chat(max_tokens=1)).status_code == 200
+        assert (len(stuck.requests), len(busy.requests)) == (0, 3)
+        busy.state = ReplicaState.DRAINING
+        assert (await bench.chat(max_tokens=1)).status_code == 200
+        assert len(stuck.requests) == 1
 
 
 @pytest.mark.parametrize("state", [ReplicaState.DOWN, ReplicaState.SILENT, ReplicaState.DRAINING])
@@ -167,3 +194,16 @@ async def test_deadline_travels_as_what_remains(text: TextModel) -> None:
         deadline_s = bench.replica.requests[0].deadline_s
         assert deadline_s is not None
         assert 0 < deadline_s <= 30
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+async def test_a_deadline_ends_requests_of_an_engine_that_hangs(text: TextModel, is_streaming: bool) -> None:
+    """The engine cannot end them: its loop stands still. In a stream that has begun the error is an event."""
+    async with open_bench(text, timeouts={"request_s": 0.1, "sse_ping_s": 0.2}) as bench:
+        bench.replica.go.clear()
+        response = await bench.chat(stream=is_streaming)
+        assert response.status_code == (200 if is_streaming else 504)
+        body = response.text.split("data: ")[-1]
+        assert json.loads(body)["error"]["code"] == "deadline_exceeded"
+        assert len(bench.replica.cancelled) == 1
+        assert metric(bench.gateway, "headrace_requests_total", model=MODEL, replica="r0", outcome="deadline") == 1

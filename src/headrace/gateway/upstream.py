@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from headrace.core.errors import HeadraceError, Overloaded, Unavailable
-from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.sampling import SamplingParams
@@ -191,8 +190,11 @@ class TokenStream:
             return self._sent
 
     async def _reroute(self, error: Exception) -> None:
-        """A full replica's request goes to another one, once. Raises the rejection where there is none, or for any other reason."""
-        if isinstance(error, Overloaded) and len(self._tried) < MAX_TRIES:
+        """A request that a full or draining replica turned away goes to another one, once.
+
+        Raises the rejection where there is none, or for any other reason. (Draining: the request crossed its notice on the way.)
+        """
+        if isinstance(error, Overloaded | Unavailable) and len(self._tried) < MAX_TRIES:
             self.epoch += 1
             try:
                 await self._submit()
@@ -226,7 +228,3 @@ def joined(first: OutputDelta, second: OutputDelta) -> OutputDelta:
         logprobs=first.logprobs + second.logprobs,
         prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
     )
-
-
-def is_failure(finish: FinishReason | None) -> bool:
-    return finish is not None and not finish.is_answer
