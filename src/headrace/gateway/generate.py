@@ -61,7 +61,7 @@ class Service:
 
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
-    with service.ledger.admit(exchange.request_id):
+    with service.ledger.admit(exchange.request_id, exchange.leave):
         request = await parsed(service, exchange, parse_chat)
         run = _Run(service, exchange, request)
         async with exchange.watching():
@@ -71,7 +71,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
 
 
 async def completions(service: Service, exchange: Exchange) -> None:
-    with service.ledger.admit(exchange.request_id):
+    with service.ledger.admit(exchange.request_id, exchange.leave):
         request, given = await parsed(service, exchange, parse_completion)
         run = _Run(service, exchange, request)
         async with exchange.watching():

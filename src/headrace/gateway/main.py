@@ -4,6 +4,7 @@
 2   refused to start: configuration or model folder (starting it again with the same file fails again)
 1   the address could not be bound
 69  the supervisor is gone (wire.leash)
+75  drained, but the time was over before every request had ended: what was left got a retryable error
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
+from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, Unavailable
 from headrace.gateway.compose import load_texts, open_gateway
 from headrace.gateway.config import GatewayConfig, load_config
 from headrace.gateway.ledger import Ledger
@@ -30,6 +31,9 @@ log = logging.getLogger("headrace.gateway")
 
 REFUSED = 2
 CANNOT_BIND = 1
+CUT = 75
+LAST_WORDS_S = 1.0
+"""How long requests that are cut off have to write their error."""
 
 
 def run_gateway(config_path: str | Path, parent_fd: int | None = None) -> int:
@@ -43,7 +47,7 @@ def run_gateway(config_path: str | Path, parent_fd: int | None = None) -> int:
     leash.watch()
     try:
         config = load_config(config_path)
-        run_loop(serve(config, load_texts(config), leash))
+        is_complete = run_loop(serve(config, load_texts(config), leash))
     except (ConfigError, CheckpointError) as error:
         print(f"headrace gateway: {error}", file=sys.stderr)
         leash.failed(str(error), can_retry=False)
@@ -52,23 +56,26 @@ def run_gateway(config_path: str | Path, parent_fd: int | None = None) -> int:
         print(f"headrace gateway: {error}", file=sys.stderr)
         leash.failed(str(error), can_retry=True)
         return CANNOT_BIND
-    return 0
+    return 0 if is_complete else CUT
 
 
 class CannotBind(HeadraceError):
     """The address is taken, or not ours."""
 
 
-def run_loop(main: Coroutine[Any, Any, None]) -> None:
+def run_loop(main: Coroutine[Any, Any, bool]) -> bool:
     """asyncio.run on uvloop."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main)
+        return runner.run(main)
 
 
-async def serve(config: GatewayConfig, texts: dict[str, TextModel], leash: Leash) -> None:
-    """Listen, say so, serve, drain. Raises CannotBind, or ConfigError for what only opening it shows."""
+async def serve(config: GatewayConfig, texts: dict[str, TextModel], leash: Leash) -> bool:
+    """Listen, say so, serve, drain; False when the drain cut requests off.
+
+    Raises CannotBind, or ConfigError for what only opening it shows.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -87,14 +94,19 @@ async def serve(config: GatewayConfig, texts: dict[str, TextModel], leash: Leash
         closed = asyncio.Event()
         serving = asyncio.create_task(server.run_until(closed))
         await stop.wait()
-        await drain(gateway.service.ledger, config.timeouts.drain_s)
+        is_complete = await drain(gateway.service.ledger, config.timeouts.drain_s)
         closed.set()
         await serving
+        return is_complete
 
 
-async def drain(ledger: Ledger, timeout_s: float) -> None:
-    """New requests are refused (503 with Retry-After), running ones end by themselves or at the timeout."""
+async def drain(ledger: Ledger, timeout_s: float) -> bool:
+    """New requests are refused (503 with Retry-After), running ones end by themselves; at the timeout they end with an error: False."""
     ledger.drain()
     log.info("draining %d requests for up to %g s", ledger.num_open, timeout_s)
-    if not await ledger.wait_empty(timeout_s):
-        log.warning("%d requests were cut off after %g s", ledger.num_open, timeout_s)
+    if await ledger.wait_empty(timeout_s):
+        return True
+    log.warning("%d requests are cut off after %g s", ledger.num_open, timeout_s)
+    ledger.cut(Unavailable("This server shut down before the answer was complete; it can be sent again."))
+    await ledger.wait_empty(LAST_WORDS_S)
+    return False
