@@ -128,6 +128,13 @@ async def test_idle_connection_is_closed_after_keep_alive(port: int) -> None:
     assert status(answer) == 200
 
 
+async def test_stray_line_ends_do_not_keep_an_idle_connection(port: int) -> None:
+    """Parsers skip them; the connection still goes, and still serves a request that comes in time."""
+    kept = GET.replace(b"connection: close\r\n", b"")
+    answer = await talk(port, kept, b"\r\n", kept, b"\r\n", pause_s=0.05)
+    assert answer.count(b"HTTP/1.1 200") == 2
+
+
 async def test_announced_large_body_is_refused_before_it_is_sent(port: int) -> None:
     async with asyncio.timeout(10), dial(port) as (reader, writer):
         writer.write(HEAD + b"expect: 100-continue\r\ncontent-length: 99999999\r\n\r\n")

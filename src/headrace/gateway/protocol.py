@@ -91,6 +91,10 @@ class BoundedProtocol(HttpToolsProtocol):
             # A finished head was judged in on_headers_complete; what is here is the beginning of one.
             if self._wire_bytes > limits.max_header_bytes:
                 self._refuse(431, f"Headers must be at most {limits.max_header_bytes} bytes.")
+        elif self._is_idle:
+            # What came begins nothing (parsers skip a stray CRLF), but it stopped uvicorn's timer. More of it does not stop ours.
+            if self._head_timer is None:
+                self._head_timer = self._after(self.bounds.timeouts.header_s, self._close)
         elif self._is_in_body and self._wire_bytes > FRAMING_SLACK_BYTES + MAX_FRAMING_FACTOR * self._body_bytes + limits.max_header_bytes:
             self._refuse(400, "The body's chunks carry too little.")
 
@@ -172,6 +176,12 @@ class BoundedProtocol(HttpToolsProtocol):
         )
         self.transport.write_eof()
         self._linger_timer = self._after(LINGER_S, self._close)
+
+    @property
+    def _is_idle(self) -> bool:
+        """Between an answer and the next request."""
+        is_answered = self.cycle is not None and self.cycle.response_complete
+        return is_answered and not (self._is_in_head or self._is_in_body or self.pipeline)
 
     def _may_answer(self) -> bool:
         """Whether an answer written now would be the next one the client waits for. If so, nobody else writes it."""
