@@ -61,6 +61,15 @@ def test_storing_exact_weights_as_bfloat16_changes_no_bit(monkeypatch: pytest.Mo
     assert torch.equal(halves(x), whole(x))
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_packing_slab_by_slab_gives_the_same_strips(monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
+    weight = _weight(196, 1056, exact=exact)
+    whole = linear_module.pack_strips(weight, 3)
+    monkeypatch.setattr(linear_module, "SLAB_ELEMENTS", 1)
+    assert fits_bfloat16(weight) is exact
+    assert torch.equal(linear_module.pack_strips(weight, 3), whole)
+
+
 def test_one_value_that_bfloat16_cannot_hold_keeps_the_weight_in_float32() -> None:
     weight = _weight(4, 32, exact=True)
     assert fits_bfloat16(weight)

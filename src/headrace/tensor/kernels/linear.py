@@ -11,6 +11,7 @@ Which one is taken: `cpu_features.linear_path`, a committed table. Reference: `r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -28,13 +29,24 @@ DEPTH = 1024
 """Elements of four rows of x walked at once; a multiple of 2 LANES."""
 BLOCK_STRIPS = 16
 """Most strips in a block, the unit of work: its weights stay in the second-level cache while all rows of x pass over them."""
+SLAB_ELEMENTS = 1 << 22
+"""Weights packed at a time."""
 WORK_PER_THREAD = 1 << 16
 """Multiply-adds worth a second thread."""
 
 
 def fits_bfloat16(weight: Tensor) -> bool:
-    """True where every float32 of `weight` [out, in] is a bfloat16 with zeros behind it."""
-    return not bool((weight.contiguous().view(torch.int32) & 0xFFFF).any())
+    """True where every value of `weight` [out, in] is a bfloat16: the lower half of its float32 bits is zero."""
+    if weight.dtype == torch.bfloat16:
+        return True
+    return all(not bool((slab.contiguous().view(torch.int32) & 0xFFFF).any()) for slab in _slabs(weight, 1))
+
+
+def _slabs(weight: Tensor, multiple: int) -> Iterator[Tensor]:
+    """Rows of `weight` in slices of some megabytes, of a multiple of `multiple` rows, so that temporary copies stay small."""
+    rows = max(1, SLAB_ELEMENTS // (weight.shape[1] * multiple)) * multiple
+    for first in range(0, weight.shape[0], rows):
+        yield weight[first : first + rows]
 
 
 def can_strip(weight: Tensor) -> bool:
@@ -44,22 +56,22 @@ def can_strip(weight: Tensor) -> bool:
 
 
 def pack_strips(weight: Tensor, block: int) -> Tensor:
-    """Weight [out, in] float32 as one flat tensor: float32, or int32 words of two bfloat16 where nothing is lost by it.
+    """Weight [out, in] as one flat tensor: float32, or int32 words of two bfloat16 where nothing is lost by it.
 
     Blocks of `block` strips (the last may have fewer) stand one after the other. In a block, for each piece of DEPTH inputs (the last may
     be shorter) its strips stand one after the other, so that the work of `multiply_rows` reads memory strictly forward.
     """
-    strips = weight.view(weight.shape[0] // COLUMNS, COLUMNS, weight.shape[1])
     is_exact = fits_bfloat16(weight)
     packed = torch.empty(weight.numel() // 2 if is_exact else weight.numel(), dtype=torch.int32 if is_exact else torch.float32)
-    whole = strips.shape[0] // block * block
     used = 0
-    for group in (strips[:whole].reshape(-1, block, COLUMNS, weight.shape[1]), strips[whole:].unsqueeze(0)):
-        if group.numel() == 0:
-            continue
-        pieces = [_interleave(piece, is_exact).flatten(1) for piece in torch.split(group, DEPTH, dim=-1)]
-        packed[used : used + sum(piece.numel() for piece in pieces)] = torch.cat(pieces, dim=1).flatten()
-        used += sum(piece.numel() for piece in pieces)
+    for slab in _slabs(weight, block * COLUMNS):
+        strips = slab.float().reshape(-1, COLUMNS, weight.shape[1])
+        whole = strips.shape[0] // block * block
+        for group in (strips[:whole].reshape(-1, block, COLUMNS, weight.shape[1]), strips[whole:].unsqueeze(0)):
+            if group.numel() > 0:
+                pieces = torch.cat([_interleave(piece, is_exact).flatten(1) for piece in torch.split(group, DEPTH, dim=-1)], dim=1)
+                packed[used : used + pieces.numel()] = pieces.flatten()
+                used += pieces.numel()
     return packed
 
 
@@ -185,7 +197,7 @@ class StripLinear:
         self.out_features, self.in_features = weight.shape
         # At least four blocks per thread where there are enough, so that one slow thread does not hold up the rest.
         self.block = max(1, min(BLOCK_STRIPS, self.out_features // COLUMNS // (4 * thread_limit())))
-        self.strips = pack_strips(weight.float(), self.block)
+        self.strips = pack_strips(weight, self.block)
         self.bias = None if bias is None else bias.float().contiguous()
         self.weight_bytes = self.strips.numel() * self.strips.element_size()
         self.is_bf16 = self.strips.dtype == torch.int32
