@@ -171,6 +171,11 @@ def _raw(model: str) -> list[Hostile]:
         Hostile("lone-surrogate", CHAT, start + b'"\\ud800"' + end, param="messages[0].content"),
         Hostile("lone-surrogate-key", CHAT, start + b'"x"}],"\\udfff":1}', param="<key>"),
         Hostile("nul", CHAT, start + b'"a\\u0000b"' + end, param="messages[0].content"),
+        Hostile("nul-below-long-key", CHAT, b'{"' + b"k" * 500_000 + b'":"\\u0000"}', param="k" * 80),
+        Hostile("nul-below-long-keys", CHAT, _nested_keys(10, 50_000, '"\\u0000"'), param=".".join(["k" * 80] * 2)[:157] + "..."),
+        Hostile(
+            "nul-beside-long-key", CHAT, b'{"' + b"k" * 500_000 + b'":[' + b"1," * 100_000 + b'"\\ud800"]}', param="k" * 80 + "[100000]"
+        ),
         Hostile("raw-control", CHAT, start + b'"a\x01b"' + end, param="body"),
         Hostile("bad-utf8", CHAT, start + b'"\xff\xfe"' + end, 415),
         Hostile("utf16", CHAT, json.dumps({"model": model}).encode("utf-16"), 415),
@@ -186,6 +191,11 @@ def _raw(model: str) -> list[Hostile]:
         Hostile("text", CHAT, b"{}", 415, content_type="text/plain"),
         Hostile("unknown-model", CHAT, b'{"model":"../../etc/passwd","messages":[{"role":"user","content":"x"}]}', 404, "model"),
     ]
+
+
+def _nested_keys(depth: int, length: int, value: str) -> bytes:
+    """Objects in objects, each under a key of `length` characters."""
+    return (('{"' + "k" * length + '":') * depth + value + "}" * depth).encode()
 
 
 def _chat(model: str, name: str, param: str, fields: dict[str, Any]) -> Hostile:

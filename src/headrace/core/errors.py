@@ -19,6 +19,8 @@ Messages are safe to show to clients: no paths outside the operator's own, no ad
 
 from __future__ import annotations
 
+MAX_FIELD_CHARS = 160
+
 
 class HeadraceError(Exception):
     """Root of everything raised on purpose."""
@@ -27,13 +29,15 @@ class HeadraceError(Exception):
 class InvalidRequest(HeadraceError):
     """A field of a request breaks a rule.
 
-    field   dotted name as the client wrote it, e.g. "top_p" or "messages[3].content"
+    field   dotted name as the client wrote it, e.g. "top_p" or "messages[3].content", shortened to MAX_FIELD_CHARS
     limit   the rule in words and numbers, e.g. "0 < top_p <= 1"
     value   what was given, shortened; None hides it
     remedy  what to do instead
     """
 
     def __init__(self, field: str, limit: str, value: object = None, remedy: str = "") -> None:
+        if len(field) > MAX_FIELD_CHARS:  # it may hold keys of the client's
+            field = field[: MAX_FIELD_CHARS - 3] + "..."
         self.field, self.limit, self.value, self.remedy = field, limit, shorten(value), remedy
         shown = f", got {self.value}" if value is not None else ""
         super().__init__(f"{field}: must satisfy {limit}{shown}." + (f" {remedy}" if remedy else ""))

@@ -25,6 +25,7 @@ from headrace.core.errors import (
 )
 
 MAX_MESSAGE_CHARS = 2000
+MAX_PARAM_CHARS = 200
 
 
 class RouteNotFound(HeadraceError):
@@ -117,9 +118,9 @@ class ErrorReply:
 def error_reply(error: BaseException) -> ErrorReply:
     """The answer to an error, by the table. Never raises, never shows what the table does not know."""
     row = row_of(error)
-    message = str(error)[:MAX_MESSAGE_CHARS] if row is not INTERNAL else INTERNAL_MESSAGE
-    param = error.field if isinstance(error, InvalidRequest) else None
-    body = msgspec.json.encode(ErrorBody(ErrorObject(printable(message), row.type, param and printable(param), row.code)))
+    message = printable(str(error)[:MAX_MESSAGE_CHARS])[:MAX_MESSAGE_CHARS] if row is not INTERNAL else INTERNAL_MESSAGE
+    param = printable(error.field)[:MAX_PARAM_CHARS] if isinstance(error, InvalidRequest) else None
+    body = msgspec.json.encode(ErrorBody(ErrorObject(message, row.type, param, row.code)))
     return ErrorReply(row.status, body, row.code, tuple(_headers(error)))
 
 

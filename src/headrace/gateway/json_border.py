@@ -22,6 +22,8 @@ from headrace.gateway.errors import UnsupportedMediaType
 # A string is skipped as a whole; no alternation per character keeps it linear.
 _STRING_OR_MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{},:]', re.DOTALL)
 _ESCAPED = b"\\u"
+MAX_KEY_CHARS = 80
+"""So much of a client's key is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise InvalidRequest(key[:80], "each key at most once per object", remedy="The body names it twice.")
+                raise InvalidRequest(key[:MAX_KEY_CHARS], "each key at most once per object", remedy="The body names it twice.")
             seen.add(key)
     return made
 
@@ -125,13 +127,17 @@ def _check_strings(value: object) -> None:
 
 
 def _strings(value: object, path: str) -> Iterator[tuple[str, str]]:
-    """Every string of a tree, keys included, with its dotted path. The depth was bounded before."""
+    """Every string of a tree, keys included, with its dotted path. The depth was bounded before.
+
+    A path is made for every value, so only the beginning of a key goes into it: else one long key costs its length once per value.
+    """
     if isinstance(value, str):
         yield path or "body", value
     elif isinstance(value, dict):
         for key, item in value.items():
             yield f"{path}.<key>" if path else "<key>", key
-            yield from _strings(item, f"{path}.{key}" if path else key)
+            part = key[:MAX_KEY_CHARS]
+            yield from _strings(item, f"{path}.{part}" if path else part)
     elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from _strings(item, f"{path}[{index}]")
