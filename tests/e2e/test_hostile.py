@@ -12,6 +12,7 @@ import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ from server_kit import KEY, Server
 from tests.gateway.test_connection import BROKEN
 
 LENGTH = 300
-INTERNALS = re.compile(r"0x[0-9a-f]{6,}|Traceback|/work/|/home/|/root/|/tmp/|site-packages|\.py\b|unix:|" + KEY)
+HERE = re.escape(str(Path(__file__).parents[2]))
+INTERNALS = re.compile(r"0x[0-9a-f]{6,}|Traceback|/home/|/root/|/tmp/|site-packages|\.py\b|unix:|" + KEY + "|" + HERE)
 BEARER = f"authorization: Bearer {KEY}\r\n".encode()
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n" + BEARER
 ENDLESS: dict[str, Any] = {"model": "random", "prompt": [7, 8, 9], "max_tokens": 400, "ignore_eos": True}
