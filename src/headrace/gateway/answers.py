@@ -178,6 +178,8 @@ class CompletionAnswer:
         self._outputs = [_Output() for _ in range(count)]
         self._is_opened = [False] * count
         self._scores: list[list[TokenLogprobs]] = [[] for _ in prompts]
+        self._echoes: dict[int, schemas.CompletionLogprobs] = {}
+        self._prompt_logprobs: dict[int, schemas.PromptLogprobs] = {}
         self._chunks = _Chunks(facts, "text_completion", include_usage=include_usage)
         self._is_echo_only = request.max_tokens == 0
 
@@ -234,9 +236,15 @@ class CompletionAnswer:
             stop_reason=output.stop_reason,
         )
         if self._request.prompt_logprobs is not None:
-            scores = self._scores[index // self._request.n]
-            choice.prompt_logprobs = prompt_logprobs(self._tokenizer, scores, self._request.prompt_logprobs)
+            choice.prompt_logprobs = self._scored_prompt(index // self._request.n, self._request.prompt_logprobs)
         return choice
+
+    def _scored_prompt(self, number: int, num_top: int) -> schemas.PromptLogprobs:
+        """Made once per prompt: its choices show the same."""
+        made = self._prompt_logprobs.get(number)
+        if made is None:
+            made = self._prompt_logprobs[number] = prompt_logprobs(self._tokenizer, self._scores[number], num_top)
+        return made
 
     def _shown(self, text: str, entries: Sequence[TokenEntry], index: int) -> tuple[str, schemas.CompletionLogprobs | None]:
         if self._is_echo_only:
@@ -247,14 +255,21 @@ class CompletionAnswer:
         return text, completion_logprobs(entries, self._num_top, offset=offset)
 
     def _echoed(self, index: int) -> schemas.CompletionLogprobs | None:
-        """Log-probabilities of the echoed prompt, when they were asked for."""
+        """Log-probabilities of the echoed prompt, when they were asked for. Made once per prompt."""
         if self._num_top is None:
             return None
-        prompt = self._prompts[index // self._request.n]
-        return echo_logprobs(self._tokenizer, prompt.text, prompt.ids, self._scores[index // self._request.n], self._num_top)
+        number = index // self._request.n
+        made = self._echoes.get(number)
+        if made is None:
+            prompt = self._prompts[number]
+            made = echo_logprobs(self._tokenizer, prompt.text, prompt.ids, self._scores[number], self._num_top)
+            self._echoes[number] = made
+        return made
 
     def _collect_scores(self, events: Sequence[OutputEvent]) -> None:
         """Every sequence of a prompt may bring the prompt's scores; the first one's are taken."""
         for event in events:
-            if event.delta.prompt_logprobs and event.index % self._request.n == 0:
-                self._scores[event.index // self._request.n].extend(event.delta.prompt_logprobs)
+            number, index = divmod(event.index, self._request.n)
+            if event.delta.prompt_logprobs and index == 0:
+                self._scores[number].extend(event.delta.prompt_logprobs)
+                self._echoes.pop(number, None)

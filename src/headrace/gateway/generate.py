@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from headrace.core.errors import DeadlineExceeded, SequenceFailed, Unavailable
+from headrace.core.errors import DeadlineExceeded, RequestTooLarge, SequenceFailed, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.sampling import SamplingParams, check_token_ids
@@ -36,10 +36,17 @@ from headrace.gateway.upstream import Call, EventStream, OutputEvent
 from headrace.observe.metrics import Metrics
 
 T = TypeVar("T")
+U = TypeVar("U")
 MAX_DRAWN_SEED = 2**63
 DEADLINE_PASSED = "The request's deadline passed before it was complete."
 MAX_INLINE_BYTES = 64 << 10
 """A body up to this size is parsed on the event loop: handing it to a thread costs more than parsing it."""
+
+MAX_PROMPT_SCORES = 1 << 20
+"""Log-probabilities of prompt tokens in one answer, some 60 bytes each: tokens x (alternatives + 1) x choices that show them."""
+
+MAX_INLINE_SCORES = 4096
+"""An answer with so many log-probabilities is encoded on the event loop: a few milliseconds."""
 
 DEADLINE_GRACE_S = 0.5
 """An engine ends a request at its deadline itself; this much later the gateway does, whatever the engine does."""
@@ -106,6 +113,7 @@ class _Run:
         self.priority = lowered_priority(request.priority, exchange.principal.priority)
         params = sampling_params(request, self.model.sampling_defaults)
         record.seed = params.seed if params.seed is not None else service.draw_seed()
+        self.num_prompt_scores = 0
         self.params: SamplingParams = params.with_(seed=record.seed).checked(vocab_size=self.model.info.vocab_size)
 
     def facts(self, prefix: str) -> Facts:
@@ -125,11 +133,13 @@ class _Run:
             continue_final_message=request.continue_final_message,
             kwargs=request.chat_template_kwargs,
         )
+        self._check_prompt_scores(len(ids), num_shown=1)
         return [self._call(0, tuple(ids))]
 
     def completion_calls(self, request: CompletionRequest, given: Sequence[str | list[int]]) -> tuple[list[Prompt], list[Call]]:
         """Runs in the text pool."""
         prompts = [_encode_prompt(self.model, request, prompt) for prompt in given]
+        self._check_prompt_scores(sum(len(prompt.ids) for prompt in prompts), num_shown=request.n)
         return prompts, [self._call(number, prompt.ids) for number, prompt in enumerate(prompts)]
 
     async def answer(self, answer: Answer, calls: Sequence[Call]) -> None:
@@ -158,6 +168,20 @@ class _Run:
             for stream in streams:
                 stream.cancel()
             self._close(streams, progress)
+
+    def _check_prompt_scores(self, num_tokens: int, *, num_shown: int) -> None:
+        """What the prompt's log-probabilities make of the answer. Raises RequestTooLarge.
+
+        num_shown  choices that show them; a chat shows them once
+        """
+        num_top = self.params.prompt_logprobs
+        if num_top is None:
+            return
+        field = "logprobs" if self.request.prompt_logprobs is None else "prompt_logprobs"
+        self.num_prompt_scores = num_tokens * (num_top + 1) * num_shown
+        if self.num_prompt_scores > MAX_PROMPT_SCORES:
+            rule = f"prompt tokens ({num_tokens}) x ({field} + 1) x choices ({num_shown}) <= {MAX_PROMPT_SCORES}"
+            raise RequestTooLarge(field, rule, num_top, "Ask for fewer alternatives or choices, or score the prompt in parts.")
 
     def _call(self, number: int, prompt_ids: tuple[int, ...]) -> Call:
         """Raises InvalidRequest for what the model cannot take, by the rules the engine holds it against again."""
@@ -197,7 +221,17 @@ class _Run:
     async def _whole(self, answer: Answer, merged: EventStream, streams: Sequence[EventStream], progress: Progress) -> None:
         while events := await self._events(merged, progress):
             answer.add(events)
-        await self.exchange.reply(200, answer.whole(self._usage(streams, progress)))
+        usage = self._usage(streams, progress)
+        num_scores = self.num_prompt_scores
+        if self.params.logprobs is not None:
+            num_scores += usage.completion_tokens * (self.params.logprobs + 1)
+        await self.exchange.reply(200, await self._made(num_scores, answer.whole, usage))
+
+    async def _made(self, num_scores: int, make: Callable[[U], bytes], given: U) -> bytes:
+        """Bytes of the answer; where they hold many log-probabilities the event loop does not wait for them."""
+        if num_scores <= MAX_INLINE_SCORES:
+            return make(given)
+        return await self.service.text_pool.finish(make, given)
 
     async def _stream(self, answer: Answer, merged: EventStream, streams: Sequence[EventStream], progress: Progress) -> None:
         """Nothing is sent before the first event, so that a refusal still has its status code; but not for longer than a ping's time."""
@@ -210,7 +244,7 @@ class _Run:
         async with self.service.watch.open(self.exchange, lambda: merged.unread_bytes) as sse:
             events = first if first is not None else await self._events(merged, progress)
             while events:
-                payload = answer.chunk(events)
+                payload = await self._made(self.num_prompt_scores, answer.chunk, events)
                 if payload:
                     await sse.write(payload)
                 events = await self._events(merged, progress)

@@ -1,4 +1,4 @@
-"""Templates and tokenizers run here: off the event loop, in a bounded number of threads, behind a bounded queue."""
+"""Templates, tokenizers and large answers run here: off the event loop, in a bounded number of threads, behind a bounded queue."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ class TextPool:
         """`work`'s result. Raises Overloaded when too many calls wait already, and what `work` raises."""
         if self.num_pending >= self._max_pending:
             raise Overloaded("Too many prompts wait to be tokenized.", retry_after_s=1.0)
+        return await self.finish(work, *args, **kwargs)
+
+    async def finish(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """As `run`, and never refused: for requests whose tokens are made already. Their number is bounded by the ledger."""
         self.num_pending += 1
         try:
             return await asyncio.wrap_future(self._executor.submit(work, *args, **kwargs))
