@@ -227,3 +227,19 @@ async def test_request_is_counted_once(bench: TestBench) -> None:
     assert metric(gateway, "headrace_time_per_output_token_seconds_count", model=MODEL, replica="r0") == 1
     assert metric(gateway, "headrace_request_latency_seconds_count", model=MODEL, replica="r0") == 1
     assert metric(gateway, "headrace_queue_time_seconds_count", model=MODEL, replica="r0") == 1
+
+
+async def test_errors_name_fields_as_the_client_wrote_them(bench: TestBench) -> None:
+    """A chat has messages, not a prompt; OpenAI's clients branch on the code of a conversation that is too long."""
+    long = [{"role": "user", "content": "fox " * 2000}]
+    for response, param in ((await bench.chat(messages=long), "messages"), (await bench.complete(prompt="fox " * 2000), "prompt")):
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["code"]) == (400, param, "context_length_exceeded")
+        assert error["message"].startswith(f"{param}: must satisfy prompt tokens + at least 1 output token <= max_model_len (512), got ")
+    for count in (0, 5000, 2**40):
+        for name in ("max_tokens", "max_completion_tokens"):
+            response = await bench.chat(**{name: count})
+            error = response.json()["error"]
+            assert (response.status_code, error["param"], error["code"]) == (400, name, "invalid_value")
+            assert f"got {count}" in error["message"]
+            assert ("max_completion_tokens" in error["message"]) == (name == "max_completion_tokens")

@@ -61,7 +61,7 @@ async def test_an_invalid_request_is_not_tried_elsewhere(text: TextModel) -> Non
         for replica in bench.replicas.values():
             replica.on_submit = lambda request, stream: stream.reject(InvalidRequest("prompt", "blocks that fit", 5))
         response = await bench.chat()
-        assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
         assert sum(len(replica.requests) for replica in bench.replicas.values()) == 1
 
 

@@ -31,14 +31,14 @@ class InvalidRequest(HeadraceError):
 
     field   dotted name as the client wrote it, e.g. "top_p" or "messages[3].content", shortened to MAX_FIELD_CHARS
     limit   the rule in words and numbers, e.g. "0 < top_p <= 1"
-    value   what was given, shortened; None hides it
+    value   what was given, shortened; None hides it. `given` is the same, whole
     remedy  what to do instead
     """
 
     def __init__(self, field: str, limit: str, value: object = None, remedy: str = "") -> None:
         if len(field) > MAX_FIELD_CHARS:  # it may hold keys of the client's
             field = field[: MAX_FIELD_CHARS - 3] + "..."
-        self.field, self.limit, self.value, self.remedy = field, limit, shorten(value), remedy
+        self.field, self.limit, self.given, self.value, self.remedy = field, limit, value, shorten(value), remedy
         shown = f", got {self.value}" if value is not None else ""
         super().__init__(f"{field}: must satisfy {limit}{shown}." + (f" {remedy}" if remedy else ""))
 

@@ -51,6 +51,10 @@ class BodyTooLarge(RequestTooLarge):
     """More body bytes than the cap. The rest is thrown away, as far as the server waits for it (gateway.server)."""
 
 
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt leaves no room for output. OpenAI's clients branch on its code."""
+
+
 class ReadTimeout(HeadraceError):
     """The client did not send its body in time."""
 
@@ -74,6 +78,7 @@ class Row:
 TABLE: tuple[tuple[type[BaseException], Row], ...] = (
     (ModelNotFound, Row(404, "invalid_request_error", "model_not_found")),
     (RequestTooLarge, Row(413, "invalid_request_error", "request_too_large")),
+    (ContextLengthExceeded, Row(400, "invalid_request_error", "context_length_exceeded")),
     (InvalidRequest, Row(400, "invalid_request_error", "invalid_value")),
     (Unauthorized, Row(401, "authentication_error", "invalid_api_key")),
     (Forbidden, Row(403, "permission_error", "forbidden")),

@@ -22,12 +22,13 @@ from headrace.core.ids import RequestId
 from headrace.core.sampling import SamplingParams, check_token_ids
 from headrace.gateway.answers import Answer, ChatAnswer, CompletionAnswer, Facts, Prompt
 from headrace.gateway.config import GatewayConfig, Limits
+from headrace.gateway.errors import ContextLengthExceeded
 from headrace.gateway.exchange import Exchange
 from headrace.gateway.json_border import Caps, decode_object
 from headrace.gateway.ledger import Ledger
 from headrace.gateway.merge import MergedStream
 from headrace.gateway.models import ModelTable, ServedModel, now_unix
-from headrace.gateway.parse import lowered_priority, parse_chat, parse_completion, sampling_params, template_messages
+from headrace.gateway.parse import fields_as_written, lowered_priority, parse_chat, parse_completion, sampling_params, template_messages
 from headrace.gateway.progress import Progress, usage_of
 from headrace.gateway.schemas import ChatRequest, CompletionRequest, Usage
 from headrace.gateway.sse import StreamWatch
@@ -70,11 +71,12 @@ class Service:
 async def chat_completions(service: Service, exchange: Exchange) -> None:
     with service.ledger.admit(exchange.request_id, exchange.leave):
         request = await parsed(service, exchange, parse_chat)
-        run = _Run(service, exchange, request)
-        async with exchange.watching():
-            calls = await service.text_pool.run(run.chat_calls, request)
-            answer = ChatAnswer(request, run.facts("chatcmpl-"), run.model.text.tokenizer, include_usage=_wants_usage(request))
-            await run.answer(answer, calls)
+        with fields_as_written(request):
+            run = _Run(service, exchange, request)
+            async with exchange.watching():
+                calls = await service.text_pool.run(run.chat_calls, request)
+                answer = ChatAnswer(request, run.facts("chatcmpl-"), run.model.text.tokenizer, include_usage=_wants_usage(request))
+                await run.answer(answer, calls)
 
 
 async def completions(service: Service, exchange: Exchange) -> None:
@@ -199,6 +201,9 @@ class _Run:
             deadline_s=self._remaining_s(),
         )
         info = self.model.info
+        if len(prompt_ids) >= info.max_model_len:
+            rule = f"prompt tokens + at least 1 output token <= max_model_len ({info.max_model_len})"
+            raise ContextLengthExceeded("prompt", rule, len(prompt_ids), "Shorten the prompt.")
         call.engine_request(0).checked(vocab_size=info.vocab_size, max_model_len=info.max_model_len)
         return call
 

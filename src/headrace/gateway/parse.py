@@ -7,7 +7,8 @@ Two steps, because a model's own defaults are needed for the second: `parse_chat
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -110,6 +111,26 @@ def parse_tokenize(body: dict[str, object], limits: Limits) -> TokenizeRequest:
 
 def parse_detokenize(body: dict[str, object], limits: Limits) -> DetokenizeRequest:
     return convert(body, DetokenizeRequest)
+
+
+@contextmanager
+def fields_as_written(request: ChatRequest | CompletionRequest) -> Iterator[None]:
+    """Rules below this floor know `prompt` and `max_tokens`: an error that names them gets the name this client used."""
+    names: dict[str, str] = {}
+    if isinstance(request, ChatRequest):
+        names["prompt"] = "messages"
+        if request.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+    try:
+        yield
+    except InvalidRequest as error:
+        name = names.get(error.field)
+        if name is None:
+            raise
+        limit, remedy = error.limit, error.remedy
+        if error.field == "max_tokens":  # "prompt" in a rule is a word
+            limit, remedy = limit.replace(error.field, name), remedy.replace(error.field, name)
+        raise type(error)(name, limit, error.given, remedy) from error
 
 
 def prompt_list(prompt: str | list[Any]) -> list[str | list[int]]:
