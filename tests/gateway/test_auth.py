@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_kit import MODEL, TestBench, chat_body, dial, open_bench, serving
+from gateway_kit import MODEL, TestBench, chat_body, dial, metric, open_bench, serving
 
 from headrace.core.request import PriorityClass
 from headrace.gateway.app import ENDPOINTS
@@ -305,3 +305,11 @@ async def test_client_request_id_is_only_logged(text: TextModel, tmp_path: Path,
     line = json.loads(path.read_text())
     assert line.get("client_request_id") == logged
     assert response.headers["x-request-id"] == line["request_id"] != given
+
+
+async def test_a_generating_request_without_a_key_is_counted_as_rejected(text: TextModel, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with open_bench(text, request_log=str(log), api_keys=KEYS) as bench:
+        assert (await bench.chat()).status_code == 401
+        assert metric(bench.gateway, "headrace_requests_total", model="", replica="", outcome="rejected") == 1
+    assert json.loads(log.read_text())["outcome"] == "rejected"

@@ -6,9 +6,10 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
-from gateway_kit import TestBench, chat_body, dial, eventually, open_bench, post, serving
+from gateway_kit import TestBench, chat_body, dial, eventually, metric, open_bench, post, serving
 
 from headrace.text.folder import TextModel
 
@@ -95,6 +96,16 @@ async def test_large_heads_are_refused(port: int, head: bytes) -> None:
     answer = await talk(port, head)
     assert status(answer) == 431
     assert b"connection: close" in answer
+
+
+async def test_refusals_of_the_protocol_are_logged_and_counted(text: TextModel, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with open_bench(text, request_log=str(log)) as bench, serving(bench.gateway) as port:
+        answer = await talk(port, BROKEN["garbage"])
+        assert metric(bench.gateway, "headrace_http_responses_total", status="400") == 1
+    line = json.loads(log.read_text())
+    assert (line["status"], line["outcome"], line["error"]) == (400, "rejected", "bad_http")
+    assert f"x-request-id: {line['request_id']}".encode() in answer
 
 
 async def test_slow_headers_are_refused(port: int) -> None:

@@ -252,7 +252,7 @@ async def open_bench(text: TextModel, **changes: Any) -> AsyncIterator[TestBench
 @asynccontextmanager
 async def serving(gateway: Gateway) -> AsyncIterator[int]:
     """The gateway behind its real HTTP server on a free loopback port, in this event loop."""
-    server = Server(gateway, gateway.service.config)
+    server = Server(gateway, gateway.service.config, gateway.refused)
     port = await server.start()
     stop = asyncio.Event()
     task = asyncio.create_task(server.run_until(stop))

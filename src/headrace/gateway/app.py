@@ -21,7 +21,7 @@ from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded
 from headrace.core.ids import RequestId
 from headrace.gateway import docs_page, generate, probes
 from headrace.gateway.auth import Authenticator
-from headrace.gateway.errors import ClientLeft, MethodNotAllowed, RouteNotFound, SlowReader, error_reply
+from headrace.gateway.errors import BAD_HTTP, ClientLeft, MethodNotAllowed, RouteNotFound, SlowReader, error_reply
 from headrace.gateway.exchange import Exchange, Receive, Scope, Send
 from headrace.gateway.generate import Service
 from headrace.gateway.hosts import HostCheck
@@ -126,14 +126,21 @@ class Gateway:
 
     async def dispatch(self, endpoint: Endpoint | None, exchange: Exchange) -> None:
         """Who may, then what. Default-deny: an unknown path wants a key as well before it is called unknown."""
+        if endpoint is not None and endpoint.generates:
+            exchange.record.outcome = "rejected"  # until it is something else
         if endpoint is None or not (endpoint.is_public or endpoint.path in self._public):
             exchange.principal = self._authenticator.principal(exchange.headers)
             exchange.record.tenant = exchange.principal.tenant
         if endpoint is None:
             raise RouteNotFound(exchange.scope["path"])
-        if endpoint.generates:
-            exchange.record.outcome = "rejected"  # until it is something else
         await endpoint.handler(exchange.scope["method"])(self.service, exchange)
+
+    def refused(self, request_id: str, status: int) -> None:
+        """The protocol answered in the application's place (no HTTP, too large or too late a head): its log line and its count."""
+        self.service.metrics.http_responses.labels(str(status)).inc()
+        record = RequestRecord(request_id=request_id, method="", path="", time=time.time(), status=status, outcome="rejected")
+        record.error = BAD_HTTP
+        self._request_log.write(record)
 
     def _open(self, scope: Scope, receive: Receive, send: Send) -> Exchange:
         request_id = RequestId(os.urandom(12).hex())

@@ -24,6 +24,9 @@ from headrace.core.errors import (
     shorten,
 )
 
+BAD_HTTP = "bad_http"
+"""Code of what never became a request (gateway.protocol)."""
+
 MAX_MESSAGE_CHARS = 2000
 MAX_PARAM_CHARS = 200
 

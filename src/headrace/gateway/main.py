@@ -81,7 +81,7 @@ async def serve(config: GatewayConfig, texts: dict[str, TextModel], leash: Leash
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with open_gateway(config, texts) as gateway:
-        server = Server(gateway, config)
+        server = Server(gateway, config, gateway.refused)
         try:
             port = await server.start()
         except OSError as error:

@@ -14,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from typing import ClassVar
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headrace.gateway.config import GatewayConfig
-from headrace.gateway.errors import ErrorBody, ErrorObject
+from headrace.gateway.errors import BAD_HTTP, ErrorBody, ErrorObject
 from headrace.gateway.exchange import ABORT_EXTENSION
 
 SEND_BUFFER_BYTES = 64 << 10
@@ -35,11 +36,16 @@ MAX_FRAMING_FACTOR = 8
 REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
-def protocol_for(config: GatewayConfig) -> type[HttpToolsProtocol]:
+OnRefused = Callable[[str, int], None]
+"""Told of each answer that is given here and not by the application: its x-request-id and status."""
+
+
+def protocol_for(config: GatewayConfig, on_refused: OnRefused) -> type[HttpToolsProtocol]:
     """uvicorn makes protocols from a class, so a configuration is bound to one."""
 
     class ConfiguredProtocol(BoundedProtocol):
         bounds = config
+        tell_refused = staticmethod(on_refused)
 
     return ConfiguredProtocol
 
@@ -48,6 +54,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """Use a subclass from `protocol_for`."""
 
     bounds: GatewayConfig
+    tell_refused: ClassVar[OnRefused]
 
     _is_in_head = True
     _is_in_body = False
@@ -169,12 +176,14 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._may_answer():
             self._close()
             return
-        body = msgspec.json.encode(ErrorBody(ErrorObject(message, "invalid_request_error", None, "bad_http")))
+        body = msgspec.json.encode(ErrorBody(ErrorObject(message, "invalid_request_error", None, BAD_HTTP)))
+        request_id = os.urandom(12).hex()
         self.transport.write(
             b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %s\r\nconnection: close\r\n\r\n%s"
-            % (status, REASONS[status], len(body), os.urandom(12).hex().encode(), body)
+            % (status, REASONS[status], len(body), request_id.encode(), body)
         )
         self.transport.write_eof()
+        self.tell_refused(request_id, status)
         self._linger_timer = self._after(LINGER_S, self._close)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import uvicorn
 
 from headrace.gateway.config import GatewayConfig
-from headrace.gateway.protocol import protocol_for
+from headrace.gateway.protocol import OnRefused, protocol_for
 
 BACKLOG = 2048
 KERNEL_SEND_BYTES = 128 << 10
@@ -22,13 +22,13 @@ LAST_WORDS_S = 1
 class Server(uvicorn.Server):
     """uvicorn's server without its signal handlers: `gateway.main` decides when to stop."""
 
-    def __init__(self, app: Any, config: GatewayConfig) -> None:
+    def __init__(self, app: Any, config: GatewayConfig, on_refused: OnRefused) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 host=config.host,
                 port=config.port,
-                http=protocol_for(config),
+                http=protocol_for(config, on_refused),
                 ws="none",
                 lifespan="off",
                 loop="none",
