@@ -12,7 +12,7 @@ import pytest
 from gateway_kit import MAX_MODEL_LEN, TestBench, events_of
 
 from headrace.gateway import answers
-from headrace.gateway.logprobs import LOWEST_LOGPROB, chat_logprobs, completion_logprobs
+from headrace.gateway.logprobs import LOWEST_LOGPROB, chat_logprobs, completion_logprobs, echo_logprobs
 from headrace.text.assemble import TokenEntry, TopToken
 
 
@@ -43,7 +43,7 @@ async def test_a_prompt_is_scored_once_whatever_n_is(bench: TestBench, monkeypat
 @pytest.mark.parametrize("is_streaming", [False, True])
 async def test_many_scores_are_written_off_the_event_loop(bench: TestBench, monkeypatch: pytest.MonkeyPatch, is_streaming: bool) -> None:
     threads: list[str] = []
-    monkeypatch.setattr(answers, "echo_logprobs", noting(threads, threading.current_thread, answers.echo_logprobs))
+    monkeypatch.setattr(answers, "echo_logprobs", noting(threads, threading.current_thread, echo_logprobs))
     for prompt in ([5], [5] * (MAX_MODEL_LEN - 1)):
         response = await bench.complete(prompt=prompt, echo=True, logprobs=20, max_tokens=1, stream=is_streaming)
         assert response.status_code == 200

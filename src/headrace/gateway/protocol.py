@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from typing import ClassVar
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -45,7 +44,9 @@ def protocol_for(config: GatewayConfig, on_refused: OnRefused) -> type[HttpTools
 
     class ConfiguredProtocol(BoundedProtocol):
         bounds = config
-        tell_refused = staticmethod(on_refused)
+
+        def tell_refused(self, request_id: str, status: int) -> None:
+            on_refused(request_id, status)
 
     return ConfiguredProtocol
 
@@ -54,7 +55,10 @@ class BoundedProtocol(HttpToolsProtocol):
     """Use a subclass from `protocol_for`."""
 
     bounds: GatewayConfig
-    tell_refused: ClassVar[OnRefused]
+
+    def tell_refused(self, request_id: str, status: int) -> None:
+        """Called after each answer that is given here."""
+        raise NotImplementedError
 
     _is_in_head = True
     _is_in_body = False
