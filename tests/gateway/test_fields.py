@@ -171,6 +171,18 @@ async def test_refused_field_is_accepted_only_at_its_default(bench: TestBench, e
 
 
 @pytest.mark.parametrize("endpoint", Endpoint)
+async def test_off_is_off_however_it_is_written(bench: TestBench, endpoint: Endpoint) -> None:
+    """1 and 1.0 are one JSON number, true is another thing; obfuscation that is switched off is not asked for."""
+    for value, expected in ((1, 200), (1.0, 200), (True, 400), (2, 400)):
+        response, _ = await ask(bench, endpoint, length_penalty=value)
+        assert response.status_code == expected, value
+    for wanted, expected in ((False, 200), (None, 200), (True, 400)):
+        response, _ = await ask(bench, endpoint, stream=True, stream_options={"include_obfuscation": wanted})
+        assert response.status_code == expected, wanted
+    assert response.json()["error"]["param"] == "stream_options.include_obfuscation"
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
 async def test_unknown_field_is_refused_with_a_suggestion(bench: TestBench, endpoint: Endpoint) -> None:
     response, sent = await ask(bench, endpoint, temprature=0.5)
     error = response.json()["error"]

@@ -137,6 +137,7 @@ async def test_detokenize_undoes_tokenize(bench: TestBench) -> None:
         ("/tokenize", {"model": MODEL, "messages": [{"role": "user"}]}, "messages[0].content"),
         ("/tokenize", {"model": MODEL, "messages": []}, "messages"),
         ("/tokenize", {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "add_special_tokens": True}, "add_special_tokens"),
+        ("/tokenize", {"model": MODEL, "prompt": "x", "add_generation_prompt": False}, "add_generation_prompt"),
         ("/tokenize", {"model": "nope", "prompt": "x"}, "model"),
         ("/tokenize", {"model": MODEL, "prompt": "x", "extra": 1}, "extra"),
         ("/detokenize", {"model": MODEL}, "tokens"),

@@ -65,7 +65,7 @@ TABLE: tuple[FieldRule, ...] = (
     _honoured("messages", CHAT, "Roles system, developer (treated as system), user, assistant; content a string or text parts; required."),
     _honoured("prompt", COMPLETIONS, "A string, a list of strings, a list of token ids, or a list of such lists; required."),
     _honoured("stream", BOTH, "Server-sent events instead of one answer."),
-    _honoured("stream_options", BOTH, "include_usage: a last chunk with usage. Only with stream."),
+    _honoured("stream_options", BOTH, "include_usage: a last chunk with usage; include_obfuscation: only false. Only with stream."),
     _honoured("n", BOTH, "1..64 sequences per prompt; prompts times n is capped (128)."),
     _honoured("best_of", COMPLETIONS, "Must equal n: there is no ranking of discarded sequences."),
     _honoured(
@@ -166,9 +166,14 @@ def honoured_fields(body: dict[str, object], endpoint: Endpoint) -> dict[str, ob
             kept[name] = value
         elif rule.treatment is Treatment.INERT:
             _check_inert(name, value)
-        elif not any(value == off and type(value) is type(off) for off in rule.off):
+        elif not any(_is_same(value, off) for off in rule.off):
             raise InvalidRequest(name, off_words(rule), value, rule.note)
     return kept
+
+
+def _is_same(value: object, off: object) -> bool:
+    """JSON's equality: 1 and 1.0 are one number, true is none."""
+    return value == off and isinstance(value, bool) == isinstance(off, bool)
 
 
 def unknown_field(name: str, known: Iterable[str], prefix: str = "") -> InvalidRequest:

@@ -106,6 +106,8 @@ def parse_tokenize(body: dict[str, object], limits: Limits) -> TokenizeRequest:
     request = convert(body, TokenizeRequest)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("prompt", "exactly one of prompt and messages")
+    if request.prompt is not None and request.add_generation_prompt is not None:
+        raise InvalidRequest("add_generation_prompt", "messages beside it", request.add_generation_prompt, "A prompt has no template.")
     return request
 
 
@@ -250,8 +252,11 @@ def _check_content(content: object, path: str) -> None:
 
 
 def _check_shared(request: SamplingFields, limits: Limits, num_prompts: int = 1) -> None:
-    if request.stream_options is not None and not request.stream:
-        raise InvalidRequest("stream_options", "stream = true beside it")
+    if request.stream_options is not None:
+        if not request.stream:
+            raise InvalidRequest("stream_options", "stream = true beside it")
+        if request.stream_options.include_obfuscation:
+            raise InvalidRequest("stream_options.include_obfuscation", "absent, null or false", True, "Chunks are not padded.")
     if request.stream and request.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs", "stream = false beside it", request.prompt_logprobs)
     if num_prompts * request.n > limits.max_sequences:

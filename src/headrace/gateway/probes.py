@@ -88,7 +88,7 @@ def _ids(model: ServedModel, request: schemas.TokenizeRequest) -> list[int]:
                 "add_special_tokens", "absent, null or false beside messages", True, "The template writes the begin token."
             )
         messages = template_messages(request.messages)
-        return model.text.template.encode(tokenizer, messages, add_generation_prompt=request.add_generation_prompt)
+        return model.text.template.encode(tokenizer, messages, add_generation_prompt=request.add_generation_prompt is not False)
     assert request.prompt is not None
     return tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
 

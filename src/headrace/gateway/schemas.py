@@ -32,7 +32,7 @@ class Message(Struct, forbid_unknown_fields=True):
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool = False
-    include_obfuscation: None = None
+    include_obfuscation: bool | None = None
 
 
 class SamplingFields(Struct, kw_only=True):
@@ -88,7 +88,7 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
 
