@@ -10,7 +10,7 @@ import pytest
 import torch
 from plain_loop import Checkpoint, PlainLoop, save_random_llama
 from real_engine import ROOMY
-from server_kit import KEY, Server, serving
+from server_kit import CROWD, CROWD_ENGINE, KEY, Server, serving, serving_fake
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.text.folder import load_text
@@ -115,3 +115,10 @@ def pair_checkpoint(request: pytest.FixtureRequest) -> Checkpoint:
     name = "trained_checkpoint" if bundled_path(DEFAULT_MODEL) else "random_checkpoint"
     found: Checkpoint = request.getfixturevalue(name)
     return found
+
+
+@pytest.fixture(scope="session")
+def fake_server(random_folder: Path) -> Iterator[Server]:
+    """The same deployment with an engine that computes nothing: any number of sequences, a token each every 50 ms."""
+    with serving_fake(random_folder, fake={**CROWD, "step_seconds": 0.05}, engine=CROWD_ENGINE) as server:
+        yield server

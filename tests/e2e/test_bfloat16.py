@@ -8,17 +8,15 @@ far the reference itself is from its float32 self is reported beside it: that is
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import pytest
 import torch
 from plain_loop import Checkpoint, PlainLoop
 from real_engine import RealEngine, greedy_request
+from results import save_result
 
 EPSILON = 2.0**-4
-RESULT = Path(__file__).resolve().parents[2] / "bench" / "results" / "bfloat16-divergence.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +86,5 @@ def test_bfloat16_divergence_is_measured(request: pytest.FixtureRequest) -> None
     found = [
         measure(request.getfixturevalue(f"{name}_checkpoint"), count=64, depth=depth) for name in ("random", "trained") for depth in (1, 2)
     ]
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(json.dumps([{**asdict(one), "rate": one.rate} for one in found], indent=1) + "\n")
+    save_result("bfloat16-divergence", {"runs": [{**asdict(one), "rate": one.rate} for one in found]})
     assert all(one.widest_gap < EPSILON for one in found)

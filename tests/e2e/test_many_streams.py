@@ -11,14 +11,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from http_kit import COMPLETIONS, Answer, stream
 from plain_loop import Checkpoint
 from results import save_result
-from server_kit import MEASURE, Server, serving_fake
+from server_kit import CROWD, CROWD_ENGINE, MEASURE, Server, serving_fake
 
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
@@ -26,7 +25,7 @@ from headrace.core.sampling import SamplingParams
 from headrace.lab.fake_runner import FakeOptions, fake_answer
 
 PROMPT = (5, 6, 7, 8)
-OPTIONS = FakeOptions(vocab_size=345)
+OPTIONS = FakeOptions(**CROWD)
 RAMP_S = 3.0
 SAMPLE_S = 0.25
 
@@ -49,12 +48,6 @@ class Costs:
     gateway_cpu_share: float = 0.0
     kib_per_stream: float = 0.0
     lag_ms: dict[str, float] = field(default_factory=dict)
-
-
-def crowd(folder: Path, step_seconds: float) -> Any:
-    fake = {"vocab_size": OPTIONS.vocab_size, "num_blocks": 20_000, "step_seconds": step_seconds, "verify": False}
-    engine = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192, "max_waiting": 2048}
-    return serving_fake(folder, fake=fake, engine=engine)
 
 
 def expected_text(checkpoint: Checkpoint, seed: int, num_tokens: int) -> str:
@@ -91,21 +84,15 @@ def dropped(checkpoint: Checkpoint, answers: list[Answer | Exception], num_token
 
 
 @pytest.fixture
-def lively(random_folder: Path) -> Iterator[Server]:
-    with crowd(random_folder, 0.05) as server:
-        yield server
-
-
-@pytest.fixture
 def paced(random_folder: Path) -> Iterator[Server]:
-    with crowd(random_folder, 0.5) as server:
+    with serving_fake(random_folder, fake={**CROWD, "step_seconds": 0.5}, engine=CROWD_ENGINE) as server:
         yield server
 
 
-async def test_100_streams_at_once_are_all_whole(lively: Server, random_checkpoint: Checkpoint) -> None:
-    answers = await run_streams(lively, 100, 30, ramp_s=0.3)
+async def test_100_streams_at_once_are_all_whole(fake_server: Server, random_checkpoint: Checkpoint) -> None:
+    answers = await run_streams(fake_server, 100, 30, ramp_s=0.3)
     assert not (wrong := dropped(random_checkpoint, answers, 30)), "\n".join(wrong[:10])
-    await lively.eventually(lambda: lively.load().is_idle)
+    await fake_server.eventually(lambda: fake_server.load().is_idle)
 
 
 class Watch:

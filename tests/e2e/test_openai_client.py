@@ -199,17 +199,24 @@ def test_a_wrong_key_is_an_authentication_error(server: Server, key: str) -> Non
             assert KEY not in str(caught.value)
 
 
+def cancellations(server: Server) -> float:
+    return server.metric("headrace_sequences_finished_total", reason="cancelled")
+
+
 def test_closing_a_stream_early_frees_its_blocks(server: Server, client: OpenAI) -> None:
-    stream = client.completions.create(model="random", prompt=[9, 8, 7], max_tokens=500, stream=True, extra_body=NEVER_STOP)
+    before = cancellations(server)
+    stream = client.completions.create(model="random", prompt=[9, 8, 7], max_tokens=500, n=8, stream=True, extra_body=NEVER_STOP)
     next(iter(stream))
-    assert not server.load().is_idle
     stream.close()
+    server.until(lambda: cancellations(server) == before + 8)
     server.until(lambda: server.load().is_idle)
 
 
 def test_a_clients_timeout_frees_its_blocks(server: Server, client: OpenAI) -> None:
+    before = cancellations(server)
     with pytest.raises(openai.APITimeoutError):
-        client.with_options(timeout=0.2).completions.create(model="random", prompt=[4, 5], max_tokens=500, n=4, extra_body=NEVER_STOP)
+        client.with_options(timeout=0.5).completions.create(model="random", prompt=[4, 5], max_tokens=500, n=32, extra_body=NEVER_STOP)
+    server.until(lambda: cancellations(server) == before + 32)
     server.until(lambda: server.load().is_idle)
 
 

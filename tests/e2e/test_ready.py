@@ -18,6 +18,7 @@ import psutil
 import pytest
 from http_kit import COMPLETIONS, Connection, ask, request_bytes, stream
 from plain_loop import Checkpoint
+from real_engine import ROOMY
 from server_kit import KEY, Server, is_alive, serving, serving_fake
 
 TOLD_S = 2.5
@@ -52,24 +53,32 @@ def test_a_stopped_engine_is_not_ready_until_it_goes_on(server: Server) -> None:
 
 
 async def test_streams_of_an_engine_that_was_stopped_for_a_moment_go_on(server: Server, random_checkpoint: Checkpoint) -> None:
-    prompt = random_checkpoint.plain.clear_one(random_checkpoint.prompts, 120)
-    running = asyncio.create_task(stream(server.port, COMPLETIONS, completion("random", tuple(prompt), 120), key=KEY))
+    prompt = random_checkpoint.plain.clear_one(random_checkpoint.prompts, 300)
+    running = asyncio.create_task(stream(server.port, COMPLETIONS, completion("random", tuple(prompt), 300, n=4), key=KEY))
     await server.eventually(lambda: server.load().num_running > 0)
     pid = server.pids()["e0"]
     os.kill(pid, signal.SIGSTOP)
     try:
         await server.eventually(lambda: not ready(server))
+        assert not running.done()
     finally:
         os.kill(pid, signal.SIGCONT)
     answer = await running
     assert answer.is_done
-    assert answer.text[0] == random_checkpoint.plain.text(random_checkpoint.plain.greedy(prompt, 120))
+    assert dict(answer.text) == dict.fromkeys(range(4), random_checkpoint.plain.text(random_checkpoint.plain.greedy(prompt, 300)))
 
 
 @pytest.fixture(scope="module")
 def doomed(random_folder: Path) -> Iterator[Server]:
-    """A server whose engine is killed and which is drained at the end."""
-    engine = {"model": str(random_folder), "dtype": "float32", "kernels": "reference", "num_threads": 1, "num_kv_blocks": 48}
+    """A server whose engine is killed and which is drained at the end. One sequence at a time, so that a request takes its time."""
+    engine = {
+        "model": str(random_folder),
+        "dtype": "float32",
+        "kernels": ROOMY["kernels"],
+        "num_threads": 1,
+        "num_kv_blocks": 48,
+        "max_num_seqs": 1,
+    }
     config = {
         "models": [{"name": "random", "engine": engine}],
         "gateway": {"api_keys": [{"key": KEY}], "request_log": "none"},
@@ -81,12 +90,14 @@ def doomed(random_folder: Path) -> Iterator[Server]:
 
 async def test_a_killed_engine_is_told_in_band_restarted_and_ready_again(doomed: Server, random_checkpoint: Checkpoint) -> None:
     before, instance = doomed.pids(), doomed.load().instance_id
-    body = completion("random", random_checkpoint.prompts[0], 450)
+    body = completion("random", random_checkpoint.prompts[0], 450, n=8)
     streams = [asyncio.create_task(stream(doomed.port, COMPLETIONS, {**body, "cache_salt": str(n)}, key=KEY)) for n in range(3)]
     whole = asyncio.create_task(ask(doomed.port, "POST", COMPLETIONS, body, key=KEY))
-    await doomed.eventually(lambda: doomed.load().num_running >= 3)
+    await doomed.eventually(lambda: doomed.load().num_running > 0 and doomed.load().num_open == 4)
     os.kill(before["e0"], signal.SIGKILL)
-    for answer in await asyncio.gather(*streams):
+    answers = await asyncio.gather(*streams)
+    assert any(answer.status == 200 and any(answer.text.values()) for answer in answers), "one had begun, and is told in its stream"
+    for answer in answers:
         assert not answer.is_done
         assert answer.error is not None
         assert answer.error["code"] == "unavailable"
@@ -118,7 +129,7 @@ async def test_sigterm_lets_streams_finish_refuses_new_work_and_exits_clean(doom
     async with Connection(doomed.port) as kept:
         await kept.send(body)
         assert (await kept.reply()).status == 200
-        running = asyncio.create_task(stream(doomed.port, COMPLETIONS, completion("random", tuple(prompt), 300), key=KEY))
+        running = asyncio.create_task(stream(doomed.port, COMPLETIONS, completion("random", tuple(prompt), 300, n=4), key=KEY))
         await doomed.eventually(lambda: doomed.load().num_running > 0)
         doomed.process.send_signal(signal.SIGTERM)
         await doomed.eventually(lambda: doomed.get("/ready")[1]["reason"] == "draining")
@@ -127,7 +138,7 @@ async def test_sigterm_lets_streams_finish_refuses_new_work_and_exits_clean(doom
         assert refused.headers["retry-after"]
         answer = await running
     assert answer.is_done
-    assert answer.text[0] == random_checkpoint.plain.text(random_checkpoint.plain.greedy(prompt, 300))
+    assert dict(answer.text) == dict.fromkeys(range(4), random_checkpoint.plain.text(random_checkpoint.plain.greedy(prompt, 300)))
     assert await asyncio.to_thread(doomed.process.wait, 60.0) == 0
     assert not [name for name, pid in pids.items() if is_alive(pid)]
 

@@ -32,6 +32,9 @@ FAKE_COMMAND = (sys.executable, str(SUPPORT / "serve_fake.py"))
 START_S = 240.0
 STOP_S = 60.0
 LIVELY_S = 20.0
+CROWD: dict[str, Any] = {"vocab_size": 345, "num_blocks": 20_000, "verify": False}
+CROWD_ENGINE: dict[str, Any] = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192, "max_waiting": 2048}
+"""A fake engine with room for a thousand sequences of `plain_loop`'s vocabulary."""
 REPORT = signal.SIGRTMIN + 3
 MEASURE = signal.SIGRTMIN + 4
 """The probe's signals."""
