@@ -58,7 +58,8 @@ class DrivenEngine:
     ) -> None:
         self.clock = ManualClock()
         counts = tuple(num_blocks for _ in groups)
-        settings = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_model_len": max_model_len, "eos_token_ids": eos, "depth": depth, **config}
+        settings = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_model_len": max_model_len, "depth": depth, **config}
+        settings["eos_token_ids"] = eos
         self.kv = KvManager(groups, counts, block_size, caching=caching)
         self.scheduler = Scheduler(SchedulerConfig(**settings), self.kv)
         self.runner = OracleRunner(groups, counts, block_size, vocab_size=VOCAB, lazy=depth > 1)

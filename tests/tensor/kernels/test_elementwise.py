@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 pytest.importorskip("numba")
 
