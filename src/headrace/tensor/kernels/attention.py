@@ -51,7 +51,7 @@ VECTORS = 32
 ROWS = 4
 AHEAD = 16
 """Keys between a prefetch and its use."""
-WORK_PER_THREAD = 1 << 15
+WORK_PER_THREAD = 1 << 17
 """Multiply-adds worth a second thread: waking one costs microseconds, on a busy machine tens."""
 
 NO_WINDOW = 1 << 40

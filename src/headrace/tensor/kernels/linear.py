@@ -31,7 +31,7 @@ BLOCK_STRIPS = 16
 """Most strips in a block, the unit of work: its weights stay in the second-level cache while all rows of x pass over them."""
 SLAB_ELEMENTS = 1 << 22
 """Weights packed at a time."""
-WORK_PER_THREAD = 1 << 16
+WORK_PER_THREAD = 1 << 18
 """Multiply-adds worth a second thread."""
 
 
