@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from headrace.tensor.kernels.launch import compile_kernel, entry, guarded, helper, run_workers, thread_limit
-from headrace.tensor.kernels.simd import COLUMNS, LANES, as_f32, as_i32, as_i64, at, fold_block, load, store, strip_block, take_ticket
+from headrace.tensor.kernels.simd import as_f32, as_i32, as_i64, at, fold_block, load, store, strip_block, take_ticket
+from headrace.tensor.kernels.vector_ir import COLUMNS, LANES
 
 Pointer = Any
 

@@ -1,0 +1,141 @@
+"""Words of vector code: functions that write LLVM instructions, for the intrinsics of `simd`.
+
+Values are float32, alone or in vectors of LANES, one register of this CPU. Stored elements are float32 or bfloat16 (seen as uint16: the
+upper half of a float32). Every order of additions is written down here, once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils, config
+
+F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+Emit = Callable[[Any, ir.IRBuilder, Any, Any], Any]
+
+
+def native_lanes() -> int:
+    """float32 lanes of the widest vector register of the CPU that Numba compiles for: 16, 8 or 4."""
+    named = config.CPU_FEATURES
+    features = set(named.replace("+", "").split(",")) if named else {k for k, v in llvmlite.binding.get_host_cpu_features().items() if v}
+    if "avx512f" in features:
+        return 16
+    return 8 if "avx" in features else 4
+
+
+LANES = native_lanes()
+COLUMNS = LANES // 4
+"""Columns of a block: with 4 rows its LANES sums fold into one vector."""
+
+VECTOR = ir.VectorType(F32, LANES)
+ITEM_BYTES = {types.float32: 4, types.uint16: 2, types.int32: 4, types.int64: 8}
+STORED = {types.float32: F32, types.uint16: I16, types.int32: I32, types.int64: I64}
+
+
+def shaped(like: ir.Type, scalar: ir.Type) -> ir.Type:
+    return ir.VectorType(scalar, like.count) if isinstance(like, ir.VectorType) else scalar
+
+
+def constant(like: ir.Type, value: float) -> ir.Constant:
+    """`value` in every lane of a float or integer type."""
+    return ir.Constant(like, [value] * like.count) if isinstance(like, ir.VectorType) else ir.Constant(like, value)
+
+
+def splat(builder: ir.IRBuilder, scalar: ir.Value, scalar_type: ir.Type = F32) -> ir.Value:
+    vector = ir.VectorType(scalar_type, LANES)
+    undefined = ir.Constant(vector, ir.Undefined)
+    zeros = ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
+    return builder.shuffle_vector(builder.insert_element(undefined, scalar, I32(0)), undefined, zeros)
+
+
+def call_llvm(builder: ir.IRBuilder, name: str, *arguments: ir.Value) -> ir.Value:
+    """Call an overloaded LLVM intrinsic of float32 arguments, `name` without its type suffix."""
+    result = arguments[0].type
+    suffix = f"v{result.count}f32" if isinstance(result, ir.VectorType) else "f32"
+    function_type = ir.FunctionType(result, [a.type for a in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, f"{name}.{suffix}"), arguments)
+
+
+def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    return call_llvm(builder, "llvm.fma", a, b, c)
+
+
+def step(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value | int) -> ir.Value:
+    return builder.gep(pointer, [index if isinstance(index, ir.Value) else I64(index)])
+
+
+def load_floats(builder: ir.IRBuilder, pointer: ir.Value, element: types.Type, like: ir.Type) -> ir.Value:
+    """float32 values of `like`'s shape at `pointer`."""
+    stored = shaped(like, STORED[element])
+    value = builder.load(builder.bitcast(pointer, stored.as_pointer()), align=ITEM_BYTES[element])
+    if element == types.float32:
+        return value
+    wide = builder.zext(value, shaped(like, I32))
+    return builder.bitcast(builder.shl(wide, constant(wide.type, 16)), like)
+
+
+def store_floats(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, element: types.Type) -> None:
+    """Store float32 values; to bfloat16 by rounding to nearest, ties to even, NaN stays NaN."""
+    if element == types.uint16:
+        bits = builder.bitcast(value, shaped(value.type, I32))
+        one, sixteen = constant(bits.type, 1), constant(bits.type, 16)
+        odd = builder.and_(builder.lshr(bits, sixteen), one)
+        rounded = builder.lshr(builder.add(bits, builder.add(odd, constant(bits.type, 0x7FFF))), sixteen)
+        is_nan = builder.fcmp_unordered("uno", value, value)
+        value = builder.trunc(builder.select(is_nan, constant(bits.type, 0x7FC0), rounded), shaped(value.type, I16))
+    builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=ITEM_BYTES[element])
+
+
+def part_of(builder: ir.IRBuilder, value: ir.Value, first: int, count: int) -> ir.Value:
+    if count == 1:
+        return builder.extract_element(value, I32(first))
+    return builder.shuffle_vector(value, value, ir.Constant(ir.VectorType(I32, count), list(range(first, first + count))))
+
+
+def fold_dots(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
+    """A vector whose lane i < len(parts) is the sum of all lanes of parts[i]; len(parts) a power of two <= LANES.
+
+    Each of log2(LANES) rounds adds the even to the odd lanes of a pair of vectors and lays the halves side by side. A part's sum is
+    formed in the same order however many parts there are, so blocks of one row and of four rows agree to the bit.
+    """
+    mask_type, order = ir.VectorType(I32, LANES), list(range(0, 2 * LANES, 2))
+    even, odd = ir.Constant(mask_type, order), ir.Constant(mask_type, [i + 1 for i in order])
+    for _ in range(LANES.bit_length() - 1):
+        pairs = list(zip(parts[0::2], parts[1::2], strict=True)) if len(parts) > 1 else [(parts[0], parts[0])]
+        parts = [builder.fadd(builder.shuffle_vector(x, y, even), builder.shuffle_vector(x, y, odd)) for x, y in pairs]
+    return parts[0]
+
+
+def fold_lanes(builder: ir.IRBuilder, value: ir.Value, join: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
+    """All lanes joined in halves: lane i with lane i + LANES / 2, and so on down to one."""
+    lanes = LANES
+    while lanes > 1:
+        lanes //= 2
+        value = join(part_of(builder, value, 0, lanes), part_of(builder, value, lanes, lanes))
+    return value
+
+
+def emit_exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """e**x as x = n ln 2 + r, a polynomial in r, times 2**n. Below -87 it is e**-87, above 88 infinite; NaN stays NaN."""
+    value = functools.partial(constant, x.type)
+    given, limit = x, value(88.0)
+    x = call_llvm(builder, "llvm.minnum", call_llvm(builder, "llvm.maxnum", x, value(-87.0)), limit)
+    n = call_llvm(builder, "llvm.rint", builder.fmul(x, value(1.44269504088896341)))
+    r = fma(builder, n, value(-0.693359375), x)
+    r = fma(builder, n, value(2.12194440e-4), r)
+    p = value(1.9875691500e-4)
+    for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = fma(builder, p, r, value(coefficient))
+    p = builder.fadd(fma(builder, p, builder.fmul(r, r), r), value(1.0))
+    integer = shaped(x.type, I32)
+    exponent = builder.shl(builder.add(builder.fptosi(n, integer), constant(integer, 127)), constant(integer, 23))
+    result = builder.fmul(p, builder.bitcast(exponent, x.type))
+    # Not (given <= limit) is "above, or NaN"; given times infinity is then infinite, or NaN.
+    inside = builder.fcmp_ordered("<=", given, limit)
+    return builder.select(inside, result, builder.fmul(given, value(math.inf)))
