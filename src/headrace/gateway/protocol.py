@@ -29,8 +29,9 @@ LINGER_S = 2.0
 """How long the rest of an unwanted body is thrown away, so that its sender gets to read the refusal."""
 
 FRAMING_SLACK_BYTES = 64 << 10
-MAX_FRAMING_FACTOR = 8
-"""A body may cost this many wire bytes per byte beyond the slack. One-byte chunks cost 6; chunk extensions and trailers cost anything."""
+MAX_FRAMING_FACTOR = 2
+"""A body may cost this many wire bytes per byte beyond the slack. Each chunk costs the event loop microseconds, whatever its size:
+chunks of one byte cost 6 bytes each, those of a sane client hardly more than one per byte; extensions and trailers cost anything."""
 
 REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
