@@ -1,9 +1,9 @@
 """In bfloat16 two right programs may choose differently where the model itself hardly has a preference, and nowhere else.
 
 The reference is transformers in bfloat16 on the same weights, fed the engine's own tokens: at every position the engine's choice is
-either the reference's best token, or the reference's two best logits lie closer together than EPSILON times the largest magnitude in the
-row. bfloat16 keeps 8 bits, so one rounding is up to 2^-9 of a value; EPSILON leaves room for the roundings of the layers to add up. How
-far the reference itself is from its float32 self is reported beside it: that is the noise two right programs have to live with.
+either the reference's best token, or its logit there lies less than EPSILON times the row's largest magnitude below the best one's.
+bfloat16 keeps 8 bits, so one rounding is up to 2^-9 of a value; EPSILON leaves room for the roundings of the layers to add up. How far
+the reference itself is from its float32 self is reported beside it: that is the noise two right programs have to live with.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EPSILON = 2.0**-4
 class Divergence:
     """num_different of num_tokens choices differ from the reference's. The others are relative to a row's largest logit:
 
-    widest_gap       the largest top-2 gap of the reference at which a choice differed
+    widest_gap       the farthest a different choice stood below the reference's best
     reference_error  the reference's largest difference from float32 on the same weights
     """
 
@@ -57,13 +57,12 @@ def measure(checkpoint: Checkpoint, *, count: int, depth: int = 1) -> Divergence
 
 
 def gaps_where_different(reference: PlainLoop, prompt: list[int], answer: list[int]) -> list[float]:
-    """The relative top-2 gap at each position where the answer is not the reference's best token."""
+    """How far below the reference's best logit the answer's token stands, relative, at each position where it is not the best."""
     gaps = []
     rows = reference.logits([*prompt, *answer])[len(prompt) - 1 : -1]
     for row, token_id in zip(rows, answer, strict=True):
-        best = row.topk(2)
-        if token_id != int(best.indices[0]) and row[token_id] != best.values[0]:
-            gaps.append(float((best.values[0] - best.values[1]) / row.abs().max()))
+        if row[token_id] != row.max():
+            gaps.append(float((row.max() - row[token_id]) / row.abs().max()))
     return gaps
 
 
