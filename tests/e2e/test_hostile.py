@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hostile_requests import CHAT, COMPLETIONS, cases
 from http_kit import Connection, Reply, ask, request_bytes, stream
@@ -343,6 +344,15 @@ async def test_hostile_clients_are_refused_and_neighbours_unharmed(server: Serve
     async with calm_neighbourhood(server, random_checkpoint):
         failures = await asyncio.gather(*(attack(one) for one in ATTACKS))
     assert not any(failures), "\n".join(failure for failure in failures if failure)
+
+
+async def test_a_flood_of_tiny_chunks_costs_the_gateway_little(server: Server) -> None:
+    """Chunks of one byte, up to the body's cap of a megabyte, were read to the end once: 2.4 s of an event loop that others wait for."""
+    gateway = psutil.Process(server.pids()["gateway"])
+    before = gateway.cpu_times()
+    await megabytes_of_chunks(server)
+    after = gateway.cpu_times()
+    assert after.user + after.system - before.user - before.system < 1.0
 
 
 @pytest.mark.parametrize("name", ["/live", "/health", "/ready"])

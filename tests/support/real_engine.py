@@ -21,7 +21,7 @@ MAX_TURNS = 20_000
 ROOMY: dict[str, Any] = {
     "dtype": "float32",
     "num_threads": 1,
-    "kernels": "reference",
+    "kernels": "auto",
     "block_size": 4,
     "num_kv_blocks": 400,
     "max_num_seqs": 8,
