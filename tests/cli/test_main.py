@@ -99,7 +99,9 @@ def test_every_error_of_ours_has_an_exit_code() -> None:
     assert all(code is not ExitCode.OK for _, code in CODES)
 
 
-def test_completion_script_is_offered(headrace: Headrace) -> None:
-    done = headrace("--show-completion", "bash")
+def test_completion_script_is_offered(headrace: Headrace, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Asked for the way a shell's start-up file does it; --show-completion looks at the parent process, which under make is sh.
+    monkeypatch.setenv("_HEADRACE_COMPLETE", "source_bash")
+    done = headrace()
     assert done.returncode == 0
     assert "_HEADRACE_COMPLETE" in done.stdout

@@ -35,7 +35,7 @@ def trained_folder() -> Path:
     """The bundled model. It may be missing from a checkout only while it has not been added to it."""
     folder = bundled_path(DEFAULT_MODEL)
     if folder is None:
-        pytest.skip(f"{DEFAULT_MODEL} is not in this checkout yet")
+        pytest.fail(f"{DEFAULT_MODEL} is missing from the package")
     return folder
 
 

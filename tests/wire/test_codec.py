@@ -229,7 +229,9 @@ def test_a_rejection_arrives_as_it_was_raised(error: HeadraceError) -> None:
     assert handle == 4
     assert type(decoded) is type(error)
     assert str(decoded) == str(error)
-    assert vars(decoded) == vars(error)
+    facts, expected = dict(vars(decoded)), dict(vars(error))
+    assert repr(facts.pop("given", None)) == repr(expected.pop("given", None))  # only its text travels
+    assert facts == expected
 
 
 def test_a_foreign_error_crosses_without_its_text() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from headrace.core.errors import ConfigError
 from headrace.engine.build import build_engine
 from headrace.engine.server.config import load_process_config
 from headrace.engine.server.process import ExitCode, leave, run_process
+from headrace.tensor.openmp import prepare_openmp
 from headrace.wire.leash import Leash
 
 
@@ -20,6 +22,7 @@ def run_engine(config_path: str | Path, parent_fd: int | None = None) -> None:
     parent_fd    the inherited end of the supervisor's leash; None when started by hand
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    prepare_openmp(os.environ)  # before torch is imported, which building the engine does
     leash = Leash(parent_fd)
     try:
         process, engine = load_process_config(config_path)

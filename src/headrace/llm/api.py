@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -255,5 +256,7 @@ def _resolve(model: str | Path | None) -> Path:
 def _build_engine(config: EngineConfig, outbox: Outbox) -> Engine:
     # torch is imported here, not with this module: a mistaken keyword or prompt is refused at once.
     from headrace.engine.build import build_engine
+    from headrace.tensor.openmp import prepare_openmp
 
+    prepare_openmp(os.environ)
     return build_engine(config, outbox)
