@@ -337,11 +337,11 @@ async def test_commands_for_unknown_handles_are_harmless() -> None:
 
 
 async def test_a_gateway_that_does_not_read_loses_its_lease_and_its_requests() -> None:
-    async with served(FakeOptions(verify=False), max_unread=2000, lease_s=0.5) as engine, connected(engine) as neighbour:
+    async with served(FakeOptions(verify=False), max_unread=400, lease_s=0.5) as engine, connected(engine) as neighbour:
         async with RawStream(engine) as call:
-            many = [encode_submit(request(f"q{i}", max_tokens=ENDLESS, logprobs=20), Handle(i + 1)) for i in range(40)]
+            many = [encode_submit(request(f"q{i}", max_tokens=ENDLESS, logprobs=20), Handle(i + 1)) for i in range(8)]
             await send(call, *many)
-            await until(lambda: engine.service.num_open == 40)
+            await until(lambda: engine.service.num_open == 8)
             await until(lambda: engine.service.num_open == 0)
             await expect_status(call, grpc.StatusCode.RESOURCE_EXHAUSTED, "lease")
         assert len((await read_all(neighbour.submit(request("n"))))[0]) == 8
