@@ -13,7 +13,6 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError
 from headrace.engine.server.outbox import Outbox
 from headrace.wire import headrace_pb2 as pb
@@ -29,12 +28,14 @@ class StreamLost(HeadraceError):
 class GatewayStream:
     """context  grpc.aio's ServicerContext of Infer.Connect, raw bytes in both directions."""
 
-    def __init__(self, context: Any, *, on_command: Callable[[GatewayStream, pb.Command], None], clock: Clock) -> None:
+    def __init__(self, context: Any, *, on_command: Callable[[GatewayStream, pb.Command], None]) -> None:
         self._context = context
         self._on_command = on_command
-        self._clock = clock
         self._wake = asyncio.Event()
-        self._write_began_s: float | None = None
+        self._is_writing = False
+        self._num_sent = 0
+        self._num_sent_at_beat = 0
+        self._stuck_s = 0.0
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.outbox = Outbox()
         self.num_submits = 0
@@ -42,19 +43,25 @@ class GatewayStream:
     @property
     def is_flushed(self) -> bool:
         """No answer waits or is being written."""
-        return self._write_began_s is None and not self.outbox.has_answers
+        return not self._is_writing and not self.outbox.has_answers
 
     def wake(self) -> None:
         """Something was put into the outbox."""
         self._wake.set()
 
-    def check_lease(self, lease_s: float, max_units: int) -> None:
-        """Ends the stream of a gateway that does not read: too long in one write, or too much waiting for it."""
+    def check_lease(self, beat_s: float, lease_s: float, max_units: int) -> None:
+        """Ends the stream of a gateway that does not read: too long in one write, or too much waiting for it.
+
+        Called once per heartbeat. Time is counted in beats (`beat_s` each) and not read off a clock: while this process itself was held
+        up, no gateway could have been served, and none is blamed.
+        """
         if self._lost.done():
             return
-        stuck_s = 0.0 if self._write_began_s is None else self._clock() - self._write_began_s
-        if stuck_s > lease_s:
-            self._lost.set_exception(StreamLost(f"lease lost: the gateway has not read for {stuck_s:.1f} s"))
+        is_stuck = self._is_writing and self._num_sent == self._num_sent_at_beat
+        self._stuck_s = self._stuck_s + beat_s if is_stuck else 0.0
+        self._num_sent_at_beat = self._num_sent
+        if self._stuck_s > lease_s:
+            self._lost.set_exception(StreamLost(f"lease lost: the gateway has not read for {self._stuck_s:.1f} s"))
         elif self.outbox.num_units > max_units:
             self._lost.set_exception(StreamLost(f"lease lost: {self.outbox.num_units} unread updates exceed {max_units}"))
 
@@ -85,9 +92,10 @@ class GatewayStream:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def send(self, frame: pb.EngineFrame) -> None:
-        self._write_began_s = self._clock()
+        self._is_writing = True
         await self._context.write(frame.SerializeToString())
-        self._write_began_s = None
+        self._is_writing = False
+        self._num_sent += 1
 
     async def _read(self) -> None:
         while (frame := await self._read_frame()) is not None:

@@ -10,14 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
-from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
@@ -93,7 +91,6 @@ class EngineService:
         on_drain: Callable[[str], None] | None = None,
         lease_s: float = LEASE_S,
         max_unread: int = MAX_UNITS,
-        clock: Clock = time.monotonic,
     ) -> None:
         """
         bridge    the outbox the engine was made with
@@ -103,7 +100,6 @@ class EngineService:
         """
         self._engine = engine
         self._target = target
-        self._clock = clock
         self._on_drain = on_drain or self.drain
         self._lease_s, self._max_unread = lease_s, max_unread
         self._streams: list[GatewayStream] = []
@@ -199,7 +195,7 @@ class EngineService:
     async def _connect(self, _requests: object, context: Any) -> None:
         """Infer.Connect: one gateway, from hello to hang-up."""
         await self._authorize(context)
-        stream = GatewayStream(context, on_command=self._take_command, clock=self._clock)
+        stream = GatewayStream(context, on_command=self._take_command)
         status: tuple[grpc.StatusCode, str] | None = None
         try:
             await self._greet(stream)
@@ -317,7 +313,7 @@ class EngineService:
         while True:
             self._send_load()
             for stream in self._streams:
-                stream.check_lease(self._lease_s, self._max_unread)
+                stream.check_lease(HEARTBEAT_S, self._lease_s, self._max_unread)
             await asyncio.sleep(HEARTBEAT_S)
 
     def _note_settled(self) -> None:

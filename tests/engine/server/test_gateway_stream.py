@@ -1,0 +1,103 @@
+"""The lease of a gateway that does not read, beat by beat."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc.aio
+import pytest
+
+from headrace.core.errors import InvalidRequest
+from headrace.engine.server.gateway_stream import GatewayStream, StreamLost
+from headrace.wire import headrace_pb2 as pb
+from headrace.wire.handles import Handle
+
+BEAT_S = 0.25
+
+
+class Gateway:
+    """A peer that takes a frame per `reads.release()` and sends nothing."""
+
+    def __init__(self) -> None:
+        self.reads = asyncio.Semaphore(0)
+        self.closed = asyncio.Event()
+
+    async def read(self) -> object:
+        await self.closed.wait()
+        return grpc.aio.EOF
+
+    async def write(self, _data: bytes) -> None:
+        await self.reads.acquire()
+
+
+@asynccontextmanager
+async def pumping(gateway: Gateway) -> AsyncIterator[tuple[GatewayStream, asyncio.Task[None]]]:
+    stream = GatewayStream(gateway, on_command=ignore)
+    task = asyncio.create_task(stream.pump())
+    await turns()
+    yield stream, task
+    gateway.closed.set()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def ignore(_stream: GatewayStream, _command: pb.Command) -> None: ...
+
+
+async def turns() -> None:
+    """Lets everything that can run do so."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def say(stream: GatewayStream) -> None:
+    stream.outbox.put_rejected(Handle(1), InvalidRequest("x", "y", "z"))
+    stream.wake()
+
+
+async def beats(stream: GatewayStream, count: int, *, lease_s: float = 1.0) -> None:
+    for _ in range(count):
+        await turns()
+        stream.check_lease(BEAT_S, lease_s, 1000)
+    await turns()
+
+
+async def test_one_write_longer_than_the_lease_ends_the_stream() -> None:
+    gateway = Gateway()
+    async with pumping(gateway) as (stream, task):
+        say(stream)
+        await beats(stream, 4)
+        assert not task.done()
+        await beats(stream, 1)
+        with pytest.raises(StreamLost, match=r"not read for 1\.2 s"):
+            task.result()
+
+
+async def test_a_slow_gateway_that_takes_a_frame_now_and_then_keeps_its_lease() -> None:
+    gateway = Gateway()
+    async with pumping(gateway) as (stream, task):
+        for _ in range(20):
+            say(stream)
+            await beats(stream, 3)
+            gateway.reads.release()
+        assert not task.done()
+
+
+async def test_a_quiet_stream_keeps_its_lease_for_ever() -> None:
+    async with pumping(Gateway()) as (stream, task):
+        await beats(stream, 100)
+        assert not task.done()
+        assert stream.is_flushed
+
+
+async def test_too_much_unread_ends_the_stream_at_the_next_beat() -> None:
+    async with pumping(Gateway()) as (stream, task):
+        for _ in range(1002):
+            say(stream)
+        await turns()
+        for _ in range(1001):
+            say(stream)
+        await beats(stream, 1)
+        with pytest.raises(StreamLost, match="1001 unread"):
+            task.result()
