@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.config import ServeConfig, is_fetched, is_loopback, load
+from headrace.cli.config import ServeConfig, is_fetched, load
 from headrace.core.errors import ConfigError
+from headrace.core.hosts import is_loopback
 from headrace.gateway.config import config_from
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.core.errors import EngineFatal, InvalidRequest, SequenceFailed, Unavailable
+from headrace.core.errors import EngineFatal, InvalidRequest, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
@@ -16,6 +16,7 @@ from headrace.core.sampling import SamplingParams
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions, fake_answer, fake_engine
 from headrace.llm.api import LLM
+from headrace.llm.outputs import GenerationFailed
 from headrace.text.folder import TextModel
 
 MakeLLM = Callable[..., LLM]
@@ -245,8 +246,10 @@ def test_a_failed_sequence_raises_after_its_neighbours_are_done(make_llm: MakeLL
         return plan(now)
 
     monkeypatch.setattr(scheduler, "plan", failing)
-    with pytest.raises(SequenceFailed, match="prompt 0: its step failed"):
+    with pytest.raises(GenerationFailed, match="prompt 0: its step failed") as failed:
         llm.generate(["Hello", "Bye"], SIX)
+    assert [output.outputs[0].finish_reason for output in failed.value.outputs] == ["error", "length"]
+    assert len(failed.value.outputs[1].outputs[0].token_ids) == 6
     assert llm.engine.snapshot().counters.finished == {FinishReason.ERROR.value: 1, FinishReason.LENGTH.value: 1}
 
 

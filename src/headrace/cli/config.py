@@ -10,7 +10,6 @@ Composes the packages' own frozen configs and checks pairs; each package checks 
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 from headrace.bundled import bundled_path
 from headrace.cli.config_decode import Raw, apply_environment, decode, read_yaml, set_at
 from headrace.core.errors import ConfigError
+from headrace.core.hosts import is_loopback
 from headrace.engine.config import EngineConfig
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.weights import HUB_ID
@@ -172,12 +172,3 @@ def _with_hashed_keys(gateway: GatewayConfig) -> GatewayConfig:
 def is_fetched(model: str) -> bool:
     """A hub id: looks like one, and no folder and no bundled model has that name."""
     return HUB_ID.fullmatch(model) is not None and bundled_path(model) is None and not Path(model).exists()
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

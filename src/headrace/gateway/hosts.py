@@ -6,11 +6,11 @@ Origin must be the very host it talks to: there is no cross-origin use to suppor
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Sequence
 
 from headrace.core.errors import InvalidRequest
+from headrace.core.hosts import is_loopback
 from headrace.gateway.errors import Forbidden
 from headrace.gateway.exchange import Exchange
 
@@ -38,15 +38,6 @@ class HostCheck:
         origins = [value for name, value in exchange.headers if name == b"origin"]
         if origins and (len(origins) > 1 or not _is_same_origin(origins[0].decode("latin-1"), host)):
             raise Forbidden("Requests from other origins are not answered.")
-
-
-def is_loopback(host: str) -> bool:
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _is_same_origin(origin: str, host: str) -> bool:

@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from headrace.core.sampling import SamplingParams
 from headrace.llm.api import LLM
-from headrace.llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from headrace.llm.outputs import CompletionOutput, GenerationFailed, Logprob, RequestMetrics, RequestOutput
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "GenerationFailed", "Logprob", "RequestMetrics", "RequestOutput", "SamplingParams"]

@@ -129,7 +129,7 @@ class LLM:
         sampling_params  one for all, or one per prompt; None: the model's own defaults
         use_tqdm         show progress when standard error is a terminal
 
-        Raises: InvalidRequest before anything runs; SequenceFailed when a sequence failed, after all others are done.
+        Raises: InvalidRequest before anything runs; GenerationFailed when a sequence failed, after all others; its `.outputs` has all.
         """
         return self._run(parse_prompts(prompts, self._text.tokenizer), sampling_params, use_tqdm=use_tqdm)
 

@@ -7,12 +7,12 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from headrace.core.errors import EngineFatal, SequenceFailed
+from headrace.core.errors import EngineFatal
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.loop import Engine
-from headrace.llm.outputs import RequestMetrics, RequestOutput, SequenceCollector, prompt_logprob_maps
+from headrace.llm.outputs import GenerationFailed, RequestMetrics, RequestOutput, SequenceCollector, prompt_logprob_maps
 from headrace.text.assemble import OutputAssembler
 from headrace.text.tokenizer import Tokenizer
 
@@ -85,7 +85,7 @@ class Batch:
     def run(self, jobs: Sequence[Job], progress: Progress) -> None:
         """Until every job is finished. On any way out nothing of them is left in the engine.
 
-        Raises: the engine's refusal of a request; SequenceFailed for the first sequence that failed, after all others are done;
+        Raises: the engine's refusal of a request; GenerationFailed for the first sequence that failed, after all others are done;
         EngineFatal when the engine cannot go on.
         """
         waiting = deque(jobs)
@@ -103,7 +103,7 @@ class Batch:
             progress.close()
         for number, job in enumerate(jobs):
             if job.error is not None:
-                raise SequenceFailed(f"prompt {number}: {job.error}")
+                raise GenerationFailed(f"prompt {number}: {job.error}", outputs_of(jobs))
 
     def _hand_in(self, waiting: deque[Job]) -> None:
         while waiting and (not self._open or self._num_open + waiting[0].request.params.n <= self._max_waiting):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from headrace.core.errors import SequenceFailed
 from headrace.core.finish import FinishReason
 from headrace.core.plan import TokenLogprobs
 from headrace.core.update import SequenceUpdate
@@ -82,6 +83,14 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobMap | None] | None = None
     finished: bool = False
     num_cached_tokens: int | None = None
+
+
+class GenerationFailed(SequenceFailed):
+    """Raised when all others are done. `outputs` is what would have been returned: failed sequences say finish_reason "error"."""
+
+    def __init__(self, message: str, outputs: list[RequestOutput]) -> None:
+        super().__init__(message)
+        self.outputs = outputs
 
 
 class SequenceCollector:

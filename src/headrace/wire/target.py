@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import os
 import stat
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
+from headrace.core.hosts import is_loopback
 
 TOKEN_METADATA = "headrace-token"
 MAX_UNIX_PATH_BYTES = 107
@@ -49,7 +49,7 @@ def parse_target(address: str, token: str | None = None) -> Target:
     host, separator, port = address.rpartition(":")
     if not separator or not port.isdecimal() or int(port) > 65535:
         raise ConfigError("engine address", f"{address!r} is neither unix:/path nor host:port")
-    if not _is_loopback(host.strip("[]")):
+    if not is_loopback(host):
         raise ConfigError(
             "engine address",
             f"{host!r} is not a loopback address and the wire has no TLS listener",
@@ -75,12 +75,3 @@ def token_matches(metadata: Iterable[tuple[str, str | bytes]], token: str | None
         return True
     given = next((value for key, value in metadata if key == TOKEN_METADATA), "")
     return hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), token.encode())
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
