@@ -19,7 +19,8 @@ from headrace.lab.environment import bandwidth_script, environment, measure_band
 from headrace.lab.offline import Collector, OfflineRun
 from headrace.lab.report import write_json
 
-RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def run_table(table: Table, *, rounds: int, say: Callable[[str], None] = print) 
         kept.append({"round": number, "environment": environment(), "read_bandwidth_bytes_per_s": bandwidth, "values": values})
         say(f"{table.name} round {number + 1}/{rounds}: {values}")
     file = RESULTS / f"{table.name}-{began}.json"
-    write_json(
+    write_portable(
         file,
         {
             "table": table.name,
@@ -96,6 +97,12 @@ def run_table(table: Table, *, rounds: int, say: Callable[[str], None] = print) 
         },
     )
     return file
+
+
+def write_portable(file: Path, data: Mapping[str, object]) -> None:
+    """Like `write_json`, with paths relative to this checkout: where it lies on the measuring machine is nobody's business."""
+    write_json(file, data)
+    file.write_text(file.read_text(encoding="utf-8").replace(f"{ROOT}/", ""), encoding="utf-8")
 
 
 def requests_for(machine: Machine, count: int, shape: Shape, *, seed: int) -> list[LoadRequest]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import MistralConfig
 
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.tensor.layers.rope import LinearScaling, RopeSpec
@@ -186,6 +187,13 @@ def test_a_window_longer_than_the_context_is_no_window(folder: Any) -> None:
     change(folder, architectures=["MistralForCausalLM"], sliding_window=20)
     assert folder.load().model.kv_groups[0].window == 20
     assert folder.load(max_model_len=20).model.kv_groups[0].window is None
+
+
+def test_a_mistral_without_the_field_has_the_family_s_window(folder: Any) -> None:
+    change(folder, architectures=["MistralForCausalLM"], max_position_embeddings=8192, sliding_window=DELETED)
+    assert folder.load().model.kv_groups[0].window == MistralConfig().sliding_window
+    change(folder, sliding_window=None)
+    assert folder.load().model.kv_groups[0].window is None
 
 
 def test_options_that_cannot_be_met_are_refused_by_name(folder: Any) -> None:

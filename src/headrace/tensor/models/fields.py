@@ -99,8 +99,10 @@ def read_top_k(config: ConfigFile, num_experts: int, *, default: int) -> int:
     return config.integer("num_experts_per_tok", 1, num_experts, default=default)
 
 
-def read_window(config: ConfigFile) -> int | None:
-    """`sliding_window`: tokens a query sees, itself included; None when absent."""
+def read_window(config: ConfigFile, *, default: int | None = None) -> int | None:
+    """`sliding_window`: tokens a query sees, itself included; None when null. `default`: what a file without the field means."""
+    if "sliding_window" not in config.values:
+        return default
     return config.integer("sliding_window", 1, MAX_POSITIONS) if config.has("sliding_window") else None
 
 

@@ -10,5 +10,5 @@ from headrace.tensor.models.spec import DecoderSpec, LayerSpec
 def decoder_spec(config: ConfigFile) -> DecoderSpec:
     refuse_set(config, "layer_types", "attention_bias", "mlp_bias")
     shape = read_shape(config)
-    attention = attention_spec(shape, read_rope(config, shape), window=read_window(config))
+    attention = attention_spec(shape, read_rope(config, shape), window=read_window(config, default=4096))
     return decoder(config, shape, [LayerSpec(attention=attention, mlp=read_mlp(config))] * shape.num_layers)
