@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +13,9 @@ import pytest
 from wire_kit import PATIENCE_S, connected, read_all, request, served, socket_dir, until
 
 from headrace.core.errors import Unavailable
-from headrace.lab.fake_runner import fake_answer
-from headrace.wire.client import ReplicaClient
-from headrace.wire.service import Expectation
+from headrace.lab.fake_runner import FakeOptions, fake_answer
+from headrace.wire.client import ReplicaClient, ReplicaState
+from headrace.wire.service import HEARTBEAT_S, SILENT_AFTER_S, Expectation
 
 
 class BrokenCall:
@@ -97,7 +98,7 @@ async def test_a_refused_socket_is_told_once_and_the_connection_afterwards_too(t
             with pytest.raises(Unavailable):
                 await replica.wait_connected(0.3)
     assert len(told) == len(set(told))
-    assert told[0].startswith("replica r0 is down: unavailable")
+    assert told[0].startswith("replica r0 is not up yet: unavailable")
     async with served() as engine, connected(engine, name="r1"):
         assert told[-1].startswith("replica r1 is connected (instance ")
 
@@ -108,3 +109,15 @@ async def test_a_model_that_does_not_fit_is_told_once(told: list[str]) -> None:
             await replica.wait_connected(0.5)
     assert len(told) == 1, told
     assert "vocabulary: the engine has 4096 entries, the gateway 5" in told[0]
+
+
+async def test_a_gateway_that_was_held_up_itself_does_not_call_its_replicas_silent(told: list[str]) -> None:
+    async with served(FakeOptions(step_seconds=0.02)) as engine, connected(engine, name="r0") as replica:
+        await asyncio.sleep(2 * HEARTBEAT_S)
+        stream = replica.submit(request("r", max_tokens=60))
+        await stream.__anext__()
+        time.sleep(2 * SILENT_AFTER_S)  # the event loop of the gateway (and of this engine) stands still
+        await asyncio.sleep(2 * HEARTBEAT_S)
+        assert replica.state is ReplicaState.CONNECTED
+        await read_all(stream)
+        assert not any("silent" in line for line in told)

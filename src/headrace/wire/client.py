@@ -94,6 +94,7 @@ class ReplicaClient:
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._told: set[str] = set()
+        self._told_state: ReplicaState | None = None
         self.info: ReplicaInfo | None = None
         self.snapshot: SeenLoad | None = None
 
@@ -121,7 +122,7 @@ class ReplicaClient:
         session = self._session
         if session is None or not session.is_open:
             return ReplicaState.DOWN
-        if self._clock() - session.last_frame_s > SILENT_AFTER_S:
+        if session.silent_s > SILENT_AFTER_S:
             return ReplicaState.SILENT
         return ReplicaState.DRAINING if session.is_draining else ReplicaState.CONNECTED
 
@@ -193,7 +194,14 @@ class ReplicaClient:
         retry_s = FIRST_RETRY_S
         try:
             while True:
-                session = Session(self.target, self._expect, on_hello=self._take_hello, on_load=self._take_load, clock=self._clock)
+                session = Session(
+                    self.target,
+                    self._expect,
+                    on_hello=self._take_hello,
+                    on_load=self._take_load,
+                    on_beat=self._tell_state,
+                    clock=self._clock,
+                )
                 self._session = session
                 try:
                     await session.run()
@@ -217,13 +225,27 @@ class ReplicaClient:
         self.info = ReplicaInfo(hello.instance_id, hello.replica, model)
         self._changed.set()
         self._told.clear()
+        self._told_state = ReplicaState.CONNECTED
         log.info("replica %s is connected (instance %s)", self.name, hello.instance_id)
 
+    def _tell_state(self) -> None:
+        """Each change once."""
+        state = self.state
+        if state is not self._told_state:
+            self._told_state = state
+            log.log(logging.WARNING if state is ReplicaState.SILENT else logging.INFO, "replica %s is %s", self.name, state.value)
+
     def _tell_down(self) -> None:
-        """Each reason once per outage: the connection is tried again every second, and gRPC words one cause in several ways."""
+        """Each reason once per outage: the connection is tried again every second, and gRPC words one cause in several ways.
+
+        A replica that was never up is still loading: nothing to warn of, and the supervisor tells how that goes.
+        """
         if self.reason not in self._told:
             self._told.add(self.reason)
-            log.warning("replica %s is down: %s", self.name, self.reason)
+            if self._told_state is None:
+                log.info("replica %s is not up yet: %s", self.name, self.reason)
+            else:
+                log.warning("replica %s is down: %s", self.name, self.reason)
 
     def _take_load(self, load: LoadSnapshot) -> None:
         self.snapshot = SeenLoad(load, self._clock())

@@ -46,16 +46,19 @@ class Session:
         *,
         on_hello: Callable[[pb.EngineHello], None],
         on_load: Callable[[LoadSnapshot], None],
+        on_beat: Callable[[], None],
         clock: Clock,
     ) -> None:
         """
         on_hello  called once with the engine's hello; may raise Mismatch, which ends the session
         on_load   called with every load snapshot
+        on_beat   called every HEARTBEAT_S while connected
         """
         self._target = target
         self._expect = expect
         self._on_hello = on_hello
         self._on_load = on_load
+        self._on_beat = on_beat
         self._clock = clock
         self._commands: deque[pb.Command] = deque()
         self._has_commands = asyncio.Event()
@@ -172,9 +175,17 @@ class Session:
         except DecodeError as error:
             raise MalformedFrame("a frame of the engine does not parse") from error
 
+    @property
+    def silent_s(self) -> float:
+        """Since the engine's last frame, without the time in which this process itself was held up and could not have read one."""
+        return self._clock() - self.last_frame_s
+
     async def _watch(self) -> None:
-        while self._clock() - self.last_frame_s < LEASE_S:
+        while self.silent_s < LEASE_S:
+            due = self._clock() + HEARTBEAT_S
             await asyncio.sleep(HEARTBEAT_S)
+            self.last_frame_s += max(0.0, self._clock() - due)
+            self._on_beat()
         raise ConnectionLost(f"no heartbeat for {LEASE_S:g} s")
 
     def _take(self, frame: pb.EngineFrame) -> None:
