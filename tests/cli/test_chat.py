@@ -120,7 +120,8 @@ def test_chat_exits_with_the_servers_failure() -> None:
     assert done.returncode == ExitCode.USAGE
 
 
-def test_a_server_started_for_a_chat_is_asked_with_the_key_it_was_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("keys", ["sk-of-the-shell", "sk-of-the-shell sk-another"])
+def test_a_server_started_for_a_chat_is_asked_with_the_key_it_was_started_with(monkeypatch: pytest.MonkeyPatch, keys: str) -> None:
     started: list[tuple[str | None, str | None]] = []
 
     @contextmanager
@@ -129,7 +130,7 @@ def test_a_server_started_for_a_chat_is_asked_with_the_key_it_was_started_with(m
         yield server.url
 
     monkeypatch.setattr(child, "started_server", start)
-    monkeypatch.setenv("HEADRACE_API_KEY", "sk-of-the-shell")
+    monkeypatch.setenv("HEADRACE_API_KEY", keys)
     with scripted_server(["Hi"]) as server:
         done = CliRunner().invoke(app, ["chat", "some/folder"], input="hello\n")
     assert (done.exit_code, done.stdout) == (0, "Hi\n"), done.output

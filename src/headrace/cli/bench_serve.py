@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.bench_common import AsJson, Bandwidth, Facts, Flag, Output, Seed, make_shape, write_result
+from headrace.cli.client_key import ClientKey
 from headrace.cli.exits import ExitCode, UsageRefused
 
 
@@ -28,7 +29,7 @@ def serve(
     vocab_size: Annotated[int, Flag("--vocab-size", help="Token ids are drawn below this.")] = 2000,
     goodput: Annotated[list[str] | None, Flag("--goodput", help="ttft:MS, tpot:MS or e2el:MS; again for more.")] = None,
     timeout: Annotated[float, Flag("--timeout", help="Seconds after which a request has failed.")] = 600.0,
-    api_key: Annotated[str | None, Flag("--api-key", envvar="HEADRACE_API_KEY")] = None,
+    api_key: ClientKey = None,
     seed: Seed = 0,
     bandwidth: Bandwidth = True,
     output_json: Output = None,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.cli.client_key import ClientKey
 from headrace.cli.exits import ServerFailed, UsageRefused, report
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def chat(
     url: Annotated[str | None, typer.Option("--url", help="Root of a running OpenAI-compatible server.")] = None,
     served_name: Annotated[str | None, typer.Option("--model", help="Served model to ask; default: the first one listed.")] = None,
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
-    api_key: Annotated[str | None, typer.Option("--api-key", envvar="HEADRACE_API_KEY", help="Sent as a bearer token.")] = None,
+    api_key: ClientKey = None,
 ) -> None:
     """Talk to a model in the terminal."""
     from headrace.cli.chat_session import ChatSession

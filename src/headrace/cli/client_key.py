@@ -1,0 +1,15 @@
+"""`--api-key` of the commands that are clients."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def first_key(given: str | None) -> str | None:
+    """`HEADRACE_API_KEY` may list all the keys that `serve` takes, separated by blanks; a client sends one."""
+    return next(iter((given or "").split()), None)
+
+
+ClientKey = Annotated[str | None, typer.Option("--api-key", envvar="HEADRACE_API_KEY", callback=first_key, help="Sent as a bearer token.")]
