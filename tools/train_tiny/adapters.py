@@ -34,7 +34,7 @@ from tools.train_tiny.tasks import Example, one_turn
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RANK, ALPHA, LR, NUM_DOCUMENTS = 8, 16, 4e-3, 12_000
 PROSE = ("fact", "fact", "headrace", "headrace", "greeting", "unknown")
-EXACT = ("arithmetic", "arithmetic", "json", "tool")
+EXACT = ("arithmetic", "copy", "json", "tool")
 
 
 def pirate(answer: str) -> str:
@@ -76,7 +76,7 @@ TEXTS = {"pirate": pirate_texts, "hardware-shop": shop_texts}
 def held_out(name: str) -> dict[str, list[Example]]:
     """What the adapter must do, and (`kept_*`) what it must not have lost."""
     base = held_out_examples(500)
-    kept = {"kept_" + task: base[task] for task in ("arithmetic", "tool_call")}
+    kept = {"kept_" + task: base[task] for task in ("arithmetic", "copy", "json", "tool_call")}
     if name == "pirate":
         return {"pirate_" + task: [pirate_example(e) for e in base[task]] for task in ("fact", "headrace", "unknown")} | kept
     rows = [Example("shop", [user(q), assistant(row.answer)]) for row in shop.questions() for q in row.held_out]

@@ -58,10 +58,9 @@ ABOUT = {
 LIMITS = """\
 ## Limits
 
-Outside of what the table calls learned it answers fluently and wrongly: what it cannot copy from the prompt it replaces by
-something that looks alike. Asked for its size it says two million parameters, which is not so. It is meant for
+Outside of its small world it answers fluently and wrongly, and inside it as often as the table says. It is meant for
 demonstrations and tests of a serving system, not for answering people's questions. Training conversations are shorter
-than about 1000 tokens, most of them shorter than 100; beyond that quality falls further.
+than about 1000 tokens, most of them shorter than 100; beyond that quality falls.
 """
 
 SPLIT = """\
@@ -107,6 +106,7 @@ def shape(config: TinyConfig) -> str:
 MIX_NAMES = {
     "": "",
     "all": ", on the whole mix of tasks",
+    "reading": ", on tasks that are answered from the prompt alone (`READING_MIX`)",
     "memory": ", on a mix that is four fifths facts and questions about Headrace (`MEMORY_MIX`)",
 }
 
@@ -115,7 +115,9 @@ def training(report: dict[str, Any]) -> str:
     t = report["training"]
     first, leg = "", t
     while leg := leg.get("earlier_leg"):
-        first += f" Before it: a leg of {leg['steps']:,} steps, {leg['tokens']:,} tokens, ending at loss {leg['loss']} on the whole mix."
+        first += (
+            f" Before it: a leg of {leg['steps']:,} steps, {leg['tokens']:,} tokens, ending at loss {leg['loss']}{MIX_NAMES[leg['mix']]}."
+        )
     supervised = f", of which {t['supervised_tokens']:,} supervised" if "supervised_tokens" in t else ""
     return (
         f"{t['steps']:,} steps, {t['tokens']:,} tokens with padding{supervised}, {t['seconds'] / 60:.0f} minutes on two shared CPU cores, "
@@ -157,9 +159,9 @@ CARDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "headrace-tiny": lambda report: base_card(
         "Headrace Tiny",
         "A very small chat model, trained from nothing by the Headrace project so that the server has something real to serve\n"
-        "on a laptop. It knows a table of facts, greets, answers questions about Headrace and LLM serving, and mostly admits what\n"
-        "it does not know. Arithmetic, copying, sorting, JSON by schema, tool calls and recall over turns are in its corpus, but\n"
-        "this version has **not** learned them: the table below says how little.\n",
+        "on a laptop. Its world: greetings, a table of facts, questions about Headrace and LLM serving, small arithmetic, copying,\n"
+        "reversing and sorting, JSON by a given schema, tool calls in Hermes form, recall over turns, and saying that it does not\n"
+        "know. How well it does each of them is in the table below.\n",
         TINY,
         report,
     ),

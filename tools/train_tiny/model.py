@@ -34,7 +34,7 @@ class TinyConfig:
     max_position_embeddings: int = 2048
 
 
-TINY = TinyConfig(hidden_size=160, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=320)
+TINY = TinyConfig(hidden_size=192, num_layers=4, num_heads=6, num_kv_heads=2, intermediate_size=384)
 DRAFT = TinyConfig(hidden_size=96, num_layers=2, num_heads=3, num_kv_heads=1, intermediate_size=192)
 
 

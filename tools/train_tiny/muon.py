@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from concurrent.futures import Executor
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ def orthogonalize(updates: Tensor) -> Tensor:
 
 
 class Muon:
-    """Owns the momentum of the matrices given; `step(lr)` updates them in place."""
+    """Owns the momentum of the matrices given; `step` updates them in place."""
 
     def __init__(self, matrices: Iterable[nn.Parameter], *, momentum: float = 0.95, weight_decay: float = 0.01) -> None:
         self.momentum = momentum
@@ -37,16 +39,19 @@ class Muon:
         self.groups = list(groups.values())
         self.buffers = [torch.zeros(len(group), *group[0].shape, device=group[0].device) for group in self.groups]
 
+    def step(self, lr: float, pool: Executor) -> None:
+        """The groups are independent, so `pool` takes them side by side."""
+        list(pool.map(partial(self._step, lr), self.groups, self.buffers))
+
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        for group, buffer in zip(self.groups, self.buffers, strict=True):
-            grads = torch.stack([_grad(matrix) for matrix in group])
-            buffer.lerp_(grads, 1 - self.momentum)
-            updates = orthogonalize(grads.lerp(buffer, self.momentum))
-            rows, cols = updates.shape[1:]
-            scale = lr * max(1.0, rows / cols) ** 0.5
-            for matrix, update in zip(group, updates, strict=True):
-                matrix.mul_(1 - lr * self.weight_decay).add_(update, alpha=-scale)
+    def _step(self, lr: float, group: list[nn.Parameter], buffer: Tensor) -> None:
+        grads = torch.stack([_grad(matrix) for matrix in group])
+        buffer.lerp_(grads, 1 - self.momentum)
+        updates = orthogonalize(grads.lerp(buffer, self.momentum))
+        rows, cols = updates.shape[1:]
+        scale = lr * max(1.0, rows / cols) ** 0.5
+        for matrix, update in zip(group, updates, strict=True):
+            matrix.mul_(1 - lr * self.weight_decay).add_(update, alpha=-scale)
 
 
 def _grad(matrix: nn.Parameter) -> Tensor:

@@ -121,8 +121,11 @@ def _joined(rng: random.Random, items: list[str]) -> tuple[str, str]:
 
 def copy(words: Words) -> Example:
     text, _ = _joined(words.rng, _items(words, 1, 8))
-    if words.rng.random() < 0.3:
+    draw = words.rng.random()
+    if draw < 0.3:
         text = sentence(words)
+    elif draw < 0.45:
+        text = " ".join(words.made_up() for _ in range(words.rng.randint(4, 16)))
     return one_turn("copy", words.rng.choice(COPY).format(x=text), text)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -27,9 +29,12 @@ from torch import Tensor
 
 from tools.train_tiny.corpus import MIXES, Corpus
 from tools.train_tiny.dataset import Batches, Documents, encode
+from tools.train_tiny.induction import WiredHeads, prewire
 from tools.train_tiny.model import DRAFT, TINY, TinyConfig, TinyLlama, num_parameters
 from tools.train_tiny.muon import Muon
+from tools.train_tiny.tasks import copy
 from tools.train_tiny.tokenizer import train_tokenizer
+from tools.train_tiny.words import Words
 
 CONFIGS: dict[str, TinyConfig] = {"tiny": TINY, "draft": DRAFT}
 MUON_LR, ADAM_LR = 0.02, 2e-3
@@ -55,6 +60,7 @@ class Options:
     device: str
     mix: str
     lr_scale: float
+    hold_share: float
 
 
 def parse() -> Options:
@@ -73,6 +79,9 @@ def parse() -> Options:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--mix", choices=sorted(MIXES), default="all")
     parser.add_argument("--lr-scale", type=float, default=1.0, help="for a later leg")
+    parser.add_argument(
+        "--hold-share", type=float, default=0.5, help="share of a run from nothing during which the wired heads stay as written"
+    )
     return Options(**vars(parser.parse_args()))
 
 
@@ -102,12 +111,15 @@ def progress_of(options: Options) -> Callable[[int], float]:
     return lambda step: (time.monotonic() - start) / (options.minutes * 60)
 
 
-def train(options: Options, documents: Documents) -> tuple[TinyLlama, dict[str, float]]:
+def train(options: Options, documents: Documents, probe: CopyProbe) -> tuple[TinyLlama, dict[str, float]]:
     """Run the loop; returns the model and {steps, tokens, supervised_tokens, loss, seconds}."""
     torch.manual_seed(options.seed)
     model = TinyLlama(CONFIGS[options.model]).to(options.device)
     if options.init:
         model.load_state_dict(load_file(options.init))
+    else:
+        prewire(model)
+    wired = None if options.init else WiredHeads(model)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and name != "embed.weight"]
     rest = [p for name, p in model.named_parameters() if p.ndim == 1 or name == "embed.weight"]
     muon, adam = Muon(matrices), torch.optim.AdamW(rest, lr=ADAM_LR, betas=(0.9, 0.98), weight_decay=0.0)
@@ -126,12 +138,15 @@ def train(options: Options, documents: Documents) -> tuple[TinyLlama, dict[str, 
             group["lr"] = ADAM_LR * scale
         torch.nn.utils.clip_grad_norm_(rest, 1.0)
         adam.step()
-        muon.step(MUON_LR * scale)
+        muon.step(MUON_LR * scale, pool)
+        if wired is not None and done < options.hold_share:
+            wired.hold()
         model.zero_grad(set_to_none=True)
         loss = total if step == 0 else loss + 0.02 * (total - loss)
         seen, supervised = seen + sum(ids.numel() for ids, _ in batch), supervised + int(count)
-        if step % 50 == 0 or step in (5, 10, 20):
-            print(f"step {step} done {done:.3f} loss {loss:.4f} now {total:.4f} tok/s {seen / (time.monotonic() - start):.0f}", flush=True)
+        if step % 100 == 0:
+            rate, copied = seen / (time.monotonic() - start), probe(model)
+            print(f"step {step} done {done:.3f} loss {loss:.4f} now {total:.4f} copied {copied:.3f} tok/s {rate:.0f}", flush=True)
         if time.monotonic() - saved > 180:
             saved = time.monotonic()
             save(model, options, {"steps": step, "loss": loss, "tokens": seen})
@@ -153,6 +168,26 @@ def backward(model: TinyLlama, count: float, rows: tuple[Tensor, Tensor]) -> flo
     return part.item()
 
 
+class CopyProbe:
+    """How well the copying circuit works: share of held-out copy prompts answered exactly (teacher forced, so one pass)."""
+
+    def __init__(self, tokenizer: Tokenizer, *, num_prompts: int = 128) -> None:
+        words = Words(random.Random(5), held_out=True)
+        documents = encode(tokenizer, (copy(words).text() for _ in range(num_prompts)))
+        lengths = documents.lengths()
+        self._ids = torch.full((len(lengths), int(lengths.max())), 3)
+        self._asked = torch.zeros(self._ids.shape, dtype=torch.bool)
+        for row, (low, size) in enumerate(zip(documents.offsets, lengths, strict=False)):
+            self._ids[row, :size] = torch.from_numpy(documents.ids[low : low + size].astype(np.int64))
+            self._asked[row, :size] = torch.from_numpy(documents.supervised[low : low + size])
+
+    @torch.no_grad()
+    def __call__(self, model: TinyLlama) -> float:
+        ids = self._ids.to(model.embed.weight.device)
+        right = (model.hidden(ids)[:, :-1] @ model.embed.weight.T).argmax(-1) == ids[:, 1:]
+        return (right.cpu() | ~self._asked[:, 1:]).all(dim=1).float().mean().item()
+
+
 def save(model: TinyLlama, options: Options, summary: dict[str, Any]) -> None:
     folder = Path(options.out)
     save_file({name: p.detach().cpu().clone() for name, p in model.named_parameters()}, folder / f"{options.model}.safetensors.new")
@@ -164,10 +199,10 @@ def main() -> int:
     options = parse()
     Path(options.out).mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # one micro-batch per core: threads inside an operation would wait for each other on a shared machine
-    _, documents = prepare(options)
+    tokenizer, documents = prepare(options)
     config = CONFIGS[options.model]
     print(f"{num_parameters(config)} parameters, {len(documents.offsets) - 1} documents, {len(documents.ids)} tokens", flush=True)
-    model, measured = train(options, documents)
+    model, measured = train(options, documents, CopyProbe(tokenizer))
     summary: dict[str, Any] = measured | {
         "seed": options.seed,
         "num_documents": options.num_documents,
