@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from gateway_kit import MAX_MODEL_LEN, TestBench, events_of
+from gateway_kit import MAX_MODEL_LEN, TestBench, events_of, eventually
 
-from headrace.gateway import answers
+from headrace.gateway import answers, generate
 from headrace.gateway.logprobs import LOWEST_LOGPROB, chat_logprobs, completion_logprobs, echo_logprobs
 from headrace.text.assemble import TokenEntry, TopToken
 
@@ -61,6 +61,24 @@ async def test_scores_of_prompts_are_capped_before_anything_runs(bench: TestBenc
     response = await bench.complete(prompt=prompts, n=64, echo=True, logprobs=20, max_tokens=1)
     assert (response.status_code, response.json()["error"]["param"]) == (413, "logprobs")
     assert bench.replica.requests == []
+
+
+async def test_scores_of_a_whole_answer_are_capped_before_it_runs_where_its_length_is_given(bench: TestBench) -> None:
+    prompts = [[5]] * 4
+    response = await bench.complete(prompt=prompts, n=32, logprobs=20, max_tokens=100)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (413, "logprobs", "request_too_large")
+    assert "tokens of all choices (12800) x (alternatives + 1) <= 262144 without stream" in error["message"]
+    assert bench.replica.requests == []
+    assert (await bench.complete(prompt=prompts, n=32, logprobs=20, max_tokens=100, stream=True)).status_code == 200
+
+
+async def test_scores_of_a_whole_answer_are_capped_while_it_runs(bench: TestBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "MAX_OUTPUT_SCORES", 30)
+    assert (await bench.chat(logprobs=True, top_logprobs=2, max_tokens=10)).status_code == 200
+    response = await bench.chat(logprobs=True, top_logprobs=2)
+    assert (response.status_code, response.json()["error"]["param"]) == (413, "logprobs")
+    await eventually(lambda: bench.replica.num_open == 0)
 
 
 def noting(notes: list[Any], what: Any, call: Any) -> Any:

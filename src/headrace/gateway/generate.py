@@ -46,6 +46,9 @@ MAX_INLINE_BYTES = 64 << 10
 MAX_PROMPT_SCORES = 1 << 20
 """Log-probabilities of prompt tokens in one answer, some 60 bytes each: tokens x (alternatives + 1) x choices that show them."""
 
+MAX_OUTPUT_SCORES = 1 << 18
+"""Log-probabilities of output tokens in one answer that is not streamed, some 250 bytes each until it is written."""
+
 MAX_INLINE_SCORES = 4096
 """An answer with so many log-probabilities is encoded on the event loop: a few milliseconds."""
 
@@ -147,6 +150,8 @@ class _Run:
     async def answer(self, answer: Answer, calls: Sequence[Call]) -> None:
         """Run the calls and write the answer."""
         self._raise_if_left()
+        if not self.request.stream:
+            self._check_output_scores(len(calls) * self.params.n * (self.params.max_tokens or 0))
         streams: list[EventStream] = []
         progress = Progress(
             num_sequences=len(calls) * self.params.n,
@@ -224,13 +229,20 @@ class _Run:
         return asyncio.get_running_loop().call_later(remaining_s + DEADLINE_GRACE_S, self.exchange.leave, DeadlineExceeded(DEADLINE_PASSED))
 
     async def _whole(self, answer: Answer, merged: EventStream, streams: Sequence[EventStream], progress: Progress) -> None:
+        num_tokens = 0
         while events := await self._events(merged, progress):
             answer.add(events)
+            num_tokens += sum(len(event.delta.logprobs) for event in events)
+            self._check_output_scores(num_tokens)
         usage = self._usage(streams, progress)
-        num_scores = self.num_prompt_scores
-        if self.params.logprobs is not None:
-            num_scores += usage.completion_tokens * (self.params.logprobs + 1)
+        num_scores = self.num_prompt_scores + num_tokens * ((self.params.logprobs or 0) + 1)
         await self.exchange.reply(200, await self._made(num_scores, answer.whole, usage))
+
+    def _check_output_scores(self, num_tokens: int) -> None:
+        """An answer that is not streamed is held in memory until it is whole. Raises RequestTooLarge."""
+        if self.params.logprobs is not None and num_tokens * (self.params.logprobs + 1) > MAX_OUTPUT_SCORES:
+            rule = f"tokens of all choices ({num_tokens}) x (alternatives + 1) <= {MAX_OUTPUT_SCORES} without stream"
+            raise RequestTooLarge("logprobs", rule, self.params.logprobs, "Stream the answer, or lower max_tokens, n or the alternatives.")
 
     async def _made(self, num_scores: int, make: Callable[[U], bytes], given: U) -> bytes:
         """Bytes of the answer; where they hold many log-probabilities the event loop does not wait for them."""
