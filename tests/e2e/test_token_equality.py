@@ -202,7 +202,7 @@ def test_everything_at_once(checkpoint: Checkpoint, seed: int) -> None:
     """Sixty requests at random moments with random lengths, n, policies and cancellations, in too few blocks and odd chunks."""
     draw = random.Random(seed)
     config = STORMS[seed]
-    num_kv_blocks = (longest_of(checkpoint) + 12) // config["block_size"] + 2
+    num_kv_blocks = longest_of(checkpoint) // config["block_size"] + 2  # the longest fits, and hardly anything beside it
     arrivals: dict[int, list[EngineRequest]] = {}
     leaving: dict[int, list[EngineRequest]] = {}
     prompts: dict[str, tuple[int, ...]] = {}
