@@ -107,6 +107,7 @@ MIX_NAMES = {
     "": "",
     "all": ", on the whole mix of tasks",
     "reading": ", on tasks that are answered from the prompt alone (`READING_MIX`)",
+    "slow": ", on a mix with more of the tasks that are slow to come (`SLOW_MIX`)",
     "memory": ", on a mix that is four fifths facts and questions about Headrace (`MEMORY_MIX`)",
 }
 

@@ -6,7 +6,6 @@ every function is held out, and so is the last question.
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 
 from tools.train_tiny.chat import Message, Tool, assistant, system, tool_calls, tool_result, user
@@ -255,8 +254,19 @@ class Offer:
     tool: Tool
 
 
-def offer(rng: random.Random, function: Function, *, held_out: bool) -> Offer:
-    name = function.names[-1] if held_out else rng.choice(function.names[:-1])
+def _name(words: Words, function: Function) -> str:
+    """Every other training name occurs nowhere else, so that names have to be read off the list and not remembered."""
+    rng = words.rng
+    if words.held_out:
+        return function.names[-1]
+    known = rng.choice(function.names[:-1])
+    if rng.random() < 0.5:
+        return known
+    return rng.choice((f"{known}_{words.made_up()}", f"{words.noun()}_{known}", f"{words.noun()}_{words.made_up()}", words.made_up()))
+
+
+def offer(words: Words, function: Function) -> Offer:
+    rng, name = words.rng, _name(words, function)
     chosen = {role: rng.choice(names) for role, (names, _) in function.params.items()}
     kinds = {chosen[role]: "integer" if kind in ("small", "order") else "string" for role, (_, kind) in function.params.items()}
     described = rng.random() < 0.2
@@ -317,7 +327,7 @@ def tool_example(words: Words, small_talk: Example) -> Example:
     """
     rng = words.rng
     functions = rng.sample(FUNCTIONS, rng.choice((1, 1, 2, 2, 3)))
-    offers = [offer(rng, function, held_out=words.held_out) for function in functions]
+    offers = [offer(words, function) for function in functions]
     wanted = rng.choice(offers)
     head = [system(rng.choice(SYSTEMS))] if rng.random() < 0.4 else []
     tools = [offered.tool for offered in offers]
