@@ -100,9 +100,10 @@ def run_table(table: Table, *, rounds: int, say: Callable[[str], None] = print) 
 
 
 def write_portable(file: Path, data: Mapping[str, object]) -> None:
-    """Like `write_json`, with paths relative to this checkout: where it lies on the measuring machine is nobody's business."""
+    """Like `write_json`, with paths relative to this checkout and the home folder: where those lie tells nothing."""
     write_json(file, data)
-    file.write_text(file.read_text(encoding="utf-8").replace(f"{ROOT}/", ""), encoding="utf-8")
+    text = file.read_text(encoding="utf-8").replace(f"{ROOT}/", "").replace(f"{Path.home()}/", "~/")
+    file.write_text(text, encoding="utf-8")
 
 
 def requests_for(machine: Machine, count: int, shape: Shape, *, seed: int) -> list[LoadRequest]:
