@@ -29,6 +29,10 @@ from headrace.policy.sequence import SeqState, Sequence
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
+MAX_SCORED_TOKENS = 64
+"""Prompt positions whose log-probabilities are computed in one chunked step. Each needs a row of logits over the whole vocabulary, many
+times the cost of a plain prompt token: a full budget of them would hold up everybody's next token for seconds."""
+
 
 @dataclass(slots=True, eq=False)
 class _Row:
@@ -52,6 +56,7 @@ class _Step:
 
     budget: int
     builder: PlanBuilder
+    score_budget: int = MAX_SCORED_TOKENS
     rows: list[_Row] = field(default_factory=list)
     num_prefills: int = 0
 
@@ -122,7 +127,7 @@ class Scheduler:
         """Give a running sequence its share; preempt until its blocks fit."""
         if seq.state is not SeqState.RUNNING:
             return  # preempted earlier in this plan
-        count = self._share(seq.wanted, step)
+        count = self._share(seq, seq.wanted, step)
         if count == 0:
             return
         while not self.kv.grow(seq, seq.planned + count, step.builder):
@@ -142,13 +147,14 @@ class Scheduler:
     def _is_in_flight(self, seq: Sequence) -> bool:
         return any(row.seq is seq for rows in self._rows.values() for row in rows)
 
-    def _share(self, wanted: int, step: _Step) -> int:
-        """Tokens of this step for somebody who wants `wanted`.
+    def _share(self, seq: Sequence, wanted: int, step: _Step) -> int:
+        """Tokens of this step for a sequence that wants `wanted`.
 
         Without chunking a prompt runs whole or not; one longer than the whole budget runs as the only prefill of its step.
         """
         if self.config.enable_chunked_prefill or wanted == 1:
-            return min(wanted, max(step.budget, 0))
+            limit = max(step.score_budget, 1) if wanted > 1 and seq.scores_prompt else wanted
+            return min(wanted, limit, max(step.budget, 0))
         if wanted <= step.budget:
             return wanted
         is_oversized = wanted > self.config.max_num_batched_tokens
@@ -161,6 +167,8 @@ class Scheduler:
         step.rows.append(_Row(seq, seq.incarnation, start, count, samples))
         step.budget -= count
         step.num_prefills += count > 1
+        if seq.scores_prompt and start < seq.num_prompt:
+            step.score_budget -= count
         seq.planned += count
         seq.pending += samples
         if self.roster.queue.charges:
@@ -186,7 +194,7 @@ class Scheduler:
         """Start the head of the queue. False when it does not fit yet; nobody behind it is tried then, or it could starve."""
         is_forked = bool(seq.blocks[0])
         hits = seq.planned if is_forked else self._hits(seq)
-        count = self._share(len(seq.tokens) - hits, step)
+        count = self._share(seq, len(seq.tokens) - hits, step)
         if count == 0 and not self.config.static_batching:
             return False
         while not self.kv.can_admit(seq, hits, hits + count, reserve):
@@ -218,7 +226,7 @@ class Scheduler:
 
     def _hits(self, seq: Sequence) -> int:
         """Prompt log-probabilities need every prompt position computed."""
-        return 0 if seq.request.params.prompt_logprobs is not None else self.kv.num_hit_tokens(seq)
+        return 0 if seq.scores_prompt else self.kv.num_hit_tokens(seq)
 
     # results
 
@@ -275,7 +283,7 @@ class Scheduler:
         for seq in sequences:
             if seq.state is SeqState.RUNNING and not (seq.wanted == 1 and seq.is_complete):
                 held = min(len(blocks) for blocks in seq.blocks) * self.kv.block_size
-                count = min(self._share(seq.wanted, step), held - seq.planned)
+                count = min(self._share(seq, seq.wanted, step), held - seq.planned)
                 if count > 0:
                     self._grant(seq, count, step)
         return self._freeze(step) if step.rows else None

@@ -86,3 +86,7 @@ class Sequence:
     @property
     def uses_prefix_cache(self) -> bool:
         return self.request.prefix_caching
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.request.params.prompt_logprobs is not None
