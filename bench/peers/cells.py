@@ -1,0 +1,69 @@
+"""A cell of the comparison and its file. Resuming means: cells that have a file are not run again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from bench.harness import RESULTS, write_portable
+
+FOLDER = RESULTS / "peers"
+SHAPES = ("llama-1.1b", "qwen2-0.4b", "llama-0.5b-hd128")
+PRECISIONS = ("bf16", "int8", "int4")
+ENGINES = ("headrace", "llama.cpp", "vllm", "openvino", "ceiling")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cell:
+    """row: see rows.py. round: 0.."""
+
+    shape: str
+    precision: str
+    engine: str
+    row: str
+    round: int
+
+    @property
+    def file(self) -> Path:
+        return FOLDER / self.shape / self.precision / self.engine / f"{self.row}.{self.round}.json"
+
+    @property
+    def is_done(self) -> bool:
+        return self.file.is_file()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one cell gave.
+
+    value        the row's figure; None when it failed
+    unit         of value
+    error        why there is no value
+    setting      how the engine was run, in its own words
+    samples      the single measurements behind value
+    environment  commit, load, versions, time
+    read_bandwidth_bytes_per_s  in the same minute; None when it could not be measured
+    """
+
+    value: float | None
+    unit: str
+    setting: Mapping[str, object]
+    environment: Mapping[str, object]
+    read_bandwidth_bytes_per_s: float | None
+    samples: tuple[float, ...] = ()
+    error: str = ""
+    facts: Mapping[str, float] = field(default_factory=dict)
+
+
+def save(cell: Cell, outcome: Outcome) -> None:
+    cell.file.parent.mkdir(parents=True, exist_ok=True)
+    write_portable(cell.file, {"cell": asdict(cell), **asdict(outcome)})
+
+
+def load_all(folder: Path = FOLDER) -> Iterator[tuple[Cell, Outcome]]:
+    for file in sorted(folder.rglob("*.json")):
+        data = json.loads(file.read_bytes())
+        cell = Cell(**data.pop("cell"))
+        yield cell, Outcome(**{**data, "samples": tuple(data["samples"])})

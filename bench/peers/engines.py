@@ -1,0 +1,170 @@
+"""The engines of the comparison: how each is started, asked and ended. One runs at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from bench.peers.rows import STARTUP_PROMPT, Ids
+
+WORKERS = Path(__file__).parent / "workers"
+LOAD_TIMEOUT_S = 900.0
+
+
+class CannotRun(Exception):
+    """This engine cannot do this cell here; says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What to start: a worker script under a Python, with its settings and environment."""
+
+    python: Path
+    script: str
+    settings: Mapping[str, object]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Worker:
+    """A running worker. `ask` blocks; the peak memory of its processes is sampled whenever it is asked."""
+
+    def __init__(self, launch: Launch, log: IO[bytes]) -> None:
+        command = [str(launch.python), str(WORKERS / launch.script), json.dumps(launch.settings)]
+        self.setting = {"worker": launch.script, **launch.settings, "environment": dict(launch.environment)}
+        self._began = time.perf_counter()
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, **launch.environment},
+            start_new_session=True,
+        )
+        self._peaks: dict[int, int] = {}
+
+    def first_token_seconds(self) -> float:
+        """From the process's start to the first token of a short prompt. Call it first: it was waiting to be asked."""
+        self.ask([list(range(100, 100 + STARTUP_PROMPT))], [1])
+        return time.perf_counter() - self._began
+
+    def ask(self, prompts: list[Ids], max_tokens: list[int]) -> float:
+        """Seconds for these requests. Raises CannotRun with the worker's own words."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps({"prompts": prompts, "max_tokens": max_tokens}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise CannotRun("the worker has ended; see its log") from error
+        line = self._process.stdout.readline()
+        self._look_at_memory()
+        if not line:
+            raise CannotRun("the worker has ended; see its log")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise CannotRun(answer["error"])
+        if answer["tokens"] != sum(max_tokens):
+            raise CannotRun(f"made {answer['tokens']} tokens where {sum(max_tokens)} were asked for")
+        return float(answer["seconds"])
+
+    def peak_memory_bytes(self) -> int:
+        """Sum over its processes of each one's peak resident size."""
+        self._look_at_memory()
+        return sum(self._peaks.values())
+
+    def _look_at_memory(self) -> None:
+        with suppress(psutil.Error):
+            parent = psutil.Process(self._process.pid)
+            for process in [parent, *parent.children(recursive=True)]:
+                with suppress(OSError, psutil.Error):
+                    self._peaks[process.pid] = peak_of(process.pid)
+
+    def close(self) -> None:
+        """End the worker and every process it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def peak_of(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+@contextmanager
+def running(launch: Launch, log: Path) -> Iterator[Worker]:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as file:
+        worker = Worker(launch, file)
+        try:
+            yield worker
+        finally:
+            worker.close()
+
+
+def launch_of(engine: str, model: Path, precision: str, envs: Path, threads: int) -> Launch:
+    """How `engine` is run at its best setting of `precision`. Raises CannotRun when it is not set up or has no such precision."""
+    makers = {"headrace": _headrace, "vllm": _vllm, "openvino": _openvino, "ceiling": _ceiling}
+    return makers[engine](model, precision, envs, threads)
+
+
+def _headrace(model: Path, precision: str, envs: Path, threads: int) -> Launch:
+    if precision != "bf16":
+        raise CannotRun(f"Headrace has no {precision} yet")
+    options = {"max_model_len": 4096, "enable_prefix_caching": False, "num_threads": threads}
+    return Launch(python=Path(sys.executable), script="headrace_worker.py", settings={"model": str(model), "options": options})
+
+
+def _ceiling(model: Path, precision: str, envs: Path, threads: int) -> Launch:
+    if precision != "bf16":
+        raise CannotRun(f"no ceiling is known for {precision}")
+    return Launch(python=Path(sys.executable), script="ceiling_worker.py", settings={"model": str(model), "threads": threads})
+
+
+def _vllm(model: Path, precision: str, envs: Path, threads: int) -> Launch:
+    home = envs / "vllm"
+    weights = model if precision == "bf16" else model.with_name(f"{model.name}.{precision}-compressed")
+    _need(home / "bin" / "python", weights)
+    preloads = [*Path("/usr/lib").rglob("libtcmalloc_minimal.so.4"), *home.rglob("libiomp5.so")]
+    return Launch(
+        python=home / "bin" / "python",
+        script="vllm_worker.py",
+        settings={"model": str(weights), "options": {"max_model_len": 4096, "max_num_seqs": 64}},
+        environment={
+            "VLLM_CPU_KVCACHE_SPACE": "4",
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+            "LD_PRELOAD": ":".join(map(str, preloads)),
+        },
+    )
+
+
+def _openvino(model: Path, precision: str, envs: Path, threads: int) -> Launch:
+    home = envs / "openvino"
+    weights = model.with_name(f"{model.name}.openvino") / precision
+    _need(home / "bin" / "python", weights)
+    options = {"cache_size": 4, "enable_prefix_caching": False, "max_num_batched_tokens": 2048, "max_num_seqs": 64}
+    return Launch(python=home / "bin" / "python", script="openvino_worker.py", settings={"model": str(weights), "options": options})
+
+
+def _need(*paths: Path) -> None:
+    for path in paths:
+        if not path.exists():
+            raise CannotRun(f"{path} does not exist")

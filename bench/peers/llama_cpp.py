@@ -1,0 +1,147 @@
+"""llama.cpp through its own binaries: `llama-batched-bench` for prefill and decode, `llama-server` for everything asked as requests."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from bench.peers.engines import LOAD_TIMEOUT_S, CannotRun, peak_of
+from bench.peers.rows import DECODE_PROMPT, DECODE_TOKENS, NUM_MIXED, STARTUP_PROMPT, Figure, Ids, measure
+
+KINDS = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
+"""The fastest format of each width on a CPU."""
+CONTEXT_PER_SLOT = 640
+BENCH_TIMEOUT_S = 900.0
+POLL_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaCpp:
+    """binaries: folder of the build; weights: a GGUF file."""
+
+    binaries: Path
+    weights: Path
+    threads: int
+
+    @property
+    def setting(self) -> dict[str, object]:
+        return {"weights": self.weights.name, "threads": self.threads, "batch": 2048, "ubatch": 512}
+
+    def figure(self, row: str, seed: int) -> Figure:
+        kind, _, number = row.partition("-")
+        if kind == "prefill":
+            entry = self._bench(int(number), 1, 1)
+            return Figure(entry["speed_pp"], "tok/s", (entry["t_pp"],))
+        if kind == "decode":
+            entry = self._bench(DECODE_PROMPT, DECODE_TOKENS, int(number))
+            return Figure(entry["speed_tg"], "tok/s", (entry["t_pp"], entry["t_tg"]))
+        with self.server() as server:
+            server.ask([[1, 2, 3]], [1])
+            return measure(row, server.ask, seed=seed)
+
+    def startup(self) -> tuple[float, int]:
+        """(seconds from process start to the first token, peak resident bytes then)."""
+        began = time.perf_counter()
+        with self.server() as server:
+            server.ask([list(range(100, 100 + STARTUP_PROMPT))], [1])
+            return time.perf_counter() - began, server.peak_memory_bytes()
+
+    def _bench(self, prompt: int, tokens: int, streams: int) -> dict[str, float]:
+        context = (prompt + tokens) * streams + 256
+        command = [self.binaries / "llama-batched-bench", "-m", self.weights, "-c", context, "-b", 2048, "-ub", 512, "-t", self.threads]
+        command += ["-npp", prompt, "-ntg", tokens, "-npl", streams, "--output-format", "jsonl"]
+        try:
+            done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=BENCH_TIMEOUT_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CannotRun(f"llama-batched-bench: {error}") from error
+        entries = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        if done.returncode or not entries:
+            raise CannotRun(f"llama-batched-bench ended with {done.returncode}: {done.stderr[-300:]}")
+        entry: dict[str, float] = entries[-1]
+        return entry
+
+    @contextmanager
+    def server(self) -> Iterator[Server]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = [self.binaries / "llama-server", "-m", self.weights, "-t", self.threads, "-c", NUM_MIXED * CONTEXT_PER_SLOT]
+        command += ["-np", NUM_MIXED, "-b", 2048, "-ub", 512, "--host", "127.0.0.1", "--port", port]
+        process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        try:
+            yield Server(process, port)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+class Server:
+    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+        self._process, self._port = process, port
+        self._wait_until_ready()
+
+    def _wait_until_ready(self) -> None:
+        until = time.perf_counter() + LOAD_TIMEOUT_S
+        while time.perf_counter() < until:
+            if self._process.poll() is not None:
+                raise CannotRun(f"llama-server ended with {self._process.returncode}")
+            with suppress(OSError, http.client.HTTPException):
+                if self._request("GET", "/health", None)[0] == 200:
+                    return
+            time.sleep(POLL_S)
+        raise CannotRun("llama-server was not ready in time")
+
+    def ask(self, prompts: list[Ids], max_tokens: list[int]) -> float:
+        """All requests at once, a connection each."""
+        began = time.perf_counter()
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            made = list(pool.map(self._complete, prompts, max_tokens))
+        seconds = time.perf_counter() - began
+        if made != max_tokens:
+            raise CannotRun("llama-server made another number of tokens than asked for")
+        return seconds
+
+    def _complete(self, prompt: Ids, count: int) -> int:
+        body = {"prompt": prompt, "n_predict": count, "ignore_eos": True, "temperature": 0, "cache_prompt": False}
+        status, answer = self._request("POST", "/completion", body)
+        if status != 200:
+            raise CannotRun(f"llama-server answered {status}")
+        return int(json.loads(answer)["tokens_predicted"])
+
+    def _request(self, method: str, path: str, body: object) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=BENCH_TIMEOUT_S)
+        try:
+            data = None if body is None else json.dumps(body)
+            connection.request(method, path, data, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def peak_memory_bytes(self) -> int:
+        with suppress(OSError, psutil.Error):
+            return peak_of(self._process.pid)
+        return 0
+
+
+def llama_cpp(model: Path, precision: str, envs: Path, threads: int) -> LlamaCpp:
+    """Raises CannotRun when the build or the converted weights are missing."""
+    weights = model.with_name(f"{model.name}.gguf") / f"{precision}.gguf"
+    binaries = envs / "llama.cpp"
+    for path in (binaries / "llama-batched-bench", binaries / "llama-server", weights):
+        if not path.exists():
+            raise CannotRun(f"{path} does not exist")
+    return LlamaCpp(binaries, weights, threads)

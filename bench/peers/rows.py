@@ -1,0 +1,74 @@
+"""What each row of the comparison means, in terms of one question to an engine: how long do these requests take?"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+LOW_ID, HIGH_ID = 10, 31_000
+"""Prompt ids are drawn from here: all shapes have at least 32,000 tokens, and the lowest are control tokens."""
+PREFILL_LENGTHS = (128, 512, 2048)
+STREAM_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+DECODE_PROMPT, DECODE_TOKENS = 128, 64
+NUM_MIXED = 32
+STARTUP_PROMPT = 16
+PREFILL_REPEATS = 3
+
+Ids = list[int]
+Ask = Callable[[list[Ids], list[int]], float]
+"""(prompts, tokens to generate for each) -> seconds from handing all of them in to the last token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A row's value, and the single measurements it is made of."""
+
+    value: float
+    unit: str
+    samples: tuple[float, ...]
+
+
+def row_names() -> tuple[str, ...]:
+    """Rows that are questions. `startup` and `memory` are looked at from outside."""
+    return (*(f"prefill-{n}" for n in PREFILL_LENGTHS), *(f"decode-{n}" for n in STREAM_COUNTS), "mixed-32")
+
+
+def prompt(length: int, rng: random.Random) -> Ids:
+    return [rng.randrange(LOW_ID, HIGH_ID) for _ in range(length)]
+
+
+def measure(row: str, ask: Ask, *, seed: int) -> Figure:
+    """Ask what the row needs. Equal seeds give equal requests to every engine."""
+    rng = random.Random(seed)
+    kind, _, number = row.partition("-")
+    if kind == "prefill":
+        return _prefill(int(number), ask, rng)
+    if kind == "decode":
+        return _decode(int(number), ask, rng)
+    if row == "mixed-32":
+        return _mixed(ask, rng)
+    raise ValueError(f"no row {row!r}; known: {', '.join(row_names())}")
+
+
+def _prefill(length: int, ask: Ask, rng: random.Random) -> Figure:
+    seconds = tuple(ask([prompt(length, rng)], [1]) for _ in range(PREFILL_REPEATS))
+    return Figure(length / statistics.median(seconds), "tok/s", seconds)
+
+
+def _decode(streams: int, ask: Ask, rng: random.Random) -> Figure:
+    """The time of 64 tokens less the time of one: what the remaining 63 took. The two are asked with different prompts."""
+    first = ask([prompt(DECODE_PROMPT, rng) for _ in range(streams)], [1] * streams)
+    whole = ask([prompt(DECODE_PROMPT, rng) for _ in range(streams)], [DECODE_TOKENS] * streams)
+    return Figure(streams * (DECODE_TOKENS - 1) / (whole - first), "tok/s", (first, whole))
+
+
+def mixed_requests(rng: random.Random) -> tuple[list[Ids], list[int]]:
+    return [prompt(rng.randint(16, 512), rng) for _ in range(NUM_MIXED)], [rng.randint(16, 128) for _ in range(NUM_MIXED)]
+
+
+def _mixed(ask: Ask, rng: random.Random) -> Figure:
+    prompts, counts = mixed_requests(rng)
+    seconds = ask(prompts, counts)
+    return Figure(sum(counts) / seconds, "tok/s", (seconds,))

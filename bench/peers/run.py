@@ -1,0 +1,136 @@
+"""Measure what has not been measured yet. Interrupt it at will: the next call goes on.
+
+    python -m bench.peers.run --models FOLDER --envs FOLDER --shape llama-1.1b --precision bf16 --rounds 5
+
+Engines take turns within a round, in reverse order every other round. Needs a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.peers.cells import ENGINES, PRECISIONS, SHAPES, Cell, Outcome, save
+from bench.peers.engines import CannotRun, Worker, launch_of, running
+from bench.peers.llama_cpp import LlamaCpp, llama_cpp
+from bench.peers.rows import Figure, measure, row_names
+from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
+
+CEILING_ROWS = ("prefill-512", "decode-1", "decode-8", "decode-32")
+
+
+def rows_of(engine: str) -> tuple[str, ...]:
+    return CEILING_ROWS if engine == "ceiling" else ("startup", *row_names(), "memory")
+
+
+@dataclass(kw_only=True)
+class Turn:
+    """One engine's part of a round: the cells that are still missing, and how each is measured."""
+
+    shape: str
+    precision: str
+    engine: str
+    round: int
+    seed: int
+    wanted: list[str]
+    script: Path | None = field(default_factory=bandwidth_script)
+
+    def cell(self, row: str) -> Cell:
+        return Cell(self.shape, self.precision, self.engine, row, self.round)
+
+    def keep(self, row: str, setting: Mapping[str, object], work: Callable[[], Figure]) -> None:
+        """Measure one cell and write its file, whatever came of it."""
+        bandwidth = measure_bandwidth(self.script)
+        found, error = None, ""
+        try:
+            found = work()
+        except CannotRun as failed:
+            error = str(failed)
+        outcome = Outcome(
+            value=found.value if found else None,
+            unit=found.unit if found else "",
+            samples=found.samples if found else (),
+            error=error,
+            setting=setting,
+            environment=vars_of(environment()),
+            read_bandwidth_bytes_per_s=bandwidth,
+        )
+        save(self.cell(row), outcome)
+        told = f"{found.value:,.4g} {found.unit}" if found else error
+        print(f"{self.shape} {self.precision} {self.engine} {row} #{self.round}: {told}", flush=True)
+
+
+def vars_of(value: object) -> dict[str, object]:
+    return {name: getattr(value, name) for name in value.__slots__}  # type: ignore[attr-defined]
+
+
+def take_worker_turn(turn: Turn, worker: Worker) -> None:
+    startup = worker.first_token_seconds()
+    for row in turn.wanted:
+        if row == "startup":
+            turn.keep(row, worker.setting, lambda: Figure(startup, "s", (startup,)))
+        elif row == "memory":
+            turn.keep(row, worker.setting, lambda: Figure(float(worker.peak_memory_bytes()), "bytes", ()))
+        else:
+            turn.keep(row, worker.setting, lambda row=row: measure(row, worker.ask, seed=turn.seed))  # type: ignore[misc]
+
+
+def take_llama_cpp_turn(turn: Turn, peer: LlamaCpp) -> None:
+    startup, memory = peer.startup()
+    for row in turn.wanted:
+        if row == "startup":
+            turn.keep(row, peer.setting, lambda: Figure(startup, "s", (startup,)))
+        elif row == "memory":
+            turn.keep(row, peer.setting, lambda: Figure(float(memory), "bytes", ()))
+        else:
+            turn.keep(row, peer.setting, lambda row=row: peer.figure(row, turn.seed))  # type: ignore[misc]
+
+
+def take(turn: Turn, model: Path, envs: Path, threads: int) -> None:
+    with ExitStack() as stack:
+        if turn.engine == "llama.cpp":
+            take_llama_cpp_turn(turn, llama_cpp(model, turn.precision, envs, threads))
+        else:
+            log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "worker.log"
+            launch = launch_of(turn.engine, model, turn.precision, envs, threads)
+            try:
+                with running(launch, log) as worker:
+                    take_worker_turn(turn, worker)
+            except CannotRun:
+                sys.stderr.write(log.read_text(errors="replace")[-3000:])
+                raise
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, required=True, help="folder of the checkpoints and their conversions")
+    parser.add_argument("--envs", type=Path, required=True, help="folder of the peers' environments")
+    parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0])
+    parser.add_argument("--precision", choices=PRECISIONS, action="append", help="again for more; default: all")
+    parser.add_argument("--engine", choices=ENGINES, action="append", help="again for more; default: all")
+    parser.add_argument("--row", choices=("startup", *row_names(), "memory"), action="append", help="again for more; default: all")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    given = parser.parse_args(arguments)
+    engines = given.engine or ENGINES
+    for precision in given.precision or PRECISIONS:
+        for number in range(given.rounds):
+            for engine in engines if number % 2 == 0 else tuple(reversed(engines)):
+                wanted = [row for row in rows_of(engine) if not given.row or row in given.row]
+                turn = Turn(shape=given.shape, precision=precision, engine=engine, round=number, seed=number, wanted=[])
+                turn.wanted = [row for row in wanted if not turn.cell(row).is_done]
+                if not turn.wanted:
+                    continue
+                try:
+                    take(turn, given.models.expanduser() / given.shape, given.envs.expanduser(), given.threads)
+                except CannotRun as reason:
+                    print(f"{given.shape} {precision} {engine} left out: {reason}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

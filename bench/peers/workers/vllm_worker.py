@@ -1,0 +1,23 @@
+"""vLLM's offline API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from protocol import Generate, serve
+
+
+def load(settings: dict[str, Any]) -> Generate:
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+
+    llm = LLM(model=settings["model"], enable_prefix_caching=False, **settings["options"])
+
+    def generate(prompts: list[list[int]], max_tokens: list[int]) -> int:
+        params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in max_tokens]
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    return generate
+
+
+serve(load)
