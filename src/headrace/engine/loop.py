@@ -3,8 +3,8 @@
 Imports core and policy only; what computes is behind the `Runner` Protocol. One thread runs the loop and owns the scheduler; everybody
 else talks to it through the inbox. `depth` plans may be uncommitted: 1 is the plain twin, 2 overlaps planning with computing.
 
-A step that raises commits nothing. Its sequences are planned again in halves until the culprit alone fails; KV writes are idempotent, so
-repeating is safe. Only `EngineFatal` leaves the loop: the process then ends and is restarted.
+A step that raises commits nothing and is repeated in parts until the culprit alone fails (`recovery`). Only `EngineFatal` leaves the loop:
+the process then ends and is restarted.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from headrace.core.plan import Plan, Result
 from headrace.core.plan_codec import dump_plans
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
+from headrace.engine.recovery import Recovery
 from headrace.policy.scheduler import Scheduler
-from headrace.policy.sequence import Sequence
+from headrace.policy.step_timer import StepTimer
 
 IDLE_WAKE_S = 0.2
 """An idle loop wakes this often, so that a stalled one can be told from an idle one."""
 PLAN_RING = 128
-UNKNOWN_STEP_S = 5.0
-"""What a step is expected to take before anything like it was seen."""
 MAX_PLAN_FAILURES = 3
 
 Outbox = Callable[[list[SequenceUpdate | Rejected]], None]
@@ -86,37 +85,6 @@ class _Wake:
 _Message = _Submit | _Cancel | _Finish | _Satisfied | _Wake
 
 
-class StepTimer:
-    """Predicts a step's duration: a fixed cost plus a cost per token, fitted to the recent steps (least squares, old ones fading).
-
-    As long as all steps had about the same size the two costs cannot be told apart. A larger step is then expected in proportion, but
-    never beyond UNKNOWN_STEP_S: readiness judges by four times the prediction, so too generous a guess would hide a hanging step.
-    """
-
-    def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        fading = (self._weight, self._x, self._y, self._xx, self._xy)
-        self._weight, self._x, self._y, self._xx, self._xy = (0.98 * value for value in fading)
-        self._weight += 1.0
-        self._x += num_tokens
-        self._y += seconds
-        self._xx += num_tokens * num_tokens
-        self._xy += num_tokens * seconds
-
-    def predict(self, num_tokens: int) -> float:
-        if not self._weight:
-            return UNKNOWN_STEP_S
-        mean_tokens, mean_seconds = self._x / self._weight, self._y / self._weight
-        spread = self._xx / self._weight - mean_tokens**2
-        if spread < 1.0:
-            in_proportion = mean_seconds * num_tokens / mean_tokens
-            return min(max(mean_seconds, in_proportion), max(mean_seconds, UNKNOWN_STEP_S))
-        per_token = max(0.0, (self._xy / self._weight - mean_tokens * mean_seconds) / spread)
-        return mean_seconds + per_token * (num_tokens - mean_tokens) if num_tokens > mean_tokens else mean_seconds
-
-
 class Engine:
     """One engine: a scheduler, a runner and the loop between them.
 
@@ -141,6 +109,7 @@ class Engine:
         self._last_turn = clock()
         self._step_seconds: deque[float] = deque(maxlen=4096)
         self._plan_failures = 0
+        self._recovery = Recovery(scheduler, self._compute)
         self._stopping = False
 
     # what other threads call
@@ -301,11 +270,24 @@ class Engine:
             result = ticket.result()
         except EngineFatal:
             raise
-        except Exception as error:
-            self._recover(plan, error)
+        except Exception:
+            self._recover(plan)
         else:
             self._deliver(plan, result)
         self._step_done(plan, submitted)
+
+    def _recover(self, failed: Plan) -> None:
+        """The failed plan and those made after it are undone, and their rows repeated."""
+        later = [(plan, ticket) for plan, ticket, _ in self._in_flight]
+        self._in_flight.clear()
+        for _, ticket in later:
+            _discard(ticket)
+        self._recovery.recover([failed, *(plan for plan, _ in later)])
+
+    def _compute(self, plan: Plan) -> None:
+        """A step on its own: submitted, awaited, committed."""
+        self._ring.append(plan)
+        self._deliver(plan, self._runner.submit(plan).result())
 
     def _deliver(self, plan: Plan, result: Result) -> None:
         updates = self.scheduler.commit(plan, result)
@@ -321,53 +303,6 @@ class Engine:
             self._step_seconds.append(now - began)
             self.scheduler.roster.counters.steps += 1
             self.scheduler.roster.counters.step_seconds += now - began
-
-    # a step that raised
-
-    def _recover(self, failed: Plan, error: Exception) -> None:
-        """Undo the failed plan and those after it, make sure the runner knows their state changes, repeat the rows in halves."""
-        later = [(plan, ticket) for plan, ticket, _ in self._in_flight]
-        self._in_flight.clear()
-        for _, ticket in later:
-            _discard(ticket)
-        plans = [failed, *(plan for plan, _ in later)]
-        sequences: dict[int, Sequence] = {}
-        for plan in reversed(plans):
-            for seq in self.scheduler.rollback(plan):
-                sequences[seq.seq_id] = seq
-        for plan in plans:
-            self._repeat_deltas(plan)
-        self._repeat_in_halves(list(sequences.values()), error)
-
-    def _repeat_deltas(self, plan: Plan) -> None:
-        """State changes are idempotent; which of them the failed step had applied is unknown, so all are sent again."""
-        delta = self.scheduler.delta_plan(plan)
-        try:
-            self._deliver(delta, self._runner.submit(delta).result())
-        except EngineFatal:
-            raise
-        except Exception as error:
-            raise EngineFatal(f"the runner cannot take state changes in: {error!r:.200}") from error
-
-    def _repeat_in_halves(self, sequences: list[Sequence], error: Exception) -> None:
-        pending = _halves(sequences)
-        while pending:
-            group = pending.pop()
-            plan = self.scheduler.replan(group)
-            if plan is None:
-                continue
-            try:
-                self._ring.append(plan)
-                self._deliver(plan, self._runner.submit(plan).result())
-            except EngineFatal:
-                raise
-            except Exception as again:
-                self.scheduler.rollback(plan)
-                self._repeat_deltas(plan)
-                if len(group) == 1:
-                    self.scheduler.roster.fail(group[0], f"the model step failed for this sequence ({type(again).__name__})")
-                else:
-                    pending += _halves(group)
 
 
 class _Failed:
@@ -388,8 +323,3 @@ def _discard(ticket: Ticket) -> None:
         raise
     except Exception:
         return
-
-
-def _halves(sequences: list[Sequence]) -> list[list[Sequence]]:
-    middle = (len(sequences) + 1) // 2
-    return [half for half in (sequences[middle:], sequences[:middle]) if half]

@@ -1,0 +1,68 @@
+"""A step that raised: undo it, repeat its rows in halves, end the sequence that is to blame.
+
+Whose fault it was is unknown until a sequence runs alone: one forward serves all rows. Repeating is safe: KV writes and state changes are
+idempotent. What cannot be repeated ends the engine (`EngineFatal`), because going on could give wrong answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headrace.core.errors import EngineFatal
+from headrace.core.plan import Plan
+from headrace.policy.scheduler import Scheduler
+from headrace.policy.sequence import Sequence
+
+Compute = Callable[[Plan], None]
+"""Run one plan and commit it. Raises what the step raised; then nothing of it was committed."""
+
+
+class Recovery:
+    """Repeats failed plans through `compute`. All methods run on the loop's thread, while no other plan is in flight."""
+
+    def __init__(self, scheduler: Scheduler, compute: Compute) -> None:
+        self._scheduler = scheduler
+        self._compute = compute
+
+    def recover(self, plans: list[Plan]) -> None:
+        """Undo `plans`, the failed one first, make sure the runner knows their state changes, and run their rows again."""
+        sequences: dict[int, Sequence] = {}
+        for plan in reversed(plans):
+            for seq in self._scheduler.rollback(plan):
+                sequences[seq.seq_id] = seq
+        for plan in plans:
+            self._repeat_changes(plan)
+        self._repeat_in_halves(list(sequences.values()))
+
+    def _repeat_changes(self, plan: Plan) -> None:
+        """Which of its state changes the failed step had applied is unknown, so all are sent again."""
+        try:
+            self._compute(self._scheduler.delta_plan(plan))
+        except EngineFatal:
+            raise
+        except Exception as error:
+            raise EngineFatal(f"the runner cannot take state changes in: {error!r:.200}") from error
+
+    def _repeat_in_halves(self, sequences: list[Sequence]) -> None:
+        pending = _halves(sequences)
+        while pending:
+            group = pending.pop()
+            plan = self._scheduler.replan(group)
+            if plan is None:
+                continue
+            try:
+                self._compute(plan)
+            except EngineFatal:
+                raise
+            except Exception as error:
+                self._scheduler.rollback(plan)
+                self._repeat_changes(plan)
+                if len(group) == 1:
+                    self._scheduler.roster.fail(group[0], f"the model step failed for this sequence ({type(error).__name__})")
+                else:
+                    pending += _halves(group)
+
+
+def _halves(sequences: list[Sequence]) -> list[list[Sequence]]:
+    middle = (len(sequences) + 1) // 2
+    return [half for half in (sequences[middle:], sequences[:middle]) if half]
