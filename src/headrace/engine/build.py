@@ -7,8 +7,9 @@ import secrets
 from headrace.core.model_info import ModelInfo
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox, Runner
+from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
-from headrace.policy.scheduler import Scheduler, SchedulerConfig
+from headrace.policy.scheduler import Scheduler
 
 
 def make_scheduler(config: EngineConfig, info: ModelInfo, *, cache_key: bytes | None = None) -> Scheduler:

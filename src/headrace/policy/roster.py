@@ -8,9 +8,7 @@ There is one way in (`add`) and one way out (`end`), from every state. What a st
 
 from __future__ import annotations
 
-import heapq
 from array import array
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from headrace.core.errors import Overloaded, RequestTooLarge
@@ -20,34 +18,14 @@ from headrace.core.load import EngineCounters
 from headrace.core.plan import TokenLogprobs
 from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate
+from headrace.policy.config import SchedulerConfig
+from headrace.policy.deadlines import Deadlines, Limit
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.queues import Queue, make_queue
 from headrace.policy.sequence import NO_SLOT, SeqState, Sequence
 
 FORK = "headrace.fork"
 """Prerequisite of the 2nd..nth sequence of a request: the first one's prompt has been computed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """What the policy floor reads of the engine's configuration; see `engine.config.EngineConfig` for the meaning."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    max_waiting: int = 1024
-    eos_token_ids: tuple[int, ...] = ()
-    queue_policy: str = "fcfs"
-    enable_chunked_prefill: bool = True
-    static_batching: bool = False
-    depth: int = 1
-    prerequisite_timeout_s: float = 60.0
-
-    @property
-    def uncommitted_tokens(self) -> int:
-        """Tokens that may be planned for one sequence and not yet committed."""
-        step = self.max_num_batched_tokens if self.enable_chunked_prefill else self.max_model_len
-        return self.depth * step
 
 
 class Output(NamedTuple):
@@ -72,7 +50,7 @@ class Roster:
         self.counters = EngineCounters()
         self._blocked: dict[SeqId, Sequence] = {}
         self._families: dict[RequestId, list[Sequence]] = {}
-        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._deadlines = Deadlines()
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._ended_slots: list[int] = []
         self._updates: list[SequenceUpdate] = []
@@ -129,9 +107,9 @@ class Roster:
 
     def _watch_deadlines(self, seq: Sequence, now: float) -> None:
         if seq.request.deadline_s is not None:
-            self._remember_deadline(now + seq.request.deadline_s, seq.seq_id, seq)
+            self._deadlines.add(now + seq.request.deadline_s, seq, Limit.ANSWER)
         if seq.missing - {FORK}:
-            self._remember_deadline(now + self.config.prerequisite_timeout_s, -seq.seq_id, seq)
+            self._deadlines.add(now + self.config.prerequisite_timeout_s, seq, Limit.PREREQUISITES)
 
     def _take_back(self, family: list[Sequence]) -> None:
         """Adding a request raised: it was never here."""
@@ -238,25 +216,14 @@ class Roster:
 
     def expire(self, now: float) -> None:
         """End what is past its deadline or waited too long for a prerequisite."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, tag, seq = heapq.heappop(self._deadlines)
-            if seq.state is SeqState.DONE:
-                continue
-            if tag < 0:
-                if waiting_for := sorted(seq.missing - {FORK}):
-                    self.fail(seq, f"prerequisite not met in {self.config.prerequisite_timeout_s:g} s: {', '.join(waiting_for)}")
-            else:
+        for seq, kind in self._deadlines.take_due(now):
+            if kind is Limit.ANSWER:
                 self._end(seq, FinishReason.DEADLINE)
-
-    def _remember_deadline(self, at: float, tag: int, seq: Sequence) -> None:
-        """tag: the sequence's id for its own deadline, negative for its prerequisites'. Entries of the done do not pile up."""
-        if len(self._deadlines) > 64 and len(self._deadlines) > 4 * sum(len(family) for family in self._families.values()):
-            self._deadlines = [entry for entry in self._deadlines if entry[2].state is not SeqState.DONE]
-            heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (at, tag, seq))
+            elif waiting_for := sorted(seq.missing - {FORK}):
+                self.fail(seq, f"prerequisite not met in {self.config.prerequisite_timeout_s:g} s: {', '.join(waiting_for)}")
 
     def next_deadline(self) -> float | None:
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._deadlines.next()
 
     def _end(
         self,

@@ -22,12 +22,11 @@ from dataclasses import dataclass, field
 from headrace.core.ids import SlotId
 from headrace.core.plan import Plan, Result, Started, TokenLogprobs
 from headrace.core.update import SequenceUpdate
+from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.plan_builder import PlanBuilder
-from headrace.policy.roster import Output, Roster, SchedulerConfig
+from headrace.policy.roster import Output, Roster
 from headrace.policy.sequence import SeqState, Sequence
-
-__all__ = ["Scheduler", "SchedulerConfig"]
 
 MAX_SCORED_TOKENS = 64
 """Prompt positions whose log-probabilities are computed in one chunked step. Each needs a row of logits over the whole vocabulary, many

@@ -1,0 +1,27 @@
+"""What the policy floor reads of the engine's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Names and meaning as in `engine.config.EngineConfig`."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_waiting: int = 1024
+    eos_token_ids: tuple[int, ...] = ()
+    queue_policy: str = "fcfs"
+    enable_chunked_prefill: bool = True
+    static_batching: bool = False
+    depth: int = 1
+    prerequisite_timeout_s: float = 60.0
+
+    @property
+    def uncommitted_tokens(self) -> int:
+        """Tokens that may be planned for one sequence and not yet committed."""
+        step = self.max_num_batched_tokens if self.enable_chunked_prefill else self.max_model_len
+        return self.depth * step
