@@ -302,6 +302,20 @@ def test_fair_queueing_gives_a_quiet_tenant_its_turn() -> None:
     assert list(driven.finish).index(("quiet", 0)) == 1
 
 
+def test_idling_earns_no_credit() -> None:
+    """Nobody waited while the other tenant was served: its counter alone says what the idle one has missed."""
+    driven = DrivenEngine(queue_policy="fair", max_num_seqs=1)
+    for name in ("idle", *("busy" for _ in range(6))):
+        driven.submit(request(f"{name}{len(driven.finish)}", [5, 6], tenant=name))
+        driven.run()
+    done = len(driven.finish)
+    for i in range(4):
+        driven.submit(request(f"idle-{i}", [i + 1], tenant="idle"), request(f"busy-{i}", [i + 1], tenant="busy"))
+    driven.run()
+    served_first = [name.partition("-")[0] for name, _ in list(driven.finish)[done : done + 4]]
+    assert sorted(served_first) == ["busy", "busy", "idle", "idle"]
+
+
 def test_weights_share_service_in_proportion() -> None:
     driven = DrivenEngine(queue_policy="fair", max_num_seqs=1)
     for i in range(12):

@@ -124,7 +124,8 @@ class SjfQueue(KeyQueue):
 class FairQueue:
     """Virtual token counter per tenant (Sheng et al. 2024): the tenant with the least weighted service goes first.
 
-    A tenant that comes back after idling is lifted to the least counter among the active ones: idling earns no credit.
+    A tenant that had nothing waiting is lifted to the least counter among those that have or, when nobody waits, to that of the last one
+    that did: idling earns no credit.
     """
 
     charges = True
@@ -132,7 +133,7 @@ class FairQueue:
     def __init__(self) -> None:
         self._served: dict[str, float] = {}
         self._queues: dict[str, deque[Sequence]] = {}
-        self._active: dict[str, int] = {}
+        self._last_to_wait = ""
         self._size = 0
 
     def push(self, seq: Sequence, cost_tokens: int) -> None:
@@ -161,6 +162,7 @@ class FairQueue:
         self._size -= 1
         if not queue:
             del self._queues[seq.request.tenant]
+            self._last_to_wait = seq.request.tenant
 
     def victim(self, candidates: Iterable[Sequence]) -> Sequence:
         return max(candidates, key=lambda seq: (self._served.get(seq.request.tenant, 0.0), seq.key, seq.seq_id))
@@ -175,16 +177,16 @@ class FairQueue:
     def _activate(self, tenant: str) -> None:
         if tenant in self._queues:
             return
-        floor = min((self._served[name] for name in self._queues), default=None)
-        if floor is None:
-            floor = min(self._served.values(), default=0.0)
+        waiting = [self._served[name] for name in self._queues]
+        floor = min(waiting) if waiting else self._served.get(self._last_to_wait, 0.0)
         self._served[tenant] = max(self._served.get(tenant, 0.0), floor)
         if len(self._served) > MAX_REMEMBERED_TENANTS:
             self._forget_idle()
 
     def _forget_idle(self) -> None:
         """Keep the map bounded: tenants without waiting work and least service go first; they re-enter at the floor."""
-        idle = sorted((name for name in self._served if name not in self._queues), key=lambda name: self._served[name])
+        kept = {*self._queues, self._last_to_wait}
+        idle = sorted((name for name in self._served if name not in kept), key=lambda name: self._served[name])
         for name in idle[: len(self._served) // 2]:
             del self._served[name]
 
