@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli.config import ModelSection, ServeConfig
 from headrace.core.errors import ConfigError
+from headrace.engine.config import EngineConfig
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.files import run_dir, share_of, write_engine_files, write_gateway_file
 
@@ -127,6 +129,16 @@ def test_a_path_too_long_for_sockets_is_refused_and_not_left_behind(tmp_path: Pa
 def test_a_deployment_that_cannot_be_is_refused_by_name(config: FleetConfig, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         config.checked()
+
+
+@pytest.mark.parametrize(("num_threads", "divided"), [(None, True), (1, False)])
+def test_engines_are_told_their_cpus_unless_threads_were_chosen(tmp_path: Path, num_threads: int | None, divided: bool) -> None:
+    """Through the configuration that `headrace serve` decodes, where an option nobody set is None and not absent."""
+    model = ModelSection(engine=EngineConfig(model="m", num_threads=num_threads), replicas=2)
+    config = ServeConfig(models=(model,)).fleet(Path)
+    told = [json.loads(replica.config.read_bytes())["cpus"] for replica in write_engine_files(config, tmp_path)]
+    cpus = sorted(os.sched_getaffinity(0))
+    assert told == ([",".join(map(str, share_of(cpus, number, 2))) for number in range(2)] if divided else ["", ""])
 
 
 def test_engines_divide_the_cpus_of_the_machine() -> None:

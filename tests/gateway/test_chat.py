@@ -148,11 +148,24 @@ async def test_stop_token_is_the_stop_reason(bench: TestBench) -> None:
 async def test_model_defaults_apply_unless_given(bench: TestBench) -> None:
     assert bench.replica.info is not None
     info = bench.replica.info
-    object.__setattr__(info.model, "sampling_defaults", {"temperature": 0.6, "top_k": 20, "max_new_tokens": 7})
+    object.__setattr__(info.model, "sampling_defaults", {"temperature": 0.6, "top_k": 20, "max_tokens": 7})
     await bench.chat(top_k=5)
     params = bench.replica.requests[0].params
     assert (params.temperature, params.top_k, params.top_p) == (0.6, 5, 1.0)
-    assert params.max_tokens is None  # what the context leaves
+    assert params.max_tokens == 7
+
+
+async def test_the_models_own_length_is_cut_to_what_the_context_leaves(bench: TestBench) -> None:
+    assert bench.replica.info is not None
+    await bench.chat()
+    assert bench.replica.requests[-1].params.max_tokens is None
+    object.__setattr__(bench.replica.info.model, "sampling_defaults", {"max_tokens": 10_000})
+    await bench.chat(min_tokens=3)
+    cut = bench.replica.requests[-1]
+    assert cut.params.max_tokens == 512 - len(cut.prompt_ids)
+    await bench.chat(max_tokens=9)
+    await bench.complete(prompt="Hi")
+    assert [request.params.max_tokens for request in bench.replica.requests[-2:]] == [9, 16]
 
 
 async def test_seed_is_drawn_when_absent_and_kept_when_given(bench: TestBench) -> None:

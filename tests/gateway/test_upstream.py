@@ -74,6 +74,18 @@ async def test_the_less_busy_replica_is_taken(text: TextModel) -> None:
         assert (len(first.requests), len(second.requests)) == (0, 5)
 
 
+async def test_each_prompt_is_counted_where_it_ran(text: TextModel) -> None:
+    async with open_bench(text, models=two_replicas()) as bench:
+        answer = await bench.complete(prompt=["Hello", "fox", "dog", "lazy"], max_tokens=3, n=2)
+        assert answer.status_code == 200
+        for name, replica in bench.replicas.items():
+            served = len(replica.requests)
+            assert served > 0
+            for metric_name, count in (("queue_time", served), ("time_per_output_token", 2 * served)):
+                found = metric(bench.gateway, f"headrace_{metric_name}_seconds_count", model=MODEL, replica=name)
+                assert found == count, (metric_name, name)
+
+
 async def test_a_replica_whose_step_hangs_is_taken_only_when_no_other_is(text: TextModel) -> None:
     """Its heartbeats go on, so it stays connected and looks less busy than the other one."""
     async with open_bench(text, models=two_replicas()) as bench:

@@ -110,7 +110,7 @@ def write_engine_files(config: FleetConfig, folder: Path) -> list[ReplicaFiles]:
                 "address": replica.address,
                 "drain_timeout_s": config.drain_timeout_s,
                 # Whoever chose a number of threads has divided the machine by hand.
-                "cpus": "" if "num_threads" in model.engine else ",".join(map(str, share_of(cpus, number, total))),
+                "cpus": "" if model.engine.get("num_threads") is not None else ",".join(map(str, share_of(cpus, number, total))),
                 "num_neighbours": total - 1,
                 "engine": {**model.engine, "model": str(model.folder)},
             }

@@ -106,7 +106,7 @@ class Timeouts:
     keep_alive_s  idle connection between requests
     sse_ping_s    a stream without a chunk for this long gets a comment line
     write_s       a client that does not catch up within this while more than 64 KiB wait for it is cut off
-    request_s     deadline of a request without one of its own, counted from its arrival; None = none
+    request_s     deadline of every request, counted from its arrival; None = none
     drain_s       after SIGTERM: how long running requests may take
     """
 

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from headrace.core.errors import DeadlineExceeded, RequestTooLarge, SequenceFailed, Unavailable
@@ -34,7 +35,7 @@ from headrace.gateway.schemas import ChatRequest, CompletionRequest, Usage
 from headrace.gateway.sse import StreamWatch
 from headrace.gateway.text_pool import TextPool
 from headrace.gateway.upstream import Call, EventStream, OutputEvent
-from headrace.observe.metrics import Metrics
+from headrace.observe.metrics import Metrics, ReplicaMetrics
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -157,6 +158,7 @@ class _Run:
             num_sequences=len(calls) * self.params.n,
             prompt_tokens=sum(len(call.prompt_ids) for call in calls),
             arrived_s=self.exchange.arrived_s,
+            metrics_of=partial(_metrics_of, streams, self.params.n),
         )
         deadline = self._deadline()
         try:
@@ -192,25 +194,32 @@ class _Run:
 
     def _call(self, number: int, prompt_ids: tuple[int, ...]) -> Call:
         """Raises InvalidRequest for what the model cannot take, by the rules the engine holds it against again."""
+        info = self.model.info
+        if len(prompt_ids) >= info.max_model_len:
+            rule = f"prompt tokens + at least 1 output token <= max_model_len ({info.max_model_len})"
+            raise ContextLengthExceeded("prompt", rule, len(prompt_ids), "Shorten the prompt.")
         principal = self.exchange.principal
         salt = hashlib.blake2b(principal.tenant.encode(), digest_size=16, key=self.service.salt_key, person=b"headrace-salt")
         salt.update(b"\0" + self.request.cache_salt.encode())
         call = Call(
             request_id=RequestId(f"{self.exchange.request_id}-{number}"),
             prompt_ids=prompt_ids,
-            params=self.params,
+            params=self._params_within(info.max_model_len - len(prompt_ids)),
             tenant=principal.tenant,
             weight=principal.weight,
             priority=self.priority,
             salt=salt.digest(),
             deadline_s=self._remaining_s(),
         )
-        info = self.model.info
-        if len(prompt_ids) >= info.max_model_len:
-            rule = f"prompt tokens + at least 1 output token <= max_model_len ({info.max_model_len})"
-            raise ContextLengthExceeded("prompt", rule, len(prompt_ids), "Shorten the prompt.")
         call.engine_request(0).checked(vocab_size=info.vocab_size, max_model_len=info.max_model_len)
         return call
+
+    def _params_within(self, room: int) -> SamplingParams:
+        """Who names no max_tokens gets what the model's author chose, if anything, as far as the context leaves room."""
+        chosen = self.model.sampling_defaults.get("max_tokens")
+        if self.params.max_tokens is not None or chosen is None:
+            return self.params
+        return self.params.with_(max_tokens=max(self.params.min_tokens, min(chosen, room), 1))
 
     def _remaining_s(self) -> float | None:
         deadline_s = self.service.config.timeouts.request_s
@@ -228,7 +237,7 @@ class _Run:
             return None
         return asyncio.get_running_loop().call_later(remaining_s + DEADLINE_GRACE_S, self.exchange.leave, DeadlineExceeded(DEADLINE_PASSED))
 
-    async def _whole(self, answer: Answer, merged: EventStream, streams: Sequence[EventStream], progress: Progress) -> None:
+    async def _whole(self, answer: Answer, merged: MergedStream, streams: Sequence[EventStream], progress: Progress) -> None:
         num_tokens = 0
         while events := await self._events(merged, progress):
             answer.add(events)
@@ -250,7 +259,7 @@ class _Run:
             return make(given)
         return await self.service.text_pool.finish(make, given)
 
-    async def _stream(self, answer: Answer, merged: EventStream, streams: Sequence[EventStream], progress: Progress) -> None:
+    async def _stream(self, answer: Answer, merged: MergedStream, streams: Sequence[EventStream], progress: Progress) -> None:
         """Nothing is sent before the first event, so that a refusal still has its status code; but not for longer than a ping's time."""
         first: list[OutputEvent] | None = None
         try:
@@ -267,13 +276,12 @@ class _Run:
                 events = await self._events(merged, progress)
             await sse.end(answer.last(self._usage(streams, progress)))
 
-    async def _events(self, merged: EventStream, progress: Progress) -> list[OutputEvent]:
+    async def _events(self, merged: MergedStream, progress: Progress) -> list[OutputEvent]:
         """The next events; empty only after every sequence has its answer. Raises what became of it otherwise."""
         self._raise_if_left()
         events = await merged.events()
         self._raise_if_left()
-        replica = merged.replica
-        progress.see(events, self.service.clock(), replica.metrics if replica else None)
+        progress.see(events, self.service.clock())
         for event in events:
             _raise_if_failed(event.delta.finish, event.delta.error, self.exchange)
         if not events and len(progress.finish_reasons) < progress.num_sequences:
@@ -300,11 +308,17 @@ class _Run:
             return
         usage = usage_of(streams, num_sequences=len(streams) * self.params.n, prompt_tokens=progress.prompt_tokens)
         record.completion_tokens, record.cached_tokens = usage.completion_tokens, usage.prompt_tokens_details.cached_tokens
-        record.queue_time_s = streams[0].usage(0).queue_time_s
-        replica = streams[0].replica
-        if replica is not None:
-            record.replica = replica.name
-            progress.close(self.service.clock(), replica.metrics, record.queue_time_s)
+        queue_times_s = {number * self.params.n: stream.usage(0).queue_time_s for number, stream in enumerate(streams)}
+        record.queue_time_s = queue_times_s[0]
+        if streams[0].replica is not None:
+            record.replica = streams[0].replica.name
+        progress.close(self.service.clock(), queue_times_s)
+
+
+def _metrics_of(streams: Sequence[EventStream], n: int, index: int) -> ReplicaMetrics | None:
+    """The instruments of the replica that runs sequence `index` of a request: each prompt may have another one."""
+    replica = streams[index // n].replica if index // n < len(streams) else None
+    return None if replica is None else replica.metrics
 
 
 def _encode_prompt(model: ServedModel, request: CompletionRequest, prompt: str | list[int]) -> Prompt:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from headrace.gateway.replicas import Replica
 from headrace.gateway.upstream import EventStream, OutputEvent, SequenceUsage
 
 
@@ -17,10 +16,6 @@ class MergedStream:
         self._n = n
         self._waiting: dict[asyncio.Task[list[OutputEvent]], int] = {}
         self._is_begun = False
-
-    @property
-    def replica(self) -> Replica | None:
-        return self._streams[0].replica
 
     @property
     def unread_bytes(self) -> int:

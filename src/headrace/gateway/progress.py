@@ -6,7 +6,7 @@ sequence; ITL = every gap, where a chunk of k tokens counts as k gaps of a k-th 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.core.finish import FinishReason
@@ -23,23 +23,28 @@ class _Sequence:
     finish: FinishReason | None = None
 
 
+MetricsOf = Callable[[int], ReplicaMetrics | None]
+"""Sequence -> the instruments of the replica that runs it; None before one is known."""
+
+
 class Progress:
     """ttft_s  seconds from arrival to the first token of any sequence, None before it"""
 
-    def __init__(self, *, num_sequences: int, prompt_tokens: int, arrived_s: float) -> None:
+    def __init__(self, *, num_sequences: int, prompt_tokens: int, arrived_s: float, metrics_of: MetricsOf) -> None:
         self._sequences = [_Sequence() for _ in range(num_sequences)]
         self.num_sequences = num_sequences
         self.prompt_tokens = prompt_tokens
         self._arrived_s = arrived_s
+        self._metrics_of = metrics_of
         self.ttft_s: float | None = None
 
-    def see(self, events: Sequence[OutputEvent], now: float, metrics: ReplicaMetrics | None) -> None:
+    def see(self, events: Sequence[OutputEvent], now: float) -> None:
         """Take in events that arrived at `now` (the clock of `arrived_s`)."""
         for event in events:
             sequence = self._sequences[event.index]
             num_new = len(event.delta.token_ids)
             if num_new:
-                self._see_tokens(sequence, num_new, now, metrics)
+                self._see_tokens(sequence, num_new, now, self._metrics_of(event.index))
             if event.delta.finish is not None:
                 sequence.finish = event.delta.finish
 
@@ -57,15 +62,17 @@ class Progress:
         sequence.num_tokens += num_new
         sequence.last_s = now
 
-    def close(self, now: float, metrics: ReplicaMetrics | None, queue_time_s: float | None) -> None:
-        """The request ended, however it did: observe what is known only then."""
-        if metrics is None:
-            return
-        metrics.request_latency.observe(now - self._arrived_s)
-        if queue_time_s is not None:
-            metrics.queue_time.observe(queue_time_s)
-        for sequence in self._sequences:
-            if sequence.num_tokens > 1:
+    def close(self, now: float, queue_times_s: Mapping[int, float | None]) -> None:
+        """The request ended, however it did: observe what is known only then. queue_times_s: by each prompt's first sequence."""
+        if (metrics := self._metrics_of(0)) is not None:
+            metrics.request_latency.observe(now - self._arrived_s)
+        for index, queue_time_s in queue_times_s.items():
+            metrics = self._metrics_of(index)
+            if metrics is not None and queue_time_s is not None:
+                metrics.queue_time.observe(queue_time_s)
+        for index, sequence in enumerate(self._sequences):
+            metrics = self._metrics_of(index)
+            if metrics is not None and sequence.num_tokens > 1:
                 metrics.time_per_output_token.observe((sequence.last_s - sequence.first_s) / (sequence.num_tokens - 1))
 
     @property
