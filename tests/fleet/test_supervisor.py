@@ -150,9 +150,11 @@ async def test_a_killed_engine_is_started_again_and_its_requests_are_told(start:
     assert "org-fake-0 was killed by SIGKILL; starting it again" in fleet.log
 
 
-async def test_a_killed_gateway_is_started_again_and_engines_stay(start: Start) -> None:
-    fleet = start()
-    fleet.hear()
+async def test_a_killed_gateway_is_started_again_where_it_was_and_engines_stay(start: Start) -> None:
+    fleet = start(gateway={"work": "idle", "port": 0})
+    taken = fleet.hear()["gateway"]["port"]
+    assert taken != 0
+    assert json.loads((fleet.run_dir / "gateway.json").read_text())["port"] == taken
     os.kill(fleet.pids["gateway"], signal.SIGKILL)
     await until(lambda: "gateway was killed by SIGKILL" in fleet.log)
     supervisor = psutil.Process(fleet.process.pid)

@@ -128,8 +128,13 @@ def share_of(cpus: Sequence[int], number: int, total: int) -> list[int]:
     return list(cpus[number * len(cpus) // total : (number + 1) * len(cpus) // total])
 
 
-def write_gateway_file(config: FleetConfig, replicas: list[ReplicaFiles], folder: Path) -> Path:
-    """The gateway's file: its own options, and where each model's replicas listen."""
+def write_gateway_file(
+    config: FleetConfig, replicas: list[ReplicaFiles], folder: Path, *, taken: Mapping[str, object] | None = None
+) -> Path:
+    """The gateway's file: its own options, and where each model's replicas listen.
+
+    taken  options as an earlier gateway found them: the port it was given in place of 0 stays the deployment's own
+    """
     models = [
         {
             "name": model.name,
@@ -140,7 +145,7 @@ def write_gateway_file(config: FleetConfig, replicas: list[ReplicaFiles], folder
         for model in config.models
     ]
     path = folder / "gateway.json"
-    _write(path, {**config.gateway, "models": models, "timeouts": _with_drain(config)})
+    _write(path, {**config.gateway, **(taken or {}), "models": models, "timeouts": _with_drain(config)})
     return path
 
 
@@ -153,8 +158,11 @@ def _with_drain(config: FleetConfig) -> dict[str, object]:
 
 
 def _write(path: Path, content: Mapping[str, object]) -> None:
-    path.touch(mode=0o600)
-    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    """Whole or not at all: a process that is being started again may be reading it."""
+    new = path.with_suffix(".new")
+    new.touch(mode=0o600)
+    new.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    new.replace(path)
 
 
 def _default_parent() -> Path:

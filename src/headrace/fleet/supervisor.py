@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 
 from headrace.fleet.config import FleetConfig
@@ -73,7 +74,7 @@ class Supervisor:
         gateway = self.gateway = self._gateway_keeper(write_gateway_file(self._config, replicas, folder))
         self.engines = [self._engine_keeper(replica) for replica in replicas]
         tasks = [asyncio.create_task(keeper.keep(), name=keeper.label) for keeper in (gateway, *self.engines)]
-        announcing = asyncio.create_task(self._announce(gateway))
+        announcing = asyncio.create_task(self._announce(gateway, partial(write_gateway_file, self._config, replicas, folder)))
         try:
             await first_of(*tasks, stop.soft, stop.hard)
             for task in tasks:
@@ -93,7 +94,11 @@ class Supervisor:
         command = (*self._config.engine_command, "--config", str(replica.config))
         return Keeper(replica.name, command, self._launcher, forward=True)
 
-    async def _announce(self, gateway: Keeper) -> None:
+    async def _announce(self, gateway: Keeper, write_file: Callable[..., Path]) -> None:
+        """Tell once that everything serves. A gateway started again must be found where the first one was."""
+        await gateway.ready.wait()
+        if self._config.gateway.get("port") == 0:
+            write_file(taken={"port": gateway.facts["port"]})
         for keeper in (gateway, *self.engines):
             await keeper.ready.wait()
         if self._on_ready is not None:
