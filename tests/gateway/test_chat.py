@@ -248,7 +248,7 @@ async def test_errors_name_fields_as_the_client_wrote_them(bench: TestBench) -> 
     for response, param in ((await bench.chat(messages=long), "messages"), (await bench.complete(prompt="fox " * 2000), "prompt")):
         error = response.json()["error"]
         assert (response.status_code, error["param"], error["code"]) == (400, param, "context_length_exceeded")
-        assert error["message"].startswith(f"{param}: must satisfy prompt tokens + at least 1 output token <= max_model_len (512), got ")
+        assert error["message"].startswith(f"{param}: expected prompt tokens + at least 1 output token <= max_model_len (512), got ")
     for count in (0, 5000, 2**40):
         for name in ("max_tokens", "max_completion_tokens"):
             response = await bench.chat(**{name: count})

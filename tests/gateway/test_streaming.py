@@ -91,6 +91,22 @@ async def test_client_that_does_not_read_is_cut_off(text: TextModel) -> None:
             assert metric(bench.gateway, "headrace_requests_total", model=MODEL, replica="r0", outcome="cancelled") == 1
 
 
+async def test_scores_of_a_long_prompt_reach_a_client_that_reads_slowly_but_steadily(text: TextModel) -> None:
+    """They come all at once and are far more than what may wait otherwise: that is not the client's fault."""
+    async with open_bench(text, limits={"max_pending_bytes": 20_000}) as bench, serving(bench.gateway) as port:
+        body = {"model": MODEL, "prompt": [40 + i % 50 for i in range(480)], "echo": True, "logprobs": 20, "n": 4, "max_tokens": 4}
+        async with dial(port, limit=1024) as (reader, writer):
+            writer.write(post("/v1/completions", {**body, "stream": True}))
+            received = bytearray()
+            while not received.endswith(b"data: [DONE]\n\n") and (part := await reader.read(16 << 10)):
+                received += part
+                received = received.removesuffix(b"\r\n0\r\n\r\n") if received.endswith(b"\r\n0\r\n\r\n") else received
+                await asyncio.sleep(0.01)
+        assert len(received) > 300_000
+        assert received.endswith(b"data: [DONE]\n\n")
+        assert not bench.replica.cancelled
+
+
 async def test_client_that_does_not_catch_up_in_time_is_cut_off(text: TextModel) -> None:
     async with open_bench(text, limits={"max_pending_bytes": 1 << 30}, timeouts={"write_s": 0.2}) as bench, serving(bench.gateway) as port:
         bench.replica.go.clear()

@@ -40,7 +40,7 @@ class InvalidRequest(HeadraceError):
             field = field[: MAX_FIELD_CHARS - 3] + "..."
         self.field, self.limit, self.given, self.value, self.remedy = field, limit, value, shorten(value), remedy
         shown = f", got {self.value}" if value is not None else ""
-        super().__init__(f"{field}: must satisfy {limit}{shown}." + (f" {remedy}" if remedy else ""))
+        super().__init__(f"{field}: expected {limit}{shown}." + (f" {remedy}" if remedy else ""))
 
 
 class ModelNotFound(InvalidRequest):
@@ -97,5 +97,7 @@ def shorten(value: object, limit: int = 80) -> str:
     """repr of a client's value, bounded and printable, so that it can stand in a message or a log line."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**40:
         return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, bool):
+        return "true" if value else "false"  # as the client wrote it
     text = ascii(value[: limit + 1] if isinstance(value, str | bytes | list | tuple) else value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -71,7 +71,8 @@ TABLE: tuple[FieldRule, ...] = (
     _honoured(
         "max_tokens",
         BOTH,
-        "At least 1 (0 with echo); prompt and output together fit the context. Default: completions 16, chat what is left.",
+        "At least 1 (0 with echo); prompt and output together fit the context. "
+        "Default: completions 16; chat the `max_new_tokens` of generation_config.json, else what is left.",
     ),
     _honoured("max_completion_tokens", CHAT, "OpenAI's newer name of max_tokens; if both are given they must agree."),
     _honoured("min_tokens", BOTH, "End tokens, stop_token_ids and stop strings do nothing before this many."),

@@ -47,6 +47,9 @@ MAX_INLINE_BYTES = 64 << 10
 MAX_PROMPT_SCORES = 1 << 20
 """Log-probabilities of prompt tokens in one answer, some 60 bytes each: tokens x (alternatives + 1) x choices that show them."""
 
+PROMPT_SCORE_BYTES = 128
+"""What one of them may take on its way to the client, encoded or not."""
+
 MAX_OUTPUT_SCORES = 1 << 18
 """Log-probabilities of output tokens in one answer that is not streamed, some 250 bytes each until it is written."""
 
@@ -267,7 +270,8 @@ class _Run:
                 first = await self._events(merged, progress)
         except TimeoutError:
             pass
-        async with self.service.watch.open(self.exchange, lambda: merged.unread_bytes) as sse:
+        score_bytes = self.num_prompt_scores * PROMPT_SCORE_BYTES
+        async with self.service.watch.open(self.exchange, lambda: merged.unread_bytes, score_bytes=score_bytes) as sse:
             events = first if first is not None else await self._events(merged, progress)
             while events:
                 payload = await self._made(self.num_prompt_scores, answer.chunk, events)

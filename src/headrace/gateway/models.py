@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.core.errors import ModelNotFound, Unavailable
+from headrace.core.errors import InvalidRequest, ModelNotFound, Unavailable
 from headrace.core.model_info import ModelInfo
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.upstream import Upstream
@@ -65,9 +65,11 @@ class ModelTable:
 
     def only(self, name: str | None) -> ServedModel:
         """The named model, or the single one where the client named none (vLLM's /tokenize allows it)."""
-        if name is None and len(self.models) == 1:
+        if name is not None:
+            return self.get(name)
+        if len(self.models) == 1:
             return self.models[0]
-        return self.get(name or "")
+        raise InvalidRequest("model", f"one of: {', '.join(self.names)}", remedy="It is required where several models are served.")
 
     def readings(self) -> Iterator[ReplicaReading]:
         for model in self.models:

@@ -35,7 +35,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's legacy default of /v1/completions; a chat without max_tokens may use what the context leaves."""
 
 MAX_CACHE_SALT_CHARS = 256
-REQUIRED = "presence (it is required)"
+REQUIRED = "a value (it is required)"
 ROLES = ("system", "developer", "user", "assistant")
 MAX_PARTS = 4096
 """Content parts of all messages together: each costs more than its bytes."""
@@ -248,7 +248,7 @@ def _check_content(content: object, path: str) -> None:
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else part
         if kind != "text":
-            raise InvalidRequest(f"{path}[{index}].type", "text", kind, "Other modalities are not served.")
+            raise InvalidRequest(f"{path}[{index}].type", '"text"', kind, "Other modalities are not served.")
 
 
 def _check_shared(request: SamplingFields, limits: Limits, num_prompts: int = 1) -> None:
@@ -274,7 +274,8 @@ def _translated(message: str, data: object, kind: type[msgspec.Struct], prefix: 
     what, path = (match["what"], match["path"] or "") if match else (message, "")
     field = ".".join(part for part in (prefix, path) if part)
     if missing := _MISSING.match(what):
-        return InvalidRequest(".".join(part for part in (field, missing["name"]) if part), REQUIRED)
+        remedy = "GET /v1/models lists what is served." if missing["name"] == "model" else ""
+        return InvalidRequest(".".join(part for part in (field, missing["name"]) if part), REQUIRED, remedy=remedy)
     if unknown := _UNKNOWN.match(what):
         nested = StreamOptions if path == "stream_options" else TextPart if "content" in path else kind
         return unknown_field(unknown["name"], _KNOWN.get(nested, kind.__struct_fields__), f"{field}." if field else "")

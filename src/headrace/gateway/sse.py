@@ -1,8 +1,10 @@
 """Server-sent events: writing them, keeping quiet streams alive, and giving up on clients that do not read.
 
 A stream is written by its own task; `StreamWatch` looks at all streams a few times per second, which is cheaper than a timer each. What
-may wait for a client is bounded in bytes: the encoded chunk being sent plus what the engine has produced meanwhile. Beyond it the
-connection is dropped and the request cancelled. (The time a client may take is bounded for every answer alike, by `gateway.server`.)
+may wait for a client is bounded in bytes: what is left of the encoded chunk being sent plus what the engine has produced meanwhile.
+Beyond it the connection is dropped and the request cancelled. Prompt log-probabilities come all at once, however fast a client reads:
+their size, bounded when the request is admitted, is allowed on top. (The time a client may take is bounded for every answer alike, by
+`gateway.server`.)
 
 Errors after the first byte are `Exchange.fail`'s: an event with the error body, then the end, without [DONE].
 
@@ -23,6 +25,8 @@ from headrace.gateway.exchange import Exchange
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 TICK_S = 0.25
+PIECE_BYTES = 64 << 10
+"""Written at once: the transport says that its buffer is full only between two writes."""
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache, no-transform"),
@@ -33,14 +37,17 @@ HEADERS = (
 class SseStream:
     """One event stream. Made by `StreamWatch.open`; leave it by scope."""
 
-    __slots__ = ("_clock", "_exchange", "_ping", "_watch", "is_waiting", "last_write_s", "pending_bytes", "unread_bytes")
+    __slots__ = ("_clock", "_exchange", "_ping", "_watch", "is_waiting", "last_write_s", "pending_bytes", "score_bytes", "unread_bytes")
 
-    def __init__(self, exchange: Exchange, watch: StreamWatch, unread_bytes: Callable[[], int], clock: Clock) -> None:
-        """unread_bytes  size of what was produced for this stream and not yet encoded"""
+    def __init__(self, exchange: Exchange, watch: StreamWatch, unread_bytes: Callable[[], int], score_bytes: int, clock: Clock) -> None:
+        """unread_bytes  size of what was produced for this stream and not yet encoded
+        score_bytes   what of it may be the prompt's log-probabilities
+        """
         self._exchange = exchange
         self._watch = watch
         self._clock = clock
         self.unread_bytes = unread_bytes
+        self.score_bytes = score_bytes
         self.last_write_s = clock()
         self.is_waiting = False
         self.pending_bytes = 0
@@ -66,17 +73,18 @@ class SseStream:
     async def _send(self, payload: bytes, *, is_last: bool) -> None:
         if self._ping is not None and not self._ping.done():
             await self._ping  # a comment that waits for the socket goes first
-        self.pending_bytes = len(payload)
         self.is_waiting = True
-        self.last_write_s = self._clock()
-        await self._exchange.write(payload, is_last=is_last)
+        for first in range(0, len(payload) or 1, PIECE_BYTES):
+            self.pending_bytes = len(payload) - first
+            self.last_write_s = self._clock()
+            await self._exchange.write(payload[first : first + PIECE_BYTES], is_last=is_last and self.pending_bytes <= PIECE_BYTES)
         self.is_waiting = False
         self.pending_bytes = 0
 
     def look(self, now: float, *, ping_s: float, max_pending_bytes: int) -> None:
         """What the watch does with this stream: nothing, a comment line, or the end."""
         if self.is_waiting:
-            if self.pending_bytes + self.unread_bytes() > max_pending_bytes:
+            if self.pending_bytes + self.unread_bytes() > max_pending_bytes + self.score_bytes:
                 self._exchange.abort(SlowReader(f"More than {max_pending_bytes} bytes of the answer waited for the client."))
         elif now - self.last_write_s > ping_s:
             self.last_write_s = now
@@ -104,8 +112,8 @@ class StreamWatch:
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
 
-    def open(self, exchange: Exchange, unread_bytes: Callable[[], int]) -> SseStream:
-        return SseStream(exchange, self, unread_bytes, self._clock)
+    def open(self, exchange: Exchange, unread_bytes: Callable[[], int], *, score_bytes: int = 0) -> SseStream:
+        return SseStream(exchange, self, unread_bytes, score_bytes, self._clock)
 
     async def __aenter__(self) -> StreamWatch:
         self._task = asyncio.create_task(self._run(), name="stream watch")
