@@ -28,7 +28,7 @@ def test_values_that_change_nothing_are_dropped(arguments: list[str]) -> None:
         ["--tensor-parallel-size=2"],
         ["--tensor-parallel-size"],
         ["-tp", "2"],
-        ["--quantization", "awq"],
+        ["--calculate-kv-scales"],
         ["--enable-lora"],
         ["--lora-modules", "a=b"],
         ["--tool-call-parser", "hermes"],

@@ -77,6 +77,7 @@ def test_every_keyword_changes_the_configuration(model_folder: Path) -> None:
     changed = {
         "dtype": "float32",
         "load_format": "dummy",
+        "quantization": "int8",
         "enable_prefix_caching": False,
         "enable_chunked_prefill": False,
         "gpu_memory_utilization": 1,

@@ -23,6 +23,7 @@ ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="Fold
 Price = Annotated[float | None, Flag("--dollars-per-hour", help="Price of this machine: adds the price of a million tokens.")]
 Dtype = Annotated[str, Flag("--dtype")]
 LoadFormat = Annotated[str, Flag("--load-format", help="dummy: random weights from config.json.")]
+Quantization = Annotated[str, Flag("--quantization", "-q", help="none, int8 or int4")]
 Kernels = Annotated[str, Flag("--kernels")]
 Threads = Annotated[int | None, Flag("--num-threads")]
 MaxSeqs = Annotated[int, Flag("--max-num-seqs")]
@@ -40,6 +41,7 @@ def throughput(
     dollars_per_hour: Price = None,
     dtype: Dtype = "auto",
     load_format: LoadFormat = "auto",
+    quantization: Quantization = "none",
     kernels: Kernels = "auto",
     num_threads: Threads = None,
     max_num_seqs: MaxSeqs = 64,
@@ -54,7 +56,9 @@ def throughput(
     from headrace.lab.datasets import make_requests
     from headrace.lab.offline import decode_bytes, dollars_per_million_tokens, run_offline
 
-    flags = _engine_flags(dtype, load_format, kernels, num_threads, max_num_seqs, max_num_batched_tokens, async_scheduling, seed)
+    flags = _engine_flags(
+        dtype, load_format, quantization, kernels, num_threads, max_num_seqs, max_num_batched_tokens, async_scheduling, seed
+    )
     engine, collector = _engine(model, flags)
     shape = _offline_shape(engine.info, input_len, output_len, range_ratio, prefix_len)
     run_offline(engine, collector, _warm_up(shape))
@@ -90,6 +94,7 @@ def latency(
     dollars_per_hour: Price = None,
     dtype: Dtype = "auto",
     load_format: LoadFormat = "auto",
+    quantization: Quantization = "none",
     kernels: Kernels = "auto",
     num_threads: Threads = None,
     max_num_batched_tokens: MaxTokens = 512,
@@ -107,7 +112,7 @@ def latency(
     if num_iters < 1 or batch_size < 1:
         raise UsageRefused("--num-iters and --batch-size must be at least 1")
     flags = _engine_flags(
-        dtype, load_format, kernels, num_threads, batch_size, max(max_num_batched_tokens, batch_size), async_scheduling, seed
+        dtype, load_format, quantization, kernels, num_threads, batch_size, max(max_num_batched_tokens, batch_size), async_scheduling, seed
     )
     engine, collector = _engine(model, flags)
     shape = _offline_shape(engine.info, input_len, output_len, 0.0, 0)
@@ -169,11 +174,20 @@ def _warm_up(shape: Shape) -> list[LoadRequest]:
 
 
 def _engine_flags(
-    dtype: str, load_format: str, kernels: str, num_threads: int | None, seqs: int, tokens: int, overlapped: bool, seed: int
+    dtype: str,
+    load_format: str,
+    quantization: str,
+    kernels: str,
+    num_threads: int | None,
+    seqs: int,
+    tokens: int,
+    overlapped: bool,
+    seed: int,
 ) -> dict[str, object]:
     return {
         "dtype": dtype,
         "load_format": load_format,
+        "quantization": quantization,
         "kernels": kernels,
         "num_threads": num_threads,
         "max_num_seqs": seqs,

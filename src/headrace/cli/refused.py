@@ -20,7 +20,7 @@ class Refused:
     accepted: tuple[str, ...] | None = ()
 
 
-_QUANTIZED = "Quantized weights are not supported yet; serve the bfloat16 or float32 checkpoint."
+_QUANTIZED = "The KV cache is not quantized."
 _LORA = "Adapters are not served yet; merge the adapter into the base weights."
 _TOOLS = "Tool calls are not parsed yet; the model's text is returned as it is."
 _TLS = "Terminate TLS in a proxy in front of the gateway."
@@ -28,8 +28,6 @@ _PARALLEL = "A replica runs in one process for now; use --replicas N to use more
 _MEDIA = "Only text models are served."
 
 REFUSED: dict[str, Refused] = {
-    "--quantization": Refused(_QUANTIZED, ("none", "None")),
-    "-q": Refused(_QUANTIZED, ("none", "None")),
     "--kv-cache-dtype": Refused("The KV cache has the dtype of the model; change it with --dtype.", ("auto",)),
     "--calculate-kv-scales": Refused(_QUANTIZED, None),
     "--tensor-parallel-size": Refused(_PARALLEL, ("1",)),

@@ -9,6 +9,7 @@ from headrace.core.errors import ConfigError
 QUEUE_POLICIES = ("fcfs", "priority", "sjf", "fair")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+QUANTIZATIONS = ("none", "int8", "int4")
 KERNELS = ("auto", "numba", "reference")
 BATCHING = ("continuous", "static")
 
@@ -20,6 +21,7 @@ class EngineConfig:
     model                   local folder in the Hugging Face layout (the fleet resolves hub ids to folders)
     dtype                   "auto": what the checkpoint says, or float32 where this machine computes bfloat16 in software
     load_format             "dummy": random weights from config.json
+    quantization            "int8" | "int4": linears' weights are rounded at load, to nearest; inputs to 8 bits, row by row
     max_model_len           None: the model's own
     max_num_seqs            sequences computed in one step
     max_num_batched_tokens  tokens computed in one step: prefill chunks fill what decode leaves
@@ -41,6 +43,7 @@ class EngineConfig:
     model: str
     dtype: str = "auto"
     load_format: str = "auto"
+    quantization: str = "none"
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
@@ -64,6 +67,7 @@ class EngineConfig:
         for name, allowed in (
             ("dtype", DTYPES),
             ("load_format", LOAD_FORMATS),
+            ("quantization", QUANTIZATIONS),
             ("queue_policy", QUEUE_POLICIES),
             ("batching", BATCHING),
             ("kernels", KERNELS),

@@ -29,7 +29,7 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner | OverlappedRunner, 
     """
     folder = Path(config.model)
     _check_device(config.device)
-    found = describe(folder, max_model_len=config.max_model_len)
+    found = describe(folder, max_model_len=config.max_model_len, quantization=config.quantization)
     dtype, why_dtype = resolve_dtype(config.dtype, found.dtype_name, read_cpu_features(), device=config.device)
     _check_weights_fit(found, read_memory(config.device))
     kernels, why_kernels = choose_kernels(config.kernels, config.device)
@@ -44,6 +44,7 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner | OverlappedRunner, 
         load_format=config.load_format,
         seed=config.seed,
         max_model_len=config.max_model_len,
+        quantization=config.quantization,
     )
     sizing = _size(config, loaded)
     kv = _allocate(config, loaded, sizing)
@@ -55,7 +56,7 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner | OverlappedRunner, 
         raise
     kv.clear_pad_block()
     decided = (
-        f"model: {loaded.architecture} from {config.model}, {describe_bytes(loaded.resident_bytes)} of weights",
+        f"model: {loaded.architecture} from {config.model}, {describe_bytes(loaded.resident_bytes)} of weights{_rounded(config)}",
         f"dtype: {str(dtype).removeprefix('torch.')}, {why_dtype}",
         f"kernels: {kernels}, {why_kernels}{_compile_cache(kernels)}",
         f"threads: {threads.num_threads}, {threads.reason}; Numba's layer: {threads.layer}",
@@ -63,6 +64,10 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner | OverlappedRunner, 
         f"warm-up: {seconds:.1f} s",
     )
     return runner, _model_info(config, folder, loaded, sizing, decided)
+
+
+def _rounded(config: EngineConfig) -> str:
+    return "" if config.quantization == "none" else f", linears rounded to {config.quantization}"
 
 
 def read_memory(device: str) -> Available:

@@ -37,6 +37,7 @@ class LLM:
     model                   a bundled model's name, a local folder, or a hub id; None: the bundled model
     dtype                   "auto" | "float32" | "bfloat16" | "float16" ("float" and "half" too)
     load_format             "auto" | "safetensors" | "dummy" (random weights from config.json)
+    quantization            None | "int8" | "int4": linears' weights are rounded at load
     max_model_len, max_num_seqs, max_num_batched_tokens, block_size, enable_prefix_caching, enable_chunked_prefill
                             as in `engine.config.EngineConfig`; None: its default
     gpu_memory_utilization  share of the available memory for weights and KV cache
@@ -56,6 +57,7 @@ class LLM:
         *,
         dtype: str = "auto",
         load_format: str = "auto",
+        quantization: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
@@ -77,6 +79,7 @@ class LLM:
         given: dict[str, object] = {
             "dtype": dtype,
             "load_format": load_format,
+            "quantization": quantization,
             "max_model_len": max_model_len,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,

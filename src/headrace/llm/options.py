@@ -12,7 +12,7 @@ from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 
 _PARALLEL = "A model runs in one process for now."
-_QUANTIZED = "Quantized weights are not supported yet."
+_QUANTIZED = "Weights are rounded at load: quantization='int8' or 'int4'."
 _MEDIA = "Only text models are served."
 _NO_CODE = "Code from a model's repository is never run."
 
@@ -22,7 +22,6 @@ ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "data_parallel_size": ((1,), _PARALLEL),
     "enable_expert_parallel": ((False,), _PARALLEL),
     "distributed_executor_backend": ((None, "mp", "uni"), _PARALLEL),
-    "quantization": ((None,), _QUANTIZED),
     "kv_cache_dtype": (("auto",), "The KV cache has the model's dtype."),
     "trust_remote_code": ((False,), _NO_CODE),
     "allow_deprecated_quantization": ((False,), _QUANTIZED),

@@ -37,6 +37,24 @@ def test_the_runner_answers_and_its_facts_are_right(tiny_folder: Path, dense: De
     assert {line.partition(":")[0] for line in info.decided} == {"model", "threads", "dtype", "kernels", "KV memory", "KV cache", "warm-up"}
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_rounded_weights_answer_alike_whoever_computes_them(tiny_folder: Path, quantization: str) -> None:
+    pytest.importorskip("numba")
+    plain = build_runner(config(tiny_folder))[1]
+    answers = []
+    for kernels in ("reference", "numba"):
+        runner, info = build_runner(config(tiny_folder, kernels=kernels, quantization=quantization))
+        planner, prompt = Planner(block_size=16), [5, 6, 7, 8, 9]
+        planner.start(3, prompt)
+        tokens = [row_tokens(runner.submit(planner.plan((3, 0, 5, 1))).result())]
+        tokens += [row_tokens(runner.submit(planner.plan((3, 5 + i, 1, 1))).result()) for i in range(8)]
+        answers.append(tokens)
+        assert info.weight_bytes < plain.weight_bytes / 2
+        assert info.digests["model"] != plain.digests["model"]
+        assert f"linears rounded to {quantization}" in info.decided[0]
+    assert answers[0] == answers[1]
+
+
 def test_warm_up_leaves_nothing_behind(tiny_folder: Path) -> None:
     runner, _ = build_runner(config(tiny_folder))
     assert isinstance(runner, ModelRunner)

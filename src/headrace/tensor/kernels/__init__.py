@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from headrace.core.errors import ConfigError
+from headrace.tensor.kernels.rounding import RoundedWeight
 
 
 class Linear(Protocol):
@@ -32,6 +33,10 @@ class Kernels(Protocol):
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Prepare weight [out, in] (and bias [out]) once. The caller may drop its own reference afterwards."""
+        ...
+
+    def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear:
+        """The same for a weight of small integers; inputs are rounded row by row, see `rounding`."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Tensor:

@@ -13,10 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.tensor.kernels import Linear, attention, elementwise
+from headrace.tensor.kernels import Linear, attention, elementwise, quantized
 from headrace.tensor.kernels.cpu_features import LinearPath, linear_path, read_cpu_features
 from headrace.tensor.kernels.linear import OneDnnLinear, StripLinear, can_strip
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
+from headrace.tensor.kernels.rounding import RoundedWeight
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -44,6 +45,11 @@ class NumbaKernels:
         if torch._C._has_mkldnn and weight.numel() > 0:
             return OneDnnLinear(weight, bias)
         return REFERENCE.pack_linear(weight, bias)
+
+    def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear:
+        if weight.values.device.type == "cpu" and quantized.can_pack(weight):
+            return quantized.IntegerLinear.pack(weight, bias)
+        return REFERENCE.pack_rounded(weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Tensor:
         others = (x,) if residual is None else (x, residual)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from headrace.tensor.kernels.rounding import RoundedWeight, round_inputs
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -33,6 +35,27 @@ class PlainLinear:
         return F.linear(x, self.weight, self.bias)
 
 
+class RoundedLinear:
+    """A weight of small integers, multiplied as `rounding` says; sums are exact in float64."""
+
+    def __init__(self, weight: RoundedWeight, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        self.out_features, self.in_features = weight.values.shape
+        self.weight_bytes = weight.packed_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        values, scales = round_inputs(x)
+        out = torch.zeros((x.shape[0], self.out_features), dtype=torch.float64, device=x.device)
+        size = self.weight.group or self.in_features
+        own = self.weight.scales.float().reshape(self.out_features, -1)  # [out, groups]
+        for group in range(own.shape[1]):
+            part = slice(group * size, (group + 1) * size)
+            sums = values[:, part].double() @ self.weight.values[:, part].double().T
+            out += sums * own[:, group].double()
+        out *= scales.double()
+        return (out if self.bias is None else out + self.bias.double()).to(x.dtype)
+
+
 class ReferenceKernels:
     """Implements `Kernels`; holds no state."""
 
@@ -40,6 +63,9 @@ class ReferenceKernels:
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PlainLinear:
         return PlainLinear(weight, bias)
+
+    def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> RoundedLinear:
+        return RoundedLinear(weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Tensor:
         if residual is not None:

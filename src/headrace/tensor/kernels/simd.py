@@ -90,11 +90,12 @@ def load(_: Any, pointer: Any, index: Any) -> tuple[Any, Emit]:
 
 @intrinsic
 def store(_: Any, value: Any, pointer: Any, index: Any) -> tuple[Any, Emit]:
-    """pointer[index] = value, for float32, bfloat16 (rounded) and int64."""
-    given = types.int64 if pointer.dtype == types.int64 else types.float32
+    """pointer[index] = value, for float32, bfloat16 (rounded), int64 and int32 (its low half)."""
+    given = types.int64 if pointer.dtype in (types.int64, types.int32) else types.float32
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        store_floats(builder, arguments[0], step(builder, arguments[1], arguments[2]), pointer.dtype)
+        value = builder.trunc(arguments[0], I32) if pointer.dtype == types.int32 else arguments[0]
+        store_floats(builder, value, step(builder, arguments[1], arguments[2]), pointer.dtype)
         return context.get_dummy_value()
 
     return types.void(given, pointer, types.intp), emit

@@ -20,10 +20,17 @@ F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(
 Emit = Callable[[Any, ir.IRBuilder, Any, Any], Any]
 
 
+@functools.cache
+def native_features() -> frozenset[str]:
+    """Instruction sets of the CPU that Numba compiles for, as LLVM names them."""
+    if named := config.CPU_FEATURES:
+        return frozenset(name[1:] for name in named.split(",") if name.startswith("+"))
+    return frozenset(name for name, has in llvmlite.binding.get_host_cpu_features().items() if has)
+
+
 def native_lanes() -> int:
     """float32 lanes of the widest vector register of the CPU that Numba compiles for: 16, 8 or 4."""
-    named = config.CPU_FEATURES
-    features = set(named.replace("+", "").split(",")) if named else {k for k, v in llvmlite.binding.get_host_cpu_features().items() if v}
+    features = native_features()
     if "avx512f" in features:
         return 16
     return 8 if "avx" in features else 4

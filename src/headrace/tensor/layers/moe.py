@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.tensor.kernels import Linear
+from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.layers.weights import Part, WeightReader
 
 
@@ -51,7 +52,7 @@ class SparseMoe:
         self.spec, self.kernels = spec, reader.kernels
         present = [block for block in names.blocks if reader.source.has(f"{prefix}{block}.gate.weight")]
         block = prefix + (present or names.blocks)[0]
-        self.router = reader.whole_linear(Part(f"{block}.gate.weight", spec.num_experts), hidden_size)
+        self.router = reader.whole_linear(Part(f"{block}.gate.weight", spec.num_experts), hidden_size, precision=Precision.NONE)
         is_stacked = reader.source.has(f"{block}.experts.gate_up_proj")
         self.gate_up: list[Linear] = []
         self.down: list[Linear] = []

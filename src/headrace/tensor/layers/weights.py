@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.tensor.kernels import Kernels, Linear
+from headrace.tensor.kernels.rounding import Precision, round_weight
 
 
 class WeightSource(Protocol):
@@ -57,7 +58,10 @@ def stacked_parts(prefix: str, names: tuple[str, ...], rows: list[int]) -> list[
 
 @dataclass(frozen=True, slots=True)
 class WeightReader:
-    """Reads for one rank, in the dtype and on the device the model computes with. Every tensor returned is a copy."""
+    """Reads for one rank, in the dtype and on the device the model computes with. Every tensor returned is a copy.
+
+    precision  of the linears' weights; norms, embeddings and routers stay as they are
+    """
 
     source: WeightSource
     kernels: Kernels
@@ -65,6 +69,7 @@ class WeightReader:
     device: str
     rank: int = 0
     world: int = 1
+    precision: Precision = Precision.NONE
 
     def norm(self, name: str, size: int, *, plus: float = 0.0) -> Tensor:
         """A norm's weight [size]. With `plus` it is w + plus in float32: 1 + w of a small w would be lost in bfloat16."""
@@ -84,9 +89,9 @@ class WeightReader:
         shares = [_share(part.rows, self.rank, self.world, part.name) for part in parts]
         return self._stacked(parts, shares, in_features, bias)
 
-    def whole_linear(self, part: Part, in_features: int, *, bias: bool = False) -> Linear:
-        """The same on every rank (routers, the head)."""
-        return self._stacked([part], [range(part.rows)], in_features, bias)
+    def whole_linear(self, part: Part, in_features: int, *, bias: bool = False, precision: Precision | None = None) -> Linear:
+        """The same on every rank (routers, the head). precision: where it is not the reader's."""
+        return self._stacked([part], [range(part.rows)], in_features, bias, precision)
 
     def row_linear(self, part: Part, in_features: int, *, bias: bool) -> Linear:
         """This rank's share of the input columns; ranks' outputs are to be summed. The bias lives on rank 0 alone."""
@@ -94,14 +99,23 @@ class WeightReader:
         weight = self._empty(part.rows, len(columns))
         weight.copy_(self._region(part, range(part.rows), in_features, slice(columns.start, columns.stop)))
         added = self._bias([part], [range(part.rows)]) if bias else None  # read on every rank: the checkpoint must hold it
-        return self.kernels.pack_linear(weight, added if self.rank == 0 else None)
+        return self.pack(weight, added if self.rank == 0 else None)
 
-    def _stacked(self, parts: Sequence[Part], shares: Sequence[range], in_features: int, bias: bool) -> Linear:
+    def pack(self, weight: Tensor, bias: Tensor | None, precision: Precision | None = None) -> Linear:
+        """Weight [out, in] as a linear of the wanted precision."""
+        precision = precision or self.precision
+        if precision is Precision.NONE:
+            return self.kernels.pack_linear(weight, bias)
+        return self.kernels.pack_rounded(round_weight(weight, precision), bias)
+
+    def _stacked(
+        self, parts: Sequence[Part], shares: Sequence[range], in_features: int, bias: bool, precision: Precision | None = None
+    ) -> Linear:
         weight = self._empty(sum(len(rows) for rows in shares), in_features)
         targets = torch.split(weight, [len(rows) for rows in shares])
         for part, rows, target in zip(parts, shares, targets, strict=True):
             target.copy_(self._region(part, rows, in_features, slice(None)))
-        return self.kernels.pack_linear(weight, self._bias(parts, shares) if bias else None)
+        return self.pack(weight, self._bias(parts, shares) if bias else None, precision)
 
     def _region(self, part: Part, rows: range, in_features: int, columns: slice) -> Tensor:
         """Rows (counted within the part) and columns of the stored weight, [len(rows), columns]."""

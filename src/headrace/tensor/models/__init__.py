@@ -20,7 +20,8 @@ from headrace.tensor.checkpoint import Checkpoint
 from headrace.tensor.checkpoint_config import ConfigFile, read_config, read_generation_defaults
 from headrace.tensor.checkpoint_random import RandomWeights, WeightShapes
 from headrace.tensor.kernels import Kernels, load_kernels
-from headrace.tensor.layers.weights import WeightReader, WeightSource
+from headrace.tensor.kernels.rounding import Precision
+from headrace.tensor.layers.weights import WeightReader
 from headrace.tensor.models import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from headrace.tensor.models.decoder import Decoder
 from headrace.tensor.models.fields import refuse_set
@@ -94,6 +95,7 @@ def load_model(
     load_format: str,
     seed: int,
     max_model_len: int | None,
+    quantization: str = "none",
     rank: int = 0,
     world: int = 1,
 ) -> LoadedModel:
@@ -102,6 +104,7 @@ def load_model(
     dtype          to compute with; None: the checkpoint's
     load_format    "dummy": random weights from config.json and `seed`; otherwise safetensors
     max_model_len  None: the checkpoint's
+    quantization   "none", or how linears' weights are rounded at load (`kernels.rounding.Precision`)
 
     Raises: CheckpointError naming file and reason; ConfigError for an option that this model cannot be run with.
     Memory: anonymous memory stays below the weights held + the largest fused tensor + small change; files are mapped.
@@ -110,20 +113,24 @@ def load_model(
         raise ConfigError("load_format", f"{load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     if world != 1:
         raise ConfigError("tensor_parallel_size", f"{world}: one model on several ranks is not supported yet", "Use 1.")
+    precision = Precision(quantization)
     config = read_config(folder)
     architecture, spec = _read_spec(config)
     spec = spec.within(_resolve_max_model_len(max_model_len, spec.max_positions))
     defaults = read_generation_defaults(folder, config, spec.vocab_size)
     if load_format == "dummy":
         dtype = dtype or _named_dtype(config) or torch.float32
-        model = _build(RandomWeights(seed, dtype, 1.0 - spec.norm_plus), spec, kernels, dtype, device, rank, world)
+        source = RandomWeights(seed, dtype, 1.0 - spec.norm_plus)
+        model = Decoder(WeightReader(source, kernels, dtype, device, rank, world, precision), spec)
         digest = blake2b(Path(config.file).read_bytes() + f"{seed}".encode(), digest_size=16).hexdigest()
     else:
         with Checkpoint(folder) as checkpoint:
             dtype = dtype or _named_dtype(config) or _STORED_DTYPES.get(checkpoint.stored_dtype(f"{spec.names.embedding}.weight"))
-            model = _build(checkpoint, spec, kernels, dtype or torch.float32, device, rank, world)
+            model = Decoder(WeightReader(checkpoint, kernels, dtype or torch.float32, device, rank, world, precision), spec)
             checkpoint.check_all_read()
             digest = checkpoint.digest()
+    if precision is not Precision.NONE:
+        digest = blake2b(f"{digest} {quantization}".encode(), digest_size=16).hexdigest()
     return LoadedModel(
         model=model,
         architecture=architecture,
@@ -138,7 +145,9 @@ def load_model(
     )
 
 
-def describe(folder: Path, *, dtype: torch.dtype | None = None, max_model_len: int | None = None) -> ModelDescription:
+def describe(
+    folder: Path, *, dtype: torch.dtype | None = None, max_model_len: int | None = None, quantization: str = "none"
+) -> ModelDescription:
     """Sizes from config.json alone: no weight is opened, no memory used. Raises as `load_model` does."""
     config = read_config(folder)
     architecture, spec = _read_spec(config)
@@ -146,7 +155,8 @@ def describe(folder: Path, *, dtype: torch.dtype | None = None, max_model_len: i
     dtype = dtype or _named_dtype(config) or torch.float32
     shapes = WeightShapes(dtype)
     # No positions: rotary tables count for nothing here, and arithmetic on the meta device imports half of torch (seconds).
-    model = _build(shapes, replace(spec, max_positions=0), load_kernels("reference"), dtype, "meta", 0, 1)
+    reader = WeightReader(shapes, load_kernels("reference"), dtype, "meta", precision=Precision(quantization))
+    model = Decoder(reader, replace(spec, max_positions=0))
     return ModelDescription(
         architecture=architecture,
         vocab_size=spec.vocab_size,
@@ -158,10 +168,6 @@ def describe(folder: Path, *, dtype: torch.dtype | None = None, max_model_len: i
         weight_bytes=model.weight_bytes,
         resident_bytes=model.resident_bytes,
     )
-
-
-def _build(source: WeightSource, spec: DecoderSpec, kernels: Kernels, dtype: torch.dtype, device: str, rank: int, world: int) -> Decoder:
-    return Decoder(WeightReader(source, kernels, dtype, device, rank, world), spec)
 
 
 def _read_spec(config: ConfigFile) -> tuple[str, DecoderSpec]:

@@ -1,0 +1,291 @@
+"""Vector code for products of small integers, as Numba intrinsics: the inner loops of `quantized`.
+
+A register holds LANES words of 32 bits, one per output column; a word holds four bytes (or eight nibbles) of consecutive inputs, so that
+sums need no folding at the end and a group's scales are one vector. Integer sums are exact: their order does not matter, and every CPU
+gives the same. Weights are stored as unsigned numbers (value + OFFSET); what that adds to a dot product is OFFSET times the sum of its
+inputs, which is taken off at the end.
+
+Which instructions are used is decided by this CPU: `vpdpbusd` where it has VNNI, else `vpmaddwd` (bytes) and `vpmaddubsw` (nibbles,
+whose pair sums fit 16 bits), else what LLVM makes of the same arithmetic in plain words. Read `simd` first.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from headrace.tensor.kernels.vector_ir import (
+    I16,
+    I32,
+    I64,
+    LANES,
+    VECTOR,
+    Emit,
+    call_llvm,
+    constant,
+    fma,
+    fold_lanes,
+    load_floats,
+    native_features,
+    splat,
+    step,
+    store_floats,
+)
+
+I8 = ir.IntType(8)
+WORDS = ir.VectorType(I32, LANES)
+SHORTS = ir.VectorType(I16, 2 * LANES)
+BYTES = ir.VectorType(I8, 4 * LANES)
+STRIP = 4
+"""Registers, each LANES columns wide, that a block of outputs spans."""
+STRIP_COLUMNS = STRIP * LANES
+BYTE_OFFSET, NIBBLE_OFFSET = 128, 8
+NIBBLE_RUN = 32
+"""Inputs whose nibble products may be added in 16 bits: 8 pair sums of at most 2 * 15 * 127."""
+
+
+def _cast_to(element: types.Type, stored: ir.Type) -> Any:
+    pointer = types.CPointer(element)
+
+    @intrinsic
+    def cast(_: Any, address: Any) -> tuple[Any, Emit]:
+        def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+            return builder.inttoptr(arguments[0], stored.as_pointer())
+
+        return pointer(types.intp), emit
+
+    return cast
+
+
+as_i8, as_i16 = _cast_to(types.int8, I8), _cast_to(types.int16, I16)
+
+
+def _vector(builder: ir.IRBuilder, pointer: ir.Value, like: ir.Type) -> ir.Value:
+    return builder.load(builder.bitcast(pointer, like.as_pointer()), align=1)
+
+
+def _broadcast(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:
+    """The 32 bits at `pointer` in every lane."""
+    return splat(builder, builder.load(builder.bitcast(pointer, I32.as_pointer()), align=1), I32)
+
+
+def _named(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
+    function_type = ir.FunctionType(result, [a.type for a in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), arguments)
+
+
+def add_pairs(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """16-bit numbers: word i of the result = a[2i] b[2i] + a[2i + 1] b[2i + 1]."""
+    a, b = builder.bitcast(a, SHORTS), builder.bitcast(b, SHORTS)
+    if LANES == 16 and "avx512bw" in native_features():
+        return _named(builder, "llvm.x86.avx512.pmaddw.d.512", WORDS, a, b)
+    if LANES == 8 and "avx2" in native_features():
+        return _named(builder, "llvm.x86.avx2.pmadd.wd", WORDS, a, b)
+    wide = ir.VectorType(I32, 2 * LANES)
+    products = builder.mul(builder.sext(a, wide), builder.sext(b, wide))
+    return _fold_neighbours(builder, products, I32, LANES)
+
+
+def add_byte_pairs(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """a unsigned bytes, b signed: 16-bit number i of the result = a[2i] b[2i] + a[2i + 1] b[2i + 1]; the caller knows that it fits."""
+    a, b = builder.bitcast(a, BYTES), builder.bitcast(b, BYTES)
+    if LANES == 16 and "avx512bw" in native_features():
+        return _named(builder, "llvm.x86.avx512.pmaddubs.w.512", SHORTS, a, b)
+    if LANES == 8 and "avx2" in native_features():
+        return _named(builder, "llvm.x86.avx2.pmadd.ub.sw", SHORTS, a, b)
+    wide = ir.VectorType(I16, 4 * LANES)
+    products = builder.mul(builder.zext(a, wide), builder.sext(b, wide))
+    return _fold_neighbours(builder, products, I16, 2 * LANES)
+
+
+def _fold_neighbours(builder: ir.IRBuilder, values: ir.Value, element: ir.Type, count: int) -> ir.Value:
+    even = ir.Constant(ir.VectorType(I32, count), list(range(0, 2 * count, 2)))
+    odd = ir.Constant(ir.VectorType(I32, count), list(range(1, 2 * count, 2)))
+    return builder.add(builder.shuffle_vector(values, values, even), builder.shuffle_vector(values, values, odd))
+
+
+# --- inputs: float32 rows to integers ---
+
+
+@intrinsic
+def largest_magnitude(_: Any, pointer: Any, length: Any) -> tuple[Any, Emit]:
+    """max |pointer[i]| over `length` float32, a multiple of LANES; NaN when one of them is NaN or infinite."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        start, count = arguments
+        best, poison = (cgutils.alloca_once(builder, VECTOR) for _ in range(2))
+        for slot in (best, poison):
+            builder.store(constant(VECTOR, 0.0), slot)
+        with cgutils.for_range(builder, builder.udiv(count, I64(LANES))) as loop:
+            value = load_floats(builder, step(builder, start, builder.mul(loop.index, I64(LANES))), types.float32, VECTOR)
+            builder.store(call_llvm(builder, "llvm.maxnum", builder.load(best), call_llvm(builder, "llvm.fabs", value)), best)
+            builder.store(fma(builder, value, constant(VECTOR, 0.0), builder.load(poison)), poison)
+        largest = fold_lanes(builder, builder.load(best), functools.partial(call_llvm, builder, "llvm.maxnum"))
+        return builder.fadd(largest, fold_lanes(builder, builder.load(poison), builder.fadd))
+
+    return types.float32(pointer, types.intp), emit
+
+
+@intrinsic
+def quantize(_: Any, target: Any, source: Any, length: Any, factor: Any) -> tuple[Any, Emit]:
+    """target[i] = round(source[i] * factor), ties to even, within +-127; returns their sum. target int8 or int16; length a multiple of
+    LANES. What is not a number becomes something within the range: its row's scale is NaN."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        target_at, source_at, count, scale = arguments
+        stored = ir.VectorType(I8 if target.dtype == types.int8 else I16, LANES)
+        scales, total = splat(builder, scale), cgutils.alloca_once(builder, WORDS)
+        builder.store(constant(WORDS, 0), total)
+        with cgutils.for_range(builder, builder.udiv(count, I64(LANES))) as loop:
+            first = builder.mul(loop.index, I64(LANES))
+            value = builder.fmul(load_floats(builder, step(builder, source_at, first), types.float32, VECTOR), scales)
+            value = call_llvm(
+                builder, "llvm.minnum", call_llvm(builder, "llvm.maxnum", value, constant(VECTOR, -127.0)), constant(VECTOR, 127.0)
+            )
+            whole = builder.fptosi(call_llvm(builder, "llvm.rint", value), WORDS)
+            builder.store(builder.add(builder.load(total), whole), total)
+            where = builder.bitcast(step(builder, target_at, first), stored.as_pointer())
+            builder.store(builder.trunc(whole, stored), where, align=1)
+        return builder.sext(fold_lanes(builder, builder.load(total), builder.add), I64)
+
+    return types.intp(target, source, types.intp, types.float32), emit
+
+
+# --- blocks: `rows` rows of integers against STRIP registers of columns ---
+
+
+def _pointers(builder: ir.IRBuilder, base: ir.Value, stride: ir.Value, rows: int) -> list[ir.Value]:
+    return [step(builder, base, builder.mul(stride, I64(r))) for r in range(rows)]
+
+
+def _finish(
+    builder: ir.IRBuilder, sums: list[ir.Value], out: ir.Value, out_stride: ir.Value, bias: ir.Value, row_scales: ir.Value, rows: int
+) -> None:
+    """out[r, c] = sums[r, c] * scale of row r + bias[c]."""
+    for r in range(rows):
+        scale = splat(builder, builder.load(step(builder, row_scales, r)))
+        target = step(builder, out, builder.mul(out_stride, I64(r)))
+        for c in range(STRIP):
+            added = load_floats(builder, step(builder, bias, c * LANES), types.float32, VECTOR)
+            value = fma(builder, sums[r * STRIP + c], scale, added)
+            store_floats(builder, value, step(builder, target, c * LANES), types.float32)
+
+
+@intrinsic(prefer_literal=True)
+def byte_block(
+    _: Any, out: Any, out_stride: Any, x: Any, x_stride: Any, weights: Any, scales: Any, bias: Any, row_scales: Any, row_sums: Any,
+    length: Any, rows: Any,
+) -> tuple[Any, Emit]:  # fmt: skip
+    """out[r, c] = (sum over i of x[r, i] * (weights[i, c] - 128)) * scales[c] * row_scales[r] + bias[c] for a strip of columns.
+
+    x int16, values within +-127, length a multiple of 4. weights: per four inputs STRIP registers whose words hold the bytes of inputs
+    0, 2, 1, 3. row_sums int32: of x's rows. rows: a literal.
+    """
+    num_rows = rows.literal_value
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        out_at, out_step, x_at, x_step, weights_at, scales_at, bias_at, row_scales_at, row_sums_at, count = arguments[:10]
+        starts = _pointers(builder, x_at, x_step, num_rows)
+        totals = [cgutils.alloca_once(builder, WORDS) for _ in range(num_rows * STRIP)]
+        for total in totals:
+            builder.store(constant(WORDS, 0), total)
+        with cgutils.for_range(builder, builder.udiv(count, I64(4))) as loop:
+            chunk = step(builder, weights_at, builder.mul(loop.index, I64(STRIP * LANES)))
+            words = [_vector(builder, step(builder, chunk, c * LANES), WORDS) for c in range(STRIP)]
+            halves = [(builder.and_(word, constant(WORDS, 0x00FF00FF)), _high_bytes(builder, word)) for word in words]
+            for r, start in enumerate(starts):
+                quad = step(builder, start, builder.mul(loop.index, I64(4)))
+                pairs = [_broadcast(builder, step(builder, quad, 2 * half)) for half in range(2)]
+                for c in range(STRIP):
+                    total = totals[r * STRIP + c]
+                    value = builder.load(total)
+                    for half in range(2):
+                        value = builder.add(value, add_pairs(builder, halves[c][half], pairs[half]))
+                    builder.store(value, total)
+        sums = []
+        for r in range(num_rows):
+            excess = splat(builder, builder.mul(builder.load(step(builder, row_sums_at, r)), I32(BYTE_OFFSET)), I32)
+            for c in range(STRIP):
+                exact = builder.sub(builder.load(totals[r * STRIP + c]), excess)
+                scale = load_floats(builder, step(builder, scales_at, c * LANES), types.float32, VECTOR)
+                sums.append(builder.fmul(builder.sitofp(exact, VECTOR), scale))
+        _finish(builder, sums, out_at, out_step, bias_at, row_scales_at, num_rows)
+        return context.get_dummy_value()
+
+    intp = types.intp
+    return types.void(out, intp, x, intp, weights, scales, bias, row_scales, row_sums, intp, rows), emit
+
+
+def _high_bytes(builder: ir.IRBuilder, words: ir.Value) -> ir.Value:
+    """The odd bytes of each word, as unsigned 16-bit numbers."""
+    shorts = builder.bitcast(words, SHORTS)
+    return builder.lshr(shorts, constant(SHORTS, 8))
+
+
+@intrinsic(prefer_literal=True)
+def nibble_block(
+    _: Any, out: Any, out_stride: Any, x: Any, x_stride: Any, weights: Any, scales: Any, bias: Any, row_scales: Any, group_sums: Any,
+    groups: Any, runs: Any, rows: Any,
+) -> tuple[Any, Emit]:  # fmt: skip
+    """out[r, c] = row_scales[r] * sum over groups g of scales[g, c] * (sum over i in g of x[r, i] * (weights[i, c] - 8)) + bias[c].
+
+    x int8 within +-127; a group has `runs` runs of NIBBLE_RUN inputs. weights: per eight inputs STRIP registers; the low nibbles of a
+    word's bytes are inputs 0..3, the high ones 4..7. scales bfloat16 [groups, STRIP_COLUMNS]. group_sums int32 [rows, groups]: of x's
+    groups. Groups are added in order, by fused multiply-adds. rows: a literal.
+    """
+    num_rows = rows.literal_value
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        out_at, out_step, x_at, x_step, weights_at, scales_at, bias_at, row_scales_at, group_sums_at, num_groups, num_runs = arguments[:11]
+        starts = _pointers(builder, x_at, x_step, num_rows)
+        totals = [cgutils.alloca_once(builder, VECTOR) for _ in range(num_rows * STRIP)]
+        wholes = [cgutils.alloca_once(builder, WORDS) for _ in totals]
+        for total in totals:
+            builder.store(constant(VECTOR, 0.0), total)
+        with cgutils.for_range(builder, num_groups) as group:
+            for whole in wholes:
+                builder.store(constant(WORDS, 0), whole)
+            with cgutils.for_range(builder, num_runs) as run:
+                number = builder.add(builder.mul(group.index, num_runs), run.index)
+                chunk = step(builder, weights_at, builder.mul(number, I64(NIBBLE_RUN // 8 * STRIP * LANES)))
+                quads = [step(builder, start, builder.mul(number, I64(NIBBLE_RUN))) for start in starts]
+                _nibble_run(builder, wholes, quads, chunk)
+            for r in range(num_rows):
+                place = builder.add(builder.mul(num_groups, I64(r)), group.index)
+                excess = splat(builder, builder.mul(builder.load(step(builder, group_sums_at, place)), I32(NIBBLE_OFFSET)), I32)
+                for c in range(STRIP):
+                    at = builder.add(builder.mul(group.index, I64(STRIP_COLUMNS)), I64(c * LANES))
+                    scale = load_floats(builder, step(builder, scales_at, at), types.uint16, VECTOR)
+                    exact = builder.sub(builder.load(wholes[r * STRIP + c]), excess)
+                    total = totals[r * STRIP + c]
+                    builder.store(fma(builder, builder.sitofp(exact, VECTOR), scale, builder.load(total)), total)
+        sums = [builder.load(total) for total in totals]
+        _finish(builder, sums, out_at, out_step, bias_at, row_scales_at, num_rows)
+        return context.get_dummy_value()
+
+    intp = types.intp
+    return types.void(out, intp, x, intp, weights, scales, bias, row_scales, group_sums, intp, intp, rows), emit
+
+
+def _nibble_run(builder: ir.IRBuilder, wholes: list[ir.Value], quads: list[ir.Value], chunk: ir.Value) -> None:
+    """wholes[r, c] += the products of NIBBLE_RUN inputs; 16-bit sums in between."""
+    low = constant(WORDS, 0x0F0F0F0F)
+    shorts: list[ir.Value | None] = [None] * len(wholes)
+    for octet in range(NIBBLE_RUN // 8):
+        words = [_vector(builder, step(builder, chunk, (octet * STRIP + c) * LANES), WORDS) for c in range(STRIP)]
+        halves = [(builder.and_(word, low), builder.and_(builder.lshr(word, constant(WORDS, 4)), low)) for word in words]
+        for r, start in enumerate(quads):
+            for half in range(2):
+                inputs = _broadcast(builder, step(builder, start, octet * 8 + half * 4))
+                for c in range(STRIP):
+                    products = add_byte_pairs(builder, halves[c][half], inputs)
+                    before = shorts[r * STRIP + c]
+                    shorts[r * STRIP + c] = products if before is None else builder.add(before, products)
+    ones = constant(SHORTS, 1)
+    for whole, short in zip(wholes, shorts, strict=True):
+        builder.store(builder.add(builder.load(whole), add_pairs(builder, short, ones)), whole)

@@ -1,0 +1,102 @@
+"""Weights and inputs as small integers: what the precisions `int8` and `int4` mean, whoever computes them.
+
+int8  one scale per output (float32): w = q * scale, |q| <= 127
+int4  one scale per output and group of 32, 64 or 128 inputs (bfloat16): w = q * scale, -8 <= q <= 7
+
+In both, every row of inputs is rounded, too: to integers within +-127, by one scale per row from its largest magnitude. Products are
+summed exactly. Rounding is to nearest, and what a weight was before is not looked at again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+INPUT_LIMIT = 127.0
+GROUPS = (128, 64, 32)
+SLAB_ELEMENTS = 1 << 23
+"""Weights rounded at a time: temporary copies stay small."""
+
+
+class Precision(Enum):
+    """How linears store their weights."""
+
+    NONE = "none"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
+DEFAULT_GROUP = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedWeight:
+    """A weight [out, in] as integers. values int8 [out, in]; scales float32 [out] (group 0), or bfloat16 [out, in / group]."""
+
+    values: Tensor
+    scales: Tensor
+    group: int
+
+    @property
+    def packed_bytes(self) -> int:
+        """What a multiplication reads of it."""
+        return self.values.numel() // (2 if self.group else 1) + self.scales.numel() * self.scales.element_size()
+
+    def dense(self) -> Tensor:
+        """What the integers stand for, float32 [out, in]."""
+        wide = self.values.float()
+        if not self.group:
+            return wide * self.scales[:, None]
+        return (wide.reshape(*self.scales.shape, self.group) * self.scales.float()[:, :, None]).flatten(1)
+
+
+def round_weight(weight: Tensor, precision: Precision, *, group: int = DEFAULT_GROUP) -> RoundedWeight:
+    """weight [out, in] of any floating dtype. A width that neither `group` nor a smaller one divides is stored as int8."""
+    group = group_for(weight.shape[1], group) if precision is Precision.INT4 else 0
+    rows, inputs = weight.shape
+    values = torch.empty((rows, inputs), dtype=torch.int8, device=weight.device)
+    scales = torch.empty((rows, inputs // group) if group else rows, dtype=torch.bfloat16 if group else torch.float32, device=weight.device)
+    if not weight.is_meta:
+        for part in _slabs(rows, inputs):
+            values[part], scales[part] = _to_int4(weight[part], group) if group else _to_int8(weight[part])
+    return RoundedWeight(values, scales, group)
+
+
+def group_for(in_features: int, wanted: int = DEFAULT_GROUP) -> int:
+    """The wanted group size, or the largest smaller one that divides in_features; 0 when none does."""
+    return next((size for size in GROUPS if size <= wanted and in_features % size == 0), 0)
+
+
+def _slabs(rows: int, inputs: int) -> Iterator[slice]:
+    size = max(1, SLAB_ELEMENTS // max(inputs, 1))
+    return (slice(first, first + size) for first in range(0, rows, size))
+
+
+def _to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    wide = weight.float()
+    scales = wide.abs().amax(dim=1) / 127
+    return (wide / _divisor(scales)[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales
+
+
+def _to_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """The value of largest magnitude in a group becomes -8: the range has one more step on that side."""
+    grouped = weight.float().reshape(weight.shape[0], -1, group)
+    largest = grouped.gather(2, grouped.abs().argmax(dim=2, keepdim=True)).squeeze(2)
+    scales = (largest / -8).to(torch.bfloat16)
+    return (grouped / _divisor(scales.float())[:, :, None]).round_().clamp_(-8, 7).to(torch.int8).flatten(1), scales
+
+
+def _divisor(scales: Tensor) -> Tensor:
+    return torch.where(scales != 0, scales, 1.0)
+
+
+def round_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows x [T, in] -> (whole numbers as float32 [T, in], scales float32 [T, 1]). A row with NaN or infinity has the scale NaN."""
+    wide = x.float()
+    largest = wide.abs().amax(dim=1, keepdim=True) + (wide * 0.0).sum(dim=1, keepdim=True)
+    factor = torch.where(largest > 0, INPUT_LIMIT / largest, 0.0)
+    return (wide * factor).round_().clamp_(-INPUT_LIMIT, INPUT_LIMIT).nan_to_num_(0.0), largest / INPUT_LIMIT

@@ -1,0 +1,148 @@
+"""Linears of small integers: the compiled one against the plain one, and both against what rounding promises."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.tensor.kernels import load_kernels
+from headrace.tensor.kernels.quantized import IntegerLinear, can_pack
+from headrace.tensor.kernels.rounding import GROUPS, Precision, group_for, round_inputs, round_weight
+
+REFERENCE, NUMBA = load_kernels("reference"), load_kernels("numba")
+PRECISIONS = [Precision.INT8, Precision.INT4]
+
+
+def made(out_features: int, in_features: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(out_features, in_features, generator=generator) * 0.03, torch.randn(out_features, generator=generator)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("out_features", "in_features"), [(64, 32), (1, 64), (65, 96), (200, 192), (448, 1088)])
+def test_the_compiled_product_is_the_plain_one(precision: Precision, has_bias: bool, out_features: int, in_features: int) -> None:
+    weight, bias = made(out_features, in_features)
+    rounded = round_weight(weight, precision)
+    fast, plain = (kernels.pack_rounded(rounded, bias if has_bias else None) for kernels in (NUMBA, REFERENCE))
+    assert isinstance(fast, IntegerLinear)
+    assert fast.weight_bytes >= plain.weight_bytes
+    for rows in (1, 2, 4, 5, 11):
+        x = torch.randn(rows, in_features, generator=torch.Generator().manual_seed(rows))
+        expected = plain(x)
+        assert (fast(x) - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_row_does_not_depend_on_its_neighbours(precision: Precision) -> None:
+    weight, bias = made(130, 256)
+    linear = NUMBA.pack_rounded(round_weight(weight, precision), bias)
+    x = torch.randn(9, 256)
+    together = linear(x)
+    for row in range(9):
+        assert torch.equal(linear(x[row : row + 1])[0], together[row])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_that_is_not_finite_spoils_itself_alone(precision: Precision, bad: float) -> None:
+    weight, bias = made(64, 64)
+    rounded = round_weight(weight, precision)
+    x = torch.randn(5, 64)
+    spoiled = x.clone()
+    spoiled[2, 7] = bad
+    for kernels in (NUMBA, REFERENCE):
+        linear = kernels.pack_rounded(rounded, bias)
+        result = linear(spoiled)
+        assert result[2].isnan().all()
+        others = [0, 1, 3, 4]
+        assert torch.equal(result[others], linear(x)[others])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kernels", [NUMBA, REFERENCE], ids=["numba", "reference"])
+def test_zeros_stay_zero(precision: Precision, kernels) -> None:  # type: ignore[no-untyped-def]
+    weight, bias = made(64, 64)
+    linear = kernels.pack_rounded(round_weight(weight, precision), bias)
+    assert torch.equal(linear(torch.zeros(3, 64)), bias.expand(3, 64))
+    nothing = kernels.pack_rounded(round_weight(torch.zeros(64, 64), precision), bias)
+    assert torch.equal(nothing(torch.randn(3, 64)), bias.expand(3, 64))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 1e4, 1e30])
+def test_the_largest_inputs_and_weights_fit(precision: Precision, size: float) -> None:
+    """All products at their extremes, of one sign and of both: nothing overflows on the way."""
+    for sign in (torch.ones(1088), torch.tensor([1.0, -1.0]).repeat(544)):
+        rounded = round_weight((sign * 0.02).repeat(64, 1), precision)
+        expected = (rounded.dense()[0].double() @ sign.double()).item() * size
+        linear = NUMBA.pack_rounded(rounded, None)
+        assert (linear((sign * size)[None, :]).double() / expected - 1).abs().max() < 1e-6
+
+
+def test_results_have_the_dtype_of_the_inputs() -> None:
+    weight, _ = made(64, 64)
+    x = torch.randn(3, 64)
+    for precision in PRECISIONS:
+        linear = NUMBA.pack_rounded(round_weight(weight.bfloat16(), precision), None)
+        assert linear(x.bfloat16()).dtype == torch.bfloat16
+        assert torch.equal(linear(x.bfloat16()), linear(x.bfloat16().float()).bfloat16())
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_rounding_moves_no_weight_by_more_than_half_a_step(precision: Precision) -> None:
+    weight, _ = made(37, 384)
+    rounded = round_weight(weight, precision)
+    if precision is Precision.INT8:
+        steps = rounded.scales[:, None].expand(37, 384)
+    else:
+        steps = rounded.scales.float().abs().repeat_interleave(rounded.group, dim=1)
+    clipped = 1.0 if precision is Precision.INT8 else 2.2  # int4 has no +8, and its scale is a rounded bfloat16
+    assert ((rounded.dense() - weight).abs() <= 0.5001 * clipped * steps).all()
+    low, high = (-127, 127) if precision is Precision.INT8 else (-8, 7)
+    assert (rounded.values.min().item(), rounded.values.max().item()) >= (low, 0)
+    assert rounded.values.max() <= high
+
+
+def test_slabs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, _ = made(50, 128)
+    for precision in PRECISIONS:
+        whole = round_weight(weight, precision)
+        monkeypatch.setattr("headrace.tensor.kernels.rounding.SLAB_ELEMENTS", 300)
+        parts = round_weight(weight, precision)
+        monkeypatch.undo()
+        assert torch.equal(whole.values, parts.values)
+        assert torch.equal(whole.scales, parts.scales)
+
+
+@pytest.mark.parametrize(("in_features", "group"), [(1024, 64), (192, 64), (96, 32), (160, 32), (48, 0), (7, 0)])
+def test_a_width_that_no_group_divides_is_stored_in_bytes(in_features: int, group: int) -> None:
+    assert group_for(in_features) == group
+    assert round_weight(torch.randn(8, in_features), Precision.INT4).group == group
+
+
+def test_every_group_size_has_its_arithmetic() -> None:
+    weight, _ = made(70, 768)
+    x = torch.randn(5, 768)
+    for group in GROUPS:
+        rounded = round_weight(weight, Precision.INT4, group=group)
+        assert rounded.group == group
+        expected = REFERENCE.pack_rounded(rounded, None)(x)
+        assert (NUMBA.pack_rounded(rounded, None)(x) - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+def test_widths_the_kernel_does_not_take_go_to_the_plain_one() -> None:
+    for width in (7, 48):
+        rounded = round_weight(torch.randn(8, width), Precision.INT8)
+        assert not can_pack(rounded)
+        x = torch.randn(2, width)
+        assert torch.equal(NUMBA.pack_rounded(rounded, None)(x), REFERENCE.pack_rounded(rounded, None)(x))
+
+
+def test_inputs_are_rounded_to_the_nearest_of_255() -> None:
+    values, scales = round_inputs(torch.tensor([[1.0, -2.0, 0.0, 0.51 * 2 / 127], [0.0, 0.0, 0.0, 0.0]]))
+    assert values.tolist() == [[64.0, -127.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]]
+    assert scales[0].item() == pytest.approx(2 / 127)
