@@ -14,7 +14,7 @@ import pytest
 from headrace.cli.config import ModelSection, ServeConfig
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
-from headrace.fleet.config import FleetConfig, ModelSpec
+from headrace.fleet.config import COMMAND, FleetConfig, ModelSpec
 from headrace.fleet.files import run_dir, share_of, write_engine_files, write_gateway_file
 
 TWO_MODELS = FleetConfig(
@@ -139,6 +139,15 @@ def test_engines_are_told_their_cpus_unless_threads_were_chosen(tmp_path: Path, 
     told = [json.loads(replica.config.read_bytes())["cpus"] for replica in write_engine_files(config, tmp_path)]
     cpus = sorted(os.sched_getaffinity(0))
     assert told == ([",".join(map(str, share_of(cpus, number, 2))) for number in range(2)] if divided else ["", ""])
+
+
+@pytest.mark.parametrize("module", ["typer", "json", "torch", "headrace"])
+def test_modules_lying_in_the_current_directory_are_not_run(tmp_path: Path, module: str) -> None:
+    """`cd downloaded-model && headrace serve .` must run nothing of what was downloaded."""
+    (tmp_path / f"{module}.py").write_text("raise SystemExit('run from the current directory')")
+    done = subprocess.run([*COMMAND, "--version"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("headrace ")
 
 
 def test_engines_divide_the_cpus_of_the_machine() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import pytest
 import text_kit
 
+from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.core.digests import text_digests
+from headrace.core.errors import CheckpointError
 from headrace.text.folder import load_text
 
 
@@ -27,3 +31,28 @@ def test_a_kind_without_files_has_no_digest() -> None:
 
 def test_content_cannot_move_between_files() -> None:
     assert text_digests({"chat_template.jinja": b"ab"}) != text_digests({"tokenizer_config.json": b"ab"})
+
+
+@pytest.mark.parametrize(
+    "file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
+)
+def test_links_that_lead_out_of_the_folder_are_refused(tmp_path: Path, file: str) -> None:
+    """What a template says reaches clients: a downloaded folder must not be able to name any file of this machine."""
+    folder, outside = tmp_path / "model", tmp_path / "secret"
+    shutil.copytree(bundled_path(DEFAULT_MODEL), folder)
+    (folder / "additional_chat_templates").mkdir()
+    outside.write_text((folder / file).read_text() if (folder / file).exists() else "secret")
+    (folder / file).unlink(missing_ok=True)
+    (folder / file).symlink_to(outside)
+    with pytest.raises(CheckpointError, match="leads out of the folder"):
+        load_text(folder)
+
+
+def test_links_into_a_hub_caches_blobs_are_followed(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "rev", tmp_path / "models--a--b" / "blobs"
+    shutil.copytree(bundled_path(DEFAULT_MODEL), snapshot)
+    blobs.mkdir()
+    for number, path in enumerate(sorted(snapshot.iterdir())):
+        path.rename(blobs / str(number))
+        path.symlink_to(Path("..", "..", "blobs", str(number)))
+    assert load_text(snapshot).template.exists

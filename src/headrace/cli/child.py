@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO
 
 from headrace.cli.exits import ServerFailed
+from headrace.fleet.config import COMMAND
 
 URL_LINE = re.compile(r"^Serving .* at (http://\S+)$")
 """What `headrace serve` prints once it answers; `cli.serve` writes it."""
@@ -26,7 +26,7 @@ def started_server(model: str | None, arguments: Sequence[str] = (), *, api_key:
 
     Raises: ServerFailed with the server's last words when it ends before it answers.
     """
-    command = [sys.executable, "-m", "headrace.cli.main", "serve", *([model] if model else []), "--port", "0", *arguments]
+    command = [*COMMAND, "serve", *([model] if model else []), "--port", "0", *arguments]
     environment = {**os.environ, **({"HEADRACE_API_KEY": api_key} if api_key else {})}
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

@@ -12,7 +12,8 @@ from headrace.core.errors import ConfigError
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,255}")
 MAX_REPLICAS = 64
-COMMAND = (sys.executable, "-m", "headrace.cli.main")
+COMMAND = (sys.executable, "-P", "-m", "headrace.cli.main")
+"""This program. -P: modules are not looked for in the current directory, which may be a downloaded model's folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

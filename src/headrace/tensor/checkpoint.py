@@ -17,8 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headrace.core.errors import CheckpointError, shorten
+from headrace.core.folders import inside
 from headrace.tensor.checkpoint_config import ConfigFile
-from headrace.tensor.checkpoint_files import inside, read_json
+from headrace.tensor.checkpoint_files import read_json
 from headrace.tensor.checkpoint_header import Header, read_header
 
 SINGLE = "model.safetensors"

@@ -7,26 +7,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from headrace.core.errors import CheckpointError
+from headrace.core.folders import inside
 
 MAX_JSON_BYTES = 4 * 2**20
 MAX_CONTAINERS = 2**17
 """Objects and lists in one document: with the bytes, what bounds the memory a hostile one can take (about 50 MiB)."""
-
-
-def inside(folder: Path, file: str) -> Path:
-    """The file's path, if the file really lies in the folder or, for a hub cache snapshot, among that repository's blobs.
-
-    Raises: CheckpointError for a missing file and for a link that leads elsewhere.
-    """
-    path, home = folder / file, folder.resolve()
-    try:
-        real = path.resolve(strict=True)
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(str(path), "no such file" if isinstance(error, FileNotFoundError) else "cannot be resolved") from error
-    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
-    if not any(real.is_relative_to(place) for place in homes):
-        raise CheckpointError(str(path), "a link that leads out of the folder", "Copy the file into the folder.")
-    return path
 
 
 def decode_json(file: str, text: bytes) -> dict[str, object]:

@@ -7,13 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.core.errors import CheckpointError
+from headrace.core.folders import inside
 
 MAX_FILE_BYTES = 256 * 2**20
 """No tokenizer.json, config or template is larger; a bigger file is a mistake or an attack."""
 
 
-def read_bytes(path: Path) -> bytes:
-    """The file's bytes. Raises CheckpointError when it is missing, too large or unreadable."""
+def read_bytes(path: Path, *, home: Path | None = None) -> bytes:
+    """The file's bytes. Raises CheckpointError when it is missing, too large, unreadable, or a link that leads out of its folder.
+
+    home  the model's folder, where it is not the file's own
+    """
+    folder = home or path.parent
+    inside(folder, str(path.relative_to(folder)))
     try:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
@@ -23,10 +29,10 @@ def read_bytes(path: Path) -> bytes:
         raise CheckpointError(path.name, f"cannot be read ({error.strerror or type(error).__name__})") from error
 
 
-def read_text(path: Path) -> str:
-    """The file as UTF-8. Raises CheckpointError."""
+def read_text(path: Path, *, home: Path | None = None) -> str:
+    """The file as UTF-8. Raises CheckpointError, see `read_bytes`."""
     try:
-        return read_bytes(path).decode()
+        return read_bytes(path, home=home).decode()
     except UnicodeDecodeError as error:
         raise CheckpointError(path.name, "is not UTF-8 text") from error
 

@@ -259,7 +259,7 @@ def _sources(folder: Path) -> dict[str, str]:
         found["default"] = read_text(folder / "chat_template.jinja")
     if (folder / "additional_chat_templates").is_dir():
         for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-            found[path.stem] = read_text(path)
+            found[path.stem] = read_text(path, home=folder)
     return found or _sources_in_config(read_optional_object(folder / "tokenizer_config.json").get("chat_template"))
 
 
