@@ -70,7 +70,7 @@ def test_a_file_and_an_empty_name_are_refused(bundled: Path, tmp_path: Path) -> 
 
 def test_a_hub_id_offline_says_what_to_do_and_asks_for_safe_files_only(bundled: Path, no_hub: list[dict[str, Any]]) -> None:
     with pytest.raises(ConfigError, match="cannot be reached"):
-        resolve_model("some-org/some-model", bundled=bundled)
+        resolve_model("some-org/some-model", experimental=True, bundled=bundled)
     [call] = no_hub
     assert call["name"] == "some-org/some-model"
     assert call["allow_patterns"] == list(ALLOWED_FILES)
@@ -79,4 +79,4 @@ def test_a_hub_id_offline_says_what_to_do_and_asks_for_safe_files_only(bundled: 
 
 def test_a_hub_snapshot_is_the_folder_it_was_put_in(bundled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(tmp_path / "snapshot"))
-    assert resolve_model("some-org/some-model", bundled=bundled) == tmp_path / "snapshot"
+    assert resolve_model("some-org/some-model", experimental=True, bundled=bundled) == tmp_path / "snapshot"

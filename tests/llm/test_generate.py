@@ -207,6 +207,15 @@ def test_the_models_own_defaults_apply_when_no_parameters_are_given(make_llm: Ma
     assert len(llm.generate("Hello")[0].outputs[0].token_ids) == 3
 
 
+def test_the_models_own_length_is_cut_to_what_the_context_leaves(make_llm: MakeLLM) -> None:
+    """Nobody asked for so many: the server cuts it, too."""
+    llm = make_llm(change_info=lambda info: replace(info, sampling_defaults={"max_tokens": 10_000}))
+    outputs = llm.generate([[7] * 200, [7] * 250])
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [56, 6]
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        llm.generate([[7] * 200], SamplingParams(max_tokens=10_000))
+
+
 def test_a_shared_beginning_is_taken_from_the_cache(make_llm: MakeLLM) -> None:
     llm = make_llm()
     prompt = "The quick brown fox jumps over the lazy dog. " * 3

@@ -89,10 +89,10 @@ def test_every_keyword_changes_the_configuration(model_folder: Path) -> None:
     }
     changed |= dict.fromkeys(["max_model_len", "max_num_seqs", "block_size", "num_gpu_blocks_override", "num_threads", "seed"], 7)
     changed |= {"kv_cache_memory_bytes": 2**20}
-    assert set(changed) == api._KEYWORDS
+    assert {*changed, "experimental"} == api._KEYWORDS
     plain = {"dtype": "auto"}
     for name, value in changed.items():
-        assert engine_config(model_folder, plain | {name: value}) != engine_config(model_folder, plain), name
+        assert engine_config(model_folder, plain | {name: value}, experimental=True) != engine_config(model_folder, plain), name
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_every_keyword_changes_the_configuration(model_folder: Path) -> None:
 def test_values_that_break_a_rule_are_refused_by_name(built: list[EngineConfig], model_folder: Path, name: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         LLM(model_folder, **{name: value})
-    assert caught.value.where in (name, "memory_fraction", "queue_policy")
+    assert caught.value.where == name
     assert built == []
 
 
@@ -182,3 +182,18 @@ def test_importing_the_api_does_not_import_torch() -> None:
     code = "import sys; from headrace import LLM; print('torch' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize(("keyword", "value"), [("gpu_memory_utilization", 2.0), ("num_gpu_blocks_override", 0), ("scheduling_policy", "best")])
+def test_errors_name_the_keyword_that_was_given(model_folder: Path, keyword: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(model_folder, **{keyword: value})
+    assert caught.value.where == keyword
+
+
+def test_what_was_never_run_has_to_be_asked_for(model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="experimental=True") as device:
+        LLM(model_folder, device="cuda")
+    with pytest.raises(ConfigError, match="experimental=True") as hub:
+        LLM("somebody/some-model")
+    assert (device.value.where, hub.value.where) == ("device", "model")

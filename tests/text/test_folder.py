@@ -33,13 +33,19 @@ def test_content_cannot_move_between_files() -> None:
     assert text_digests({"chat_template.jinja": b"ab"}) != text_digests({"tokenizer_config.json": b"ab"})
 
 
+def copy_bundled(folder: Path) -> None:
+    bundled = bundled_path(DEFAULT_MODEL)
+    assert bundled is not None
+    shutil.copytree(bundled, folder)
+
+
 @pytest.mark.parametrize(
     "file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
 )
 def test_links_that_lead_out_of_the_folder_are_refused(tmp_path: Path, file: str) -> None:
     """What a template says reaches clients: a downloaded folder must not be able to name any file of this machine."""
     folder, outside = tmp_path / "model", tmp_path / "secret"
-    shutil.copytree(bundled_path(DEFAULT_MODEL), folder)
+    copy_bundled(folder)
     (folder / "additional_chat_templates").mkdir()
     outside.write_text((folder / file).read_text() if (folder / file).exists() else "secret")
     (folder / file).unlink(missing_ok=True)
@@ -50,7 +56,7 @@ def test_links_that_lead_out_of_the_folder_are_refused(tmp_path: Path, file: str
 
 def test_links_into_a_hub_caches_blobs_are_followed(tmp_path: Path) -> None:
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "rev", tmp_path / "models--a--b" / "blobs"
-    shutil.copytree(bundled_path(DEFAULT_MODEL), snapshot)
+    copy_bundled(snapshot)
     blobs.mkdir()
     for number, path in enumerate(sorted(snapshot.iterdir())):
         path.rename(blobs / str(number))

@@ -110,6 +110,16 @@ def params_from_mapping(given: Mapping[str, Any], *, defaults: SamplingParams | 
     return replace(defaults or SamplingParams(), **given)
 
 
+def with_room(params: SamplingParams, chosen: int | None, room: int) -> SamplingParams:
+    """Parameters of somebody who named no max_tokens: the length the model's author chose, as far as the context leaves `room`.
+
+    Raises: InvalidRequest when min_tokens do not fit.
+    """
+    if chosen is None or room < 1:
+        return params
+    return params.with_(max_tokens=min(max(chosen, params.min_tokens), room)).checked()
+
+
 def _check_int(name: str, value: object, low: int, high: int, remedy: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise InvalidRequest(name, f"an integer with {low} <= {name} <= {high}", value, remedy)

@@ -16,10 +16,12 @@ ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt")
 NEVER_FETCHED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.py", "*.gguf", "*.onnx")
 
 
-def resolve_model(name_or_path: str, *, bundled: Path = FOLDER) -> Path:
+def resolve_model(name_or_path: str, *, experimental: bool = False, bundled: Path = FOLDER) -> Path:
     """The folder of a model, fetched first if its name is a hub id that is not in the cache.
 
     A bundled name wins over a folder of the same name in the working directory: write ./name for that one.
+
+    experimental  allow what has not been run where Headrace is tested: fetching from a hub
 
     Raises: ConfigError when there is no such model, the name cannot be one, or the hub cannot be reached.
     """
@@ -34,6 +36,9 @@ def resolve_model(name_or_path: str, *, bundled: Path = FOLDER) -> Path:
         raise ConfigError("model", f"{name_or_path} is a file", "Give the folder that holds config.json and the weights.")
     if _is_path(name_or_path):
         raise ConfigError("model", f"there is no folder {name_or_path}", _known(bundled))
+    if not experimental:
+        reason = f"{name_or_path!r} is no folder here, and fetching from a hub has not been run where Headrace is tested"
+        raise ConfigError("model", reason, f"Say --experimental (in Python: experimental=True) to try it. {_known(bundled)}")
     return _from_hub(name_or_path, bundled)
 
 

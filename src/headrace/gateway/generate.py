@@ -20,7 +20,7 @@ from typing import TypeVar
 from headrace.core.errors import DeadlineExceeded, RequestTooLarge, SequenceFailed, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
-from headrace.core.sampling import SamplingParams, check_token_ids
+from headrace.core.sampling import SamplingParams, check_token_ids, with_room
 from headrace.gateway.answers import Answer, ChatAnswer, CompletionAnswer, Facts, Prompt
 from headrace.gateway.config import GatewayConfig, Limits
 from headrace.gateway.errors import ContextLengthExceeded
@@ -220,9 +220,7 @@ class _Run:
     def _params_within(self, room: int) -> SamplingParams:
         """Who names no max_tokens gets what the model's author chose, if anything, as far as the context leaves room."""
         chosen = self.model.sampling_defaults.get("max_tokens")
-        if self.params.max_tokens is not None or chosen is None:
-            return self.params
-        return self.params.with_(max_tokens=max(self.params.min_tokens, min(chosen, room), 1))
+        return self.params if self.params.max_tokens is not None else with_room(self.params, chosen, room)
 
     def _remaining_s(self) -> float | None:
         deadline_s = self.service.config.timeouts.request_s

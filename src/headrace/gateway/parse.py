@@ -65,6 +65,8 @@ _KINDS = {
     "object": "an object",
     "null": "null",
 }
+_ANY_KEY = "[...]"
+"""How msgspec writes the place of a map's value: it does not say which."""
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 
@@ -117,12 +119,13 @@ def parse_detokenize(body: dict[str, object], limits: Limits) -> DetokenizeReque
 
 @contextmanager
 def fields_as_written(request: ChatRequest | CompletionRequest) -> Iterator[None]:
-    """Rules below this floor know `prompt` and `max_tokens`: an error that names them gets the name this client used."""
+    """Rules below this floor know `prompt`, `max_tokens` and `logprobs`: an error that names them gets the name this client used."""
     names: dict[str, str] = {}
     if isinstance(request, ChatRequest):
         names["prompt"] = "messages"
         if request.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
+        names["logprobs"] = "top_logprobs"  # a chat's own logprobs is true or false
     try:
         yield
     except InvalidRequest as error:
@@ -130,7 +133,7 @@ def fields_as_written(request: ChatRequest | CompletionRequest) -> Iterator[None
         if name is None:
             raise
         limit, remedy = error.limit, error.remedy
-        if error.field == "max_tokens":  # "prompt" in a rule is a word
+        if error.field != "prompt":  # "prompt" in a rule is a word
             limit, remedy = limit.replace(error.field, name), remedy.replace(error.field, name)
         raise type(error)(name, limit, error.given, remedy) from error
 
@@ -279,6 +282,10 @@ def _translated(message: str, data: object, kind: type[msgspec.Struct], prefix: 
     if unknown := _UNKNOWN.match(what):
         nested = StreamOptions if path == "stream_options" else TextPart if "content" in path else kind
         return unknown_field(unknown["name"], _KNOWN.get(nested, kind.__struct_fields__), f"{field}." if field else "")
+    if path.endswith(_ANY_KEY):  # a map of numbers, logit_bias: say which one is none
+        values = _value_at(data, path.removesuffix(_ANY_KEY))
+        odd = [key for key, value in values.items() if type(value) not in (int, float)] if isinstance(values, dict) else []
+        field, path = (f"{field.removesuffix(_ANY_KEY)}.{odd[0]}", f"{path.removesuffix(_ANY_KEY)}.{odd[0]}") if odd else (field, path)
     return InvalidRequest(field or "body", _limit(what), _value_at(data, path))
 
 

@@ -16,7 +16,7 @@ from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.core.errors import ConfigError, EngineFatal, InvalidRequest, Unavailable
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
-from headrace.core.sampling import MAX_SEED, SamplingParams, params_from_mapping
+from headrace.core.sampling import MAX_SEED, SamplingParams, params_from_mapping, with_room
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
@@ -45,6 +45,7 @@ class LLM:
     scheduling_policy       "fcfs" | "priority" | "sjf" | "fair"
     seed                    draws the seeds of requests that have none, and dummy weights; None: from the system
     kernels, num_threads, device, depth   Headrace's own, as in EngineConfig
+    experimental            allow what has not been run where Headrace is tested: hub ids, device "cuda"
 
     Any other keyword is refused by name, unless its value asks for what happens anyway (`tensor_parallel_size=1`).
 
@@ -73,6 +74,7 @@ class LLM:
         num_threads: int | None = None,
         device: str | None = None,
         depth: int | None = None,
+        experimental: bool = False,
         **others: object,
     ) -> None:
         refuse_others(others, _KEYWORDS)
@@ -96,8 +98,8 @@ class LLM:
             "device": device,
             "depth": depth,
         }
-        folder = _resolve(model)
-        self._start(engine_config(folder, given), load_text(folder), seed, _build_engine)
+        folder = _resolve(model, experimental)
+        self._start(engine_config(folder, given, experimental=experimental), load_text(folder), seed, _build_engine)
 
     @classmethod
     def over(cls, build: Build, text: TextModel, *, config: EngineConfig, seed: int | None = None) -> Self:
@@ -212,6 +214,9 @@ class LLM:
         if not isinstance(use_tqdm, bool):
             raise InvalidRequest("use_tqdm", "True or False", type(use_tqdm).__name__)
         params = parse_params(given, len(prompts), self.get_default_sampling_params())
+        if given is None:
+            max_model_len = self._engine.info.max_model_len
+            params = [with_room(each, each.max_tokens, max_model_len - len(p.token_ids)) for each, p in zip(params, prompts, strict=True)]
         with self._lock:
             if not self._is_open:
                 raise Unavailable("this LLM has been shut down")
@@ -243,7 +248,7 @@ class LLM:
 _KEYWORDS = frozenset(LLM.__init__.__kwdefaults__ or ())
 
 
-def _resolve(model: str | Path | None) -> Path:
+def _resolve(model: str | Path | None, experimental: bool) -> Path:
     """The model's folder. Raises ConfigError."""
     if model is None:
         folder = bundled_path(DEFAULT_MODEL)
@@ -253,7 +258,7 @@ def _resolve(model: str | Path | None) -> Path:
     # From here on it may be a hub id; the offline path with a bundled model does not need the fleet.
     from headrace.fleet.weights import resolve_model
 
-    return resolve_model(str(model))
+    return resolve_model(str(model), experimental=experimental)
 
 
 def _build_engine(config: EngineConfig, outbox: Outbox) -> Engine:

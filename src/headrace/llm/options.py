@@ -68,7 +68,7 @@ ENGINE_FIELDS = {
 """Keywords that EngineConfig calls differently."""
 
 
-def engine_config(folder: Path, given: Mapping[str, object]) -> EngineConfig:
+def engine_config(folder: Path, given: Mapping[str, object], *, experimental: bool = False) -> EngineConfig:
     """The engine's configuration from LLM's keywords; None leaves EngineConfig's default. Raises ConfigError naming the keyword."""
     hints = get_type_hints(EngineConfig)
     values: dict[str, Any] = {}
@@ -82,7 +82,13 @@ def engine_config(folder: Path, given: Mapping[str, object]) -> EngineConfig:
             raise ConfigError(name, f"{value!r} is not a number")
         values[field] = value
     values["dtype"] = DTYPES.get(values["dtype"], values["dtype"])
-    return replace(EngineConfig(model=str(folder)), **values).checked()
+    if values.get("device", "cpu") != "cpu" and not experimental:
+        raise ConfigError("device", f"{values['device']!r} has not been run where Headrace is tested", "Say experimental=True to try it.")
+    try:
+        return replace(EngineConfig(model=str(folder)), **values).checked()
+    except ConfigError as error:
+        keyword = next((name for name, field in ENGINE_FIELDS.items() if field == error.where), error.where)
+        raise ConfigError(keyword, error.reason, error.remedy) from error
 
 
 def refuse_others(given: Mapping[str, object], known: frozenset[str]) -> None:
