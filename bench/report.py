@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import RESULTS
+from bench.report_tests import test_sections
 from headrace.lab.pairs import Ratio, paired_ratio
 
 PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"
@@ -18,7 +19,8 @@ HEADER = """# Benchmarks
 Written by `make bench` from the JSON in `bench/results/`; every round is there, bad ones included. Each table compares two configurations
 that differ by one switch, run in turn in one process on one machine. A cell is the median over the rounds, with the smallest and largest
 in brackets; the last row is the geometric mean of the rounds' ratios with its 95 % interval, in bold where the interval excludes 1.
-Prompts are random token ids, answers greedy with end tokens ignored; tokenizing, text and HTTP are not part of these figures.
+Prompts are random token ids, answers greedy with end tokens ignored; tokenizing, text and HTTP are not part of these figures. The last
+three sections report what tests measured on their way.
 """
 
 
@@ -32,7 +34,7 @@ def newest_results(folder: Path = RESULTS) -> list[Path]:
 
 def write_page(files: list[Path], page: Path = PAGE) -> None:
     sections = ["\n".join(section(json.loads(file.read_bytes()), file)) for file in files]
-    page.write_text("\n".join([HEADER, *sections]), encoding="utf-8")
+    page.write_text("\n".join([HEADER, *sections, *test_sections(RESULTS)]), encoding="utf-8")
 
 
 def section(data: dict[str, Any], file: Path) -> Iterator[str]:
