@@ -15,11 +15,14 @@ from headrace.core.errors import CheckpointError, InvalidRequest, RequestTooLarg
 from headrace.text.control import Marks, marked_objects, strings_in
 from headrace.text.files import read_optional_object, read_text
 from headrace.text.messages import Message, normal_messages
+from headrace.text.time_limit import TimedOut, time_limit
 from headrace.text.tokenizer import SPECIAL_TOKEN_NAMES, Tokenizer, any_of
 
 MAX_CHAT_CHARS = 4 * 2**20
 """Characters a rendered conversation may have: far beyond any context that is served, small enough to hold in memory many times."""
 MAX_KWARG_CHARS = 4096
+MAX_RENDER_S = 5.0
+"""A thousand times what a long conversation takes on an idle machine: only a loop that grows with itself gets there."""
 
 _RESERVED = frozenset(
     {"messages", "tools", "documents", "conversations", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message"}
@@ -58,9 +61,12 @@ class ChatTemplate:
 
         for source in self._sources.values():
             try:
-                render_jinja_template([[]], chat_template=source)
+                with time_limit(MAX_RENDER_S):
+                    render_jinja_template([[]], chat_template=source)
             except TemplateSyntaxError as error:
                 raise _broken(error) from error
+            except TimedOut as error:
+                raise CheckpointError("chat_template", f"runs for more than {MAX_RENDER_S:g} s over an empty conversation") from error
             except (TemplateError, *_CANNOT_COPE):
                 pass  # it compiled; an empty conversation is not what it expects
 
@@ -144,16 +150,20 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            rendered, _ = render_jinja_template(
-                [chat.messages],
-                tools=list(chat.tools) if chat.tools else None,
-                documents=list(chat.documents) if chat.documents else None,
-                chat_template=source,
-                continue_final_message=continue_final_message,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-                **chat.kwargs,
-            )
+            with time_limit(MAX_RENDER_S):
+                rendered, _ = render_jinja_template(
+                    [chat.messages],
+                    tools=list(chat.tools) if chat.tools else None,
+                    documents=list(chat.documents) if chat.documents else None,
+                    chat_template=source,
+                    continue_final_message=continue_final_message,
+                    add_generation_prompt=add_generation_prompt,
+                    **self._special_tokens,
+                    **chat.kwargs,
+                )
+        except TimedOut as error:
+            limit = f"a conversation this model's chat template renders within {MAX_RENDER_S:g} s"
+            raise RequestTooLarge("messages", limit, None, "Send a shorter conversation.") from error
         except TemplateSyntaxError as error:
             raise _broken(error) from error
         except TemplateError as error:
