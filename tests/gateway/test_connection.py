@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 from gateway_kit import TestBench, chat_body, dial, eventually, metric, open_bench, post, serving
 
+from headrace.gateway import protocol
+from headrace.gateway.server import Server
 from headrace.text.folder import TextModel
 
 
@@ -159,13 +162,59 @@ async def send_for_ever(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_unwanted_body_is_thrown_away_for_a_moment_only(port: int) -> None:
-    """The refusal can be read although the body is still coming; a sender that never stops is cut off."""
+async def test_refusal_reaches_a_client_that_sends_its_whole_body_first(bench: TestBench) -> None:
+    """Closing at once would reset the connection over the bytes that still come, and the refusal with it."""
+    body = b"x" * 3_000_000
+    async with serving(bench.gateway) as port, asyncio.timeout(20), dial(port) as (reader, writer):
+        writer.write(HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body))
+        await eventually(lambda: metric(bench.gateway, "headrace_http_responses_total", status="413") == 1)
+        writer.write(body)
+        await writer.drain()
+        answer = await reader.read()
+    assert status(answer) == 413
+    assert b"connection: close" in answer
+
+
+async def test_no_more_than_so_much_of_an_unwanted_body_is_thrown_away(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "LINGER_S", 3600.0)
+    monkeypatch.setattr(protocol, "MAX_LINGER_BYTES", 100_000)
     async with asyncio.timeout(20), dial(port) as (reader, writer):
-        writer.write(HEAD + b"content-length: 99999999\r\n\r\n")
+        writer.write(HEAD + b"connection: close\r\ncontent-length: 99999999\r\n\r\n")
         assert b" 413 " in await reader.readline()
         with pytest.raises(ConnectionError):
             await send_for_ever(writer)
+
+
+@pytest.mark.parametrize("connection", [b"keep-alive", b"close"])
+async def test_unwanted_body_is_thrown_away_for_a_moment_only(port: int, connection: bytes) -> None:
+    """The refusal can be read although the body is still coming; a sender that never stops is cut off."""
+    async with asyncio.timeout(20), dial(port) as (reader, writer):
+        writer.write(HEAD + b"connection: " + connection + b"\r\ncontent-length: 99999999\r\n\r\n")
+        assert b" 413 " in await reader.readline()
+        with pytest.raises(ConnectionError):
+            await send_for_ever(writer)
+
+
+async def test_client_that_does_not_take_the_end_of_the_last_answer_is_cut_off(text: TextModel) -> None:
+    """Everything is written and closed, and less waits than makes a writer wait: nothing else would end this connection."""
+    loop = asyncio.get_running_loop()
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    theirs.setblocking(False)
+    async with open_bench(text, timeouts={"write_s": 0.3}) as bench:
+        server = Server(bench.gateway, bench.gateway.service.config, bench.gateway.refused)
+        server.config.load()
+        kind = protocol.protocol_for(bench.gateway.service.config, bench.gateway.refused)
+        made = kind(server.config, server.server_state, app_state={})
+        transport, _ = await loop.connect_accepted_socket(lambda: made, ours)
+        unsent_bytes = transport.get_write_buffer_size
+        with theirs:
+            made.transport.write(b"x" * 4 * protocol.SEND_BUFFER_BYTES)
+            made.transport.close()
+            while unsent_bytes() > protocol.SEND_BUFFER_BYTES // 2:
+                await loop.sock_recv(theirs, 4096)
+            assert unsent_bytes() > 0
+            await eventually(lambda: not server.server_state.connections)
 
 
 @pytest.mark.parametrize("chunk", [b"1\r\nx\r\n", b"1;" + b"e" * 2000 + b"\r\nx\r\n"], ids=["tiny", "extensions"])

@@ -1,14 +1,17 @@
-"""Streams when something goes wrong: the client leaves or does not read, the engine dies, nothing comes for a while."""
+"""Answers when something goes wrong: the client leaves or does not read, the engine dies, nothing comes for a while."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 from gateway_kit import MODEL, SAID, TestBench, chat_body, dial, events_of, eventually, metric, open_bench, post, scored, serving
 
-from headrace.core.errors import Overloaded
+from headrace.core.errors import Overloaded, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate
@@ -114,6 +117,66 @@ async def test_client_that_does_not_catch_up_in_time_is_cut_off(text: TextModel)
         async with dial(port, limit=1024) as (_, writer):
             writer.write(post("/v1/chat/completions", LOUD))
             await eventually(lambda: bool(bench.replica.cancelled), within_s=30)
+
+
+LARGE = chat_body(logprobs=True, top_logprobs=20, n=3, max_tokens=400, ignore_eos=True)
+"""More than a megabyte, not streamed."""
+
+
+async def test_large_answer_reaches_a_client_that_reads_slowly_but_steadily(text: TextModel) -> None:
+    """`write_s` is for the next 64 KiB, not for the whole body."""
+    write_s, bytes_per_s = 1.0, 600e3
+    async with open_bench(text, timeouts={"write_s": write_s}) as bench, serving(bench.gateway) as port:
+        async with asyncio.timeout(60), dial(port) as (reader, writer):
+            writer.write(post("/v1/chat/completions", LARGE))
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
+            assert length > 2 * write_s * bytes_per_s, "longer than a deadline for the whole would allow"
+            body = bytearray()
+            while len(body) < length and (part := await reader.read(16 << 10)):
+                body += part
+                await asyncio.sleep(len(part) / bytes_per_s)
+        assert len(json.loads(body)["choices"]) == 3
+
+
+async def test_client_that_does_not_read_a_large_answer_is_cut_off_and_counted(text: TextModel, tmp_path: Path) -> None:
+    """Until then it is one of the requests that are open: what waits for it is bounded by their number."""
+    log = tmp_path / "log"
+    async with open_bench(text, timeouts={"write_s": 0.5}, request_log=str(log)) as bench, serving(bench.gateway) as port:
+        ledger = bench.gateway.service.ledger
+        async with dial(port, limit=1024) as (reader, writer):
+            writer.write(post("/v1/chat/completions", LARGE))
+            await reader.readuntil(b"\r\n\r\n")
+            assert ledger.num_open == 1
+            await eventually(lambda: ledger.num_open == 0)
+            assert metric(bench.gateway, "headrace_requests_total", model=MODEL, replica="r0", outcome="cancelled") == 1
+    line = json.loads(log.read_text())
+    assert (line["outcome"], line["error"]) == ("cancelled", "slow_reader")
+
+
+async def test_client_that_leaves_in_the_middle_of_a_large_answer_is_counted(text: TextModel, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with open_bench(text, request_log=str(log)) as bench, serving(bench.gateway) as port:
+        async with dial(port, limit=1024) as (reader, writer):
+            writer.write(post("/v1/chat/completions", LARGE))
+            await reader.readuntil(b"\r\n\r\n")
+        await eventually(lambda: bench.gateway.service.ledger.num_open == 0)
+    line = json.loads(log.read_text())
+    assert (line["outcome"], line["error"]) == ("cancelled", "client_left")
+
+
+async def test_shutdown_drops_a_client_that_does_not_take_the_rest_of_its_answer(text: TextModel, tmp_path: Path) -> None:
+    """Its request ends by itself, with the reason it was given: no task is cancelled."""
+    log = tmp_path / "log"
+    async with open_bench(text, request_log=str(log)) as bench, AsyncExitStack() as client:
+        async with serving(bench.gateway) as port:
+            reader, writer = await client.enter_async_context(dial(port, limit=1024))
+            writer.write(post("/v1/chat/completions", LARGE))
+            await reader.readuntil(b"\r\n\r\n")
+            bench.gateway.service.ledger.cut(Unavailable("shutting down"))
+        assert bench.gateway.service.ledger.num_open == 0
+    line = json.loads(log.read_text())
+    assert (line["outcome"], line["error"]) == ("error", "unavailable")
 
 
 async def test_backlog_leaves_as_one_chunk(bench: TestBench) -> None:

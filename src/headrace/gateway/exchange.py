@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from headrace.core.errors import HeadraceError, InvalidRequest
 from headrace.core.ids import RequestId
 from headrace.gateway.auth import ANYBODY, Principal
-from headrace.gateway.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, UnsupportedMediaType
+from headrace.gateway.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, SlowReader, UnsupportedMediaType
 from headrace.observe.request_log import RequestRecord
 
 Scope = MutableMapping[str, Any]
@@ -26,18 +26,26 @@ Headers = Sequence[tuple[bytes, bytes]]
 ABORT_EXTENSION = "headrace.abort"
 """Key in scope["extensions"]: a function that drops the connection at once, unsent bytes included (our server provides it)."""
 
+LOST_EXTENSION = "headrace.lost"
+"""Key in scope["extensions"]: a function that says why the connection is gone, a ClientLeft or SlowReader; None while it stands."""
+
+PIECE_BYTES = 64 << 10
+"""Written at once: the transport says that its buffer is full only between two writes."""
+
 _JSON = (b"content-type", b"application/json")
 
 
 class Exchange:
     """
-    arrived_s  the service clock when the request's headers were complete
-    left       why the answer will not be completed, once that is known: nobody reads it, its deadline passed, the server shuts down
+    arrived_s      the service clock when the request's headers were complete
+    left           why the answer will not be completed, once that is known: nobody reads it, its deadline passed, the server shuts down
+    pending_bytes  of the bytes being written: what the transport has not taken yet
     """
 
     __slots__ = (
         "_closed",
         "_is_event_stream",
+        "_lost",
         "_on_left",
         "_receive",
         "_send",
@@ -45,6 +53,7 @@ class Exchange:
         "headers",
         "is_started",
         "left",
+        "pending_bytes",
         "principal",
         "record",
         "request_id",
@@ -64,6 +73,8 @@ class Exchange:
         self.principal: Principal = ANYBODY
         self.is_started = False
         self.left: HeadraceError | None = None
+        self.pending_bytes = 0
+        self._lost: Callable[[], ClientLeft | SlowReader | None] = scope.get("extensions", {}).get(LOST_EXTENSION, lambda: None)
         self._closed = False
         self._is_event_stream = False
         self._on_left: list[Callable[[], None]] = []
@@ -144,21 +155,22 @@ class Exchange:
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self.leave(ClientLeft("The client left."))
+        self.leave(self._lost() or ClientLeft("The client left."))
 
     # -- the answer --------------------------------------------------------------------------------------------------------------
 
     async def reply(self, status: int, body: bytes, headers: Headers = (_JSON,)) -> None:
-        """The whole answer at once."""
+        """The whole answer. Returns and raises as `write` does."""
         await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
         await self.write(body, is_last=True)
 
     async def fail(self, error: ErrorReply) -> None:
         """The answer is an error: with its status before the first byte, as an event in a stream that has begun."""
-        if not self.is_started:
-            await self.reply(error.status, error.body, [_JSON, *error.headers])
-        elif self._is_event_stream:
-            await self.write(b"data: " + error.body + b"\n\n", is_last=True)
+        with suppress(HeadraceError):  # nobody is there to be told
+            if not self.is_started:
+                await self.reply(error.status, error.body, [_JSON, *error.headers])
+            elif self._is_event_stream:
+                await self.write(b"data: " + error.body + b"\n\n", is_last=True)
 
     async def start(self, status: int, headers: Headers, *, is_event_stream: bool = False) -> None:
         self.is_started = True
@@ -173,11 +185,20 @@ class Exchange:
         )
 
     async def write(self, body: bytes, *, is_last: bool = False) -> None:
-        """Returns when the bytes are in the transport's buffer: a client that does not read makes this wait."""
+        """Hand the bytes to the transport, piece by piece as it has room: a client that does not read makes this wait.
+
+        Raises `left` when the connection was gone before it had taken them all; ClientLeft or SlowReader if there was no other reason.
+        """
         if self._closed:
             return
         self._closed = is_last
-        await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
+        for first in range(0, len(body) or 1, PIECE_BYTES):
+            self.pending_bytes = len(body) - first
+            has_more = not is_last or self.pending_bytes > PIECE_BYTES
+            await self._send({"type": "http.response.body", "body": body[first : first + PIECE_BYTES], "more_body": has_more})
+            if (lost := self._lost()) is not None:
+                raise self.left or lost
+        self.pending_bytes = 0
 
 
 def _too_large(size: int, max_bytes: int) -> InvalidRequest:

@@ -6,7 +6,7 @@ uvicorn parses and frames; what it leaves open and a public server must close is
     body      framing overhead (floods of tiny chunks, chunk extensions); the body's own size and time are `Exchange.body`'s
     leftover  a body nobody reads any more, because the answer is out: thrown away for a moment, then the connection goes
     answer    a client that does not catch up with 64 KiB of unsent bytes
-    abort     `scope["extensions"]["headrace.abort"]` drops the connection, unsent bytes included
+    abort     `scope["extensions"]["headrace.abort"]` drops the connection, unsent bytes included; "headrace.lost" tells that it is gone
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from typing import Any, cast
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headrace.gateway.config import GatewayConfig
-from headrace.gateway.errors import BAD_HTTP, ErrorBody, ErrorObject
-from headrace.gateway.exchange import ABORT_EXTENSION
+from headrace.gateway.errors import BAD_HTTP, ClientLeft, ErrorBody, ErrorObject, SlowReader
+from headrace.gateway.exchange import ABORT_EXTENSION, LOST_EXTENSION
 
 SEND_BUFFER_BYTES = 64 << 10
 """The transport asks writers to wait beyond this much unsent data."""
 
 LINGER_S = 2.0
 """How long the rest of an unwanted body is thrown away, so that its sender gets to read the refusal."""
+
+MAX_LINGER_BYTES = 64 << 20
+"""How much of it: a fast sender is work for the event loop as well."""
 
 FRAMING_SLACK_BYTES = 64 << 10
 MAX_FRAMING_FACTOR = 2
@@ -52,10 +56,45 @@ def protocol_for(config: GatewayConfig, on_refused: OnRefused) -> type[HttpTools
     return ConfiguredProtocol
 
 
+class ClientTransport:
+    """The transport as uvicorn and the application see it: closing it is the protocol's affair, and it knows how the client went.
+
+    close           what uvicorn calls after the last answer, be the client's body complete or not
+    is_half_closed  everything was said and some of the client's bytes are still awaited: for uvicorn that is closed
+    has_left        the client closed the connection or its half of it
+    """
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.transport = transport
+        self.close = close
+        self.write = transport.write  # once per token: found without __getattr__
+        self.is_half_closed = False
+        self.has_left = False
+        self._is_cut = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transport, name)
+
+    def is_closing(self) -> bool:
+        return self.is_half_closed or self.transport.is_closing()
+
+    def cut(self) -> None:
+        """Drop a client that does not read, with whatever waits for it."""
+        self._is_cut = True
+        self.transport.abort()
+
+    def lost(self) -> ClientLeft | SlowReader | None:
+        """Why nothing reaches the client any more; None while something may."""
+        if self._is_cut:
+            return SlowReader("The client did not read its answer.")
+        return ClientLeft("The client left.") if self.has_left else None
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """Use a subclass from `protocol_for`."""
 
     bounds: GatewayConfig
+    _client: ClientTransport
 
     def tell_refused(self, request_id: str, status: int) -> None:
         """Called after each answer that is given here."""
@@ -63,10 +102,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     _is_in_head = True
     _is_in_body = False
-    _is_refused = False
     _read_bytes = 0
     _wire_bytes = 0
     _body_bytes = 0
+    _unwanted_bytes = 0
+    _write_goal_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
     _linger_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
@@ -74,16 +114,24 @@ class BoundedProtocol(HttpToolsProtocol):
     # -- the connection ----------------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self._client = ClientTransport(transport, self._hang_up)
+        super().connection_made(cast(asyncio.Transport, self._client))
         if len(self.connections) > self.bounds.limits.max_connections:
             transport.abort()
             return
-        transport.set_write_buffer_limits(high=SEND_BUFFER_BYTES)
+        # One mark for both: with a lower one to resume at, a reader would have to take more than this within `write_s`.
+        transport.set_write_buffer_limits(high=SEND_BUFFER_BYTES, low=SEND_BUFFER_BYTES)
         self._head_timer = self._after(self.bounds.timeouts.header_s, self._head_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timers("_head_timer", "_linger_timer", "_write_timer")
+        self._client.has_left = True
+        self._client.close = self._client.transport.close  # nothing is left to time, and what outlives this object does not hold it
         super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        self._client.has_left = True
+        self._close()
 
     def timeout_keep_alive_handler(self) -> None:
         """Nothing came after an answer. Bytes the client never took would hold the socket for ever: they go with it."""
@@ -93,11 +141,17 @@ class BoundedProtocol(HttpToolsProtocol):
     # -- what arrives ------------------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        if self._is_refused or self.transport.is_closing():
+        if self._linger_timer is not None:
+            self._unwanted_bytes += len(data)
+            if self._unwanted_bytes > MAX_LINGER_BYTES:
+                self._close()
+        if self.transport.is_closing():
             return
         self._read_bytes = len(data)
         self._wire_bytes += len(data)
         super().data_received(data)
+        if self.transport.is_closing():
+            return
         limits = self.bounds.limits
         if self._is_in_head:
             # A finished head was judged in on_headers_complete; what is here is the beginning of one.
@@ -116,7 +170,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._wire_bytes, self._body_bytes = self._read_bytes, 0  # at most: an earlier message's end may be in the same read
         self._stop_timers("_head_timer")
         self._head_timer = self._after(self.bounds.timeouts.header_s, self._head_late)
-        self.scope["extensions"] = {ABORT_EXTENSION: self.transport.abort}  # type: ignore[dict-item]
+        self.scope["extensions"] = {ABORT_EXTENSION: self._client.cut, LOST_EXTENSION: self._client.lost}  # type: ignore[dict-item]
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_in_head:  # trailers are read over: nobody would look at them
@@ -125,7 +179,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         self._stop_timers("_head_timer")
-        if self._is_refused or self.transport.is_closing():
+        if self.transport.is_closing():
             return  # pipelined behind something that was refused
         limits = self.bounds.limits
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -139,12 +193,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
-        if not (self._is_refused or self.transport.is_closing()):
+        if not self.transport.is_closing():
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._is_in_body = False
-        if not (self._is_refused or self.transport.is_closing()):
+        if not self.transport.is_closing():
             self._stop_timers("_linger_timer")
             super().on_message_complete()
 
@@ -153,31 +207,26 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._is_in_body and not self.transport.is_closing():
-            self._linger_timer = self._after(LINGER_S, self._close)
+            self._linger()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._write_timer is None:
-            self._write_timer = self._after(self.bounds.timeouts.write_s, self.transport.abort)
+        self._time_writing()
 
     def resume_writing(self) -> None:
         self._stop_timers("_write_timer")
         super().resume_writing()
+        if self.transport.is_closing():
+            self._time_writing()  # nobody writes more, so nothing else would time what is left
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn's answer to what httptools cannot parse, in OpenAI's shape."""
         self._refuse(400, "Invalid HTTP request.")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer in the application's place, hear no more, and close.
-
-        The sending half is closed at once and the rest LINGER_S later: closing over unread bytes would reset the connection, and the
-        client would lose the answer.
-        """
-        if self._is_refused or self.transport.is_closing():
+        """Answer in the application's place, hear no more, and close."""
+        if self.transport.is_closing():
             return
-        self._is_refused = True
-        self._stop_timers("_head_timer")
         if not self._may_answer():
             self._close()
             return
@@ -187,9 +236,8 @@ class BoundedProtocol(HttpToolsProtocol):
             b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %s\r\nconnection: close\r\n\r\n%s"
             % (status, REASONS[status], len(body), request_id.encode(), body)
         )
-        self.transport.write_eof()
+        self._half_close()
         self.tell_refused(request_id, status)
-        self._linger_timer = self._after(LINGER_S, self._close)
 
     @property
     def _is_idle(self) -> bool:
@@ -216,11 +264,47 @@ class BoundedProtocol(HttpToolsProtocol):
         else:
             self._close()
 
+    def _hang_up(self) -> None:
+        """uvicorn is done with this connection, although its client may still be sending the body that was answered."""
+        if self._is_in_body and self._linger_timer is None:
+            self._half_close()
+        else:
+            self._close()
+
+    def _half_close(self) -> None:
+        """Close the sending half at once and the rest when the client did, or after the linger's bounds.
+
+        Closing over unread bytes would reset the connection, and the client would lose the answer.
+        """
+        self._client.is_half_closed = True
+        self._stop_timers("_head_timer")
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._linger()
+
+    def _linger(self) -> None:
+        """What the client still sends of its body is thrown away, for so long and up to so many bytes."""
+        self._unwanted_bytes = 0
+        self._stop_timers("_linger_timer")
+        self._linger_timer = self._after(LINGER_S, self._close)
+
     def _close(self) -> None:
-        """Close after what is written was sent; a client that does not take it has `write_s`."""
-        self.transport.close()
+        """Close after what is written was sent; a client that does not take it is cut off."""
+        self._client.transport.close()
         if self.transport.get_write_buffer_size() and self._write_timer is None:
-            self._write_timer = self._after(self.bounds.timeouts.write_s, self.transport.abort)
+            self._time_writing()
+
+    def _time_writing(self) -> None:
+        """The client has `write_s` for the next 64 KiB that wait for it, or for what waits if that is less."""
+        self._write_goal_bytes = max(0, self.transport.get_write_buffer_size() - SEND_BUFFER_BYTES)
+        self._stop_timers("_write_timer")
+        self._write_timer = self._after(self.bounds.timeouts.write_s, self._write_late)
+
+    def _write_late(self) -> None:
+        if self.transport.get_write_buffer_size() > self._write_goal_bytes:
+            self._client.cut()
+        else:
+            self._time_writing()
 
     def _after(self, delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
         return self.loop.call_later(delay_s, call)

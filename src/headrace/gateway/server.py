@@ -16,7 +16,7 @@ KERNEL_SEND_BYTES = 128 << 10
 """Send buffer of a connection in the kernel. Left to itself it grows to megabytes per client that does not read."""
 
 LAST_WORDS_S = 1
-"""After draining: how long answers may take to leave the socket buffers. uvicorn takes whole seconds."""
+"""After draining: how long answers may take to leave. Whoever does not take the rest by then is dropped."""
 
 
 class Server(uvicorn.Server):
@@ -40,7 +40,7 @@ class Server(uvicorn.Server):
                 date_header=True,
                 backlog=BACKLOG,
                 timeout_keep_alive=max(1, round(config.timeouts.keep_alive_s)),
-                timeout_graceful_shutdown=LAST_WORDS_S,
+                timeout_graceful_shutdown=2 * LAST_WORDS_S,  # dropped clients end their requests; what outlives that is cancelled
             )
         )
 
@@ -67,4 +67,10 @@ class Server(uvicorn.Server):
                     await stop.wait()
             except TimeoutError:
                 continue
+        drop = asyncio.get_running_loop().call_later(LAST_WORDS_S, self._drop_connections)
         await self.shutdown()
+        drop.cancel()
+
+    def _drop_connections(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()

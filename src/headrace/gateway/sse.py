@@ -17,16 +17,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from headrace.core.clock import Clock
+from headrace.core.errors import HeadraceError
 from headrace.gateway.errors import SlowReader
 from headrace.gateway.exchange import Exchange
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 TICK_S = 0.25
-PIECE_BYTES = 64 << 10
-"""Written at once: the transport says that its buffer is full only between two writes."""
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache, no-transform"),
@@ -37,7 +37,7 @@ HEADERS = (
 class SseStream:
     """One event stream. Made by `StreamWatch.open`; leave it by scope."""
 
-    __slots__ = ("_clock", "_exchange", "_ping", "_watch", "is_waiting", "last_write_s", "pending_bytes", "score_bytes", "unread_bytes")
+    __slots__ = ("_clock", "_exchange", "_ping", "_watch", "last_write_s", "score_bytes", "unread_bytes")
 
     def __init__(self, exchange: Exchange, watch: StreamWatch, unread_bytes: Callable[[], int], score_bytes: int, clock: Clock) -> None:
         """unread_bytes  size of what was produced for this stream and not yet encoded
@@ -49,8 +49,6 @@ class SseStream:
         self.unread_bytes = unread_bytes
         self.score_bytes = score_bytes
         self.last_write_s = clock()
-        self.is_waiting = False
-        self.pending_bytes = 0
         self._ping: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> SseStream:
@@ -64,7 +62,7 @@ class SseStream:
             self._ping.cancel()
 
     async def write(self, payload: bytes) -> None:
-        """Send whole events."""
+        """Send whole events. Returns and raises as `Exchange.write` does."""
         await self._send(payload, is_last=False)
 
     async def end(self, payload: bytes = DONE) -> None:
@@ -73,27 +71,21 @@ class SseStream:
     async def _send(self, payload: bytes, *, is_last: bool) -> None:
         if self._ping is not None and not self._ping.done():
             await self._ping  # a comment that waits for the socket goes first
-        self.is_waiting = True
-        for first in range(0, len(payload) or 1, PIECE_BYTES):
-            self.pending_bytes = len(payload) - first
-            self.last_write_s = self._clock()
-            await self._exchange.write(payload[first : first + PIECE_BYTES], is_last=is_last and self.pending_bytes <= PIECE_BYTES)
-        self.is_waiting = False
-        self.pending_bytes = 0
+        await self._exchange.write(payload, is_last=is_last)
+        self.last_write_s = self._clock()
 
     def look(self, now: float, *, ping_s: float, max_pending_bytes: int) -> None:
         """What the watch does with this stream: nothing, a comment line, or the end."""
-        if self.is_waiting:
-            if self.pending_bytes + self.unread_bytes() > max_pending_bytes + self.score_bytes:
+        if self._exchange.pending_bytes:
+            if self._exchange.pending_bytes + self.unread_bytes() > max_pending_bytes + self.score_bytes:
                 self._exchange.abort(SlowReader(f"More than {max_pending_bytes} bytes of the answer waited for the client."))
         elif now - self.last_write_s > ping_s:
             self.last_write_s = now
             self._ping = asyncio.create_task(self._send_ping())
 
     async def _send_ping(self) -> None:
-        self.is_waiting = True
-        await self._exchange.write(PING)
-        self.is_waiting = False
+        with suppress(HeadraceError):  # the stream's own task hears of it
+            await self._exchange.write(PING)
 
 
 class StreamWatch:
