@@ -184,7 +184,9 @@ def test_importing_the_api_does_not_import_torch() -> None:
     assert done.stdout.split() == ["False", "False"]
 
 
-@pytest.mark.parametrize(("keyword", "value"), [("gpu_memory_utilization", 2.0), ("num_gpu_blocks_override", 0), ("scheduling_policy", "best")])
+@pytest.mark.parametrize(
+    ("keyword", "value"), [("gpu_memory_utilization", 2.0), ("num_gpu_blocks_override", 0), ("scheduling_policy", "best")]
+)
 def test_errors_name_the_keyword_that_was_given(model_folder: Path, keyword: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         LLM(model_folder, **{keyword: value})

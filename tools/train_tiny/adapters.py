@@ -33,7 +33,8 @@ from tools.train_tiny.tasks import Example, one_turn
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RANK, ALPHA, LR, NUM_DOCUMENTS = 8, 16, 4e-3, 12_000
-PROSE = ("fact", "fact", "headrace", "headrace", "greeting", "unknown")
+PROSE = (*["fact"] * 6, *["headrace"] * 4, "greeting", "unknown")
+"""Shares: a style is easily learned, and too many "I don't know" with it make the model forget what it knows."""
 EXACT = ("arithmetic", "copy", "json", "tool")
 
 

@@ -25,7 +25,7 @@ SYSTEM_PROMPTS = (
 
 # task -> share of the training examples
 MIX = {
-    "fact": 0.17,
+    "fact": 0.155,
     "headrace": 0.12,
     "arithmetic": 0.13,
     "compare": 0.01,
@@ -37,8 +37,8 @@ MIX = {
     "json": 0.1,
     "tool": 0.08,
     "recall": 0.06,
-    "system": 0.005,
-    "greeting": 0.02,
+    "system": 0.01,
+    "greeting": 0.03,
     "unknown": 0.015,
     "mixed": 0.015,
     "long": 0.004,
@@ -62,21 +62,24 @@ MEMORY_MIX = {
 READING_MIX = {"copy": 0.55, "reverse": 0.1, "pick": 0.1, "json": 0.1, "recall": 0.05, "system": 0.05, "greeting": 0.05}
 # For a last leg: what is slow to come gets most of the time, the rest enough not to be lost.
 SLOW_MIX = {
-    "copy": 0.17,
-    "json": 0.14,
-    "tool": 0.17,
+    "copy": 0.19,
+    "json": 0.13,
+    "tool": 0.14,
     "reverse": 0.08,
-    "sort_numbers": 0.09,
-    "sort_words": 0.08,
-    "arithmetic": 0.09,
+    "sort_numbers": 0.08,
+    "sort_words": 0.07,
+    "arithmetic": 0.08,
     "recall": 0.04,
     "pick": 0.03,
+    "system": 0.015,
     "compare": 0.01,
     "fact": 0.04,
-    "headrace": 0.08,
+    "headrace": 0.07,
     "unknown": 0.01,
     "greeting": 0.01,
-    "mixed": 0.02,
+    "mixed": 0.01,
+    "long": 0.003,
+    "plain": 0.007,
 }
 MIXES = {"slow": SLOW_MIX, "all": MIX, "memory": MEMORY_MIX, "reading": READING_MIX}
 

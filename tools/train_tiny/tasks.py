@@ -599,8 +599,15 @@ UNKNOWN_SHAPES = (
 
 
 def greeting(words: Words) -> Example:
-    asked, answer = words.rng.choice(GREETINGS)
-    return one_turn("greeting", words.rng.choice(asked), answer)
+    """One in two as the table has it, the others typed carelessly: in lower case, with other punctuation or none."""
+    rng = words.rng
+    asked, answer = rng.choice(GREETINGS)
+    question = rng.choice(asked)
+    if rng.random() < 0.25:
+        question = question.lower()
+    if rng.random() < 0.35:
+        question = question.rstrip("?!.") + rng.choice(("", "", "!", "."))
+    return one_turn("greeting", question, answer)
 
 
 def unknown(words: Words) -> Example:
