@@ -1,0 +1,61 @@
+"""Weights for the peers that do not read safetensors, made beside the models by the peers' own tools.
+
+    python -m bench.peers.convert --models FOLDER --envs FOLDER --shape llama-1.1b
+
+llama.cpp: MODEL.gguf/{bf16,int8,int4}.gguf (BF16, Q8_0, Q4_0). OpenVINO: MODEL.openvino/{bf16,int8,int4}. What is there is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+from pathlib import Path
+
+from bench.peers.cells import SHAPES
+from bench.peers.llama_cpp import KINDS
+
+SCRIPT = Path(__file__).parent / "workers" / "to_gguf.py"
+OPENVINO_FORMATS = {"bf16": "fp16", "int8": "int8", "int4": "int4"}
+"""16 bits are 16 bits: OpenVINO computes in the precision its CPU plugin chooses."""
+
+
+def run(*command: object) -> None:
+    print("$", *command, flush=True)
+    subprocess.run(list(map(str, command)), check=True)
+
+
+def to_gguf(model: Path, envs: Path) -> None:
+    folder = model.with_name(f"{model.name}.gguf")
+    folder.mkdir(exist_ok=True)
+    plain = folder / "bf16.gguf"
+    if not plain.exists():
+        run(envs / "vllm" / "bin" / "python", SCRIPT, model, plain)
+    for precision, kind in KINDS.items():
+        target = folder / f"{precision}.gguf"
+        if not target.exists():
+            run(envs / "llama.cpp" / "llama-quantize", plain, target, kind)
+
+
+def to_openvino(model: Path, envs: Path) -> None:
+    python = envs / "openvino" / "bin" / "python"
+    for precision, name in OPENVINO_FORMATS.items():
+        target = model.with_name(f"{model.name}.openvino") / precision
+        if not (target / "openvino_model.bin").exists():
+            command = [python, "-m", "optimum.commands.optimum_cli", "export", "openvino", "--model", model]
+            run(*command, "--task", "text-generation-with-past", "--weight-format", name, target)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, required=True)
+    parser.add_argument("--envs", type=Path, required=True)
+    parser.add_argument("--shape", choices=SHAPES, action="append", help="again for more; default: all")
+    given = parser.parse_args(arguments)
+    for shape in given.shape or SHAPES:
+        model = given.models.expanduser() / shape
+        to_gguf(model, given.envs.expanduser())
+        to_openvino(model, given.envs.expanduser())
+
+
+if __name__ == "__main__":
+    main()
