@@ -77,7 +77,7 @@ async def test_scores_of_a_whole_answer_are_capped_while_it_runs(bench: TestBenc
     monkeypatch.setattr(generate, "MAX_OUTPUT_SCORES", 30)
     assert (await bench.chat(logprobs=True, top_logprobs=2, max_tokens=10)).status_code == 200
     response = await bench.chat(logprobs=True, top_logprobs=2)
-    assert (response.status_code, response.json()["error"]["param"]) == (413, "logprobs")
+    assert (response.status_code, response.json()["error"]["param"]) == (413, "top_logprobs")
     await eventually(lambda: bench.replica.num_open == 0)
 
 

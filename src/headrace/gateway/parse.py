@@ -125,7 +125,8 @@ def fields_as_written(request: ChatRequest | CompletionRequest) -> Iterator[None
         names["prompt"] = "messages"
         if request.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
-        names["logprobs"] = "top_logprobs"  # a chat's own logprobs is true or false
+        if request.top_logprobs:
+            names["logprobs"] = "top_logprobs"  # a chat's own logprobs is true or false
     try:
         yield
     except InvalidRequest as error:
