@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace as changed
 from pathlib import Path
 
 import pytest
+import typer
 
+from headrace.cli.exits import ExitCode
 from headrace.cli.replay import replay
-from headrace.core.plan_codec import PlanCodecError
+from headrace.core.plan_codec import PlanCodecError, dump_plans, load_plans
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.build import build_engine
 from headrace.engine.config import EngineConfig
@@ -71,6 +74,37 @@ def test_plans_run_again_to_the_same_tokens(model: Path, dumped: tuple[Path, lis
     replay(dump, model=str(model), load_format="dummy", seed=4, kernels="reference", as_json=True)
     others = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [token for line in others for token in line["sampled"]] != tokens  # other weights
+
+
+def test_rows_of_sequences_begun_before_the_dump_are_counted_not_run(
+    tmp_path: Path, model: Path, dumped: tuple[Path, list[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One long stream fills the ring with rows of a sequence that began before it: replaying them used to end in silence, as a success."""
+    plans = load_plans(dumped[0].read_bytes())
+    late = plans[1:]
+    assert not any(plan.started for plan in late)
+    (tmp_path / "late").write_bytes(dump_plans(late))
+    with pytest.raises(typer.Exit) as ended:
+        replay(tmp_path / "late", model="/absent: not even looked at")
+    assert ended.value.exit_code == ExitCode.FAILED
+    shown = capsys.readouterr()
+    num_rows = sum(plan.num_rows for plan in late)
+    assert shown.err.startswith(f"{num_rows} of {num_rows} rows are left out: their sequences began before")
+    assert "no row to run again" in shown.err
+    (tmp_path / "some").write_bytes(dump_plans([*late, changed(plans[0], step_id=late[-1].step_id + 1)]))
+    replay(tmp_path / "some", model=str(model), load_format="dummy", kernels="reference", as_json=True)
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"{num_rows} of {num_rows + plans[0].num_rows} rows are left out")
+    assert [json.loads(line)["rows"] for line in shown.out.splitlines()] == [plans[0].num_rows]
+
+
+def test_a_dump_without_plans_is_shown_and_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "idle").write_bytes(dump_plans([]))
+    replay(tmp_path / "idle")
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    with pytest.raises(typer.Exit):
+        replay(tmp_path / "idle", model="/absent: not even looked at")
+    assert capsys.readouterr().err.startswith("There is no row to run again")
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

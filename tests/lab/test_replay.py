@@ -11,7 +11,7 @@ from kv_oracle import OracleRunner
 from headrace.core.plan import Plan, Result
 from headrace.core.plan_codec import load_plans
 from headrace.engine.loop import Ticket
-from headrace.lab.replay import describe_rows, known_rows, replay, summarize_plan
+from headrace.lab.replay import count_rows, describe_rows, known_rows, replay, summarize_plan
 
 
 class Recorder:
@@ -64,6 +64,7 @@ def test_ring_that_begins_in_mid_life_leaves_unknown_sequences_out() -> None:
     kept = list(known_rows(late))
     assert sum(skipped for _, skipped in kept) == 7  # "old" is in its prompt before the ring and in seven decode rows of it
     assert {slot for plan, _ in kept for slot in (*plan.slots, *plan.table_slots, *plan.ended)} == {1}
+    assert count_rows(late) == (sum(plan.num_rows for plan in late) - 7, 7)
     again = list(replay(late, fresh_runner()))  # the oracle runner raises for a slot or block it does not know
     assert sum(len(done.result.token_ids) for done in again) == 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,8 @@ ParentFd = Annotated[int | None, typer.Option("--parent-fd", help="Inherited end
 
 def engine(config: ConfigFile, parent_fd: ParentFd = None) -> None:
     """Run one engine process (started by serve)."""
+    # It asks a ready engine for a dump; while modules are still being imported it would end the process.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     from headrace.engine.main import run_engine
 
     run_engine(config, parent_fd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.cli.exits import ExitCode
 from headrace.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ def replay(
     if model is None:
         lines = _shown(plans, rows=rows, as_json=as_json)
     else:
+        _say_left_out(plans)
         options: dict[str, object] = {"load_format": load_format, "quantization": quantization, "seed": seed, "kernels": kernels}
         options |= {"block_size": block_size, "num_kv_blocks": num_kv_blocks}
         lines = _run(plans, model, options, as_json=as_json)
@@ -62,6 +65,19 @@ def _shown(plans: list[Plan], *, rows: bool, as_json: bool) -> Iterator[str]:
         else:
             yield " ".join(f"{summary[name]:>12}" for name in names)
             yield from (f"    {line}" for line in detail)
+
+
+def _say_left_out(plans: list[Plan]) -> None:
+    """Rows that cannot be run again, on stderr. Raises typer.Exit when no row can: the model need not be loaded then."""
+    from headrace.lab.replay import count_rows
+
+    run, left_out = count_rows(plans)
+    if left_out:
+        why = "their sequences began before the first plan of the dump, and what they had in the KV cache is not in it"
+        print(f"{left_out} of {run + left_out} rows are left out: {why}.", file=sys.stderr)
+    if not run:
+        print("There is no row to run again. Without --model the plans are shown as they are.", file=sys.stderr)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _run(plans: list[Plan], model: str, options: dict[str, object], *, as_json: bool) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Looks at a dumped ring of plans, and runs it again on any runner.
 
-A ring holds the last plans only: sequences that began before it are unknown to a fresh runner. `known_rows` leaves them out and says how
-many; a sequence that took blocks from the prefix cache reads what the dump's own plans wrote there, else empty blocks.
+A ring holds the last plans only: sequences that began before it are unknown to a fresh runner. `known_rows` leaves them out, `count_rows`
+says how many; a sequence that took blocks from the prefix cache reads what the dump's own plans wrote there, else empty blocks.
 """
 
 from __future__ import annotations
@@ -67,6 +67,14 @@ def known_rows(plans: Iterable[Plan]) -> Iterator[tuple[Plan, int]]:
         rows = [index for index, slot in enumerate(plan.slots) if slot in known]
         writes = [index for index, slot in enumerate(plan.table_slots) if slot in known]
         yield _with_only(plan, rows, writes, ended), plan.num_rows - len(rows)
+
+
+def count_rows(plans: Iterable[Plan]) -> tuple[int, int]:
+    """(rows that `replay` runs, rows it leaves out because their sequences began before the dump)."""
+    run = left_out = 0
+    for plan, skipped in known_rows(plans):
+        run, left_out = run + plan.num_rows, left_out + skipped
+    return run, left_out
 
 
 def _with_only(plan: Plan, rows: list[int], writes: list[int], ended: array[int]) -> Plan:

@@ -2,7 +2,7 @@
 
 SIGTERM drains and exits 0; a second one, or the end of the drain time, does not wait. A loop that dies takes the process with it: its
 exit status says so and the supervisor starts a new one. A process that cannot start says why through the leash. SIGUSR1 dumps the plan
-ring.
+ring; before there is one it does nothing.
 """
 
 from __future__ import annotations
@@ -112,7 +112,10 @@ def leave(code: ExitCode) -> None:
 
 async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -> ExitCode:
     stop = StopSignals()
-    bridge = OutboxBridge(asyncio.get_running_loop())
+    loop = asyncio.get_running_loop()
+    # Whoever asks for a dump too early must not end the process, which is what the signal does by default.
+    loop.add_signal_handler(signal.SIGUSR1, log.info, "SIGUSR1: there are no plans to dump before the engine is ready")
+    bridge = OutboxBridge(loop)
     try:
         target = parse_target(config.address, config.token)
         thread = LoopThread(make_engine, bridge)
@@ -128,7 +131,7 @@ async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -
         log.critical("start-up failed", exc_info=error)
         return _refuse(leash, f"{type(error).__name__}: {error}", ExitCode.ENGINE_DIED)
     leash.ready({"address": config.address, "instance_id": service.hello.instance_id, "decided": list(engine.info.decided)})
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, dump_plans, engine)
+    loop.add_signal_handler(signal.SIGUSR1, dump_plans, engine)
     log.info("%s serves %s at %s", config.replica, engine.info.architecture, config.address)
     try:
         return await _until_end(service, thread, stop, config, leash)
