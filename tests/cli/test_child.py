@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
+from headrace.cli import child
 from headrace.cli.child import started_server
 from headrace.cli.client import ApiClient
 from headrace.cli.exits import ServerFailed
@@ -23,11 +23,11 @@ def test_server_is_told_its_key_where_other_users_cannot_read_it(tmp_path: Path,
     program = tmp_path / "python"
     program.write_text('#!/bin/sh\necho "Serving m at http://$HEADRACE_API_KEY:$#"\nexec sleep 60\n')
     program.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(child, "COMMAND", (str(program),))
     monkeypatch.setenv("HEADRACE_API_KEY", "of-the-shell")
     for key, said in (("given", "given"), (None, "of-the-shell")):
         with started_server("folder", api_key=key) as url:
-            assert url == f"http://{said}:6"
+            assert url == f"http://{said}:4"
 
 
 @pytest.mark.slow

@@ -1,8 +1,10 @@
-"""Docs stay true in form: Python blocks compile, links lead somewhere, text is ASCII."""
+"""Docs stay true: Python blocks compile, those of the README run, links lead somewhere, text is ASCII."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from tests.house.reader import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
+SERVER = re.compile(r"https?://")
+PRINTS = re.compile(r"#\s*prints:\s*(.+?)\s*$", re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -21,6 +25,11 @@ def code_blocks(page: Path, language: str) -> Iterator[tuple[int, str]]:
     for match in FENCE.finditer(text):
         if match.group(1) == language:
             yield text.count("\n", 0, match.start()) + 1, match.group(2)
+
+
+def runnable_blocks(page: Path) -> list[tuple[int, str]]:
+    """The Python blocks that need no server: those that name no URL."""
+    return [(line, block) for line, block in code_blocks(page, "python") if not SERVER.search(block)]
 
 
 def anchors(page: Path) -> set[str]:
@@ -34,6 +43,20 @@ def anchors(page: Path) -> set[str]:
 def test_python_blocks_compile(page: Path) -> None:
     for line, block in code_blocks(page, "python"):
         compile(block, f"{page.relative_to(ROOT)}:{line}", "exec")
+
+
+def test_the_readme_can_be_tried_without_a_server() -> None:
+    assert runnable_blocks(ROOT / "README.md")
+
+
+@pytest.mark.parametrize("block", [pytest.param(block, id=f"line {line}") for line, block in runnable_blocks(ROOT / "README.md")])
+def test_python_blocks_of_the_readme_run_and_print_what_they_announce(block: str, tmp_path: Path) -> None:
+    """`# prints: X` announces X; a block that announces nothing prints at least a word."""
+    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    announced = PRINTS.findall(block)
+    assert all(text in done.stdout for text in announced), f"{announced} announced, printed: {done.stdout!r}"
+    assert re.search(r"[A-Za-z]{2,}", done.stdout), f"printed: {done.stdout!r}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
