@@ -132,12 +132,40 @@ def test_wrong_variables_are_refused_by_name(tmp_path: Path, model_folder: Path,
     assert what in str(refusal(tmp_path, f"models: [{{engine: {{model: {model_folder}}}}}]", {name: value}))
 
 
+@pytest.mark.parametrize(
+    ("environment", "flag_names", "where"),
+    [
+        ({}, {}, "models[0].engine.seed"),
+        ({"HEADRACE_MODELS__0__ENGINE__SEED": "x"}, {}, "HEADRACE_MODELS__0__ENGINE__SEED"),
+        ({"HEADRACE_MODELS__0__ENGINE": "{seed: x, model: M}"}, {}, "HEADRACE_MODELS__0__ENGINE.seed"),
+        ({"HEADRACE_MODELS__0__ENGINE": "{model: M}", "HEADRACE_MODELS__0__ENGINE__SEED": "x"}, {}, "HEADRACE_MODELS__0__ENGINE__SEED"),
+        ({"HEADRACE_MODELS__0__ENGINE__SEE": "x"}, {}, "HEADRACE_MODELS__0__ENGINE__SEE"),
+        ({"HEADRACE_MODELS__0__ENGINE__SEED": "1"}, {"model.engine.seed": "--seed"}, "--seed"),
+    ],
+)
+def test_a_wrong_value_is_refused_under_the_name_of_what_set_it(
+    tmp_path: Path, model_folder: Path, environment: dict[str, str], flag_names: dict[str, str], where: str
+) -> None:
+    file = tmp_path / "headrace.yaml"
+    file.write_text(f"models: [{{engine: {{model: {model_folder}, seed: x}}}}]")
+    values = {name: value.replace("M}", f"{model_folder}}}") for name, value in environment.items()}
+    with pytest.raises(ConfigError) as caught:
+        load(file, values, dict.fromkeys(flag_names, "x"), flag_names=flag_names)
+    assert caught.value.where == where
+
+
+def test_a_name_that_begins_like_another_is_not_taken_for_it(tmp_path: Path, model_folder: Path) -> None:
+    text = f"models: [{{engine: {{model: {model_folder}, max_num_seqs: 0}}}}]"
+    error = refusal(tmp_path, text, {"HEADRACE_MODELS__0__ENGINE__MAX_NUM_BATCHED_TOKENS": "64"})
+    assert error.where == "models[0].engine.max_num_seqs"
+
+
 def test_flag_of_one_model_is_refused_when_the_file_declares_several(tmp_path: Path, model_folder: Path) -> None:
     text = f"models: [{{name: a, engine: {{model: {model_folder}}}}}, {{name: b, engine: {{model: {model_folder}}}}}]"
-    error = refusal(tmp_path, text, model__engine__max_model_len=5)
-    assert "--max-model-len" in str(error)
-    assert "declares 2 models" in str(error)
     assert load_text(tmp_path, text, gateway__port=5).gateway.port == 5
+    path = "model.engine.memory_fraction"
+    with pytest.raises(ConfigError, match=r"^--memory-fraction: the file declares 2 models"):
+        load(tmp_path / "headrace.yaml", {}, {path: 0.5}, flag_names={path: "--memory-fraction"})
 
 
 def test_open_server_beyond_loopback_must_be_said(tmp_path: Path, model_folder: Path) -> None:

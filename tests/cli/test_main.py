@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
+import typer.main
 
 from headrace.cli.exits import CODES, ExitCode, exit_code_of
-from headrace.cli.main import main
+from headrace.cli.main import app, main
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, InvalidRequest
 
-SLOW_TO_IMPORT = ("torch", "transformers", "numba", "numpy", "aiohttp", "grpc", "uvicorn", "msgspec", "yaml", "rich", "psutil", "ssl")
+SLOW_TO_IMPORT = {
+    "torch",
+    "transformers",
+    "numba",
+    "numpy",
+    "aiohttp",
+    "grpc",
+    "uvicorn",
+    "msgspec",
+    "yaml",
+    "rich",
+    "psutil",
+    "ssl",
+    "pydantic",
+}
 COMMANDS = ("serve", "chat", "models", "doctor", "replay", "bench", "config", "version")
 
 
@@ -43,16 +59,35 @@ def headrace(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
     return run
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["bench", "serve", "--help"], ["--version"]])
-def test_help_imports_nothing_that_is_slow(arguments: list[str]) -> None:
-    code = (
-        f"import sys, json; sys.argv = ['headrace', *{arguments!r}]\nfrom headrace.cli.main import main\n"
-        "try:\n    main()\nexcept SystemExit as done:\n    print('\\n' + json.dumps([done.code, sorted(sys.modules)]))"
-    )
+def command_lines(command: object = None, words: tuple[str, ...] = ()) -> Iterator[list[str]]:
+    """`--help` of every command there is, hidden ones and groups included."""
+    command = command or typer.main.get_command(app)
+    yield [*words, "--help"]
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from command_lines(inner, (*words, name))
+
+
+def test_help_imports_nothing_that_is_slow() -> None:
+    """In one interpreter: what a command imports would be seen with it and with those after it."""
+    arguments = [["--version"], *command_lines()]
+    assert len(arguments) > len(COMMANDS) + 5
+    code = f"""
+import contextlib, io, json, sys
+from headrace.cli.main import main
+for arguments in {arguments!r}:
+    sys.argv = ["headrace", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        try:
+            main()
+        except SystemExit as done:
+            print(json.dumps([arguments, done.code, bool(shown.getvalue()), sorted(sys.modules)]), file=sys.stderr)
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    status, modules = json.loads(done.stdout.splitlines()[-1])
-    assert status in (0, None)
-    assert not set(SLOW_TO_IMPORT) & set(modules)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [line[0] for line in lines] == arguments
+    for words, status, is_shown, modules in lines:
+        assert (status, is_shown) == (0, True), words
+        assert not SLOW_TO_IMPORT & set(modules), words
 
 
 def test_help_names_every_command_and_the_exit_codes(headrace: Headrace) -> None:
@@ -74,11 +109,22 @@ def test_version_is_the_packages(headrace: Headrace) -> None:
     ("arguments", "code", "what"),
     [
         (["serv"], ExitCode.USAGE, "Did you mean 'serve'"),
-        (["serve", "--max-modl-len", "5"], ExitCode.USAGE, "--max-model-len"),
+        (["serve", "--max-modl-len", "5"], ExitCode.USAGE, "Did you mean --max-model-len?"),
+        (["serve", "--no-enable-chunked-prefil"], ExitCode.USAGE, "Did you mean --no-enable-chunked-prefill?"),
+        (["serve", "--tensor-paralel-size", "2"], ExitCode.USAGE, "Did you mean --tensor-parallel-size?"),
+        (["bench", "serve", "--num-promts", "2"], ExitCode.USAGE, "Did you mean --num-prompts?"),
+        (["--versoin"], ExitCode.USAGE, "Did you mean --version?"),
+        (["serve", "--xyzzy"], ExitCode.USAGE, "No such option: --xyzzy\n"),
         (["serve", "--max-model-len", "many"], ExitCode.USAGE, "--max-model-len"),
         (["serve", "--tensor-parallel-size", "2"], ExitCode.USAGE, "--replicas"),
         (["serve", "a", "--model", "b"], ExitCode.USAGE, "give one of them"),
-        (["serve", "/absent/folder"], ExitCode.CONFIG, "models[0].engine.model"),
+        (["serve", "/absent/folder"], ExitCode.CONFIG, "headrace: MODEL: '/absent/folder' is neither a folder"),
+        (["serve", "--model", "/absent/folder"], ExitCode.CONFIG, "headrace: --model: '/absent/folder' is neither a folder"),
+        (["serve", "--max-num-seqs", "0"], ExitCode.CONFIG, "headrace: --max-num-seqs: 0 is outside"),
+        (["serve", "--gpu-memory-utilization", "3"], ExitCode.CONFIG, "headrace: --gpu-memory-utilization: 3.0 is outside"),
+        (["serve", "--gpu-memory-utilization", "3", "--memory-fraction=4"], ExitCode.CONFIG, "headrace: --memory-fraction: 4.0 is outside"),
+        (["serve", "--api-key", "short"], ExitCode.CONFIG, "headrace: --api-key: is shorter"),
+        (["serve", "--served-model-name", "a", "--served-model-name", "a"], ExitCode.CONFIG, "headrace: --served-model-name: 'a' is"),
         (["serve", "--config", "/absent.yaml"], ExitCode.CONFIG, "/absent.yaml"),
         (["models", "/absent"], ExitCode.CONFIG, "no model folder"),
         (["replay", "/absent"], ExitCode.CONFIG, "cannot be read"),
@@ -91,6 +137,19 @@ def test_mistakes_are_explained_with_the_right_exit_code(headrace: Headrace, arg
     assert done.returncode == code
     assert what in done.stderr + (done.stdout if not arguments else "")
     assert "Traceback" not in done.stderr
+
+
+def test_a_key_from_the_environment_is_refused_under_its_variable(headrace: Headrace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_API_KEY", "short")
+    assert headrace("serve").stderr.startswith("headrace: HEADRACE_API_KEY: is shorter")
+
+
+def test_a_taken_port_is_refused_under_the_name_of_what_chose_it(headrace: Headrace, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert headrace("serve", "--port", port).stderr.startswith(f"headrace: --port: port {port} on 127.0.0.1 is in use")
+        monkeypatch.setenv("HEADRACE_GATEWAY__PORT", port)
+        assert headrace("serve").stderr.startswith(f"headrace: HEADRACE_GATEWAY__PORT: port {port} on 127.0.0.1 is in use")
 
 
 def test_every_error_of_ours_has_an_exit_code() -> None:

@@ -17,7 +17,7 @@ import pytest
 from headrace.cli import serve as serve_module
 from headrace.cli.child import URL_LINE
 from headrace.cli.config import ServeConfig, load
-from headrace.cli.serve import FLAG_PATHS, announce, flags_of, serve
+from headrace.cli.serve import FLAG_PATHS, OTHER_PATHS, announce, flags_of, serve
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.fleet.supervisor import FleetReady
@@ -89,8 +89,7 @@ def test_flags_not_given_leave_every_default(model_folder: Path) -> None:
 
 
 def test_every_parameter_of_serve_is_used(model_folder: Path) -> None:
-    special = {"context", "model_argument", "config", "served_model_name", "api_key", "allow_open", "async_scheduling", "experimental"}
-    assert set(inspect.signature(serve).parameters) == set(FLAG_PATHS) | special
+    assert set(inspect.signature(serve).parameters) == {"context", "config", *FLAG_PATHS, *OTHER_PATHS}
 
 
 def test_announcement_says_where_how_and_why(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

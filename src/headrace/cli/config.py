@@ -16,6 +16,7 @@ from pathlib import Path
 
 from headrace.bundled import bundled_path
 from headrace.cli.config_decode import Raw, apply_environment, decode, read_yaml, set_at
+from headrace.cli.config_origins import flag_steps, named_by_origin
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
 from headrace.engine.config import EngineConfig
@@ -115,33 +116,38 @@ class ServeConfig:
 
 
 def load(
-    file: Path | None, environment: Mapping[str, str], flags: Mapping[str, object] | None = None, *, default_model: str | None = None
+    file: Path | None,
+    environment: Mapping[str, str],
+    flags: Mapping[str, object] | None = None,
+    *,
+    flag_names: Mapping[str, str] | None = None,
+    default_model: str | None = None,
 ) -> ServeConfig:
     """The checked configuration: file, then environment, then flags.
 
     flags          dotted path -> value, e.g. "gateway.port"; "model." stands for the only model's section. None = not given
+    flag_names     the same paths -> the flag as it was written, for errors
     default_model  folder served when nothing names one
 
-    Raises: ConfigError.
+    Raises: ConfigError, about a value of a flag under the flag's name, of the environment under the variable's, else under the path.
     """
+    names = flag_names or {}
     raw = {} if file is None else read_yaml(file)
     apply_environment(ServeConfig, raw, environment, ENV_PREFIX)
-    _apply_flags(raw, {path: value for path, value in (flags or {}).items() if value is not None})
+    _apply_flags(raw, {path: value for path, value in (flags or {}).items() if value is not None}, names)
     _fill(raw, default_model)
-    config = decode(ServeConfig, raw).checked()
+    with named_by_origin(environment, ENV_PREFIX, names):
+        config = decode(ServeConfig, raw).checked()
     return replace(config, gateway=_with_hashed_keys(config.gateway))
 
 
-def _apply_flags(raw: Raw, flags: Mapping[str, object]) -> None:
+def _apply_flags(raw: Raw, flags: Mapping[str, object], names: Mapping[str, str]) -> None:
     models = raw.get("models")
     for path, value in flags.items():
-        steps = path.split(".")
-        if steps[0] == "model":
-            if isinstance(models, list) and len(models) > 1:
-                reason = f"the file declares {len(models)} models, a flag cannot say which one it means"
-                raise ConfigError(f"--{steps[-1].replace('_', '-')}", reason, "Set it in the file.")
-            steps = ["models", "0", *steps[1:]]
-        set_at(raw, steps, value, path)
+        if path.startswith("model.") and isinstance(models, list) and len(models) > 1:
+            reason = f"the file declares {len(models)} models, a flag cannot say which one it means"
+            raise ConfigError(names.get(path, path), reason, "Set it in the file.")
+        set_at(raw, flag_steps(path), value, path)
 
 
 def _fill(raw: Raw, default_model: str | None) -> None:

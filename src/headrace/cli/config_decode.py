@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -116,13 +116,17 @@ def apply_environment(kind: type, raw: Raw, environment: Mapping[str, str], pref
 
     A variable without `__` after the prefix is not configuration (HEADRACE_CACHE_DIR). Raises ConfigError for an unknown path.
     """
-    for name in sorted(environment):
-        if not name.startswith(prefix) or "__" not in name[len(prefix) :]:
-            continue
-        steps = name[len(prefix) :].lower().split("__")
+    for name, steps in variables(environment, prefix):
         hint = _hint_at(kind, steps, name)
         text = environment[name]
         set_at(raw, steps, text if inner(hint) is str else parse_yaml(text, name), name)
+
+
+def variables(environment: Mapping[str, str], prefix: str) -> Iterator[tuple[str, list[str]]]:
+    """(name, the steps of its path) of each variable that is configuration, in the order in which they are applied."""
+    for name in sorted(environment):
+        if name.startswith(prefix) and "__" in name[len(prefix) :]:
+            yield name, name[len(prefix) :].lower().split("__")
 
 
 def _hint_at(kind: object, steps: Sequence[str], name: str) -> object:

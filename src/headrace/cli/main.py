@@ -22,10 +22,12 @@ from headrace.cli.processes import engine, gateway
 from headrace.cli.refused import without_refused
 from headrace.cli.replay import replay
 from headrace.cli.serve import serve
+from headrace.cli.suggestions import SuggestingGroup
 from headrace.core.errors import HeadraceError
 
 app = typer.Typer(
     name="headrace",
+    cls=SuggestingGroup,
     help="Turns weights and whatever hardware there is into a fast, fair, observable, OpenAI-compatible token API.",
     epilog="Exit codes: 0 done, 1 failed, 2 wrong usage, 3 configuration or weights refused, 4 server unreachable, 130 interrupted.",
     no_args_is_help=True,

@@ -10,13 +10,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from typer._click.core import Parameter
+
     from headrace.cli.config import ServeConfig
     from headrace.fleet.supervisor import FleetReady
 
@@ -45,6 +47,16 @@ FLAG_PATHS = {
     "drain_timeout": "drain_timeout_s",
 }
 """Parameter of `serve` -> path in the configuration; those missing here take more than setting one value."""
+
+OTHER_PATHS = {
+    "model_argument": ("model.engine.model",),
+    "served_model_name": ("model.name", "model.aliases"),
+    "api_key": ("gateway.api_keys",),
+    "async_scheduling": ("model.engine.depth",),
+    "allow_open": ("allow_open",),
+    "experimental": ("experimental",),
+}
+"""The same for those: what they set is not their value as it stands."""
 
 READY_TIMEOUT_S = 30.0
 """How long the gateway may take to connect to engines that are up, before the announcement is made anyway."""
@@ -99,14 +111,17 @@ def serve(
 ) -> None:
     """Serve a model over the OpenAI API."""
     from headrace.bundled import DEFAULT_MODEL
-    from headrace.cli.config import load
+    from headrace.cli.config import ENV_PREFIX, load
+    from headrace.cli.config_origins import named_by_origin
     from headrace.cli.exits import UsageRefused
 
     if model_argument is not None and model is not None:
         raise UsageRefused("MODEL and --model: give one of them")
+    names = flag_names(context, sys.argv[1:])
     flags = flags_of(context.params)
-    resolved = load(config, os.environ, flags, default_model=None if config else DEFAULT_MODEL)
-    raise typer.Exit(run(resolved))
+    resolved = load(config, os.environ, flags, flag_names=names, default_model=None if config else DEFAULT_MODEL)
+    with named_by_origin(os.environ, ENV_PREFIX, names):  # a taken port is found out only now
+        raise typer.Exit(run(resolved))
 
 
 def flags_of(params: dict[str, object]) -> dict[str, object]:
@@ -114,16 +129,41 @@ def flags_of(params: dict[str, object]) -> dict[str, object]:
     flags = {path: params.get(name) for name, path in FLAG_PATHS.items()}
     flags["model.engine.model"] = params.get("model_argument") or params.get("model")
     if names := params.get("served_model_name"):
-        assert isinstance(names, list)
-        flags |= {"model.name": names[0], "model.aliases": names[1:]}
+        assert isinstance(names, list | tuple)
+        flags |= {"model.name": names[0], "model.aliases": list(names[1:])}
     if keys := params.get("api_key"):
-        assert isinstance(keys, list)
+        assert isinstance(keys, list | tuple)
         flags["gateway.api_keys"] = [{"key": key} for key in keys]
     if params.get("async_scheduling") is not None:
         flags["model.engine.depth"] = 2 if params["async_scheduling"] else 1
     for name in ("allow_open", "experimental"):
         flags[name] = True if params.get(name) else None
     return {path: value for path, value in flags.items() if value is not None}
+
+
+def flag_names(context: typer.Context, words: Sequence[str]) -> dict[str, str]:
+    """Configuration paths that flags set -> what set each: the flag as written in `words`, the argument, or the flag's variable."""
+    names: dict[str, str] = {}
+    for param in context.command.params:
+        source = context.get_parameter_source(param.name or "")
+        if source is None or source.name == "DEFAULT":
+            continue
+        name = str(param.envvar) if source.name == "ENVIRONMENT" else _name_in(words, param)
+        names |= dict.fromkeys(_paths(param.name or ""), name)
+    return names
+
+
+def _paths(param: str) -> tuple[str, ...]:
+    return (FLAG_PATHS[param],) if param in FLAG_PATHS else OTHER_PATHS.get(param, ())
+
+
+def _name_in(words: Sequence[str], param: Parameter) -> str:
+    """The spelling of a flag that `words` have last, which is the one that counts; an argument's name in the help."""
+    if param.param_type_name == "argument":
+        return param.human_readable_name
+    spellings = (*param.opts, *param.secondary_opts)
+    written = [name for name in (word.partition("=")[0] for word in words) if name in spellings]
+    return written[-1] if written else spellings[0]
 
 
 def run(config: ServeConfig) -> int:
