@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -179,7 +180,8 @@ def run(config: ServeConfig) -> int:
         # On a thread: the callback runs on the supervisor's event loop, which must not wait.
         threading.Thread(target=_announce_when_ready, args=(config, ready), name="announce", daemon=True).start()
 
-    return int(run_fleet(config.fleet(resolve_model), on_ready=on_ready))
+    resolve = partial(resolve_model, experimental=config.experimental)
+    return int(run_fleet(config.fleet(resolve), on_ready=on_ready))
 
 
 def _announce_when_ready(config: ServeConfig, ready: FleetReady) -> None:
