@@ -76,11 +76,16 @@ async def test_the_less_busy_replica_is_taken(text: TextModel) -> None:
 
 async def test_each_prompt_is_counted_where_it_ran(text: TextModel) -> None:
     async with open_bench(text, models=two_replicas()) as bench:
-        answer = await bench.complete(prompt=["Hello", "fox", "dog", "lazy"], max_tokens=3, n=2)
-        assert answer.status_code == 200
+        for replica in bench.replicas.values():
+            replica.go.clear()  # nobody is done before all are sent, so the less busy replica is a matter of counting
+        answering = asyncio.create_task(bench.complete(prompt=["Hello", "fox", "dog", "lazy"], max_tokens=3, n=2))
+        await eventually(lambda: sum(len(replica.requests) for replica in bench.replicas.values()) == 4)
+        for replica in bench.replicas.values():
+            replica.go.set()
+        assert (await answering).status_code == 200
         for name, replica in bench.replicas.items():
             served = len(replica.requests)
-            assert served > 0
+            assert served == 2
             for metric_name, count in (("queue_time", served), ("time_per_output_token", 2 * served)):
                 found = metric(bench.gateway, f"headrace_{metric_name}_seconds_count", model=MODEL, replica=name)
                 assert found == count, (metric_name, name)
