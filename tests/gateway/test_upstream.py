@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from functools import partial
 
 import pytest
-from gateway_kit import MODEL, SAID, TestBench, eventually, metric, open_bench, snapshot, two_replicas
+from gateway_kit import MODEL, SAID, FakeReplica, TestBench, eventually, metric, open_bench, snapshot, two_replicas
 
 from headrace.core.errors import InvalidRequest, Overloaded, Unavailable
 from headrace.core.ids import RequestId
@@ -74,15 +75,16 @@ async def test_the_less_busy_replica_is_taken(text: TextModel) -> None:
         assert (len(first.requests), len(second.requests)) == (0, 5)
 
 
+def look_busier(replica: FakeReplica, request: EngineRequest, stream: ReplicaStream) -> None:
+    """The next request goes to another one."""
+    replica.snapshot = SeenLoad(snapshot(num_running=len(replica.requests)), time.monotonic() + 1e6)
+
+
 async def test_each_prompt_is_counted_where_it_ran(text: TextModel) -> None:
     async with open_bench(text, models=two_replicas()) as bench:
         for replica in bench.replicas.values():
-            replica.go.clear()  # nobody is done before all are sent, so the less busy replica is a matter of counting
-        answering = asyncio.create_task(bench.complete(prompt=["Hello", "fox", "dog", "lazy"], max_tokens=3, n=2))
-        await eventually(lambda: sum(len(replica.requests) for replica in bench.replicas.values()) == 4)
-        for replica in bench.replicas.values():
-            replica.go.set()
-        assert (await answering).status_code == 200
+            replica.on_submit = partial(look_busier, replica)
+        assert (await bench.complete(prompt=["Hello", "fox", "dog", "lazy"], max_tokens=3, n=2)).status_code == 200
         for name, replica in bench.replicas.items():
             served = len(replica.requests)
             assert served == 2
