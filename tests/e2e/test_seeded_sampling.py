@@ -23,9 +23,16 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 
 def watched(checkpoint: Checkpoint) -> list[EngineRequest]:
-    """One request per way of sampling."""
+    """One request per way of sampling, hot enough that a trained model, sure of its answers, does not always give the greedy one."""
+    heat = 1.0 if checkpoint.name == "random" else 4.0
     return [
-        greedy_request(f"w{number}", checkpoint.prompts[number], max_tokens=COUNT, seed=100 + number, **way)
+        greedy_request(
+            f"w{number}",
+            checkpoint.prompts[number],
+            max_tokens=COUNT,
+            seed=100 + number,
+            **{**way, "temperature": min(2.0, heat * way["temperature"])},
+        )
         for number, way in enumerate(WAYS)
     ]
 
@@ -66,8 +73,8 @@ def test_a_seeded_request_samples_the_same_alone_and_in_a_crowd(checkpoint: Chec
             num_greedy += sum(answer == checkpoint.plain.greedy(request.prompt_ids, COUNT) for answer in alone)
             engine.tokens.clear()
             engine.finish.clear()
-    # A trained model is often so sure that a sample is the greedy answer; it may not be always.
-    assert num_greedy <= (0 if checkpoint.name == "random" else 5)
+    # A sampled answer of a trained model may be the greedy one by chance, even this hot.
+    assert num_greedy <= (0 if checkpoint.name == "random" else 2)
 
 
 @pytest.mark.parametrize("checkpoint", ["random"], indirect=True)
