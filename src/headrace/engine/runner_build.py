@@ -19,6 +19,7 @@ from headrace.tensor.kernels import load_kernels
 from headrace.tensor.kernels.choose import choose_kernels
 from headrace.tensor.kernels.cpu_features import read_cpu_features, resolve_dtype
 from headrace.tensor.models import LoadedModel, ModelDescription, describe, load_model
+from headrace.tensor.packed_store import packed_directory
 from headrace.tensor.threads import apply_threads, plan_threads
 
 
@@ -45,6 +46,7 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner | OverlappedRunner, 
         seed=config.seed,
         max_model_len=config.max_model_len,
         quantization=config.quantization,
+        packed_dir=packed_directory(),
     )
     sizing = _size(config, loaded)
     kv = _allocate(config, loaded, sizing)

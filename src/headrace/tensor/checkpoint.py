@@ -60,7 +60,17 @@ class Checkpoint:
         return self._headers[self._file(name)].tensors[name].dtype
 
     def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
-        """The tensor, or the `region` of it, as stored: a view of the mapped file.
+        """The tensor, or the `region` of it, as stored: a view of the mapped file. Raises: as `expect`."""
+        self.expect(name, shape)
+        file = self._file(name)
+        try:
+            view: Tensor = self._mapped(file).get_slice(name)[region or (slice(None),)]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(str(self.folder / file), f"tensor {name} cannot be read ({error})") from error
+        return view
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        """Check a tensor without reading it; it counts as asked for.
 
         shape  what the configuration says the whole tensor must be
 
@@ -73,11 +83,11 @@ class Checkpoint:
         if stored.dtype not in READABLE_DTYPES:
             self._refuse(file, f"tensor {name} has dtype {stored.dtype}", f"Readable are {', '.join(READABLE_DTYPES)}.")
         self._read.add(name)
-        try:
-            view: Tensor = self._mapped(file).get_slice(name)[region or (slice(None),)]
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(str(self.folder / file), f"tensor {name} cannot be read ({error})") from error
-        return view
+
+    @property
+    def files(self) -> list[Path]:
+        """The weight files."""
+        return [self.folder / file for file in self._headers]
 
     def check_all_read(self) -> None:
         """Raise CheckpointError if the folder holds a tensor nobody read and that is not known to be inert."""

@@ -25,6 +25,9 @@ class RandomWeights:
         """Nothing optional is there: tied embeddings stay tied, experts have one tensor each."""
         return False
 
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        """Any tensor is there."""
+
     def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
         weight = torch.empty(shape, dtype=self._dtype)
         if len(shape) == 1 and name.endswith("norm.weight"):
@@ -44,6 +47,9 @@ class WeightShapes:
 
     def has(self, name: str) -> bool:
         return False
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        """Any tensor is there."""
 
     def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
         part = torch.empty(shape, dtype=self._dtype, device="meta")[region or (slice(None),)]

@@ -7,6 +7,8 @@ tests/tensor/kernels.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
 
@@ -26,10 +28,25 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedLinear:
+    """What a linear consists of, to be kept on disk. kind: the implementation's own word for it."""
+
+    kind: str
+    out_features: int
+    in_features: int
+    group: int
+    tensors: Mapping[str, Tensor]
+
+
 class Kernels(Protocol):
-    """Every operation of a transformer block that is worth writing by hand. No argument is kept; outputs are fresh unless said."""
+    """Every operation of a transformer block that is worth writing by hand. No argument is kept; outputs are fresh unless said.
+
+    packed_layout  names the form of what `packed` gives; "": linears are not kept on disk
+    """
 
     name: str
+    packed_layout: str
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Prepare weight [out, in] (and bias [out]) once. The caller may drop its own reference afterwards."""
@@ -37,6 +54,14 @@ class Kernels(Protocol):
 
     def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear:
         """The same for a weight of small integers; inputs are rounded row by row, see `rounding`."""
+        ...
+
+    def packed(self, linear: Linear) -> PackedLinear | None:
+        """What `load_packed` makes this linear from; None where it was packed in another way."""
+        ...
+
+    def load_packed(self, packed: PackedLinear) -> Linear:
+        """The linear again. Raises ValueError for tensors that cannot be one."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Tensor:

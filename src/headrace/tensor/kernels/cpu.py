@@ -13,8 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.tensor.kernels import Linear, attention, elementwise, quantized
+from headrace.tensor.kernels import Linear, PackedLinear, attention, elementwise, quantized
 from headrace.tensor.kernels.cpu_features import LinearPath, linear_path, read_cpu_features
+from headrace.tensor.kernels.integer_simd import STRIP_COLUMNS
 from headrace.tensor.kernels.linear import OneDnnLinear, StripLinear, can_strip
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 from headrace.tensor.kernels.rounding import RoundedWeight
@@ -32,6 +33,7 @@ class NumbaKernels:
     """Implements `Kernels`; holds no state but which linear path is taken."""
 
     name = "numba"
+    packed_layout = f"strips of {STRIP_COLUMNS}"
 
     def __init__(self, *, deterministic: bool) -> None:
         self.deterministic = deterministic
@@ -50,6 +52,12 @@ class NumbaKernels:
         if weight.values.device.type == "cpu" and quantized.can_pack(weight):
             return quantized.IntegerLinear.pack(weight, bias)
         return REFERENCE.pack_rounded(weight, bias)
+
+    def packed(self, linear: Linear) -> PackedLinear | None:
+        return linear.packed() if isinstance(linear, quantized.IntegerLinear) else None
+
+    def load_packed(self, packed: PackedLinear) -> Linear:
+        return quantized.IntegerLinear.of(packed)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Tensor:
         others = (x,) if residual is None else (x, residual)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from headrace.tensor.kernels import PackedLinear
 from headrace.tensor.kernels.integer_simd import (
     BYTE_OFFSET,
     NIBBLE_OFFSET,
@@ -188,7 +189,7 @@ class IntegerLinear:
         self.out_features, self.in_features, self.group = out_features, in_features, group
         self.words, self.scales = words, scales
         self.columns = words.shape[0] * STRIP_COLUMNS
-        self.bias = torch.zeros(self.columns) if bias is None else F.pad(bias.float(), (0, self.columns - out_features)).contiguous()
+        self.bias = torch.zeros(self.columns) if bias is None else F.pad(bias.float(), (0, self.columns - len(bias))).contiguous()
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (words, scales))
 
     @classmethod
@@ -199,6 +200,29 @@ class IntegerLinear:
         else:
             words, scales = pack_bytes(weight.values), F.pad(weight.scales, (0, -out_features % STRIP_COLUMNS)).contiguous()
         return cls(words, scales, bias, out_features=out_features, in_features=in_features, group=weight.group)
+
+    def packed(self) -> PackedLinear:
+        tensors = {"words": self.words, "scales": self.scales, "bias": self.bias}
+        return PackedLinear(
+            kind="integers", out_features=self.out_features, in_features=self.in_features, group=self.group, tensors=tensors
+        )
+
+    @classmethod
+    def of(cls, packed: PackedLinear) -> IntegerLinear:
+        """From what `packed` gave. Raises ValueError where sizes or dtypes do not fit: nothing is checked when it multiplies."""
+        words, scales, bias = (packed.tensors[name] for name in ("words", "scales", "bias"))
+        columns = -(-packed.out_features // STRIP_COLUMNS) * STRIP_COLUMNS
+        per_word = 8 if packed.group else 4
+        groups = packed.in_features // packed.group if packed.group else 1
+        fits = (
+            (packed.kind, words.dtype, bias.dtype) == ("integers", torch.int32, torch.float32)
+            and scales.dtype == (torch.bfloat16 if packed.group else torch.float32)
+            and words.numel() == columns * packed.in_features // per_word
+            and (scales.numel(), bias.numel()) == (columns * groups, columns)
+        )
+        if not fits:
+            raise ValueError("the tensors do not fit the linear they are said to be")
+        return cls(words, scales, bias, out_features=packed.out_features, in_features=packed.in_features, group=packed.group)
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, inputs = x.shape

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from headrace.tensor.kernels import PackedLinear
 from headrace.tensor.kernels.rounding import RoundedWeight, round_inputs
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -60,12 +61,19 @@ class ReferenceKernels:
     """Implements `Kernels`; holds no state."""
 
     name = "reference"
+    packed_layout = ""
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PlainLinear:
         return PlainLinear(weight, bias)
 
     def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> RoundedLinear:
         return RoundedLinear(weight, bias)
+
+    def packed(self, linear: object) -> None:
+        return None
+
+    def load_packed(self, packed: PackedLinear) -> RoundedLinear:
+        raise ValueError(f"{self.name} kernels keep nothing packed, got {packed.kind}")
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Tensor:
         if residual is not None:

@@ -25,9 +25,21 @@ class WeightSource(Protocol):
         """Whether an optional tensor is there."""
         ...
 
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        """Check that the tensor of that whole shape is there, without reading it."""
+        ...
+
     def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
         """The region of the stored tensor of that whole shape; the caller copies and never changes it."""
         ...
+
+
+class Keeper(Protocol):
+    """Where packed linears are kept between starts; see `tensor.packed_store`."""
+
+    def find(self, name: str) -> Linear | None: ...
+
+    def keep(self, name: str, linear: Linear) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,7 @@ class WeightReader:
     """Reads for one rank, in the dtype and on the device the model computes with. Every tensor returned is a copy.
 
     precision  of the linears' weights; norms, embeddings and routers stay as they are
+    keeper     gives linears of that precision back without reading their weights
     """
 
     source: WeightSource
@@ -70,6 +83,7 @@ class WeightReader:
     rank: int = 0
     world: int = 1
     precision: Precision = Precision.NONE
+    keeper: Keeper | None = None
 
     def norm(self, name: str, size: int, *, plus: float = 0.0) -> Tensor:
         """A norm's weight [size]. With `plus` it is w + plus in float32: 1 + w of a small w would be lost in bfloat16."""
@@ -96,46 +110,83 @@ class WeightReader:
     def row_linear(self, part: Part, in_features: int, *, bias: bool) -> Linear:
         """This rank's share of the input columns; ranks' outputs are to be summed. The bias lives on rank 0 alone."""
         columns = _share(in_features, self.rank, self.world, part.name)
+        if (known := self._known([part], in_features, bias, self.precision)) is not None:
+            return known
         weight = self._empty(part.rows, len(columns))
         weight.copy_(self._region(part, range(part.rows), in_features, slice(columns.start, columns.stop)))
         added = self._bias([part], [range(part.rows)]) if bias else None  # read on every rank: the checkpoint must hold it
-        return self.pack(weight, added if self.rank == 0 else None)
+        return self._packed([part], weight, added if self.rank == 0 else None, self.precision)
 
-    def pack(self, weight: Tensor, bias: Tensor | None, precision: Precision | None = None) -> Linear:
-        """Weight [out, in] as a linear of the wanted precision."""
-        precision = precision or self.precision
+    def tied_linear(self, name: str, table: Tensor) -> Linear:
+        """A linear from an embedding table [out, in] that is in memory already."""
+        part = Part(f"{name} as head", table.shape[0])
+        known = self._known([part], table.shape[1], False, self.precision, is_stored=False)
+        return known or self._packed([part], table.to(self.dtype), None, self.precision)
+
+    def _known(self, parts: Sequence[Part], in_features: int, bias: bool, precision: Precision, *, is_stored: bool = True) -> Linear | None:
+        """The linear of these parts, if it was kept; the checkpoint must hold their weights all the same."""
+        if self.keeper is None or precision is Precision.NONE:
+            return None
+        if (known := self.keeper.find(_name(parts))) is not None and is_stored:
+            for part in parts:
+                self.source.expect(part.name, self._stored_shape(part, in_features))
+                if bias:
+                    self.source.expect(_bias_name(part), (part.stored or part.rows,))
+        return known
+
+    def _packed(self, parts: Sequence[Part], weight: Tensor, bias: Tensor | None, precision: Precision) -> Linear:
         if precision is Precision.NONE:
             return self.kernels.pack_linear(weight, bias)
-        return self.kernels.pack_rounded(round_weight(weight, precision), bias)
+        made = self.kernels.pack_rounded(round_weight(weight, precision), bias)
+        if self.keeper is not None:
+            self.keeper.keep(_name(parts), made)
+        return made
 
     def _stacked(
         self, parts: Sequence[Part], shares: Sequence[range], in_features: int, bias: bool, precision: Precision | None = None
     ) -> Linear:
+        precision = precision or self.precision
+        if (known := self._known(parts, in_features, bias, precision)) is not None:
+            return known
         weight = self._empty(sum(len(rows) for rows in shares), in_features)
         targets = torch.split(weight, [len(rows) for rows in shares])
         for part, rows, target in zip(parts, shares, targets, strict=True):
             target.copy_(self._region(part, rows, in_features, slice(None)))
-        return self.pack(weight, self._bias(parts, shares) if bias else None, precision)
+        return self._packed(parts, weight, self._bias(parts, shares) if bias else None, precision)
 
     def _region(self, part: Part, rows: range, in_features: int, columns: slice) -> Tensor:
         """Rows (counted within the part) and columns of the stored weight, [len(rows), columns]."""
         region: tuple[slice, ...] = (slice(part.first + rows.start, part.first + rows.stop), columns)
-        shape: tuple[int, ...] = (part.stored or part.rows, in_features)
+        shape = self._stored_shape(part, in_features)
         if part.expert is None:
             return self.source.read(part.name, shape, region)
-        index, count = part.expert
-        return self.source.read(part.name, (count, *shape), (slice(index, index + 1), *region))[0]
+        index, _ = part.expert
+        return self.source.read(part.name, shape, (slice(index, index + 1), *region))[0]
+
+    @staticmethod
+    def _stored_shape(part: Part, in_features: int) -> tuple[int, ...]:
+        shape = (part.stored or part.rows, in_features)
+        return shape if part.expert is None else (part.expert[1], *shape)
 
     def _bias(self, parts: Sequence[Part], shares: Sequence[range]) -> Tensor:
         bias = self._empty(sum(len(rows) for rows in shares))
         targets = torch.split(bias, [len(rows) for rows in shares])
         for part, rows, target in zip(parts, shares, targets, strict=True):
             region = slice(part.first + rows.start, part.first + rows.stop)
-            target.copy_(self.source.read(part.name.removesuffix("weight") + "bias", (part.stored or part.rows,), (region,)))
+            target.copy_(self.source.read(_bias_name(part), (part.stored or part.rows,), (region,)))
         return bias
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+def _bias_name(part: Part) -> str:
+    return part.name.removesuffix("weight") + "bias"
+
+
+def _name(parts: Sequence[Part]) -> str:
+    """What a linear of these parts is called on disk. Parts of one stored tensor differ by their first row and expert."""
+    return "+".join(f"{part.name}@{part.first}" + (f"#{part.expert[0]}" if part.expert else "") for part in parts)
 
 
 def _share(size: int, rank: int, world: int, name: str) -> range:

@@ -26,6 +26,7 @@ from headrace.tensor.models import gemma3, llama, mistral, mixtral, phi3, qwen2,
 from headrace.tensor.models.decoder import Decoder
 from headrace.tensor.models.fields import refuse_set
 from headrace.tensor.models.spec import DecoderSpec
+from headrace.tensor.packed_store import PackedStore, store_name
 
 ARCHITECTURES: dict[str, Callable[[ConfigFile], DecoderSpec]] = {
     "LlamaForCausalLM": llama.decoder_spec,
@@ -96,6 +97,7 @@ def load_model(
     seed: int,
     max_model_len: int | None,
     quantization: str = "none",
+    packed_dir: Path | None = None,
     rank: int = 0,
     world: int = 1,
 ) -> LoadedModel:
@@ -105,6 +107,7 @@ def load_model(
     load_format    "dummy": random weights from config.json and `seed`; otherwise safetensors
     max_model_len  None: the checkpoint's
     quantization   "none", or how linears' weights are rounded at load (`kernels.rounding.Precision`)
+    packed_dir     where rounded weights are kept for the next start; None: they are not
 
     Raises: CheckpointError naming file and reason; ConfigError for an option that this model cannot be run with.
     Memory: anonymous memory stays below the weights held + the largest fused tensor + small change; files are mapped.
@@ -126,9 +129,15 @@ def load_model(
     else:
         with Checkpoint(folder) as checkpoint:
             dtype = dtype or _named_dtype(config) or _STORED_DTYPES.get(checkpoint.stored_dtype(f"{spec.names.embedding}.weight"))
-            model = Decoder(WeightReader(checkpoint, kernels, dtype or torch.float32, device, rank, world, precision), spec)
-            checkpoint.check_all_read()
             digest = checkpoint.digest()
+            store = None
+            if packed_dir is not None and kernels.packed_layout and precision is not Precision.NONE:
+                name = store_name(digest, checkpoint.files, precision=f"{quantization} {rank}/{world}", layout=kernels.packed_layout)
+                store = PackedStore(packed_dir / name, kernels)
+            model = Decoder(WeightReader(checkpoint, kernels, dtype or torch.float32, device, rank, world, precision, store), spec)
+            checkpoint.check_all_read()
+            if store is not None:
+                store.save()
     if precision is not Precision.NONE:
         digest = blake2b(f"{digest} {quantization}".encode(), digest_size=16).hexdigest()
     return LoadedModel(

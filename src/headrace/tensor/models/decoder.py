@@ -101,7 +101,7 @@ class Decoder:
         head = f"{names.head}.weight"
         # A tied model stores one table; it is packed a second time for the head, since a lookup needs the plain rows.
         self.head = (
-            reader.pack(self.embedding.to(reader.dtype), None)
+            reader.tied_linear(names.embedding, self.embedding)
             if spec.is_tied and not reader.source.has(head)
             else reader.whole_linear(Part(head, spec.vocab_size), spec.hidden_size)
         )
