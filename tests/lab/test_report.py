@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,15 @@ def test_environment_says_where_it_was() -> None:
 
 def test_command_is_kept_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/x/headrace", "bench", "--api-key", "secret", "--api-key=secret", "--seed", "1"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     assert facts.environment().command == ("headrace", "bench", "--api-key", "***", "--api-key=***", "--seed", "1")
+
+
+@pytest.mark.parametrize(("module", "named"), [("bench.run", "bench.run"), ("headrace.__main__", "headrace")])
+def test_command_of_a_module_is_what_one_would_type(module: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/x/run.py", "--rounds", "2"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec(module, None))
+    assert facts.environment().command == ("python", "-m", named, "--rounds", "2")
 
 
 def test_bandwidth_script_that_fails_is_no_bandwidth_and_says_why(tmp_path: Path) -> None:

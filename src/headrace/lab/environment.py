@@ -43,8 +43,16 @@ def environment() -> Environment:
         load_average=os.getloadavg(),
         python=platform.python_version(),
         versions={name: version for name in PACKAGES if (version := _version(name))},
-        command=(Path(sys.argv[0]).name, *_without_secrets(sys.argv[1:])),
+        command=(*_program(), *_without_secrets(sys.argv[1:])),
     )
+
+
+def _program() -> tuple[str, ...]:
+    """What to type for the program that runs: "python -m MODULE" when it was started that way, otherwise its file's name."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is None:
+        return (Path(sys.argv[0]).name,)
+    return "python", "-m", str(spec.name).removesuffix(".__main__")
 
 
 def commit_of(folder: Path) -> str | None:
