@@ -45,6 +45,7 @@ class Outcome:
     samples      the single measurements behind value
     environment  commit, load, versions, time
     read_bandwidth_bytes_per_s  in the same minute; None when it could not be measured
+    facts        of the model: "weights" that a step multiplies, "kv_numbers_per_token"
     """
 
     value: float | None

@@ -2,7 +2,8 @@
 
     python -m bench.peers.convert --models FOLDER --envs FOLDER --shape llama-1.1b
 
-llama.cpp: MODEL.gguf/{bf16,int8,int4}.gguf (BF16, Q8_0, Q4_0). OpenVINO: MODEL.openvino/{bf16,int8,int4}. What is there is left alone.
+llama.cpp: MODEL.gguf/{bf16,int8,int4}.gguf (BF16, Q8_0, Q4_0). OpenVINO: MODEL.openvino/{bf16,int8,int4}. vLLM reads the plain model; its
+integer weights are in MODEL.compressed/{int8,int4}. What is there is left alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import subprocess
 from pathlib import Path
 
 from bench.peers.cells import SHAPES
+from bench.peers.compressed import write_compressed
 from bench.peers.llama_cpp import KINDS
+from headrace.tensor.kernels.rounding import Precision
 
 SCRIPT = Path(__file__).parent / "workers" / "to_gguf.py"
 OPENVINO_FORMATS = {"bf16": "fp16", "int8": "int8", "int4": "int4"}
@@ -45,6 +48,14 @@ def to_openvino(model: Path, envs: Path) -> None:
             run(*command, "--task", "text-generation-with-past", "--weight-format", name, target)
 
 
+def to_compressed(model: Path) -> None:
+    for precision in (Precision.INT8, Precision.INT4):
+        target = model.with_name(f"{model.name}.compressed") / precision.value
+        if not (target / "config.json").exists():
+            print("$ write", target, flush=True)
+            write_compressed(model, target, precision)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, required=True)
@@ -55,6 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
         model = given.models.expanduser() / shape
         to_gguf(model, given.envs.expanduser())
         to_openvino(model, given.envs.expanduser())
+        to_compressed(model)
 
 
 if __name__ == "__main__":

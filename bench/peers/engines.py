@@ -19,6 +19,7 @@ import psutil
 from bench.peers.rows import STARTUP_PROMPT, Ids
 
 WORKERS = Path(__file__).parent / "workers"
+ROOT = Path(__file__).parents[2]
 LOAD_TIMEOUT_S = 900.0
 
 
@@ -127,21 +128,26 @@ def launch_of(engine: str, model: Path, precision: str, envs: Path, threads: int
 
 
 def _headrace(model: Path, precision: str, envs: Path, threads: int) -> Launch:
+    options: dict[str, object] = {"max_model_len": 4096, "enable_prefix_caching": False, "num_threads": threads}
     if precision != "bf16":
-        raise CannotRun(f"Headrace has no {precision} yet")
-    options = {"max_model_len": 4096, "enable_prefix_caching": False, "num_threads": threads}
+        options["quantization"] = precision
     return Launch(python=Path(sys.executable), script="headrace_worker.py", settings={"model": str(model), "options": options})
 
 
 def _ceiling(model: Path, precision: str, envs: Path, threads: int) -> Launch:
     if precision != "bf16":
         raise CannotRun(f"no ceiling is known for {precision}")
-    return Launch(python=Path(sys.executable), script="ceiling_worker.py", settings={"model": str(model), "threads": threads})
+    return Launch(
+        python=Path(sys.executable),
+        script="ceiling_worker.py",
+        settings={"model": str(model), "threads": threads},
+        environment={"PYTHONPATH": str(ROOT)},
+    )
 
 
 def _vllm(model: Path, precision: str, envs: Path, threads: int) -> Launch:
     home = envs / "vllm"
-    weights = model if precision == "bf16" else model.with_name(f"{model.name}.{precision}-compressed")
+    weights = model if precision == "bf16" else model.with_name(f"{model.name}.compressed") / precision
     _need(home / "bin" / "python", weights)
     preloads = [*Path("/usr/lib").rglob("libtcmalloc_minimal.so.4"), *home.rglob("libiomp5.so")]
     return Launch(

@@ -19,6 +19,7 @@ from bench.peers.cells import ENGINES, PRECISIONS, SHAPES, Cell, Outcome, save
 from bench.peers.engines import CannotRun, Worker, launch_of, running
 from bench.peers.llama_cpp import LlamaCpp, llama_cpp
 from bench.peers.rows import Figure, measure, row_names
+from bench.peers.shapes import products_of
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 
 CEILING_ROWS = ("prefill-512", "decode-1", "decode-8", "decode-32")
@@ -38,6 +39,7 @@ class Turn:
     round: int
     seed: int
     wanted: list[str]
+    facts: Mapping[str, float]
     script: Path | None = field(default_factory=bandwidth_script)
 
     def cell(self, row: str) -> Cell:
@@ -59,6 +61,7 @@ class Turn:
             setting=setting,
             environment=vars_of(environment()),
             read_bandwidth_bytes_per_s=bandwidth,
+            facts=self.facts,
         )
         save(self.cell(row), outcome)
         told = f"{found.value:,.4g} {found.unit}" if found else error
@@ -118,11 +121,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args(arguments)
     engines = given.engine or ENGINES
+    products = products_of(given.models.expanduser() / given.shape)
+    facts = {"weights": products.weights, "kv_numbers_per_token": products.kv_numbers}
     for precision in given.precision or PRECISIONS:
         for number in range(given.rounds):
             for engine in engines if number % 2 == 0 else tuple(reversed(engines)):
                 wanted = [row for row in rows_of(engine) if not given.row or row in given.row]
-                turn = Turn(shape=given.shape, precision=precision, engine=engine, round=number, seed=number, wanted=[])
+                turn = Turn(shape=given.shape, precision=precision, engine=engine, round=number, seed=number, wanted=[], facts=facts)
                 turn.wanted = [row for row in wanted if not turn.cell(row).is_done]
                 if not turn.wanted:
                     continue

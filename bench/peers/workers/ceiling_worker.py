@@ -6,13 +6,14 @@ prompt. The faster of the two known implementations answers for each number of r
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
 from protocol import Generate, serve
+
+from bench.peers.shapes import products_of
 
 PROBES = 3
 
@@ -52,8 +53,8 @@ class _Products:
         from headrace.tensor.kernels.linear import OneDnnLinear
 
         self._dtype = torch.float32 if kind == "ours" else torch.bfloat16
-        body, head = _shapes(model)
-        weights = (torch.randn(shape).mul_(0.02).bfloat16() for shape in [*body, head])
+        products = products_of(model)
+        weights = (torch.randn(shape).mul_(0.02).bfloat16() for shape in [*products.layer * products.layers, products.head])
         self._linears = [KERNELS.pack_linear(w.float(), None) if kind == "ours" else OneDnnLinear(w, None) for w in weights]
 
     def seconds(self, rows: int, logit_rows: int) -> float:
@@ -68,16 +69,6 @@ class _Products:
             head = self._linears[-1]
             head(inputs[head.in_features][:logit_rows])
         return time.perf_counter() - began
-
-
-def _shapes(model: Path) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-    """(out, in) of every product of a dense Llama-like model: those of its layers, and the vocabulary's."""
-    config = json.loads((model / "config.json").read_bytes())
-    hidden, ffn, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
-    size = config.get("head_dim") or hidden // heads
-    attention, keys = heads * size, config["num_key_value_heads"] * size
-    layer = [(attention + 2 * keys, hidden), (hidden, attention), (2 * ffn, hidden), (hidden, ffn)]
-    return layer * config["num_hidden_layers"], (config["vocab_size"], hidden)
 
 
 serve(load)

@@ -1,0 +1,186 @@
+"""docs/peers.md and its plot, from every cell there is: `python -m bench.peers.report`. Needs matplotlib for the plot."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from bench.harness import RESULTS
+from bench.peers.cells import ENGINES, PRECISIONS, SHAPES, Outcome, load_all
+from bench.peers.rows import DECODE_PROMPT, DECODE_TOKENS, row_names
+
+DOCS = RESULTS.parents[1] / "docs"
+PAGE, PLOT = DOCS / "peers.md", DOCS / "peers.svg"
+PEERS = ("llama.cpp", "vllm", "openvino")
+ROWS = (*row_names(), "startup", "memory")
+LOWER_IS_BETTER = ("startup", "memory")
+BITS = {"bf16": 16.0, "int8": 8.0, "int4": 4.25}
+"""Of a weight as Headrace stores it; int4 carries 16 bits of scale per 64 weights."""
+KV_BYTES = {"bf16": 2, "int8": 2, "int4": 2}
+
+Rounds = Mapping[int, Outcome]
+Table = Mapping[str, Mapping[str, Rounds]]
+"""row -> engine -> round -> outcome."""
+
+HEADER = """# Headrace beside llama.cpp, vLLM and OpenVINO on a CPU
+
+Written by `python -m bench.peers.report` from the cells in `bench/results/peers/`; how they are measured is in
+[bench/peers/README.md](../bench/peers/README.md). A cell is the median over its rounds with the smallest and largest in brackets; bad
+rounds are kept. "Best peer" is the median over the rounds of Headrace's figure over the best other engine's of the same round, turned so
+that more than 1 means Headrace is better; rounds that not every named engine took part in are compared with those that did. "Ceiling" is
+Headrace over the model's matrix products alone. MBU: bytes of weights and KV that a step must read, over its time, over the read bandwidth
+of `bench/bandwidth.py` in the same minute.
+"""
+
+
+def tables() -> dict[tuple[str, str], Table]:
+    """(shape, precision) -> its table, of the cells on disk."""
+    found: dict[tuple[str, str], dict[str, dict[str, dict[int, Outcome]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+    for cell, outcome in load_all():
+        found[cell.shape, cell.precision][cell.row][cell.engine][cell.round] = outcome
+    return {key: found[key] for shape in SHAPES for precision in PRECISIONS if (key := (shape, precision)) in found}
+
+
+def advantage(row: str, own: float, other: float) -> float:
+    """More than 1: `own` is better."""
+    return other / own if row in LOWER_IS_BETTER else own / other
+
+
+def advantages(row: str, engines: Mapping[str, Rounds], over: tuple[str, ...], own: str = "headrace") -> list[float]:
+    """Of each round that `own` and at least one of `over` have a figure for: against the best of those."""
+    ratios = []
+    for number, outcome in engines.get(own, {}).items():
+        others = [value for engine in over if (value := _value(engines, engine, number)) is not None]
+        if outcome.value is not None and others:
+            ratios.append(min(advantage(row, outcome.value, other) for other in others))
+    return ratios
+
+
+def _value(engines: Mapping[str, Rounds], engine: str, number: int) -> float | None:
+    outcome = engines.get(engine, {}).get(number)
+    return outcome.value if outcome else None
+
+
+def mbu(row: str, precision: str, rounds: Rounds) -> float | None:
+    """Of decode rows: see HEADER. The context is that of the middle of the measured part."""
+    kind, _, streams = row.partition("-")
+    if kind != "decode":
+        return None
+    shares = []
+    for outcome in rounds.values():
+        if outcome.value and outcome.read_bandwidth_bytes_per_s and outcome.facts:
+            context = DECODE_PROMPT + DECODE_TOKENS / 2
+            kv = int(streams) * context * outcome.facts["kv_numbers_per_token"] * KV_BYTES[precision]
+            step_bytes = outcome.facts["weights"] * BITS[precision] / 8 + kv
+            shares.append(step_bytes * outcome.value / int(streams) / outcome.read_bandwidth_bytes_per_s)
+    return statistics.median(shares) if shares else None
+
+
+def section(shape: str, precision: str, table: Table) -> Iterator[str]:
+    engines = [engine for engine in ENGINES if any(engine in columns for columns in table.values())]
+    yield f"## {shape}, {precision}\n"
+    yield "| | " + " | ".join(engines) + " | best peer | ceiling | MBU |"
+    yield "|---" * (len(engines) + 4) + "|"
+    for row in ROWS:
+        if row not in table:
+            continue
+        columns = table[row]
+        cells = [_cell(columns.get(engine, {})) for engine in engines]
+        share = mbu(row, precision, columns.get("headrace", {}))
+        cells += [_median(advantages(row, columns, PEERS)), _median(advantages(row, columns, ("ceiling",)))]
+        yield f"| {row} | " + " | ".join([*cells, f"{share:.2f}" if share else "-"]) + " |"
+    yield ""
+    yield from _circumstances(table)
+
+
+def _circumstances(table: Table) -> Iterator[str]:
+    outcomes = [outcome for columns in table.values() for rounds in columns.values() for outcome in rounds.values()]
+    environments = [outcome.environment for outcome in outcomes]
+    times = sorted(str(environment["time"]) for environment in environments)
+    commits = sorted({str(environment["commit"]) for environment in environments})
+    bandwidths = [outcome.read_bandwidth_bytes_per_s for outcome in outcomes if outcome.read_bandwidth_bytes_per_s]
+    line = f"{environments[0]['cpu']}, {environments[0]['num_cpus']} CPUs, {times[0]} to {times[-1]}, commit {', '.join(commits)}"
+    if bandwidths:
+        line += f", read bandwidth {min(bandwidths) / 1e9:.1f} to {max(bandwidths) / 1e9:.1f} GB/s"
+    yield line + ".\n"
+    for row, columns in table.items():
+        for engine, rounds in columns.items():
+            yield from (f"- {row}, {engine}: {error}" for error in sorted({o.error for o in rounds.values() if o.error}))
+
+
+def _cell(rounds: Rounds) -> str:
+    outcomes = [outcome for outcome in rounds.values() if outcome.value is not None]
+    values = [_scaled(outcome) for outcome in outcomes]
+    if not values:
+        return "failed" if rounds else "-"
+    unit = {"bytes": " GB", "s": " s"}.get(outcomes[0].unit, "")
+    if len(values) == 1:
+        return f"{_number(values[0])}{unit}"
+    return f"{_number(statistics.median(values))}{unit} [{_number(min(values))}, {_number(max(values))}]"
+
+
+def _scaled(outcome: Outcome) -> float:
+    assert outcome.value is not None
+    return outcome.value / 1e9 if outcome.unit == "bytes" else outcome.value
+
+
+def _median(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.2f} ({len(ratios)})" if ratios else "-"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def draw(found: Mapping[tuple[str, str], Table], target: Path, shape: str = SHAPES[0]) -> None:
+    """Every engine's figure over the best peer's, row by row, one panel per precision; above the line is better."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "headrace"  # equal cells, equal file
+    from matplotlib import pyplot
+
+    panels = [precision for precision in PRECISIONS if (shape, precision) in found]
+    figure, axes = pyplot.subplots(len(panels), 1, figsize=(11, 3.2 * len(panels)), squeeze=False, layout="constrained")
+    for axis, precision in zip(axes[:, 0], panels, strict=True):
+        table = found[shape, precision]
+        rows = [row for row in ROWS if row in table]
+        shown = ("headrace", *PEERS)
+        for place, engine in enumerate(shown):
+            heights = [_against_best_peer(row, table[row], engine) for row in rows]
+            axis.bar([x + 0.2 * (place - 1.5) for x in range(len(rows))], heights, width=0.19, label=engine)
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        axis.set_xticks(range(len(rows)), rows, rotation=25, ha="right")
+        axis.set_title(f"{shape}, {precision}: figure over the best peer's (higher is better)", fontsize=10)
+        axis.margins(x=0.01)
+    axes[0, 0].legend(ncols=4, fontsize=8)
+    figure.savefig(target, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _against_best_peer(row: str, engines: Mapping[str, Rounds], engine: str) -> float:
+    """Median over the rounds; NaN where there is no figure."""
+    ratios = advantages(row, engines, PEERS, own=engine)
+    return statistics.median(ratios) if ratios else math.nan
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--no-plot", action="store_true")
+    given = parser.parse_args(arguments)
+    found = tables()
+    parts = [HEADER]
+    if not given.no_plot:
+        draw(found, PLOT)
+        parts.append(f"![Engines beside the best peer]({PLOT.name})\n")
+    parts += ["\n".join(section(shape, precision, table)) for (shape, precision), table in found.items()]
+    PAGE.write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")
+    print(f"{PAGE}: {sum(len(r) for t in found.values() for c in t.values() for r in c.values())} cells")
+
+
+if __name__ == "__main__":
+    main()
