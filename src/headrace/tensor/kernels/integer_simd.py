@@ -26,6 +26,7 @@ from headrace.tensor.kernels.vector_ir import (
     LANES,
     VECTOR,
     Emit,
+    ask_for,
     call_llvm,
     constant,
     fma,
@@ -44,6 +45,8 @@ BYTES = ir.VectorType(I8, 4 * LANES)
 STRIP = 4
 """Registers, each LANES columns wide, that a block of outputs spans."""
 STRIP_COLUMNS = STRIP * LANES
+AHEAD = 12
+"""Iterations for which weights are fetched ahead, see `simd.AHEAD`."""
 BYTE_OFFSET, NIBBLE_OFFSET = 128, 8
 NIBBLE_RUN = 32
 """Inputs whose nibble products may be added in 16 bits: 8 pair sums of at most 2 * 15 * 127."""
@@ -163,6 +166,15 @@ def _pointers(builder: ir.IRBuilder, base: ir.Value, stride: ir.Value, rows: int
     return [step(builder, base, builder.mul(stride, I64(r))) for r in range(rows)]
 
 
+def _weights(builder: ir.IRBuilder, start: ir.Value) -> list[ir.Value]:
+    """The STRIP registers at `start`; what is read some iterations later is asked for."""
+    places = [step(builder, start, c * LANES) for c in range(STRIP)]
+    words = [_vector(builder, place, WORDS) for place in places]
+    for place in places:
+        ask_for(builder, step(builder, place, AHEAD * STRIP * LANES))
+    return words
+
+
 def _finish(
     builder: ir.IRBuilder, sums: list[ir.Value], out: ir.Value, out_stride: ir.Value, bias: ir.Value, row_scales: ir.Value, rows: int
 ) -> None:
@@ -196,7 +208,7 @@ def byte_block(
             builder.store(constant(WORDS, 0), total)
         with cgutils.for_range(builder, builder.udiv(count, I64(4))) as loop:
             chunk = step(builder, weights_at, builder.mul(loop.index, I64(STRIP * LANES)))
-            words = [_vector(builder, step(builder, chunk, c * LANES), WORDS) for c in range(STRIP)]
+            words = _weights(builder, chunk)
             halves = [(builder.and_(word, constant(WORDS, 0x00FF00FF)), _high_bytes(builder, word)) for word in words]
             for r, start in enumerate(starts):
                 quad = step(builder, start, builder.mul(loop.index, I64(4)))
@@ -277,7 +289,7 @@ def _nibble_run(builder: ir.IRBuilder, wholes: list[ir.Value], quads: list[ir.Va
     low = constant(WORDS, 0x0F0F0F0F)
     shorts: list[ir.Value | None] = [None] * len(wholes)
     for octet in range(NIBBLE_RUN // 8):
-        words = [_vector(builder, step(builder, chunk, (octet * STRIP + c) * LANES), WORDS) for c in range(STRIP)]
+        words = _weights(builder, step(builder, chunk, octet * STRIP * LANES))
         halves = [(builder.and_(word, low), builder.and_(builder.lshr(word, constant(WORDS, 4)), low)) for word in words]
         for r, start in enumerate(quads):
             for half in range(2):

@@ -1,9 +1,9 @@
 """Linear layers for the CPU: what a weight is packed into, once, and how it is multiplied.
 
-`StripLinear` is ours. Its weight lies in strips of COLUMNS rows, interleaved register by register, so that any number of rows of x reads
-it as one stream. Every output is the same sequence of fused multiply-adds whatever the number of rows: a row's result does not depend on
-its batch, to the bit. A float32 weight all of whose values are exact in bfloat16 (a converted bfloat16 checkpoint) is *stored* as
-bfloat16: nothing is lost, arithmetic stays float32, and a decode step reads half the bytes.
+`StripLinear` is ours. Its weight lies in strips of STRIP_COLUMNS outputs, input by input, so that any number of rows of x reads it as one
+stream. Rows of x are interleaved to panels. Every output is the same sequence of fused multiply-adds whatever the number of rows: a row's
+result does not depend on its batch, to the bit. A float32 weight all of whose values are exact in bfloat16 (a converted bfloat16
+checkpoint) is *stored* as bfloat16: nothing is lost, arithmetic stays float32, and a decode step reads half the bytes.
 
 `OneDnnLinear` hands the product to oneDNN with a weight reordered once. Its rounding depends on the row count.
 Which one is taken: `cpu_features.linear_path`, a committed table. Reference: `reference.PlainLinear`.
@@ -18,18 +18,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from headrace.tensor.kernels.launch import compile_kernel, entry, guarded, helper, run_workers, thread_limit
-from headrace.tensor.kernels.simd import as_f32, as_i32, as_i64, at, fold_block, load, store, strip_block, take_ticket
-from headrace.tensor.kernels.vector_ir import COLUMNS, LANES
+from headrace.tensor.kernels.simd import as_f32, as_i32, as_i64, at, load, panel_block, store, take_ticket
+from headrace.tensor.kernels.vector_ir import LANES, STRIP_COLUMNS
 
 Pointer = Any
 
-ROWS = 4
-DEPTH = 1024
-"""Elements of four rows of x walked at once; a multiple of 2 LANES."""
+MOST_ROWS = 12 if LANES == 16 else 4
+"""Rows of x multiplied at once: their sums fill the registers."""
+DEPTH = 256
+"""Inputs summed before they are added to the output: a piece of a panel of x and of a strip fit the first-level cache. Part of the
+arithmetic: another depth gives other roundings."""
 BLOCK_STRIPS = 16
-"""Most strips in a block, the unit of work: its weights stay in the second-level cache while all rows of x pass over them."""
+"""Most strips in a block, the unit of work: a piece of it stays in the second-level cache while rows pass over it."""
+CHUNK_ROWS = 120
+"""Rows that pass over a block before its next piece of depth: their outputs stay in the second-level cache, too."""
 SLAB_ELEMENTS = 1 << 22
 """Weights packed at a time."""
 WORK_PER_THREAD = 1 << 18
@@ -51,24 +56,25 @@ def _slabs(weight: Tensor, multiple: int) -> Iterator[Tensor]:
 
 
 def can_strip(weight: Tensor) -> bool:
-    """Shapes that strips can hold without padding."""
+    """Shapes that strips can hold; outputs are padded with zeros to whole strips."""
     out_features, in_features = weight.shape
-    return out_features % COLUMNS == 0 and in_features % (2 * LANES) == 0 and out_features > 0 and in_features > 0
+    return in_features % 2 == 0 and out_features > 0 and in_features > 0
 
 
 def pack_strips(weight: Tensor, block: int) -> Tensor:
     """Weight [out, in] as one flat tensor: float32, or int32 words of two bfloat16 where nothing is lost by it.
 
     Blocks of `block` strips (the last may have fewer) stand one after the other. In a block, for each piece of DEPTH inputs (the last may
-    be shorter) its strips stand one after the other, so that the work of `multiply_rows` reads memory strictly forward.
+    be shorter) its strips stand one after the other, so that the work of `multiply` reads memory strictly forward.
     """
     is_exact = fits_bfloat16(weight)
-    packed = torch.empty(weight.numel() // 2 if is_exact else weight.numel(), dtype=torch.int32 if is_exact else torch.float32)
+    elements = padded(weight.shape[0]) * weight.shape[1]
+    packed = torch.empty(elements // 2 if is_exact else elements, dtype=torch.int32 if is_exact else torch.float32)
     used = 0
-    for slab in _slabs(weight, block * COLUMNS):
-        strips = slab.float().reshape(-1, COLUMNS, weight.shape[1])
+    for slab in _slabs(weight, block * STRIP_COLUMNS):
+        strips = F.pad(slab, (0, 0, 0, -slab.shape[0] % STRIP_COLUMNS)).reshape(-1, STRIP_COLUMNS, weight.shape[1])
         whole = strips.shape[0] // block * block
-        for group in (strips[:whole].reshape(-1, block, COLUMNS, weight.shape[1]), strips[whole:].unsqueeze(0)):
+        for group in (strips[:whole].reshape(-1, block, STRIP_COLUMNS, weight.shape[1]), strips[whole:].unsqueeze(0)):
             if group.numel() > 0:
                 pieces = torch.cat([_interleave(piece, is_exact).flatten(1) for piece in torch.split(group, DEPTH, dim=-1)], dim=1)
                 packed[used : used + pieces.numel()] = pieces.flatten()
@@ -76,118 +82,150 @@ def pack_strips(weight: Tensor, block: int) -> Tensor:
     return packed
 
 
+def padded(columns: int) -> int:
+    return -(-columns // STRIP_COLUMNS) * STRIP_COLUMNS
+
+
 def _interleave(piece: Tensor, is_exact: bool) -> Tensor:
-    """[..., COLUMNS, length] -> [..., length / LANES, COLUMNS, LANES], or the words of `strip_block` at half as many elements."""
-    shape, length = piece.shape[:-1], piece.shape[-1]
+    """[..., STRIP_COLUMNS, length] -> [..., length, STRIP_COLUMNS], or the words of `panel_block` at half as many elements."""
     if not is_exact:
-        return piece.reshape(*shape, length // LANES, LANES).transpose(-3, -2).contiguous()
-    halves = piece.to(torch.bfloat16).reshape(*shape, length // (2 * LANES), 2, LANES).view(torch.int16)
-    return halves.transpose(-1, -2).transpose(-4, -3).contiguous().view(torch.int32).squeeze(-1)
+        return piece.float().transpose(-2, -1).contiguous()
+    words = piece.to(torch.bfloat16).contiguous().view(torch.int32)  # of inputs k and k + 1
+    return words.transpose(-2, -1).contiguous()
 
 
 class Product(NamedTuple):
-    """out [rows, N] = x [rows, K] times the strips; word_ratio: weights per element of the strips' pointer type."""
+    """out [rows, columns] = x [rows, inputs] times the strips, plus bias [columns]. panels: x as `pack_panels` leaves it.
 
-    x: Pointer
+    word_ratio: weights per element of the strips' pointer type.
+    """
+
+    panels: Pointer
     strips: Pointer
     out: Pointer
+    bias: Pointer
     rows: int
-    in_features: int
-    out_features: int
+    inputs: int
+    columns: int
     word_ratio: int
 
 
 @helper
-def multiply_four(p: Product, row: int, first: int, last: int, sums: Pointer) -> None:
-    """Outputs of strips [first, last), a block, for rows row .. row + 3.
-
-    The depth is walked in pieces, so that a piece of x stays in the first-level cache while the block's strips pass; the sums of all
-    strips wait in `sums`.
-    """
-    weights = at(p.strips, first * COLUMNS * p.in_features // p.word_ratio)
-    for depth in range(0, p.in_features, DEPTH):
-        left, length = at(p.x, row * p.in_features + depth * ROWS), min(DEPTH, p.in_features - depth)
-        for strip in range(last - first):
-            strip_block(at(sums, strip * ROWS * COLUMNS * LANES), left, weights, length, ROWS)
-            weights = at(weights, length * COLUMNS // p.word_ratio)
-    for strip in range(last - first):
-        target = at(p.out, row * p.out_features + (first + strip) * COLUMNS)
-        fold_block(target, p.out_features, at(sums, strip * ROWS * COLUMNS * LANES), ROWS)
+def panel_rows(left: int) -> int:
+    """Rows of the next panel where `left` rows remain."""
+    if left >= MOST_ROWS:
+        return MOST_ROWS
+    if left >= 8:
+        return 8
+    if left >= 4:
+        return 4
+    return 2 if left >= 2 else 1
 
 
 @helper
-def multiply_one(p: Product, row: int, first: int, last: int, sums: Pointer) -> None:
-    """The same for one row; sums in the same order, so the same bits."""
-    weights = at(p.strips, first * COLUMNS * p.in_features // p.word_ratio)
-    for depth in range(0, p.in_features, DEPTH):
-        left, length = at(p.x, row * p.in_features + depth), min(DEPTH, p.in_features - depth)
-        for strip in range(last - first):
-            strip_block(at(sums, strip * COLUMNS * LANES), left, weights, length, 1)
-            weights = at(weights, length * COLUMNS // p.word_ratio)
-    for strip in range(last - first):
-        target = at(p.out, row * p.out_features + (first + strip) * COLUMNS)
-        fold_block(target, p.out_features, at(sums, strip * COLUMNS * LANES), 1)
+def pack_panel(x: Pointer, panel: Pointer, rows: int, inputs: int) -> None:
+    """x [rows, inputs] -> [inputs, rows]."""
+    for first in range(0, inputs, LANES):
+        last = min(first + LANES, inputs)
+        for r in range(rows):
+            for k in range(first, last):
+                store(load(x, r * inputs + k), panel, k * rows + r)
+
+
+def _pack_panels(arguments: int, worker: int, workers: int) -> None:
+    """Every panel of x; the first rows' panels come first."""
+    a = as_i64(arguments)
+    rows, inputs = load(a, 4), load(a, 5)
+    row, number = 0, 0
+    while row < rows:
+        count = panel_rows(rows - row)
+        if number % workers == worker:
+            pack_panel(as_f32(load(a, 9) + row * inputs * 4), as_f32(load(a, 0) + row * inputs * 4), count, inputs)
+        row += count
+        number += 1
 
 
 @helper
-def add_bias(p: Product, bias: Pointer, first: int, last: int) -> None:
-    for row in range(p.rows):
-        for column in range(first * COLUMNS, last * COLUMNS):
-            store(load(p.out, row * p.out_features + column) + load(bias, column), p.out, row * p.out_features + column)
+def multiply_panel(p: Product, weights: Pointer, row: int, count: int, column: int, strips: int, depth: int, length: int) -> None:
+    """One panel of `count` rows against one piece of `strips` strips, of which some are taken at once where rows are few."""
+    out, x = at(p.out, row * p.columns + column), at(p.panels, row * p.inputs + depth * count)
+    start, start_stride = (at(p.bias, column), 0) if depth == 0 else (out, p.columns)
+    size, strip = length * STRIP_COLUMNS // p.word_ratio, 0
+    while strip < strips:
+        if count == MOST_ROWS:
+            panel_block(out, p.columns, x, weights, size, length, start, start_stride, MOST_ROWS, 1)
+            taken = 1
+        elif count == 8:
+            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 8, 1)
+            taken = 1
+        elif count == 4:
+            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 4, 1)
+            taken = 1
+        elif count == 2:
+            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 2, 1)
+            taken = 1
+        elif strips - strip >= 4:
+            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 1, 4)
+            taken = 4
+        else:
+            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 1, 1)
+            taken = 1
+        weights, out, start = at(weights, taken * size), at(out, taken * STRIP_COLUMNS), at(start, taken * STRIP_COLUMNS)
+        strip += taken
 
 
 @helper
-def multiply(p: Product, bias_at: int, block: int, counter: Pointer) -> None:
+def multiply_block(p: Product, first: int, last: int) -> None:
+    """Strips [first, last), a block, for all rows."""
+    strips = last - first
+    for chunk in range(0, p.rows, CHUNK_ROWS):
+        end = min(chunk + CHUNK_ROWS, p.rows)
+        weights = at(p.strips, first * STRIP_COLUMNS * p.inputs // p.word_ratio)
+        for depth in range(0, p.inputs, DEPTH):
+            length, row = min(DEPTH, p.inputs - depth), chunk
+            while row < end:
+                count = panel_rows(end - row)
+                multiply_panel(p, weights, row, count, first * STRIP_COLUMNS, strips, depth, length)
+                row += count
+            weights = at(weights, strips * length * STRIP_COLUMNS // p.word_ratio)
+
+
+@helper
+def multiply(p: Product, block: int, counter: Pointer) -> None:
     """Take blocks of strips until none is left."""
-    memory = np.zeros(block * ROWS * COLUMNS * LANES, np.float32)
-    sums, num_strips = as_f32(memory.ctypes.data), p.out_features // COLUMNS
+    num_strips = p.columns // STRIP_COLUMNS
     first = take_ticket(counter) * block
     while first < num_strips:
-        last = min(first + block, num_strips)
-        fours = p.rows // ROWS * ROWS
-        for row in range(0, fours, ROWS):
-            multiply_four(p, row, first, last, sums)
-        for row in range(fours, p.rows):
-            multiply_one(p, row, first, last, sums)
-        if bias_at != 0:
-            add_bias(p, as_f32(bias_at), first, last)
+        multiply_block(p, first, min(first + block, num_strips))
         first = take_ticket(counter) * block
-    memory[0] = 0.0  # the memory lives until here
 
 
 def _multiply_f32(arguments: int, worker: int, workers: int) -> None:
     a = as_i64(arguments)
-    p = Product(as_f32(load(a, 0)), as_f32(load(a, 1)), as_f32(load(a, 3)), load(a, 4), load(a, 5), load(a, 6), 1)
-    multiply(p, load(a, 2), load(a, 7), as_i64(load(a, 8)))
+    p = Product(as_f32(load(a, 0)), as_f32(load(a, 1)), as_f32(load(a, 3)), as_f32(load(a, 2)), load(a, 4), load(a, 5), load(a, 6), 1)
+    multiply(p, load(a, 7), as_i64(load(a, 8)))
 
 
 def _multiply_bf16(arguments: int, worker: int, workers: int) -> None:
     a = as_i64(arguments)
-    p = Product(as_f32(load(a, 0)), as_i32(load(a, 1)), as_f32(load(a, 3)), load(a, 4), load(a, 5), load(a, 6), 2)
-    multiply(p, load(a, 2), load(a, 7), as_i64(load(a, 8)))
+    p = Product(as_f32(load(a, 0)), as_i32(load(a, 1)), as_f32(load(a, 3)), as_f32(load(a, 2)), load(a, 4), load(a, 5), load(a, 6), 2)
+    multiply(p, load(a, 7), as_i64(load(a, 8)))
 
 
 @cache
-def _kernel(is_bf16: bool) -> int:
-    return compile_kernel(_multiply_bf16 if is_bf16 else _multiply_f32)
+def _kernels(is_bf16: bool) -> tuple[int, int]:
+    """(rows to panels, product)."""
+    return compile_kernel(_pack_panels), compile_kernel(_multiply_bf16 if is_bf16 else _multiply_f32)
 
 
 @entry
-def _run(kernel: int, arguments: np.ndarray, workers: int) -> None:
+def _run(to_panels: int, product: int, arguments: np.ndarray, row_workers: int, workers: int) -> None:
     counter = np.zeros(1, np.int64)
     arguments[8] = counter.ctypes.data
-    run_workers(kernel, arguments.ctypes.data, workers)
+    if arguments[4] > 1:
+        run_workers(to_panels, arguments.ctypes.data, row_workers)
+    run_workers(product, arguments.ctypes.data, workers)
     arguments[8] = counter[0]  # both arrays live until here
-
-
-def interleave_rows(x: Tensor) -> Tensor:
-    """x [rows, in] as one block of memory: whole fours of rows interleaved register by register, the rest row by row."""
-    rows, in_features = x.shape
-    fours = rows // ROWS * ROWS
-    if fours == 0:
-        return x.contiguous()
-    packed = x[:fours].reshape(fours // ROWS, ROWS, in_features // LANES, LANES).transpose(1, 2).reshape(fours, in_features)
-    return packed if fours == rows else torch.cat([packed, x[fours:]])
 
 
 class StripLinear:
@@ -196,32 +234,26 @@ class StripLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """weight [out, in] of float32 or bfloat16; `can_strip(weight)` holds."""
         self.out_features, self.in_features = weight.shape
+        self.columns = padded(self.out_features)
         # At least four blocks per thread where there are enough, so that one slow thread does not hold up the rest.
-        self.block = max(1, min(BLOCK_STRIPS, self.out_features // COLUMNS // (4 * thread_limit())))
+        self.block = max(1, min(BLOCK_STRIPS, self.columns // STRIP_COLUMNS // (4 * thread_limit())))
         self.strips = pack_strips(weight, self.block)
-        self.bias = None if bias is None else bias.float().contiguous()
+        self.bias = torch.zeros(self.columns) if bias is None else F.pad(bias.float(), (0, self.columns - len(bias))).contiguous()
         self.weight_bytes = self.strips.numel() * self.strips.element_size()
         self.is_bf16 = self.strips.dtype == torch.int32
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
-        wide = interleave_rows(x.float())
-        out = torch.empty((rows, self.out_features), dtype=torch.float32)
-        bias = 0 if self.bias is None else self.bias.data_ptr()
-        arguments = [
-            wide.data_ptr(),
-            self.strips.data_ptr(),
-            bias,
-            out.data_ptr(),
-            rows,
-            self.in_features,
-            self.out_features,
-            self.block,
-            0,
-        ]
+        wide = x.float().contiguous()
+        panels = torch.empty_like(wide) if rows > 1 else wide
+        out = torch.empty((rows, self.columns), dtype=torch.float32)
+        arguments = [panels.data_ptr(), self.strips.data_ptr(), self.bias.data_ptr(), out.data_ptr(), rows, self.in_features]
+        arguments += [self.columns, self.block, 0, wide.data_ptr()]
+        row_workers = max(1, min(thread_limit(), rows // (2 * MOST_ROWS)))
         workers = max(1, min(thread_limit(), rows * self.in_features * self.out_features // WORK_PER_THREAD))
-        guarded(_run, _kernel(self.is_bf16), np.array(arguments, np.int64), workers)
-        return out.to(x.dtype)
+        guarded(_run, *_kernels(self.is_bf16), np.array(arguments, np.int64), row_workers, workers)
+        narrow = out if self.columns == self.out_features else out[:, : self.out_features].contiguous()
+        return narrow.to(x.dtype)
 
 
 class OneDnnLinear:

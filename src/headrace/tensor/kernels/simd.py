@@ -14,6 +14,7 @@ round by round. `exp` is Cephes' expf, within 2 units in the last place.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 from llvmlite import ir
@@ -29,8 +30,11 @@ from headrace.tensor.kernels.vector_ir import (
     ITEM_BYTES,
     LANES,
     STORED,
+    STRIP_COLUMNS,
+    STRIP_VECTORS,
     VECTOR,
     Emit,
+    ask_for,
     call_llvm,
     constant,
     emit_exp,
@@ -43,6 +47,9 @@ from headrace.tensor.kernels.vector_ir import (
     step,
     store_floats,
 )
+
+AHEAD = 24
+"""Iterations for which weights are fetched ahead: the processor's own prefetching stops at every page (docs/experiments.md)."""
 
 # --- pointers and scalars; LLVM vectorises them where they stand in a plain loop ---
 
@@ -107,13 +114,10 @@ def prefetch(_: Any, pointer: Any, index: Any, length: Any) -> tuple[Any, Emit]:
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         byte_pointer = ir.IntType(8).as_pointer()
-        function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, I32, I32, I32])
-        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
         start = builder.bitcast(step(builder, arguments[0], arguments[1]), byte_pointer)
         num_lines = builder.lshr(builder.add(builder.mul(arguments[2], I64(ITEM_BYTES[pointer.dtype])), I64(63)), I64(6))
         with cgutils.for_range(builder, num_lines) as loop:
-            line = builder.gep(start, [builder.mul(loop.index, I64(64))])
-            builder.call(function, [line, I32(0), I32(3), I32(1)])
+            ask_for(builder, builder.gep(start, [builder.mul(loop.index, I64(64))]))
         return context.get_dummy_value()
 
     return types.void(pointer, types.intp, types.intp), emit
@@ -206,16 +210,20 @@ def value_block(_: Any, out: Any, weights: Any, weight_stride: Any, b: Any, offs
 
 
 @intrinsic(prefer_literal=True)
-def strip_block(_: Any, sums: Any, a: Any, strip: Any, length: Any, rows: Any) -> tuple[Any, Emit]:
-    """sums[r, c, :] += products of row r of `a` and column c of a strip, over `length` elements, for r < rows, c < COLUMNS.
+def panel_block(
+    _: Any, out: Any, out_stride: Any, x: Any, weights: Any, strip_stride: Any, length: Any, start: Any, start_stride: Any, rows: Any,
+    strips: Any,
+) -> tuple[Any, Emit]:  # fmt: skip
+    """out[r, c] = start[r, c] + sum over k of x[k, r] * weights[k, c], for r < rows and the STRIP_COLUMNS columns c of each strip.
 
-    sums float32 [rows, COLUMNS, LANES], one register per dot product: `fold_block` ends it.
-    a: rows interleaved by whole registers, float32 [length / LANES, rows, LANES]; a single row is simply itself.
-    strip: COLUMNS weight rows interleaved by whole registers, so that they are read as one stream (see `linear.pack_strips`): float32
-    [length / LANES, COLUMNS, LANES], or bfloat16 seen as int32 [length / (2 LANES), COLUMNS, LANES], a word holding element l of a
-    register in its low half and element l of the next register in its high half.
+    The sum starts at zero and adds k = 0, 1, ... in order, by fused multiply-adds, whatever `rows` and `strips` are. out, start float32,
+    rows out_stride and start_stride apart; x float32 [length, rows].
+    weights: strips strip_stride elements apart, each float32 [length, STRIP_COLUMNS], or bfloat16 seen as int32
+    [length / 2, STRIP_COLUMNS], a word holding element k in its low and k + 1 in its high half. rows, strips: literals; 2 * rows * strips
+    registers hold sums.
     """
-    num_rows, halves = rows.literal_value, 2 if strip.dtype == types.int32 else 1
+    num_rows, num_strips, halves = rows.literal_value, strips.literal_value, 2 if weights.dtype == types.int32 else 1
+    vectors = [(strip, part) for strip in range(num_strips) for part in range(STRIP_VECTORS)]
     words = ir.VectorType(I32, LANES)
 
     def widen(builder: ir.IRBuilder, where: ir.Value) -> list[ir.Value]:
@@ -226,45 +234,32 @@ def strip_block(_: Any, sums: Any, a: Any, strip: Any, length: Any, rows: Any) -
         return [builder.bitcast(low, VECTOR), builder.bitcast(high, VECTOR)]
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        sums_at, a_at, strip_at, count = arguments[:4]
-        places = [step(builder, sums_at, i * LANES) for i in range(num_rows * COLUMNS)]
-        totals = [cgutils.alloca_once(builder, VECTOR) for _ in places]
-        for place, total in zip(places, totals, strict=True):
-            builder.store(load_floats(builder, place, types.float32, VECTOR), total)
-        with cgutils.for_range(builder, builder.udiv(count, I64(LANES * halves))) as loop:
-            chunk = step(builder, strip_at, builder.mul(loop.index, I64(COLUMNS * LANES)))
-            right = [widen(builder, step(builder, chunk, c * LANES)) for c in range(COLUMNS)]
+        out_at, out_step, x_at, weights_at, strip_step, count, start_at, start_step = arguments[:8]
+        totals = [[cgutils.alloca_once(builder, VECTOR) for _ in vectors] for _ in range(num_rows)]
+        for total in itertools.chain.from_iterable(totals):
+            builder.store(constant(VECTOR, 0.0), total)
+        bases = [step(builder, weights_at, builder.mul(strip_step, I64(strip))) for strip in range(num_strips)]
+        with cgutils.for_range(builder, builder.udiv(count, I64(halves))) as loop:
+            offset = builder.mul(loop.index, I64(STRIP_COLUMNS))
+            places = [step(builder, step(builder, bases[strip], offset), part * LANES) for strip, part in vectors]
+            right = [widen(builder, place) for place in places]
+            for place in places:
+                ask_for(builder, step(builder, place, AHEAD * STRIP_COLUMNS))
+            left_at = step(builder, x_at, builder.mul(loop.index, I64(num_rows * halves)))
             for half in range(halves):
-                rows_at = step(builder, a_at, builder.mul(loop.index, I64(LANES * halves * num_rows)))
                 for r in range(num_rows):
-                    left = load_floats(builder, step(builder, rows_at, (half * num_rows + r) * LANES), types.float32, VECTOR)
-                    for c in range(COLUMNS):
-                        total = totals[r * COLUMNS + c]
-                        builder.store(fma(builder, left, right[c][half], builder.load(total)), total)
-        for place, total in zip(places, totals, strict=True):
-            store_floats(builder, builder.load(total), place, types.float32)
-        return context.get_dummy_value()
-
-    return types.void(sums, a, strip, types.intp, rows), emit
-
-
-@intrinsic(prefer_literal=True)
-def fold_block(_: Any, out: Any, out_stride: Any, sums: Any, rows: Any) -> tuple[Any, Emit]:
-    """out[r * out_stride + c] = sum over lanes of sums[r, c, :], for r < rows, c < COLUMNS, in the order of `dot_block`; sums become 0."""
-    num_rows = rows.literal_value
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        out_at, out_step, sums_at = arguments[:3]
-        places = [step(builder, sums_at, i * LANES) for i in range(num_rows * COLUMNS)]
-        folded = fold_dots(builder, [load_floats(builder, place, types.float32, VECTOR) for place in places])
+                    left = splat(builder, builder.load(step(builder, left_at, half * num_rows + r)))
+                    for total, columns in zip(totals[r], right, strict=True):
+                        builder.store(fma(builder, left, columns[half], builder.load(total)), total)
         for r in range(num_rows):
-            where = step(builder, out_at, builder.mul(out_step, I64(r)))
-            store_floats(builder, part_of(builder, folded, r * COLUMNS, COLUMNS), where, types.float32)
-        for place in places:
-            store_floats(builder, constant(VECTOR, 0.0), place, types.float32)
+            target, before = step(builder, out_at, builder.mul(out_step, I64(r))), step(builder, start_at, builder.mul(start_step, I64(r)))
+            for total, (strip, part) in zip(totals[r], vectors, strict=True):
+                column = strip * STRIP_COLUMNS + part * LANES
+                value = builder.fadd(load_floats(builder, step(builder, before, column), types.float32, VECTOR), builder.load(total))
+                store_floats(builder, value, step(builder, target, column), types.float32)
         return context.get_dummy_value()
 
-    return types.void(out, types.intp, sums, rows), emit
+    return types.void(out, types.intp, x, weights, types.intp, types.intp, start, types.intp, rows, strips), emit
 
 
 @intrinsic

@@ -39,6 +39,9 @@ def native_lanes() -> int:
 LANES = native_lanes()
 COLUMNS = LANES // 4
 """Columns of a block: with 4 rows its LANES sums fold into one vector."""
+STRIP_VECTORS = 2
+STRIP_COLUMNS = STRIP_VECTORS * LANES
+"""Outputs of a linear that lie side by side in memory, see `linear`."""
 
 VECTOR = ir.VectorType(F32, LANES)
 ITEM_BYTES = {types.float32: 4, types.uint16: 2, types.int32: 4, types.int64: 8}
@@ -75,6 +78,14 @@ def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Valu
 
 def step(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value | int) -> ir.Value:
     return builder.gep(pointer, [index if isinstance(index, ir.Value) else I64(index)])
+
+
+def ask_for(builder: ir.IRBuilder, pointer: ir.Value) -> None:
+    """Fetch the cache line at `pointer` ahead of time. The address may be anything: a hint cannot fail."""
+    byte_pointer = ir.IntType(8).as_pointer()
+    function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+    builder.call(function, [builder.bitcast(pointer, byte_pointer), I32(0), I32(3), I32(1)])
 
 
 def load_floats(builder: ir.IRBuilder, pointer: ir.Value, element: types.Type, like: ir.Type) -> ir.Value:
