@@ -8,6 +8,7 @@ tests/tensor/kernels.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
@@ -47,6 +48,14 @@ class Kernels(Protocol):
 
     name: str
     packed_layout: str
+
+    def together(self, num_tokens: int) -> AbstractContextManager[None]:
+        """Operations called inside may be carried out at its end, all at once: their results must not be looked at before.
+
+        What of a step of `num_tokens` tokens is worth it is the implementation's to say. Calling another linear or operation of these
+        kernels is no look; nor is a view.
+        """
+        ...
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Prepare weight [out, in] (and bias [out]) once. The caller may drop its own reference afterwards."""

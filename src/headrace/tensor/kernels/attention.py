@@ -26,7 +26,16 @@ import numpy as np
 from torch import Tensor
 
 from headrace.tensor.kernels.attention_plan import NO_WINDOW, ROWS, SPLIT, Item, padded_vectors, plan_items, read_item
-from headrace.tensor.kernels.launch import compile_kernel, entry, float_bits, float_from_bits, guarded, helper, run_workers, thread_limit
+from headrace.tensor.kernels.launch import (
+    compile_kernel,
+    entry,
+    float_bits,
+    float_from_bits,
+    helper,
+    launch,
+    thread_limit,
+    with_counter,
+)
 from headrace.tensor.kernels.simd import (
     as_bf16,
     as_f32,
@@ -314,23 +323,17 @@ def attend(a: Pointer, query: Pointer, cache_: Pointer, out: Pointer) -> None:
 
 
 @entry
-def attend_batch(
-    kernel: int, arguments: np.ndarray, row_starts: int, context_lens: int, num_rows: int, kv_heads: int, threads: int
-) -> None:
-    """Plan the step, fill in the kernel's last arguments and run it: one call from Python per layer."""
+def plan_batch(
+    arguments: np.ndarray, row_starts: int, context_lens: int, num_rows: int, kv_heads: int, threads: int
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Plan the step and fill in the kernel's last arguments. Returns what they point to, and the number of workers."""
     row_words = arguments[12] * arguments[14] * arguments[23] // 4
     for index in range(load(as_i32(row_starts), num_rows) * row_words, arguments[22] * row_words):
         store(ZERO, as_f32(arguments[2]), index)  # padding tokens behind the last row; zero bits are zero in both element types
     group, head_dim, window = arguments[13], arguments[14], arguments[15]
     items, parts, workers = plan_items(row_starts, context_lens, num_rows, kv_heads, group, head_dim, window, threads)
-    counter = np.zeros(1, np.int64)
-    arguments[18], arguments[19] = items.ctypes.data, items.shape[0]
-    arguments[20], arguments[21], arguments[22] = counter.ctypes.data, parts.ctypes.data, 0
-    run_workers(kernel, arguments.ctypes.data, workers)
-    if parts.shape[0] > 0:
-        arguments[22] = 1
-        run_workers(kernel, arguments.ctypes.data, 1)
-    arguments[22] = items.shape[0] + parts.shape[0] + counter[0]  # all three live until here
+    arguments[18], arguments[19], arguments[21], arguments[22] = items.ctypes.data, items.shape[0], parts.ctypes.data, 0
+    return items, parts, workers
 
 
 def _attend_f32(arguments: int, worker: int, workers: int) -> None:
@@ -374,6 +377,12 @@ def paged_attention(
     arguments = [query.data_ptr(), cache_.data_ptr(), out.data_ptr(), query.stride(0), query.stride(1), block, value, slot, head]
     arguments += [cache_.shape[2], block_table.data_ptr(), block_table.stride(0), heads, group, head_dim, reach]
     arguments += [float_bits(scale), float_bits(softcap or 0.0), 0, 0, 0, 0, query.shape[0], query.element_size()]
-    memory = np.array(arguments, np.int64)
+    memory = with_counter(arguments, 20)
     kernel, num_rows = _kernel(query.element_size()), context_lens.shape[0]
-    guarded(attend_batch, kernel, memory, row_starts.data_ptr(), context_lens.data_ptr(), num_rows, kv_heads, thread_limit())
+    threads = thread_limit()
+    items, parts, workers = plan_batch(memory, row_starts.data_ptr(), context_lens.data_ptr(), num_rows, kv_heads, threads)
+    launch(kernel, memory, workers, out, query, cache_, block_table, items, parts)
+    if parts.shape[0] > 0:
+        joining = memory.copy()
+        joining[22] = 1
+        launch(kernel, joining, 1, out, items, parts)

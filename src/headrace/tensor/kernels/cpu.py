@@ -10,16 +10,21 @@ Where to read next: `attention`, `elementwise`, `linear`; below them `launch` (t
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
-from headrace.tensor.kernels import Linear, PackedLinear, attention, elementwise, quantized
+from headrace.tensor.kernels import Kernels, Linear, PackedLinear, attention, elementwise, quantized
 from headrace.tensor.kernels.cpu_features import LinearPath, linear_path, read_cpu_features
 from headrace.tensor.kernels.integer_simd import STRIP_COLUMNS
+from headrace.tensor.kernels.launch import settle, together
 from headrace.tensor.kernels.linear import OneDnnLinear, StripLinear, can_strip
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 from headrace.tensor.kernels.rounding import RoundedWeight
 
+FEW_TOKENS = 64
+"""Up to so many a step's kernels are short enough for waking threads and Python's own time between them to be felt."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -27,6 +32,24 @@ def _fits(*tensors: Tensor) -> bool:
     """One supported dtype, in this machine's memory, last dimensions contiguous."""
     dtype = tensors[0].dtype
     return dtype in _DTYPES and all(t.dtype == dtype and t.stride(-1) == 1 and t.device.type == "cpu" for t in tensors)
+
+
+def _outside() -> Kernels:
+    """The plain twin, for one operation: it looks at tensors, so all that was asked for is done first."""
+    settle()
+    return REFERENCE
+
+
+class OutsideLinear:
+    """A linear that torch computes."""
+
+    def __init__(self, linear: Linear) -> None:
+        self.in_features, self.out_features, self.weight_bytes = linear.in_features, linear.out_features, linear.weight_bytes
+        self._linear = linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        settle()
+        return self._linear(x)
 
 
 class NumbaKernels:
@@ -38,20 +61,23 @@ class NumbaKernels:
     def __init__(self, *, deterministic: bool) -> None:
         self.deterministic = deterministic
 
+    def together(self, num_tokens: int) -> AbstractContextManager[None]:
+        return together() if num_tokens <= FEW_TOKENS else nullcontext()
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         if not _fits(weight):
-            return REFERENCE.pack_linear(weight, bias)
+            return OutsideLinear(REFERENCE.pack_linear(weight, bias))
         path = LinearPath.STRIPS if self.deterministic else linear_path(read_cpu_features(), weight.dtype)
         if path is LinearPath.STRIPS and can_strip(weight):
             return StripLinear(weight, bias)
         if torch._C._has_mkldnn and weight.numel() > 0:
             return OneDnnLinear(weight, bias)
-        return REFERENCE.pack_linear(weight, bias)
+        return OutsideLinear(REFERENCE.pack_linear(weight, bias))
 
     def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear:
         if weight.values.device.type == "cpu" and quantized.can_pack(weight):
             return quantized.IntegerLinear.pack(weight, bias)
-        return REFERENCE.pack_rounded(weight, bias)
+        return OutsideLinear(REFERENCE.pack_rounded(weight, bias))
 
     def packed(self, linear: Linear) -> PackedLinear | None:
         return linear.packed() if isinstance(linear, quantized.IntegerLinear) else None
@@ -63,18 +89,18 @@ class NumbaKernels:
         others = (x,) if residual is None else (x, residual)
         weight_fits = weight.stride(0) == 1 and (weight.dtype == x.dtype or weight.dtype == torch.float32)
         if not weight_fits or not _fits(*others) or (residual is not None and x.dim() != 2):
-            return REFERENCE.rms_norm(x, weight, eps, residual=residual)
+            return _outside().rms_norm(x, weight, eps, residual=residual)
         return elementwise.rms_norm(x, weight, eps, residual)
 
     def rotary(self, query: Tensor, key: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
         if not _fits(query, key) or not _fits(cos_sin) or cos_sin.dtype != torch.float32:
-            REFERENCE.rotary(query, key, cos_sin, positions)
+            _outside().rotary(query, key, cos_sin, positions)
         else:
             elementwise.rotary(query, key, cos_sin, positions)
 
     def scatter_kv(self, key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
         if not _fits(key, value, cache):
-            REFERENCE.scatter_kv(key, value, cache, slot_mapping)
+            _outside().scatter_kv(key, value, cache, slot_mapping)
         else:
             elementwise.scatter_kv(key, value, cache, slot_mapping)
 
@@ -82,7 +108,7 @@ class NumbaKernels:
         self, query: Tensor, key: Tensor, value: Tensor, cos_sin: Tensor, positions: Tensor, cache: Tensor, slot_mapping: Tensor
     ) -> None:
         if not _fits(query, key, value, cache) or not _fits(cos_sin) or cos_sin.dtype != torch.float32:
-            REFERENCE.rotary_scatter(query, key, value, cos_sin, positions, cache, slot_mapping)
+            _outside().rotary_scatter(query, key, value, cos_sin, positions, cache, slot_mapping)
         else:
             elementwise.rotary_scatter(query, key, value, cos_sin, positions, cache, slot_mapping)
 
@@ -101,7 +127,7 @@ class NumbaKernels:
     ) -> Tensor:
         if not _fits(query, cache) or not attention.supports(query.shape[2]):
             rest = {"max_count": max_count, "scale": scale, "window": window, "softcap": softcap}
-            return REFERENCE.attention(query, cache, block_table, row_starts, context_lens, **rest)  # type: ignore[arg-type]
+            return _outside().attention(query, cache, block_table, row_starts, context_lens, **rest)  # type: ignore[arg-type]
         out = torch.empty(query.shape, dtype=query.dtype)
         attention.paged_attention(
             query, cache, block_table, row_starts, context_lens, out, scale=scale, window=window, softcap=softcap
@@ -110,7 +136,7 @@ class NumbaKernels:
 
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
         if not _fits(gate_up) or activation not in elementwise.ACTIVATIONS:
-            return REFERENCE.gated_activation(gate_up, activation)
+            return _outside().gated_activation(gate_up, activation)
         return elementwise.gated_activation(gate_up, activation)
 
 

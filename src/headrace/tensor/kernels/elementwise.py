@@ -94,7 +94,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
     added, added_stride = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
     arguments = [x.data_ptr(), weight.data_ptr(), out.data_ptr(), added, tokens, heads, dim, x.stride(0), head_stride, added_stride]
     kind = "norm" if weight.dtype == x.dtype else "norm_f32"
-    launch(_kernel(kind, x.element_size()), [*arguments, float_bits(eps)], _workers(x.numel()))
+    touched = (out, x, weight) if residual is None else (out, x, weight, residual)
+    launch(_kernel(kind, x.element_size()), [*arguments, float_bits(eps)], _workers(x.numel()), *touched)
     return out
 
 
@@ -201,7 +202,7 @@ def rotary(query: Tensor, key: Tensor, cos_sin: Tensor, positions: Tensor) -> No
     """See `Kernels.rotary`."""
     arguments = [query.data_ptr(), key.data_ptr(), cos_sin.data_ptr(), positions.data_ptr(), query.shape[0], cos_sin.stride(0)]
     arguments += [cos_sin.shape[1] // 2, query.stride(0), query.stride(1), query.shape[1], key.stride(0), key.stride(1), key.shape[1]]
-    launch(_kernel("rotary", query.element_size()), arguments, _workers(query.numel() + key.numel()))
+    launch(_kernel("rotary", query.element_size()), arguments, _workers(query.numel() + key.numel()), query, key, cos_sin, positions)
 
 
 def _scatter_arguments(key: Tensor, value: Tensor, cache_: Tensor, slot_mapping: Tensor) -> list[int]:
@@ -213,7 +214,7 @@ def _scatter_arguments(key: Tensor, value: Tensor, cache_: Tensor, slot_mapping:
 def scatter_kv(key: Tensor, value: Tensor, cache_: Tensor, slot_mapping: Tensor) -> None:
     """See `Kernels.scatter_kv`."""
     arguments = _scatter_arguments(key, value, cache_, slot_mapping)
-    launch(_kernel("scatter", key.element_size()), arguments, _workers(2 * key.numel()))
+    launch(_kernel("scatter", key.element_size()), arguments, _workers(2 * key.numel()), key, value, cache_, slot_mapping)
 
 
 def rotary_scatter(
@@ -223,7 +224,8 @@ def rotary_scatter(
     arguments = _scatter_arguments(key, value, cache_, slot_mapping)
     arguments += [query.data_ptr(), cos_sin.data_ptr(), positions.data_ptr(), cos_sin.stride(0), cos_sin.shape[1] // 2]
     arguments += [query.stride(0), query.stride(1), query.shape[1]]
-    launch(_kernel("rotary_scatter", key.element_size()), arguments, _workers(query.numel() + 2 * key.numel()))
+    touched = (query, key, value, cos_sin, positions, cache_, slot_mapping)
+    launch(_kernel("rotary_scatter", key.element_size()), arguments, _workers(query.numel() + 2 * key.numel()), *touched)
 
 
 # --- gated activation ---
@@ -268,7 +270,8 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     tokens, dim = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, dim), dtype=gate_up.dtype)
     arguments = [gate_up.data_ptr(), out.data_ptr(), tokens, gate_up.stride(0), dim, ACTIVATIONS[activation]]
-    launch(_kernel("gate", gate_up.element_size()), arguments, _workers(8 * out.numel()))  # exp costs about eight plain elements
+    workers = _workers(8 * out.numel())  # exp costs about eight plain elements
+    launch(_kernel("gate", gate_up.element_size()), arguments, workers, out, gate_up)
     return out
 
 

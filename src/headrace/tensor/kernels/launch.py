@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
 
@@ -21,8 +22,10 @@ import numpy as np
 from llvmlite import ir
 from numba import cfunc, njit, prange, types
 from numba.extending import intrinsic
+from torch import Tensor
 
 from headrace.tensor.kernels.compile_cache import numba_cache
+from headrace.tensor.kernels.simd import arrive, as_i64, at, current, decide, load, pause
 
 CACHE = numba_cache()
 numba.config.CACHE_DIR = str(CACHE.directory or "")  # read by every decorator below
@@ -92,8 +95,7 @@ def run_workers(function: int, arguments: int, workers: int) -> None:
 
 @entry
 def _launch(function: int, arguments: np.ndarray, workers: int) -> None:
-    run_workers(function, arguments.ctypes.data, workers)
-    arguments[0] = 0  # the array lives until here
+    run_workers(function, arguments.ctypes.data, workers)  # the caller holds the array
 
 
 class _Threads:
@@ -155,6 +157,138 @@ def guarded(function: Callable[..., None], *arguments: Any) -> None:
         function(*arguments)
 
 
-def launch(kernel: int, arguments: Sequence[int], workers: int) -> None:
-    """Run `kernel` on `workers` threads and wait. Everything behind the addresses must stay alive until this returns."""
-    guarded(_launch, kernel, np.array(arguments, dtype=np.int64), workers)
+def with_counter(arguments: Sequence[int], place: int) -> np.ndarray:
+    """`arguments` as an array with a zero behind them, whose address stands at `place`: what `take_ticket` counts with."""
+    memory = np.array([*arguments, 0], dtype=np.int64)
+    memory[place] = address_of(memory) + 8 * len(arguments)
+    return memory
+
+
+def address_of(memory: np.ndarray) -> int:
+    address: int = memory.__array_interface__["data"][0]
+    return address
+
+
+def launch(kernel: int, arguments: Sequence[int] | np.ndarray, workers: int, *touched: Tensor | np.ndarray) -> None:
+    """Run `kernel` on `workers` threads and wait; inside `together`, put it on the list instead.
+
+    touched: everything behind the addresses, kept until the kernel has run.
+    """
+    memory = arguments if isinstance(arguments, np.ndarray) else np.array(arguments, dtype=np.int64)
+    pending = getattr(_CALLER, "pending", None)
+    if pending is None:
+        guarded(_launch, kernel, memory, workers)
+    else:
+        pending.add(kernel, memory, workers, touched)
+
+
+# --- several kernels in one region ---
+
+SPINS_TO_MEET = 1 << 16
+"""Waiting rounds, of some 50 ns and more, after which a worker no longer expects the others."""
+SPINS_BEFORE_YIELD = 1 << 12
+MOST_KEPT_BYTES = 16 << 20
+"""Of the memory that a list holds before it is run."""
+_CALLER = threading.local()
+_yield = types.ExternalFunction("sched_yield", types.int32())
+
+
+@helper
+def wait_until(counter: Any, value: int) -> None:
+    """Until counter[0] >= value. The processor is left to others now and then: a worker that waits may hold up the one it waits for."""
+    spins = 0
+    while current(counter) < value:
+        pause()
+        spins += 1
+        if spins % SPINS_BEFORE_YIELD == 0:
+            _yield()
+
+
+@helper
+def meet(state: Any, worker: int, workers: int) -> int:
+    """How many workers there are: all of them when they came together in time; else the one that gave up is alone, the others are 0."""
+    arrive(state)
+    spins = 0
+    while current(state) < workers and current(at(state, 1)) == 0 and spins < SPINS_TO_MEET:
+        pause()
+        spins += 1
+        if spins % SPINS_BEFORE_YIELD == 0:
+            _yield()
+    verdict = decide(at(state, 1), 1 if current(state) >= workers else 2 + worker)
+    if verdict == 1:
+        return workers
+    return 1 if verdict == 2 + worker else 0
+
+
+def _run_list(arguments: int, worker: int, workers: int) -> None:
+    """Kernels one after the other, each worker waiting for all others in between. A list entry: kernel, arguments, workers."""
+    a = as_i64(arguments)
+    entries, count, state = as_i64(load(a, 0)), load(a, 1), as_i64(load(a, 2))
+    team = workers if workers == 1 else meet(state, worker, workers)
+    me, passed, before = (0 if team == 1 else worker), 0, 0
+    if team == 0:
+        return
+    for index in range(count):
+        own = min(load(entries, 3 * index + 2), team)
+        if index > 0 and max(own, before) > 1:  # what one worker alone does in a row needs no meeting
+            passed += team
+            arrive(at(state, 2))
+            wait_until(at(state, 2), passed)
+        if me < own:
+            _call(load(entries, 3 * index), load(entries, 3 * index + 1), me, own)
+        before = own
+
+
+class _Pending:
+    """Kernels asked for and not run yet, with all they touch."""
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self.entries: list[int] = []
+        self.workers = 1
+        self.kept: list[object] = []
+        self.kept_bytes = 0
+
+    def add(self, kernel: int, memory: np.ndarray, workers: int, touched: tuple[Tensor | np.ndarray, ...]) -> None:
+        self.entries += (kernel, address_of(memory), workers)
+        self.workers = max(self.workers, workers)
+        self.kept += (memory, touched)
+        self.kept_bytes += sum(thing.nbytes for thing in touched[:1])
+        if self.kept_bytes > MOST_KEPT_BYTES:
+            self.run()
+
+    def run(self) -> None:
+        if self.entries:
+            entries, state = np.array(self.entries, np.int64), np.zeros(3, np.int64)
+            arguments = np.array([address_of(entries), len(entries) // 3, address_of(state)], np.int64)
+            guarded(_launch, _list_kernel(), arguments, self.workers)
+        self._clear()
+
+
+@cache
+def _list_kernel() -> int:
+    return compile_kernel(_run_list)
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Kernels launched inside run at its end, in order, in one parallel region: no thread is woken per kernel, and Python is done before
+    the weights drive it out of the caches. Whoever looks at a result inside calls `settle` first. After an exception nothing is run."""
+    if getattr(_CALLER, "pending", None) is not None:
+        yield
+        return
+    _CALLER.pending = _Pending()
+    try:
+        yield
+        _CALLER.pending.run()
+    finally:
+        _CALLER.pending = None
+
+
+def settle() -> None:
+    """Run what has been asked for so far inside `together`; elsewhere nothing is ever left to do."""
+    pending = getattr(_CALLER, "pending", None)
+    if pending is not None:
+        pending.run()

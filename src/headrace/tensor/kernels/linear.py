@@ -15,12 +15,11 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headrace.tensor.kernels.launch import compile_kernel, entry, guarded, helper, run_workers, thread_limit
+from headrace.tensor.kernels.launch import compile_kernel, helper, launch, settle, thread_limit, with_counter
 from headrace.tensor.kernels.simd import as_f32, as_i32, as_i64, at, load, panel_block, store, take_ticket
 from headrace.tensor.kernels.vector_ir import LANES, STRIP_COLUMNS
 
@@ -218,16 +217,6 @@ def _kernels(is_bf16: bool) -> tuple[int, int]:
     return compile_kernel(_pack_panels), compile_kernel(_multiply_bf16 if is_bf16 else _multiply_f32)
 
 
-@entry
-def _run(to_panels: int, product: int, arguments: np.ndarray, row_workers: int, workers: int) -> None:
-    counter = np.zeros(1, np.int64)
-    arguments[8] = counter.ctypes.data
-    if arguments[4] > 1:
-        run_workers(to_panels, arguments.ctypes.data, row_workers)
-    run_workers(product, arguments.ctypes.data, workers)
-    arguments[8] = counter[0]  # both arrays live until here
-
-
 class StripLinear:
     """See the module. x may be float32 or bfloat16; sums are float32 and rounded to x's dtype once."""
 
@@ -243,17 +232,32 @@ class StripLinear:
         self.is_bf16 = self.strips.dtype == torch.int32
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows = x.shape[0]
-        wide = x.float().contiguous()
+        rows, wide = x.shape[0], as_float32(x)
         panels = torch.empty_like(wide) if rows > 1 else wide
         out = torch.empty((rows, self.columns), dtype=torch.float32)
         arguments = [panels.data_ptr(), self.strips.data_ptr(), self.bias.data_ptr(), out.data_ptr(), rows, self.in_features]
-        arguments += [self.columns, self.block, 0, wide.data_ptr()]
-        row_workers = max(1, min(thread_limit(), rows // (2 * MOST_ROWS)))
+        memory = with_counter([*arguments, self.columns, self.block, 0, wide.data_ptr()], 8)
+        to_panels, product = _kernels(self.is_bf16)
+        if rows > 1:
+            launch(to_panels, memory, max(1, min(thread_limit(), rows // (2 * MOST_ROWS))), panels, wide)
         workers = max(1, min(thread_limit(), rows * self.in_features * self.out_features // WORK_PER_THREAD))
-        guarded(_run, *_kernels(self.is_bf16), np.array(arguments, np.int64), row_workers, workers)
-        narrow = out if self.columns == self.out_features else out[:, : self.out_features].contiguous()
-        return narrow.to(x.dtype)
+        launch(product, memory, workers, out, panels, self.strips, self.bias)
+        return as_dtype(out[:, : self.out_features], x.dtype)
+
+
+def as_float32(x: Tensor) -> Tensor:
+    """x as contiguous float32: itself if it is that."""
+    if x.dtype == torch.float32 and x.is_contiguous():
+        return x
+    settle()
+    return x.float().contiguous()
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if x.dtype == dtype:
+        return x
+    settle()
+    return x.to(dtype)
 
 
 class OneDnnLinear:
@@ -269,5 +273,6 @@ class OneDnnLinear:
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
+        settle()
         result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return result

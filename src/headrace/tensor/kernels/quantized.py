@@ -29,7 +29,8 @@ from headrace.tensor.kernels.integer_simd import (
     nibble_block,
     quantize,
 )
-from headrace.tensor.kernels.launch import compile_kernel, entry, guarded, helper, run_workers, thread_limit
+from headrace.tensor.kernels.launch import compile_kernel, helper, launch, thread_limit, with_counter
+from headrace.tensor.kernels.linear import as_dtype, as_float32
 from headrace.tensor.kernels.rounding import RoundedWeight
 from headrace.tensor.kernels.simd import as_bf16, as_f32, as_i32, as_i64, at, load, store, take_ticket
 from headrace.tensor.kernels.vector_ir import LANES
@@ -172,15 +173,6 @@ def _kernels(is_int4: bool) -> tuple[int, int]:
     return compile_kernel(_quantize_bytes), compile_kernel(_multiply_bytes)
 
 
-@entry
-def _run(to_integers: int, product: int, arguments: np.ndarray, row_workers: int, workers: int) -> None:
-    counter = np.zeros(1, np.int64)
-    arguments[12] = counter.ctypes.data
-    run_workers(to_integers, arguments.ctypes.data, row_workers)
-    run_workers(product, arguments.ctypes.data, workers)
-    arguments[12] = counter[0]  # both arrays live until here
-
-
 class IntegerLinear:
     """See the module. x float32 or bfloat16; results are rounded to x's dtype once."""
 
@@ -226,16 +218,16 @@ class IntegerLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, inputs = x.shape
-        wide = x.float().contiguous()
+        wide = as_float32(x)
         integers = torch.empty((rows, inputs), dtype=torch.int8 if self.group else torch.int16)
         row_scales = torch.empty(rows, dtype=torch.float32)
         sums = torch.empty((rows, inputs // self.group if self.group else 1), dtype=torch.int32)
         out = torch.empty((rows, self.columns), dtype=torch.float32)
         tensors = (wide, integers, row_scales, sums)
         arguments = [tensor.data_ptr() for tensor in tensors] + [rows, inputs, self.group, out.data_ptr(), self.bias.data_ptr()]
-        arguments += [self.columns, self.words.data_ptr(), self.scales.data_ptr(), 0]
-        row_workers = max(1, min(thread_limit(), rows // ROWS))
+        memory = with_counter([*arguments, self.columns, self.words.data_ptr(), self.scales.data_ptr(), 0], 12)
+        to_integers, product = _kernels(bool(self.group))
+        launch(to_integers, memory, max(1, min(thread_limit(), rows // ROWS)), integers, wide, row_scales, sums)
         workers = max(1, min(thread_limit(), rows * inputs * self.columns // WORK_PER_THREAD))
-        guarded(_run, *_kernels(bool(self.group)), np.array(arguments, np.int64), row_workers, workers)
-        narrow = out if self.columns == self.out_features else out[:, : self.out_features].contiguous()
-        return narrow.to(x.dtype)
+        launch(product, memory, workers, out, integers, row_scales, sums, self.words, self.scales, self.bias)
+        return as_dtype(out[:, : self.out_features], x.dtype)

@@ -10,6 +10,7 @@ Shape letters: see `tensor.batch`. The fast twin is `tensor.kernels.cpu`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -62,6 +63,9 @@ class ReferenceKernels:
 
     name = "reference"
     packed_layout = ""
+
+    def together(self, num_tokens: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PlainLinear:
         return PlainLinear(weight, bias)

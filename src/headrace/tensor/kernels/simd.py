@@ -42,6 +42,7 @@ from headrace.tensor.kernels.vector_ir import (
     fold_dots,
     fold_lanes,
     load_floats,
+    native_features,
     part_of,
     splat,
     step,
@@ -139,6 +140,51 @@ def take_ticket(_: Any, counter: Any) -> tuple[Any, Emit]:
         return builder.atomic_rmw("add", arguments[0], I64(1), "monotonic")
 
     return types.intp(counter), emit
+
+
+@intrinsic
+def arrive(_: Any, counter: Any) -> tuple[Any, Emit]:
+    """Atomically counter[0] += 1; what this thread wrote before is seen by whoever reads the new value with `current`."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        builder.atomic_rmw("add", arguments[0], I64(1), "acq_rel")
+        return context.get_dummy_value()
+
+    return types.void(counter), emit
+
+
+@intrinsic
+def current(_: Any, counter: Any) -> tuple[Any, Emit]:
+    """counter[0] as the other threads have left it."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        return builder.load_atomic(arguments[0], "acquire", 8)
+
+    return types.intp(counter), emit
+
+
+@intrinsic
+def decide(_: Any, place: Any, value: Any) -> tuple[Any, Emit]:
+    """place[0] = value if it was 0, atomically; returns what stands there now."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        found = builder.cmpxchg(arguments[0], I64(0), arguments[1], "acq_rel", "acquire")
+        return builder.select(builder.extract_value(found, 1), arguments[1], builder.extract_value(found, 0))
+
+    return types.intp(place, types.intp), emit
+
+
+@intrinsic
+def pause(_: Any) -> tuple[Any, Emit]:
+    """Tell the processor that this is a waiting loop."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        if "sse2" in native_features():
+            function_type = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+
+    return types.void(), emit
 
 
 # --- blocks: rows of float32 against COLUMNS strips of stored elements ---

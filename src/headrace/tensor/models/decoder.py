@@ -6,6 +6,7 @@ norm, so a block is handed the branch that has not been added yet. Shape letters
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +86,8 @@ class Decoder:
 
     def __init__(self, reader: WeightReader, spec: DecoderSpec) -> None:
         self.spec, self.dtype, self.vocab_size = spec, reader.dtype, spec.vocab_size
+        self._kernels = reader.kernels
+        self._is_dense = all(isinstance(layer.mlp, MlpSpec) for layer in spec.layers)  # a router looks at its results
         names = spec.names
         self.embedding = reader.table(f"{names.embedding}.weight", spec.vocab_size, spec.hidden_size)
         self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(reader.dtype))  # rounded as the checkpoint's authors did
@@ -124,9 +127,10 @@ class Decoder:
         if self._embedding_scale != 1.0:
             branch *= self._embedding_scale
         residual = torch.zeros_like(branch)
-        for block, group, cache in zip(self.blocks, self.group_of, kv.layers, strict=True):
-            branch = block(branch, residual, batch, batch.groups[group], cache)
-        return self.final_norm(branch, residual)
+        with self._kernels.together(len(ids)) if self._is_dense else nullcontext():
+            for block, group, cache in zip(self.blocks, self.group_of, kv.layers, strict=True):
+                branch = block(branch, residual, batch, batch.groups[group], cache)
+            return self.final_norm(branch, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, E] (rows chosen from `forward`'s) -> [N, V] float32."""
