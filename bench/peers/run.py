@@ -8,6 +8,7 @@ Engines take turns within a round, in reverse order every other round. Needs a q
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -120,6 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the worker that runs is ended, too
     engines = given.engine or ENGINES
     products = products_of(given.models.expanduser() / given.shape)
     facts = {"weights": products.weights, "kv_numbers_per_token": products.kv_numbers}

@@ -71,4 +71,5 @@ class _Products:
         return time.perf_counter() - began
 
 
-serve(load)
+if __name__ == "__main__":  # a peer may start processes that import this file again
+    serve(load)

@@ -30,4 +30,5 @@ def load(settings: dict[str, Any]) -> Generate:
     return generate
 
 
-serve(load)
+if __name__ == "__main__":  # a peer may start processes that import this file again
+    serve(load)
