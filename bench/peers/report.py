@@ -94,6 +94,8 @@ def section(shape: str, precision: str, table: Table) -> Iterator[str]:
         cells += [_median(advantages(row, columns, PEERS)), _median(advantages(row, columns, ("ceiling",)))]
         yield f"| {row} | " + " | ".join([*cells, f"{share:.2f}" if share else "-"]) + " |"
     yield ""
+    if missing := [engine for engine in PEERS if engine not in engines]:
+        yield f"Not measured: {', '.join(missing)}.\n"
     yield from _circumstances(table)
 
 
@@ -149,15 +151,16 @@ def draw(found: Mapping[tuple[str, str], Table], target: Path, shape: str = SHAP
     for axis, precision in zip(axes[:, 0], panels, strict=True):
         table = found[shape, precision]
         rows = [row for row in ROWS if row in table]
-        shown = ("headrace", *PEERS)
+        shown = [engine for engine in ("headrace", *PEERS) if any(engine in table[row] for row in rows)]
         for place, engine in enumerate(shown):
+            color = f"C{('headrace', *PEERS).index(engine)}"
             heights = [_against_best_peer(row, table[row], engine) for row in rows]
-            axis.bar([x + 0.2 * (place - 1.5) for x in range(len(rows))], heights, width=0.19, label=engine)
+            axis.bar([x + 0.2 * (place - (len(shown) - 1) / 2) for x in range(len(rows))], heights, width=0.19, label=engine, color=color)
         axis.axhline(1.0, color="black", linewidth=0.8)
         axis.set_xticks(range(len(rows)), rows, rotation=25, ha="right")
         axis.set_title(f"{shape}, {precision}: figure over the best peer's (higher is better)", fontsize=10)
         axis.margins(x=0.01)
-    axes[0, 0].legend(ncols=4, fontsize=8)
+        axis.legend(ncols=4, fontsize=8)
     figure.savefig(target, metadata={"Date": None})
     pyplot.close(figure)
 

@@ -8,6 +8,7 @@ Engines take turns within a round, in reverse order every other round. Needs a q
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 import tempfile
@@ -41,10 +42,19 @@ class Turn:
     seed: int
     wanted: list[str]
     facts: Mapping[str, float]
+    folders: Mapping[str, str]
     script: Path | None = field(default_factory=bandwidth_script)
 
     def cell(self, row: str) -> Cell:
         return Cell(self.shape, self.precision, self.engine, row, self.round)
+
+    def without_folders(self, facts: Mapping[str, object]) -> dict[str, object]:
+        """`facts` with the names of this machine's folders as the flags that gave them."""
+        text = json.dumps(facts)
+        for folder, flag in self.folders.items():
+            text = text.replace(folder, flag)
+        named: dict[str, object] = json.loads(text)
+        return named
 
     def keep(self, row: str, setting: Mapping[str, object], work: Callable[[], Figure]) -> None:
         """Measure one cell and write its file, whatever came of it."""
@@ -59,8 +69,8 @@ class Turn:
             unit=found.unit if found else "",
             samples=found.samples if found else (),
             error=error,
-            setting=setting,
-            environment=vars_of(environment()),
+            setting=self.without_folders(setting),
+            environment=self.without_folders(vars_of(environment())),
             read_bandwidth_bytes_per_s=bandwidth,
             facts=self.facts,
         )
@@ -124,12 +134,22 @@ def main(arguments: list[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the worker that runs is ended, too
     engines = given.engine or ENGINES
     products = products_of(given.models.expanduser() / given.shape)
+    folders = {str(given.models.expanduser()): "MODELS", str(given.envs.expanduser()): "ENVS"}  # the longer one first
     facts = {"weights": products.weights, "kv_numbers_per_token": products.kv_numbers}
     for precision in given.precision or PRECISIONS:
         for number in range(given.rounds):
             for engine in engines if number % 2 == 0 else tuple(reversed(engines)):
                 wanted = [row for row in rows_of(engine) if not given.row or row in given.row]
-                turn = Turn(shape=given.shape, precision=precision, engine=engine, round=number, seed=number, wanted=[], facts=facts)
+                turn = Turn(
+                    shape=given.shape,
+                    precision=precision,
+                    engine=engine,
+                    round=number,
+                    seed=number,
+                    wanted=[],
+                    facts=facts,
+                    folders=folders,
+                )
                 turn.wanted = [row for row in wanted if not turn.cell(row).is_done]
                 if not turn.wanted:
                     continue

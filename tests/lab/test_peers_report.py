@@ -1,0 +1,82 @@
+"""The peers' page: who is compared with whom, in which direction, and what is said about cells that are missing or failed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+
+from bench.peers import report
+from bench.peers.cells import Outcome
+from bench.peers.compressed import pack_nibbles
+from bench.peers.rows import measure, row_names
+
+ENVIRONMENT = {"cpu": "a CPU", "num_cpus": 2, "time": "2026-01-02T03:04:05+00:00", "commit": "abc"}
+
+
+def outcome(value: float | None, *, error: str = "", unit: str = "tok/s") -> Outcome:
+    facts = {"weights": 1e9, "kv_numbers_per_token": 1000}
+    return Outcome(
+        value=value, unit=unit, setting={}, environment=ENVIRONMENT, read_bandwidth_bytes_per_s=2e10, error=error, facts=facts
+    )  # fmt: skip
+
+
+def rounds(*values: float | None) -> Mapping[int, Outcome]:
+    return {number: outcome(value) for number, value in enumerate(values)}
+
+
+def test_the_best_peer_of_the_same_round_is_what_counts() -> None:
+    engines = {"headrace": rounds(30, 30), "vllm": rounds(10, 40), "openvino": rounds(20, 10)}
+    assert report.advantages("decode-1", engines, report.PEERS) == [1.5, 0.75]
+    assert report.advantages("startup", engines, report.PEERS) == pytest.approx([1 / 3, 1 / 3])
+
+
+def test_rounds_without_a_figure_are_no_comparison() -> None:
+    engines = {"headrace": rounds(30, None, 30), "vllm": rounds(10, 10, None)}
+    assert report.advantages("decode-1", engines, report.PEERS) == [3.0]
+    assert report.advantages("decode-1", {"headrace": rounds(1)}, report.PEERS) == []
+    assert math.isnan(report._against_best_peer("decode-1", {}, "vllm"))
+
+
+def test_model_bandwidth_utilisation_counts_weights_and_contexts() -> None:
+    step_bytes = 1e9 * 2 + 4 * 160 * 1000 * 2
+    assert report.mbu("decode-4", "bf16", rounds(40.0)) == pytest.approx(step_bytes * 10 / 2e10)
+    assert report.mbu("prefill-512", "bf16", rounds(40.0)) is None
+    assert report.mbu("decode-4", "bf16", rounds(None)) is None
+
+
+def test_a_section_names_what_failed_and_who_is_missing() -> None:
+    table: report.Table = {
+        "decode-1": {"headrace": rounds(30, 32, 31), "vllm": {0: outcome(None, error="no such kernel")}},
+        "memory": {"headrace": {0: outcome(3e9, unit="bytes")}},
+    }
+    text = "\n".join(report.section("llama-1.1b", "bf16", table))
+    assert "| decode-1 | 31 [30, 32] | failed | - | - |" in text
+    assert "| memory | 3 GB | - |" in text
+    assert "Not measured: llama.cpp, openvino." in text
+    assert "- decode-1, vllm: no such kernel" in text
+
+
+def test_every_row_asks_for_what_it_says() -> None:
+    def ask(prompts: list[list[int]], max_tokens: list[int]) -> float:
+        asked.append((len(prompts), sum(map(len, prompts)), sum(max_tokens)))
+        return 1.0 + 0.5 * sum(max_tokens)
+
+    for row in row_names():
+        asked: list[tuple[int, int, int]] = []
+        assert measure(row, ask, seed=3).value > 0
+        kind, _, number = row.partition("-")
+        if kind == "prefill":
+            assert set(asked) == {(1, int(number), 1)}
+        elif kind == "decode":
+            assert asked == [(int(number), 128 * int(number), count * int(number)) for count in (1, 64)]
+        else:
+            assert asked[0][0] == 32
+
+
+def test_nibbles_are_packed_lowest_first() -> None:
+    import torch
+
+    words = pack_nibbles(torch.tensor([[-8, -7, 0, 7, -8, -8, -8, 7]], dtype=torch.int8))
+    assert words.tolist() == [[0xF000F810 - (1 << 32)]]
