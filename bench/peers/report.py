@@ -20,7 +20,8 @@ ROWS = (*row_names(), "startup", "memory")
 LOWER_IS_BETTER = ("startup", "memory")
 BITS = {"bf16": 16.0, "int8": 8.0, "int4": 4.25}
 """Of a weight as Headrace stores it; int4 carries 16 bits of scale per 64 weights."""
-KV_BYTES = {"bf16": 2, "int8": 2, "int4": 2}
+KV_BYTES = 2
+"""Of a number in the KV cache; where it is held in float32, MBU is a lower bound."""
 
 Rounds = Mapping[int, Outcome]
 Table = Mapping[str, Mapping[str, Rounds]]
@@ -74,7 +75,7 @@ def mbu(row: str, precision: str, rounds: Rounds) -> float | None:
     for outcome in rounds.values():
         if outcome.value and outcome.read_bandwidth_bytes_per_s and outcome.facts:
             context = DECODE_PROMPT + DECODE_TOKENS / 2
-            kv = int(streams) * context * outcome.facts["kv_numbers_per_token"] * KV_BYTES[precision]
+            kv = int(streams) * context * outcome.facts["kv_numbers_per_token"] * KV_BYTES
             step_bytes = outcome.facts["weights"] * BITS[precision] / 8 + kv
             shares.append(step_bytes * outcome.value / int(streams) / outcome.read_bandwidth_bytes_per_s)
     return statistics.median(shares) if shares else None

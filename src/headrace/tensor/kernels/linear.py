@@ -33,7 +33,8 @@ arithmetic: another depth gives other roundings."""
 BLOCK_STRIPS = 16
 """Most strips in a block, the unit of work: a piece of it stays in the second-level cache while rows pass over it."""
 CHUNK_ROWS = 120
-"""Rows that pass over a block before its next piece of depth: their outputs stay in the second-level cache, too."""
+"""Rows that pass over a block before its next piece of depth: their outputs stay in the second-level cache, too. A multiple
+of MOST_ROWS: the last chunk's panels are then those that `_pack_panels` made."""
 SLAB_ELEMENTS = 1 << 22
 """Weights packed at a time."""
 WORK_PER_THREAD = 1 << 18
