@@ -94,6 +94,9 @@ class Worker:
 
     def close(self) -> None:
         """End the worker and every process it started."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGTERM)
         try:
@@ -135,12 +138,10 @@ def _headrace(model: Path, precision: str, envs: Path, threads: int) -> Launch:
 
 
 def _ceiling(model: Path, precision: str, envs: Path, threads: int) -> Launch:
-    if precision != "bf16":
-        raise CannotRun(f"no ceiling is known for {precision}")
     return Launch(
         python=Path(sys.executable),
         script="ceiling_worker.py",
-        settings={"model": str(model), "threads": threads},
+        settings={"model": str(model), "precision": precision, "threads": threads},
         environment={"PYTHONPATH": str(ROOT)},
     )
 

@@ -24,11 +24,9 @@ from bench.peers.rows import Figure, measure, row_names
 from bench.peers.shapes import products_of
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 
-CEILING_ROWS = ("prefill-512", "decode-1", "decode-8", "decode-32")
-
 
 def rows_of(engine: str) -> tuple[str, ...]:
-    return CEILING_ROWS if engine == "ceiling" else ("startup", *row_names(), "memory")
+    return row_names() if engine == "ceiling" else ("startup", *row_names(), "memory")
 
 
 @dataclass(kw_only=True)
