@@ -24,6 +24,7 @@ Price = Annotated[float | None, Flag("--dollars-per-hour", help="Price of this m
 Dtype = Annotated[str, Flag("--dtype")]
 LoadFormat = Annotated[str, Flag("--load-format", help="dummy: random weights from config.json.")]
 Quantization = Annotated[str, Flag("--quantization", "-q", help="none, int8 or int4")]
+KvCacheDtype = Annotated[str, Flag("--kv-cache-dtype", help="auto, bfloat16 or int8")]
 Kernels = Annotated[str, Flag("--kernels")]
 Threads = Annotated[int | None, Flag("--num-threads")]
 MaxSeqs = Annotated[int, Flag("--max-num-seqs")]
@@ -42,6 +43,7 @@ def throughput(
     dtype: Dtype = "auto",
     load_format: LoadFormat = "auto",
     quantization: Quantization = "none",
+    kv_cache_dtype: KvCacheDtype = "auto",
     kernels: Kernels = "auto",
     num_threads: Threads = None,
     max_num_seqs: MaxSeqs = 64,
@@ -57,7 +59,7 @@ def throughput(
     from headrace.lab.offline import decode_bytes, dollars_per_million_tokens, run_offline
 
     flags = _engine_flags(
-        dtype, load_format, quantization, kernels, num_threads, max_num_seqs, max_num_batched_tokens, async_scheduling, seed
+        dtype, load_format, quantization, kv_cache_dtype, kernels, num_threads, max_num_seqs, max_num_batched_tokens, async_scheduling, seed
     )
     engine, collector = _engine(model, flags)
     shape = _offline_shape(engine.info, input_len, output_len, range_ratio, prefix_len)
@@ -95,6 +97,7 @@ def latency(
     dtype: Dtype = "auto",
     load_format: LoadFormat = "auto",
     quantization: Quantization = "none",
+    kv_cache_dtype: KvCacheDtype = "auto",
     kernels: Kernels = "auto",
     num_threads: Threads = None,
     max_num_batched_tokens: MaxTokens = 512,
@@ -112,7 +115,16 @@ def latency(
     if num_iters < 1 or batch_size < 1:
         raise UsageRefused("--num-iters and --batch-size must be at least 1")
     flags = _engine_flags(
-        dtype, load_format, quantization, kernels, num_threads, batch_size, max(max_num_batched_tokens, batch_size), async_scheduling, seed
+        dtype,
+        load_format,
+        quantization,
+        kv_cache_dtype,
+        kernels,
+        num_threads,
+        batch_size,
+        max(max_num_batched_tokens, batch_size),
+        async_scheduling,
+        seed,
     )
     engine, collector = _engine(model, flags)
     shape = _offline_shape(engine.info, input_len, output_len, 0.0, 0)
@@ -177,6 +189,7 @@ def _engine_flags(
     dtype: str,
     load_format: str,
     quantization: str,
+    kv_cache_dtype: str,
     kernels: str,
     num_threads: int | None,
     seqs: int,
@@ -188,6 +201,7 @@ def _engine_flags(
         "dtype": dtype,
         "load_format": load_format,
         "quantization": quantization,
+        "kv_cache_dtype": kv_cache_dtype,
         "kernels": kernels,
         "num_threads": num_threads,
         "max_num_seqs": seqs,

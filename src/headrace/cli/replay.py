@@ -30,6 +30,7 @@ def replay(
     load_format: Annotated[str, typer.Option("--load-format", help="dummy: the random weights of --seed.")] = "auto",
     seed: Annotated[int, typer.Option("--seed", help="Of random weights.")] = 0,
     quantization: Annotated[str, typer.Option("--quantization", "-q", help="none, int8 or int4, as when the plans were dumped.")] = "none",
+    kv_cache_dtype: Annotated[str, typer.Option("--kv-cache-dtype", help="auto, bfloat16 or int8, as then.")] = "auto",
     kernels: Annotated[str, typer.Option("--kernels", help="auto, numba or reference.")] = "auto",
     block_size: Annotated[int, typer.Option("--block-size", help="Tokens per block of the engine that made the dump.")] = 16,
 ) -> None:
@@ -45,7 +46,7 @@ def replay(
     else:
         _say_left_out(plans)
         options: dict[str, object] = {"load_format": load_format, "quantization": quantization, "seed": seed, "kernels": kernels}
-        options |= {"block_size": block_size, "num_kv_blocks": num_kv_blocks}
+        options |= {"kv_cache_dtype": kv_cache_dtype, "block_size": block_size, "num_kv_blocks": num_kv_blocks}
         lines = _run(plans, model, options, as_json=as_json)
     for line in lines:
         print(line, flush=True)

@@ -13,6 +13,7 @@ class KvGroup:
     kv_heads     key/value heads held by this rank
     head_dim     elements per head
     dtype_bytes  bytes per element of the cache
+    scale_bytes  bytes beside each key and each value of a head; 0 where the cache is not rounded
     window       tokens a query sees, itself included; None = everything before it
     state_bytes  fixed bytes per sequence beside the blocks (recurrent layers); 0 for attention
     """
@@ -23,10 +24,11 @@ class KvGroup:
     dtype_bytes: int
     window: int | None = None
     state_bytes: int = 0
+    scale_bytes: int = 0
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block over all layers of the group, keys and values."""
-        return len(self.layers) * 2 * block_size * self.kv_heads * self.head_dim * self.dtype_bytes
+        return len(self.layers) * 2 * block_size * self.kv_heads * (self.head_dim * self.dtype_bytes + self.scale_bytes)
 
     def tokens_needed(self, num_tokens: int) -> int:
         """Tokens of a sequence of `num_tokens` that must be resident at once."""

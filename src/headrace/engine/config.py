@@ -10,6 +10,7 @@ QUEUE_POLICIES = ("fcfs", "priority", "sjf", "fair")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 QUANTIZATIONS = ("none", "int8", "int4")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "int8")
 KERNELS = ("auto", "numba", "reference")
 BATCHING = ("continuous", "static")
 
@@ -22,6 +23,7 @@ class EngineConfig:
     dtype                   "auto": what the checkpoint says, or float32 where this machine computes bfloat16 in software
     load_format             "dummy": random weights from config.json
     quantization            "int8" | "int4": linears' weights are rounded at load, to nearest; inputs to 8 bits, row by row
+    kv_cache_dtype          "auto": the dtype that is computed with; "int8": keys and values rounded, a scale per token and head
     max_model_len           None: the model's own
     max_num_seqs            sequences computed in one step
     max_num_batched_tokens  tokens computed in one step: prefill chunks fill what decode leaves
@@ -44,6 +46,7 @@ class EngineConfig:
     dtype: str = "auto"
     load_format: str = "auto"
     quantization: str = "none"
+    kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
@@ -68,6 +71,7 @@ class EngineConfig:
             ("dtype", DTYPES),
             ("load_format", LOAD_FORMATS),
             ("quantization", QUANTIZATIONS),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("queue_policy", QUEUE_POLICIES),
             ("batching", BATCHING),
             ("kernels", KERNELS),

@@ -8,13 +8,14 @@ import torch
 
 from headrace.core.digests import TEXT_FILES, text_digests
 from headrace.core.errors import ConfigError
+from headrace.core.kvgroup import KvGroup
 from headrace.core.model_info import ModelInfo
 from headrace.engine.config import EngineConfig
 from headrace.engine.kv_sizing import Budget, KvSizing, activation_bytes, describe_bytes, size_kv
 from headrace.engine.memory import Available, read_available
 from headrace.engine.runner import ModelRunner, OverlappedRunner
 from headrace.engine.warmup import warm_up
-from headrace.tensor.batch import KvCache, allocate_kv
+from headrace.tensor.batch import KvCache, allocate_kv, stored_as
 from headrace.tensor.kernels import load_kernels
 from headrace.tensor.kernels.choose import choose_kernels
 from headrace.tensor.kernels.cpu_features import read_cpu_features, resolve_dtype
@@ -48,8 +49,10 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner | OverlappedRunner, 
         quantization=config.quantization,
         packed_dir=packed_directory(),
     )
-    sizing = _size(config, loaded)
-    kv = _allocate(config, loaded, sizing)
+    kv_dtype, why_kv = _kv_dtype(config, dtype)
+    groups = tuple(stored_as(group, kv_dtype) for group in loaded.model.kv_groups)
+    sizing = _size(config, loaded, groups)
+    kv = allocate_kv(loaded.model.kv_shapes, loaded.model.group_of, sizing.num_blocks, config.block_size, kv_dtype, config.device)
     runner = _make_runner(config, loaded, sizing, kv)
     try:
         seconds = warm_up(runner, config, max_model_len=sizing.max_model_len, vocab_size=loaded.vocab_size)
@@ -59,13 +62,26 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner | OverlappedRunner, 
     kv.clear_pad_block()
     decided = (
         f"model: {loaded.architecture} from {config.model}, {describe_bytes(loaded.resident_bytes)} of weights{_rounded(config)}",
-        f"dtype: {str(dtype).removeprefix('torch.')}, {why_dtype}",
+        f"dtype: {_name(dtype)}, {why_dtype}",
         f"kernels: {kernels}, {why_kernels}{_compile_cache(kernels)}",
         f"threads: {threads.num_threads}, {threads.reason}; Numba's layer: {threads.layer}",
+        f"KV dtype: {_name(kv_dtype)}, {why_kv}",
         *sizing.lines,
         f"warm-up: {seconds:.1f} s",
     )
-    return runner, _model_info(config, folder, loaded, sizing, decided)
+    return runner, _model_info(config, folder, loaded, groups, sizing, decided)
+
+
+def _kv_dtype(config: EngineConfig, computed: torch.dtype) -> tuple[torch.dtype, str]:
+    """(dtype of the KV cache, why)."""
+    if config.kv_cache_dtype == "auto":
+        return computed, "as computed"
+    scales = ", with a scale per token and head" if config.kv_cache_dtype == "int8" else ""
+    return getattr(torch, config.kv_cache_dtype), f"as configured{scales}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _rounded(config: EngineConfig) -> str:
@@ -95,7 +111,7 @@ def _check_weights_fit(found: ModelDescription, available: Available) -> None:
         )
 
 
-def _size(config: EngineConfig, loaded: LoadedModel) -> KvSizing:
+def _size(config: EngineConfig, loaded: LoadedModel, groups: tuple[KvGroup, ...]) -> KvSizing:
     available = read_memory(config.device)
     budget = Budget(
         available_bytes=available.num_bytes,
@@ -103,7 +119,7 @@ def _size(config: EngineConfig, loaded: LoadedModel) -> KvSizing:
         weight_bytes=loaded.resident_bytes,
         activation_bytes=activation_bytes(config, loaded.model.spec.hidden_size, loaded.vocab_size, loaded.max_model_len),
     )
-    return size_kv(config, loaded.model.kv_groups, loaded.max_model_len, budget)
+    return size_kv(config, groups, loaded.max_model_len, budget)
 
 
 def _compile_cache(kernels: str) -> str:
@@ -112,11 +128,6 @@ def _compile_cache(kernels: str) -> str:
     from headrace.tensor.kernels.launch import CACHE
 
     return f"; {CACHE.reason}"
-
-
-def _allocate(config: EngineConfig, loaded: LoadedModel, sizing: KvSizing) -> KvCache:
-    model = loaded.model
-    return allocate_kv(model.kv_shapes, model.group_of, sizing.num_blocks, config.block_size, loaded.dtype, config.device)
 
 
 def _make_runner(config: EngineConfig, loaded: LoadedModel, sizing: KvSizing, kv: KvCache) -> ModelRunner | OverlappedRunner:
@@ -131,17 +142,19 @@ def _make_runner(config: EngineConfig, loaded: LoadedModel, sizing: KvSizing, kv
     return OverlappedRunner(runner) if config.depth > 1 else runner
 
 
-def _model_info(config: EngineConfig, folder: Path, loaded: LoadedModel, sizing: KvSizing, decided: tuple[str, ...]) -> ModelInfo:
+def _model_info(
+    config: EngineConfig, folder: Path, loaded: LoadedModel, groups: tuple[KvGroup, ...], sizing: KvSizing, decided: tuple[str, ...]
+) -> ModelInfo:
     texts = {name: (folder / name).read_bytes() for names in TEXT_FILES.values() for name in names if (folder / name).is_file()}
     return ModelInfo(
         architecture=loaded.architecture,
         vocab_size=loaded.vocab_size,
         max_model_len=sizing.max_model_len,
         eos_token_ids=loaded.eos_token_ids,
-        kv_groups=loaded.model.kv_groups,
+        kv_groups=groups,
         block_size=config.block_size,
         num_blocks=sizing.num_blocks,
-        dtype=str(loaded.dtype).removeprefix("torch."),
+        dtype=_name(loaded.dtype),
         weight_bytes=loaded.weight_bytes,
         sampling_defaults=loaded.sampling_defaults,
         digests={"model": loaded.model_digest, **text_digests(texts)},

@@ -38,6 +38,7 @@ class LLM:
     dtype                   "auto" | "float32" | "bfloat16" | "float16" ("float" and "half" too)
     load_format             "auto" | "safetensors" | "dummy" (random weights from config.json)
     quantization            None | "int8" | "int4": linears' weights are rounded at load
+    kv_cache_dtype          "auto" | "bfloat16" | "int8"
     max_model_len, max_num_seqs, max_num_batched_tokens, block_size, enable_prefix_caching, enable_chunked_prefill
                             as in `engine.config.EngineConfig`; None: its default
     gpu_memory_utilization  share of the available memory for weights and KV cache
@@ -59,6 +60,7 @@ class LLM:
         dtype: str = "auto",
         load_format: str = "auto",
         quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
@@ -82,6 +84,7 @@ class LLM:
             "dtype": dtype,
             "load_format": load_format,
             "quantization": quantization,
+            "kv_cache_dtype": kv_cache_dtype,
             "max_model_len": max_model_len,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,

@@ -22,7 +22,6 @@ ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "data_parallel_size": ((1,), _PARALLEL),
     "enable_expert_parallel": ((False,), _PARALLEL),
     "distributed_executor_backend": ((None, "mp", "uni"), _PARALLEL),
-    "kv_cache_dtype": (("auto",), "The KV cache has the model's dtype."),
     "trust_remote_code": ((False,), _NO_CODE),
     "allow_deprecated_quantization": ((False,), _QUANTIZED),
     "tokenizer": ((None,), "The tokenizer of the model's folder is used."),

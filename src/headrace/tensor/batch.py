@@ -7,11 +7,13 @@ D head dimension, B blocks of a pool, S block size, M block-table width.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from headrace.core.kvgroup import KvGroup
 
 
 @dataclass(slots=True)
@@ -51,42 +53,86 @@ class Batch:
         return self.positions.shape[0]
 
 
+@dataclass(frozen=True, slots=True)
+class LayerKv:
+    """One layer's paged cache on one rank. A block, scales included, is one contiguous piece of memory.
+
+    values  [B, 2, S, K, D]; 0 = key, 1 = value. int8: an element is values * its vector's scale
+    scales  [B, 2, S, K] float32 where values are int8, else None
+    """
+
+    values: Tensor
+    scales: Tensor | None = None
+
+    def copy_block(self, source: int, target: int) -> None:
+        for part in self._parts():
+            part[target].copy_(part[source])
+
+    def clear_block(self, block: int) -> None:
+        for part in self._parts():
+            part[block].zero_()
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        return (self.values,) if self.scales is None else (self.values, self.scales)
+
+
 @dataclass(slots=True)
 class KvCache:
     """All layers' paged caches of one rank.
 
-    layers    per model layer: [B, 2, S, K, D]; 0 = key, 1 = value. A block is one contiguous piece
     group_of  per model layer: index of its KV group (into Batch.groups)
     """
 
-    layers: list[Tensor]
+    layers: list[LayerKv]
     group_of: tuple[int, ...]
     block_size: int
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         for layer, owner in zip(self.layers, self.group_of, strict=True):
             if owner == group:
-                layer[target].copy_(layer[source])
+                layer.copy_block(source, target)
 
     def clear_pad_block(self) -> None:
         """Zero block 0 of every pool, after it took the keys and values of made-up sequences."""
         for layer in self.layers:
-            layer[0].zero_()
+            layer.clear_block(0)
+
+
+def stored_as(group: KvGroup, dtype: torch.dtype) -> KvGroup:
+    """The group with a cache of this dtype."""
+    return replace(group, dtype_bytes=dtype.itemsize, scale_bytes=SCALE_BYTES if dtype == torch.int8 else 0)
 
 
 def allocate_kv(
     shapes: list[tuple[int, int]], group_of: tuple[int, ...], num_blocks: tuple[int, ...], block_size: int, dtype: torch.dtype, device: str
 ) -> KvCache:
-    """Zeroed caches. shapes: per layer (kv_heads, head_dim); num_blocks: per group, pad block included.
+    """Zeroed caches. shapes: per layer (kv_heads, head_dim); num_blocks: per group, pad block included. int8: with scales.
 
     On the host the pages are reserved and not touched: a large cache costs neither start-up time nor memory before it is used.
     """
+    allocate = _allocate_scaled if dtype == torch.int8 else _allocate_plain
     layers = [
-        _zeros((num_blocks[group], 2, block_size, heads, dim), dtype, device) for (heads, dim), group in zip(shapes, group_of, strict=True)
+        allocate((num_blocks[group], 2, block_size, heads, dim), dtype, device)
+        for (heads, dim), group in zip(shapes, group_of, strict=True)
     ]
     return KvCache(layers, group_of, block_size)
 
 
+def _allocate_plain(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> LayerKv:
+    return LayerKv(_zeros(shape, dtype, device))
+
+
+def _allocate_scaled(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> LayerKv:
+    """A block's values, then its scales. The blocks' size keeps both aligned: head sizes are even."""
+    blocks, vectors, dim = shape[0], math.prod(shape[1:-1]), shape[-1]
+    memory = _zeros((blocks, vectors * (dim + SCALE_BYTES)), dtype, device)
+    values = torch.unflatten(memory[:, : vectors * dim], 1, shape[1:])
+    scales = torch.unflatten(memory[:, vectors * dim :].view(torch.float32), 1, shape[1:-1])
+    return LayerKv(values, scales)
+
+
+SCALE_BYTES = 4
+"""Of the float32 scale of one key or value of one head."""
 _ALIGNMENT = 64
 """One cache line, and the widest vector."""
 

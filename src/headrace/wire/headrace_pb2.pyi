@@ -53,20 +53,22 @@ REJECT_DEADLINE: RejectKind
 REJECT_FAILED: RejectKind
 
 class KvGroup(_message.Message):
-    __slots__ = ("layers", "kv_heads", "head_dim", "dtype_bytes", "window", "state_bytes")
+    __slots__ = ("layers", "kv_heads", "head_dim", "dtype_bytes", "window", "state_bytes", "scale_bytes")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     DTYPE_BYTES_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SCALE_BYTES_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.RepeatedScalarFieldContainer[int]
     kv_heads: int
     head_dim: int
     dtype_bytes: int
     window: int
     state_bytes: int
-    def __init__(self, layers: _Optional[_Iterable[int]] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype_bytes: _Optional[int] = ..., window: _Optional[int] = ..., state_bytes: _Optional[int] = ...) -> None: ...
+    scale_bytes: int
+    def __init__(self, layers: _Optional[_Iterable[int]] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype_bytes: _Optional[int] = ..., window: _Optional[int] = ..., state_bytes: _Optional[int] = ..., scale_bytes: _Optional[int] = ...) -> None: ...
 
 class Scalar(_message.Message):
     __slots__ = ("number", "integer", "flag", "text")

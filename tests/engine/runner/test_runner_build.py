@@ -34,7 +34,7 @@ def test_the_runner_answers_and_its_facts_are_right(tiny_folder: Path, dense: De
     assert (info.architecture, info.vocab_size, info.max_model_len, info.eos_token_ids) == ("LlamaForCausalLM", VOCAB, CONTEXT, (2,))
     assert (info.block_size, info.num_blocks, info.dtype) == (16, (4 * CONTEXT // 16 + 1,), "float32")
     assert info.weight_bytes > 0
-    assert {line.partition(":")[0] for line in info.decided} == {"model", "threads", "dtype", "kernels", "KV memory", "KV cache", "warm-up"}
+    assert {line.partition(":")[0] for line in info.decided} == {"model", "threads", "dtype", "kernels", "KV dtype", "KV memory", "KV cache", "warm-up"}
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -55,10 +55,28 @@ def test_rounded_weights_answer_alike_whoever_computes_them(tiny_folder: Path, q
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize(("stored", "share"), [("bfloat16", 0.5), ("int8", 0.25 + 1 / 8)])
+def test_a_smaller_cache_answers_alike_whoever_computes_it(tiny_folder: Path, stored: str, share: float) -> None:
+    """tiny's heads have 8 elements: a scale is an eighth of what they are in float32."""
+    pytest.importorskip("numba")
+    plain = build_runner(config(tiny_folder))[1]
+    answers = []
+    for kernels in ("reference", "numba"):
+        runner, info = build_runner(config(tiny_folder, kernels=kernels, kv_cache_dtype=stored))
+        planner, prompt = Planner(block_size=16), [5, 6, 7, 8, 9]
+        planner.start(3, prompt)
+        tokens = [row_tokens(runner.submit(planner.plan((3, 0, 5, 1))).result())]
+        tokens += [row_tokens(runner.submit(planner.plan((3, 5 + i, 1, 1))).result()) for i in range(40)]
+        answers.append(tokens)
+        assert info.kv_groups[0].block_bytes(16) == share * plain.kv_groups[0].block_bytes(16)
+        assert f"KV dtype: {stored}, as configured" in "; ".join(info.decided)
+    assert answers[0] == answers[1]
+
+
 def test_warm_up_leaves_nothing_behind(tiny_folder: Path) -> None:
     runner, _ = build_runner(config(tiny_folder))
     assert isinstance(runner, ModelRunner)
-    assert not any(layer.any() for layer in runner.kv.layers), "only the pad block was written, and it was cleared"
+    assert not any(layer.values.any() for layer in runner.kv.layers), "only the pad block was written, and it was cleared"
     planner = Planner(block_size=16)
     planner.blocks[0] = []
     with pytest.raises(Exception, match="slot 0 has 0 known ids"):

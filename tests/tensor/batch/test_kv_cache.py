@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.tensor.batch import allocate_kv
+from headrace.core.kvgroup import KvGroup
+from headrace.tensor.batch import allocate_kv, stored_as
 
 
 def resident_kib() -> int:
@@ -16,8 +17,8 @@ def resident_kib() -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_caches_are_zero_aligned_and_contiguous(dtype: torch.dtype) -> None:
     kv = allocate_kv([(2, 8), (1, 24)], (0, 1), (5, 3), 4, dtype, "cpu")
-    assert [tuple(layer.shape) for layer in kv.layers] == [(5, 2, 4, 2, 8), (3, 2, 4, 1, 24)]
-    for layer in kv.layers:
+    assert [tuple(layer.values.shape) for layer in kv.layers] == [(5, 2, 4, 2, 8), (3, 2, 4, 1, 24)]
+    for layer in (layer.values for layer in kv.layers):
         assert layer.dtype is dtype
         assert layer.is_contiguous()
         assert layer.data_ptr() % 64 == 0
@@ -27,13 +28,38 @@ def test_caches_are_zero_aligned_and_contiguous(dtype: torch.dtype) -> None:
 def test_a_large_cache_takes_no_memory_before_it_is_used() -> None:
     before = resident_kib()
     kv = allocate_kv([(8, 128)], (0,), (1 << 15,), 16, torch.bfloat16, "cpu")
-    assert kv.layers[0].nbytes == 2 << 30
+    assert kv.layers[0].values.nbytes == 2 << 30
     assert resident_kib() - before < 64 * 1024
 
 
 def test_a_block_is_copied_in_all_layers_of_its_group() -> None:
     kv = allocate_kv([(1, 2), (1, 2), (1, 2)], (0, 1, 0), (3, 3), 2, torch.float32, "cpu")
     for layer in kv.layers:
-        layer[1] = 7.0
+        layer.values[1] = 7.0
     kv.copy_block(0, 1, 2)
-    assert [bool((layer[2] == 7.0).all()) for layer in kv.layers] == [True, False, True]
+    assert [bool((layer.values[2] == 7.0).all()) for layer in kv.layers] == [True, False, True]
+
+
+@pytest.mark.parametrize(("heads", "dim", "block_size"), [(2, 8, 4), (1, 24, 1), (3, 2, 5), (1, 6, 16)])
+def test_a_rounded_block_and_its_scales_are_one_piece_of_the_size_that_is_counted(heads: int, dim: int, block_size: int) -> None:
+    kv = allocate_kv([(heads, dim)], (0,), (5,), block_size, torch.int8, "cpu")
+    values, scales = kv.layers[0].values, kv.layers[0].scales
+    assert scales is not None
+    assert (values.shape, values.dtype) == ((5, 2, block_size, heads, dim), torch.int8)
+    assert (scales.shape, scales.dtype) == ((5, 2, block_size, heads), torch.float32)
+    size = stored_as(KvGroup((0,), heads, dim, 4), torch.int8).block_bytes(block_size)
+    assert values[1].is_contiguous()
+    assert scales[1].is_contiguous()
+    assert values[1].data_ptr() - values[0].data_ptr() == size
+    assert scales[0].data_ptr() - values[0].data_ptr() == values[0].nbytes
+    assert values[0].nbytes + scales[0].nbytes == size
+
+
+def test_scales_are_copied_and_cleared_with_their_block() -> None:
+    kv = allocate_kv([(1, 2)], (0,), (3,), 2, torch.int8, "cpu")
+    scales = kv.layers[0].scales
+    assert scales is not None
+    scales[0], scales[1] = 1.0, 2.0
+    kv.copy_block(0, 1, 2)
+    kv.clear_pad_block()
+    assert [{float(scale) for scale in scales[block].flatten()} for block in range(3)] == [{0.0}, {2.0}, {2.0}]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from headrace.tensor.kernels import Kernels
+from headrace.tensor.kernels.rounding import round_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class PagedBatch:
     block_table: Tensor
     row_starts: Tensor
     context_lens: Tensor
+    kv_scales: Tensor | None = None
 
     def attend(self, kernels: Kernels, *, window: int | None = None, softcap: float | None = None) -> Tensor:
         counts = self.row_starts.diff()
@@ -35,7 +37,15 @@ class PagedBatch:
             scale=self.query.shape[2] ** -0.5,
             window=window,
             softcap=softcap,
+            kv_scales=self.kv_scales,
         )
+
+    def stored_as(self, dtype: torch.dtype) -> PagedBatch:
+        """The same with a cache of another element type. What may not be seen stays NaN: in int8, by its scale."""
+        if dtype != torch.int8:
+            return replace(self, cache=self.cache.to(dtype))
+        whole, scales = round_inputs(self.cache)
+        return replace(self, cache=whole.to(dtype), kv_scales=scales.squeeze(-1).contiguous())
 
     def row(self, index: int, first: int = 0, count: int | None = None) -> PagedBatch:
         """Tokens first .. first + count of one row, alone in its step; the cache is the same."""
@@ -43,7 +53,8 @@ class PagedBatch:
         stop = end if count is None else start + count
         context = self.context_lens[index : index + 1] - (end - stop)
         starts = torch.tensor([0, stop - start], dtype=torch.int32)
-        return PagedBatch(self.query[start:stop], self.cache, self.block_table[index : index + 1], starts, context)
+        table = self.block_table[index : index + 1]
+        return PagedBatch(self.query[start:stop], self.cache, table, starts, context, self.kv_scales)
 
 
 def make_batch(

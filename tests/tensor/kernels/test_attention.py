@@ -53,6 +53,36 @@ def test_bfloat16_stays_within_one_rounding(paged_batch: Make, relative_error: E
     assert relative_error(got, batch.attend(REFERENCE, window=window)) < BFLOAT16_BOUND
 
 
+STORED = [(torch.float32, torch.bfloat16), (torch.float32, torch.int8), (torch.bfloat16, torch.int8)]
+"""Element types of the query and of a cache that has its own."""
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("dtype", "stored"), STORED)
+def test_a_cache_with_a_type_of_its_own(
+    paged_batch: Make, relative_error: Error, dtype: torch.dtype, stored: torch.dtype, window: int | None
+) -> None:
+    batch = paged_batch(MIXED, heads=6, kv_heads=2, head_dim=32, dtype=dtype).stored_as(stored)
+    got, want = batch.attend(cpu.KERNELS, window=window), batch.attend(REFERENCE, window=window)
+    assert got.dtype == dtype
+    assert relative_error(got, want) < (FLOAT32_BOUND if dtype == torch.float32 else BFLOAT16_BOUND)
+
+
+def test_rounded_keys_and_values_are_near_the_unrounded(paged_batch: Make, relative_error: Error) -> None:
+    """A key or value is off by half a step of 1/127 of its largest element at most; scales of the wrong vector would show."""
+    batch = paged_batch(MIXED, heads=6, kv_heads=2, head_dim=64)
+    lengths = torch.logspace(-3, 3, batch.cache.shape[0]).reshape(-1, 1, 1, 1, 1)
+    batch.cache.mul_(lengths)
+    batch.query.div_(lengths.max())
+    assert 1e-6 < relative_error(batch.stored_as(torch.int8).attend(cpu.KERNELS), batch.attend(REFERENCE)) < 0.03
+
+
+@pytest.mark.parametrize("kernels", [cpu.KERNELS, REFERENCE])
+def test_a_head_size_without_whole_registers_is_still_right(paged_batch: Make, relative_error: Error, kernels: Any) -> None:
+    batch = paged_batch([(3, 40)], heads=2, kv_heads=1, head_dim=10)
+    assert relative_error(batch.stored_as(torch.int8).attend(kernels), batch.attend(REFERENCE)) < 0.03
+
+
 @pytest.mark.parametrize("softcap", [2.0, 50.0])
 def test_softcap(paged_batch: Make, relative_error: Error, softcap: float) -> None:
     batch = paged_batch(MIXED, heads=4, kv_heads=2, head_dim=16)
@@ -115,20 +145,23 @@ def test_padding_tokens_behind_the_last_row_are_zero(paged_batch: Make) -> None:
 # --- a row's bits depend on that row alone ---
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "stored"), [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), *STORED])
 @pytest.mark.parametrize("window", [None, 100])
-def test_a_row_alone_has_the_bits_it_has_among_others(paged_batch: Make, dtype: torch.dtype, window: int | None) -> None:
-    batch = paged_batch(MIXED, heads=6, kv_heads=2, head_dim=32, dtype=dtype)
+def test_a_row_alone_has_the_bits_it_has_among_others(
+    paged_batch: Make, dtype: torch.dtype, stored: torch.dtype, window: int | None
+) -> None:
+    batch = paged_batch(MIXED, heads=6, kv_heads=2, head_dim=32, dtype=dtype).stored_as(stored)
     together = batch.attend(cpu.KERNELS, window=window)
     for row in range(len(MIXED)):
         start, end = batch.row_starts[row], batch.row_starts[row + 1]
         assert torch.equal(batch.row(row).attend(cpu.KERNELS, window=window), together[start:end])
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.int8])
 @pytest.mark.parametrize("window", [None, 90])
-def test_a_chunked_prefill_has_the_bits_of_a_whole_one(paged_batch: Make, window: int | None) -> None:
+def test_a_chunked_prefill_has_the_bits_of_a_whole_one(paged_batch: Make, stored: torch.dtype, window: int | None) -> None:
     """Chunks of odd sizes down to one token: prefill, chunked prefill, prefix hits and decode agree."""
-    batch = paged_batch([(150, 700)], heads=6, kv_heads=2, head_dim=32)
+    batch = paged_batch([(150, 700)], heads=6, kv_heads=2, head_dim=32).stored_as(stored)
     whole = batch.attend(cpu.KERNELS, window=window)
     first = 0
     for count in (1, 17, 5, 64, 1, 62):

@@ -90,6 +90,60 @@ def test_rotary_scatter_is_rotary_then_scatter(dtype: torch.dtype, head_dim: int
     assert torch.equal(mine[:, :4], theirs[:, :4])
 
 
+def _stored(dtype: torch.dtype, *shape: int) -> tuple[Tensor, Tensor | None]:
+    """A cache filled with something, and its scales where it is rounded."""
+    if dtype != torch.int8:
+        return torch.randn(shape).to(dtype), None
+    return torch.randint(-127, 128, shape, dtype=torch.int8), torch.rand(shape[:-1])
+
+
+STORED = pytest.mark.parametrize(
+    ("dtype", "stored"), [(torch.float32, torch.bfloat16), (torch.float32, torch.int8), (torch.bfloat16, torch.int8)]
+)
+
+
+@STORED
+def test_scatter_into_a_cache_with_a_type_of_its_own(dtype: torch.dtype, stored: torch.dtype) -> None:
+    qkv, slots = torch.randn(20, 8, 32).to(dtype), torch.randperm(60)[:20]
+    qkv[7, 5] = 0.0
+    slots[[3, 11]] = -1
+    mine, my_scales = _stored(stored, 9, 2, 7, 2, 32)
+    theirs, their_scales = mine.clone(), None if my_scales is None else my_scales.clone()
+    KERNELS.scatter_kv(qkv[:, 4:6], qkv[:, 6:], mine, slots, kv_scales=my_scales)
+    REFERENCE.scatter_kv(qkv[:, 4:6], qkv[:, 6:], theirs, slots, kv_scales=their_scales)
+    assert torch.equal(mine, theirs)
+    if my_scales is not None and their_scales is not None:
+        assert torch.equal(my_scales, their_scales)
+
+
+@STORED
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(32, 32), (48, 16), (40, 16)])
+def test_rotary_scatter_into_a_cache_with_a_type_of_its_own(
+    dtype: torch.dtype, stored: torch.dtype, head_dim: int, rotary_dim: int
+) -> None:
+    mine = torch.randn(20, 8, head_dim).to(dtype)
+    theirs, slots = mine.clone(), torch.randperm(64)[:20] + 8
+    slots[5] = -1
+    my_cache, my_scales = _stored(stored, 9, 2, 8, 2, head_dim)
+    their_cache, their_scales = my_cache.clone(), None if my_scales is None else my_scales.clone()
+    cos_sin, positions = _tables(20, rotary_dim)
+    KERNELS.rotary_scatter(mine[:, :4], mine[:, 4:6], mine[:, 6:], cos_sin, positions, my_cache, slots, kv_scales=my_scales)
+    REFERENCE.rotary_scatter(theirs[:, :4], theirs[:, 4:6], theirs[:, 6:], cos_sin, positions, their_cache, slots, kv_scales=their_scales)
+    assert torch.equal(my_cache, their_cache)
+    assert torch.equal(mine[:, :4], theirs[:, :4])
+    if my_scales is not None and their_scales is not None:
+        assert torch.equal(my_scales, their_scales)
+
+
+def test_a_key_that_is_no_number_spoils_its_own_scale_only() -> None:
+    key = torch.randn(3, 1, 16)
+    key[1, 0, 5] = float("nan")
+    cache, scales = torch.zeros(1, 2, 4, 1, 16, dtype=torch.int8), torch.zeros(1, 2, 4, 1)
+    KERNELS.scatter_kv(key, torch.randn(3, 1, 16), cache, torch.arange(3), kv_scales=scales)
+    assert scales[0, 0, :, 0].isnan().tolist() == [False, True, False, False]
+    assert not scales[0, 1].isnan().any()
+
+
 @DTYPES
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("dim", [3, 64, 1000])

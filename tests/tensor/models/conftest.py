@@ -99,7 +99,7 @@ class PagedRun:
         groups = len(model.kv_groups)
         self.kv = allocate_kv(model.kv_shapes, model.group_of, (num_blocks,) * groups, BLOCK_SIZE, dtype, "cpu")
         for layer in self.kv.layers:
-            layer.fill_(float("nan"))  # what was not written must not be read
+            layer.values.fill_(float("nan"))  # what was not written must not be read
         self.pools = [random.Random(seed + group).sample(range(1, num_blocks), num_blocks - 1) for group in range(groups)]
         self.rows: list[_Row] = []
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.tensor.batch import Batch, GroupBatch
+from headrace.tensor.batch import Batch, GroupBatch, LayerKv
 from headrace.tensor.checkpoint import Checkpoint
 from headrace.tensor.checkpoint_config import read_config
 from headrace.tensor.kernels import load_kernels
@@ -49,7 +49,7 @@ def test_ranks_blocks_sum_to_the_whole_block(family: str, make_oracle: Callable[
 
         def attention(model: Decoder, at: int = index) -> torch.Tensor:
             heads, dim = model.kv_shapes[at]
-            return model.blocks[at].attention(x, batch, group, torch.zeros(4, 2, 4, heads, dim))
+            return model.blocks[at].attention(x, batch, group, LayerKv(torch.zeros(4, 2, 4, heads, dim)))
 
         assert torch.allclose(attention(ranks[0]) + attention(ranks[1]), attention(whole), atol=1e-4)
         assert torch.allclose(ranks[0].blocks[index].mlp(x) + ranks[1].blocks[index].mlp(x), block.mlp(x), atol=1e-4)

@@ -88,13 +88,18 @@ class Kernels(Protocol):
         """
         ...
 
-    def scatter_kv(self, key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-        """Write key, value [T, K, D] into cache [B, 2, S, K, D] at slot_mapping [T] int64."""
+    def scatter_kv(self, key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor, *, kv_scales: Tensor | None = None) -> None:
+        """Write key, value [T, K, D] into cache [B, 2, S, K, D] at slot_mapping [T] int64, rounded to the cache's dtype.
+
+        An int8 cache comes with kv_scales [B, 2, S, K] float32: a vector is stored as round(x * (127 / max |x|)), ties to even, its
+        scale is max |x| / 127.
+        """
         ...
 
     def rotary_scatter(
-        self, query: Tensor, key: Tensor, value: Tensor, cos_sin: Tensor, positions: Tensor, cache: Tensor, slot_mapping: Tensor
-    ) -> None:
+        self, query: Tensor, key: Tensor, value: Tensor, cos_sin: Tensor, positions: Tensor, cache: Tensor, slot_mapping: Tensor,
+        *, kv_scales: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """`rotary` and `scatter_kv` in one pass. Whether `key` itself is turned is not said: the cache holds the turned key."""
         ...
 
@@ -110,8 +115,11 @@ class Kernels(Protocol):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of a ragged batch over the paged cache, which already holds this step's keys and values.
+
+        The cache may have another dtype than the query; an int8 one comes with kv_scales, see `scatter_kv`.
 
         query [T, H, D]; block_table [R, M] int32; row_starts [R + 1] int32; context_lens [R] int32. The query token i of row r stands
         at position context_lens[r] - (row_starts[r + 1] - row_starts[r]) + i and sees positions (p - window, p]. Returns [T, H, D].

@@ -16,7 +16,7 @@ from headrace.tensor.kernels.simd import as_i32, load
 ROWS = 4
 """Query vectors of a block of `simd`."""
 SPLIT = 512
-"""Keys of a split, at absolute positions; a multiple of `attention.TILE`."""
+"""Keys of a split, at absolute positions; a multiple of `attention_item.TILE`."""
 VECTORS = 32
 """Query vectors (tokens x heads of a group) per item, unless one token already has more."""
 WORK_PER_THREAD = 1 << 17

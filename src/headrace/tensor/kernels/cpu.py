@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from headrace.tensor.kernels import Kernels, Linear, PackedLinear, attention, elementwise, quantized
+from headrace.tensor.kernels import Kernels, Linear, PackedLinear, attention, cache_write, elementwise, quantized
 from headrace.tensor.kernels.cpu_features import LinearPath, linear_path, read_cpu_features
 from headrace.tensor.kernels.integer_simd import STRIP_COLUMNS
 from headrace.tensor.kernels.launch import settle, together
@@ -32,6 +32,13 @@ def _fits(*tensors: Tensor) -> bool:
     """One supported dtype, in this machine's memory, last dimensions contiguous."""
     dtype = tensors[0].dtype
     return dtype in _DTYPES and all(t.dtype == dtype and t.stride(-1) == 1 and t.device.type == "cpu" for t in tensors)
+
+
+def _fits_cache(x: Tensor, cache: Tensor, kv_scales: Tensor | None) -> bool:
+    """Whether kernels that compute in x's dtype read and write this cache: a stored type of its own needs whole registers per head."""
+    if (cache.dtype == torch.int8) != (kv_scales is not None) or cache.stride(-1) != 1 or cache.device.type != "cpu":
+        return False
+    return cache.dtype == x.dtype or (attention.supports(x.shape[-1]) and (x.dtype, cache.dtype) in attention.MIXED)
 
 
 def _outside() -> Kernels:
@@ -96,21 +103,23 @@ class NumbaKernels:
         if not _fits(query, key) or not _fits(cos_sin) or cos_sin.dtype != torch.float32:
             _outside().rotary(query, key, cos_sin, positions)
         else:
-            elementwise.rotary(query, key, cos_sin, positions)
+            cache_write.rotary(query, key, cos_sin, positions)
 
-    def scatter_kv(self, key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-        if not _fits(key, value, cache):
-            _outside().scatter_kv(key, value, cache, slot_mapping)
+    def scatter_kv(self, key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor, *, kv_scales: Tensor | None = None) -> None:
+        if not _fits(key, value) or not _fits_cache(key, cache, kv_scales):
+            _outside().scatter_kv(key, value, cache, slot_mapping, kv_scales=kv_scales)
         else:
-            elementwise.scatter_kv(key, value, cache, slot_mapping)
+            cache_write.scatter_kv(key, value, cache, slot_mapping, kv_scales)
 
     def rotary_scatter(
-        self, query: Tensor, key: Tensor, value: Tensor, cos_sin: Tensor, positions: Tensor, cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        if not _fits(query, key, value, cache) or not _fits(cos_sin) or cos_sin.dtype != torch.float32:
-            _outside().rotary_scatter(query, key, value, cos_sin, positions, cache, slot_mapping)
+        self, query: Tensor, key: Tensor, value: Tensor, cos_sin: Tensor, positions: Tensor, cache: Tensor, slot_mapping: Tensor,
+        *, kv_scales: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        fits = _fits(query, key, value) and _fits(cos_sin) and cos_sin.dtype == torch.float32 and _fits_cache(key, cache, kv_scales)
+        if fits:
+            cache_write.rotary_scatter(query, key, value, cos_sin, positions, cache, slot_mapping, kv_scales)
         else:
-            elementwise.rotary_scatter(query, key, value, cos_sin, positions, cache, slot_mapping)
+            _outside().rotary_scatter(query, key, value, cos_sin, positions, cache, slot_mapping, kv_scales=kv_scales)
 
     def attention(
         self,
@@ -124,13 +133,14 @@ class NumbaKernels:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
-        if not _fits(query, cache) or not attention.supports(query.shape[2]):
-            rest = {"max_count": max_count, "scale": scale, "window": window, "softcap": softcap}
+        if not _fits(query) or not _fits_cache(query, cache, kv_scales) or not attention.supports(query.shape[2]):
+            rest = {"max_count": max_count, "scale": scale, "window": window, "softcap": softcap, "kv_scales": kv_scales}
             return _outside().attention(query, cache, block_table, row_starts, context_lens, **rest)  # type: ignore[arg-type]
         out = torch.empty(query.shape, dtype=query.dtype)
         attention.paged_attention(
-            query, cache, block_table, row_starts, context_lens, out, scale=scale, window=window, softcap=softcap
+            query, cache, kv_scales, block_table, row_starts, context_lens, out, scale=scale, window=window, softcap=softcap
         )  # fmt: skip
         return out
 

@@ -20,6 +20,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from headrace.tensor.kernels.vector_ir import (
+    I8,
     I16,
     I32,
     I64,
@@ -38,7 +39,6 @@ from headrace.tensor.kernels.vector_ir import (
     store_floats,
 )
 
-I8 = ir.IntType(8)
 WORDS = ir.VectorType(I32, LANES)
 SHORTS = ir.VectorType(I16, 2 * LANES)
 BYTES = ir.VectorType(I8, 4 * LANES)
@@ -50,22 +50,6 @@ AHEAD = 12
 BYTE_OFFSET, NIBBLE_OFFSET = 128, 8
 NIBBLE_RUN = 32
 """Inputs whose nibble products may be added in 16 bits: 8 pair sums of at most 2 * 15 * 127."""
-
-
-def _cast_to(element: types.Type, stored: ir.Type) -> Any:
-    pointer = types.CPointer(element)
-
-    @intrinsic
-    def cast(_: Any, address: Any) -> tuple[Any, Emit]:
-        def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-            return builder.inttoptr(arguments[0], stored.as_pointer())
-
-        return pointer(types.intp), emit
-
-    return cast
-
-
-as_i8, as_i16 = _cast_to(types.int8, I8), _cast_to(types.int16, I16)
 
 
 def _vector(builder: ir.IRBuilder, pointer: ir.Value, like: ir.Type) -> ir.Value:
@@ -117,7 +101,7 @@ def _fold_neighbours(builder: ir.IRBuilder, values: ir.Value, element: ir.Type, 
 
 @intrinsic
 def largest_magnitude(_: Any, pointer: Any, length: Any) -> tuple[Any, Emit]:
-    """max |pointer[i]| over `length` float32, a multiple of LANES; NaN when one of them is NaN or infinite."""
+    """max |pointer[i]| over `length` float32 or bfloat16, a multiple of LANES; NaN when one of them is NaN or infinite."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         start, count = arguments
@@ -125,7 +109,7 @@ def largest_magnitude(_: Any, pointer: Any, length: Any) -> tuple[Any, Emit]:
         for slot in (best, poison):
             builder.store(constant(VECTOR, 0.0), slot)
         with cgutils.for_range(builder, builder.udiv(count, I64(LANES))) as loop:
-            value = load_floats(builder, step(builder, start, builder.mul(loop.index, I64(LANES))), types.float32, VECTOR)
+            value = load_floats(builder, step(builder, start, builder.mul(loop.index, I64(LANES))), pointer.dtype, VECTOR)
             builder.store(call_llvm(builder, "llvm.maxnum", builder.load(best), call_llvm(builder, "llvm.fabs", value)), best)
             builder.store(fma(builder, value, constant(VECTOR, 0.0), builder.load(poison)), poison)
         largest = fold_lanes(builder, builder.load(best), functools.partial(call_llvm, builder, "llvm.maxnum"))
@@ -146,7 +130,7 @@ def quantize(_: Any, target: Any, source: Any, length: Any, factor: Any) -> tupl
         builder.store(constant(WORDS, 0), total)
         with cgutils.for_range(builder, builder.udiv(count, I64(LANES))) as loop:
             first = builder.mul(loop.index, I64(LANES))
-            value = builder.fmul(load_floats(builder, step(builder, source_at, first), types.float32, VECTOR), scales)
+            value = builder.fmul(load_floats(builder, step(builder, source_at, first), source.dtype, VECTOR), scales)
             value = call_llvm(
                 builder, "llvm.minnum", call_llvm(builder, "llvm.maxnum", value, constant(VECTOR, -127.0)), constant(VECTOR, 127.0)
             )

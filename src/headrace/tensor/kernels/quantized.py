@@ -22,8 +22,6 @@ from headrace.tensor.kernels.integer_simd import (
     NIBBLE_RUN,
     STRIP,
     STRIP_COLUMNS,
-    as_i8,
-    as_i16,
     byte_block,
     largest_magnitude,
     nibble_block,
@@ -31,8 +29,8 @@ from headrace.tensor.kernels.integer_simd import (
 )
 from headrace.tensor.kernels.launch import compile_kernel, helper, launch, thread_limit, with_counter
 from headrace.tensor.kernels.linear import as_dtype, as_float32
-from headrace.tensor.kernels.rounding import RoundedWeight
-from headrace.tensor.kernels.simd import as_bf16, as_f32, as_i32, as_i64, at, load, store, take_ticket
+from headrace.tensor.kernels.rounding import INPUT_LIMIT, RoundedWeight
+from headrace.tensor.kernels.simd import as_bf16, as_f32, as_i8, as_i16, as_i32, as_i64, at, load, store, take_ticket
 from headrace.tensor.kernels.vector_ir import LANES
 
 Pointer = Any
@@ -123,14 +121,28 @@ def multiply_nibbles(p: Product, words: Pointer, scales: Pointer, group: int, co
 
 
 @helper
+def rounding_factor(largest: float) -> np.float32:
+    return np.float32(INPUT_LIMIT) / largest if largest > 0.0 else np.float32(0.0)
+
+
+@helper
 def quantize_row(source: Pointer, target: Pointer, inputs: int, group: int, sums: Pointer) -> float:
     """A row's integers, the sum of each group of them, and the scale that was used."""
     largest = largest_magnitude(source, inputs)
-    factor = np.float32(127.0) / largest if largest > 0.0 else np.float32(0.0)
+    factor = rounding_factor(largest)
     for number in range(inputs // group):
         first = number * group
         store(quantize(at(target, first), at(source, first), group, factor), sums, number)
-    scale: float = largest / np.float32(127.0)
+    scale: float = largest / np.float32(INPUT_LIMIT)
+    return scale
+
+
+@helper
+def round_vector(source: Pointer, target: Pointer, dim: int) -> float:
+    """`quantize_row` without sums."""
+    largest = largest_magnitude(source, dim)
+    quantize(target, source, dim, rounding_factor(largest))
+    scale: float = largest / np.float32(INPUT_LIMIT)
     return scale
 
 

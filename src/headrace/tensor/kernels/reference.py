@@ -91,19 +91,24 @@ class ReferenceKernels:
         for heads in (query, key):
             _rotate(heads, cos[:, None, :], sin[:, None, :])
 
-    def scatter_kv(self, key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    def scatter_kv(self, key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor, *, kv_scales: Tensor | None = None) -> None:
         block_size = cache.shape[2]
         used = slot_mapping >= 0  # negative: a padding row
         slots = slot_mapping[used]
         blocks, offsets = slots // block_size, slots % block_size
-        cache[blocks, 0, offsets] = key[used].to(cache.dtype)
-        cache[blocks, 1, offsets] = value[used].to(cache.dtype)
+        for part, vectors in enumerate((key[used], value[used])):
+            if kv_scales is None:
+                cache[blocks, part, offsets] = vectors.to(cache.dtype)
+            else:
+                whole, scales = round_inputs(vectors)
+                cache[blocks, part, offsets], kv_scales[blocks, part, offsets] = whole.to(cache.dtype), scales.squeeze(-1)
 
     def rotary_scatter(
-        self, query: Tensor, key: Tensor, value: Tensor, cos_sin: Tensor, positions: Tensor, cache: Tensor, slot_mapping: Tensor
-    ) -> None:
+        self, query: Tensor, key: Tensor, value: Tensor, cos_sin: Tensor, positions: Tensor, cache: Tensor, slot_mapping: Tensor,
+        *, kv_scales: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.rotary(query, key, cos_sin, positions)
-        self.scatter_kv(key, value, cache, slot_mapping)
+        self.scatter_kv(key, value, cache, slot_mapping, kv_scales=kv_scales)
 
     def attention(
         self,
@@ -117,6 +122,7 @@ class ReferenceKernels:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         out = torch.zeros_like(query)
         starts, contexts = row_starts.tolist(), context_lens.tolist()
@@ -126,7 +132,7 @@ class ReferenceKernels:
                 continue
             first_position = context - (end - start)
             first_seen = 0 if window is None else max(0, first_position - window + 1)
-            key, value = gather_context(cache, block_table[row], first_seen, context)
+            key, value = gather_context(cache, block_table[row], first_seen, context, kv_scales)
             mask = causal_mask(first_position, first_seen, context, window, query.device)
             out[start:end] = masked_attention(query[start:end], key, value, mask, scale, softcap)
         return out
@@ -144,16 +150,20 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
     heads[..., : 2 * half] = turned.to(heads.dtype)
 
 
-def gather_context(cache: Tensor, blocks: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+def gather_context(cache: Tensor, blocks: Tensor, first: int, last: int, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Keys and values of positions [first, last) of one row, each [last - first, K, D], copied out of cache [B, 2, S, K, D].
 
-    blocks [M] is the row's part of the block table. Only blocks that hold a wanted position are read.
+    With scales [B, 2, S, K] they are float32: each stored vector times its scale. blocks [M] is the row's part of the block table. Only
+    blocks that hold a wanted position are read.
     """
     block_size = cache.shape[2]
     positions = torch.arange(first, last, device=cache.device)
     ids = blocks[positions // block_size].long()
     offsets = positions % block_size
-    return cache[ids, 0, offsets], cache[ids, 1, offsets]
+    key, value = cache[ids, 0, offsets], cache[ids, 1, offsets]
+    if scales is None:
+        return key, value
+    return key * scales[ids, 0, offsets].unsqueeze(-1), value * scales[ids, 1, offsets].unsqueeze(-1)
 
 
 def causal_mask(first_position: int, first_seen: int, context: int, window: int | None, device: torch.device) -> Tensor:

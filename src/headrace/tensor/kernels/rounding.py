@@ -95,8 +95,9 @@ def _divisor(scales: Tensor) -> Tensor:
 
 
 def round_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows x [T, in] -> (whole numbers as float32 [T, in], scales float32 [T, 1]). A row with NaN or infinity has the scale NaN."""
+    """Rows x [..., in] -> (whole numbers as float32 [..., in], scales float32 [..., 1]). A row with NaN or infinity has the scale NaN."""
     wide = x.float()
-    largest = wide.abs().amax(dim=1, keepdim=True) + (wide * 0.0).sum(dim=1, keepdim=True)
-    factor = torch.where(largest > 0, INPUT_LIMIT / largest, 0.0)
+    largest = wide.abs().amax(dim=-1, keepdim=True) + (wide * 0.0).sum(dim=-1, keepdim=True)
+    limit = torch.full_like(largest, INPUT_LIMIT)  # a number over a tensor would be its reciprocal, rounded, times the number
+    factor = torch.where(largest > 0, limit / largest, 0.0)
     return (wide * factor).round_().clamp_(-INPUT_LIMIT, INPUT_LIMIT).nan_to_num_(0.0), largest / INPUT_LIMIT

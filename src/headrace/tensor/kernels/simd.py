@@ -68,7 +68,9 @@ def _cast_to(element: types.Type) -> Any:
     return cast
 
 
-as_f32, as_bf16, as_i32, as_i64 = (_cast_to(element) for element in (types.float32, types.uint16, types.int32, types.int64))
+as_f32, as_bf16, as_i8, as_i16, as_i32, as_i64 = (
+    _cast_to(element) for element in (types.float32, types.uint16, types.int8, types.int16, types.int32, types.int64)
+)
 
 
 @intrinsic
@@ -198,7 +200,7 @@ def _columns(builder: ir.IRBuilder, base: ir.Value, offsets: ir.Value) -> list[i
 def dot_block(_: Any, out: Any, out_stride: Any, a: Any, a_stride: Any, b: Any, offsets: Any, length: Any, rows: Any) -> tuple[Any, Emit]:
     """out[r * out_stride + c] = dot(a[r * a_stride:], b[offsets[c]:]) over `length` elements, for r < rows, c < COLUMNS.
 
-    out, a float32; offsets int64; b float32 or bfloat16; length a multiple of LANES; rows the literal 1 or 4.
+    out, a float32; offsets int64; b float32, bfloat16 or int8; length a multiple of LANES; rows the literal 1 or 4.
     """
     num_rows = rows.literal_value
 
@@ -230,7 +232,7 @@ def dot_block(_: Any, out: Any, out_stride: Any, a: Any, a_stride: Any, b: Any, 
 def value_block(_: Any, out: Any, weights: Any, weight_stride: Any, b: Any, offsets: Any, length: Any, rows: Any) -> tuple[Any, Emit]:
     """out[r * length + d] += weights[r * weight_stride + c] * b[offsets[c] + d] for r < rows, d < length, c = 0 .. COLUMNS - 1 in order.
 
-    out, weights float32; offsets int64; b float32 or bfloat16; length a multiple of LANES; rows the literal 1 or 4.
+    out, weights float32; offsets int64; b float32, bfloat16 or int8; length a multiple of LANES; rows the literal 1 or 4.
     """
     num_rows = rows.literal_value
 

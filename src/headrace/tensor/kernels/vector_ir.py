@@ -1,7 +1,7 @@
 """Words of vector code: functions that write LLVM instructions, for the intrinsics of `simd`.
 
-Values are float32, alone or in vectors of LANES, one register of this CPU. Stored elements are float32 or bfloat16 (seen as uint16: the
-upper half of a float32). Every order of additions is written down here, once.
+Values are float32, alone or in vectors of LANES, one register of this CPU. Stored elements are float32, bfloat16 (seen as uint16: the
+upper half of a float32) or int8. Every order of additions is written down here, once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils, config
 
-F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 Emit = Callable[[Any, ir.IRBuilder, Any, Any], Any]
 
 
@@ -44,8 +44,8 @@ STRIP_COLUMNS = STRIP_VECTORS * LANES
 """Outputs of a linear that lie side by side in memory, see `linear`."""
 
 VECTOR = ir.VectorType(F32, LANES)
-ITEM_BYTES = {types.float32: 4, types.uint16: 2, types.int32: 4, types.int64: 8}
-STORED = {types.float32: F32, types.uint16: I16, types.int32: I32, types.int64: I64}
+ITEM_BYTES = {types.float32: 4, types.uint16: 2, types.int8: 1, types.int16: 2, types.int32: 4, types.int64: 8}
+STORED = {types.float32: F32, types.uint16: I16, types.int8: I8, types.int16: I16, types.int32: I32, types.int64: I64}
 
 
 def shaped(like: ir.Type, scalar: ir.Type) -> ir.Type:
@@ -94,6 +94,8 @@ def load_floats(builder: ir.IRBuilder, pointer: ir.Value, element: types.Type, l
     value = builder.load(builder.bitcast(pointer, stored.as_pointer()), align=ITEM_BYTES[element])
     if element == types.float32:
         return value
+    if element == types.int8:
+        return builder.sitofp(builder.sext(value, shaped(like, I32)), like)
     wide = builder.zext(value, shaped(like, I32))
     return builder.bitcast(builder.shl(wide, constant(wide.type, 16)), like)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.tensor.batch import Batch, GroupBatch
+from headrace.tensor.batch import Batch, GroupBatch, LayerKv
 from headrace.tensor.kernels import Linear
 from headrace.tensor.layers.rope import RopeSpec
 from headrace.tensor.layers.weights import Part, WeightReader, stacked_parts
@@ -61,8 +61,8 @@ class Attention:
     def linears(self) -> tuple[Linear, ...]:
         return self.qkv, self.output
 
-    def __call__(self, x: Tensor, batch: Batch, group: GroupBatch, cache: Tensor) -> Tensor:
-        """x [T, E] -> [T, E], to be summed over ranks. cache [B, 2, S, K, D] is modified in place."""
+    def __call__(self, x: Tensor, batch: Batch, group: GroupBatch, cache: LayerKv) -> Tensor:
+        """x [T, E] -> [T, E], to be summed over ranks. The cache is modified in place."""
         kernels, spec = self.kernels, self.spec
         qkv = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, spec.head_dim)
         query, key, value = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
@@ -70,15 +70,16 @@ class Attention:
             query = kernels.rms_norm(query, self.q_norm, self.eps)
         if self.k_norm is not None:
             key = kernels.rms_norm(key, self.k_norm, self.eps)
-        kernels.rotary_scatter(query, key, value, self.cos_sin, batch.positions, cache, group.slot_mapping)
+        kernels.rotary_scatter(query, key, value, self.cos_sin, batch.positions, cache.values, group.slot_mapping, kv_scales=cache.scales)
         seen = kernels.attention(
             query,
-            cache,
+            cache.values,
             group.block_table,
             batch.row_starts,
             batch.context_lens,
             max_count=batch.max_count,
             scale=spec.scale,
             window=spec.window,
+            kv_scales=cache.scales,
         )
         return self.output(seen.reshape(-1, self.heads * spec.head_dim))

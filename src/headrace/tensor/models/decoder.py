@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headrace.core.kvgroup import KvGroup
-from headrace.tensor.batch import Batch, GroupBatch, KvCache
+from headrace.tensor.batch import Batch, GroupBatch, KvCache, LayerKv
 from headrace.tensor.kernels import Kernels
 from headrace.tensor.layers.attention import Attention
 from headrace.tensor.layers.memory import return_freed_memory
@@ -61,7 +61,7 @@ class Block:
         )
         self.mlp_output_norm = norm(names.mlp_output_norm) if names.mlp_output_norm else None
 
-    def __call__(self, branch: Tensor, residual: Tensor, batch: Batch, group: GroupBatch, cache: Tensor) -> Tensor:
+    def __call__(self, branch: Tensor, residual: Tensor, batch: Batch, group: GroupBatch, cache: LayerKv) -> Tensor:
         """Adds `branch` and the attention's output to residual [T, E] in place; returns the feed-forward branch, not added yet."""
         branch = self.attention(self.attention_norm(branch, residual), batch, group, cache)
         if self.attention_output_norm is not None:

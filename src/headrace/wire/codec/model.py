@@ -57,6 +57,7 @@ def _encode_group(group: KvGroup) -> pb.KvGroup:
         dtype_bytes=group.dtype_bytes,
         window=group.window,
         state_bytes=group.state_bytes,
+        scale_bytes=group.scale_bytes,
     )
 
 
@@ -68,6 +69,7 @@ def _decode_group(message: pb.KvGroup) -> KvGroup:
         dtype_bytes=message.dtype_bytes,
         window=message.window if message.HasField("window") else None,
         state_bytes=message.state_bytes,
+        scale_bytes=message.scale_bytes,
     )
 
 
