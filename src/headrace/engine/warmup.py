@@ -1,4 +1,7 @@
-"""A few made-up steps before the first real one, so that compiling, packing and first-touch costs are paid before readiness.
+"""A few made-up steps before the first real one, so that compiling, or loading what was compiled, is paid before readiness.
+
+The steps are short: a kernel is compiled per dtype, never per size, and the memory of a step's activations is not kept, so a long step
+would leave nothing behind that a short one does not (docs/experiments.md, 2026-11-21).
 
 No block is taken: the tables of the sequences used here are empty, which means the pad block, so all their keys and values land there
 and are never read by anybody else.
@@ -16,7 +19,7 @@ from headrace.core.sampling import SamplingParams
 from headrace.engine.config import EngineConfig
 
 _DECODE_ROWS = 4
-_SHORT = 8
+_PROMPT_TOKENS = 8
 
 
 class _Ticket(Protocol):
@@ -28,27 +31,26 @@ class _Runner(Protocol):
 
 
 def warm_up(runner: _Runner, config: EngineConfig, *, max_model_len: int, vocab_size: int) -> float:
-    """Run a full prefill, a decode of one row, and a mixed step with every kind of sampling; leave no slot in use. Seconds it took.
+    """Run a prefill, a decode of one row, and a mixed step with every kind of sampling; leave no slot in use. Seconds it took.
 
     Raises whatever a step raises: an engine that cannot do this cannot serve.
     """
     began = time.perf_counter()
-    longest = min(config.max_num_batched_tokens, max_model_len - 2)
-    if longest > 0:
-        for plan in _plans(longest, min(config.max_num_seqs, _DECODE_ROWS), vocab_size):
+    length = min(config.max_num_batched_tokens, max_model_len - 2, _PROMPT_TOKENS)
+    if length > 0:
+        for plan in _plans(length, min(config.max_num_seqs, _DECODE_ROWS), vocab_size):
             runner.submit(plan).result()
     return time.perf_counter() - began
 
 
-def _plans(longest: int, num_rows: int, vocab_size: int) -> list[Plan]:
-    short = min(longest, _SHORT)
+def _plans(length: int, num_rows: int, vocab_size: int) -> list[Plan]:
     greedy = SamplingParams(temperature=0.0, seed=0)
     kinds = (greedy, SamplingParams(seed=1, top_p=0.9, logprobs=1), SamplingParams(seed=2, presence_penalty=1.0), SamplingParams(seed=3))
-    first = _plan([(0, 0, longest, 1)], started=(_started(0, longest, greedy, vocab_size),))
-    decode = _plan([(0, longest, 1, 1)])
-    others = tuple(_started(slot, short, kinds[slot % len(kinds)], vocab_size) for slot in range(1, num_rows))
-    mixed = _plan([(slot, 0, short, 1) for slot in range(1, num_rows)] + [(0, longest, 1, 1)], started=others)
-    batch = _plan([(slot, short, 1, 1) for slot in range(1, num_rows)] + [(0, longest, 1, 1)])
+    first = _plan([(0, 0, length, 1)], started=(_started(0, length, greedy, vocab_size),))
+    decode = _plan([(0, length, 1, 1)])
+    others = tuple(_started(slot, length, kinds[slot % len(kinds)], vocab_size) for slot in range(1, num_rows))
+    mixed = _plan([(slot, 0, length, 1) for slot in range(1, num_rows)] + [(0, length, 1, 1)], started=others)
+    batch = _plan([(slot, length, 1, 1) for slot in range(1, num_rows)] + [(0, length, 1, 1)])
     return [first, decode, mixed, batch, _plan([], ended=range(num_rows))]
 
 

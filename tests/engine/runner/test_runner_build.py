@@ -18,6 +18,8 @@ from headrace.engine.failpoints import Injected, armed
 from headrace.engine.memory import Available
 from headrace.engine.runner import ModelRunner, OverlappedRunner
 from headrace.engine.runner_build import build_runner
+from headrace.tensor.kernels import launch
+from headrace.tensor.kernels.cpu import FEW_TOKENS
 
 
 def config(folder: Path, **changes: Any) -> EngineConfig:
@@ -81,6 +83,16 @@ def test_warm_up_leaves_nothing_behind(tiny_folder: Path) -> None:
     planner.blocks[0] = []
     with pytest.raises(Exception, match="slot 0 has 0 known ids"):
         runner.submit(planner.plan((0, 0, 1, 1))).result()
+
+
+def test_the_longest_step_finds_every_kernel_compiled(tiny_folder: Path) -> None:
+    runner, _ = build_runner(config(tiny_folder, kernels="numba", max_num_batched_tokens=CONTEXT))
+    compiled = len(launch._COMPILED)
+    planner = Planner(block_size=16)
+    planner.start(0, [7] * (CONTEXT - 1))
+    row_tokens(runner.submit(planner.plan((0, 0, CONTEXT - 1, 1))).result())
+    assert CONTEXT - 1 > FEW_TOKENS, "a step of the other kind than those of the warm-up"
+    assert len(launch._COMPILED) == compiled
 
 
 def test_depth_two_computes_on_a_thread_of_its_own(tiny_folder: Path, dense: DenseLlama) -> None:
