@@ -8,7 +8,7 @@ ARGS   ?=
 BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.headrace-setup
 
-.PHONY: setup serve test test-slow test-mutants check bench proto clean
+.PHONY: setup serve test test-slow test-mutants check bench bench-smoke proto clean
 
 setup: $(STAMP)
 
@@ -38,6 +38,9 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m bench.run $(ARGS)
+
+bench-smoke: $(STAMP)
+	$(BIN)/python -m bench.smoke.run $(ARGS)
 
 proto: $(STAMP)
 	$(BIN)/python tools/make_proto.py
