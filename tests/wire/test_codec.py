@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 from google.protobuf.message import DecodeError
@@ -118,8 +117,7 @@ def updates(draw: st.DrawFn) -> SequenceUpdate:
         queue_time_s=draw(st.none() | finite),
     )
     if draw(st.booleans()):
-        return replace(
-            update,
+        return update._replace(
             finish=draw(st.sampled_from(FinishReason)),
             stop_token_id=draw(st.none() | tokens),
             error=draw(st.none() | text),

@@ -1,24 +1,21 @@
-"""Collects one step's columns; `build` freezes them."""
+"""Collects one step's changes of state; `build` freezes them and the step's rows."""
 
 from __future__ import annotations
 
 from array import array
 
 from headrace.core.plan import MoveKind, Plan, Started
+from headrace.policy.step import StepRows
 
 
 class PlanBuilder:
-    """Lists while a plan is being decided. Rows are appended in the order they will run."""
+    """Lists while a plan is being decided."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[int, int, int, int]] = []
         self.tables: list[tuple[int, int, int, int]] = []
         self.moves: list[tuple[int, int, int]] = []
         self.started: list[Started] = []
         self.ended: list[int] = []
-
-    def row(self, slot: int, start: int, count: int, samples: int) -> None:
-        self.rows.append((slot, start, count, samples))
 
     def table(self, group: int, slot: int, index: int, block: int) -> None:
         self.tables.append((group, slot, index, block))
@@ -31,18 +28,18 @@ class PlanBuilder:
         """State changes the runner must hear of even when no row is computed."""
         return bool(self.started or self.tables or self.moves or self.ended)
 
-    def build(self, step_id: int) -> Plan:
-        slots, starts, counts, samples = _columns(self.rows, 4)
+    def build(self, step_id: int, rows: StepRows) -> Plan:
+        """rows: closed; their columns become the plan's and are not changed any more."""
         groups, table_slots, indices, blocks = _columns(self.tables, 4)
         move_groups, sources, targets = _columns(self.moves, 3)
         return Plan(
             step_id=step_id,
-            slots=slots,
-            starts=starts,
-            counts=counts,
-            samples=samples,
-            adapter_slots=array("i", bytes(4 * len(slots))),
-            mask_slots=array("i", [-1]) * len(slots),
+            slots=rows.slots,
+            starts=rows.starts,
+            counts=rows.counts,
+            samples=rows.samples,
+            adapter_slots=array("i", bytes(4 * len(rows))),
+            mask_slots=array("i", [-1]) * len(rows),
             table_groups=groups,
             table_slots=table_slots,
             table_indices=indices,
@@ -56,7 +53,7 @@ class PlanBuilder:
         )
 
 
-def _columns(rows: list[tuple[int, ...]] | list[tuple[int, int, int, int]] | list[tuple[int, int, int]], width: int) -> list[array[int]]:
+def _columns(rows: list[tuple[int, int, int, int]] | list[tuple[int, int, int]], width: int) -> list[array[int]]:
     if not rows:
         return [array("i") for _ in range(width)]
     return [array("i", column) for column in zip(*rows, strict=True)]

@@ -9,34 +9,23 @@ There is one way in (`add`) and one way out (`end`), from every state. What a st
 from __future__ import annotations
 
 from array import array
-from typing import NamedTuple
 
 from headrace.core.errors import Overloaded, RequestTooLarge
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId, SeqId
 from headrace.core.load import EngineCounters
-from headrace.core.plan import TokenLogprobs
 from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.deadlines import Deadlines, Limit
 from headrace.policy.kvcache.manager import KvManager
+from headrace.policy.news import NOTHING, Output, token_updates
 from headrace.policy.queues import Queue, make_queue
 from headrace.policy.sequence import NO_SLOT, SeqState, Sequence
+from headrace.policy.step import Lane
 
 FORK = "headrace.fork"
 """Prerequisite of the 2nd..nth sequence of a request: the first one's prompt has been computed."""
-
-
-class Output(NamedTuple):
-    """What one row of a step produced."""
-
-    token_ids: array[int]
-    logprobs: tuple[TokenLogprobs | None, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-NOTHING = Output(array("i"))
 
 
 class Roster:
@@ -47,6 +36,8 @@ class Roster:
         self.kv = kv
         self.queue: Queue = make_queue(config.queue_policy)
         self.running: list[Sequence] = []
+        self.generation = 0
+        """Raised whenever a sequence starts to run or stops."""
         self.counters = EngineCounters()
         self._blocked: dict[SeqId, Sequence] = {}
         self._families: dict[RequestId, list[Sequence]] = {}
@@ -140,9 +131,15 @@ class Roster:
         tokens.extend(request.output_ids)
         self._next_seq += 1
         seq = Sequence(SeqId(self._next_seq), request, index, now, tokens, len(request.prompt_ids), self._limit(request))
+        seq.end_ids = self._end_ids(request)
         seq.missing = set(request.prerequisites) | ({FORK} if index else set())
         self.kv.open(seq)
         return seq
+
+    def _end_ids(self, request: EngineRequest) -> frozenset[int]:
+        """Tokens that end a sequence of this request. The engine's own set is shared, not copied."""
+        ends = frozenset() if request.params.ignore_eos else self._eos
+        return ends.union(request.params.stop_token_ids) if request.params.stop_token_ids else ends
 
     def _place(self, seq: Sequence) -> None:
         """Into the queue, or aside while prerequisites are missing."""
@@ -173,6 +170,7 @@ class Roster:
         seq.slot = self._free_slots.pop()
         seq.state = SeqState.RUNNING
         self.running.append(seq)
+        self.generation += 1
         if seq.first_scheduled is None:
             seq.first_scheduled = now
 
@@ -254,6 +252,7 @@ class Roster:
         if seq.state is SeqState.RUNNING:
             if seq.slot != NO_SLOT:
                 self.running.remove(seq)
+                self.generation += 1
                 self._give_slot_back(seq)
         elif seq.state is SeqState.WAITING:
             self.queue.remove(seq)
@@ -288,7 +287,7 @@ class Roster:
         for token in output.token_ids:
             seq.tokens.append(token)
             kept += 1
-            if (token in self._eos or token in params.stop_token_ids) and self._is_end_token(seq, token):
+            if token in seq.end_ids and seq.num_outputs >= params.min_tokens:
                 reason, stop_token = FinishReason.STOP, token
             elif len(seq.tokens) >= seq.limit:
                 reason = FinishReason.LENGTH
@@ -303,11 +302,13 @@ class Roster:
             self._end(seq, reason, is_told=True)
         self._updates.append(update)
 
-    def _is_end_token(self, seq: Sequence, token: int) -> bool:
-        params = seq.request.params
-        if seq.num_outputs < params.min_tokens:
-            return False
-        return (token in self._eos and not params.ignore_eos) or token in params.stop_token_ids
+    def tell_tokens(self, lane: Lane, token_ids: list[int], others: list[int]) -> None:
+        """What `append_output` tells of one token each, for a lane's sequences but the `others` (their places, ascending)."""
+        updates = token_updates(lane, token_ids)
+        for i in reversed(others):
+            del updates[i]
+        self.counters.generation_tokens += lane.num_counted - sum([lane.counted[i] for i in others])
+        self._updates += updates
 
     def fork_siblings(self, seq: Sequence) -> None:
         """The first sequence's prompt is computed: its siblings share it."""

@@ -24,40 +24,34 @@ from headrace.core.plan import Plan, Result, Started, TokenLogprobs
 from headrace.core.update import SequenceUpdate
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
+from headrace.policy.news import Output
 from headrace.policy.plan_builder import PlanBuilder
-from headrace.policy.roster import Output, Roster
+from headrace.policy.roster import Roster
 from headrace.policy.sequence import SeqState, Sequence
+from headrace.policy.step import NOBODY, Row, StepRows
 
 MAX_SCORED_TOKENS = 64
 """Prompt positions whose log-probabilities are computed in one chunked step. Each needs a row of logits over the whole vocabulary, many
 times the cost of a plain prompt token: a full budget of them would hold up everybody's next token for seconds."""
 
 
-@dataclass(slots=True, eq=False)
-class _Row:
-    """What a planned row meant, remembered until its step is committed or rolled back."""
-
-    seq: Sequence
-    incarnation: int
-    start: int
-    count: int
-    samples: int
-
-    @property
-    def is_current(self) -> bool:
-        """Its sequence still runs, and was not preempted since."""
-        return self.incarnation == self.seq.incarnation and self.seq.state is SeqState.RUNNING
-
-
 @dataclass(slots=True)
 class _Step:
     """A plan while it is being decided."""
 
-    budget: int
+    max_tokens: int
     builder: PlanBuilder
     score_budget: int = MAX_SCORED_TOKENS
-    rows: list[_Row] = field(default_factory=list)
+    rows: StepRows = field(default_factory=StepRows)
     num_prefills: int = 0
+    num_more: int = 0
+    """Tokens granted beyond one per row."""
+    num_charged: int = 0
+    """Leading rows the queue policy has been told of."""
+
+    @property
+    def budget(self) -> int:
+        return self.max_tokens - len(self.rows) - self.num_more
 
 
 class Scheduler:
@@ -67,7 +61,8 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.roster = Roster(config, kv)
-        self._rows: dict[int, list[_Row]] = {}
+        self._rows: dict[int, StepRows] = {}
+        self._lane = NOBODY
         self._unsent: PlanBuilder | None = None
         self._next_step = 1
 
@@ -82,7 +77,8 @@ class Scheduler:
         try:
             self._plan_running(step)
             self._plan_waiting(step, now)
-            if not (step.rows or step.builder.has_changes or self.roster.has_ended_slots):
+            self._charge(step)
+            if not (len(step.rows) or step.builder.has_changes or self.roster.has_ended_slots):
                 return None
             return self._freeze(step)
         except Exception:
@@ -91,35 +87,62 @@ class Scheduler:
 
     def _take_back(self, step: _Step) -> None:
         """Planning raised: the rows were never planned; blocks and slots already handed out are announced with the next plan."""
+        self._charge(step)
+        step.rows.close(self._lane, self.roster.generation)
         self._undo(step.rows)
-        step.builder.rows.clear()
         self._unsent = step.builder
 
     def _freeze(self, step: _Step) -> Plan:
         """Slots of those who left are announced before `started` is applied, so a slot may change hands within one plan."""
         step.builder.ended += self.roster.take_ended_slots()
-        plan = step.builder.build(self._next_step)
+        step.rows.close(self._lane, self.roster.generation)
+        self._lane = step.rows.lane
+        plan = step.builder.build(self._next_step, step.rows)
         self._rows[plan.step_id] = step.rows
         self.kv.last_planned = plan.step_id
         self._next_step += 1
         return plan
 
     def _plan_running(self, step: _Step) -> None:
-        decoding: list[Sequence] = []
+        """Who decodes first, one token each; then prefills in the queue policy's order.
+
+        The loop is the hottest place of the policy floor: a sequence below `run_until` has nothing to ask.
+        """
         prefilling: list[Sequence] = []
-        for seq in self.roster.running:
-            wanted = seq.wanted
-            if wanted == 1:
-                if not seq.is_complete:
-                    decoding.append(seq)
-            elif wanted > 1:
-                prefilling.append(seq)
-        for seq in decoding:
-            if seq.planned < seq.room and seq.state is SeqState.RUNNING:
-                self._grant(seq, 1, step)  # the usual case: its block has room, nothing to ask
-            else:
-                self._plan_one(seq, step)
-        for seq in self.roster.queue.prefill_order(prefilling) if len(prefilling) > 1 else prefilling:
+        seqs, starts = step.rows.seqs, step.rows.starts
+        for seq in list(self.roster.running):
+            start = seq.planned
+            if start < seq.run_until or self._renew(seq, step):
+                seq.planned = start + 1
+                seq.pending += 1
+                seqs.append(seq)
+                starts.append(start)
+            elif seq.state is SeqState.RUNNING:  # not preempted earlier in this plan
+                wanted = seq.wanted
+                if wanted > 1:
+                    prefilling.append(seq)
+                elif wanted == 1 and not seq.is_complete:
+                    self._plan_decode(seq, step)
+        step.rows.num_decodes = len(seqs)
+        if len(prefilling) > 1:
+            self._charge(step)
+            prefilling = self.roster.queue.prefill_order(prefilling)
+        for seq in prefilling:
+            self._plan_one(seq, step)
+
+    def _renew(self, seq: Sequence, step: _Step) -> bool:
+        """Give a sequence that decodes and has filled its block the next one. False: it has to be looked at."""
+        if seq.run_until == 0 or seq.run_until == seq.limit - 1 or step.budget <= 0:
+            return False
+        if not self.kv.grow(seq, seq.planned + 1, step.builder):
+            return False
+        seq.run_until = min(seq.room, seq.limit - 1)
+        return True
+
+    def _plan_decode(self, seq: Sequence, step: _Step) -> None:
+        if seq.planned < seq.room:
+            self._grant(seq, 1, step)  # its block has room, nothing to ask
+        else:
             self._plan_one(seq, step)
 
     def _plan_one(self, seq: Sequence, step: _Step) -> None:
@@ -134,7 +157,8 @@ class Scheduler:
                 return  # blocks come free with the step in flight
             if self.roster.drop_waiting_forks():
                 continue
-            planned = {row.seq.seq_id for row in step.rows}
+            self._charge(step)
+            planned = {other.seq_id for other in step.rows.seqs}
             victim = self.roster.queue.victim(other for other in self.roster.running if other.seq_id not in planned)
             if victim is seq and self._is_in_flight(seq):
                 return  # its own step may move a window on; preempting now would throw that step away, again and again
@@ -144,7 +168,7 @@ class Scheduler:
         self._grant(seq, count, step)
 
     def _is_in_flight(self, seq: Sequence) -> bool:
-        return any(row.seq is seq for rows in self._rows.values() for row in rows)
+        return any(seq in rows.seqs for rows in self._rows.values())
 
     def _share(self, seq: Sequence, wanted: int, step: _Step) -> int:
         """Tokens of this step for a sequence that wants `wanted`.
@@ -162,24 +186,31 @@ class Scheduler:
     def _grant(self, seq: Sequence, count: int, step: _Step) -> None:
         start = seq.planned
         samples = int(start + count == len(seq.tokens) + seq.pending)
-        step.builder.row(seq.slot, start, count, samples)
-        step.rows.append(_Row(seq, seq.incarnation, start, count, samples))
-        step.budget -= count
+        step.rows.add(seq, start, count, samples)
+        step.num_more += count - 1
         step.num_prefills += count > 1
         if seq.scores_prompt and start < seq.num_prompt:
             step.score_budget -= count
         seq.planned += count
         seq.pending += samples
-        if self.roster.queue.charges:
-            self.roster.queue.charge(seq, count)
+        seq.run_until = min(seq.room, seq.limit - 1) if samples else 0
+
+    def _charge(self, step: _Step) -> None:
+        """Tell the queue policy of the rows it has not heard of; always before it is asked for an opinion."""
+        if self.roster.queue.charges and step.num_charged < len(step.rows):
+            step.rows.fill()
+            for seq, count in zip(step.rows.seqs[step.num_charged :], step.rows.counts[step.num_charged :], strict=True):
+                self.roster.queue.charge(seq, count)
+            step.num_charged = len(step.rows)
 
     def _plan_waiting(self, step: _Step, now: float) -> None:
         """Admit in the queue's order. Static batching fills a batch when the last one has ended, and only then."""
         is_static = self.config.static_batching
-        if is_static and self.roster.running:
+        if not len(self.roster.queue) or not self.roster.has_free_slot or (is_static and self.roster.running):
             return
-        reserve = self._reserve() if len(self.roster.queue) else 0
+        reserve = self._reserve()
         while self.roster.has_free_slot and (step.budget > 0 or is_static):
+            self._charge(step)
             seq = self.roster.queue.head()
             if seq is None or seq.pending or not self._admit(seq, step, reserve, now):
                 return
@@ -232,23 +263,60 @@ class Scheduler:
     def commit(self, plan: Plan, result: Result) -> list[SequenceUpdate]:
         """Take a step's result in. Returns this step's updates and those of sequences that ended otherwise since the last commit."""
         rows = self._rows.pop(plan.step_id)
-        errors = dict(result.errors)
-        prompt_logprobs = dict(result.prompt_logprobs)
-        offset = 0
-        for i, (row, count) in enumerate(zip(rows, result.token_counts, strict=True)):
-            end = offset + count
-            if row.seq.state is not SeqState.DONE:
-                row.seq.pending -= row.samples
-                output = Output(result.token_ids[offset:end], result.logprobs[offset:end], _untold(row, prompt_logprobs.get(i, ())))
-                try:
-                    self._commit_row(row, output, errors.get(i))
-                except Exception as error:  # one sequence's bookkeeping must not take its neighbours along
-                    self.roster.fail(row.seq, f"internal error while taking in a step: {type(error).__name__}")
-            offset = end
+        num_decodes = rows.num_decodes if _are_plain(rows, result) else 0
+        if num_decodes:
+            self._commit_decodes(rows, result.token_ids[:num_decodes])
+        self._commit_rows(rows, result, num_decodes)
         self.kv.settle(plan.step_id)
         return self.roster.take_updates()
 
-    def _commit_row(self, row: _Row, output: Output, error: str | None) -> None:
+    def _commit_decodes(self, rows: StepRows, token_ids: array[int]) -> None:
+        """Take in the leading rows, one token each: together where the token is all there is to say, one by one where there is more."""
+        due: list[int] = []
+        others: list[int] = []
+        for i, (seq, start, token) in enumerate(zip(rows.lane.seqs, rows.starts, token_ids, strict=False)):
+            computed = start + 1
+            if computed >= seq.calm_until or token in seq.end_ids:
+                due.append(i)
+                if not _goes_on(seq, computed, token):
+                    others.append(i)
+                    continue
+            seq.pending -= 1
+            seq.computed = computed
+            seq.tokens.append(token)
+        self.roster.tell_tokens(rows.lane, token_ids.tolist(), others)
+        for i in due:  # in the rows' order, which is that of the cache's blocks
+            if i in others:
+                self._commit_guarded(rows.row(i), Output(token_ids[i : i + 1]), None)
+            else:
+                self._commit_blocks(rows.seqs[i])
+
+    def _commit_blocks(self, seq: Sequence) -> None:
+        try:
+            seq.calm_until = min(self.kv.commit(seq), seq.limit - 1)
+        except Exception as failure:  # as in `_commit_guarded`
+            self.roster.fail(seq, f"internal error while taking in a step: {type(failure).__name__}")
+
+    def _commit_rows(self, rows: StepRows, result: Result, first: int) -> None:
+        """Take in the rows from `first` on, of any kind; before it every row has one token."""
+        errors, prompt_logprobs = dict(result.errors), dict(result.prompt_logprobs)
+        offset = first
+        for i, (row, count) in enumerate(zip(rows.rows(first), result.token_counts[first:], strict=True), first):
+            end = offset + count
+            output = Output(result.token_ids[offset:end], result.logprobs[offset:end], _untold(row, prompt_logprobs.get(i, ())))
+            self._commit_guarded(row, output, errors.get(i))
+            offset = end
+
+    def _commit_guarded(self, row: Row, output: Output, error: str | None) -> None:
+        if row.seq.state is SeqState.DONE:
+            return
+        row.seq.pending -= row.samples
+        try:
+            self._commit_row(row, output, error)
+        except Exception as failure:  # one sequence's bookkeeping must not take its neighbours along
+            self.roster.fail(row.seq, f"internal error while taking in a step: {type(failure).__name__}")
+
+    def _commit_row(self, row: Row, output: Output, error: str | None) -> None:
         seq = row.seq
         if error is not None:
             self.roster.fail(seq, error)
@@ -257,22 +325,25 @@ class Scheduler:
             seq.computed = row.start + row.count
             if seq.computed >= seq.num_prompt > row.start:
                 self.roster.fork_siblings(seq)  # before the window moves on: a fork recomputes the last prompt token, seeing one token more
-            self.kv.commit(seq)
+            due = self.kv.commit(seq)
         self.roster.append_output(seq, output)
+        if row.is_current and seq.told_first:
+            seq.calm_until = min(due, seq.limit - 1)
 
     def rollback(self, plan: Plan) -> list[Sequence]:
         """The step raised: its rows were not computed. Blocks stay, KV writes are idempotent. Returns the rows' live sequences."""
         rows = self._rows.pop(plan.step_id)
         self._undo(rows)
         self.kv.settle(plan.step_id)
-        return [row.seq for row in rows if row.is_current]
+        return [row.seq for row in rows.rows() if row.is_current]
 
-    def _undo(self, rows: list[_Row]) -> None:
+    def _undo(self, rows: StepRows) -> None:
         """These rows will not be computed."""
-        for row in reversed(rows):
+        for row in reversed(rows.rows()):
             row.seq.pending -= row.samples
             if row.is_current:
                 row.seq.planned = row.start
+                row.seq.run_until = 0
             if self.roster.queue.charges:
                 self.roster.queue.charge(row.seq, -row.count)
 
@@ -285,7 +356,8 @@ class Scheduler:
                 count = min(self._share(seq, seq.wanted, step), held - seq.planned)
                 if count > 0:
                     self._grant(seq, count, step)
-        return self._freeze(step) if step.rows else None
+        self._charge(step)
+        return self._freeze(step) if len(step.rows) else None
 
     def delta_plan(self, plan: Plan) -> Plan:
         """The state changes of a plan that raised, without rows: applying them again is harmless, missing them is not."""
@@ -294,8 +366,8 @@ class Scheduler:
         builder.moves = list(zip(plan.move_groups, plan.move_sources, plan.move_targets, strict=True))
         builder.started = list(plan.started)
         builder.ended = list(plan.ended)
-        delta = builder.build(self._next_step)
-        self._rows[delta.step_id] = []
+        self._rows[self._next_step] = StepRows()
+        delta = builder.build(self._next_step, self._rows[self._next_step])
         self._next_step += 1
         return delta
 
@@ -304,14 +376,44 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError unless sequences, slots and blocks add up. Cheap; runs when idle and after every test."""
         self.roster.check()
+        in_flight = [row for rows in self._rows.values() for row in rows.rows()]
         for seq in self.roster.alive():
-            in_flight = [row for rows in self._rows.values() for row in rows if row.seq is seq]
-            assert seq.pending == sum(row.samples for row in in_flight), "pending ids and planned rows differ"
-            current = sum(row.count for row in in_flight if row.incarnation == seq.incarnation)
-            assert seq.state is not SeqState.RUNNING or seq.planned == seq.computed + current, "planned and computed differ"
+            self._check_sequence(seq, [row for row in in_flight if row.seq is seq])
+
+    def _check_sequence(self, seq: Sequence, in_flight: list[Row]) -> None:
+        """Counts agree with the rows in flight, and what lets a row pass in bulk is what a look at the sequence would say."""
+        assert seq.pending == sum(row.samples for row in in_flight), "pending ids and planned rows differ"
+        current = sum(row.count for row in in_flight if row.incarnation == seq.incarnation)
+        assert seq.state is not SeqState.RUNNING or seq.planned == seq.computed + current, "planned and computed differ"
+        if seq.planned < seq.run_until:
+            assert seq.state is SeqState.RUNNING, "planned in bulk, but does not run"
+            assert seq.wanted == 1, "planned in bulk, but does not decode"
+            assert seq.planned >= seq.num_prompt, "planned in bulk, but computes its prompt"
+            assert seq.run_until <= min(seq.room, seq.limit - 1), "planned in bulk, but has no room"
+        if seq.calm_until:
+            assert seq.told_first, "taken in in bulk, but its first token is not told"
+            assert all(row.is_current for row in in_flight), "taken in in bulk, but a row was planned before a preemption"
+            assert seq.calm_until <= min(self.kv.calm_until(seq), seq.limit - 1), "taken in in bulk, but something falls due"
 
 
-def _untold(row: _Row, entries: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs, ...]:
+def _are_plain(rows: StepRows, result: Result) -> bool:
+    """Whether each of the leading rows has one token, and nothing else is said of any."""
+    count = rows.num_decodes
+    if result.logprobs or any(row < count for row, _ in (*result.errors, *result.prompt_logprobs)):
+        return False
+    return result.token_counts[:count] == rows.samples[:count]
+
+
+def _goes_on(seq: Sequence, computed: int, token: int) -> bool:
+    """Whether a sequence that is calm goes on after this token.
+
+    One that was preempted or ended since its row was planned is not calm: `release` ends the calm, and it returns only with the commit of
+    a row planned later.
+    """
+    return seq.calm_until > 0 and computed < seq.limit - 1 and token not in seq.end_ids
+
+
+def _untold(row: Row, entries: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs, ...]:
     """Entries for prompt positions row.start + 1 and on, less those already delivered before a preemption or a repeated step."""
     if not entries or row.seq.index:
         return ()  # the sequences of a request share their prompt: the first one tells

@@ -39,6 +39,9 @@ class Sequence:
     blocks       per KV group, block ids in order; 0 where a window has passed
     hashes       identities of its full blocks, as far as they were needed
     room         positions below it may be written without asking the KV manager; 0 = ask
+    run_until    positions below it are planned in bulk: it decodes, has `room` and is not complete; 0 = look at it
+    calm_until   computed counts below it bring a token and nothing else: no end, no full block, no window passed; 0 = look at it
+    end_ids      tokens that end it, `min_tokens` apart
     registered   per KV group, leading blocks already offered to the prefix cache
     num_prompt_told  prompt log-probabilities delivered so far: a preempted prompt is computed again, not told again
     key          the queue policy's order, smaller first; set when it is pushed
@@ -59,6 +62,9 @@ class Sequence:
     incarnation: int = 0
     blocks: list[list[int]] = field(default_factory=list)
     room: int = 0
+    run_until: int = 0
+    calm_until: int = 0
+    end_ids: frozenset[int] = frozenset()
     registered: list[int] = field(default_factory=list)
     root: BlockHash = field(default_factory=lambda: BlockHash(b""))
     hashes: list[BlockHash] = field(default_factory=list)

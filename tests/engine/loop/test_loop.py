@@ -81,6 +81,7 @@ CALL_SITES = [
     (Roster, "expire"),
     (Scheduler, "_commit_row"),
     (Scheduler, "_plan_one"),
+    (Scheduler, "_renew"),
     (Scheduler, "_admit"),
     (Scheduler, "_grant"),
     (Scheduler, "_start"),

@@ -105,7 +105,7 @@ def test_large_news_is_split_into_frames_and_the_end_comes_last() -> None:
 def test_a_page_is_small_enough_for_others_to_get_between() -> None:
     outbox = Outbox()
     wide = tuple(TokenLogprobs(i, -2.0, 1, tuple(range(20)), (-1.0,) * 20) for i in range(4 * PAGE_POSITIONS))
-    outbox.put(Handle(1), replace(news(1, 0, (1,)), prompt_logprobs=wide))
+    outbox.put(Handle(1), news(1, 0, (1,))._replace(prompt_logprobs=wide))
     outbox.put(Handle(2), news(2, 0, (3,)))
     sizes = []
     while (frame := outbox.take()) is not None:
@@ -150,6 +150,6 @@ def test_rejections_and_the_draining_notice_are_sent_once() -> None:
 def test_only_one_sequences_updates_can_be_merged() -> None:
     with pytest.raises(ValueError, match="one sequence"):
         merge([news(1, 0, (1,)), news(1, 1, (2,))])
-    first = replace(news(1, 0, (1,)), num_cached_tokens=3, queue_time_s=0.5)
+    first = news(1, 0, (1,))._replace(num_cached_tokens=3, queue_time_s=0.5)
     both = merge([first, news(1, 0, (2,), finish=FinishReason.STOP)])
     assert (both.num_cached_tokens, both.queue_time_s, both.finish) == (3, 0.5, FinishReason.STOP)

@@ -125,8 +125,7 @@ def merge(parts: list[SequenceUpdate]) -> SequenceUpdate:
         raise ValueError("only updates of one sequence can be merged")
     cached = [part.num_cached_tokens for part in parts if part.num_cached_tokens is not None]
     queue_time = [part.queue_time_s for part in parts if part.queue_time_s is not None]
-    return replace(
-        last,
+    return last._replace(
         token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
         logprobs=tuple(entry for part in parts for entry in part.logprobs),
         prompt_logprobs=tuple(entry for part in parts for entry in part.prompt_logprobs),
@@ -141,7 +140,7 @@ def _pages(update: SequenceUpdate) -> Iterator[SequenceUpdate]:
     while len(entries) > PAGE_POSITIONS:
         yield SequenceUpdate(request_id=update.request_id, epoch=update.epoch, index=update.index, prompt_logprobs=entries[:PAGE_POSITIONS])
         entries = entries[PAGE_POSITIONS:]
-    yield update if entries is update.prompt_logprobs else replace(update, prompt_logprobs=entries)
+    yield update if entries is update.prompt_logprobs else update._replace(prompt_logprobs=entries)
 
 
 def _units(update: SequenceUpdate) -> int:

@@ -134,19 +134,23 @@ class KvManager:
 
         Full groups take blocks for everything known at once, so that an admitted prompt is never stopped halfway.
         """
-        targets = [end if group.window is not None else max(end, len(seq.tokens)) for group in self.groups]
         for index, pool in enumerate(self.pools):
-            if self.blocks_for(targets[index]) - len(seq.blocks[index]) + self._num_copies(seq, index) > pool.num_available:
+            needed = self.blocks_for(self._target(seq, index, end)) - len(seq.blocks[index]) + self._num_copies(seq, index)
+            if needed > pool.num_available:
                 return False
         for index, pool in enumerate(self.pools):
             self._copy_on_write(seq, index, builder)
-            blocks = seq.blocks[index]
-            while len(blocks) * self.block_size < targets[index]:
+            blocks, target = seq.blocks[index], self._target(seq, index, end)
+            while len(blocks) * self.block_size < target:
                 block = pool.take()
                 builder.table(index, seq.slot, len(blocks), block)
                 blocks.append(block)
-        seq.room = min(len(blocks) for blocks in seq.blocks) * self.block_size
+        seq.room = min(map(len, seq.blocks)) * self.block_size
         return True
+
+    def _target(self, seq: Sequence, group: int, end: int) -> int:
+        """Length that `grow` makes room for in a group."""
+        return end if self.groups[group].window is not None else max(end, len(seq.tokens))
 
     def _num_copies(self, seq: Sequence, group: int) -> int:
         """1 when the block that will be written first is shared or registered."""
@@ -188,14 +192,24 @@ class KvManager:
         child.hashes = parent.hashes[: num_prompt // self.block_size]
         child.computed = child.planned = num_prompt - 1
 
-    def commit(self, seq: Sequence) -> None:
-        """After `seq.computed` rose: register full blocks, let go of blocks the window has passed."""
+    def commit(self, seq: Sequence) -> int:
+        """After `seq.computed` rose: register full blocks, let go of blocks the window has passed. Returns `calm_until`."""
         full = seq.computed // self.block_size
         for index, group in enumerate(self.groups):
             if full > seq.registered[index]:
                 self._register(seq, index, full)
             if group.window is not None:
                 self._pass_window(seq, index, group.window)
+        return self.calm_until(seq)
+
+    def calm_until(self, seq: Sequence) -> int:
+        """Computed count from which `commit` has something to do: one more block is full, or the window has passed one."""
+        until = (min(seq.registered) + 1) * self.block_size
+        for group in self.groups:
+            if group.window is not None:
+                first = self._first_live(seq.computed, group.window)
+                until = min(until, (first + 1) * self.block_size + group.window - 1)
+        return until
 
     def _register(self, seq: Sequence, group: int, full: int) -> None:
         if self.caching and seq.uses_prefix_cache:
@@ -226,7 +240,7 @@ class KvManager:
                 pool.drop(blocks[i], until_step=self.last_planned, committed=self.last_committed)
             seq.blocks[index] = []
             seq.registered[index] = 0
-        seq.computed = seq.planned = seq.room = 0
+        seq.computed = seq.planned = seq.room = seq.run_until = seq.calm_until = 0
 
     @staticmethod
     def _unregister_own(pool: BlockPool, block: int, seq: Sequence, index: int) -> None:

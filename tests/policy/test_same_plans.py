@@ -1,0 +1,25 @@
+"""Passing rows in bulk decides nothing: plans and updates equal those of a scheduler that looks at every row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recorded_plans import record
+
+RECORDED = json.loads((Path(__file__).parent / "data" / "recorded_plans.json").read_text())
+"""seed -> digest, written down when every row had an object of its own and was looked at in every step."""
+
+
+@pytest.mark.parametrize("seed", RECORDED)
+def test_plans_are_those_of_the_scheduler_that_kept_an_object_per_row(seed: str) -> None:
+    assert record(int(seed)) == RECORDED[seed]
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(1000, 2**40))
+def test_rows_in_bulk_and_rows_one_by_one_give_the_same_plans_and_updates(seed: int) -> None:
+    assert record(seed) == record(seed, one_by_one=True)

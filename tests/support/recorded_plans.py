@@ -1,0 +1,163 @@
+"""Random lives of an engine as one digest each: every plan's bytes and every update, in order.
+
+`record(seed)` depends on the scheduler's decisions only, so a change that is meant to cost less and decide the same leaves all digests as
+they are. Updates of one turn are compared sequence by sequence: in which order the sequences of a step are told means nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from random import Random
+from typing import Any
+
+from engine_kit import FULL, VOCAB, WINDOW, DrivenEngine, request
+
+from headrace.core.ids import RequestId
+from headrace.core.plan import Plan, Result
+from headrace.core.plan_codec import encode_plan
+from headrace.core.request import PriorityClass
+from headrace.core.update import Rejected, SequenceUpdate
+from headrace.policy.scheduler import Scheduler
+
+POISON = 96
+TOLD = (
+    "request_id",
+    "epoch",
+    "index",
+    "token_ids",
+    "logprobs",
+    "prompt_logprobs",
+    "finish",
+    "stop_token_id",
+    "error",
+    "num_cached_tokens",
+    "queue_time_s",
+)
+
+
+def record(seed: int, *, one_by_one: bool = False) -> str:
+    """The digest of the life that `seed` draws. one_by_one: every row is looked at, none passes in bulk (the plain twin)."""
+    life = Life(seed)
+    if one_by_one:
+        look_at_every_row(life.driven.scheduler)
+    for _ in range(life.random.randint(20, 90)):
+        life.act()
+    life.driven.turn(40)
+    life.driven.clock.now += 100.0  # prerequisites that never came
+    life.driven.run()
+    return life.digest.hexdigest()
+
+
+def look_at_every_row(scheduler: Scheduler) -> None:
+    """Take back, before each decision, what lets rows pass in bulk."""
+    plan, commit = scheduler.plan, scheduler.commit
+
+    def forget() -> None:
+        for seq in scheduler.roster.alive():
+            seq.run_until = seq.calm_until = 0
+
+    def plan_one_by_one(now: float) -> Plan | None:
+        forget()
+        return plan(now)
+
+    def commit_one_by_one(plan: Plan, result: Result) -> list[SequenceUpdate]:
+        forget()
+        return commit(plan, result)
+
+    scheduler.plan = plan_one_by_one  # type: ignore[method-assign]
+    scheduler.commit = commit_one_by_one  # type: ignore[method-assign]
+
+
+class Life:
+    """An engine over the oracle runner, and chance that submits, cancels, finishes, waits and lets steps fail."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.digest = hashlib.blake2b(digest_size=16)
+        self.num_requests = 0
+        self.driven = DrivenEngine(**self._settings())
+        self.driven.runner.fail_when = [POISON]
+        compute, take = self.driven.runner.compute, self.driven.engine._outbox
+
+        def seen(plan: Plan) -> Result:
+            self.digest.update(encode_plan(plan))
+            return compute(plan)
+
+        def told(updates: list[SequenceUpdate | Rejected]) -> None:
+            self._note(updates)
+            take(updates)
+
+        self.driven.runner.compute = seen  # type: ignore[method-assign]
+        self.driven.engine._outbox = told
+
+    def _settings(self) -> dict[str, Any]:
+        draw = self.random
+        return {
+            "depth": draw.choice([1, 2]),
+            "caching": draw.random() < 0.6,
+            "groups": draw.choice([(FULL,), (FULL,), (FULL, WINDOW), (WINDOW,)]),
+            "queue_policy": draw.choice(["fcfs", "priority", "sjf", "fair"]),
+            "block_size": draw.choice([2, 4, 4, 8]),
+            "num_blocks": draw.choice([24, 40, 60, 200]),
+            "max_num_seqs": draw.choice([3, 6, 12]),
+            "max_num_batched_tokens": draw.choice([5, 12, 32]),
+            "max_model_len": 48,
+            "enable_chunked_prefill": draw.random() < 0.8,
+            "static_batching": draw.random() < 0.15,
+            "eos": (3, 5) if draw.random() < 0.5 else (),
+            "prerequisite_timeout_s": 20.0,
+        }
+
+    def _note(self, updates: list[SequenceUpdate | Rejected]) -> None:
+        for update in sorted(updates, key=lambda one: (one.request_id, getattr(one, "index", 0))):
+            facts = [str(update.error)] if isinstance(update, Rejected) else [getattr(update, name) for name in TOLD]
+            self.digest.update(repr(facts).encode())
+
+    def act(self) -> None:
+        """One of the things that happen, most often a few turns."""
+        draw, engine = self.random, self.driven.engine
+        name = RequestId(f"r{draw.randrange(self.num_requests + 1)}")
+        chance = draw.random()
+        if chance < 0.30:
+            self._submit()
+        elif chance < 0.34:
+            engine.cancel(name)
+        elif chance < 0.38:
+            engine.finish(name, draw.randrange(2), draw.randrange(8))
+        elif chance < 0.45:
+            engine.satisfied(name, "thing")
+        elif chance < 0.50:
+            self.driven.clock.now += draw.choice([0.5, 3.0, 25.0])
+        elif chance < 0.53 and self.driven.scheduler.roster.running:
+            self.driven.scheduler.roster.preempt(draw.choice(self.driven.scheduler.roster.running))
+        else:
+            self.driven.turn(draw.randint(1, 6))
+        self.driven.scheduler.check()
+
+    def _submit(self) -> None:
+        draw = self.random
+        family = draw.randrange(3)
+        prompt = [(family * 20 + i) % (VOCAB - 2) for i in range(draw.randint(1, 24))]
+        if draw.random() < 0.05:
+            prompt[-1] = POISON
+        self.driven.submit(
+            request(
+                f"r{self.num_requests}",
+                prompt,
+                max_tokens=draw.randint(1, 22),
+                n=draw.choice([1, 1, 1, 2, 3]),
+                ignore_eos=draw.random() < 0.5,
+                min_tokens=draw.choice([0, 0, 1]),
+                stop_token_ids=draw.choice([(), (), (7, 11, 13, 17, 19, 23)]),
+                stop=draw.choice([(), (), ("end",)]),
+                prompt_logprobs=draw.choice([None, None, None, 0]),
+                prerequisites=frozenset({"thing"}) if draw.random() < 0.1 else frozenset(),
+                deadline_s=draw.choice([None, None, None, 5.0]),
+                priority=draw.choice(list(PriorityClass)),
+                tenant=str(family),
+                weight=draw.choice([1.0, 2.0]),
+                salt=b"s" * family,
+                prefix_caching=draw.random() < 0.9,
+            )
+        )
+        self.num_requests += 1
