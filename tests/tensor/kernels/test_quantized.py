@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import llvmlite.binding
 import pytest
 import torch
+from llvmlite import ir
 from torch import Tensor
 
-from headrace.tensor.kernels import load_kernels
+from headrace.tensor.kernels import integer_simd, load_kernels
 from headrace.tensor.kernels.quantized import IntegerLinear, can_pack
 from headrace.tensor.kernels.rounding import GROUPS, Precision, group_for, round_inputs, round_weight
 
@@ -23,7 +29,7 @@ def made(out_features: int, in_features: int, *, seed: int = 0) -> tuple[Tensor,
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize(("out_features", "in_features"), [(64, 32), (1, 64), (65, 96), (200, 192), (448, 1088)])
+@pytest.mark.parametrize(("out_features", "in_features"), [(64, 32), (1, 64), (65, 96), (200, 192), (448, 1088), (2240, 64)])
 def test_the_compiled_product_is_the_plain_one(precision: Precision, has_bias: bool, out_features: int, in_features: int) -> None:
     weight, bias = made(out_features, in_features)
     rounded = round_weight(weight, precision)
@@ -146,3 +152,37 @@ def test_inputs_are_rounded_to_the_nearest_of_255() -> None:
     values, scales = round_inputs(torch.tensor([[1.0, -2.0, 0.0, 0.51 * 2 / 127], [0.0, 0.0, 0.0, 0.0]]))
     assert values.tolist() == [[64.0, -127.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]]
     assert scales[0].item() == pytest.approx(2 / 127)
+
+
+# --- CPUs with `vpdpbusd`, which this one may not be ---
+
+
+@pytest.mark.parametrize("lanes", [16, 8])
+def test_a_dot_product_of_bytes_is_one_instruction_where_there_is_one(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ir.VectorType(ir.IntType(32), lanes)
+    monkeypatch.setattr(integer_simd, "LANES", lanes)
+    monkeypatch.setattr(integer_simd, "WORDS", words)
+    module = ir.Module()
+    function = ir.Function(module, ir.FunctionType(words, [words] * 3), "dot")
+    builder = ir.IRBuilder(function.append_basic_block())
+    builder.ret(integer_simd.dot_bytes(builder, *function.args))
+    llvmlite.binding.initialize_all_targets()
+    llvmlite.binding.initialize_all_asmprinters()
+    target = llvmlite.binding.Target.from_triple("x86_64-unknown-linux-gnu")
+    machine = target.create_target_machine(cpu="icelake-server" if lanes == 16 else "alderlake")
+    assembly = machine.emit_assembly(llvmlite.binding.parse_assembly(str(module)))
+    assert "vpdpbusd" in assembly
+    assert ("zmm" if lanes == 16 else "ymm") in assembly
+
+
+def test_the_path_of_cpus_that_have_it_gives_the_same_results(tmp_path: Path) -> None:
+    if os.environ.get("HEADRACE_EMULATES_DOTS"):
+        assert integer_simd.HAS_DOTS
+        return
+    tests = ["plain_one", "neighbours", "not_finite", "largest", "gives_the_same"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.emulated_dots", "-k", " or ".join(tests), __file__]
+    environment = {**os.environ, "HEADRACE_CACHE_DIR": str(tmp_path), "HEADRACE_EMULATES_DOTS": "1"}
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "passed" in done.stdout

@@ -63,7 +63,7 @@ class NumbaKernels:
     """Implements `Kernels`; holds no state but which linear path is taken."""
 
     name = "numba"
-    packed_layout = f"strips of {STRIP_COLUMNS}"
+    packed_layout = f"strips of {STRIP_COLUMNS}, bytes in order"
 
     def __init__(self, *, deterministic: bool) -> None:
         self.deterministic = deterministic

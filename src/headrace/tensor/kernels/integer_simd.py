@@ -5,8 +5,9 @@ sums need no folding at the end and a group's scales are one vector. Integer sum
 gives the same. Weights are stored as unsigned numbers (value + OFFSET); what that adds to a dot product is OFFSET times the sum of its
 inputs, which is taken off at the end.
 
-Which instructions are used is decided by this CPU: `vpdpbusd` where it has VNNI, else `vpmaddwd` (bytes) and `vpmaddubsw` (nibbles,
-whose pair sums fit 16 bits), else what LLVM makes of the same arithmetic in plain words. Read `simd` first.
+Which instructions are used is decided by this CPU: `vpdpbusd` where it has VNNI (HAS_DOTS), else `vpmaddwd` (bytes, inputs widened to 16
+bits) and `vpmaddubsw` (nibbles, whose pair sums fit 16 bits), else what LLVM makes of the same arithmetic in plain words. The packed
+weights are the same for all. Read `simd` first.
 """
 
 from __future__ import annotations
@@ -48,8 +49,12 @@ STRIP_COLUMNS = STRIP * LANES
 AHEAD = 12
 """Iterations for which weights are fetched ahead, see `simd.AHEAD`."""
 BYTE_OFFSET, NIBBLE_OFFSET = 128, 8
+PAIR_ORDER = (0, 2, 1, 3)
+"""How four inputs of 16 bits are stored: a word's even bytes, and its odd ones, then meet neighbours."""
 NIBBLE_RUN = 32
 """Inputs whose nibble products may be added in 16 bits: 8 pair sums of at most 2 * 15 * 127."""
+HAS_DOTS = ("avx512vnni" if LANES == 16 else "avxvnni") in native_features() and LANES >= 8
+"""Four products of bytes are added to a word by one instruction."""
 
 
 def _vector(builder: ir.IRBuilder, pointer: ir.Value, like: ir.Type) -> ir.Value:
@@ -96,6 +101,11 @@ def _fold_neighbours(builder: ir.IRBuilder, values: ir.Value, element: ir.Type, 
     return builder.add(builder.shuffle_vector(values, values, even), builder.shuffle_vector(values, values, odd))
 
 
+def dot_bytes(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+    """total[i] + the sum of a[4i + j] b[4i + j] over j < 4; a unsigned bytes, b signed. For CPUs with HAS_DOTS."""
+    return _named(builder, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", WORDS, total, builder.bitcast(a, WORDS), builder.bitcast(b, WORDS))
+
+
 # --- inputs: float32 rows to integers ---
 
 
@@ -120,8 +130,8 @@ def largest_magnitude(_: Any, pointer: Any, length: Any) -> tuple[Any, Emit]:
 
 @intrinsic
 def quantize(_: Any, target: Any, source: Any, length: Any, factor: Any) -> tuple[Any, Emit]:
-    """target[i] = round(source[i] * factor), ties to even, within +-127; returns their sum. target int8 or int16; length a multiple of
-    LANES. What is not a number becomes something within the range: its row's scale is NaN."""
+    """target[i] = round(source[i] * factor), ties to even, within +-127; returns their sum. target int8, or int16 in the order of
+    PAIR_ORDER; length a multiple of LANES. What is not a number becomes something within the range: its row's scale is NaN."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         target_at, source_at, count, scale = arguments
@@ -136,6 +146,9 @@ def quantize(_: Any, target: Any, source: Any, length: Any, factor: Any) -> tupl
             )
             whole = builder.fptosi(call_llvm(builder, "llvm.rint", value), WORDS)
             builder.store(builder.add(builder.load(total), whole), total)
+            if target.dtype == types.int16:
+                order = [first + place for first in range(0, LANES, 4) for place in PAIR_ORDER]
+                whole = builder.shuffle_vector(whole, whole, ir.Constant(WORDS, order))
             where = builder.bitcast(step(builder, target_at, first), stored.as_pointer())
             builder.store(builder.trunc(whole, stored), where, align=1)
         return builder.sext(fold_lanes(builder, builder.load(total), builder.add), I64)
@@ -143,16 +156,23 @@ def quantize(_: Any, target: Any, source: Any, length: Any, factor: Any) -> tupl
     return types.intp(target, source, types.intp, types.float32), emit
 
 
-# --- blocks: `rows` rows of integers against STRIP registers of columns ---
+# --- blocks: `rows` rows of integers against `strips` strips of STRIP registers of columns ---
 
 
-def _pointers(builder: ir.IRBuilder, base: ir.Value, stride: ir.Value, rows: int) -> list[ir.Value]:
-    return [step(builder, base, builder.mul(stride, I64(r))) for r in range(rows)]
+def _pointers(builder: ir.IRBuilder, base: ir.Value, stride: ir.Value, count: int) -> list[ir.Value]:
+    return [step(builder, base, builder.mul(stride, I64(i))) for i in range(count)]
 
 
-def _weights(builder: ir.IRBuilder, start: ir.Value) -> list[ir.Value]:
-    """The STRIP registers at `start`; what is read some iterations later is asked for."""
-    places = [step(builder, start, c * LANES) for c in range(STRIP)]
+def _zeros(builder: ir.IRBuilder, count: int, like: ir.Type) -> list[ir.Value]:
+    places = [cgutils.alloca_once(builder, like) for _ in range(count)]
+    for place in places:
+        builder.store(constant(like, 0), place)
+    return places
+
+
+def _weights(builder: ir.IRBuilder, starts: list[ir.Value]) -> list[ir.Value]:
+    """The STRIP registers at each start; what is read some iterations later is asked for."""
+    places = [step(builder, start, c * LANES) for start in starts for c in range(STRIP)]
     words = [_vector(builder, place, WORDS) for place in places]
     for place in places:
         ask_for(builder, step(builder, place, AHEAD * STRIP * LANES))
@@ -163,58 +183,67 @@ def _finish(
     builder: ir.IRBuilder, sums: list[ir.Value], out: ir.Value, out_stride: ir.Value, bias: ir.Value, row_scales: ir.Value, rows: int
 ) -> None:
     """out[r, c] = sums[r, c] * scale of row r + bias[c]."""
+    registers = len(sums) // rows
     for r in range(rows):
         scale = splat(builder, builder.load(step(builder, row_scales, r)))
         target = step(builder, out, builder.mul(out_stride, I64(r)))
-        for c in range(STRIP):
+        for c in range(registers):
             added = load_floats(builder, step(builder, bias, c * LANES), types.float32, VECTOR)
-            value = fma(builder, sums[r * STRIP + c], scale, added)
+            value = fma(builder, sums[r * registers + c], scale, added)
             store_floats(builder, value, step(builder, target, c * LANES), types.float32)
 
 
 @intrinsic(prefer_literal=True)
 def byte_block(
-    _: Any, out: Any, out_stride: Any, x: Any, x_stride: Any, weights: Any, scales: Any, bias: Any, row_scales: Any, row_sums: Any,
-    length: Any, rows: Any,
+    _: Any, out: Any, out_stride: Any, x: Any, x_stride: Any, weights: Any, strip_stride: Any, scales: Any, bias: Any, row_scales: Any,
+    row_sums: Any, length: Any, rows: Any, strips: Any,
 ) -> tuple[Any, Emit]:  # fmt: skip
-    """out[r, c] = (sum over i of x[r, i] * (weights[i, c] - 128)) * scales[c] * row_scales[r] + bias[c] for a strip of columns.
+    """out[r, c] = (sum over i of x[r, i] * (weights[i, c] - 128)) * scales[c] * row_scales[r] + bias[c] for the columns of the strips.
 
-    x int16, values within +-127, length a multiple of 4. weights: per four inputs STRIP registers whose words hold the bytes of inputs
-    0, 2, 1, 3. row_sums int32: of x's rows. rows: a literal.
+    x int8 (HAS_DOTS) or int16 in PAIR_ORDER, values within +-127, length a multiple of 4. weights: strips strip_stride words apart, each
+    per four inputs STRIP registers whose words hold their bytes. row_sums int32: of x's rows. rows, strips: literals.
     """
-    num_rows = rows.literal_value
+    num_rows, num_strips = rows.literal_value, strips.literal_value
+    registers = num_strips * STRIP
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        out_at, out_step, x_at, x_step, weights_at, scales_at, bias_at, row_scales_at, row_sums_at, count = arguments[:10]
-        starts = _pointers(builder, x_at, x_step, num_rows)
-        totals = [cgutils.alloca_once(builder, WORDS) for _ in range(num_rows * STRIP)]
-        for total in totals:
-            builder.store(constant(WORDS, 0), total)
+        out_at, out_step, x_at, x_step, weights_at, strip_step, scales_at, bias_at, row_scales_at, row_sums_at, count = arguments[:11]
+        starts, bases = _pointers(builder, x_at, x_step, num_rows), _pointers(builder, weights_at, strip_step, num_strips)
+        totals = _zeros(builder, num_rows * registers, WORDS)
         with cgutils.for_range(builder, builder.udiv(count, I64(4))) as loop:
-            chunk = step(builder, weights_at, builder.mul(loop.index, I64(STRIP * LANES)))
-            words = _weights(builder, chunk)
-            halves = [(builder.and_(word, constant(WORDS, 0x00FF00FF)), _high_bytes(builder, word)) for word in words]
-            for r, start in enumerate(starts):
-                quad = step(builder, start, builder.mul(loop.index, I64(4)))
-                pairs = [_broadcast(builder, step(builder, quad, 2 * half)) for half in range(2)]
-                for c in range(STRIP):
-                    total = totals[r * STRIP + c]
-                    value = builder.load(total)
-                    for half in range(2):
-                        value = builder.add(value, add_pairs(builder, halves[c][half], pairs[half]))
-                    builder.store(value, total)
+            offset = builder.mul(loop.index, I64(STRIP * LANES))
+            words = _weights(builder, [step(builder, base, offset) for base in bases])
+            quads = [step(builder, start, builder.mul(loop.index, I64(4))) for start in starts]
+            _add_quads(builder, totals, words, quads)
         sums = []
         for r in range(num_rows):
             excess = splat(builder, builder.mul(builder.load(step(builder, row_sums_at, r)), I32(BYTE_OFFSET)), I32)
-            for c in range(STRIP):
-                exact = builder.sub(builder.load(totals[r * STRIP + c]), excess)
+            for c in range(registers):
+                exact = builder.sub(builder.load(totals[r * registers + c]), excess)
                 scale = load_floats(builder, step(builder, scales_at, c * LANES), types.float32, VECTOR)
                 sums.append(builder.fmul(builder.sitofp(exact, VECTOR), scale))
         _finish(builder, sums, out_at, out_step, bias_at, row_scales_at, num_rows)
         return context.get_dummy_value()
 
     intp = types.intp
-    return types.void(out, intp, x, intp, weights, scales, bias, row_scales, row_sums, intp, rows), emit
+    return types.void(out, intp, x, intp, weights, intp, scales, bias, row_scales, row_sums, intp, rows, strips), emit
+
+
+def _add_quads(builder: ir.IRBuilder, totals: list[ir.Value], words: list[ir.Value], quads: list[ir.Value]) -> None:
+    """totals[r, c] += the products of the four inputs at quads[r] and the bytes of words[c]."""
+    even = constant(WORDS, 0x00FF00FF)
+    halves = [] if HAS_DOTS else [(builder.and_(word, even), _high_bytes(builder, word)) for word in words]
+    for r, quad in enumerate(quads):
+        inputs = [_broadcast(builder, quad)] if HAS_DOTS else [_broadcast(builder, step(builder, quad, place)) for place in (0, 2)]
+        for c, word in enumerate(words):
+            total = totals[r * len(words) + c]
+            value = builder.load(total)
+            if HAS_DOTS:
+                value = dot_bytes(builder, value, word, inputs[0])
+            else:
+                for weights, pairs in zip(halves[c], inputs, strict=True):
+                    value = builder.add(value, add_pairs(builder, weights, pairs))
+            builder.store(value, total)
 
 
 def _high_bytes(builder: ir.IRBuilder, words: ir.Value) -> ir.Value:
@@ -225,63 +254,69 @@ def _high_bytes(builder: ir.IRBuilder, words: ir.Value) -> ir.Value:
 
 @intrinsic(prefer_literal=True)
 def nibble_block(
-    _: Any, out: Any, out_stride: Any, x: Any, x_stride: Any, weights: Any, scales: Any, bias: Any, row_scales: Any, group_sums: Any,
-    groups: Any, runs: Any, rows: Any,
+    _: Any, out: Any, out_stride: Any, x: Any, x_stride: Any, weights: Any, strip_stride: Any, scales: Any, bias: Any, row_scales: Any,
+    group_sums: Any, groups: Any, runs: Any, rows: Any, strips: Any,
 ) -> tuple[Any, Emit]:  # fmt: skip
     """out[r, c] = row_scales[r] * sum over groups g of scales[g, c] * (sum over i in g of x[r, i] * (weights[i, c] - 8)) + bias[c].
 
-    x int8 within +-127; a group has `runs` runs of NIBBLE_RUN inputs. weights: per eight inputs STRIP registers; the low nibbles of a
-    word's bytes are inputs 0..3, the high ones 4..7. scales bfloat16 [groups, STRIP_COLUMNS]. group_sums int32 [rows, groups]: of x's
-    groups. Groups are added in order, by fused multiply-adds. rows: a literal.
+    x int8 within +-127; a group has `runs` runs of NIBBLE_RUN inputs. weights: strips strip_stride words apart, each per eight inputs
+    STRIP registers; the low nibbles of a word's bytes are inputs 0..3, the high ones 4..7. scales bfloat16, strip by strip
+    [groups, STRIP_COLUMNS]. group_sums int32 [rows, groups]: of x's groups. Groups are added in order, by fused multiply-adds. rows,
+    strips: literals.
     """
-    num_rows = rows.literal_value
+    num_rows, num_strips = rows.literal_value, strips.literal_value
+    registers = num_strips * STRIP
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        out_at, out_step, x_at, x_step, weights_at, scales_at, bias_at, row_scales_at, group_sums_at, num_groups, num_runs = arguments[:11]
-        starts = _pointers(builder, x_at, x_step, num_rows)
-        totals = [cgutils.alloca_once(builder, VECTOR) for _ in range(num_rows * STRIP)]
-        wholes = [cgutils.alloca_once(builder, WORDS) for _ in totals]
-        for total in totals:
-            builder.store(constant(VECTOR, 0.0), total)
+        out_at, out_step, x_at, x_step, weights_at, strip_step, scales_at, bias_at, row_scales_at, group_sums_at = arguments[:10]
+        num_groups, num_runs = arguments[10:12]
+        starts, bases = _pointers(builder, x_at, x_step, num_rows), _pointers(builder, weights_at, strip_step, num_strips)
+        scale_bases = _pointers(builder, scales_at, builder.mul(num_groups, I64(STRIP_COLUMNS)), num_strips)
+        totals, wholes = _zeros(builder, num_rows * registers, VECTOR), _zeros(builder, num_rows * registers, WORDS)
         with cgutils.for_range(builder, num_groups) as group:
             for whole in wholes:
                 builder.store(constant(WORDS, 0), whole)
             with cgutils.for_range(builder, num_runs) as run:
                 number = builder.add(builder.mul(group.index, num_runs), run.index)
-                chunk = step(builder, weights_at, builder.mul(number, I64(NIBBLE_RUN // 8 * STRIP * LANES)))
+                offset = builder.mul(number, I64(NIBBLE_RUN // 8 * STRIP * LANES))
                 quads = [step(builder, start, builder.mul(number, I64(NIBBLE_RUN))) for start in starts]
-                _nibble_run(builder, wholes, quads, chunk)
+                _nibble_run(builder, wholes, quads, [step(builder, base, offset) for base in bases])
+            own = builder.mul(group.index, I64(STRIP_COLUMNS))
+            scale_places = [step(builder, step(builder, base, own), c * LANES) for base in scale_bases for c in range(STRIP)]
+            scales_now = [load_floats(builder, place, types.uint16, VECTOR) for place in scale_places]
             for r in range(num_rows):
                 place = builder.add(builder.mul(num_groups, I64(r)), group.index)
                 excess = splat(builder, builder.mul(builder.load(step(builder, group_sums_at, place)), I32(NIBBLE_OFFSET)), I32)
-                for c in range(STRIP):
-                    at = builder.add(builder.mul(group.index, I64(STRIP_COLUMNS)), I64(c * LANES))
-                    scale = load_floats(builder, step(builder, scales_at, at), types.uint16, VECTOR)
-                    exact = builder.sub(builder.load(wholes[r * STRIP + c]), excess)
-                    total = totals[r * STRIP + c]
+                for c, scale in enumerate(scales_now):
+                    exact = builder.sub(builder.load(wholes[r * registers + c]), excess)
+                    total = totals[r * registers + c]
                     builder.store(fma(builder, builder.sitofp(exact, VECTOR), scale, builder.load(total)), total)
         sums = [builder.load(total) for total in totals]
         _finish(builder, sums, out_at, out_step, bias_at, row_scales_at, num_rows)
         return context.get_dummy_value()
 
     intp = types.intp
-    return types.void(out, intp, x, intp, weights, scales, bias, row_scales, group_sums, intp, intp, rows), emit
+    return types.void(out, intp, x, intp, weights, intp, scales, bias, row_scales, group_sums, intp, intp, rows, strips), emit
 
 
-def _nibble_run(builder: ir.IRBuilder, wholes: list[ir.Value], quads: list[ir.Value], chunk: ir.Value) -> None:
-    """wholes[r, c] += the products of NIBBLE_RUN inputs; 16-bit sums in between."""
+def _nibble_run(builder: ir.IRBuilder, wholes: list[ir.Value], quads: list[ir.Value], chunks: list[ir.Value]) -> None:
+    """wholes[r, c] += the products of NIBBLE_RUN inputs; without HAS_DOTS, 16-bit sums in between."""
     low = constant(WORDS, 0x0F0F0F0F)
-    shorts: list[ir.Value | None] = [None] * len(wholes)
+    like = WORDS if HAS_DOTS else SHORTS
+    sums: list[ir.Value] = [constant(like, 0)] * len(wholes)
     for octet in range(NIBBLE_RUN // 8):
-        words = _weights(builder, step(builder, chunk, octet * STRIP * LANES))
+        words = _weights(builder, [step(builder, chunk, octet * STRIP * LANES) for chunk in chunks])
         halves = [(builder.and_(word, low), builder.and_(builder.lshr(word, constant(WORDS, 4)), low)) for word in words]
         for r, start in enumerate(quads):
             for half in range(2):
                 inputs = _broadcast(builder, step(builder, start, octet * 8 + half * 4))
-                for c in range(STRIP):
-                    products = add_byte_pairs(builder, halves[c][half], inputs)
-                    before = shorts[r * STRIP + c]
-                    shorts[r * STRIP + c] = products if before is None else builder.add(before, products)
+                for c in range(len(words)):
+                    place = r * len(words) + c
+                    if HAS_DOTS:
+                        sums[place] = dot_bytes(builder, sums[place], halves[c][half], inputs)
+                    else:
+                        sums[place] = builder.add(sums[place], add_byte_pairs(builder, halves[c][half], inputs))
     ones = constant(SHORTS, 1)
-    for whole, short in zip(wholes, shorts, strict=True):
-        builder.store(builder.add(builder.load(whole), add_pairs(builder, short, ones)), whole)
+    for whole, added in zip(wholes, sums, strict=True):
+        products = added if HAS_DOTS else add_pairs(builder, added, ones)
+        builder.store(builder.add(builder.load(whole), products), whole)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from headrace.tensor.kernels import PackedLinear
 from headrace.tensor.kernels.integer_simd import (
     BYTE_OFFSET,
+    HAS_DOTS,
     NIBBLE_OFFSET,
     NIBBLE_RUN,
     STRIP,
@@ -35,12 +36,13 @@ from headrace.tensor.kernels.vector_ir import LANES
 
 Pointer = Any
 
-ROWS = 4
+as_input = as_i8 if HAS_DOTS else as_i16
+"""Inputs of `byte_block`."""
+ROWS, STRIPS = 4, 4
+"""A block is so many rows by one strip, or one row by so many strips."""
 MAX_INPUTS = 1 << 16
 """Sums of products stay below 2**31 up to here."""
 WORK_PER_THREAD = 1 << 19
-BYTE_ORDER = [0, 2, 1, 3]
-"""Of four inputs in a word: the even bytes are then neighbours in the input, as are the odd ones."""
 
 
 def can_pack(weight: RoundedWeight) -> bool:
@@ -49,8 +51,8 @@ def can_pack(weight: RoundedWeight) -> bool:
 
 
 def pack_bytes(values: Tensor) -> Tensor:
-    """int8 [out, in] -> int32 [strips, in / 4, STRIP, LANES], the bytes of a word being value + 128 of inputs 0, 2, 1, 3."""
-    strips = _strips(values, BYTE_OFFSET, 4)[..., BYTE_ORDER]  # [strips, STRIP, LANES, in / 4, 4]
+    """int8 [out, in] -> int32 [strips, in / 4, STRIP, LANES], the bytes of a word being value + 128 of four inputs."""
+    strips = _strips(values, BYTE_OFFSET, 4)  # [strips, STRIP, LANES, in / 4, 4]
     return strips.permute(0, 3, 1, 2, 4).contiguous().view(torch.int32)[..., 0]
 
 
@@ -87,37 +89,66 @@ class Product(NamedTuple):
 
 
 @helper
-def multiply_bytes(p: Product, words: Pointer, scales: Pointer, counter: Pointer) -> None:
-    """Take strips until none is left; every row passes over a strip while it is in the second-level cache."""
-    strip = take_ticket(counter)
-    while strip * STRIP_COLUMNS < p.columns:
-        column = strip * STRIP_COLUMNS
-        weights, own_scales, bias = at(words, column * p.inputs // 4), at(scales, column), at(p.bias, column)
-        fours = p.rows // ROWS * ROWS
-        for row in range(0, fours, ROWS):
-            out, x = at(p.out, row * p.columns + column), at(p.x, row * p.inputs)
-            byte_block(out, p.columns, x, p.inputs, weights, own_scales, bias, at(p.row_scales, row), at(p.sums, row), p.inputs, ROWS)
-        for row in range(fours, p.rows):
-            out, x = at(p.out, row * p.columns + column), at(p.x, row * p.inputs)
-            byte_block(out, p.columns, x, p.inputs, weights, own_scales, bias, at(p.row_scales, row), at(p.sums, row), p.inputs, 1)
-        strip = take_ticket(counter)
+def bytes_of_rows(p: Product, words: Pointer, scales: Pointer, column: int, row: int, count: int, strips: int) -> None:
+    """`count` rows from `row` against `strips` strips from `column`; both have to be what a block is compiled for."""
+    out, x, size = at(p.out, row * p.columns + column), at(p.x, row * p.inputs), STRIP_COLUMNS * p.inputs // 4
+    weights, own, bias = at(words, column * p.inputs // 4), at(scales, column), at(p.bias, column)
+    row_scales, sums = at(p.row_scales, row), at(p.sums, row)
+    if count == ROWS:
+        byte_block(out, p.columns, x, p.inputs, weights, size, own, bias, row_scales, sums, p.inputs, ROWS, 1)
+    elif strips == STRIPS:
+        byte_block(out, p.columns, x, p.inputs, weights, size, own, bias, row_scales, sums, p.inputs, 1, STRIPS)
+    else:
+        byte_block(out, p.columns, x, p.inputs, weights, size, own, bias, row_scales, sums, p.inputs, 1, 1)
 
 
 @helper
-def multiply_nibbles(p: Product, words: Pointer, scales: Pointer, group: int, counter: Pointer) -> None:
-    strip = take_ticket(counter)
+def nibbles_of_rows(p: Product, words: Pointer, scales: Pointer, group: int, column: int, row: int, count: int, strips: int) -> None:
     groups, runs = p.inputs // group, group // NIBBLE_RUN
-    while strip * STRIP_COLUMNS < p.columns:
-        column = strip * STRIP_COLUMNS
-        weights, own_scales, bias = at(words, column * p.inputs // 8), at(scales, column * groups), at(p.bias, column)
-        fours = p.rows // ROWS * ROWS
-        for row in range(0, fours, ROWS):
-            out, x, sums = at(p.out, row * p.columns + column), at(p.x, row * p.inputs), at(p.sums, row * groups)
-            nibble_block(out, p.columns, x, p.inputs, weights, own_scales, bias, at(p.row_scales, row), sums, groups, runs, ROWS)
-        for row in range(fours, p.rows):
-            out, x, sums = at(p.out, row * p.columns + column), at(p.x, row * p.inputs), at(p.sums, row * groups)
-            nibble_block(out, p.columns, x, p.inputs, weights, own_scales, bias, at(p.row_scales, row), sums, groups, runs, 1)
-        strip = take_ticket(counter)
+    out, x, size = at(p.out, row * p.columns + column), at(p.x, row * p.inputs), STRIP_COLUMNS * p.inputs // 8
+    weights, own, bias = at(words, column * p.inputs // 8), at(scales, column * groups), at(p.bias, column)
+    row_scales, sums = at(p.row_scales, row), at(p.sums, row * groups)
+    if count == ROWS:
+        nibble_block(out, p.columns, x, p.inputs, weights, size, own, bias, row_scales, sums, groups, runs, ROWS, 1)
+    elif strips == STRIPS:
+        nibble_block(out, p.columns, x, p.inputs, weights, size, own, bias, row_scales, sums, groups, runs, 1, STRIPS)
+    else:
+        nibble_block(out, p.columns, x, p.inputs, weights, size, own, bias, row_scales, sums, groups, runs, 1, 1)
+
+
+@helper
+def multiply_bytes(p: Product, words: Pointer, scales: Pointer, span: int, counter: Pointer) -> None:
+    """Take spans of strips until none is left: blocks of ROWS rows strip by strip, which stays in the second-level cache meanwhile; then
+    the rows left over, several strips at once, as one stream of weights does not fill the memory's pipes."""
+    num_strips, fours, first = p.columns // STRIP_COLUMNS, p.rows // ROWS * ROWS, take_ticket(counter) * span
+    while first < num_strips:
+        last = min(first + span, num_strips)
+        for strip in range(first, last):
+            for row in range(0, fours, ROWS):
+                bytes_of_rows(p, words, scales, strip * STRIP_COLUMNS, row, ROWS, 1)
+        while fours < p.rows and first < last:
+            strips = STRIPS if last - first >= STRIPS else 1
+            for row in range(fours, p.rows):
+                bytes_of_rows(p, words, scales, first * STRIP_COLUMNS, row, 1, strips)
+            first += strips
+        first = take_ticket(counter) * span
+
+
+@helper
+def multiply_nibbles(p: Product, words: Pointer, scales: Pointer, group: int, span: int, counter: Pointer) -> None:
+    """`multiply_bytes` for nibbles."""
+    num_strips, fours, first = p.columns // STRIP_COLUMNS, p.rows // ROWS * ROWS, take_ticket(counter) * span
+    while first < num_strips:
+        last = min(first + span, num_strips)
+        for strip in range(first, last):
+            for row in range(0, fours, ROWS):
+                nibbles_of_rows(p, words, scales, group, strip * STRIP_COLUMNS, row, ROWS, 1)
+        while fours < p.rows and first < last:
+            strips = STRIPS if last - first >= STRIPS else 1
+            for row in range(fours, p.rows):
+                nibbles_of_rows(p, words, scales, group, first * STRIP_COLUMNS, row, 1, strips)
+            first += strips
+        first = take_ticket(counter) * span
 
 
 @helper
@@ -148,7 +179,7 @@ def round_vector(source: Pointer, target: Pointer, dim: int) -> float:
 
 def _quantize_bytes(arguments: int, worker: int, workers: int) -> None:
     a = as_i64(arguments)
-    source, target, scales, sums = as_f32(load(a, 0)), as_i16(load(a, 1)), as_f32(load(a, 2)), as_i32(load(a, 3))
+    source, target, scales, sums = as_f32(load(a, 0)), as_input(load(a, 1)), as_f32(load(a, 2)), as_i32(load(a, 3))
     rows, inputs = load(a, 4), load(a, 5)
     for row in range(worker, rows, workers):
         store(quantize_row(at(source, row * inputs), at(target, row * inputs), inputs, inputs, at(sums, row)), scales, row)
@@ -165,16 +196,16 @@ def _quantize_nibbles(arguments: int, worker: int, workers: int) -> None:
 
 def _multiply_bytes(arguments: int, worker: int, workers: int) -> None:
     a = as_i64(arguments)
-    x, row_scales, sums = as_i16(load(a, 1)), as_f32(load(a, 2)), as_i32(load(a, 3))
+    x, row_scales, sums = as_input(load(a, 1)), as_f32(load(a, 2)), as_i32(load(a, 3))
     p = Product(x, row_scales, sums, as_f32(load(a, 7)), as_f32(load(a, 8)), load(a, 4), load(a, 5), load(a, 9))
-    multiply_bytes(p, as_i32(load(a, 10)), as_f32(load(a, 11)), as_i64(load(a, 12)))
+    multiply_bytes(p, as_i32(load(a, 10)), as_f32(load(a, 11)), load(a, 13), as_i64(load(a, 12)))
 
 
 def _multiply_nibbles(arguments: int, worker: int, workers: int) -> None:
     a = as_i64(arguments)
     x, row_scales, sums = as_i8(load(a, 1)), as_f32(load(a, 2)), as_i32(load(a, 3))
     p = Product(x, row_scales, sums, as_f32(load(a, 7)), as_f32(load(a, 8)), load(a, 4), load(a, 5), load(a, 9))
-    multiply_nibbles(p, as_i32(load(a, 10)), as_bf16(load(a, 11)), load(a, 6), as_i64(load(a, 12)))
+    multiply_nibbles(p, as_i32(load(a, 10)), as_bf16(load(a, 11)), load(a, 6), load(a, 13), as_i64(load(a, 12)))
 
 
 @cache
@@ -193,6 +224,8 @@ class IntegerLinear:
         self.out_features, self.in_features, self.group = out_features, in_features, group
         self.words, self.scales = words, scales
         self.columns = words.shape[0] * STRIP_COLUMNS
+        # At least four spans per thread where there are enough, so that one slow thread does not hold up the rest.
+        self.span = max(1, min(STRIPS, words.shape[0] // (4 * thread_limit())))
         self.bias = torch.zeros(self.columns) if bias is None else F.pad(bias.float(), (0, self.columns - len(bias))).contiguous()
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (words, scales))
 
@@ -231,13 +264,13 @@ class IntegerLinear:
     def __call__(self, x: Tensor) -> Tensor:
         rows, inputs = x.shape
         wide = as_float32(x)
-        integers = torch.empty((rows, inputs), dtype=torch.int8 if self.group else torch.int16)
+        integers = torch.empty((rows, inputs), dtype=torch.int8 if self.group or HAS_DOTS else torch.int16)
         row_scales = torch.empty(rows, dtype=torch.float32)
         sums = torch.empty((rows, inputs // self.group if self.group else 1), dtype=torch.int32)
         out = torch.empty((rows, self.columns), dtype=torch.float32)
         tensors = (wide, integers, row_scales, sums)
         arguments = [tensor.data_ptr() for tensor in tensors] + [rows, inputs, self.group, out.data_ptr(), self.bias.data_ptr()]
-        memory = with_counter([*arguments, self.columns, self.words.data_ptr(), self.scales.data_ptr(), 0], 12)
+        memory = with_counter([*arguments, self.columns, self.words.data_ptr(), self.scales.data_ptr(), 0, self.span], 12)
         to_integers, product = _kernels(bool(self.group))
         launch(to_integers, memory, max(1, min(thread_limit(), rows // ROWS)), integers, wide, row_scales, sums)
         workers = max(1, min(thread_limit(), rows * inputs * self.columns // WORK_PER_THREAD))
