@@ -10,9 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("numba")
 
-from headrace.tensor.kernels import cpu
-from headrace.tensor.kernels import linear as linear_module
-from headrace.tensor.kernels.linear import OneDnnLinear, StripLinear, can_strip, fits_bfloat16
+from headrace.tensor.kernels import cpu, packing
+from headrace.tensor.kernels.linear import OneDnnLinear, StripLinear
+from headrace.tensor.kernels.packing import can_strip, padded
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 
 Error = Callable[[Tensor, Tensor], float]
@@ -31,7 +31,7 @@ def test_strips_equal_float64_products(relative_error: Error, exact: bool, out_f
     weight, x = _weight(out_features, in_features, exact=exact), torch.randn(rows, in_features)
     layer = StripLinear(weight, None)
     assert layer.is_bf16 is exact
-    assert layer.weight_bytes == linear_module.padded(out_features) * in_features * (2 if exact else 4)
+    assert layer.weight_bytes == padded(out_features) * in_features * (2 if exact else 4)
     assert relative_error(layer(x), x.double() @ weight.double().T) < 1e-6
 
 
@@ -55,26 +55,10 @@ def test_a_row_of_strips_has_the_same_bits_in_every_batch(exact: bool) -> None:
 def test_storing_exact_weights_as_bfloat16_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = _weight(64, 160, exact=True), torch.randn(6, 160)
     halves = StripLinear(weight, None)
-    monkeypatch.setattr(linear_module, "fits_bfloat16", lambda weight: False)
+    monkeypatch.setattr(packing, "narrowed", lambda weight, block: None)
     whole = StripLinear(weight, None)
     assert (halves.is_bf16, whole.is_bf16) == (True, False)
     assert torch.equal(halves(x), whole(x))
-
-
-@pytest.mark.parametrize("exact", [True, False])
-def test_packing_slab_by_slab_gives_the_same_strips(monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
-    weight = _weight(196, 1056, exact=exact)
-    whole = linear_module.pack_strips(weight, 3)
-    monkeypatch.setattr(linear_module, "SLAB_ELEMENTS", 1)
-    assert fits_bfloat16(weight) is exact
-    assert torch.equal(linear_module.pack_strips(weight, 3), whole)
-
-
-def test_one_value_that_bfloat16_cannot_hold_keeps_the_weight_in_float32() -> None:
-    weight = _weight(4, 32, exact=True)
-    assert fits_bfloat16(weight)
-    weight[2, 7] = 1.0 + 2**-20
-    assert not fits_bfloat16(weight)
 
 
 def test_one_dnn_equals_the_reference(relative_error: Error) -> None:

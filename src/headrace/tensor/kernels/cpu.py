@@ -19,7 +19,8 @@ from headrace.tensor.kernels import Kernels, Linear, PackedLinear, attention, ca
 from headrace.tensor.kernels.cpu_features import LinearPath, linear_path, read_cpu_features
 from headrace.tensor.kernels.integer_simd import STRIP_COLUMNS
 from headrace.tensor.kernels.launch import settle, together
-from headrace.tensor.kernels.linear import OneDnnLinear, StripLinear, can_strip
+from headrace.tensor.kernels.linear import OneDnnLinear, StripLinear
+from headrace.tensor.kernels.packing import can_strip
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 from headrace.tensor.kernels.rounding import RoundedWeight
 

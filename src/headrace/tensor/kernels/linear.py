@@ -11,7 +11,6 @@ Which one is taken: `cpu_features.linear_path`, a committed table. Reference: `r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headrace.tensor.kernels.launch import compile_kernel, helper, launch, settle, thread_limit, with_counter
+from headrace.tensor.kernels.packing import DEPTH, pack_strips, padded
 from headrace.tensor.kernels.simd import as_f32, as_i32, as_i64, at, load, panel_block, store, take_ticket
 from headrace.tensor.kernels.vector_ir import LANES, STRIP_COLUMNS
 
@@ -27,71 +27,13 @@ Pointer = Any
 
 MOST_ROWS = 12 if LANES == 16 else 4
 """Rows of x multiplied at once: their sums fill the registers."""
-DEPTH = 256
-"""Inputs summed before they are added to the output: a piece of a panel of x and of a strip fit the first-level cache. Part of the
-arithmetic: another depth gives other roundings."""
 BLOCK_STRIPS = 16
 """Most strips in a block, the unit of work: a piece of it stays in the second-level cache while rows pass over it."""
 CHUNK_ROWS = 120
 """Rows that pass over a block before its next piece of depth: their outputs stay in the second-level cache, too. A multiple
 of MOST_ROWS: the last chunk's panels are then those that `_pack_panels` made."""
-SLAB_ELEMENTS = 1 << 22
-"""Weights packed at a time."""
 WORK_PER_THREAD = 1 << 18
 """Multiply-adds worth a second thread."""
-
-
-def fits_bfloat16(weight: Tensor) -> bool:
-    """True where every value of `weight` [out, in] is a bfloat16: the lower half of its float32 bits is zero."""
-    if weight.dtype == torch.bfloat16:
-        return True
-    return all(not bool((slab.contiguous().view(torch.int32) & 0xFFFF).any()) for slab in _slabs(weight, 1))
-
-
-def _slabs(weight: Tensor, multiple: int) -> Iterator[Tensor]:
-    """Rows of `weight` in slices of some megabytes, of a multiple of `multiple` rows, so that temporary copies stay small."""
-    rows = max(1, SLAB_ELEMENTS // (weight.shape[1] * multiple)) * multiple
-    for first in range(0, weight.shape[0], rows):
-        yield weight[first : first + rows]
-
-
-def can_strip(weight: Tensor) -> bool:
-    """Shapes that strips can hold; outputs are padded with zeros to whole strips."""
-    out_features, in_features = weight.shape
-    return in_features % 2 == 0 and out_features > 0 and in_features > 0
-
-
-def pack_strips(weight: Tensor, block: int) -> Tensor:
-    """Weight [out, in] as one flat tensor: float32, or int32 words of two bfloat16 where nothing is lost by it.
-
-    Blocks of `block` strips (the last may have fewer) stand one after the other. In a block, for each piece of DEPTH inputs (the last may
-    be shorter) its strips stand one after the other, so that the work of `multiply` reads memory strictly forward.
-    """
-    is_exact = fits_bfloat16(weight)
-    elements = padded(weight.shape[0]) * weight.shape[1]
-    packed = torch.empty(elements // 2 if is_exact else elements, dtype=torch.int32 if is_exact else torch.float32)
-    used = 0
-    for slab in _slabs(weight, block * STRIP_COLUMNS):
-        strips = F.pad(slab, (0, 0, 0, -slab.shape[0] % STRIP_COLUMNS)).reshape(-1, STRIP_COLUMNS, weight.shape[1])
-        whole = strips.shape[0] // block * block
-        for group in (strips[:whole].reshape(-1, block, STRIP_COLUMNS, weight.shape[1]), strips[whole:].unsqueeze(0)):
-            if group.numel() > 0:
-                pieces = torch.cat([_interleave(piece, is_exact).flatten(1) for piece in torch.split(group, DEPTH, dim=-1)], dim=1)
-                packed[used : used + pieces.numel()] = pieces.flatten()
-                used += pieces.numel()
-    return packed
-
-
-def padded(columns: int) -> int:
-    return -(-columns // STRIP_COLUMNS) * STRIP_COLUMNS
-
-
-def _interleave(piece: Tensor, is_exact: bool) -> Tensor:
-    """[..., STRIP_COLUMNS, length] -> [..., length, STRIP_COLUMNS], or the words of `panel_block` at half as many elements."""
-    if not is_exact:
-        return piece.float().transpose(-2, -1).contiguous()
-    words = piece.to(torch.bfloat16).contiguous().view(torch.int32)  # of inputs k and k + 1
-    return words.transpose(-2, -1).contiguous()
 
 
 class Product(NamedTuple):
