@@ -17,7 +17,7 @@ ENGINES = ("headrace", "llama.cpp", "vllm", "openvino", "ceiling")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cell:
-    """row: see rows.py. round: 0.."""
+    """row: see rows.py and http.py. round: 0.."""
 
     shape: str
     precision: str
@@ -46,6 +46,7 @@ class Outcome:
     environment  commit, load, versions, time
     read_bandwidth_bytes_per_s  in the same minute; None when it could not be measured
     facts        of the model: "weights" that a step multiplies, "kv_numbers_per_token"
+    load         of HTTP rows: what was offered and what the client saw (`http.figures_of`); seconds and counts, null where none is finite
     """
 
     value: float | None
@@ -56,6 +57,7 @@ class Outcome:
     samples: tuple[float, ...] = ()
     error: str = ""
     facts: Mapping[str, float] = field(default_factory=dict)
+    load: Mapping[str, float | None] = field(default_factory=dict)
 
 
 def save(cell: Cell, outcome: Outcome) -> None:
@@ -63,8 +65,12 @@ def save(cell: Cell, outcome: Outcome) -> None:
     write_portable(cell.file, {"cell": asdict(cell), **asdict(outcome)})
 
 
+def load(file: Path) -> tuple[Cell, Outcome]:
+    data = json.loads(file.read_bytes())
+    cell = Cell(**data.pop("cell"))
+    return cell, Outcome(**{**data, "samples": tuple(data["samples"])})
+
+
 def load_all(folder: Path = FOLDER) -> Iterator[tuple[Cell, Outcome]]:
     for file in sorted(folder.rglob("*.json")):
-        data = json.loads(file.read_bytes())
-        cell = Cell(**data.pop("cell"))
-        yield cell, Outcome(**{**data, "samples": tuple(data["samples"])})
+        yield load(file)

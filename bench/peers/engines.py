@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -12,15 +11,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
 from bench.peers.rows import STARTUP_PROMPT, Ids
+from headrace.tensor.kernels.cpu_features import read_cpu_features
 
 WORKERS = Path(__file__).parent / "workers"
 ROOT = Path(__file__).parents[2]
 LOAD_TIMEOUT_S = 900.0
+END_TIMEOUT_S = 20.0
+
+
+VLLM_DTYPES = {"bf16": "float32", "int8": "float32", "int4": "bfloat16"}
+"""On a CPU without bfloat16 products: see "vLLM's settings" in the README."""
 
 
 class CannotRun(Exception):
@@ -97,13 +102,23 @@ class Worker:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGTERM)
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        end_tree(self._process)
+
+
+def end_tree(process: subprocess.Popen[Any]) -> None:
+    """End a process and all it started, whatever sessions those made for themselves: asked first, then made to."""
+    family = []
+    with suppress(psutil.Error):
+        family = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(END_TIMEOUT_S)
+    process.kill()
+    process.wait()
+    for left in family:
+        with suppress(psutil.NoSuchProcess):
+            left.kill()
+    psutil.wait_procs(family, END_TIMEOUT_S)
 
 
 def peak_of(pid: int) -> int:
@@ -150,11 +165,14 @@ def _vllm(model: Path, precision: str, envs: Path, threads: int) -> Launch:
     home = envs / "vllm"
     weights = model if precision == "bf16" else model.with_name(f"{model.name}.compressed") / precision
     _need(home / "bin" / "python", weights)
+    options: dict[str, object] = {"max_model_len": 4096, "max_num_seqs": 64, "enable_prefix_caching": False, "max_num_batched_tokens": 2048}
+    if not read_cpu_features().has_bf16:
+        options |= {"dtype": VLLM_DTYPES[precision], "enforce_eager": True}
     preloads = [*Path("/usr/lib").rglob("libtcmalloc_minimal.so.4"), *home.rglob("libiomp5.so")]
     return Launch(
         python=home / "bin" / "python",
         script="vllm_worker.py",
-        settings={"model": str(weights), "options": {"max_model_len": 4096, "max_num_seqs": 64}},
+        settings={"model": str(weights), "options": options},
         environment={
             "VLLM_CPU_KVCACHE_SPACE": "4",
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",

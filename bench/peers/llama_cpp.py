@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
-import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,14 +14,14 @@ from pathlib import Path
 
 import psutil
 
-from bench.peers.engines import LOAD_TIMEOUT_S, CannotRun, peak_of
+from bench.peers.engines import CannotRun, peak_of
 from bench.peers.rows import DECODE_PROMPT, DECODE_TOKENS, NUM_MIXED, STARTUP_PROMPT, Figure, Ids, measure
+from bench.peers.servers import MODEL_NAME, Server, ServerLaunch, serving
 
 KINDS = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 """The fastest format of each width on a CPU."""
 CONTEXT_PER_SLOT = 640
 BENCH_TIMEOUT_S = 900.0
-POLL_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,37 +69,23 @@ class LlamaCpp:
         entry: dict[str, float] = entries[-1]
         return entry
 
-    @contextmanager
-    def server(self) -> Iterator[Server]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+    @property
+    def server_launch(self) -> ServerLaunch:
         command = [self.binaries / "llama-server", "-m", self.weights, "-t", self.threads, "-c", NUM_MIXED * CONTEXT_PER_SLOT]
-        command += ["-np", NUM_MIXED, "-b", 2048, "-ub", 512, "--host", "127.0.0.1", "--port", port]
-        process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-        try:
-            yield Server(process, port)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        command += ["-np", NUM_MIXED, "-b", 2048, "-ub", 512, "--alias", MODEL_NAME, "--no-cache-prompt"]
+        return ServerLaunch(command=tuple(map(str, command)), ready="/health")
+
+    @contextmanager
+    def server(self) -> Iterator[Client]:
+        with serving(self.server_launch) as server:
+            yield Client(server)
 
 
-class Server:
-    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
-        self._process, self._port = process, port
-        self._wait_until_ready()
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Asks llama-server in its own dialect."""
 
-    def _wait_until_ready(self) -> None:
-        until = time.perf_counter() + LOAD_TIMEOUT_S
-        while time.perf_counter() < until:
-            if self._process.poll() is not None:
-                raise CannotRun(f"llama-server ended with {self._process.returncode}")
-            with suppress(OSError, http.client.HTTPException):
-                if self._request("GET", "/health", None)[0] == 200:
-                    return
-            time.sleep(POLL_S)
-        raise CannotRun("llama-server was not ready in time")
+    server: Server
 
     def ask(self, prompts: list[Ids], max_tokens: list[int]) -> float:
         """All requests at once, a connection each."""
@@ -115,14 +98,14 @@ class Server:
         return seconds
 
     def _complete(self, prompt: Ids, count: int) -> int:
-        body = {"prompt": prompt, "n_predict": count, "ignore_eos": True, "temperature": 0, "cache_prompt": False}
+        body = {"prompt": prompt, "n_predict": count, "ignore_eos": True, "temperature": 0}
         status, answer = self._request("POST", "/completion", body)
         if status != 200:
             raise CannotRun(f"llama-server answered {status}")
         return int(json.loads(answer)["tokens_predicted"])
 
     def _request(self, method: str, path: str, body: object) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=BENCH_TIMEOUT_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=BENCH_TIMEOUT_S)
         try:
             data = None if body is None else json.dumps(body)
             connection.request(method, path, data, {"Content-Type": "application/json"})
@@ -133,7 +116,7 @@ class Server:
 
     def peak_memory_bytes(self) -> int:
         with suppress(OSError, psutil.Error):
-            return peak_of(self._process.pid)
+            return peak_of(self.server.pid)
         return 0
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bench.harness import RESULTS
+from bench.peers import http
 from bench.peers.cells import ENGINES, PRECISIONS, SHAPES, Outcome, load_all
 from bench.peers.rows import DECODE_PROMPT, DECODE_TOKENS, row_names
 
@@ -82,7 +83,7 @@ def mbu(row: str, precision: str, rounds: Rounds) -> float | None:
 
 
 def section(shape: str, precision: str, table: Table) -> Iterator[str]:
-    engines = [engine for engine in ENGINES if any(engine in columns for columns in table.values())]
+    engines = [engine for engine in ENGINES if any(engine in table.get(row, {}) for row in ROWS)]
     yield f"## {shape}, {precision}\n"
     yield "| | " + " | ".join(engines) + " | best peer | ceiling | MBU |"
     yield "|---" * (len(engines) + 4) + "|"
@@ -95,9 +96,47 @@ def section(shape: str, precision: str, table: Table) -> Iterator[str]:
         cells += [_median(advantages(row, columns, PEERS)), _median(advantages(row, columns, ("ceiling",)))]
         yield f"| {row} | " + " | ".join([*cells, f"{share:.2f}" if share else "-"]) + " |"
     yield ""
+    yield from http_section(shape, precision, table)
     if missing := [engine for engine in PEERS if engine not in engines]:
         yield f"Not measured: {', '.join(missing)}.\n"
     yield from _circumstances(table)
+
+
+def http_section(shape: str, precision: str, table: Table) -> Iterator[str]:
+    """The servers under load, if any was: a line per rate and engine, medians over the rounds."""
+    rows = [row for row in http.RATES if row in table]
+    if not rows:
+        return
+    yield f"### {shape}, {precision}: servers under load\n"
+    lengths = http.WORKLOAD
+    yield f"{http.NUM_REQUESTS} requests, Poisson, about {lengths.input_tokens} tokens in and {lengths.output_tokens} out; goodput:"
+    yield f"requests per second within {' and '.join(http.SLOS[shape])} (milliseconds). Failed requests are infinitely late.\n"
+    yield "| offered/s | engine | TTFT p50, ms | p99 | ITL p50, ms | p99 | goodput/s | output tok/s | failed | rounds |"
+    yield "|---" * 10 + "|"
+    for row in rows:
+        yield from (_http_line(engine, table[row][engine]) for engine in http.ENGINES if engine in table[row])
+    yield ""
+    if missing := [engine for engine in http.ENGINES if not any(engine in table[row] for row in rows)]:
+        yield f"Not run: {', '.join(missing)}."
+    lag = max(
+        (o.load.get("client_lag_p99_s") or 0.0 for row in rows for rounds in table[row].values() for o in rounds.values()), default=0.0
+    )
+    yield f"The client's own lag, p99, was at most {lag * 1000:.1f} ms; it counts as latency.\n"
+
+
+def _http_line(engine: str, rounds: Rounds) -> str:
+    loads = [outcome.load for outcome in rounds.values() if outcome.value is not None]
+    if not loads:
+        return f"| - | {engine} |" + " - |" * 6 + f" all | {len(rounds)} |"
+
+    def median(name: str, scale: float = 1.0) -> str:
+        value = statistics.median(math.inf if load[name] is None else float(load[name] or 0.0) for load in loads)
+        return _number(value * scale)
+
+    times = [median(f"{name}_{quantile}_s", 1000.0) for name in ("ttft", "itl") for quantile in ("p50", "p99")]
+    failed, offered = (sum(int(load[name] or 0) for load in loads) for name in ("failed", "offered"))
+    figures = [median("rate"), engine, *times, median("goodput"), median("output_tokens_per_s"), f"{failed} of {offered}", str(len(loads))]
+    return f"| {' | '.join(figures)} |"
 
 
 def _circumstances(table: Table) -> Iterator[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 LOW_ID, HIGH_ID = 10, 31_000
 """Prompt ids are drawn from here: all shapes have at least 32,000 tokens, and the lowest are control tokens."""
@@ -23,11 +23,12 @@ Ask = Callable[[list[Ids], list[int]], float]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A row's value, and the single measurements it is made of."""
+    """A row's value, and the single measurements it is made of. load: see `cells.Outcome`."""
 
     value: float
     unit: str
     samples: tuple[float, ...]
+    load: Mapping[str, float | None] = field(default_factory=dict)
 
 
 def row_names() -> tuple[str, ...]:

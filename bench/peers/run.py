@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.peers.cells import ENGINES, PRECISIONS, SHAPES, Cell, Outcome, save
-from bench.peers.engines import CannotRun, Worker, launch_of, running
+from bench.peers.engines import ROOT, CannotRun, Worker, launch_of, running
 from bench.peers.llama_cpp import LlamaCpp, llama_cpp
 from bench.peers.rows import Figure, measure, row_names
 from bench.peers.shapes import products_of
@@ -48,11 +48,13 @@ class Turn:
 
     def without_folders(self, facts: Mapping[str, object]) -> dict[str, object]:
         """`facts` with the names of this machine's folders as the flags that gave them."""
-        text = json.dumps(facts)
-        for folder, flag in self.folders.items():
-            text = text.replace(folder, flag)
-        named: dict[str, object] = json.loads(text)
+        named: dict[str, object] = json.loads(self._named(json.dumps(facts)))
         return named
+
+    def _named(self, text: str) -> str:
+        for folder, name in self.folders.items():
+            text = text.replace(folder, name)
+        return text
 
     def keep(self, row: str, setting: Mapping[str, object], work: Callable[[], Figure]) -> None:
         """Measure one cell and write its file, whatever came of it."""
@@ -66,11 +68,12 @@ class Turn:
             value=found.value if found else None,
             unit=found.unit if found else "",
             samples=found.samples if found else (),
-            error=error,
+            error=self._named(error),
             setting=self.without_folders(setting),
             environment=self.without_folders(vars_of(environment())),
             read_bandwidth_bytes_per_s=bandwidth,
             facts=self.facts,
+            load=found.load if found else {},
         )
         save(self.cell(row), outcome)
         told = f"{found.value:,.4g} {found.unit}" if found else error
@@ -118,43 +121,60 @@ def take(turn: Turn, model: Path, envs: Path, threads: int) -> None:
                 raise
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=Path, required=True, help="folder of the checkpoints and their conversions")
-    parser.add_argument("--envs", type=Path, required=True, help="folder of the peers' environments")
+def parser_of(description: str | None, engines: tuple[str, ...], rows: tuple[str, ...]) -> argparse.ArgumentParser:
+    """The flags of every command that measures cells."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=_folder, required=True, help="folder of the checkpoints and their conversions")
+    parser.add_argument("--envs", type=_folder, required=True, help="folder of the peers' environments")
     parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0])
     parser.add_argument("--precision", choices=PRECISIONS, action="append", help="again for more; default: all")
-    parser.add_argument("--engine", choices=ENGINES, action="append", help="again for more; default: all")
-    parser.add_argument("--row", choices=("startup", *row_names(), "memory"), action="append", help="again for more; default: all")
+    parser.add_argument("--engine", choices=engines, action="append", help="again for more; default: all")
+    parser.add_argument("--row", choices=rows, action="append", help="again for more; default: all")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    given = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the worker that runs is ended, too
-    engines = given.engine or ENGINES
-    products = products_of(given.models.expanduser() / given.shape)
-    folders = {str(given.models.expanduser()): "MODELS", str(given.envs.expanduser()): "ENVS"}  # the longer one first
-    facts = {"weights": products.weights, "kv_numbers_per_token": products.kv_numbers}
+    parser.set_defaults(every_engine=engines)
+    return parser
+
+
+def _folder(word: str) -> Path:
+    return Path(word).expanduser()
+
+
+Take = Callable[[Turn, Path, Path, int], None]
+"""(turn, model, environments, threads): measure the turn's cells. May raise CannotRun: the engine is left out."""
+
+
+def take_turns(given: argparse.Namespace, rows_of: Callable[[str], tuple[str, ...]], take: Take) -> None:
+    """All rounds of what `given` names: engines take turns within a round, in reverse order every other round."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the process that is measured is ended, too
+    engines = tuple(given.engine or given.every_engine)
+    model = given.models / given.shape
+    products = products_of(model)
     for precision in given.precision or PRECISIONS:
         for number in range(given.rounds):
-            for engine in engines if number % 2 == 0 else tuple(reversed(engines)):
-                wanted = [row for row in rows_of(engine) if not given.row or row in given.row]
+            for engine in engines if number % 2 == 0 else engines[::-1]:
                 turn = Turn(
                     shape=given.shape,
                     precision=precision,
                     engine=engine,
                     round=number,
                     seed=number,
-                    wanted=[],
-                    facts=facts,
-                    folders=folders,
+                    wanted=[row for row in rows_of(engine) if not given.row or row in given.row],
+                    facts={"weights": products.weights, "kv_numbers_per_token": products.kv_numbers},
+                    folders={str(given.models): "MODELS", str(given.envs): "ENVS", str(ROOT): "CHECKOUT"},  # a longer one first
                 )
-                turn.wanted = [row for row in wanted if not turn.cell(row).is_done]
+                turn.wanted = [row for row in turn.wanted if not turn.cell(row).is_done]
                 if not turn.wanted:
                     continue
                 try:
-                    take(turn, given.models.expanduser() / given.shape, given.envs.expanduser(), given.threads)
+                    take(turn, model, given.envs, given.threads)
                 except CannotRun as reason:
                     print(f"{given.shape} {precision} {engine} left out: {reason}", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    given = parser_of(__doc__, ENGINES, ("startup", *row_names(), "memory")).parse_args(arguments)
+    take_turns(given, rows_of, take)
 
 
 if __name__ == "__main__":

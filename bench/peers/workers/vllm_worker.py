@@ -10,7 +10,7 @@ from protocol import Generate, serve
 def load(settings: dict[str, Any]) -> Generate:
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
-    llm = LLM(model=settings["model"], enable_prefix_caching=False, **settings["options"])
+    llm = LLM(model=settings["model"], **settings["options"])
 
     def generate(prompts: list[list[int]], max_tokens: list[int]) -> int:
         params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in max_tokens]
