@@ -36,7 +36,16 @@ def test_the_runner_answers_and_its_facts_are_right(tiny_folder: Path, dense: De
     assert (info.architecture, info.vocab_size, info.max_model_len, info.eos_token_ids) == ("LlamaForCausalLM", VOCAB, CONTEXT, (2,))
     assert (info.block_size, info.num_blocks, info.dtype) == (16, (4 * CONTEXT // 16 + 1,), "float32")
     assert info.weight_bytes > 0
-    assert {line.partition(":")[0] for line in info.decided} == {"model", "threads", "dtype", "kernels", "KV dtype", "KV memory", "KV cache", "warm-up"}
+    assert {line.partition(":")[0] for line in info.decided} == {
+        "model",
+        "threads",
+        "dtype",
+        "kernels",
+        "KV dtype",
+        "KV memory",
+        "KV cache",
+        "warm-up",
+    }
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

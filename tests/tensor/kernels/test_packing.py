@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("numba")
 
-from headrace.tensor import pages
+from headrace.tensor.kernels import pages
 from headrace.tensor.kernels.launch import set_thread_limit, thread_limit
 from headrace.tensor.kernels.packing import DEPTH, narrowed, pack_strips, padded
 from headrace.tensor.kernels.vector_ir import LANES, STRIP_COLUMNS
