@@ -34,9 +34,8 @@ def chain_root(key: bytes, *, salt: bytes = b"", adapter_digest: bytes = b"") ->
 
 def block_hash(parent: BlockHash, token_ids: Sequence[int], modality_digests: Sequence[bytes] = ()) -> BlockHash:
     """Identity of one full block: its parent's identity and its own tokens (each 4 bytes, little endian)."""
-    state = blake2b(parent, digest_size=DIGEST_BYTES, person=b"headrace-block")
     tokens = token_ids if isinstance(token_ids, array) and token_ids.typecode == "i" else array("i", token_ids)
-    state.update(tokens.tobytes())
+    state = blake2b(parent + tokens.tobytes(), digest_size=DIGEST_BYTES, person=b"headrace-block")
     for digest in modality_digests:
         state.update(len(digest).to_bytes(8, "little"))
         state.update(digest)

@@ -4,56 +4,64 @@ from __future__ import annotations
 
 from array import array
 
-from headrace.core.plan import MoveKind, Plan, Started
+from headrace.core.plan import MoveKind, Plan, Started, int_column
 from headrace.policy.step import StepRows
 
 
 class PlanBuilder:
-    """Lists while a plan is being decided."""
+    """Changes while a plan is being decided, in the order in which they are to be made; columns as in `core.plan`."""
 
     def __init__(self) -> None:
-        self.tables: list[tuple[int, int, int, int]] = []
-        self.moves: list[tuple[int, int, int]] = []
+        self.table_groups, self.table_slots, self.table_indices, self.table_blocks = (int_column() for _ in range(4))
+        self.move_groups, self.move_sources, self.move_targets = (int_column() for _ in range(3))
         self.started: list[Started] = []
-        self.ended: list[int] = []
+        self.ended = int_column()
+
+    @classmethod
+    def repeating(cls, plan: Plan) -> PlanBuilder:
+        """The changes of a plan that was built already."""
+        builder = cls()
+        builder.table_groups, builder.table_slots = plan.table_groups, plan.table_slots
+        builder.table_indices, builder.table_blocks = plan.table_indices, plan.table_blocks
+        builder.move_groups, builder.move_sources, builder.move_targets = plan.move_groups, plan.move_sources, plan.move_targets
+        builder.started, builder.ended = list(plan.started), plan.ended
+        return builder
 
     def table(self, group: int, slot: int, index: int, block: int) -> None:
-        self.tables.append((group, slot, index, block))
+        self.table_groups.append(group)
+        self.table_slots.append(slot)
+        self.table_indices.append(index)
+        self.table_blocks.append(block)
 
     def copy(self, group: int, source: int, target: int) -> None:
-        self.moves.append((group, source, target))
+        self.move_groups.append(group)
+        self.move_sources.append(source)
+        self.move_targets.append(target)
 
     @property
     def has_changes(self) -> bool:
         """State changes the runner must hear of even when no row is computed."""
-        return bool(self.started or self.tables or self.moves or self.ended)
+        return bool(self.started or self.table_slots or self.move_sources or self.ended)
 
     def build(self, step_id: int, rows: StepRows) -> Plan:
-        """rows: closed; their columns become the plan's and are not changed any more."""
-        groups, table_slots, indices, blocks = _columns(self.tables, 4)
-        move_groups, sources, targets = _columns(self.moves, 3)
+        """rows: closed. All columns become the plan's and are not changed any more."""
+        num_rows = len(rows)
         return Plan(
             step_id=step_id,
             slots=rows.slots,
             starts=rows.starts,
             counts=rows.counts,
             samples=rows.samples,
-            adapter_slots=array("i", bytes(4 * len(rows))),
-            mask_slots=array("i", [-1]) * len(rows),
-            table_groups=groups,
-            table_slots=table_slots,
-            table_indices=indices,
-            table_blocks=blocks,
-            move_kinds=array("i", [MoveKind.COPY]) * len(sources),
-            move_groups=move_groups,
-            move_sources=sources,
-            move_targets=targets,
+            adapter_slots=array("i", [0]) * num_rows,
+            mask_slots=array("i", [-1]) * num_rows,
+            table_groups=self.table_groups,
+            table_slots=self.table_slots,
+            table_indices=self.table_indices,
+            table_blocks=self.table_blocks,
+            move_kinds=array("i", [MoveKind.COPY]) * len(self.move_sources),
+            move_groups=self.move_groups,
+            move_sources=self.move_sources,
+            move_targets=self.move_targets,
             started=tuple(self.started),
-            ended=array("i", self.ended),
+            ended=self.ended,
         )
-
-
-def _columns(rows: list[tuple[int, int, int, int]] | list[tuple[int, int, int]], width: int) -> list[array[int]]:
-    if not rows:
-        return [array("i") for _ in range(width)]
-    return [array("i", column) for column in zip(*rows, strict=True)]

@@ -130,7 +130,9 @@ class Roster:
         tokens = array("i", request.prompt_ids)
         tokens.extend(request.output_ids)
         self._next_seq += 1
-        seq = Sequence(SeqId(self._next_seq), request, index, now, tokens, len(request.prompt_ids), self._limit(request))
+        seq = Sequence(
+            SeqId(self._next_seq), request, index, now, tokens, len(request.prompt_ids), self._limit(request), promised=len(tokens)
+        )
         seq.end_ids = self._end_ids(request)
         seq.missing = set(request.prerequisites) | ({FORK} if index else set())
         self.kv.open(seq)
@@ -293,6 +295,7 @@ class Roster:
                 reason = FinishReason.LENGTH
             if reason is not None:
                 break
+        seq.promised += kept
         if not params.stop:
             self.counters.generation_tokens += kept  # with stop strings the text side decides how many count: see _end
         if kept == 0 and not output.prompt_logprobs:

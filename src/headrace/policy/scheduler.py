@@ -94,7 +94,7 @@ class Scheduler:
 
     def _freeze(self, step: _Step) -> Plan:
         """Slots of those who left are announced before `started` is applied, so a slot may change hands within one plan."""
-        step.builder.ended += self.roster.take_ended_slots()
+        step.builder.ended.extend(self.roster.take_ended_slots())
         step.rows.close(self._lane, self.roster.generation)
         self._lane = step.rows.lane
         plan = step.builder.build(self._next_step, step.rows)
@@ -114,7 +114,7 @@ class Scheduler:
             start = seq.planned
             if start < seq.run_until or self._renew(seq, step):
                 seq.planned = start + 1
-                seq.pending += 1
+                seq.promised = start + 2
                 seqs.append(seq)
                 starts.append(start)
             elif seq.state is SeqState.RUNNING:  # not preempted earlier in this plan
@@ -132,11 +132,10 @@ class Scheduler:
 
     def _renew(self, seq: Sequence, step: _Step) -> bool:
         """Give a sequence that decodes and has filled its block the next one. False: it has to be looked at."""
-        if seq.run_until == 0 or seq.run_until == seq.limit - 1 or step.budget <= 0:
+        last = seq.limit - 1
+        if seq.run_until in (0, last) or step.budget <= 0 or not self.kv.grow(seq, seq.planned + 1, step.builder):
             return False
-        if not self.kv.grow(seq, seq.planned + 1, step.builder):
-            return False
-        seq.run_until = min(seq.room, seq.limit - 1)
+        seq.run_until = min(seq.room, last)
         return True
 
     def _plan_decode(self, seq: Sequence, step: _Step) -> None:
@@ -185,22 +184,21 @@ class Scheduler:
 
     def _grant(self, seq: Sequence, count: int, step: _Step) -> None:
         start = seq.planned
-        samples = int(start + count == len(seq.tokens) + seq.pending)
+        samples = int(start + count == seq.promised)
         step.rows.add(seq, start, count, samples)
         step.num_more += count - 1
         step.num_prefills += count > 1
         if seq.scores_prompt and start < seq.num_prompt:
             step.score_budget -= count
         seq.planned += count
-        seq.pending += samples
+        seq.promised += samples
         seq.run_until = min(seq.room, seq.limit - 1) if samples else 0
 
     def _charge(self, step: _Step) -> None:
         """Tell the queue policy of the rows it has not heard of; always before it is asked for an opinion."""
         if self.roster.queue.charges and step.num_charged < len(step.rows):
             step.rows.fill()
-            for seq, count in zip(step.rows.seqs[step.num_charged :], step.rows.counts[step.num_charged :], strict=True):
-                self.roster.queue.charge(seq, count)
+            self.roster.queue.charge(step.rows.seqs[step.num_charged :], step.rows.counts[step.num_charged :])
             step.num_charged = len(step.rows)
 
     def _plan_waiting(self, step: _Step, now: float) -> None:
@@ -281,7 +279,6 @@ class Scheduler:
                 if not _goes_on(seq, computed, token):
                     others.append(i)
                     continue
-            seq.pending -= 1
             seq.computed = computed
             seq.tokens.append(token)
         self.roster.tell_tokens(rows.lane, token_ids.tolist(), others)
@@ -310,7 +307,7 @@ class Scheduler:
     def _commit_guarded(self, row: Row, output: Output, error: str | None) -> None:
         if row.seq.state is SeqState.DONE:
             return
-        row.seq.pending -= row.samples
+        row.seq.promised -= row.samples
         try:
             self._commit_row(row, output, error)
         except Exception as failure:  # one sequence's bookkeeping must not take its neighbours along
@@ -340,12 +337,12 @@ class Scheduler:
     def _undo(self, rows: StepRows) -> None:
         """These rows will not be computed."""
         for row in reversed(rows.rows()):
-            row.seq.pending -= row.samples
+            row.seq.promised -= row.samples
             if row.is_current:
                 row.seq.planned = row.start
                 row.seq.run_until = 0
             if self.roster.queue.charges:
-                self.roster.queue.charge(row.seq, -row.count)
+                self.roster.queue.charge([row.seq], [-row.count])
 
     def replan(self, sequences: list[Sequence]) -> Plan | None:
         """A plan of just these sequences (blocks are theirs already): how a failed step is repeated in halves."""
@@ -361,13 +358,8 @@ class Scheduler:
 
     def delta_plan(self, plan: Plan) -> Plan:
         """The state changes of a plan that raised, without rows: applying them again is harmless, missing them is not."""
-        builder = PlanBuilder()
-        builder.tables = list(zip(plan.table_groups, plan.table_slots, plan.table_indices, plan.table_blocks, strict=True))
-        builder.moves = list(zip(plan.move_groups, plan.move_sources, plan.move_targets, strict=True))
-        builder.started = list(plan.started)
-        builder.ended = list(plan.ended)
         self._rows[self._next_step] = StepRows()
-        delta = builder.build(self._next_step, self._rows[self._next_step])
+        delta = PlanBuilder.repeating(plan).build(self._next_step, self._rows[self._next_step])
         self._next_step += 1
         return delta
 

@@ -2,9 +2,9 @@
 
     known     = len(tokens)            ids whose value is here (prompt, committed outputs)
     planned   >= computed              positions handed to a plan / whose plan is committed
-    pending                            sampled ids still in flight; the runner has them, we do not
+    promised  >= known                 length once every step in flight is committed: the runner has, or will have, ids we do not
 
-`known + pending - planned` is what could be computed next, for prefill, decode and resume alike.
+`promised - planned` is what could be computed next, for prefill, decode and resume alike.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Sequence:
     slot: int = NO_SLOT
     computed: int = 0
     planned: int = 0
-    pending: int = 0
+    promised: int = 0
     incarnation: int = 0
     blocks: list[list[int]] = field(default_factory=list)
     room: int = 0
@@ -78,7 +78,12 @@ class Sequence:
     @property
     def wanted(self) -> int:
         """Tokens that could be computed now."""
-        return len(self.tokens) + self.pending - self.planned
+        return self.promised - self.planned
+
+    @property
+    def pending(self) -> int:
+        """Sampled ids still in flight."""
+        return self.promised - len(self.tokens)
 
     @property
     def num_outputs(self) -> int:
@@ -87,7 +92,7 @@ class Sequence:
     @property
     def is_complete(self) -> bool:
         """Everything it may ever produce is sampled already, committed or not."""
-        return len(self.tokens) + self.pending >= self.limit
+        return self.promised >= self.limit
 
     @property
     def uses_prefix_cache(self) -> bool:

@@ -36,6 +36,7 @@ class KvManager:
         self.last_planned = 0
         self.last_committed = 0
         self._key = key
+        self._windows = [group.window for group in groups if group.window is not None]
 
     # questions
 
@@ -134,23 +135,24 @@ class KvManager:
 
         Full groups take blocks for everything known at once, so that an admitted prompt is never stopped halfway.
         """
+        size, known = self.block_size, max(end, len(seq.tokens))
+        first = seq.planned // size
+        targets = [-(-(known if group.window is None else end) // size) for group in self.groups]
         for index, pool in enumerate(self.pools):
-            needed = self.blocks_for(self._target(seq, index, end)) - len(seq.blocks[index]) + self._num_copies(seq, index)
-            if needed > pool.num_available:
+            held = len(seq.blocks[index])
+            copies = self._num_copies(seq, index) if first < held else 0
+            if targets[index] - held + copies > pool.num_available:
                 return False
         for index, pool in enumerate(self.pools):
-            self._copy_on_write(seq, index, builder)
-            blocks, target = seq.blocks[index], self._target(seq, index, end)
-            while len(blocks) * self.block_size < target:
+            blocks = seq.blocks[index]
+            if first < len(blocks):
+                self._copy_on_write(seq, index, builder)
+            for place in range(len(blocks), targets[index]):
                 block = pool.take()
-                builder.table(index, seq.slot, len(blocks), block)
+                builder.table(index, seq.slot, place, block)
                 blocks.append(block)
-        seq.room = min(map(len, seq.blocks)) * self.block_size
+        seq.room = min(map(len, seq.blocks)) * size
         return True
-
-    def _target(self, seq: Sequence, group: int, end: int) -> int:
-        """Length that `grow` makes room for in a group."""
-        return end if self.groups[group].window is not None else max(end, len(seq.tokens))
 
     def _num_copies(self, seq: Sequence, group: int) -> int:
         """1 when the block that will be written first is shared or registered."""
@@ -205,10 +207,9 @@ class KvManager:
     def calm_until(self, seq: Sequence) -> int:
         """Computed count from which `commit` has something to do: one more block is full, or the window has passed one."""
         until = (min(seq.registered) + 1) * self.block_size
-        for group in self.groups:
-            if group.window is not None:
-                first = self._first_live(seq.computed, group.window)
-                until = min(until, (first + 1) * self.block_size + group.window - 1)
+        for window in self._windows:
+            first = self._first_live(seq.computed, window)
+            until = min(until, (first + 1) * self.block_size + window - 1)
         return until
 
     def _register(self, seq: Sequence, group: int, full: int) -> None:
