@@ -40,11 +40,12 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """data_start: byte offset of the data in the file; digest: of the header's bytes."""
+    """data_start: byte offset of the data in the file; digest: of the header's bytes; metadata: as the file's writer left it."""
 
     tensors: dict[str, StoredTensor]
     data_start: int
     digest: bytes
+    metadata: object
 
 
 def read_header(path: Path) -> Header:
@@ -54,11 +55,11 @@ def read_header(path: Path) -> Header:
     except OSError as error:
         raise CheckpointError(str(path), f"cannot be read ({error.strerror})") from error
     entries = decode_json(str(path), text)
-    entries.pop("__metadata__", None)
+    metadata = entries.pop("__metadata__", None)
     tensors = {name: _entry(path, name, entry) for name, entry in entries.items()}
     data_start = 8 + len(text)
     _check_cover(path, tensors, file_bytes - data_start)
-    return Header(tensors, data_start, blake2b(text, digest_size=16).digest())
+    return Header(tensors, data_start, blake2b(text, digest_size=16).digest(), metadata)
 
 
 def _read_text(path: Path) -> tuple[bytes, int]:

@@ -3,6 +3,8 @@
 One safetensors file per (checkpoint, precision, layout), written whole or not at all. Its name comes from the checkpoint's digest and from
 every weight file's size and time of change, so a changed checkpoint is packed anew; so is one whose file here is damaged. The file holds
 numbers only: nothing of it can run. What is not used for long makes room.
+
+A file is read whole, by several threads, into memory that the linears then lie in: no page of it is mapped twice, none copied again.
 """
 
 from __future__ import annotations
@@ -16,15 +18,17 @@ from collections.abc import Iterable
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from headrace.core.errors import CheckpointError
+from headrace.tensor.checkpoint_header import StoredTensor, read_header
 from headrace.tensor.kernels import Kernels, Linear, PackedLinear
 from headrace.tensor.kernels.compile_cache import cache_root, open_private
+from headrace.tensor.kernels.pages import read_pages
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +58,27 @@ def packed_directory() -> Path | None:
         return None
 
 
+class _PackedFile:
+    """A file read into memory. Raises CheckpointError for a damaged one, OSError for one that cannot be read.
+
+    facts  its metadata: text by name
+    """
+
+    def __init__(self, path: Path) -> None:
+        header = read_header(path)
+        self.facts: dict[str, str] = header.metadata if isinstance(header.metadata, dict) else {}
+        self._tensors = header.tensors
+        size = max((tensor.end for tensor in header.tensors.values()), default=0)
+        self._memory = read_pages(path, header.data_start, size, num_threads=torch.get_num_threads())
+
+    def tensor(self, name: str) -> Tensor:
+        """A view of the memory, which lives as long as it. Raises KeyError for a name or a dtype that is not there."""
+        stored: StoredTensor = self._tensors[name]
+        dtype = _DTYPES[stored.dtype]
+        flat = torch.frombuffer(self._memory, dtype=dtype, count=(stored.end - stored.begin) // dtype.itemsize, offset=stored.begin)
+        return flat.reshape(stored.shape)
+
+
 class PackedStore:
     """The packed linears of one model by name: found in `path`, or kept until `save` writes them there."""
 
@@ -61,7 +86,7 @@ class PackedStore:
         self._path = path
         self._kernels = kernels
         self._made: dict[str, PackedLinear] = {}
-        self._found: Any = self._open()
+        self._found = self._open()
 
     @property
     def is_complete(self) -> bool:
@@ -72,11 +97,11 @@ class PackedStore:
         """A linear kept by an earlier start, in memory of its own. Raises nothing: one that cannot be read is made again."""
         if self._found is None:
             return None
-        facts = json.loads(self._found.metadata().get(name, "null"))
         try:
-            tensors = {part: _copied(self._found.get_tensor(f"{name}/{part}")) for part in facts["tensors"]}
+            facts = json.loads(self._found.facts[name])
+            tensors = {part: self._found.tensor(f"{name}/{part}") for part in facts["tensors"]}
             return self._kernels.load_packed(PackedLinear(tensors=tensors, **{key: facts[key] for key in _FACTS}))
-        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
             log.warning("packed weights %s cannot be used (%s); they are made again", self._path, error)
             self._found = None
             return None
@@ -107,15 +132,15 @@ class PackedStore:
         except (OSError, SafetensorError) as error:
             log.warning("packed weights are not kept (%s); they are made again at the next start", error)
 
-    def _open(self) -> Any:
+    def _open(self) -> _PackedFile | None:
         if not self._path.is_file():
             return None
         try:
-            found: Any = safe_open(self._path, framework="pt")
-            if found.metadata().get(_MADE_FOR) != self._path.name:
+            found = _PackedFile(self._path)
+            if found.facts.get(_MADE_FOR) != self._path.name:
                 raise OSError("it was made for another model")
             os.utime(self._path)  # read now: see _make_room
-        except (SafetensorError, OSError, AttributeError) as error:
+        except (CheckpointError, OSError) as error:
             log.warning("packed weights %s cannot be read (%s); they are made again", self._path, error)
             return None
         return found
@@ -127,13 +152,9 @@ class PackedStore:
 
 
 _MADE_FOR = "made for"
+_DTYPES = {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "BF16": torch.bfloat16, "F32": torch.float32}
 _FACTS = ("kind", "out_features", "in_features", "group")
 
 
 def _facts(packed: PackedLinear) -> str:
     return json.dumps({**{key: getattr(packed, key) for key in _FACTS}, "tensors": list(packed.tensors)})
-
-
-def _copied(view: Tensor) -> Tensor:
-    """Out of the mapped file into memory of our own: large pages make it faster to walk."""
-    return torch.empty_like(view).copy_(view)
