@@ -42,7 +42,7 @@ class Workload:
     num_running, num_waiting  sequences; those that run have slots, those that wait have none unless `spare_slots`
     prompt_tokens, output_tokens  ranges. The first `num_running` outputs never end when `is_endless`
     chunk_tokens   > 0: one more slot, through which prompts of this length pass one after the other, a chunk per step
-    in_step        all running sequences have prompts of one length: they need their next block in the same step
+    in_step        all running sequences have prompts of one length, computed in one step: they need each next block in the same step
     spare_slots    the queue's head would have a slot, but its blocks are short: it is looked at in every step
     """
 
@@ -79,7 +79,7 @@ class Bench:
         slots = workload.num_running + (workload.chunk_tokens > 0)
         config = SchedulerConfig(
             max_num_seqs=slots + workload.spare_slots,
-            max_num_batched_tokens=max(512, 2 * slots),
+            max_num_batched_tokens=slots * workload.prompt_tokens[1] if workload.in_step else max(512, 2 * slots),
             max_model_len=1 << 20,
             max_waiting=slots + workload.num_waiting + 1,
             queue_policy=workload.queue_policy,
@@ -99,7 +99,8 @@ class Bench:
             prompt = high if workload.in_step else self.random.randint(low, high)
             outputs = self.length - prompt if workload.is_endless else self.random.randint(*workload.output_tokens)
             self.add(prompt, outputs)
-            self.step()
+            if not workload.in_step:
+                self.step()
         while self.scheduler.roster.num_running < workload.num_running:
             self.step()
         if workload.spare_slots:  # nobody is freed any more: a prompt as large as what is left does not fit

@@ -39,7 +39,7 @@ def read_rows(plan: Plan) -> Rows:
     slots, starts, counts, samples = (column(values) for values in (plan.slots, plan.starts, plan.counts, plan.samples))
     if any(plan.adapter_slots):
         raise ValueError("adapter_slots: this runner holds no adapters; every row must say 0")
-    if any(mask >= 0 for mask in plan.mask_slots):
+    if (column(plan.mask_slots) >= 0).any():
         raise ValueError("mask_slots: this runner holds no grammar masks; every row must say -1")
     row_starts = np.zeros(len(slots) + 1, dtype=np.int64)
     np.cumsum(counts, out=row_starts[1:])

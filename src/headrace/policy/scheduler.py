@@ -296,6 +296,8 @@ class Scheduler:
 
     def _commit_rows(self, rows: StepRows, result: Result, first: int) -> None:
         """Take in the rows from `first` on, of any kind; before it every row has one token."""
+        if first == len(rows) == len(result.token_counts):
+            return
         errors, prompt_logprobs = dict(result.errors), dict(result.prompt_logprobs)
         offset = first
         for i, (row, count) in enumerate(zip(rows.rows(first), result.token_counts[first:], strict=True), first):
