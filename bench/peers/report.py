@@ -83,8 +83,17 @@ def mbu(row: str, precision: str, rounds: Rounds) -> float | None:
 
 
 def section(shape: str, precision: str, table: Table) -> Iterator[str]:
-    engines = [engine for engine in ENGINES if any(engine in table.get(row, {}) for row in ROWS)]
     yield f"## {shape}, {precision}\n"
+    yield from offline_section(precision, table)
+    yield from http_section(shape, precision, table)
+    yield from _circumstances(table)
+
+
+def offline_section(precision: str, table: Table) -> Iterator[str]:
+    """The engines without a server: a line per row, nothing when none was measured."""
+    engines = [engine for engine in ENGINES if any(engine in table.get(row, {}) for row in ROWS)]
+    if not engines:
+        return
     yield "| | " + " | ".join(engines) + " | best peer | ceiling | MBU |"
     yield "|---" * (len(engines) + 4) + "|"
     for row in ROWS:
@@ -96,10 +105,8 @@ def section(shape: str, precision: str, table: Table) -> Iterator[str]:
         cells += [_median(advantages(row, columns, PEERS)), _median(advantages(row, columns, ("ceiling",)))]
         yield f"| {row} | " + " | ".join([*cells, f"{share:.2f}" if share else "-"]) + " |"
     yield ""
-    yield from http_section(shape, precision, table)
     if missing := [engine for engine in PEERS if engine not in engines]:
         yield f"Not measured: {', '.join(missing)}.\n"
-    yield from _circumstances(table)
 
 
 def http_section(shape: str, precision: str, table: Table) -> Iterator[str]:
@@ -109,8 +116,9 @@ def http_section(shape: str, precision: str, table: Table) -> Iterator[str]:
         return
     yield f"### {shape}, {precision}: servers under load\n"
     lengths = http.WORKLOAD
+    limits = [f"{name.upper()} <= {limit} ms" for name, _, limit in (word.partition(":") for word in http.SLOS[shape])]
     yield f"{http.NUM_REQUESTS} requests, Poisson, about {lengths.input_tokens} tokens in and {lengths.output_tokens} out; goodput:"
-    yield f"requests per second within {' and '.join(http.SLOS[shape])} (milliseconds). Failed requests are infinitely late.\n"
+    yield f"requests per second within {' and '.join(limits)}. Failed requests are infinitely late.\n"
     yield "| offered/s | engine | TTFT p50, ms | p99 | ITL p50, ms | p99 | goodput/s | output tok/s | failed | rounds |"
     yield "|---" * 10 + "|"
     for row in rows:
