@@ -106,6 +106,21 @@ def write_portable(file: Path, data: Mapping[str, object]) -> None:
     file.write_text(text, encoding="utf-8")
 
 
+def block_of(page: Path, name: str) -> str:
+    """What stands between the marks `<!-- NAME -->` and `<!-- end NAME -->` of a page. Raises ValueError without them."""
+    _, begin, rest = page.read_text(encoding="utf-8").partition(f"<!-- {name} -->\n")
+    text, end, _ = rest.partition(f"\n<!-- end {name} -->")
+    if not begin or not end:
+        raise ValueError(f"{page.name} has no block {name!r}")
+    return text
+
+
+def replace_block(page: Path, name: str, text: str) -> None:
+    """Write `text` there instead. Raises as `block_of` does."""
+    old, marks = block_of(page, name), (f"<!-- {name} -->\n", f"\n<!-- end {name} -->")
+    page.write_text(page.read_text(encoding="utf-8").replace(old.join(marks), text.join(marks)), encoding="utf-8")
+
+
 def requests_for(machine: Machine, count: int, shape: Shape, *, seed: int) -> list[LoadRequest]:
     """Prompts of `shape` from the model's own vocabulary. Equal for equal seeds and models, whatever the configuration."""
     vocab_size = machine.engine.info.vocab_size

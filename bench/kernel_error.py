@@ -1,41 +1,54 @@
-"""Rounding error of every kernel against the same formula in float64, for both implementations.
+"""Numerical error of every CPU kernel against float64, at 1, 8, 64 and 512 rows.
 
-    python bench/kernel_error.py [--json FILE]
+    python -m bench.kernel_error [--no-page] -> bench/results/kernel-error.json and the table in docs/kernels.md
 
-Prints the table of docs/kernels.md: per kernel and element type the largest difference from float64, divided by the largest value.
-Inputs are the same rounded numbers for all, so what is shown is arithmetic and the final rounding, not the inputs' own.
+An error is the largest difference divided by the largest value. Inputs are the same rounded numbers for all, so what is shown is the
+kernel's arithmetic and its final rounding. Small integers come twice: against the float64 product of the same integers (what remains is
+float32 rounding), and against the float64 product of what was there before it was rounded to them (what the precision costs).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bench.harness import RESULTS, ROOT, replace_block, write_portable
+from headrace.lab.environment import environment
 from headrace.tensor.kernels import Kernels, load_kernels
-from headrace.tensor.kernels.reference import causal_mask, gather_context
+from headrace.tensor.kernels.reference import gather_context
+from headrace.tensor.kernels.rounding import Precision, round_inputs, round_weight
 
 Case = Callable[[Kernels], tuple[Tensor, Tensor]]
 """Runs one operation: (result, float64 result)."""
+Maker = Callable[[int, torch.dtype], Case]
+"""(rows, dtype) -> case."""
 
-TOKENS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 64, 2048, 16, 4, 64, 16
+ROWS = (1, 8, 64, 512)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+IMPLEMENTATIONS = ("numba", "reference")
+MOST_PLAIN_ROWS = 64
+"""The plain kernels take row by row: more of them say nothing new and take long."""
+PAGE, BLOCK_NAME = ROOT / "docs" / "kernels.md", "errors"
+HIDDEN, OUT, HEADS, KV_HEADS, HEAD_DIM, BLOCK, CONTEXT, EARLIER = 2048, 512, 16, 4, 64, 16, 700, 100
 
 
-def _norm(dtype: torch.dtype) -> Case:
-    x, weight = torch.randn(TOKENS, HIDDEN).to(dtype), torch.randn(HIDDEN).to(dtype)
-    wide = x.double()
+def _norm(rows: int, dtype: torch.dtype, *, with_residual: bool = False) -> Case:
+    x, weight = torch.randn(rows, HIDDEN).to(dtype), torch.randn(HIDDEN).to(dtype)
+    residual = torch.randn(rows, HIDDEN).to(dtype) if with_residual else None
+    wide = x.double() if residual is None else (x + residual).double()  # the sum is rounded: it is kept in x's dtype
     want = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
-    return lambda kernels: (kernels.rms_norm(x, weight, 1e-6), want)
+    return lambda kernels: (kernels.rms_norm(x.clone(), weight, 1e-6, residual=None if residual is None else residual.clone()), want)
 
 
-def _rotary(dtype: torch.dtype) -> Case:
-    query, key = torch.randn(TOKENS, HEADS, HEAD_DIM).to(dtype), torch.randn(TOKENS, KV_HEADS, HEAD_DIM).to(dtype)
-    angles, positions = torch.rand(100, HEAD_DIM // 2) * 6, torch.randint(0, 100, (TOKENS,))
+def _rotary(rows: int, dtype: torch.dtype) -> Case:
+    query, key = torch.randn(rows, HEADS, HEAD_DIM).to(dtype), torch.randn(rows, KV_HEADS, HEAD_DIM).to(dtype)
+    angles, positions = torch.rand(100, HEAD_DIM // 2) * 6, torch.randint(0, 100, (rows,))
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
     cos, sin = cos_sin[positions].double()[:, None].chunk(2, dim=-1)
     first, second = query.double().chunk(2, dim=-1)
@@ -49,90 +62,165 @@ def _rotary(dtype: torch.dtype) -> Case:
     return run
 
 
-def _gate(activation: str) -> Callable[[torch.dtype], Case]:
-    def make(dtype: torch.dtype) -> Case:
-        gate_up = (2 * torch.randn(TOKENS, 2 * HIDDEN)).to(dtype)
-        gate, up = gate_up.double().chunk(2, dim=-1)
-        want = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
-        return lambda kernels: (kernels.gated_activation(gate_up, activation), want)
-
-    return make
+def _gate(rows: int, dtype: torch.dtype, *, activation: str) -> Case:
+    gate_up = (2 * torch.randn(rows, 2 * HIDDEN)).to(dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    want = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    return lambda kernels: (kernels.gated_activation(gate_up, activation), want)
 
 
-def _linear(exact: bool, rows: int) -> Callable[[torch.dtype], Case]:
-    def make(dtype: torch.dtype) -> Case:
-        weight, x = torch.randn(512, HIDDEN), torch.randn(rows, HIDDEN).to(dtype)
-        weight = (weight.bfloat16() if exact else weight).to(dtype)
-        want = x.double() @ weight.double().T
-        return lambda kernels: (kernels.pack_linear(weight, None)(x), want)
-
-    return make
+def _linear(rows: int, dtype: torch.dtype, *, is_exact: bool = False) -> Case:
+    weight, x = torch.randn(OUT, HIDDEN), torch.randn(rows, HIDDEN).to(dtype)
+    weight = (weight.bfloat16() if is_exact else weight).to(dtype)
+    want = x.double() @ weight.double().T
+    return lambda kernels: (kernels.pack_linear(weight, None)(x), want)
 
 
-def _attention(count: int, context: int, softcap: float | None = None) -> Callable[[torch.dtype], Case]:
-    def make(dtype: torch.dtype) -> Case:
-        num_blocks = -(-context // BLOCK) + 1
-        cache = torch.randn(num_blocks, 2, BLOCK, KV_HEADS, HEAD_DIM).to(dtype)
-        table = (torch.randperm(num_blocks - 1) + 1).to(torch.int32)[None]
-        query, scale = torch.randn(count, HEADS, HEAD_DIM).to(dtype), HEAD_DIM**-0.5
-        starts, lens = torch.tensor([0, count], dtype=torch.int32), torch.tensor([context], dtype=torch.int32)
-        key, value = (part.double().repeat_interleave(HEADS // KV_HEADS, 1) for part in gather_context(cache, table[0], 0, context))
-        scores = torch.einsum("nhd,shd->hns", query.double(), key) * scale
-        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-        seen = causal_mask(context - count, 0, context, None, query.device)
-        want = torch.einsum("hns,shd->nhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
+def _integers(rows: int, dtype: torch.dtype, *, precision: Precision, is_same: bool) -> Case:
+    """is_same: against the same integers and scales; else against weight and inputs before they were rounded."""
+    weight, x = torch.randn(OUT, HIDDEN), torch.randn(rows, HIDDEN).to(dtype)
+    rounded = round_weight(weight, precision)
+    values, scales = round_inputs(x)
+    group = rounded.group or HIDDEN
+    stands_for = rounded.values.double().reshape(OUT, -1, group) * rounded.scales.double().reshape(OUT, -1, 1)
+    same = (values.double() * scales.double()) @ stands_for.flatten(1).T
+    want = same if is_same else x.double() @ weight.double().T
+    return lambda kernels: (kernels.pack_rounded(rounded, None)(x), want)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Attention over a paged cache. Decode: `rows` sequences of one token each, of different lengths; prefill: one
+    sequence of `rows` tokens after 100 earlier ones.
+
+    cache_dtype  None: x's own. int8: one scale per vector
+    is_same      against what the cache holds; else against the keys and values before they were stored
+    """
+
+    is_prefill: bool = False
+    softcap: float | None = None
+    cache_dtype: torch.dtype | None = None
+    is_same: bool = True
+
+    def __call__(self, rows: int, dtype: torch.dtype) -> Case:
+        num_blocks = -(-CONTEXT // BLOCK) + 1
+        table = (torch.randperm(num_blocks - 1) + 1).to(torch.int32)
+        key, value = (torch.randn(CONTEXT, KV_HEADS, HEAD_DIM).to(dtype) for _ in range(2))
+        cache, kv_scales = self._store(key, value, table, num_blocks)
+        query = torch.randn(rows, HEADS, HEAD_DIM).to(dtype)
+        held = gather_context(cache, table, 0, CONTEXT, kv_scales) if self.is_same else (key, value)
+        positions = EARLIER + torch.arange(rows) if self.is_prefill else (37 * torch.arange(rows) + CONTEXT - 1) % CONTEXT
+        want = self._truth(query, held, positions)
+        counts = [rows] if self.is_prefill else [1] * rows
+        lens = (positions[-1:] if self.is_prefill else positions).int() + 1
+        tables = table[None].expand(len(counts), -1).contiguous()
+        starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return lambda kernels: (
-            kernels.attention(query, cache, table, starts, lens, max_count=count, scale=scale, softcap=softcap),
+            kernels.attention(
+                query,
+                cache,
+                tables,
+                starts,
+                lens,
+                max_count=max(counts),
+                scale=HEAD_DIM**-0.5,
+                softcap=self.softcap,
+                kv_scales=kv_scales,
+            ),
             want,
         )
 
-    return make
+    def _store(self, key: Tensor, value: Tensor, table: Tensor, num_blocks: int) -> tuple[Tensor, Tensor | None]:
+        """The cache as the plain kernels write it, one permutation of blocks for all sequences."""
+        shape = (num_blocks, 2, BLOCK, KV_HEADS)
+        cache = torch.zeros((*shape, HEAD_DIM), dtype=self.cache_dtype or key.dtype)
+        kv_scales = torch.zeros(shape) if cache.dtype == torch.int8 else None
+        positions = torch.arange(CONTEXT)
+        slots = table.long()[positions // BLOCK] * BLOCK + positions % BLOCK
+        load_kernels("reference").scatter_kv(key, value, cache, slots, kv_scales=kv_scales)
+        return cache, kv_scales
+
+    def _truth(self, query: Tensor, held: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
+        """Each query sees the positions up to its own."""
+        key, value = (part.double().repeat_interleave(HEADS // KV_HEADS, 1) for part in held)
+        scores = torch.einsum("nhd,shd->hns", query.double(), key) * HEAD_DIM**-0.5
+        scores = scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+        seen = torch.arange(CONTEXT) <= positions[:, None]
+        return torch.einsum("hns,shd->nhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
 
 
-CASES: Mapping[str, Callable[[torch.dtype], Case]] = {
+FLOATS: Mapping[str, Maker] = {
     "rms_norm": _norm,
+    "rms_norm with residual": partial(_norm, with_residual=True),
     "rotary": _rotary,
-    "gated_activation silu": _gate("silu"),
-    "gated_activation gelu_tanh": _gate("gelu_tanh"),
-    "linear, 1 row": _linear(False, 1),
-    "linear, 33 rows": _linear(False, 33),
-    "linear, 33 rows, bfloat16-exact weight": _linear(True, 33),
-    "attention, decode at 3000": _attention(1, 3000),
-    "attention, prefill of 200": _attention(200, 200),
-    "attention, prefill of 200, softcap 30": _attention(200, 200, 30.0),
+    "gated_activation silu": partial(_gate, activation="silu"),
+    "gated_activation gelu_tanh": partial(_gate, activation="gelu_tanh"),
+    "linear": _linear,
+    "linear, bfloat16-exact weight": partial(_linear, is_exact=True),
+    "linear int8, same integers": partial(_integers, precision=Precision.INT8, is_same=True),
+    "linear int4, same integers": partial(_integers, precision=Precision.INT4, is_same=True),
+    "attention, decode": Attention(),
+    "attention, prefill": Attention(is_prefill=True),
+    "attention, prefill, softcap 30": Attention(is_prefill=True, softcap=30.0),
+    "attention, decode, int8 cache, same integers": Attention(cache_dtype=torch.int8),
+    "attention, prefill, int8 cache, same integers": Attention(is_prefill=True, cache_dtype=torch.int8),
 }
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""What remains is the rounding of float32 arithmetic (and of a bfloat16 result)."""
+COSTS: Mapping[str, Maker] = {
+    "linear int8, before rounding": partial(_integers, precision=Precision.INT8, is_same=False),
+    "linear int4, before rounding": partial(_integers, precision=Precision.INT4, is_same=False),
+    "attention, decode, int8 cache, before rounding": Attention(cache_dtype=torch.int8, is_same=False),
+    "attention, prefill, int8 cache, before rounding": Attention(is_prefill=True, cache_dtype=torch.int8, is_same=False),
+}
+"""What the precision itself costs, on normally distributed values."""
+CASES: Mapping[str, Maker] = {**FLOATS, **COSTS}
+
+Errors = dict[str, dict[int, float]]
+"""Implementation -> rows -> error."""
 
 
 def relative_error(result: Tensor, want: Tensor) -> float:
     return float((result.double() - want).abs().max() / want.abs().max())
 
 
-def measure() -> dict[str, dict[str, float]]:
-    """case -> "implementation dtype" -> error."""
-    table: dict[str, dict[str, float]] = {}
-    for name, make in CASES.items():
-        table[name] = {}
-        for dtype_name, dtype in DTYPES.items():
-            torch.manual_seed(0)
-            case = make(dtype)
-            for kernels in (load_kernels("reference"), load_kernels("numba")):
-                table[name][f"{kernels.name} {dtype_name}"] = relative_error(*case(kernels))
-    return table
+def measure() -> dict[str, dict[str, Errors]]:
+    """case -> dtype -> errors. The same inputs for both implementations."""
+    kernels = {name: load_kernels(name) for name in IMPLEMENTATIONS}
+    return {name: {label: _errors(make, dtype, kernels) for label, dtype in DTYPES.items()} for name, make in CASES.items()}
+
+
+def _errors(make: Maker, dtype: torch.dtype, kernels: Mapping[str, Kernels]) -> Errors:
+    found: Errors = {name: {} for name in kernels}
+    for rows in ROWS:
+        torch.manual_seed(rows)
+        case = make(rows, dtype)
+        for name, implementation in kernels.items():
+            if name != "reference" or rows <= MOST_PLAIN_ROWS:
+                found[name][rows] = relative_error(*case(implementation))
+    return found
+
+
+def markdown(table: Mapping[str, Mapping[str, Errors]]) -> str:
+    """One line per case and dtype: the compiled kernels at each row count, and the worst of the plain ones."""
+    fast, plain = IMPLEMENTATIONS
+    lines = ["| kernel | dtype | " + " | ".join(f"{rows} row{'s' * (rows > 1)}" for rows in ROWS) + f" | {plain}, worst |"]
+    lines.append("|---" * (len(ROWS) + 3) + "|")
+    for name, by_dtype in table.items():
+        for label, errors in by_dtype.items():
+            cells = [f"{errors[fast][rows]:.1e}" for rows in ROWS] + [f"{max(errors[plain].values()):.1e}"]
+            lines.append(f"| {name} | {label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument("--no-page", action="store_true", help="leave docs/kernels.md as it is")
     given = parser.parse_args(arguments)
     table = measure()
-    columns = list(next(iter(table.values())))
-    print("| kernel | " + " | ".join(columns) + " |")
-    print("|---" * (len(columns) + 1) + "|")
-    for name, errors in table.items():
-        print(f"| {name} | " + " | ".join(f"{errors[column]:.1e}" for column in columns) + " |")
-    if given.json is not None:
-        given.json.write_text(json.dumps({"torch": torch.__version__, "max_relative_error": table}, indent=1) + "\n", encoding="utf-8")
+    print(markdown(table))
+    write_portable(RESULTS / "kernel-error.json", {"environment": environment(), "max_relative_error": table})
+    if not given.no_page:
+        replace_block(PAGE, BLOCK_NAME, markdown(table))
 
 
 if __name__ == "__main__":

@@ -94,17 +94,21 @@ class Server:
         self._process = process
         self._target = Target(url=f"http://127.0.0.1:{port}", model=SERVED)
 
+    @property
+    def pid(self) -> int:
+        """Of the supervisor; gateway and engine are its children."""
+        return self._process.pid
+
     def leave(self) -> None:
         """Ask it to; waiting is its block's."""
         self._process.terminate()
 
-    def stream_seconds(self, seed: int) -> float:
-        """Seconds until the last of 16 streams begun together has ended."""
-        requests = make_requests(NUM_STREAMS, STREAMS, seed=seed)
-        records = asyncio.run(run_load(self._target, requests, [0.0] * NUM_STREAMS))
+    def stream_seconds(self, seed: int, *, count: int = NUM_STREAMS, shape: Shape = STREAMS) -> float:
+        """Seconds until the last of `count` streams begun together has ended."""
+        records = asyncio.run(run_load(self._target, make_requests(count, shape, seed=seed), [0.0] * count))
         errors = [record.error for record in records if record.error]
         if errors:
-            raise SmokeError(f"{len(errors)} of {NUM_STREAMS} streams failed: {errors[0]}")
+            raise SmokeError(f"{len(errors)} of {count} streams failed: {errors[0]}")
         return max(record.end_s for record in records) - min(record.intended_s for record in records)
 
 

@@ -38,6 +38,8 @@ WORKER_ROWS = (
     *(f"{kind} {precision}" for precision in ("bf16", "int8", "int4") for kind in ("decode-1", "decode-8", "prefill")),
     "scheduler",
 )
+START, STREAMING = "start to first token", "streaming over HTTP"
+ROWS = (*WORKER_ROWS, STREAMING, START)
 ROUNDS_PER_WORKER = 4
 Pair = tuple[float, float]
 """Seconds of base and candidate."""
@@ -62,8 +64,8 @@ def log_ratios(rounds: Sequence[Mapping[str, Pair]]) -> dict[str, list[float]]:
 class Comparison:
     """Both sides' processes, and the rounds so far."""
 
-    def __init__(self, base: Side, candidate: Side, model: Path, logs: Path) -> None:
-        self._sides, self._model, self._logs = (base, candidate), model, logs
+    def __init__(self, base: Side, candidate: Side, model: Path, logs: Path, rows: Sequence[str]) -> None:
+        self._sides, self._model, self._logs, self._rows = (base, candidate), model, logs, rows
         self.rounds: list[dict[str, Pair]] = []
 
     def block(self, first: int, keep_going: Callable[[int], bool]) -> int:
@@ -83,8 +85,10 @@ class Comparison:
 
     def round(self, number: int, workers: Sequence[Worker]) -> None:
         base, candidate = workers
-        pairs = {row: in_turns(partial(base.seconds, row), partial(candidate.seconds, row), number) for row in WORKER_ROWS}
-        self.rounds.append({**pairs, **self._serve(number)})
+        seconds = {row: (partial(base.seconds, row), partial(candidate.seconds, row)) for row in WORKER_ROWS if row in self._rows}
+        pairs = {row: in_turns(*timers, number) for row, timers in seconds.items()}
+        served = self._serve(number) if {STREAMING, START} & set(self._rows) else {}
+        self.rounds.append({**pairs, **{row: pair for row, pair in served.items() if row in self._rows}})
 
     def _serve(self, number: int) -> dict[str, Pair]:
         with ExitStack() as stack:
@@ -95,7 +99,7 @@ class Comparison:
             streaming = in_turns(base.stream_seconds, candidate.stream_seconds, number)
             base.leave()
             candidate.leave()  # both at once
-        return {"streaming over HTTP": streaming, "start to first token": (base.start_s, candidate.start_s)}
+        return {STREAMING: streaming, START: (base.start_s, candidate.start_s)}
 
 
 def _check_origin(side: Side, started: Worker) -> None:
@@ -105,10 +109,10 @@ def _check_origin(side: Side, started: Worker) -> None:
         raise SmokeError(f"{side.name} runs {origin}, not {side.source}")
 
 
-def compare(base: Side, candidate: Side, home: Path, seconds: float) -> list[dict[str, Pair]]:
+def compare(base: Side, candidate: Side, home: Path, seconds: float, rows: Sequence[str]) -> list[dict[str, Pair]]:
     """Rounds for about `seconds`: the next one begins while it would end in time, judging by the longest so far."""
     with tempfile.TemporaryDirectory() as logs:
-        comparison = Comparison(base, candidate, make_model(home / "model"), Path(logs))
+        comparison = Comparison(base, candidate, make_model(home / "model"), Path(logs), rows)
         moments: list[float] = []
 
         def keep_going(number: int) -> bool:
@@ -137,6 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make bench-smoke", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", help="commit to compare with; default: see above")
     parser.add_argument("--seconds", type=float, default=240.0, help="for the rounds that count (default: 240)")
+    parser.add_argument("--row", choices=ROWS, action="append", help="again for more; default: all")
     parser.add_argument("--json", type=Path, default=RESULTS / "smoke.json")
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that trees and children go, too
@@ -145,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
         commit = git(ROOT, "rev-parse", "--short=12", "--verify", f"{given.against or default_base(ROOT)}^{{commit}}")
         before, began = measure_bandwidth(bandwidth_script()), time.monotonic()
         with two_trees(ROOT, commit, home) as (base, candidate):
-            rounds = compare(base, candidate, home, given.seconds)
+            rounds = compare(base, candidate, home, given.seconds, given.row or ROWS)
         took_s = time.monotonic() - began
         verdicts = judge(log_ratios(rounds)) if rounds else []
         if not verdicts:
