@@ -1,0 +1,132 @@
+"""What everything around the model costs: streaming to many clients, looking for prefixes that are not there, and who takes the cores.
+
+    python -m bench.host_overhead [--rounds 10] [--clients 200] -> bench/results/host-overhead.json
+
+streaming  seconds for the same requests offline (this process, no HTTP) and as event streams from `headrace serve`, in turns
+prefixes   seconds offline with the prefix cache on and off, prompts with nothing in common, in turns
+threads    CPU seconds of every thread of supervisor, gateway and engine while they stream, per second of the clock
+
+How threads wait between two parallel regions is inherited and written down: GOMP_SPINCOUNT=30000 python -m bench.host_overhead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.tensor.openmp
+
+import psutil
+
+from bench.harness import RESULTS, ROOT, Machine, build, finished, write_portable
+from bench.smoke.children import SERVED, Server, server
+from bench.smoke.trees import Side
+from headrace.core.errors import ConfigError
+from headrace.engine.config import EngineConfig
+from headrace.fleet.weights import resolve_model
+from headrace.lab.datasets import Shape, make_requests
+from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
+from headrace.lab.offline import run_offline
+from headrace.lab.pairs import paired_ratio
+from headrace.tensor.kernels.compile_cache import cache_root
+
+STREAM = Shape(input_tokens=32, output_tokens=64)
+UNIQUE = Shape(input_tokens=480, output_tokens=8)
+NUM_UNIQUE = 32
+WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
+
+
+def offline_seconds(machine: Machine, count: int, shape: Shape, seed: int) -> float:
+    return finished(run_offline(machine.engine, machine.collector, make_requests(count, shape, seed=seed))).duration_s
+
+
+def thread_seconds(pid: int) -> dict[str, float]:
+    """CPU seconds so far, by "role thread" for the process and all its descendants; a thread's name is the kernel's."""
+    found: dict[str, float] = {}
+    root = psutil.Process(pid)
+    for process in [root, *root.children(recursive=True)]:
+        role = next((word for word in ("gateway", "engine") if word in process.cmdline()), "supervisor")
+        for thread in process.threads():
+            name = Path(f"/proc/{process.pid}/task/{thread.id}/comm").read_text(encoding="ascii", errors="replace").strip()
+            key = f"{role} {name}"
+            found[key] = found.get(key, 0.0) + thread.user_time + thread.system_time
+    return found
+
+
+def streamed(target: Server, clients: int, seed: int) -> tuple[float, dict[str, float]]:
+    """(seconds, CPU seconds per thread and second); threads that ended meanwhile are left out."""
+    before, began = thread_seconds(target.pid), time.monotonic()
+    seconds = target.stream_seconds(seed, count=clients, shape=STREAM)
+    spent = time.monotonic() - began
+    after = thread_seconds(target.pid)
+    return seconds, {name: (after[name] - before.get(name, 0.0)) / spent for name in after}
+
+
+def streaming(base: EngineConfig, clients: int, rounds: int) -> dict[str, object]:
+    """Round 0 warms up and is not kept. Each round the two change places."""
+    pairs: list[tuple[float, float]] = []
+    threads: list[dict[str, float]] = []
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        machine = build(base)
+        target = stack.enter_context(server(Side("server", ROOT / "src", cache_root(os.environ)), logs / "server.log"))
+        for number in range(rounds + 1):
+            if number % 2:
+                offline = offline_seconds(machine, clients, STREAM, number)
+            online, usage = streamed(target, clients, number)
+            if not number % 2:
+                offline = offline_seconds(machine, clients, STREAM, number)
+            pairs.append((offline, online))
+            threads.append(usage)
+    return {"clients": clients, **_summary("offline", "streamed", pairs[1:]), "cpu_per_second": threads[1:]}
+
+
+def prefixes(base: EngineConfig, rounds: int) -> dict[str, object]:
+    machines = [build(replace(base, enable_prefix_caching=enabled, max_num_seqs=8)) for enabled in (False, True)]
+    pairs = []
+    for number in range(rounds + 1):
+        order = machines if number % 2 == 0 else machines[::-1]
+        seconds = {id(machine): offline_seconds(machine, NUM_UNIQUE, UNIQUE, number) for machine in order}
+        pairs.append((seconds[id(machines[0])], seconds[id(machines[1])]))
+    return _summary("off", "on", pairs[1:])
+
+
+def _summary(first: str, second: str, pairs: Sequence[tuple[float, float]]) -> dict[str, object]:
+    ratio = paired_ratio([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+    print(f"{second} / {first}: {ratio.mean:.3f} [{ratio.low:.3f}, {ratio.high:.3f}], {ratio.rounds} rounds", flush=True)
+    return {"seconds": [{first: pair[0], second: pair[1]} for pair in pairs], "ratio": asdict(ratio)}
+
+
+def busiest(rounds: Sequence[Mapping[str, float]], most: int = 8) -> list[tuple[str, float]]:
+    """Mean shares of a core by thread, the largest first."""
+    names = {name for usage in rounds for name in usage}
+    means = {name: sum(usage.get(name, 0.0) for usage in rounds) / len(rounds) for name in names}
+    return sorted(means.items(), key=lambda item: -item[1])[:most]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--clients", type=int, default=200)
+    given = parser.parse_args(arguments)
+    if given.rounds < 1 or given.clients < 1:
+        raise ConfigError("rounds", f"{given.rounds} rounds of {given.clients} clients: both must be at least 1")
+    waiting = {name: os.environ[name] for name in WAITING if name in os.environ}
+    base = EngineConfig(model=str(resolve_model(SERVED)))
+    before = measure_bandwidth(bandwidth_script())
+    found = {"streaming": streaming(base, given.clients, given.rounds), "prefixes": prefixes(base, given.rounds)}
+    for name, share in busiest(found["streaming"]["cpu_per_second"]):  # type: ignore[arg-type]
+        print(f"{share:6.1%} of a core: {name}")
+    bandwidths = {"before": before, "after": measure_bandwidth(bandwidth_script())}
+    facts = {"environment": environment(), "read_bandwidth_bytes_per_s": bandwidths, "threads_wait": waiting}
+    write_portable(RESULTS / "host-overhead.json", {**facts, **found})
+
+
+if __name__ == "__main__":
+    main()
