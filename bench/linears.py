@@ -22,6 +22,7 @@ from torch import Tensor
 from bench.harness import RESULTS, write_portable
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.kernels import Linear
+from headrace.tensor.kernels.cpu import KERNELS
 from headrace.tensor.kernels.launch import thread_limit
 from headrace.tensor.kernels.linear import OneDnnLinear, StripLinear
 from headrace.tensor.kernels.quantized import IntegerLinear
@@ -39,9 +40,11 @@ KINDS: dict[str, Callable[[Tensor], Linear]] = {
 
 
 def one_pass(linears: list[Linear], inputs: dict[int, Tensor]) -> float:
-    began = time.perf_counter()
-    for linear in linears:
-        linear(inputs[linear.in_features])
+    """As a step does it: few rows' products in one parallel region."""
+    rows, began = len(inputs[linears[0].in_features]), time.perf_counter()
+    with KERNELS.together(rows):
+        for linear in linears:
+            linear(inputs[linear.in_features])
     return time.perf_counter() - began
 
 

@@ -174,11 +174,10 @@ def test_a_context_shared_by_workers_has_the_bits_of_one_worker(paged_batch: Mak
     """One long decode row: with enough threads its splits become items of their own, folded afterwards."""
     batch = paged_batch([(1, 3000)], heads=2, kv_heads=1, head_dim=64)
     starts, contexts = batch.row_starts.data_ptr(), batch.context_lens.data_ptr()
-    items_alone, parts_alone, _ = attention_plan.plan_items(starts, contexts, 1, 1, 2, 64, attention_plan.NO_WINDOW, 1)
-    items, parts, workers = attention_plan.plan_items(starts, contexts, 1, 1, 2, 64, attention_plan.NO_WINDOW, 16)
-    assert (len(items_alone), len(parts_alone)) == (1, 0)
-    assert (len(items), workers) == (6, 5)
-    assert len(parts) > 0
+    items_alone, _, parts_alone, _ = attention_plan.plan_items(starts, contexts, 1, 1, 2, 64, attention_plan.NO_WINDOW, 1)
+    items, vectors, parts, workers = attention_plan.plan_items(starts, contexts, 1, 1, 2, 64, attention_plan.NO_WINDOW, 16)
+    assert (len(items_alone), parts_alone) == (1, 0)
+    assert (len(items), vectors, parts, workers) == (6, 2, 6, 5)
     before = thread_limit()
     if before == 1:
         pytest.skip("one CPU: nothing is shared")

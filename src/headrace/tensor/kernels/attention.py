@@ -32,12 +32,13 @@ from headrace.tensor.kernels.attention_item import (
     attend_split,
     clear,
     fold,
+    padded_dim,
     place_scratch,
     read_queries,
     scratch_floats,
     write_out,
 )
-from headrace.tensor.kernels.attention_plan import NO_WINDOW, padded_vectors, plan_items, read_item
+from headrace.tensor.kernels.attention_plan import NO_WINDOW, plan_items, read_item
 from headrace.tensor.kernels.cache_write import scale_arguments
 from headrace.tensor.kernels.launch import (
     compile_kernel,
@@ -57,26 +58,29 @@ Pointer = Any
 
 
 @helper
-def attend_items(g: Geometry, items: Pointer, num_items: int, counter: Pointer, parts: Pointer) -> None:
-    """Take items until none is left. `parts` receives, per item of a shared context, float32 [vectors, D + 2]: sums, peaks, masses."""
-    vectors, dim = padded_vectors(g.group), g.head_dim
-    memory = np.empty(scratch_floats(vectors, dim), np.float32)
-    scratch = place_scratch(memory.ctypes.data, vectors, dim)
+def attend_items(g: Geometry, items: Pointer, num_items: int, counter: Pointer, parts: Pointer, vectors: int) -> None:
+    """Take items until none is left. `parts` receives, per item of a shared context, float32 [vectors, P + 2]: sums, peaks, masses.
+
+    vectors: of the largest item. P: see `Scratch`.
+    """
+    wide = padded_dim(g.head_dim)
+    memory = np.empty(scratch_floats(vectors, g.head_dim), np.float32)
+    scratch = place_scratch(memory.ctypes.data, vectors, g.head_dim)
     index = take_ticket(counter)
     while index < num_items:
         item = read_item(items, index)
         used = item.num_tokens * g.group
         total, peaks, masses = scratch.total, scratch.total_peaks, scratch.total_masses
         if item.part_of >= 0:
-            total = at(parts, index * vectors * (dim + 2))
-            peaks = at(total, vectors * dim)
+            total = at(parts, index * vectors * (wide + 2))
+            peaks = at(total, vectors * wide)
             masses = at(peaks, vectors)
         read_queries(g, item, scratch.queries, used)
-        clear(total, peaks, masses, vectors, dim)
+        clear(total, peaks, masses, used, wide)
         for split in range(item.split_first, item.split_last):
-            clear(scratch.sums, scratch.peaks, scratch.masses, vectors, dim)
+            clear(scratch.sums, scratch.peaks, scratch.masses, used, wide)
             attend_split(g, scratch, item, used, split)
-            fold(total, peaks, masses, scratch.sums, scratch.peaks, scratch.masses, used, dim)
+            fold(total, peaks, masses, scratch.sums, scratch.peaks, scratch.masses, used, wide)
         if item.part_of < 0:
             write_out(g, item, total, masses)
         index = take_ticket(counter)
@@ -84,17 +88,17 @@ def attend_items(g: Geometry, items: Pointer, num_items: int, counter: Pointer, 
 
 
 @helper
-def join_parts(g: Geometry, items: Pointer, num_items: int, parts: Pointer) -> None:
+def join_parts(g: Geometry, items: Pointer, num_items: int, parts: Pointer, vectors: int) -> None:
     """Fold the parts of each shared context, first to last, into the first one's place, and write the result."""
-    vectors, dim = padded_vectors(g.group), g.head_dim
+    wide = padded_dim(g.head_dim)
     for index in range(num_items):
         item = read_item(items, index)
         if item.part_of < 0:
             continue
-        total, part = at(parts, item.part_of * vectors * (dim + 2)), at(parts, index * vectors * (dim + 2))
-        peaks, new_peaks = at(total, vectors * dim), at(part, vectors * dim)
+        total, part = at(parts, item.part_of * vectors * (wide + 2)), at(parts, index * vectors * (wide + 2))
+        peaks, new_peaks = at(total, vectors * wide), at(part, vectors * wide)
         if index > item.part_of:
-            fold(total, peaks, at(peaks, vectors), part, new_peaks, at(new_peaks, vectors), item.num_tokens * g.group, dim)
+            fold(total, peaks, at(peaks, vectors), part, new_peaks, at(new_peaks, vectors), item.num_tokens * g.group, wide)
         if index + 1 == num_items or read_item(items, index + 1).part_of != item.part_of:
             write_out(g, item, total, at(peaks, vectors))
 
@@ -133,9 +137,9 @@ def read_geometry(a: Pointer, query: Pointer, cache_: Pointer, out: Pointer) -> 
 def attend(a: Pointer, query: Pointer, cache_: Pointer, out: Pointer) -> None:
     g = read_geometry(a, query, cache_, out)
     if load(a, 22) == 0:
-        attend_items(g, as_i64(load(a, 18)), load(a, 19), as_i64(load(a, 20)), as_f32(load(a, 21)))
+        attend_items(g, as_i64(load(a, 18)), load(a, 19), as_i64(load(a, 20)), as_f32(load(a, 21)), load(a, 28))
     else:
-        join_parts(g, as_i64(load(a, 18)), load(a, 19), as_f32(load(a, 21)))
+        join_parts(g, as_i64(load(a, 18)), load(a, 19), as_f32(load(a, 21)), load(a, 28))
 
 
 @entry
@@ -147,7 +151,9 @@ def plan_batch(
     for index in range(load(as_i32(row_starts), num_rows) * row_words, arguments[22] * row_words):
         store(ZERO, as_f32(arguments[2]), index)  # padding tokens behind the last row; zero bits are zero in both element types
     group, head_dim, window = arguments[13], arguments[14], arguments[15]
-    items, parts, workers = plan_items(row_starts, context_lens, num_rows, kv_heads, group, head_dim, window, threads)
+    items, vectors, num_parts, workers = plan_items(row_starts, context_lens, num_rows, kv_heads, group, head_dim, window, threads)
+    parts = np.empty(num_parts * vectors * (padded_dim(head_dim) + 2), np.float32)
+    arguments[28] = vectors
     arguments[18], arguments[19], arguments[21], arguments[22] = items.ctypes.data, items.shape[0], parts.ctypes.data, 0
     return items, parts, workers
 
@@ -218,7 +224,7 @@ def paged_attention(
     arguments = [query.data_ptr(), cache_.data_ptr(), out.data_ptr(), query.stride(0), query.stride(1), block, value, slot, head]
     arguments += [cache_.shape[2], block_table.data_ptr(), block_table.stride(0), heads, group, head_dim, reach]
     arguments += [float_bits(scale), float_bits(softcap or 0.0), 0, 0, 0, 0, query.shape[0], query.element_size()]
-    memory = with_counter([*arguments, *scale_arguments(kv_scales)], 20)
+    memory = with_counter([*arguments, *scale_arguments(kv_scales), 0], 20)
     kernel, num_rows = _kernel(query.element_size(), cache_.element_size()), context_lens.shape[0]
     threads = thread_limit()
     items, parts, workers = plan_batch(memory, row_starts.data_ptr(), context_lens.data_ptr(), num_rows, kv_heads, threads)

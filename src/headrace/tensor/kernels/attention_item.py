@@ -1,6 +1,9 @@
 """One item of paged attention: a few query vectors of one key/value head against a range of the context (`attention_plan.Item`).
 
-Only compiled code lives here, below `attention`, which says what is promised.
+Keys are taken in tiles. A tile's keys are turned into strips (inputs by keys), its values into strips (keys by outputs), both widened to
+float32; scores and weighted values are then products of panels of query vectors with strips, as in `linear`. That reading and turning is
+paid once per tile for all query vectors of the item, and a single one takes the same steps. Only compiled code lives here, below
+`attention`, which says what is promised.
 """
 
 from __future__ import annotations
@@ -9,14 +12,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace.tensor.kernels.attention_plan import ROWS, SPLIT, Item
+from headrace.tensor.kernels.attention_plan import SPLIT, Item
 from headrace.tensor.kernels.launch import helper
-from headrace.tensor.kernels.simd import as_f32, as_i64, at, dot_block, exp, load, prefetch, softmax_tile, store, value_block
-from headrace.tensor.kernels.vector_ir import COLUMNS
+from headrace.tensor.kernels.linear import MOST_ROWS, panel_rows
+from headrace.tensor.kernels.simd import as_f32, as_i64, at, exp, load, pack_keys, pack_value, panel_block, prefetch, softmax_tile, store
+from headrace.tensor.kernels.vector_ir import LANES, STRIP_COLUMNS
 
 TILE = 64
+"""A multiple of STRIP_COLUMNS."""
 AHEAD = 16
 """Keys between a prefetch and its use."""
+ALIGNMENT = 64
 NOTHING, ZERO, ONE = np.float32(-3.0e38), np.float32(0.0), np.float32(1.0)
 
 Pointer = Any
@@ -55,14 +61,26 @@ class Geometry(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """One worker's memory: float32 [vectors, D] (queries, sums, total), [vectors, TILE] (scores), [vectors] (the rest), [SPLIT] (scales of
-    keys and values) and int64 [SPLIT] (keys: element offsets into the cache). `sums` is the running split, `total` the folded splits
-    before it."""
+    """One worker's memory, float32 but for `keys`. P is D padded to whole strips.
 
+    key_strips    [TILE / STRIP_COLUMNS, D, STRIP_COLUMNS]
+    value_strips  [P / STRIP_COLUMNS, TILE, STRIP_COLUMNS]; zeros where there is no output
+    zeros         [STRIP_COLUMNS]
+    queries       [D, rows], panel by panel
+    scores        [vectors, TILE]
+    sums, total   [vectors, P]: of the running split, and of the folded splits before it
+    peaks, masses, total_peaks, total_masses  [vectors]
+    key_scales, value_scales  [SPLIT], of an int8 cache
+    keys          int64 [SPLIT]: element offsets into the cache
+    """
+
+    key_strips: Pointer
+    value_strips: Pointer
+    zeros: Pointer
     queries: Pointer
+    scores: Pointer
     sums: Pointer
     total: Pointer
-    scores: Pointer
     peaks: Pointer
     masses: Pointer
     total_peaks: Pointer
@@ -73,36 +91,49 @@ class Scratch(NamedTuple):
 
 
 @helper
+def padded_dim(head_dim: int) -> int:
+    return (head_dim + STRIP_COLUMNS - 1) // STRIP_COLUMNS * STRIP_COLUMNS
+
+
+@helper
 def scratch_floats(vectors: int, head_dim: int) -> int:
-    return vectors * (3 * head_dim + TILE + 4) + 4 * SPLIT
+    wide = padded_dim(head_dim)
+    return (TILE + vectors) * (head_dim + wide) + STRIP_COLUMNS + vectors * (TILE + wide + 4) + 4 * SPLIT + 2 * ALIGNMENT // 4
 
 
 @helper
 def place_scratch(address: int, vectors: int, head_dim: int) -> Scratch:
-    """Lay a worker's scratch out in `scratch_floats` float32."""
-    memory, row = as_f32(address), vectors * head_dim
-    scores, marks = at(memory, 3 * row), at(memory, 3 * row + vectors * TILE)
-    key_scales = at(marks, 4 * vectors)
-    keys = as_i64(address + (3 * row + vectors * (TILE + 4) + 2 * SPLIT) * 4)
+    """Lay a worker's scratch out in `scratch_floats` float32, from the next cache line on."""
+    wide, base = padded_dim(head_dim), as_f32((address + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT)
+    value_strips = at(base, TILE * head_dim)
+    zeros = at(value_strips, TILE * wide)
+    queries = at(zeros, STRIP_COLUMNS)
+    scores = at(queries, vectors * head_dim)
+    sums = at(scores, vectors * TILE)
+    total = at(sums, vectors * wide)
+    marks = at(total, vectors * wide)
+    scales = at(marks, 4 * vectors)
+    for index in range(TILE * wide + STRIP_COLUMNS):
+        store(ZERO, value_strips, index)
+    keys = as_i64((address + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT + 4 * places_before_keys(vectors, head_dim))
     return Scratch(
-        memory,
-        at(memory, row),
-        at(memory, 2 * row),
-        scores,
-        marks,
-        at(marks, vectors),
-        at(marks, 2 * vectors),
-        at(marks, 3 * vectors),
-        key_scales,
-        at(key_scales, SPLIT),
-        keys,
-    )
+        base, value_strips, zeros, queries, scores, sums, total,
+        marks, at(marks, vectors), at(marks, 2 * vectors), at(marks, 3 * vectors), scales, at(scales, SPLIT), keys,
+    )  # fmt: skip
 
 
 @helper
-def clear(sums: Pointer, peaks: Pointer, masses: Pointer, vectors: int, head_dim: int) -> None:
+def places_before_keys(vectors: int, head_dim: int) -> int:
+    """Float32 before `Scratch.keys`, an even number: those are of 8 bytes."""
+    wide = padded_dim(head_dim)
+    used = (TILE + vectors) * (head_dim + wide) + STRIP_COLUMNS + vectors * (TILE + wide + 4) + 2 * SPLIT
+    return used + used % 2
+
+
+@helper
+def clear(sums: Pointer, peaks: Pointer, masses: Pointer, vectors: int, wide: int) -> None:
     """Start of a running softmax: nothing seen yet."""
-    for index in range(vectors * head_dim):
+    for index in range(vectors * wide):
         store(ZERO, sums, index)
     for vector in range(vectors):
         store(NOTHING, peaks, vector)
@@ -111,14 +142,14 @@ def clear(sums: Pointer, peaks: Pointer, masses: Pointer, vectors: int, head_dim
 
 @helper
 def fold(
-    total: Pointer, total_peaks: Pointer, total_masses: Pointer, part: Pointer, peaks: Pointer, masses: Pointer, vectors: int, head_dim: int
+    total: Pointer, total_peaks: Pointer, total_masses: Pointer, part: Pointer, peaks: Pointer, masses: Pointer, vectors: int, wide: int
 ) -> None:
     """Add a later part of the context to `total`, for `vectors` query vectors; both unnormalised, each relative to its own peak."""
     for vector in range(vectors):
         old, new = load(total_peaks, vector), load(peaks, vector)
         peak = max(old, new)
         keep, add = exp(old - peak), exp(new - peak)
-        for d in range(vector * head_dim, (vector + 1) * head_dim):
+        for d in range(vector * wide, (vector + 1) * wide):
             store(load(total, d) * keep + load(part, d) * add, total, d)
         store(load(total_masses, vector) * keep + load(masses, vector) * add, total_masses, vector)
         store(peak, total_peaks, vector)
@@ -126,69 +157,115 @@ def fold(
 
 @helper
 def read_queries(g: Geometry, item: Item, queries: Pointer, used: int) -> None:
-    """The item's query vectors, scaled, token by token and head by head; zeros fill the last block of rows."""
-    for vector in range(used):
-        token, head = item.token + vector // g.group, item.kv_head * g.group + vector % g.group
-        source, target = at(g.query, token * g.query_token + head * g.query_head), at(queries, vector * g.head_dim)
-        for d in range(g.head_dim):
-            store(load(source, d) * g.scale, target, d)
-    for index in range(used * g.head_dim, (used + ROWS - 1) // ROWS * ROWS * g.head_dim):
-        store(ZERO, queries, index)
+    """The item's query vectors, scaled, token by token and head by head, interleaved to panels."""
+    row = 0
+    while row < used:
+        count = panel_rows(used - row)
+        for vector in range(row, row + count):
+            token, head = item.token + vector // g.group, item.kv_head * g.group + vector % g.group
+            source = at(g.query, token * g.query_token + head * g.query_head)
+            target = at(queries, row * g.head_dim + vector - row)
+            for d in range(g.head_dim):
+                store(load(source, d) * g.scale, target, d * count)
+        row += count
 
 
 @helper
 def write_out(g: Geometry, item: Item, sums: Pointer, masses: Pointer) -> None:
+    wide = padded_dim(g.head_dim)
     for vector in range(item.num_tokens * g.group):
         token, head = item.token + vector // g.group, item.kv_head * g.group + vector % g.group
-        source, target = at(sums, vector * g.head_dim), at(g.out, (token * g.heads + head) * g.head_dim)
+        source, target = at(sums, vector * wide), at(g.out, (token * g.heads + head) * g.head_dim)
         share = ONE / load(masses, vector)
         for d in range(g.head_dim):
             store(load(source, d) * share, target, d)
 
 
 @helper
-def locate(g: Geometry, keys: Pointer, item: Item, start: int, low: int, high: int) -> None:
-    """Cache offsets of the item's keys at positions start + [low, high); a value stands g.cache_value behind its key.
+def locate(g: Geometry, scratch: Scratch, item: Item, start: int, low: int, high: int) -> None:
+    """Cache offsets, and of an int8 cache the scales, of the item's keys at positions start + [low, high); a value stands g.cache_value
+    behind its key.
 
-    Whole blocks of COLUMNS are filled: places outside the range repeat the nearest key inside it, so that nothing else is ever read.
+    Whole blocks of LANES are filled: places outside the range repeat the nearest key inside it, so that nothing else is ever read.
     """
-    head, blocks = item.kv_head * g.cache_head, at(g.table, item.row * g.table_row)
-    block = (start + low) // g.block_size
-    slot = start + low - block * g.block_size
-    base = head + load(blocks, block) * g.cache_block
-    for j in range(low, high):
-        if slot == g.block_size:
-            block, slot = block + 1, 0
-            base = head + load(blocks, block) * g.cache_block
-        store(base + slot * g.cache_slot, keys, j)
-        slot += 1
-    for j in range(low // COLUMNS * COLUMNS, low):
+    keys, blocks, block = scratch.keys, at(g.table, item.row * g.table_row), (start + low) // g.block_size
+    slot, j = start + low - block * g.block_size, low
+    while j < high:
+        count = min(g.block_size - slot, high - j)
+        base = load(blocks, block) * g.cache_block + slot * g.cache_slot + item.kv_head * g.cache_head
+        for i in range(count):
+            store(base + i * g.cache_slot, keys, j + i)
+        if g.is_scaled:
+            scales = at(g.scales, load(blocks, block) * g.scale_block + slot * g.scale_slot + item.kv_head)
+            for i in range(count):
+                store(load(scales, i * g.scale_slot), scratch.key_scales, j + i)
+                store(load(scales, g.scale_value + i * g.scale_slot), scratch.value_scales, j + i)
+        block, slot, j = block + 1, 0, j + count
+    for j in range(low // LANES * LANES, low):
         store(load(keys, low), keys, j)
-    for j in range(high, (high + COLUMNS - 1) // COLUMNS * COLUMNS):
+    for j in range(high, (high + LANES - 1) // LANES * LANES):
         store(load(keys, high - 1), keys, j)
 
 
 @helper
-def read_scales(g: Geometry, key_scales: Pointer, value_scales: Pointer, item: Item, start: int, low: int, high: int) -> None:
-    """Scales of the keys and values that `locate` found; ones where it repeated a key."""
-    blocks = at(g.table, item.row * g.table_row)
-    for j in range(low, high):
-        block = (start + j) // g.block_size
-        place = load(blocks, block) * g.scale_block + (start + j - block * g.block_size) * g.scale_slot + item.kv_head
-        store(load(g.scales, place), key_scales, j)
-        store(load(g.scales, place + g.scale_value), value_scales, j)
-    for j in range(low // COLUMNS * COLUMNS, low):
-        store(ONE, value_scales, j)
-    for j in range(high, (high + COLUMNS - 1) // COLUMNS * COLUMNS):
-        store(ONE, value_scales, j)
+def score(out: Pointer, panel: Pointer, strip: Pointer, zeros: Pointer, dim: int, count: int) -> None:
+    """out [count, TILE], a strip's width of it = panel [dim, count] times strip [dim, STRIP_COLUMNS]."""
+    if count == MOST_ROWS:
+        panel_block(out, TILE, panel, strip, 0, dim, zeros, 0, MOST_ROWS, 1, 0)
+    elif count == 8:
+        panel_block(out, TILE, panel, strip, 0, dim, zeros, 0, 8, 1, 0)
+    elif count == 4:
+        panel_block(out, TILE, panel, strip, 0, dim, zeros, 0, 4, 1, 0)
+    elif count == 2:
+        panel_block(out, TILE, panel, strip, 0, dim, zeros, 0, 2, 1, 0)
+    else:
+        panel_block(out, TILE, panel, strip, 0, dim, zeros, 0, 1, 1, 0)
 
 
 @helper
-def apply_scales(scores: Pointer, scales: Pointer, used: int, low: int, high: int) -> None:
-    """scores[v, j] *= scales[j] for j in [low, high) of a tile."""
+def add_values(sums: Pointer, wide: int, weights: Pointer, strip: Pointer, length: int, count: int) -> None:
+    """sums [count, wide], a strip's width of it += weights [count, TILE], `length` of each, times strip [length, STRIP_COLUMNS]."""
+    if count == MOST_ROWS:
+        panel_block(sums, wide, weights, strip, 0, length, sums, wide, MOST_ROWS, 1, TILE)
+    elif count == 8:
+        panel_block(sums, wide, weights, strip, 0, length, sums, wide, 8, 1, TILE)
+    elif count == 4:
+        panel_block(sums, wide, weights, strip, 0, length, sums, wide, 4, 1, TILE)
+    elif count == 2:
+        panel_block(sums, wide, weights, strip, 0, length, sums, wide, 2, 1, TILE)
+    else:
+        panel_block(sums, wide, weights, strip, 0, length, sums, wide, 1, 1, TILE)
+
+
+@helper
+def turn_keys(g: Geometry, scratch: Scratch, tile: int, low: int, high: int, ahead: int) -> None:
+    """The tile's keys into strips. Their values are asked for meanwhile, and keys a few blocks before their turn, up to `ahead`."""
+    keys, values, dim = at(scratch.keys, tile), at(g.cache, g.cache_value), g.head_dim
+    for block in range(low // LANES * LANES, high, LANES):
+        for k in range(block, block + LANES):
+            prefetch(values, load(keys, k), dim)
+            if k + AHEAD < ahead:
+                prefetch(g.cache, load(keys, k + AHEAD), dim)
+        strip, part = block // STRIP_COLUMNS, block % STRIP_COLUMNS
+        target = at(scratch.key_strips, strip * dim * STRIP_COLUMNS + part)
+        pack_keys(target, g.cache, at(keys, block), at(scratch.key_scales, tile + block), dim)
+
+
+@helper
+def weigh(g: Geometry, scratch: Scratch, position: int, used: int, low: int, high: int) -> None:
+    """Scores of a tile to weights: a step of the online softmax for each query vector, whose earlier sums shrink where a peak grew."""
+    wide = padded_dim(g.head_dim)
     for vector in range(used):
-        for j in range(low, high):
-            store(load(scores, vector * TILE + j) * load(scales, j), scores, vector * TILE + j)
+        here = position + vector // g.group
+        begin, end, old = max(low, here - g.window + 1), min(high, here + 1), load(scratch.peaks, vector)
+        peak, mass = softmax_tile(at(scratch.scores, vector * TILE), begin, end, old, g.softcap, TILE)
+        if peak > old:
+            shrink = exp(old - peak)
+            for d in range(vector * wide, (vector + 1) * wide):
+                store(load(scratch.sums, d) * shrink, scratch.sums, d)
+            store(load(scratch.masses, vector) * shrink, scratch.masses, vector)
+            store(peak, scratch.peaks, vector)
+        store(load(scratch.masses, vector) + mass, scratch.masses, vector)
 
 
 @helper
@@ -196,46 +273,37 @@ def attend_tile(g: Geometry, scratch: Scratch, tile: int, position: int, used: i
     """Scores, softmax step and weighted values of the tile that starts at key `tile` of the split.
 
     Offsets of its keys are known at [low, high) and, for prefetching, up to `ahead`. position: of the item's first query, counted
-    from the tile's start. Values are asked for while scores are computed, keys a few blocks before their turn.
+    from the tile's start.
     """
-    first, dim, keys = low // COLUMNS * COLUMNS, g.head_dim, at(scratch.keys, tile)
-    values = at(g.cache, g.cache_value)
-    for vector in range(0, used, ROWS):
-        left, out = at(scratch.queries, vector * dim), at(scratch.scores, vector * TILE)
-        for j in range(first, high, COLUMNS):
-            if vector == 0:
-                for k in range(j, j + COLUMNS):
-                    prefetch(values, load(keys, k), dim)
-                    if k + AHEAD < ahead:
-                        prefetch(g.cache, load(keys, k + AHEAD), dim)
-            dot_block(at(out, j), TILE, left, dim, g.cache, at(keys, j), dim, ROWS)
-    if g.is_scaled:
-        apply_scales(scratch.scores, at(scratch.key_scales, tile), used, low, high)
-    for vector in range(used):
-        here = position + vector // g.group
-        begin, end, old = max(low, here - g.window + 1), min(high, here + 1), load(scratch.peaks, vector)
-        peak, mass = softmax_tile(at(scratch.scores, vector * TILE), begin, end, old, g.softcap, TILE)
-        if peak > old:
-            shrink = exp(old - peak)
-            for d in range(vector * dim, (vector + 1) * dim):
-                store(load(scratch.sums, d) * shrink, scratch.sums, d)
-            store(load(scratch.masses, vector) * shrink, scratch.masses, vector)
-            store(peak, scratch.peaks, vector)
-        store(load(scratch.masses, vector) + mass, scratch.masses, vector)
-    if g.is_scaled:
-        apply_scales(scratch.scores, at(scratch.value_scales, tile), used, low, high)
-    for vector in range(0, used, ROWS):
-        out, weights = at(scratch.sums, vector * dim), at(scratch.scores, vector * TILE)
-        for j in range(first, high, COLUMNS):
-            value_block(out, at(weights, j), TILE, values, at(keys, j), dim, ROWS)
+    dim, wide, values = g.head_dim, padded_dim(g.head_dim), at(g.cache, g.cache_value)
+    turn_keys(g, scratch, tile, low, high, ahead)
+    row = 0
+    while row < used:
+        count = panel_rows(used - row)
+        for strip in range(low // STRIP_COLUMNS, (high + STRIP_COLUMNS - 1) // STRIP_COLUMNS):
+            out, keys = at(scratch.scores, row * TILE + strip * STRIP_COLUMNS), at(scratch.key_strips, strip * dim * STRIP_COLUMNS)
+            score(out, at(scratch.queries, row * dim), keys, scratch.zeros, dim, count)
+        row += count
+    weigh(g, scratch, position, used, low, high)
+    for j in range(low, high):
+        place = load(scratch.keys, tile + j)
+        pack_value(
+            at(scratch.value_strips, j * STRIP_COLUMNS), TILE * STRIP_COLUMNS, at(values, place), load(scratch.value_scales, tile + j), dim
+        )
+    row = 0
+    while row < used:
+        count = panel_rows(used - row)
+        for strip in range(wide // STRIP_COLUMNS):
+            sums = at(scratch.sums, row * wide + strip * STRIP_COLUMNS)
+            taken = at(scratch.value_strips, (strip * TILE + low) * STRIP_COLUMNS)
+            add_values(sums, wide, at(scratch.scores, row * TILE + low), taken, high - low, count)
+        row += count
 
 
 @helper
 def attend_split(g: Geometry, scratch: Scratch, item: Item, used: int, split: int) -> None:
     start = split * SPLIT
     low, high = max(0, item.position - g.window + 1 - start), min(SPLIT, item.position + item.num_tokens - start)
-    locate(g, scratch.keys, item, start, low, high)
-    if g.is_scaled:
-        read_scales(g, scratch.key_scales, scratch.value_scales, item, start, low, high)
+    locate(g, scratch, item, start, low, high)
     for tile in range(low // TILE * TILE, high, TILE):
         attend_tile(g, scratch, tile, item.position - start - tile, used, max(low - tile, 0), min(high - tile, TILE), high - tile)

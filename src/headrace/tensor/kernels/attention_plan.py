@@ -13,12 +13,10 @@ import numpy as np
 from headrace.tensor.kernels.launch import entry, helper
 from headrace.tensor.kernels.simd import as_i32, load
 
-ROWS = 4
-"""Query vectors of a block of `simd`."""
 SPLIT = 512
 """Keys of a split, at absolute positions; a multiple of `attention_item.TILE`."""
-VECTORS = 32
-"""Query vectors (tokens x heads of a group) per item, unless one token already has more."""
+VECTORS = 96
+"""Query vectors (tokens x heads of a group) per item, unless one token already has more: what a tile's turning is divided by."""
 WORK_PER_THREAD = 1 << 17
 """Multiply-adds worth a second thread: waking one costs microseconds, on a busy machine tens."""
 
@@ -46,28 +44,25 @@ def chunk_tokens(group: int) -> int:
     return max(1, VECTORS // group)
 
 
-@helper
-def padded_vectors(group: int) -> int:
-    return (chunk_tokens(group) * group + ROWS - 1) // ROWS * ROWS
-
-
 @entry
 def plan_items(
     row_starts_at: int, context_lens_at: int, num_rows: int, kv_heads: int, group: int, head_dim: int, window: int, threads: int
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """The step's items as int64 [num_items, fields of Item], memory for the parts of shared contexts, and the workers worth waking.
+) -> tuple[np.ndarray, int, int, int]:
+    """The step's items as int64 [num_items, fields of Item], query vectors of the largest, items that are parts of shared contexts, and
+    the workers worth waking.
 
     Splits of a context become items of their own only where there are too few items for the threads.
     """
     row_starts, context_lens = as_i32(row_starts_at), as_i32(context_lens_at)
     chunk = chunk_tokens(group)
-    num_chunks, num_parts, work = 0, 0, 0
+    num_chunks, num_parts, work, longest = 0, 0, 0, 0
     for row in range(num_rows):
         start, end, context = load(row_starts, row), load(row_starts, row + 1), load(context_lens, row)
         for token in range(start, end, chunk):
             position, count = context - end + token, min(chunk, end - token)
             splits = (position + count - 1) // SPLIT + 1 - max(0, position - window + 1) // SPLIT
             num_chunks += kv_heads
+            longest = max(longest, count)
             num_parts += kv_heads * splits
             work += 2 * kv_heads * group * head_dim * count * min(position + count, window + count)
     is_shared = threads > 1 and num_chunks < 2 * threads and num_parts > num_chunks
@@ -85,8 +80,7 @@ def plan_items(
                     items[index, 4], items[index, 5], items[index, 6] = position, split, split + step
                     items[index, 7] = index - (split - first) if last - first > step else -1
                     index += 1
-    parts = np.empty(index * padded_vectors(group) * (head_dim + 2) if is_shared else 0, np.float32)
-    return items, parts, max(1, min(threads, work // WORK_PER_THREAD, index))
+    return items, longest * group, index if is_shared else 0, max(1, min(threads, work // WORK_PER_THREAD, index))
 
 
 @helper

@@ -95,22 +95,22 @@ def multiply_panel(p: Product, weights: Pointer, row: int, count: int, column: i
     size, strip = length * STRIP_COLUMNS // p.word_ratio, 0
     while strip < strips:
         if count == MOST_ROWS:
-            panel_block(out, p.columns, x, weights, size, length, start, start_stride, MOST_ROWS, 1)
+            panel_block(out, p.columns, x, weights, size, length, start, start_stride, MOST_ROWS, 1, 0)
             taken = 1
         elif count == 8:
-            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 8, 1)
+            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 8, 1, 0)
             taken = 1
         elif count == 4:
-            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 4, 1)
+            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 4, 1, 0)
             taken = 1
         elif count == 2:
-            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 2, 1)
+            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 2, 1, 0)
             taken = 1
         elif strips - strip >= 4:
-            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 1, 4)
+            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 1, 4, 0)
             taken = 4
         else:
-            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 1, 1)
+            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 1, 1, 0)
             taken = 1
         weights, out, start = at(weights, taken * size), at(out, taken * STRIP_COLUMNS), at(start, taken * STRIP_COLUMNS)
         strip += taken

@@ -7,8 +7,8 @@ Memory is reached through typed pointers made from a tensor's address (`as_f32`,
 kernel source compiles for float32 and for bfloat16 (uint16 bits: the upper half of a float32). The caller keeps the tensor alive and has
 checked its shape: no bounds are checked here. The words these are written in: `vector_ir`.
 
-Order of a dot product: lane l sums elements l, l + LANES, l + 2 LANES, ... with fused multiply-adds, then neighbouring lanes are added,
-round by round. `exp` is Cephes' expf, within 2 units in the last place.
+Sums of products run over their inputs one by one, with fused multiply-adds, a lane per output (`panel_block`). `exp` is Cephes' expf,
+within 2 units in the last place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from headrace.tensor.kernels.vector_ir import (
-    COLUMNS,
     F32,
     I32,
     I64,
@@ -39,14 +38,13 @@ from headrace.tensor.kernels.vector_ir import (
     constant,
     emit_exp,
     fma,
-    fold_dots,
     fold_lanes,
     load_floats,
     native_features,
-    part_of,
     splat,
     step,
     store_floats,
+    transpose,
 )
 
 AHEAD = 24
@@ -189,78 +187,56 @@ def pause(_: Any) -> tuple[Any, Emit]:
     return types.void(), emit
 
 
-# --- blocks: rows of float32 against COLUMNS strips of stored elements ---
+# --- blocks: rows of float32 against strips of STRIP_COLUMNS columns ---
 
 
-def _columns(builder: ir.IRBuilder, base: ir.Value, offsets: ir.Value) -> list[ir.Value]:
-    return [step(builder, base, builder.load(step(builder, offsets, c), align=8)) for c in range(COLUMNS)]
+@intrinsic
+def pack_keys(_: Any, out: Any, keys: Any, offsets: Any, scales: Any, length: Any) -> tuple[Any, Emit]:
+    """out[d * STRIP_COLUMNS + c] = keys[offsets[c] + d] for d < length, c < LANES; times scales[c] where keys are int8.
 
-
-@intrinsic(prefer_literal=True)
-def dot_block(_: Any, out: Any, out_stride: Any, a: Any, a_stride: Any, b: Any, offsets: Any, length: Any, rows: Any) -> tuple[Any, Emit]:
-    """out[r * out_stride + c] = dot(a[r * a_stride:], b[offsets[c]:]) over `length` elements, for r < rows, c < COLUMNS.
-
-    out, a float32; offsets int64; b float32, bfloat16 or int8; length a multiple of LANES; rows the literal 1 or 4.
+    out, scales float32; keys float32, bfloat16 or int8; offsets int64; length a multiple of LANES.
     """
-    num_rows = rows.literal_value
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        out_at, out_step, a_at, a_step, b_at, offsets_at, count = arguments[:7]
-        columns = _columns(builder, b_at, offsets_at)
-        starts = [step(builder, a_at, builder.mul(a_step, I64(r))) for r in range(num_rows)]
-        sums = [cgutils.alloca_once(builder, VECTOR) for _ in range(num_rows * COLUMNS)]
-        for total in sums:
-            builder.store(constant(VECTOR, 0.0), total)
+        out_at, keys_at, offsets_at, scales_at, count = arguments
+        rows = [step(builder, keys_at, builder.load(step(builder, offsets_at, c), align=8)) for c in range(LANES)]
         with cgutils.for_range(builder, builder.lshr(count, I64(LANES.bit_length() - 1))) as loop:
             first = builder.mul(loop.index, I64(LANES))
-            right = [load_floats(builder, step(builder, column, first), b.dtype, VECTOR) for column in columns]
-            for r, start in enumerate(starts):
-                left = load_floats(builder, step(builder, start, first), types.float32, VECTOR)
-                for c in range(COLUMNS):
-                    total = sums[r * COLUMNS + c]
-                    builder.store(fma(builder, left, right[c], builder.load(total)), total)
-        folded = fold_dots(builder, [builder.load(total) for total in sums])
-        for r in range(num_rows):
-            where = step(builder, out_at, builder.mul(out_step, I64(r)))
-            store_floats(builder, part_of(builder, folded, r * COLUMNS, COLUMNS), where, types.float32)
+            turned = transpose(builder, [load_floats(builder, step(builder, row, first), keys.dtype, VECTOR) for row in rows])
+            if keys.dtype == types.int8:
+                scale = load_floats(builder, scales_at, types.float32, VECTOR)
+                turned = [builder.fmul(vector, scale) for vector in turned]
+            target = step(builder, out_at, builder.mul(first, I64(STRIP_COLUMNS)))
+            for d, vector in enumerate(turned):
+                store_floats(builder, vector, step(builder, target, d * STRIP_COLUMNS), types.float32)
         return context.get_dummy_value()
 
-    return types.void(out, types.intp, a, types.intp, b, offsets, types.intp, rows), emit
+    return types.void(out, keys, offsets, scales, types.intp), emit
 
 
-@intrinsic(prefer_literal=True)
-def value_block(_: Any, out: Any, weights: Any, weight_stride: Any, b: Any, offsets: Any, length: Any, rows: Any) -> tuple[Any, Emit]:
-    """out[r * length + d] += weights[r * weight_stride + c] * b[offsets[c] + d] for r < rows, d < length, c = 0 .. COLUMNS - 1 in order.
-
-    out, weights float32; offsets int64; b float32, bfloat16 or int8; length a multiple of LANES; rows the literal 1 or 4.
-    """
-    num_rows = rows.literal_value
+@intrinsic
+def pack_value(_: Any, out: Any, strip_stride: Any, value: Any, scale: Any, length: Any) -> tuple[Any, Emit]:
+    """out[strip * strip_stride + c] = value[strip * STRIP_COLUMNS + c], for all `length` elements; times `scale` where value is int8."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        out_at, weights_at, weight_step, b_at, offsets_at, count = arguments[:6]
-        columns = _columns(builder, b_at, offsets_at)
-        factors = []
-        for r in range(num_rows):
-            row = step(builder, weights_at, builder.mul(weight_step, I64(r)))
-            factors.append([splat(builder, load_floats(builder, step(builder, row, c), types.float32, F32)) for c in range(COLUMNS)])
+        out_at, strip_step, value_at, factor, count = arguments
+        factors, shift = splat(builder, factor), STRIP_VECTORS.bit_length() - 1
         with cgutils.for_range(builder, builder.lshr(count, I64(LANES.bit_length() - 1))) as loop:
-            first = builder.mul(loop.index, I64(LANES))
-            right = [load_floats(builder, step(builder, column, first), b.dtype, VECTOR) for column in columns]
-            for r in range(num_rows):
-                where = step(builder, out_at, builder.add(builder.mul(count, I64(r)), first))
-                total = load_floats(builder, where, types.float32, VECTOR)
-                for c in range(COLUMNS):
-                    total = fma(builder, factors[r][c], right[c], total)
-                store_floats(builder, total, where, types.float32)
+            vector = load_floats(builder, step(builder, value_at, builder.mul(loop.index, I64(LANES))), value.dtype, VECTOR)
+            if value.dtype == types.int8:
+                vector = builder.fmul(vector, factors)
+            strip = step(builder, out_at, builder.mul(builder.lshr(loop.index, I64(shift)), strip_step))
+            part = builder.mul(builder.and_(loop.index, I64(STRIP_VECTORS - 1)), I64(LANES))
+            store_floats(builder, vector, step(builder, strip, part), types.float32)
         return context.get_dummy_value()
 
-    return types.void(out, weights, types.intp, b, offsets, types.intp, rows), emit
+    return types.void(out, types.intp, value, types.float32, types.intp), emit
 
 
 @intrinsic(prefer_literal=True)
 def panel_block(
     _: Any, out: Any, out_stride: Any, x: Any, weights: Any, strip_stride: Any, length: Any, start: Any, start_stride: Any, rows: Any,
-    strips: Any,
+    strips: Any, spread: Any,
 ) -> tuple[Any, Emit]:  # fmt: skip
     """out[r, c] = start[r, c] + sum over k of x[k, r] * weights[k, c], for r < rows and the STRIP_COLUMNS columns c of each strip.
 
@@ -271,6 +247,7 @@ def panel_block(
     registers hold sums.
     """
     num_rows, num_strips, halves = rows.literal_value, strips.literal_value, 2 if weights.dtype == types.int32 else 1
+    by_depth, by_row = (1, spread.literal_value) if spread.literal_value else (num_rows, 1)
     vectors = [(strip, part) for strip in range(num_strips) for part in range(STRIP_VECTORS)]
     words = ir.VectorType(I32, LANES)
 
@@ -293,10 +270,10 @@ def panel_block(
             right = [widen(builder, place) for place in places]
             for place in places:
                 ask_for(builder, step(builder, place, AHEAD * STRIP_COLUMNS))
-            left_at = step(builder, x_at, builder.mul(loop.index, I64(num_rows * halves)))
+            left_at = step(builder, x_at, builder.mul(loop.index, I64(by_depth * halves)))
             for half in range(halves):
                 for r in range(num_rows):
-                    left = splat(builder, builder.load(step(builder, left_at, half * num_rows + r)))
+                    left = splat(builder, builder.load(step(builder, left_at, half * by_depth + r * by_row)))
                     for total, columns in zip(totals[r], right, strict=True):
                         builder.store(fma(builder, left, columns[half], builder.load(total)), total)
         for r in range(num_rows):
@@ -307,7 +284,7 @@ def panel_block(
                 store_floats(builder, value, step(builder, target, column), types.float32)
         return context.get_dummy_value()
 
-    return types.void(out, types.intp, x, weights, types.intp, types.intp, start, types.intp, rows, strips), emit
+    return types.void(out, types.intp, x, weights, types.intp, types.intp, start, types.intp, rows, strips, spread), emit
 
 
 @intrinsic

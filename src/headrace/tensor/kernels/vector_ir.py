@@ -37,8 +37,6 @@ def native_lanes() -> int:
 
 
 LANES = native_lanes()
-COLUMNS = LANES // 4
-"""Columns of a block: with 4 rows its LANES sums fold into one vector."""
 STRIP_VECTORS = 2
 STRIP_COLUMNS = STRIP_VECTORS * LANES
 """Outputs of a linear that lie side by side in memory, see `linear`."""
@@ -118,18 +116,17 @@ def part_of(builder: ir.IRBuilder, value: ir.Value, first: int, count: int) -> i
     return builder.shuffle_vector(value, value, ir.Constant(ir.VectorType(I32, count), list(range(first, first + count))))
 
 
-def fold_dots(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
-    """A vector whose lane i < len(parts) is the sum of all lanes of parts[i]; len(parts) a power of two <= LANES.
+def transpose(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """LANES vectors as columns: lane c of the d-th result is lane d of rows[c].
 
-    Each of log2(LANES) rounds adds the even to the odd lanes of a pair of vectors and lays the halves side by side. A part's sum is
-    formed in the same order however many parts there are, so blocks of one row and of four rows agree to the bit.
+    log2(LANES) rounds of laying the lanes of a vector and of the one LANES / 2 further on alternately side by side.
     """
-    mask_type, order = ir.VectorType(I32, LANES), list(range(0, 2 * LANES, 2))
-    even, odd = ir.Constant(mask_type, order), ir.Constant(mask_type, [i + 1 for i in order])
+    pairs, half = [(i, LANES + i) for i in range(LANES)], LANES // 2
+    order = [lane for pair in pairs for lane in pair]
+    low, high = (ir.Constant(ir.VectorType(I32, LANES), part) for part in (order[:LANES], order[LANES:]))
     for _ in range(LANES.bit_length() - 1):
-        pairs = list(zip(parts[0::2], parts[1::2], strict=True)) if len(parts) > 1 else [(parts[0], parts[0])]
-        parts = [builder.fadd(builder.shuffle_vector(x, y, even), builder.shuffle_vector(x, y, odd)) for x, y in pairs]
-    return parts[0]
+        rows = [builder.shuffle_vector(rows[i], rows[i + half], mask) for i in range(half) for mask in (low, high)]
+    return rows
 
 
 def fold_lanes(builder: ir.IRBuilder, value: ir.Value, join: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
