@@ -190,10 +190,10 @@ def test_a_worker_whose_fellow_does_not_come_does_everything_alone(first: int) -
     want = _block(x, layers, norm)
     calls: list[int] = []
 
-    def alone(_: Any, kernel: int, arguments: Any, workers: int) -> None:
+    def alone(_: Any, kernel: int, arguments: int, workers: int) -> None:
         function = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(kernel)
         for worker in (first, 1 - first):
-            function(launch.address_of(arguments), worker, 2)
+            function(arguments, worker, 2)
         calls.append(workers)
 
     with pytest.MonkeyPatch.context() as patch, launch.together():

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,10 +47,11 @@ from headrace.tensor.kernels.launch import (
     float_from_bits,
     helper,
     launch,
+    once,
     thread_limit,
     with_counter,
 )
-from headrace.tensor.kernels.simd import as_bf16, as_f32, as_i8, as_i32, as_i64, at, load, store, take_ticket
+from headrace.tensor.kernels.simd import as_bf16, as_f32, as_i8, as_i32, as_i64, at, load, take_ticket
 from headrace.tensor.kernels.vector_ir import LANES
 
 Pointer = Any
@@ -125,11 +126,11 @@ def read_geometry(a: Pointer, query: Pointer, cache_: Pointer, out: Pointer) -> 
         load(a, 15),
         float_from_bits(load(a, 16)),
         float_from_bits(load(a, 17)),
-        load(a, 24) != 0,
-        as_f32(load(a, 24)),
+        load(a, 23) != 0,
+        as_f32(load(a, 23)),
+        load(a, 24),
         load(a, 25),
         load(a, 26),
-        load(a, 27),
     )
 
 
@@ -137,25 +138,33 @@ def read_geometry(a: Pointer, query: Pointer, cache_: Pointer, out: Pointer) -> 
 def attend(a: Pointer, query: Pointer, cache_: Pointer, out: Pointer) -> None:
     g = read_geometry(a, query, cache_, out)
     if load(a, 22) == 0:
-        attend_items(g, as_i64(load(a, 18)), load(a, 19), as_i64(load(a, 20)), as_f32(load(a, 21)), load(a, 28))
+        attend_items(g, as_i64(load(a, 18)), load(a, 19), as_i64(load(a, 20)), as_f32(load(a, 21)), load(a, 27))
     else:
-        join_parts(g, as_i64(load(a, 18)), load(a, 19), as_f32(load(a, 21)), load(a, 28))
+        join_parts(g, as_i64(load(a, 18)), load(a, 19), as_f32(load(a, 21)), load(a, 27))
+
+
+class Planned(NamedTuple):
+    """A step's items for one kind of heads; addresses are those of the arrays. tokens: behind the last row there may be padding."""
+
+    items: np.ndarray
+    items_at: int
+    num_items: int
+    parts: np.ndarray
+    parts_at: int
+    vectors: int
+    workers: int
+    tokens: int
 
 
 @entry
 def plan_batch(
-    arguments: np.ndarray, row_starts: int, context_lens: int, num_rows: int, kv_heads: int, threads: int
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Plan the step and fill in the kernel's last arguments. Returns what they point to, and the number of workers."""
-    row_words = arguments[12] * arguments[14] * arguments[23] // 4
-    for index in range(load(as_i32(row_starts), num_rows) * row_words, arguments[22] * row_words):
-        store(ZERO, as_f32(arguments[2]), index)  # padding tokens behind the last row; zero bits are zero in both element types
-    group, head_dim, window = arguments[13], arguments[14], arguments[15]
+    row_starts: int, context_lens: int, num_rows: int, kv_heads: int, group: int, head_dim: int, window: int, threads: int
+) -> tuple[np.ndarray, int, int, np.ndarray, int, int, int, int]:
+    """The fields of `Planned`."""
     items, vectors, num_parts, workers = plan_items(row_starts, context_lens, num_rows, kv_heads, group, head_dim, window, threads)
     parts = np.empty(num_parts * vectors * (padded_dim(head_dim) + 2), np.float32)
-    arguments[28] = vectors
-    arguments[18], arguments[19], arguments[21], arguments[22] = items.ctypes.data, items.shape[0], parts.ctypes.data, 0
-    return items, parts, workers
+    tokens = load(as_i32(row_starts), num_rows)
+    return items, items.ctypes.data, items.shape[0], parts, parts.ctypes.data, vectors, workers, tokens
 
 
 def _attend_f32(arguments: int, worker: int, workers: int) -> None:
@@ -218,18 +227,27 @@ def paged_attention(
     softcap: float | None,
 ) -> None:
     """See `Kernels.attention`; out [T, H, D] of the query's dtype is written. The cache has it, too, or `MIXED` has both; `supports(D)`."""
-    heads, head_dim, kv_heads = query.shape[1], query.shape[2], cache_.shape[3]
+    (tokens, heads, head_dim), kv_heads = query.shape, cache_.shape[3]
     group, reach = heads // kv_heads, NO_WINDOW if window is None else window
+    kind = (row_starts.data_ptr(), context_lens.data_ptr(), context_lens.shape[0], kv_heads, group, head_dim, reach, thread_limit())
+    plan = once(kind, lambda: Planned(*plan_batch(*kind)))
+    if plan.tokens < tokens:
+        out[plan.tokens :] = 0.0
     block, value, slot, head, _ = cache_.stride()
     arguments = [query.data_ptr(), cache_.data_ptr(), out.data_ptr(), query.stride(0), query.stride(1), block, value, slot, head]
     arguments += [cache_.shape[2], block_table.data_ptr(), block_table.stride(0), heads, group, head_dim, reach]
-    arguments += [float_bits(scale), float_bits(softcap or 0.0), 0, 0, 0, 0, query.shape[0], query.element_size()]
-    memory = with_counter([*arguments, *scale_arguments(kv_scales), 0], 20)
-    kernel, num_rows = _kernel(query.element_size(), cache_.element_size()), context_lens.shape[0]
-    threads = thread_limit()
-    items, parts, workers = plan_batch(memory, row_starts.data_ptr(), context_lens.data_ptr(), num_rows, kv_heads, threads)
-    launch(kernel, memory, workers, out, query, cache_, block_table, items, parts, *([] if kv_scales is None else [kv_scales]))
-    if parts.shape[0] > 0:
-        joining = memory.copy()
+    arguments += [float_bits(scale), float_bits(softcap or 0.0), plan.items_at, plan.num_items, 0, plan.parts_at, 0]
+    memory = with_counter([*arguments, *scale_arguments(kv_scales), plan.vectors], 20)
+    touched = (query, cache_, block_table, plan.items, plan.parts)
+    launch(
+        _kernel(query.element_size(), cache_.element_size()),
+        memory,
+        plan.workers,
+        out,
+        *touched,
+        *([] if kv_scales is None else [kv_scales]),
+    )
+    if plan.parts.shape[0] > 0:
+        joining = memory[:]
         joining[22] = 1
-        launch(kernel, joining, 1, out, items, parts)
+        launch(_kernel(query.element_size(), cache_.element_size()), joining, 1, out, plan.items, plan.parts)

@@ -185,7 +185,7 @@ class StripLinear:
             launch(to_panels, memory, max(1, min(thread_limit(), rows // (2 * MOST_ROWS))), panels, wide)
         workers = max(1, min(thread_limit(), rows * self.in_features * self.out_features // WORK_PER_THREAD))
         launch(product, memory, workers, out, panels, self.strips, self.bias)
-        return as_dtype(out[:, : self.out_features], x.dtype)
+        return as_dtype(out if self.columns == self.out_features else out[:, : self.out_features], x.dtype)
 
 
 def as_float32(x: Tensor) -> Tensor:

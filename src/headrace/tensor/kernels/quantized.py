@@ -227,6 +227,7 @@ class IntegerLinear:
         # At least four spans per thread where there are enough, so that one slow thread does not hold up the rest.
         self.span = max(1, min(STRIPS, words.shape[0] // (4 * thread_limit())))
         self.bias = torch.zeros(self.columns) if bias is None else F.pad(bias.float(), (0, self.columns - len(bias))).contiguous()
+        self.places = (self.bias.data_ptr(), self.columns, words.data_ptr(), scales.data_ptr())
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (words, scales))
 
     @classmethod
@@ -264,15 +265,16 @@ class IntegerLinear:
     def __call__(self, x: Tensor) -> Tensor:
         rows, inputs = x.shape
         wide = as_float32(x)
-        integers = torch.empty((rows, inputs), dtype=torch.int8 if self.group or HAS_DOTS else torch.int16)
-        row_scales = torch.empty(rows, dtype=torch.float32)
-        sums = torch.empty((rows, inputs // self.group if self.group else 1), dtype=torch.int32)
+        # One piece of memory for the integers (int8 or int16), float32 scales and int32 sums of the rows: making a tensor takes its time.
+        integer_bytes = rows * inputs * (1 if self.group or HAS_DOTS else 2)
+        groups = inputs // self.group if self.group else 1
+        rounded = torch.empty(integer_bytes + 4 * rows * (1 + groups), dtype=torch.uint8)
         out = torch.empty((rows, self.columns), dtype=torch.float32)
-        tensors = (wide, integers, row_scales, sums)
-        arguments = [tensor.data_ptr() for tensor in tensors] + [rows, inputs, self.group, out.data_ptr(), self.bias.data_ptr()]
-        memory = with_counter([*arguments, self.columns, self.words.data_ptr(), self.scales.data_ptr(), 0, self.span], 12)
+        place = rounded.data_ptr()
+        arguments = [wide.data_ptr(), place, place + integer_bytes, place + integer_bytes + 4 * rows, rows, inputs, self.group]
+        memory = with_counter([*arguments, out.data_ptr(), *self.places, 0, self.span], 12)
         to_integers, product = _kernels(bool(self.group))
-        launch(to_integers, memory, max(1, min(thread_limit(), rows // ROWS)), integers, wide, row_scales, sums)
+        launch(to_integers, memory, max(1, min(thread_limit(), rows // ROWS)), rounded, wide)
         workers = max(1, min(thread_limit(), rows * inputs * self.columns // WORK_PER_THREAD))
-        launch(product, memory, workers, out, integers, row_scales, sums, self.words, self.scales, self.bias)
-        return as_dtype(out[:, : self.out_features], x.dtype)
+        launch(product, memory, workers, out, rounded, self.words, self.scales, self.bias)
+        return as_dtype(out if self.columns == self.out_features else out[:, : self.out_features], x.dtype)
