@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +15,6 @@ numba = pytest.importorskip("numba")
 from headrace.tensor.kernels import launch  # noqa: E402
 from headrace.tensor.kernels.cpu import KERNELS  # noqa: E402
 from headrace.tensor.kernels.linear import StripLinear  # noqa: E402
-from headrace.tensor.kernels.quantized import IntegerLinear  # noqa: E402
-from headrace.tensor.kernels.rounding import Precision, round_weight  # noqa: E402
 
 
 def test_many_threads_may_enter_regions_at_once() -> None:
@@ -107,98 +103,3 @@ def test_kernels_hold_on_cpus_with_narrower_registers(name: str, features: str, 
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", *files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
-
-
-# --- several kernels in one region ---
-
-
-def _block(x: torch.Tensor, layers: list[Any], norm: torch.Tensor) -> torch.Tensor:
-    """A feed-forward block: each operation needs the one before."""
-    residual = torch.zeros_like(x)
-    for first, second in layers:
-        x = second(KERNELS.gated_activation(first(KERNELS.rms_norm(x, norm, 1e-5, residual=residual)), "silu"))
-    return KERNELS.rms_norm(x, norm, 1e-5, residual=residual)
-
-
-def _layers() -> list[Any]:
-    make = (StripLinear, lambda weight, bias: IntegerLinear.pack(round_weight(weight, Precision.INT8), bias))
-    return [(make[i % 2](torch.randn(640, 128) * 0.1, None), make[(i + 1) % 2](torch.randn(128, 320) * 0.1, None)) for i in range(4)]
-
-
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory holds NaN or nonsense, so that what was read too early is seen."""
-    empty = torch.empty
-
-    def poisoned(*size: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        made = empty(*size, dtype=dtype)
-        return made.fill_(float("nan") if dtype.is_floating_point else 99)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 7, 40])
-def test_kernels_run_together_give_the_same_bits(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    layers, norm, x = _layers(), torch.randn(128), torch.randn(rows, 128)
-    want = _block(x, layers, norm)
-    _poison(monkeypatch)
-    for _ in range(20):
-        with launch.together():
-            got = _block(x, layers, norm)
-        assert torch.equal(got, want)
-
-
-def test_a_list_is_run_early_before_it_holds_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers, norm, x = _layers(), torch.randn(128), torch.randn(3, 128)
-    want = _block(x, layers, norm)
-    monkeypatch.setattr(launch, "MOST_KEPT_BYTES", 4000)
-    with launch.together():
-        got = _block(x, layers, norm)
-        assert len(launch._CALLER.pending.entries) < 3 * 10
-    assert torch.equal(got, want)
-
-
-def test_results_may_be_looked_at_after_settling() -> None:
-    layers, norm, x = _layers(), torch.randn(128), torch.randn(2, 128)
-    want = _block(x, layers, norm)
-    with launch.together(), launch.together():  # the inner one joins the outer one
-        got = _block(x, layers, norm)
-        launch.settle()
-        assert torch.equal(got, want)
-    launch.settle()
-
-
-def test_nothing_is_run_after_an_exception() -> None:
-    x = torch.ones(1, 64)
-    residual = torch.zeros_like(x)
-
-    def fail_halfway() -> None:
-        with launch.together():
-            KERNELS.rms_norm(x, torch.ones(64), 1e-5, residual=residual)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail_halfway()
-    assert torch.equal(residual, torch.zeros_like(x))
-    KERNELS.rms_norm(x, torch.ones(64), 1e-5, residual=residual)
-    assert torch.equal(residual, x)
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_worker_whose_fellow_does_not_come_does_everything_alone(first: int) -> None:
-    """Were two workers' turns to fall to one thread, the first would wait for the second for ever."""
-    layers, norm, x = _layers(), torch.randn(128), torch.randn(40, 128)
-    want = _block(x, layers, norm)
-    calls: list[int] = []
-
-    def alone(_: Any, kernel: int, arguments: int, workers: int) -> None:
-        function = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(kernel)
-        for worker in (first, 1 - first):
-            function(arguments, worker, 2)
-        calls.append(workers)
-
-    with pytest.MonkeyPatch.context() as patch, launch.together():
-        got = _block(x, layers, norm)
-        patch.setattr(launch, "guarded", alone)
-        launch.settle()
-    assert calls
-    assert torch.equal(got, want)

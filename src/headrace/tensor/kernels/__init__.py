@@ -40,6 +40,16 @@ class PackedLinear:
     tensors: Mapping[str, Tensor]
 
 
+class Recording(Protocol):
+    """Operations that were carried out, and can be once more if `is_whole`."""
+
+    is_whole: bool
+
+    def repeat(self) -> bool:
+        """Carry them out over what their inputs hold now, into the same outputs. False: this step needs others, nothing was done."""
+        ...
+
+
 class Kernels(Protocol):
     """Every operation of a transformer block that is worth writing by hand. No argument is kept; outputs are fresh unless said.
 
@@ -55,6 +65,10 @@ class Kernels(Protocol):
         What of a step of `num_tokens` tokens is worth it is the implementation's to say. Calling another linear or operation of these
         kernels is no look; nor is a view.
         """
+        ...
+
+    def recording(self, num_tokens: int) -> AbstractContextManager[Recording] | None:
+        """As `together`, for steps that come again with other values in the same tensors; None where that is not worth it."""
         ...
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:

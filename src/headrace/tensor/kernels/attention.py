@@ -18,6 +18,7 @@ Reference: `reference.ReferenceKernels.attention`. Idea of the splits: flash-dec
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -47,11 +48,11 @@ from headrace.tensor.kernels.launch import (
     float_from_bits,
     helper,
     launch,
-    once,
     thread_limit,
     with_counter,
 )
 from headrace.tensor.kernels.simd import as_bf16, as_f32, as_i8, as_i32, as_i64, at, load, take_ticket
+from headrace.tensor.kernels.together import Recording, current_recording, once
 from headrace.tensor.kernels.vector_ir import LANES
 
 Pointer = Any
@@ -155,6 +156,10 @@ class Planned(NamedTuple):
     workers: int
     tokens: int
 
+    @property
+    def has_parts(self) -> bool:
+        return len(self.parts) > 0
+
 
 @entry
 def plan_batch(
@@ -165,6 +170,35 @@ def plan_batch(
     parts = np.empty(num_parts * vectors * (padded_dim(head_dim) + 2), np.float32)
     tokens = load(as_i32(row_starts), num_rows)
     return items, items.ctypes.data, items.shape[0], parts, parts.ctypes.data, vectors, workers, tokens
+
+
+Kind = tuple[int, ...]
+"""Arguments of `plan_batch`."""
+ITEMS, NUM_ITEMS, PARTS, JOINS, VECTORS = 18, 19, 21, 22, 27
+"""Places in a kernel's arguments that its plan, or its task, decides."""
+
+
+def make_plan(kind: Kind) -> Planned:
+    return Planned(*plan_batch(*kind))
+
+
+class Replan:
+    """Before a recorded step is run again: its plan for the rows' new lengths, in every layer that shares it."""
+
+    def __init__(self, kind: Kind, plan: Planned) -> None:
+        self.kind, self.plan = kind, plan
+        self.places: list[tuple[array[int], int]] = []
+
+    def __call__(self, recorded: Recording) -> bool:
+        plan = make_plan(self.kind)
+        if (plan.has_parts, plan.tokens) != (self.plan.has_parts, self.plan.tokens):
+            return False
+        self.plan = plan  # its arrays live as long as they are pointed at
+        for memory, place in self.places:
+            memory[ITEMS], memory[NUM_ITEMS], memory[PARTS], memory[VECTORS] = plan.items_at, plan.num_items, plan.parts_at, plan.vectors
+            if not memory[JOINS]:
+                recorded.set_workers(place, plan.workers)
+        return True
 
 
 def _attend_f32(arguments: int, worker: int, workers: int) -> None:
@@ -230,7 +264,7 @@ def paged_attention(
     (tokens, heads, head_dim), kv_heads = query.shape, cache_.shape[3]
     group, reach = heads // kv_heads, NO_WINDOW if window is None else window
     kind = (row_starts.data_ptr(), context_lens.data_ptr(), context_lens.shape[0], kv_heads, group, head_dim, reach, thread_limit())
-    plan = once(kind, lambda: Planned(*plan_batch(*kind)))
+    plan = once(kind, lambda: make_plan(kind))
     if plan.tokens < tokens:
         out[plan.tokens :] = 0.0
     block, value, slot, head, _ = cache_.stride()
@@ -238,16 +272,17 @@ def paged_attention(
     arguments += [cache_.shape[2], block_table.data_ptr(), block_table.stride(0), heads, group, head_dim, reach]
     arguments += [float_bits(scale), float_bits(softcap or 0.0), plan.items_at, plan.num_items, 0, plan.parts_at, 0]
     memory = with_counter([*arguments, *scale_arguments(kv_scales), plan.vectors], 20)
-    touched = (query, cache_, block_table, plan.items, plan.parts)
-    launch(
-        _kernel(query.element_size(), cache_.element_size()),
-        memory,
-        plan.workers,
-        out,
-        *touched,
-        *([] if kv_scales is None else [kv_scales]),
-    )
-    if plan.parts.shape[0] > 0:
-        joining = memory[:]
-        joining[22] = 1
-        launch(_kernel(query.element_size(), cache_.element_size()), joining, 1, out, plan.items, plan.parts)
+    kernel, recorded = _kernel(query.element_size(), cache_.element_size()), current_recording()
+    replan = None if recorded is None else recorded.renewal(kind, lambda: Replan(kind, plan))
+    for place, workers in ((memory, plan.workers), (_joining(memory), 1)) if plan.has_parts else ((memory, plan.workers),):
+        if recorded is not None and replan is not None:
+            replan.places.append((place, recorded.num_entries))
+        scales = () if kv_scales is None else (kv_scales,)
+        launch(kernel, place, workers, out, query, cache_, block_table, plan.items, plan.parts, *scales)
+
+
+def _joining(memory: array[int]) -> array[int]:
+    """The same arguments for the kernel's second task, `join_parts`."""
+    copied = memory[:]
+    copied[JOINS] = 1
+    return copied

@@ -18,14 +18,16 @@ from torch import Tensor
 from headrace.tensor.kernels import Kernels, Linear, PackedLinear, attention, cache_write, elementwise, quantized
 from headrace.tensor.kernels.cpu_features import LinearPath, linear_path, read_cpu_features
 from headrace.tensor.kernels.integer_simd import STRIP_COLUMNS
-from headrace.tensor.kernels.launch import settle, together
 from headrace.tensor.kernels.linear import OneDnnLinear, StripLinear
 from headrace.tensor.kernels.packing import can_strip
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 from headrace.tensor.kernels.rounding import RoundedWeight
+from headrace.tensor.kernels.together import Recording, recording, settle, together
 
 FEW_TOKENS = 64
 """Up to so many a step's kernels are short enough for waking threads and Python's own time between them to be felt."""
+RECORDED_TOKENS = 8
+"""Of larger steps Python is a small part, and their results would take much memory to keep."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -71,6 +73,9 @@ class NumbaKernels:
 
     def together(self, num_tokens: int) -> AbstractContextManager[None]:
         return together() if num_tokens <= FEW_TOKENS else nullcontext()
+
+    def recording(self, num_tokens: int) -> AbstractContextManager[Recording] | None:
+        return recording() if num_tokens <= RECORDED_TOKENS else None
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         if not _fits(weight):

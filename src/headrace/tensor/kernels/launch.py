@@ -13,10 +13,9 @@ from __future__ import annotations
 import struct
 import threading
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numba
 import numpy as np
@@ -26,7 +25,6 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from headrace.tensor.kernels.compile_cache import numba_cache
-from headrace.tensor.kernels.simd import arrive, as_i64, at, current, decide, load, pause
 
 CACHE = numba_cache()
 numba.config.CACHE_DIR = str(CACHE.directory or "")  # read by every decorator below
@@ -37,7 +35,6 @@ OPTIONS: dict[str, Any] = {"nogil": True, "cache": CACHE.directory is not None, 
 """Of every helper: no GIL, kept on disk, no checks for division by zero."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_Made = TypeVar("_Made")
 
 
 def helper(function: _Function) -> _Function:
@@ -53,7 +50,7 @@ def entry(function: _Function) -> _Function:
 
 
 @intrinsic
-def _call(_: Any, function: Any, arguments: Any, worker: Any, workers: Any) -> tuple[Any, Any]:
+def call(_: Any, function: Any, arguments: Any, worker: Any, workers: Any) -> tuple[Any, Any]:
     """Call the C function at address `function`."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
@@ -83,7 +80,7 @@ def float_bits(value: float) -> int:
 @njit(parallel=True, **OPTIONS)
 def _in_parallel(function: int, arguments: int, workers: int) -> None:
     for worker in prange(workers):
-        _call(function, arguments, worker, workers)
+        call(function, arguments, worker, workers)
 
 
 @helper
@@ -92,11 +89,11 @@ def run_workers(function: int, arguments: int, workers: int) -> None:
     if workers > 1:
         _in_parallel(function, arguments, workers)
     else:
-        _call(function, arguments, 0, 1)
+        call(function, arguments, 0, 1)
 
 
 @entry
-def _launch(function: int, arguments: int, workers: int) -> None:
+def run_now(function: int, arguments: int, workers: int) -> None:
     run_workers(function, arguments, workers)  # the caller holds the memory
 
 
@@ -159,6 +156,23 @@ def guarded(function: Callable[..., None], *arguments: Any) -> None:
         function(*arguments)
 
 
+class Pending(Protocol):
+    """Where launches go instead of being run, see `together`."""
+
+    def add(self, kernel: int, memory: array[int], workers: int, touched: tuple[Tensor | np.ndarray, ...]) -> None: ...
+
+    def counted(self, memory: array[int]) -> None:
+        """The last number of `memory` is a counter, which has to be zero when its kernel begins."""
+        ...
+
+
+class _Caller(threading.local):
+    pending: Pending | None = None
+
+
+CALLER = _Caller()
+
+
 def words(values: Iterable[int]) -> array[int]:
     """int64 numbers in memory. Of the standard library: NumPy takes five times as long to make one and to say where it lies."""
     return array("q", values)
@@ -168,6 +182,9 @@ def with_counter(arguments: Sequence[int], place: int) -> array[int]:
     """`arguments` with a zero behind them, whose address stands at `place`: what `take_ticket` counts with."""
     memory = words((*arguments, 0))
     memory[place] = address_of(memory) + 8 * len(arguments)
+    pending = CALLER.pending
+    if pending is not None:
+        pending.counted(memory)
     return memory
 
 
@@ -181,132 +198,8 @@ def launch(kernel: int, arguments: Sequence[int] | array[int], workers: int, *to
     touched: everything behind the addresses, kept until the kernel has run.
     """
     memory = arguments if isinstance(arguments, array) else words(arguments)
-    pending = getattr(_CALLER, "pending", None)
+    pending = CALLER.pending
     if pending is None:
-        guarded(_launch, kernel, address_of(memory), workers)
+        guarded(run_now, kernel, address_of(memory), workers)
     else:
         pending.add(kernel, memory, workers, touched)
-
-
-# --- several kernels in one region ---
-
-SPINS_TO_MEET = 1 << 16
-"""Waiting rounds, of some 50 ns and more, after which a worker no longer expects the others."""
-SPINS_BEFORE_YIELD = 1 << 12
-MOST_KEPT_BYTES = 16 << 20
-"""Of the memory that a list holds before it is run."""
-_CALLER = threading.local()
-_yield = types.ExternalFunction("sched_yield", types.int32())
-
-
-@helper
-def wait_until(counter: Any, value: int) -> None:
-    """Until counter[0] >= value. The processor is left to others now and then: a worker that waits may hold up the one it waits for."""
-    spins = 0
-    while current(counter) < value:
-        pause()
-        spins += 1
-        if spins % SPINS_BEFORE_YIELD == 0:
-            _yield()
-
-
-@helper
-def meet(state: Any, worker: int, workers: int) -> int:
-    """How many workers there are: all of them when they came together in time; else the one that gave up is alone, the others are 0."""
-    arrive(state)
-    spins = 0
-    while current(state) < workers and current(at(state, 1)) == 0 and spins < SPINS_TO_MEET:
-        pause()
-        spins += 1
-        if spins % SPINS_BEFORE_YIELD == 0:
-            _yield()
-    verdict = decide(at(state, 1), 1 if current(state) >= workers else 2 + worker)
-    if verdict == 1:
-        return workers
-    return 1 if verdict == 2 + worker else 0
-
-
-def _run_list(arguments: int, worker: int, workers: int) -> None:
-    """Kernels one after the other, each worker waiting for all others in between. A list entry: kernel, arguments, workers."""
-    a = as_i64(arguments)
-    entries, count, state = as_i64(load(a, 0)), load(a, 1), as_i64(load(a, 2))
-    team = workers if workers == 1 else meet(state, worker, workers)
-    me, passed, before = (0 if team == 1 else worker), 0, 0
-    if team == 0:
-        return
-    for index in range(count):
-        own = min(load(entries, 3 * index + 2), team)
-        if index > 0 and max(own, before) > 1:  # what one worker alone does in a row needs no meeting
-            passed += team
-            arrive(at(state, 2))
-            wait_until(at(state, 2), passed)
-        if me < own:
-            _call(load(entries, 3 * index), load(entries, 3 * index + 1), me, own)
-        before = own
-
-
-class _Pending:
-    """Kernels asked for and not run yet, with all they touch."""
-
-    def __init__(self) -> None:
-        self._clear()
-
-    def _clear(self) -> None:
-        self.entries: list[int] = []
-        self.workers = 1
-        self.kept: list[object] = []
-        self.kept_bytes = 0
-        self.known: dict[Hashable, object] = {}
-
-    def add(self, kernel: int, memory: array[int], workers: int, touched: tuple[Tensor | np.ndarray, ...]) -> None:
-        self.entries += (kernel, address_of(memory), workers)
-        self.workers = max(self.workers, workers)
-        self.kept += (memory, touched)
-        self.kept_bytes += touched[0].nbytes if touched else 0
-        if self.kept_bytes > MOST_KEPT_BYTES:
-            self.run()
-
-    def run(self) -> None:
-        if self.entries:
-            entries, state = words(self.entries), words((0, 0, 0))
-            arguments = words((address_of(entries), len(entries) // 3, address_of(state)))
-            guarded(_launch, _list_kernel(), address_of(arguments), self.workers)
-        self._clear()
-
-
-@cache
-def _list_kernel() -> int:
-    return compile_kernel(_run_list)
-
-
-@contextmanager
-def together() -> Iterator[None]:
-    """Kernels launched inside run at its end, in order, in one parallel region: no thread is woken per kernel, and Python is done before
-    the weights drive it out of the caches. Whoever looks at a result inside calls `settle` first. After an exception nothing is run."""
-    if getattr(_CALLER, "pending", None) is not None:
-        yield
-        return
-    _CALLER.pending = _Pending()
-    try:
-        yield
-        _CALLER.pending.run()
-    finally:
-        _CALLER.pending = None
-
-
-def once(key: Hashable, make: Callable[[], _Made]) -> _Made:
-    """What `make` gives; inside `together`, made once per key: of tensors that nobody changes meanwhile, named by their addresses."""
-    pending = getattr(_CALLER, "pending", None)
-    if pending is None:
-        return make()
-    if key not in pending.known:
-        pending.known[key] = make()
-    made: _Made = pending.known[key]
-    return made
-
-
-def settle() -> None:
-    """Run what has been asked for so far inside `together`; elsewhere nothing is ever left to do."""
-    pending = getattr(_CALLER, "pending", None)
-    if pending is not None:
-        pending.run()

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headrace.tensor.kernels.launch import compile_kernel, helper, launch, settle, thread_limit, with_counter
+from headrace.tensor.kernels.launch import compile_kernel, helper, launch, thread_limit, with_counter
 from headrace.tensor.kernels.packing import DEPTH, pack_strips, padded
 from headrace.tensor.kernels.simd import as_f32, as_i32, as_i64, at, load, panel_block, store, take_ticket
+from headrace.tensor.kernels.together import settle
 from headrace.tensor.kernels.vector_ir import LANES, STRIP_COLUMNS
 
 Pointer = Any

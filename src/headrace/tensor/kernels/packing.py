@@ -17,8 +17,9 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from headrace.tensor.kernels import pages
-from headrace.tensor.kernels.launch import compile_kernel, helper, launch, settle, thread_limit, with_counter
+from headrace.tensor.kernels.launch import compile_kernel, helper, launch, thread_limit, with_counter
 from headrace.tensor.kernels.simd import as_i32, as_i64, at, current, load, store, take_ticket
+from headrace.tensor.kernels.together import settle
 from headrace.tensor.kernels.vector_ir import I32, I64, LANES, STRIP_COLUMNS, Emit, constant, step
 
 Pointer = Any

@@ -67,6 +67,9 @@ class ReferenceKernels:
     def together(self, num_tokens: int) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def recording(self, num_tokens: int) -> None:
+        return None
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PlainLinear:
         return PlainLinear(weight, bias)
 

@@ -22,6 +22,7 @@ from headrace.tensor.layers.mlp import Mlp, MlpSpec
 from headrace.tensor.layers.moe import SparseMoe
 from headrace.tensor.layers.rope import RopeSpec, rope_table
 from headrace.tensor.layers.weights import Part, WeightReader
+from headrace.tensor.models.repeated import Repeated
 from headrace.tensor.models.spec import DecoderSpec, LayerSpec
 
 
@@ -88,6 +89,7 @@ class Decoder:
         self.spec, self.dtype, self.vocab_size = spec, reader.dtype, spec.vocab_size
         self._kernels = reader.kernels
         self._is_dense = all(isinstance(layer.mlp, MlpSpec) for layer in spec.layers)  # a router looks at its results
+        self._repeated = Repeated(reader.kernels, self._layers)
         names = spec.names
         self.embedding = reader.table(f"{names.embedding}.weight", spec.vocab_size, spec.hidden_size)
         self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(reader.dtype))  # rounded as the checkpoint's authors did
@@ -126,11 +128,17 @@ class Decoder:
         branch = F.embedding(ids, self.embedding).to(self.dtype)
         if self._embedding_scale != 1.0:
             branch *= self._embedding_scale
+        hidden = self._repeated.run(branch, batch, kv) if self._is_dense else None
+        if hidden is not None:
+            return hidden
         residual = torch.zeros_like(branch)
         with self._kernels.together(len(ids)) if self._is_dense else nullcontext():
-            for block, group, cache in zip(self.blocks, self.group_of, kv.layers, strict=True):
-                branch = block(branch, residual, batch, batch.groups[group], cache)
-            return self.final_norm(branch, residual)
+            return self._layers(branch, residual, batch, kv)
+
+    def _layers(self, branch: Tensor, residual: Tensor, batch: Batch, kv: KvCache) -> Tensor:
+        for block, group, cache in zip(self.blocks, self.group_of, kv.layers, strict=True):
+            branch = block(branch, residual, batch, batch.groups[group], cache)
+        return self.final_norm(branch, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, E] (rows chosen from `forward`'s) -> [N, V] float32."""

@@ -1,0 +1,114 @@
+"""Decode steps of few sequences, recorded once per shape and then repeated over new inputs (`kernels.together`).
+
+A decode step asks for the same operations every time; only token ids, positions, block tables and lengths differ. So these are written
+into tensors of their own, the step that reads them is recorded, and the next of its shape is a few copies and one call. The plain twin is
+calling the layers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.tensor.batch import Batch, GroupBatch, KvCache
+from headrace.tensor.kernels import Kernels, Recording
+
+MOST_KEPT = 4
+"""Shapes that are kept; the one used longest ago goes first. Each holds its step's results, up to `together.MOST_KEPT_BYTES`."""
+TABLE_MULTIPLE = 64
+"""Block tables are recorded with room to grow, so that a new block does not mean a new recording."""
+
+Layers = Callable[[Tensor, Tensor, Batch, KvCache], Tensor]
+"""(branch, residual, batch, cache) -> hidden."""
+
+
+class Repeated:
+    """The recorded steps of one model."""
+
+    def __init__(self, kernels: Kernels, layers: Layers) -> None:
+        self._kernels, self._layers = kernels, layers
+        self._kept: OrderedDict[tuple[object, ...], _Step] = OrderedDict()
+        self._most_tokens = sys.maxsize
+
+    def run(self, branch: Tensor, batch: Batch, kv: KvCache) -> Tensor | None:
+        """The layers' result, a new tensor; None where this step is not for recording."""
+        is_possible = batch.max_count == 1 and batch.num_tokens <= self._most_tokens
+        recording = self._kernels.recording(batch.num_tokens) if is_possible else None
+        if recording is None:
+            return None
+        key = (len(batch.context_lens), batch.num_tokens, id(kv))
+        step = self._kept.pop(key, None)
+        if step is None or not step.load(branch, batch) or not step.recording.repeat():
+            inputs = _Inputs.of(branch, batch)
+            with recording as recorded:
+                out = self._layers(inputs.branch, inputs.residual, inputs.batch, kv)
+            step = _Step(inputs, recorded, out, kv)
+        if step.recording.is_whole:
+            self._kept[key] = step
+        else:  # and neither would be a larger one
+            self._most_tokens = batch.num_tokens - 1
+        if len(self._kept) > MOST_KEPT:
+            self._kept.popitem(last=False)
+        return step.out.clone()
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """Tensors that a recorded step reads: copies of a step's, of its size or with room to grow."""
+
+    branch: Tensor
+    residual: Tensor
+    batch: Batch
+
+    @classmethod
+    def of(cls, branch: Tensor, batch: Batch) -> _Inputs:
+        with torch.inference_mode(False):  # such tensors may be written in any mode
+            groups = tuple(GroupBatch(_roomy(group.block_table), _copied(group.slot_mapping)) for group in batch.groups)
+            positions, starts, lens = _copied(batch.positions), _copied(batch.row_starts), _copied(batch.context_lens)
+            own = Batch(positions, starts, lens, batch.max_count, groups)
+            return cls(_copied(branch), torch.zeros(branch.shape, dtype=branch.dtype), own)
+
+    def load(self, branch: Tensor, batch: Batch) -> bool:
+        """Write another step's values. False where a block table has outgrown its room."""
+        mine = self.batch
+        for own, group in zip(mine.groups, batch.groups, strict=True):
+            width = group.block_table.shape[1]
+            if width > own.block_table.shape[1]:
+                return False
+            own.block_table[:, :width] = group.block_table
+            own.slot_mapping.copy_(group.slot_mapping)
+        mine.positions.copy_(batch.positions)
+        mine.row_starts.copy_(batch.row_starts)
+        mine.context_lens.copy_(batch.context_lens)
+        self.branch.copy_(branch)
+        self.residual.zero_()
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """kv is held so that no other cache can take its place in memory."""
+
+    inputs: _Inputs
+    recording: Recording
+    out: Tensor
+    kv: KvCache
+
+    def load(self, branch: Tensor, batch: Batch) -> bool:
+        return self.inputs.load(branch, batch)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
+def _roomy(table: Tensor) -> Tensor:
+    rows, width = table.shape
+    room = torch.zeros((rows, -(-(width + 1) // TABLE_MULTIPLE) * TABLE_MULTIPLE), dtype=table.dtype)
+    room[:, :width] = table
+    return room

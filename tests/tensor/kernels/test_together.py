@@ -1,0 +1,174 @@
+"""Many kernels in one region, and steps that are recorded and run again: always the bits of kernels run one by one."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from headrace.tensor.kernels import together
+from headrace.tensor.kernels.cpu import KERNELS
+from headrace.tensor.kernels.launch import CALLER
+from headrace.tensor.kernels.linear import StripLinear
+from headrace.tensor.kernels.quantized import IntegerLinear
+from headrace.tensor.kernels.rounding import Precision, round_weight
+
+
+def _block(x: torch.Tensor, layers: list[Any], norm: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """A feed-forward block: each operation needs the one before. residual: zeros."""
+    residual = torch.zeros_like(x) if residual is None else residual
+    for first, second in layers:
+        x = second(KERNELS.gated_activation(first(KERNELS.rms_norm(x, norm, 1e-5, residual=residual)), "silu"))
+    return KERNELS.rms_norm(x, norm, 1e-5, residual=residual)
+
+
+def _layers() -> list[Any]:
+    make = (StripLinear, lambda weight, bias: IntegerLinear.pack(round_weight(weight, Precision.INT8), bias))
+    return [(make[i % 2](torch.randn(640, 128) * 0.1, None), make[(i + 1) % 2](torch.randn(128, 320) * 0.1, None)) for i in range(4)]
+
+
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory holds NaN or nonsense, so that what was read too early is seen."""
+    empty = torch.empty
+
+    def poisoned(*size: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        made = empty(*size, dtype=dtype)
+        return made.fill_(float("nan") if dtype.is_floating_point else 99)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 40])
+def test_kernels_run_together_give_the_same_bits(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, norm, x = _layers(), torch.randn(128), torch.randn(rows, 128)
+    want = _block(x, layers, norm)
+    _poison(monkeypatch)
+    for _ in range(20):
+        with together.together():
+            got = _block(x, layers, norm)
+        assert torch.equal(got, want)
+
+
+def test_a_list_is_run_early_before_it_holds_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, norm, x = _layers(), torch.randn(128), torch.randn(3, 128)
+    want = _block(x, layers, norm)
+    monkeypatch.setattr(together, "MOST_KEPT_BYTES", 4000)
+    with together.together():
+        got = _block(x, layers, norm)
+        assert isinstance(CALLER.pending, together.Batched)
+        assert len(CALLER.pending.entries) < 3 * 10
+    assert torch.equal(got, want)
+
+
+def test_results_may_be_looked_at_after_settling() -> None:
+    layers, norm, x = _layers(), torch.randn(128), torch.randn(2, 128)
+    want = _block(x, layers, norm)
+    with together.together(), together.together():  # the inner one joins the outer one
+        got = _block(x, layers, norm)
+        together.settle()
+        assert torch.equal(got, want)
+    together.settle()
+
+
+def test_nothing_is_run_after_an_exception() -> None:
+    x = torch.ones(1, 64)
+    residual = torch.zeros_like(x)
+
+    def fail_halfway() -> None:
+        with together.together():
+            KERNELS.rms_norm(x, torch.ones(64), 1e-5, residual=residual)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_halfway()
+    assert torch.equal(residual, torch.zeros_like(x))
+    KERNELS.rms_norm(x, torch.ones(64), 1e-5, residual=residual)
+    assert torch.equal(residual, x)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_worker_whose_fellow_does_not_come_does_everything_alone(first: int) -> None:
+    """Were two workers' turns to fall to one thread, the first would wait for the second for ever."""
+    layers, norm, x = _layers(), torch.randn(128), torch.randn(40, 128)
+    want = _block(x, layers, norm)
+    calls: list[int] = []
+
+    def alone(_: Any, kernel: int, arguments: int, workers: int) -> None:
+        function = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(kernel)
+        for worker in (first, 1 - first):
+            function(arguments, worker, 2)
+        calls.append(workers)
+
+    with pytest.MonkeyPatch.context() as patch, together.together():
+        got = _block(x, layers, norm)
+        patch.setattr(together, "guarded", alone)
+        together.settle()
+    assert calls
+    assert torch.equal(got, want)
+
+
+# --- recording ---
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_a_recorded_step_is_repeated_over_new_values(rows: int) -> None:
+    layers, norm, x, residual = _layers(), torch.randn(128), torch.randn(rows, 128), torch.zeros(rows, 128)
+    with together.recording() as recorded:
+        got = _block(x, layers, norm, residual)
+    assert recorded.is_whole
+    assert torch.equal(got, _block(x, layers, norm))
+    for seed in range(20):
+        x.copy_(torch.randn(rows, 128, generator=torch.Generator().manual_seed(seed)))
+        residual.zero_()
+        got.fill_(7.0)
+        assert recorded.repeat()
+        assert torch.equal(got, _block(x, layers, norm))
+
+
+def test_a_recorded_steps_attention_is_planned_for_the_new_lengths(paged_batch: Any) -> None:
+    """Also where a context becomes so long that several workers share it, which takes another list: then it says so, and runs nothing."""
+    batch = paged_batch([(1, 3000), (1, 2000)], heads=6, kv_heads=2, head_dim=32)
+    full = batch.context_lens.clone()
+    batch.context_lens.copy_(torch.tensor([40, 200]))
+    with together.recording() as recorded:
+        got = batch.attend(KERNELS)
+    for lengths in ([1, 1], [512, 3], [130, 511], [41, 2000], [3000, 2000], [40, 200]):
+        batch.context_lens.copy_(torch.tensor(lengths).minimum(full))
+        want = batch.attend(KERNELS)
+        got.fill_(7.0)
+        if recorded.repeat():
+            assert torch.equal(got, want)
+        else:
+            assert max(lengths) > 512
+            assert (got == 7.0).all()
+            with together.recording() as other:
+                again = batch.attend(KERNELS)
+            assert torch.equal(again, want)
+            assert other.repeat()
+            assert torch.equal(again, want)
+
+
+def test_what_was_looked_at_in_between_cannot_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, norm, x = _layers(), torch.randn(128), torch.randn(2, 128)
+    want = _block(x, layers, norm)
+    with together.recording() as recorded:
+        got = _block(x, layers[:2], norm)
+        together.settle()
+        got = _block(x, layers, norm)
+    assert not recorded.is_whole
+    assert torch.equal(got, want)
+    monkeypatch.setattr(together, "MOST_KEPT_BYTES", 4000)
+    with together.recording() as recorded:
+        got = _block(x, layers, norm)
+    assert not recorded.is_whole
+    assert torch.equal(got, want)
+
+
+def test_recordings_are_not_nested() -> None:
+    with together.together(), pytest.raises(RuntimeError, match="already"), together.recording():
+        pass
+    assert CALLER.pending is None

@@ -1,0 +1,118 @@
+"""Recorded decode steps against the layers called one by one, on a whole model: the same bits, whatever came before."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("numba")
+
+from headrace.bundled import DEFAULT_MODEL, bundled_path
+from headrace.tensor.batch import Batch, GroupBatch, KvCache, allocate_kv
+from headrace.tensor.kernels import load_kernels
+from headrace.tensor.models import LoadedModel, load_model
+from headrace.tensor.models import repeated as module
+
+BLOCK_SIZE, BLOCKS_PER_ROW, MOST_ROWS = 4, 400, 10
+
+
+@cache
+def _loaded(quantization: str) -> LoadedModel:
+    folder = bundled_path(DEFAULT_MODEL)
+    if folder is None:
+        pytest.skip("no bundled model in this checkout")
+    return load_model(
+        folder, kernels=load_kernels("numba"), dtype=torch.float32, device="cpu", load_format="auto", seed=0, max_model_len=None,
+        quantization=quantization,
+    )  # fmt: skip
+
+
+def _cache(loaded: LoadedModel, dtype: torch.dtype) -> KvCache:
+    model = loaded.model
+    kv = allocate_kv(model.kv_shapes, model.group_of, (1 + MOST_ROWS * BLOCKS_PER_ROW,), BLOCK_SIZE, dtype, "cpu")
+    generator = torch.Generator().manual_seed(1)
+    heads, dim = model.kv_shapes[0]
+    filling = torch.randn((1 + MOST_ROWS * BLOCKS_PER_ROW) * BLOCK_SIZE, heads, dim, generator=generator)
+    for layer in kv.layers:
+        load_kernels("numba").scatter_kv(filling, filling, layer.values, torch.arange(len(filling)), kv_scales=layer.scales)
+    return kv
+
+
+def _batch(rows: list[int], contexts: list[int]) -> Batch:
+    """One token of each row, which then has that context."""
+    width = max(-(-context // BLOCK_SIZE) for context in contexts)
+    table = torch.zeros((len(rows), width), dtype=torch.int32)
+    for place, (row, context) in enumerate(zip(rows, contexts, strict=True)):
+        used = -(-context // BLOCK_SIZE)
+        table[place, :used] = torch.arange(used, dtype=torch.int32) + 1 + row * BLOCKS_PER_ROW
+    positions = torch.tensor(contexts) - 1
+    slots = torch.tensor([(1 + row * BLOCKS_PER_ROW) * BLOCK_SIZE + context - 1 for row, context in zip(rows, contexts, strict=True)])
+    starts = torch.arange(len(rows) + 1, dtype=torch.int32)
+    return Batch(positions, starts, torch.tensor(contexts, dtype=torch.int32), 1, (GroupBatch(table, slots),))
+
+
+def _plain(loaded: LoadedModel, ids: Tensor, batch: Batch, kv: KvCache) -> Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loaded.model._repeated, "_most_tokens", 0)
+        return loaded.model.forward(ids, batch, kv)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("quantization", "stored"), [("none", torch.float32), ("int8", torch.int8), ("int4", torch.bfloat16)])
+def test_steps_have_the_bits_of_layers_called_one_by_one(quantization: str, stored: torch.dtype) -> None:
+    """Rows come and go, contexts grow past a table's room and become shared by workers; two caches are used in turn."""
+    loaded, rng = _loaded(quantization), random.Random(0)
+    caches = [_cache(loaded, stored), _cache(loaded, stored)]
+    twins = [_cache(loaded, stored), _cache(loaded, stored)]
+    results = []
+    for number in range(60):
+        rows = rng.sample(range(MOST_ROWS), rng.choice([1, 1, 2, 3, 5, 8, 9]))
+        longest = rng.choice([5, 60, 300, 1500])
+        batch = _batch(rows, [rng.randint(1, longest) for _ in rows])
+        ids, which = torch.tensor([rng.randrange(4, loaded.vocab_size) for _ in rows]), number % 2
+        got = loaded.model.forward(ids, batch, caches[which])
+        assert torch.equal(got, _plain(loaded, ids, batch, twins[which]))
+        results.append((got, got.clone()))
+    assert all(torch.equal(kept, then) for kept, then in results), "a later step wrote into an earlier one's result"
+    kept = loaded.model._repeated._kept
+    assert 0 < len(kept) <= module.MOST_KEPT
+    assert all(step.recording.is_whole for step in kept.values())
+
+
+@torch.inference_mode()
+def test_a_step_like_the_last_is_repeated_and_a_long_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = _loaded("none")
+    kv, model = _cache(loaded, torch.float32), loaded.model
+    calls: list[int] = []
+    layers = model._repeated._layers
+
+    def counted(branch: Tensor, residual: Tensor, batch: Batch, kv: KvCache) -> Tensor:
+        calls.append(batch.num_tokens)
+        return layers(branch, residual, batch, kv)
+
+    monkeypatch.setattr(model._repeated, "_layers", counted)
+    for context in range(20, 40):
+        model.forward(torch.tensor([5, 6]), _batch([0, 1], [context, 2 * context]), kv)
+    assert len(calls) == 1
+    rows = list(range(9))
+    model.forward(torch.arange(9) + 5, _batch(rows, [20] * 9), kv)
+    assert len(calls) == 1
+
+
+@torch.inference_mode()
+def test_what_cannot_be_recorded_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace.tensor.kernels import together
+
+    loaded = _loaded("none")
+    kv, repeated = _cache(loaded, torch.float32), module.Repeated(load_kernels("numba"), loaded.model._layers)
+    monkeypatch.setattr(loaded.model, "_repeated", repeated)
+    monkeypatch.setattr(together, "MOST_KEPT_BYTES", 1000)
+    batch, ids = _batch([3], [50]), torch.tensor([7])
+    first, second = loaded.model.forward(ids, batch, kv), loaded.model.forward(ids, batch, kv)
+    assert torch.equal(first, second)
+    assert repeated._most_tokens == 0
+    assert not repeated._kept
