@@ -147,6 +147,7 @@ def launch_of(engine: str, model: Path, precision: str, envs: Path, threads: int
 
 def _headrace(model: Path, precision: str, envs: Path, threads: int) -> Launch:
     options: dict[str, object] = {"max_model_len": 4096, "enable_prefix_caching": False, "num_threads": threads}
+    options["kv_cache_dtype"] = "bfloat16"  # as wide as the peers' own caches
     if precision != "bf16":
         options["quantization"] = precision
     return Launch(python=Path(sys.executable), script="headrace_worker.py", settings={"model": str(model), "options": options})
