@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 from engine_kit import request
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headrace.core.ids import SeqId
+from headrace.policy import queues
 from headrace.policy.queues import FairQueue
 from headrace.policy.sequence import Sequence
 
@@ -77,3 +79,21 @@ class FairQueueMachine(RuleBasedStateMachine):
 
 FairQueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 test_fair_queue_state_machine = FairQueueMachine.TestCase
+
+
+def test_who_comes_back_is_not_forgotten_at_that_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tenants than are remembered, all idle but one that was served little."""
+    monkeypatch.setattr(queues, "MAX_REMEMBERED_TENANTS", 3)
+    queue = FairQueue()
+    made = [Sequence(SeqId(i), request(f"r{i}", [1], tenant=f"t{i}"), 0, float(i), array("i", [1]), 1, 8) for i in range(12)]
+    for count, seq in enumerate(made):
+        queue.push(seq, 1)
+        if count > 0:
+            queue.remove(seq)
+            queue.charge([seq], [100 * count])
+    assert queue.head() is made[0]
+    again = Sequence(SeqId(99), request("again", [1], tenant="t11"), 0, 99.0, array("i", [1]), 1, 8)
+    queue.push(again, 1)
+    queue.remove(made[0])
+    assert queue.head() is again
+    assert len(queue._served) <= 3 + 1

@@ -31,7 +31,8 @@ class _Runner(Protocol):
 
 
 def warm_up(runner: _Runner, config: EngineConfig, *, max_model_len: int, vocab_size: int) -> float:
-    """Run a prefill, a decode of one row, and a mixed step with every kind of sampling; leave no slot in use. Seconds it took.
+    """Run a prefill, a decode of one row, a mixed step with every kind of sampling, and a decode of all; leave no
+    slot in use. Seconds it took.
 
     Raises whatever a step raises: an engine that cannot do this cannot serve.
     """

@@ -221,11 +221,11 @@ class FairQueue:
         floor = self._served.get(self._last_to_wait if least is None else least, 0.0)
         self._served[tenant] = max(self._served.get(tenant, 0.0), floor)
         if len(self._served) > MAX_REMEMBERED_TENANTS:
-            self._forget_idle()
+            self._forget_idle(but=tenant)
 
-    def _forget_idle(self) -> None:
+    def _forget_idle(self, *, but: str) -> None:
         """Keep the map bounded: tenants without waiting work and least service go first; they re-enter at the floor."""
-        kept = {*self._queues, self._last_to_wait}
+        kept = {*self._queues, self._last_to_wait, but}
         idle = sorted((name for name in self._served if name not in kept), key=lambda name: self._served[name])
         for name in idle[: len(self._served) // 2]:
             del self._served[name]

@@ -86,6 +86,7 @@ class PackedStore:
         self._path = path
         self._kernels = kernels
         self._made: dict[str, PackedLinear] = {}
+        self._num_found, self._is_damaged = 0, False
         self._found = self._open()
 
     @property
@@ -94,24 +95,34 @@ class PackedStore:
         return self._found is not None and not self._made
 
     def find(self, name: str) -> Linear | None:
-        """A linear kept by an earlier start, in memory of its own. Raises nothing: one that cannot be read is made again."""
+        """A linear kept by an earlier start; the file's memory lives as long as any of them. Raises nothing: one that cannot be read is
+        made again, and so is the whole file at the next start."""
         if self._found is None:
             return None
         try:
             facts = json.loads(self._found.facts[name])
             tensors = {part: self._found.tensor(f"{name}/{part}") for part in facts["tensors"]}
-            return self._kernels.load_packed(PackedLinear(tensors=tensors, **{key: facts[key] for key in _FACTS}))
+            linear = self._kernels.load_packed(PackedLinear(tensors=tensors, **{key: facts[key] for key in _FACTS}))
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             log.warning("packed weights %s cannot be used (%s); they are made again", self._path, error)
-            self._found = None
+            self._found, self._is_damaged = None, self._num_found > 0
             return None
+        self._num_found += 1
+        return linear
 
     def keep(self, name: str, linear: Linear) -> None:
         if (packed := self._kernels.packed(linear)) is not None:
             self._made[name] = packed
 
     def save(self) -> None:
-        """Write what was made, unless it was all found or the disk has no room. Logs why it was not written; never raises for it."""
+        """Write what was made, unless it was all found or the disk has no room. Logs why it was not written; never raises for it.
+
+        A file of which one part could be used and another not is removed: what was found in it is not at hand to be written again.
+        """
+        if self._is_damaged:
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
+            return
         if not self._made or self._found is not None:
             return
         tensors = {f"{name}/{part}": tensor for name, packed in self._made.items() for part, tensor in packed.tensors.items()}

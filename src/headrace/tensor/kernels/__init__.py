@@ -68,7 +68,11 @@ class Kernels(Protocol):
         ...
 
     def recording(self, num_tokens: int) -> AbstractContextManager[Recording] | None:
-        """As `together`, for steps that come again with other values in the same tensors; None where that is not worth it."""
+        """As `together`, for steps that come again with other values in the same tensors; None where that is not worth it.
+
+        Unlike elsewhere, arguments are kept, and results are written anew by `repeat`. What torch itself computes inside would not be
+        repeated: whoever does that settles first, as for `together`, and the recording is then not whole.
+        """
         ...
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:

@@ -1,4 +1,4 @@
-"""How a step's attention is cut into items of work; what an item computes is in `attention`.
+"""How a step's attention is cut into items of work; what an item computes is in `attention_item`.
 
 An item is one row, one key/value head, a chunk of query tokens and a range of context splits. Cutting never changes bits: it only says
 who computes what.

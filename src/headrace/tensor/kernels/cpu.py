@@ -41,6 +41,8 @@ def _fits_cache(x: Tensor, cache: Tensor, kv_scales: Tensor | None) -> bool:
     """Whether kernels that compute in x's dtype read and write this cache: a stored type of its own needs whole registers per head."""
     if (cache.dtype == torch.int8) != (kv_scales is not None) or cache.stride(-1) != 1 or cache.device.type != "cpu":
         return False
+    if kv_scales is not None and (kv_scales.dtype != torch.float32 or kv_scales.stride(-1) != 1):
+        return False
     return cache.dtype == x.dtype or (attention.supports(x.shape[-1]) and (x.dtype, cache.dtype) in attention.MIXED)
 
 

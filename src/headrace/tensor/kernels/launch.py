@@ -195,7 +195,7 @@ def address_of(memory: array[int]) -> int:
 def launch(kernel: int, arguments: Sequence[int] | array[int], workers: int, *touched: Tensor | np.ndarray) -> None:
     """Run `kernel` on `workers` threads and wait; inside `together`, put it on the list instead.
 
-    touched: everything behind the addresses, kept until the kernel has run.
+    touched: everything behind the addresses, kept until the kernel has run; first what was made for this call, if anything was.
     """
     memory = arguments if isinstance(arguments, array) else words(arguments)
     pending = CALLER.pending

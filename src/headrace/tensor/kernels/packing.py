@@ -20,7 +20,7 @@ from headrace.tensor.kernels import pages
 from headrace.tensor.kernels.launch import compile_kernel, helper, launch, thread_limit, with_counter
 from headrace.tensor.kernels.simd import as_i32, as_i64, at, current, load, store, take_ticket
 from headrace.tensor.kernels.together import settle
-from headrace.tensor.kernels.vector_ir import I32, I64, LANES, STRIP_COLUMNS, Emit, constant, step
+from headrace.tensor.kernels.vector_ir import I32, I64, LANES, STRIP_COLUMNS, Emit, constant, step, transpose
 
 Pointer = Any
 _WORDS = ir.VectorType(I32, LANES)
@@ -83,14 +83,8 @@ def piece_start(strip: int, strips: int, block: int, items: int, first: int, len
 
 
 def _square(builder: ir.IRBuilder, rows: list[ir.Value], target: ir.Value) -> None:
-    """Store LANES vectors as columns. Interleaving the first half with the second moves one bit of the place's number from row to lane;
-    after as many rounds as there are bits, rows and lanes have changed roles."""
-    half = LANES // 2
-    low, high = ([start + i // 2 + LANES * (i % 2) for i in range(LANES)] for start in (0, half))
-    for _ in range(LANES.bit_length() - 1):
-        pairs = list(zip(rows[:half], rows[half:], strict=True))
-        rows = [_chosen(builder, first, second, order) for first, second in pairs for order in (low, high)]
-    for number, row in enumerate(rows):
+    """Store LANES vectors as columns."""
+    for number, row in enumerate(transpose(builder, rows)):
         where = step(builder, target, number * STRIP_COLUMNS)
         builder.store(row, builder.bitcast(where, row.type.as_pointer()), align=4)
 

@@ -255,7 +255,9 @@ class IntegerLinear:
         fits = (
             (packed.kind, words.dtype, bias.dtype) == ("integers", torch.int32, torch.float32)
             and scales.dtype == (torch.bfloat16 if packed.group else torch.float32)
-            and words.numel() == columns * packed.in_features // per_word
+            and 0 < packed.in_features <= MAX_INPUTS
+            and packed.in_features % max(NIBBLE_RUN, LANES) == 0
+            and (len(words), words.numel()) == (columns // STRIP_COLUMNS, columns * packed.in_features // per_word)
             and (scales.numel(), bias.numel()) == (columns * groups, columns)
         )
         if not fits:

@@ -241,10 +241,10 @@ def panel_block(
     """out[r, c] = start[r, c] + sum over k of x[k, r] * weights[k, c], for r < rows and the STRIP_COLUMNS columns c of each strip.
 
     The sum starts at zero and adds k = 0, 1, ... in order, by fused multiply-adds, whatever `rows` and `strips` are. out, start float32,
-    rows out_stride and start_stride apart; x float32 [length, rows].
+    rows out_stride and start_stride apart; x float32 [length, rows] or, with spread > 0, [rows, length] with rows that far apart.
     weights: strips strip_stride elements apart, each float32 [length, STRIP_COLUMNS], or bfloat16 seen as int32
-    [length / 2, STRIP_COLUMNS], a word holding element k in its low and k + 1 in its high half. rows, strips: literals; 2 * rows * strips
-    registers hold sums.
+    [length / 2, STRIP_COLUMNS], a word holding element k in its low and k + 1 in its high half. rows, strips, spread: literals;
+    2 * rows * strips registers hold sums.
     """
     num_rows, num_strips, halves = rows.literal_value, strips.literal_value, 2 if weights.dtype == types.int32 else 1
     by_depth, by_row = (1, spread.literal_value) if spread.literal_value else (num_rows, 1)
@@ -312,17 +312,6 @@ def sum_squares(_: Any, pointer: Any, length: Any) -> tuple[Any, Emit]:
         return builder.fadd(fold_lanes(builder, total, builder.fadd), builder.load(rest))
 
     return types.float32(pointer, types.intp), emit
-
-
-@intrinsic
-def copy(_: Any, target: Any, source: Any, length: Any) -> tuple[Any, Emit]:
-    """target[:length] = source[:length], bit for bit; they do not overlap."""
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        cgutils.raw_memcpy(builder, arguments[0], arguments[1], arguments[2], ITEM_BYTES[source.dtype])
-        return context.get_dummy_value()
-
-    return types.void(target, source, types.intp), emit
 
 
 @intrinsic(prefer_literal=True)
