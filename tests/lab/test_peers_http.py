@@ -201,6 +201,7 @@ def test_vllm_serves_with_its_offline_options_in_a_type_the_cpu_multiplies(
 def test_headrace_serves_with_its_offline_options() -> None:
     launch = http.server_of("headrace", Path("m"), "int8", Path("envs"), 2)
     assert " ".join(launch.command).endswith(
-        "serve --model m --served-model-name peer --max-model-len 4096 --no-enable-prefix-caching --num-threads 2 --quantization int8"
+        "serve --model m --served-model-name peer --max-model-len 4096 --no-enable-prefix-caching --num-threads 2 "
+        "--kv-cache-dtype bfloat16 --quantization int8"
     )
     Path(launch.command[0]).resolve(strict=True)
