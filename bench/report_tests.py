@@ -1,6 +1,6 @@
-"""The part of docs/benchmarks.md that comes from tests which report figures: many streams, a storm of leaving clients, bfloat16.
+"""The part of docs/benchmarks.md that is no comparison in rounds: many streams, a storm of leaving clients, bfloat16, precisions.
 
-Their files are written by `make test-slow` (and `make test`, for bfloat16) into bench/results/.
+The files are written by `make test-slow` (`make test` for bfloat16) and by `python -m bench.quality` into bench/results/.
 """
 
 from __future__ import annotations
@@ -75,10 +75,28 @@ def _bfloat16(data: dict[str, Any]) -> Lines:
     yield ""
 
 
+def _quality(data: dict[str, Any]) -> Lines:
+    yield "## What a precision costs in answers\n"
+    yield (
+        "Exact match per task of the bundled model on its held-out prompts, decoded greedily by the engine; at most "
+        f"{max(data['n'].values())} prompts per task. Differences of a few answers are within chance: two standard errors are "
+        f"{2 * (0.25 / max(data['n'].values())) ** 0.5:.1%} at most.\n"
+    )
+    names = list(data["exact_match"])
+    yield "| task | prompts | " + " | ".join(names) + " |"
+    yield "|---|---|" + "---|" * len(names)
+    for task, count in data["n"].items():
+        yield f"| {task} | {count} | " + " | ".join(f"{data['exact_match'][name][task]:.1%}" for name in names) + " |"
+    means = [sum(of.values()) / len(of) for of in data["exact_match"].values()]
+    yield "| mean | | " + " | ".join(f"{mean:.1%}" for mean in means) + " |"
+    yield ""
+
+
 _SECTIONS: dict[str, Callable[[dict[str, Any]], Lines]] = {
     "streams-1000": _streams,
     "storm-2000": _storm,
     "bfloat16-divergence": _bfloat16,
+    "quality": _quality,
 }
 
 
