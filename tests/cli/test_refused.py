@@ -14,7 +14,7 @@ from headrace.cli.refused import REFUSED, without_refused
         ["serve", "m", "--tensor-parallel-size", "1"],
         ["serve", "m", "--tensor-parallel-size=1"],
         ["serve", "-tp", "1", "m"],
-        ["serve", "m", "--kv-cache-dtype", "auto", "--enforce-eager"],
+        ["serve", "m", "--tokenizer-mode", "auto", "--enforce-eager"],
     ],
 )
 def test_values_that_change_nothing_are_dropped(arguments: list[str]) -> None:
@@ -34,7 +34,6 @@ def test_values_that_change_nothing_are_dropped(arguments: list[str]) -> None:
         ["--tool-call-parser", "hermes"],
         ["--speculative-config", "{}"],
         ["--trust-remote-code"],
-        ["--kv-cache-dtype", "fp8"],
     ],
 )
 def test_unsupported_flags_are_refused_by_name_with_a_remedy(arguments: list[str]) -> None:
@@ -55,3 +54,15 @@ def test_other_words_are_left_to_the_parser() -> None:
     arguments = ["serve", "m", "--port", "1", "--max-modl-len", "5"]
     assert without_refused(arguments) == arguments
     assert without_refused(["chat", "--", "--enable-lora"]) == ["chat", "--", "--enable-lora"]
+
+
+def test_no_flag_of_serve_is_refused() -> None:
+    from typer.main import get_command
+
+    from headrace.cli.main import app
+
+    command = get_command(app)
+    serve = command.get_command(None, "serve")  # type: ignore[attr-defined]
+    taken = {flag for parameter in serve.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    assert "--kv-cache-dtype" in taken
+    assert not taken & set(REFUSED)

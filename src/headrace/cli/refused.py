@@ -28,7 +28,6 @@ _PARALLEL = "A replica runs in one process for now; use --replicas N to use more
 _MEDIA = "Only text models are served."
 
 REFUSED: dict[str, Refused] = {
-    "--kv-cache-dtype": Refused("The KV cache has the dtype of the model; change it with --dtype.", ("auto",)),
     "--calculate-kv-scales": Refused(_QUANTIZED, None),
     "--tensor-parallel-size": Refused(_PARALLEL, ("1",)),
     "-tp": Refused(_PARALLEL, ("1",)),
