@@ -48,6 +48,14 @@ def test_the_runner_answers_and_its_facts_are_right(tiny_folder: Path, dense: De
     }
 
 
+def greedy_tokens(runner: ModelRunner | OverlappedRunner, *, num_tokens: int) -> list[object]:
+    """What follows a prompt of five tokens, step by step."""
+    planner = Planner(block_size=16)
+    planner.start(3, [5, 6, 7, 8, 9])
+    tokens = [row_tokens(runner.submit(planner.plan((3, 0, 5, 1))).result())]
+    return [*tokens, *(row_tokens(runner.submit(planner.plan((3, 5 + i, 1, 1))).result()) for i in range(num_tokens - 1))]
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_rounded_weights_answer_alike_whoever_computes_them(tiny_folder: Path, quantization: str) -> None:
     pytest.importorskip("numba")
@@ -55,11 +63,7 @@ def test_rounded_weights_answer_alike_whoever_computes_them(tiny_folder: Path, q
     answers = []
     for kernels in ("reference", "numba"):
         runner, info = build_runner(config(tiny_folder, kernels=kernels, quantization=quantization))
-        planner, prompt = Planner(block_size=16), [5, 6, 7, 8, 9]
-        planner.start(3, prompt)
-        tokens = [row_tokens(runner.submit(planner.plan((3, 0, 5, 1))).result())]
-        tokens += [row_tokens(runner.submit(planner.plan((3, 5 + i, 1, 1))).result()) for i in range(8)]
-        answers.append(tokens)
+        answers.append(greedy_tokens(runner, num_tokens=9))
         assert info.weight_bytes < plain.weight_bytes / 2
         assert info.digests["model"] != plain.digests["model"]
         assert f"linears rounded to {quantization}" in info.decided[0]
@@ -74,11 +78,7 @@ def test_a_smaller_cache_answers_alike_whoever_computes_it(tiny_folder: Path, st
     answers = []
     for kernels in ("reference", "numba"):
         runner, info = build_runner(config(tiny_folder, kernels=kernels, kv_cache_dtype=stored))
-        planner, prompt = Planner(block_size=16), [5, 6, 7, 8, 9]
-        planner.start(3, prompt)
-        tokens = [row_tokens(runner.submit(planner.plan((3, 0, 5, 1))).result())]
-        tokens += [row_tokens(runner.submit(planner.plan((3, 5 + i, 1, 1))).result()) for i in range(40)]
-        answers.append(tokens)
+        answers.append(greedy_tokens(runner, num_tokens=41))
         assert info.kv_groups[0].block_bytes(16) == share * plain.kv_groups[0].block_bytes(16)
         assert f"KV dtype: {stored}, as configured" in "; ".join(info.decided)
     assert answers[0] == answers[1]
