@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from bench.peers.engines import CannotRun, peak_of
-from bench.peers.rows import DECODE_PROMPT, DECODE_TOKENS, NUM_MIXED, STARTUP_PROMPT, Figure, Ids, measure
+from bench.peers.rows import DECODE_TOKENS, NUM_MIXED, STARTUP_PROMPT, Figure, Ids, decode_prompt, measure
 from bench.peers.servers import MODEL_NAME, Server, ServerLaunch, serving
 
 KINDS = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
@@ -42,7 +42,7 @@ class LlamaCpp:
             entry = self._bench(int(number), 1, 1)
             return Figure(entry["speed_pp"], "tok/s", (entry["t_pp"],))
         if kind == "decode":
-            entry = self._bench(DECODE_PROMPT, DECODE_TOKENS, int(number))
+            entry = self._bench(decode_prompt(int(number)), DECODE_TOKENS, int(number))
             return Figure(entry["speed_tg"], "tok/s", (entry["t_pp"], entry["t_tg"]))
         with self.server() as server:
             server.ask([[1, 2, 3]], [1])

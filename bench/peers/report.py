@@ -12,7 +12,7 @@ from pathlib import Path
 from bench.harness import RESULTS
 from bench.peers import http
 from bench.peers.cells import ENGINES, PRECISIONS, SHAPES, Outcome, load_all
-from bench.peers.rows import DECODE_PROMPT, DECODE_TOKENS, row_names
+from bench.peers.rows import DECODE_TOKENS, decode_prompt, row_names
 
 DOCS = RESULTS.parents[1] / "docs"
 PAGE, PLOT = DOCS / "peers.md", DOCS / "peers.svg"
@@ -75,7 +75,7 @@ def mbu(row: str, precision: str, rounds: Rounds) -> float | None:
     shares = []
     for outcome in rounds.values():
         if outcome.value and outcome.read_bandwidth_bytes_per_s and outcome.facts:
-            context = DECODE_PROMPT + DECODE_TOKENS / 2
+            context = decode_prompt(int(streams)) + DECODE_TOKENS / 2
             kv = int(streams) * context * outcome.facts["kv_numbers_per_token"] * KV_BYTES
             step_bytes = outcome.facts["weights"] * BITS[precision] / 8 + kv
             shares.append(step_bytes * outcome.value / int(streams) / outcome.read_bandwidth_bytes_per_s)

@@ -11,8 +11,11 @@ LOW_ID, HIGH_ID = 10, 31_000
 """Prompt ids are drawn from here: all shapes have at least 32,000 tokens, and the lowest are control tokens."""
 PREFILL_LENGTHS = (128, 512, 2048)
 STREAM_COUNTS = (1, 2, 4, 8, 16, 32, 64)
-DECODE_PROMPT, DECODE_TOKENS = 128, 64
+DECODE_TOKENS = 64
+LONGEST_DECODE_PROMPT, DECODE_PROMPTS_TOGETHER = 128, 1024
+"""Of one stream, and of all: the time of long prompts would drown that of the tokens after them."""
 NUM_MIXED = 32
+MIXED_PROMPTS, MIXED_ANSWERS = (16, 256), (16, 128)
 STARTUP_PROMPT = 16
 PREFILL_REPEATS = 3
 
@@ -40,6 +43,11 @@ def prompt(length: int, rng: random.Random) -> Ids:
     return [rng.randrange(LOW_ID, HIGH_ID) for _ in range(length)]
 
 
+def decode_prompt(streams: int) -> int:
+    """Prompt tokens of each of that many streams."""
+    return min(LONGEST_DECODE_PROMPT, DECODE_PROMPTS_TOGETHER // streams)
+
+
 def measure(row: str, ask: Ask, *, seed: int) -> Figure:
     """Ask what the row needs. Equal seeds give equal requests to every engine."""
     rng = random.Random(seed)
@@ -60,13 +68,15 @@ def _prefill(length: int, ask: Ask, rng: random.Random) -> Figure:
 
 def _decode(streams: int, ask: Ask, rng: random.Random) -> Figure:
     """The time of 64 tokens less the time of one: what the remaining 63 took. The two are asked with different prompts."""
-    first = ask([prompt(DECODE_PROMPT, rng) for _ in range(streams)], [1] * streams)
-    whole = ask([prompt(DECODE_PROMPT, rng) for _ in range(streams)], [DECODE_TOKENS] * streams)
+    length = decode_prompt(streams)
+    first = ask([prompt(length, rng) for _ in range(streams)], [1] * streams)
+    whole = ask([prompt(length, rng) for _ in range(streams)], [DECODE_TOKENS] * streams)
     return Figure(streams * (DECODE_TOKENS - 1) / (whole - first), "tok/s", (first, whole))
 
 
 def mixed_requests(rng: random.Random) -> tuple[list[Ids], list[int]]:
-    return [prompt(rng.randint(16, 512), rng) for _ in range(NUM_MIXED)], [rng.randint(16, 128) for _ in range(NUM_MIXED)]
+    prompts = [prompt(rng.randint(*MIXED_PROMPTS), rng) for _ in range(NUM_MIXED)]
+    return prompts, [rng.randint(*MIXED_ANSWERS) for _ in range(NUM_MIXED)]
 
 
 def _mixed(ask: Ask, rng: random.Random) -> Figure:
