@@ -30,11 +30,12 @@ from torch import Tensor
 from headrace.tensor.kernels.attention_item import (
     ZERO,
     Geometry,
+    Sums,
     attend_split,
-    clear,
     fold,
     padded_dim,
     place_scratch,
+    place_sums,
     read_queries,
     scratch_floats,
     write_out,
@@ -67,26 +68,26 @@ def attend_items(g: Geometry, items: Pointer, num_items: int, counter: Pointer, 
     """
     wide = padded_dim(g.head_dim)
     memory = np.empty(scratch_floats(vectors, g.head_dim), np.float32)
-    scratch = place_scratch(memory.ctypes.data, vectors, g.head_dim)
+    scratch, own, part = place_scratch(memory.ctypes.data, vectors, g.head_dim)
     index = take_ticket(counter)
     while index < num_items:
         item = read_item(items, index)
         used = item.num_tokens * g.group
-        total, peaks, masses = scratch.total, scratch.total_peaks, scratch.total_masses
-        if item.part_of >= 0:
-            total = at(parts, index * vectors * (wide + 2))
-            peaks = at(total, vectors * wide)
-            masses = at(peaks, vectors)
-        read_queries(g, item, scratch.queries, used)
-        clear(total, peaks, masses, used, wide)
-        for split in range(item.split_first, item.split_last):
-            clear(scratch.sums, scratch.peaks, scratch.masses, used, wide)
-            attend_split(g, scratch, item, used, split)
-            fold(total, peaks, masses, scratch.sums, scratch.peaks, scratch.masses, used, wide)
+        total = own if item.part_of < 0 else part_sums(parts, index, vectors, wide)
+        read_queries(g, item, scratch.queries, scratch.keys, used)
+        attend_split(g, scratch, total, item, used, item.split_first)
+        for split in range(item.split_first + 1, item.split_last):
+            attend_split(g, scratch, part, item, used, split)
+            fold(total, part, used, wide)
         if item.part_of < 0:
-            write_out(g, item, total, masses)
+            write_out(g, item, total)
         index = take_ticket(counter)
     memory[0] = ZERO  # the memory lives until here
+
+
+@helper
+def part_sums(parts: Pointer, index: int, vectors: int, wide: int) -> Sums:
+    return place_sums(at(parts, index * vectors * (wide + 2)), vectors, wide)
 
 
 @helper
@@ -97,12 +98,11 @@ def join_parts(g: Geometry, items: Pointer, num_items: int, parts: Pointer, vect
         item = read_item(items, index)
         if item.part_of < 0:
             continue
-        total, part = at(parts, item.part_of * vectors * (wide + 2)), at(parts, index * vectors * (wide + 2))
-        peaks, new_peaks = at(total, vectors * wide), at(part, vectors * wide)
+        total = part_sums(parts, item.part_of, vectors, wide)
         if index > item.part_of:
-            fold(total, peaks, at(peaks, vectors), part, new_peaks, at(new_peaks, vectors), item.num_tokens * g.group, wide)
+            fold(total, part_sums(parts, index, vectors, wide), item.num_tokens * g.group, wide)
         if index + 1 == num_items or read_item(items, index + 1).part_of != item.part_of:
-            write_out(g, item, total, at(peaks, vectors))
+            write_out(g, item, total)
 
 
 @helper

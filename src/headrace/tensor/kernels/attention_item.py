@@ -15,7 +15,20 @@ import numpy as np
 from headrace.tensor.kernels.attention_plan import SPLIT, Item
 from headrace.tensor.kernels.launch import helper
 from headrace.tensor.kernels.linear import MOST_ROWS, panel_rows
-from headrace.tensor.kernels.simd import as_f32, as_i64, at, exp, load, pack_keys, pack_value, panel_block, prefetch, softmax_tile, store
+from headrace.tensor.kernels.simd import (
+    as_f32,
+    as_i64,
+    at,
+    exp,
+    load,
+    pack_keys,
+    pack_queries,
+    pack_value,
+    panel_block,
+    prefetch,
+    softmax_tile,
+    store,
+)
 from headrace.tensor.kernels.vector_ir import LANES, STRIP_COLUMNS
 
 TILE = 64
@@ -68,8 +81,6 @@ class Scratch(NamedTuple):
     zeros         [STRIP_COLUMNS]
     queries       [D, rows], panel by panel
     scores        [vectors, TILE]
-    sums, total   [vectors, P]: of the running split, and of the folded splits before it
-    peaks, masses, total_peaks, total_masses  [vectors]
     key_scales, value_scales  [SPLIT], of an int8 cache
     keys          int64 [SPLIT]: element offsets into the cache
     """
@@ -79,15 +90,19 @@ class Scratch(NamedTuple):
     zeros: Pointer
     queries: Pointer
     scores: Pointer
-    sums: Pointer
-    total: Pointer
-    peaks: Pointer
-    masses: Pointer
-    total_peaks: Pointer
-    total_masses: Pointer
     key_scales: Pointer
     value_scales: Pointer
     keys: Pointer
+
+
+class Sums(NamedTuple):
+    """A running softmax of each query vector, float32: sums [vectors, P] of weighted values and masses [vectors] of weights, both
+    relative to peaks [vectors]: a weight is exp(score - peak), where no score is above peak + SLACK.
+    """
+
+    sums: Pointer
+    peaks: Pointer
+    masses: Pointer
 
 
 @helper
@@ -102,24 +117,27 @@ def scratch_floats(vectors: int, head_dim: int) -> int:
 
 
 @helper
-def place_scratch(address: int, vectors: int, head_dim: int) -> Scratch:
-    """Lay a worker's scratch out in `scratch_floats` float32, from the next cache line on."""
+def place_scratch(address: int, vectors: int, head_dim: int) -> tuple[Scratch, Sums, Sums]:
+    """Lay a worker's memory out in `scratch_floats` float32, from the next cache line on: scratch, sums of an item, of its latest split."""
     wide, base = padded_dim(head_dim), as_f32((address + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT)
     value_strips = at(base, TILE * head_dim)
     zeros = at(value_strips, TILE * wide)
     queries = at(zeros, STRIP_COLUMNS)
     scores = at(queries, vectors * head_dim)
-    sums = at(scores, vectors * TILE)
-    total = at(sums, vectors * wide)
-    marks = at(total, vectors * wide)
-    scales = at(marks, 4 * vectors)
+    total = place_sums(at(scores, vectors * TILE), vectors, wide)
+    part = place_sums(at(total.sums, vectors * (wide + 2)), vectors, wide)
+    scales = at(part.sums, vectors * (wide + 2))
     for index in range(TILE * wide + STRIP_COLUMNS):
         store(ZERO, value_strips, index)
     keys = as_i64((address + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT + 4 * places_before_keys(vectors, head_dim))
-    return Scratch(
-        base, value_strips, zeros, queries, scores, sums, total,
-        marks, at(marks, vectors), at(marks, 2 * vectors), at(marks, 3 * vectors), scales, at(scales, SPLIT), keys,
-    )  # fmt: skip
+    return Scratch(base, value_strips, zeros, queries, scores, scales, at(scales, SPLIT), keys), total, part
+
+
+@helper
+def place_sums(start: Pointer, vectors: int, wide: int) -> Sums:
+    """float32 [vectors, wide + 2]."""
+    peaks = at(start, vectors * wide)
+    return Sums(start, peaks, at(peaks, vectors))
 
 
 @helper
@@ -131,54 +149,59 @@ def places_before_keys(vectors: int, head_dim: int) -> int:
 
 
 @helper
-def clear(sums: Pointer, peaks: Pointer, masses: Pointer, vectors: int, wide: int) -> None:
+def clear(running: Sums, vectors: int, wide: int) -> None:
     """Start of a running softmax: nothing seen yet."""
     for index in range(vectors * wide):
-        store(ZERO, sums, index)
+        store(ZERO, running.sums, index)
     for vector in range(vectors):
-        store(NOTHING, peaks, vector)
-        store(ZERO, masses, vector)
+        store(NOTHING, running.peaks, vector)
+        store(ZERO, running.masses, vector)
 
 
 @helper
-def fold(
-    total: Pointer, total_peaks: Pointer, total_masses: Pointer, part: Pointer, peaks: Pointer, masses: Pointer, vectors: int, wide: int
-) -> None:
-    """Add a later part of the context to `total`, for `vectors` query vectors; both unnormalised, each relative to its own peak."""
+def fold(total: Sums, part: Sums, vectors: int, wide: int) -> None:
+    """Add a later part of the context to `total`, for `vectors` query vectors."""
     for vector in range(vectors):
-        old, new = load(total_peaks, vector), load(peaks, vector)
+        old, new = load(total.peaks, vector), load(part.peaks, vector)
         peak = max(old, new)
         keep, add = exp(old - peak), exp(new - peak)
         for d in range(vector * wide, (vector + 1) * wide):
-            store(load(total, d) * keep + load(part, d) * add, total, d)
-        store(load(total_masses, vector) * keep + load(masses, vector) * add, total_masses, vector)
-        store(peak, total_peaks, vector)
+            store(load(total.sums, d) * keep + load(part.sums, d) * add, total.sums, d)
+        store(load(total.masses, vector) * keep + load(part.masses, vector) * add, total.masses, vector)
+        store(peak, total.peaks, vector)
 
 
 @helper
-def read_queries(g: Geometry, item: Item, queries: Pointer, used: int) -> None:
-    """The item's query vectors, scaled, token by token and head by head, interleaved to panels."""
-    row = 0
+def read_queries(g: Geometry, item: Item, queries: Pointer, offsets: Pointer, used: int) -> None:
+    """The item's query vectors, scaled, token by token and head by head, interleaved to panels. offsets: room for LANES int64."""
+    row, place, head = 0, item.token * g.query_token + item.kv_head * g.group * g.query_head, 0
     while row < used:
         count = panel_rows(used - row)
-        for vector in range(row, row + count):
-            token, head = item.token + vector // g.group, item.kv_head * g.group + vector % g.group
-            source = at(g.query, token * g.query_token + head * g.query_head)
-            target = at(queries, row * g.head_dim + vector - row)
-            for d in range(g.head_dim):
-                store(load(source, d) * g.scale, target, d * count)
+        for vector in range(LANES):
+            store(place + head * g.query_head, offsets, vector)
+            if vector + 1 < count:
+                place, head = next_vector(g, place, head)
+        place, head = next_vector(g, place, head)
+        pack_queries(at(queries, row * g.head_dim), count, g.query, offsets, g.scale, g.head_dim)
         row += count
 
 
 @helper
-def write_out(g: Geometry, item: Item, sums: Pointer, masses: Pointer) -> None:
-    wide = padded_dim(g.head_dim)
-    for vector in range(item.num_tokens * g.group):
-        token, head = item.token + vector // g.group, item.kv_head * g.group + vector % g.group
-        source, target = at(sums, vector * wide), at(g.out, (token * g.heads + head) * g.head_dim)
-        share = ONE / load(masses, vector)
-        for d in range(g.head_dim):
-            store(load(source, d) * share, target, d)
+def next_vector(g: Geometry, place: int, head: int) -> tuple[int, int]:
+    """The next head of the group, or the first one of the next token. Counted, since a division takes as long as forty products."""
+    return (place, head + 1) if head + 1 < g.group else (place + g.query_token, 0)
+
+
+@helper
+def write_out(g: Geometry, item: Item, running: Sums) -> None:
+    wide, vector = padded_dim(g.head_dim), 0
+    for token in range(item.token, item.token + item.num_tokens):
+        target = at(g.out, (token * g.heads + item.kv_head * g.group) * g.head_dim)
+        for head in range(g.group):
+            source, share = at(running.sums, vector * wide), ONE / load(running.masses, vector)
+            for d in range(g.head_dim):
+                store(load(source, d) * share, target, head * g.head_dim + d)
+            vector += 1
 
 
 @helper
@@ -252,24 +275,35 @@ def turn_keys(g: Geometry, scratch: Scratch, tile: int, low: int, high: int, ahe
 
 
 @helper
-def weigh(g: Geometry, scratch: Scratch, position: int, used: int, low: int, high: int) -> None:
-    """Scores of a tile to weights: a step of the online softmax for each query vector, whose earlier sums shrink where a peak grew."""
-    wide = padded_dim(g.head_dim)
-    for vector in range(used):
-        here = position + vector // g.group
-        begin, end, old = max(low, here - g.window + 1), min(high, here + 1), load(scratch.peaks, vector)
-        peak, mass = softmax_tile(at(scratch.scores, vector * TILE), begin, end, old, g.softcap, TILE)
-        if peak > old:
-            shrink = exp(old - peak)
-            for d in range(vector * wide, (vector + 1) * wide):
-                store(load(scratch.sums, d) * shrink, scratch.sums, d)
-            store(load(scratch.masses, vector) * shrink, scratch.masses, vector)
-            store(peak, scratch.peaks, vector)
-        store(load(scratch.masses, vector) + mass, scratch.masses, vector)
+def weigh(g: Geometry, scores: Pointer, running: Sums, position: int, used: int, low: int, high: int) -> None:
+    """Scores of a tile to weights: a step of the online softmax for each query vector, whose earlier sums shrink where its peak grew."""
+    vector, here = 0, position
+    while vector < used:
+        begin, end = max(low, here - g.window + 1), min(high, here + 1)
+        for _ in range(g.group):
+            old, own = load(running.peaks, vector), at(scores, vector * TILE)
+            if begin == 0 and end == TILE:
+                peak, mass = softmax_tile(own, begin, end, old, g.softcap, TILE, 1)
+            else:
+                peak, mass = softmax_tile(own, begin, end, old, g.softcap, TILE, 0)
+            if peak > old:
+                if old > NOTHING:
+                    shrink(running, vector, padded_dim(g.head_dim), exp(old - peak))
+                store(peak, running.peaks, vector)
+            store(load(running.masses, vector) + mass, running.masses, vector)
+            vector += 1
+        here += 1
 
 
 @helper
-def attend_tile(g: Geometry, scratch: Scratch, tile: int, position: int, used: int, low: int, high: int, ahead: int) -> None:
+def shrink(running: Sums, vector: int, wide: int, factor: float) -> None:
+    for d in range(vector * wide, (vector + 1) * wide):
+        store(load(running.sums, d) * factor, running.sums, d)
+    store(load(running.masses, vector) * factor, running.masses, vector)
+
+
+@helper
+def attend_tile(g: Geometry, scratch: Scratch, running: Sums, tile: int, position: int, used: int, low: int, high: int, ahead: int) -> None:
     """Scores, softmax step and weighted values of the tile that starts at key `tile` of the split.
 
     Offsets of its keys are known at [low, high) and, for prefetching, up to `ahead`. position: of the item's first query, counted
@@ -284,7 +318,7 @@ def attend_tile(g: Geometry, scratch: Scratch, tile: int, position: int, used: i
             out, keys = at(scratch.scores, row * TILE + strip * STRIP_COLUMNS), at(scratch.key_strips, strip * dim * STRIP_COLUMNS)
             score(out, at(scratch.queries, row * dim), keys, scratch.zeros, dim, count)
         row += count
-    weigh(g, scratch, position, used, low, high)
+    weigh(g, scratch.scores, running, position, used, low, high)
     for j in range(low, high):
         place = load(scratch.keys, tile + j)
         pack_value(
@@ -294,16 +328,18 @@ def attend_tile(g: Geometry, scratch: Scratch, tile: int, position: int, used: i
     while row < used:
         count = panel_rows(used - row)
         for strip in range(wide // STRIP_COLUMNS):
-            sums = at(scratch.sums, row * wide + strip * STRIP_COLUMNS)
+            sums = at(running.sums, row * wide + strip * STRIP_COLUMNS)
             taken = at(scratch.value_strips, (strip * TILE + low) * STRIP_COLUMNS)
             add_values(sums, wide, at(scratch.scores, row * TILE + low), taken, high - low, count)
         row += count
 
 
 @helper
-def attend_split(g: Geometry, scratch: Scratch, item: Item, used: int, split: int) -> None:
+def attend_split(g: Geometry, scratch: Scratch, running: Sums, item: Item, used: int, split: int) -> None:
+    clear(running, used, padded_dim(g.head_dim))
     start = split * SPLIT
     low, high = max(0, item.position - g.window + 1 - start), min(SPLIT, item.position + item.num_tokens - start)
     locate(g, scratch, item, start, low, high)
     for tile in range(low // TILE * TILE, high, TILE):
-        attend_tile(g, scratch, tile, item.position - start - tile, used, max(low - tile, 0), min(high - tile, TILE), high - tile)
+        position = item.position - start - tile
+        attend_tile(g, scratch, running, tile, position, used, max(low - tile, 0), min(high - tile, TILE), high - tile)

@@ -15,7 +15,7 @@ from headrace.tensor.kernels.simd import as_i32, load
 
 SPLIT = 512
 """Keys of a split, at absolute positions; a multiple of `attention_item.TILE`."""
-VECTORS = 96
+VECTORS = 192
 """Query vectors (tokens x heads of a group) per item, unless one token already has more: what a tile's turning is divided by."""
 WORK_PER_THREAD = 1 << 17
 """Multiply-adds worth a second thread: waking one costs microseconds, on a busy machine tens."""
@@ -70,7 +70,7 @@ def plan_items(
     index = 0
     for row in range(num_rows):
         start, end, context = load(row_starts, row), load(row_starts, row + 1), load(context_lens, row)
-        for token in range(start, end, chunk):
+        for token in range(start + (end - start - 1) // chunk * chunk, start - 1, -chunk):  # what takes longest is begun first
             position, count = context - end + token, min(chunk, end - token)
             first, last = max(0, position - window + 1) // SPLIT, (position + count - 1) // SPLIT + 1
             step = 1 if is_shared else last - first

@@ -34,11 +34,11 @@ from headrace.tensor.kernels.vector_ir import (
     VECTOR,
     Emit,
     ask_for,
-    call_llvm,
     constant,
     emit_exp,
     fma,
     fold_lanes,
+    larger,
     load_floats,
     native_features,
     splat,
@@ -49,6 +49,9 @@ from headrace.tensor.kernels.vector_ir import (
 
 AHEAD = 24
 """Iterations for which weights are fetched ahead: the processor's own prefetching stops at every page (docs/experiments.md)."""
+
+SLACK = 8.0
+"""By so much a score may exceed what it is relative to: e**8 costs a float32 nothing, and sums are seldom rescaled."""
 
 # --- pointers and scalars; LLVM vectorises them where they stand in a plain loop ---
 
@@ -190,6 +193,20 @@ def pause(_: Any) -> tuple[Any, Emit]:
 # --- blocks: rows of float32 against strips of STRIP_COLUMNS columns ---
 
 
+def _turn(
+    builder: ir.IRBuilder, out: ir.Value, out_stride: ir.Value | int, source: ir.Value, element: types.Type, offsets: ir.Value,
+    length: ir.Value, factor: ir.Value | None,
+) -> None:  # fmt: skip
+    """out[d * out_stride + c] = source[offsets[c] + d] for d < length, c < LANES, times lane c of `factor`. Written in the order of d."""
+    rows = [step(builder, source, builder.load(step(builder, offsets, c), align=8)) for c in range(LANES)]
+    with cgutils.for_range(builder, builder.lshr(length, I64(LANES.bit_length() - 1))) as loop:
+        first = builder.mul(loop.index, I64(LANES))
+        turned = transpose(builder, [load_floats(builder, step(builder, row, first), element, VECTOR) for row in rows])
+        for d, vector in enumerate(turned):
+            place = builder.mul(builder.add(first, I64(d)), out_stride if isinstance(out_stride, ir.Value) else I64(out_stride))
+            store_floats(builder, builder.fmul(vector, factor) if factor else vector, step(builder, out, place), types.float32)
+
+
 @intrinsic
 def pack_keys(_: Any, out: Any, keys: Any, offsets: Any, scales: Any, length: Any) -> tuple[Any, Emit]:
     """out[d * STRIP_COLUMNS + c] = keys[offsets[c] + d] for d < length, c < LANES; times scales[c] where keys are int8.
@@ -199,19 +216,25 @@ def pack_keys(_: Any, out: Any, keys: Any, offsets: Any, scales: Any, length: An
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         out_at, keys_at, offsets_at, scales_at, count = arguments
-        rows = [step(builder, keys_at, builder.load(step(builder, offsets_at, c), align=8)) for c in range(LANES)]
-        with cgutils.for_range(builder, builder.lshr(count, I64(LANES.bit_length() - 1))) as loop:
-            first = builder.mul(loop.index, I64(LANES))
-            turned = transpose(builder, [load_floats(builder, step(builder, row, first), keys.dtype, VECTOR) for row in rows])
-            if keys.dtype == types.int8:
-                scale = load_floats(builder, scales_at, types.float32, VECTOR)
-                turned = [builder.fmul(vector, scale) for vector in turned]
-            target = step(builder, out_at, builder.mul(first, I64(STRIP_COLUMNS)))
-            for d, vector in enumerate(turned):
-                store_floats(builder, vector, step(builder, target, d * STRIP_COLUMNS), types.float32)
+        scale = load_floats(builder, scales_at, types.float32, VECTOR) if keys.dtype == types.int8 else None
+        _turn(builder, out_at, STRIP_COLUMNS, keys_at, keys.dtype, offsets_at, count, scale)
         return context.get_dummy_value()
 
     return types.void(out, keys, offsets, scales, types.intp), emit
+
+
+@intrinsic
+def pack_queries(_: Any, out: Any, rows: Any, queries: Any, offsets: Any, scale: Any, length: Any) -> tuple[Any, Emit]:
+    """out[d * rows + r] = scale * queries[offsets[r] + d] for d < length, r < rows: a panel. Up to LANES - 1 elements behind it are
+    overwritten, and offsets up to LANES are followed. out float32; queries float32 or bfloat16; length a multiple of LANES.
+    """
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        out_at, stride, queries_at, offsets_at, factor, count = arguments
+        _turn(builder, out_at, stride, queries_at, queries.dtype, offsets_at, count, splat(builder, factor))
+        return context.get_dummy_value()
+
+    return types.void(out, types.intp, queries, offsets, types.float32, types.intp), emit
 
 
 @intrinsic
@@ -315,32 +338,39 @@ def sum_squares(_: Any, pointer: Any, length: Any) -> tuple[Any, Emit]:
 
 
 @intrinsic(prefer_literal=True)
-def softmax_tile(_: Any, scores: Any, first: Any, last: Any, maximum: Any, softcap: Any, tile: Any) -> tuple[Any, Emit]:
+def softmax_tile(_: Any, scores: Any, first: Any, last: Any, reference: Any, softcap: Any, tile: Any, is_whole: Any) -> tuple[Any, Emit]:
     """One step of an online softmax, in place over scores[:tile]: entries in [first, last) become exp(score - m), all others 0.
 
-    m is the larger of `maximum` and those scores; softcap > 0 first maps s to softcap * tanh(s / softcap). tile is a literal multiple
-    of LANES. Returns (m, sum of the new entries); where [first, last) is empty, (maximum, 0).
+    m is `reference`, unless one of those scores exceeds it by more than SLACK: then the largest of them. softcap > 0 first maps s to
+    softcap * tanh(s / softcap). tile: a literal multiple of LANES. is_whole: a literal, 1 where [first, last) is known to be [0, tile).
+    Returns (m, sum of the new entries); where [first, last) is empty, (reference, 0).
     """
-    num_chunks = tile.literal_value // LANES
+    num_chunks, all_seen = tile.literal_value // LANES, bool(is_whole.literal_value)
     result = types.UniTuple(types.float32, 2)
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         scores_at, low, high, start, cap = arguments[:5]
         places = [step(builder, scores_at, chunk * LANES) for chunk in range(num_chunks)]
-        visible = _visible(builder, low, high, num_chunks)
+        masks = [] if all_seen else _visible(builder, low, high, num_chunks)
+
+        def seen(chunk: int, value: ir.Value, other: ir.Value) -> ir.Value:
+            return value if all_seen else builder.select(masks[chunk], value, other)
+
         raw = [_capped(builder, load_floats(builder, place, types.float32, VECTOR), cap) for place in places]
         best = splat(builder, start)
-        for value, seen in zip(raw, visible, strict=True):
-            best = call_llvm(builder, "llvm.maxnum", best, builder.select(seen, value, best))
-        peak = fold_lanes(builder, best, functools.partial(call_llvm, builder, "llvm.maxnum"))
+        for chunk, value in enumerate(raw):
+            best = larger(builder, seen(chunk, value, best), best)
+        largest = fold_lanes(builder, best, functools.partial(larger, builder))
+        is_exceeded = builder.fcmp_ordered(">", largest, builder.fadd(start, F32(SLACK)))
+        peak = builder.select(is_exceeded, largest, start)
         shift, total = splat(builder, peak), constant(VECTOR, 0.0)
-        for place, value, seen in zip(places, raw, visible, strict=True):
-            weight = builder.select(seen, emit_exp(builder, builder.fsub(value, shift)), constant(VECTOR, 0.0))
+        for chunk, (place, value) in enumerate(zip(places, raw, strict=True)):
+            weight = seen(chunk, emit_exp(builder, builder.fsub(value, shift), is_positive=False), constant(VECTOR, 0.0))
             store_floats(builder, weight, place, types.float32)
             total = builder.fadd(total, weight)
         return context.make_tuple(builder, result, (peak, fold_lanes(builder, total, builder.fadd)))
 
-    return result(scores, types.intp, types.intp, types.float32, types.float32, tile), emit
+    return result(scores, types.intp, types.intp, types.float32, types.float32, tile, is_whole), emit
 
 
 def _visible(builder: ir.IRBuilder, low: ir.Value, high: ir.Value, num_chunks: int) -> list[ir.Value]:

@@ -138,11 +138,21 @@ def fold_lanes(builder: ir.IRBuilder, value: ir.Value, join: Callable[[ir.Value,
     return value
 
 
-def emit_exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """e**x as x = n ln 2 + r, a polynomial in r, times 2**n. Below -87 it is e**-87, above 88 infinite; NaN stays NaN."""
+def larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """The larger one; b where either is NaN. One instruction on x86, where "llvm.maxnum" takes three."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def emit_exp(builder: ir.IRBuilder, x: ir.Value, *, is_positive: bool = True) -> ir.Value:
+    """e**x as x = n ln 2 + r, a polynomial in r, times 2**n. Below -87 it is e**-87, above 88 infinite; NaN stays NaN.
+
+    is_positive: x may be above 88.
+    """
     value = functools.partial(constant, x.type)
     given, limit = x, value(88.0)
-    x = call_llvm(builder, "llvm.minnum", call_llvm(builder, "llvm.maxnum", x, value(-87.0)), limit)
+    x = larger(builder, value(-87.0), x)
+    if is_positive:
+        x = call_llvm(builder, "llvm.minnum", x, limit)
     n = call_llvm(builder, "llvm.rint", builder.fmul(x, value(1.44269504088896341)))
     r = fma(builder, n, value(-0.693359375), x)
     r = fma(builder, n, value(2.12194440e-4), r)
@@ -153,6 +163,8 @@ def emit_exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     integer = shaped(x.type, I32)
     exponent = builder.shl(builder.add(builder.fptosi(n, integer), constant(integer, 127)), constant(integer, 23))
     result = builder.fmul(p, builder.bitcast(exponent, x.type))
+    if not is_positive:
+        return result
     # Not (given <= limit) is "above, or NaN"; given times infinity is then infinite, or NaN.
     inside = builder.fcmp_ordered("<=", given, limit)
     return builder.select(inside, result, builder.fmul(given, value(math.inf)))
