@@ -1,19 +1,20 @@
 """A folder in the Hugging Face layout: which files hold which tensor, and tensors read one at a time, by slice.
 
 Single `model.safetensors` or shards named by `model.safetensors.index.json`. Every header is checked (`tensor.checkpoint_header`)
-before a file is mapped. Only plain data is read: pickle formats are refused, nothing in the folder is executed, and no name found in a
+before a tensor is read. Files are read, not mapped: one that is cut short meanwhile is an error with a name, and its pages do not count as
+memory of this process. Only plain data is read: pickle formats are refused, nothing in the folder is executed, and no name found in a
 file may lead out of the folder. Configuration fields are in `tensor.checkpoint_config`; who asks for tensors is `tensor.layers.weights`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from hashlib import blake2b
+from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
 from headrace.core.errors import CheckpointError, shorten
@@ -21,12 +22,13 @@ from headrace.core.folders import inside
 from headrace.tensor.checkpoint_config import ConfigFile
 from headrace.tensor.checkpoint_files import read_json
 from headrace.tensor.checkpoint_header import Header, read_header
+from headrace.tensor.kernels.pages import read_bytes
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARDS = 4096
 MAX_TENSORS = 2**17
-READABLE_DTYPES = ("F32", "F16", "BF16")
+READABLE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INERT = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 """Buffers that older exporters saved beside the weights; derived from the configuration, never read."""
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
@@ -35,18 +37,13 @@ _SAMPLE_BYTES = 4096
 
 
 class Checkpoint:
-    """All shards of a folder, open for reading until `close`.
-
-    Tensors come as views of the mapped file: copy before closing. Remembers which tensors were read, so that `check_all_read` can
-    refuse what nobody asked for.
-    """
+    """All shards of a folder. Remembers which tensors were read, so that `check_all_read` can refuse what nobody asked for."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._headers: dict[str, Header] = {}
         self._file_of: dict[str, str] = {}
         self._read: set[str] = set()
-        self._open: dict[str, Any] = {}
         listed = _list_shards(folder)
         for file in sorted(set(listed.values())) if listed else [SINGLE]:
             self._add_shard(file)
@@ -60,14 +57,19 @@ class Checkpoint:
         return self._headers[self._file(name)].tensors[name].dtype
 
     def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
-        """The tensor, or the `region` of it, as stored: a view of the mapped file. Raises: as `expect`."""
+        """The tensor, or the `region` of it, as stored, in memory of its own. Raises: as `expect`, and when the file cannot be read."""
         self.expect(name, shape)
         file = self._file(name)
+        header = self._headers[file]
+        stored = header.tensors[name]
+        dtype = READABLE_DTYPES[stored.dtype]
+        first, part, rest = _gapless(shape, region)
+        start = header.data_start + stored.begin + first * dtype.itemsize
         try:
-            view: Tensor = self._mapped(file).get_slice(name)[region or (slice(None),)]
-        except (SafetensorError, OSError) as error:
+            data = read_bytes(self.folder / file, start, prod(part) * dtype.itemsize)
+        except OSError as error:
             raise CheckpointError(str(self.folder / file), f"tensor {name} cannot be read ({error})") from error
-        return view
+        return data.view(dtype).reshape(part)[rest]
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
         """Check a tensor without reading it; it counts as asked for.
@@ -112,16 +114,6 @@ class Checkpoint:
                         state.update(stream.read(min(_SAMPLE_BYTES, tensor.end - position)))
         return state.hexdigest()
 
-    def close(self) -> None:
-        """Drop the mappings; views handed out keep theirs alive until they are gone."""
-        self._open.clear()
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _add_shard(self, file: str) -> None:
         header = read_header(inside(self.folder, file))
         self._headers[file] = header
@@ -146,14 +138,21 @@ class Checkpoint:
             raise CheckpointError(str(self.folder), f"tensor {name} is missing")
         return self._file_of[name]
 
-    def _mapped(self, file: str) -> Any:
-        if file not in self._open:
-            opened: Callable[..., Any] = safe_open
-            self._open[file] = opened(self.folder / file, framework="pt", device="cpu")
-        return self._open[file]
-
     def _refuse(self, file: str, reason: str, remedy: str = "") -> NoReturn:
         raise CheckpointError(str(self.folder / file), reason, remedy)
+
+
+def _gapless(shape: tuple[int, ...], region: tuple[slice, ...]) -> tuple[int, list[int], tuple[slice, ...]]:
+    """(first element, shape, region of it) of the smallest part that lies in one piece in the file and holds the region."""
+    first, part, rest = 0, list(shape), list(region)
+    for dim, taken in enumerate(region):
+        start, stop, _ = taken.indices(shape[dim])
+        first += start * prod(shape[dim + 1 :])
+        part[dim] = stop - start
+        rest[dim] = slice(None)
+        if part[dim] != 1:
+            break
+    return first, part, tuple(rest)
 
 
 def _list_shards(folder: Path) -> dict[str, str]:

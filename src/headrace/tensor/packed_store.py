@@ -28,7 +28,7 @@ from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint_header import StoredTensor, read_header
 from headrace.tensor.kernels import Kernels, Linear, PackedLinear
 from headrace.tensor.kernels.compile_cache import cache_root, open_private
-from headrace.tensor.kernels.pages import read_pages
+from headrace.tensor.kernels.pages import read_bytes
 
 log = logging.getLogger(__name__)
 
@@ -69,14 +69,12 @@ class _PackedFile:
         self.facts: dict[str, str] = header.metadata if isinstance(header.metadata, dict) else {}
         self._tensors = header.tensors
         size = max((tensor.end for tensor in header.tensors.values()), default=0)
-        self._memory = read_pages(path, header.data_start, size, num_threads=torch.get_num_threads())
+        self._memory = read_bytes(path, header.data_start, size)
 
     def tensor(self, name: str) -> Tensor:
         """A view of the memory, which lives as long as it. Raises KeyError for a name or a dtype that is not there."""
         stored: StoredTensor = self._tensors[name]
-        dtype = _DTYPES[stored.dtype]
-        flat = torch.frombuffer(self._memory, dtype=dtype, count=(stored.end - stored.begin) // dtype.itemsize, offset=stored.begin)
-        return flat.reshape(stored.shape)
+        return self._memory[stored.begin : stored.end].view(_DTYPES[stored.dtype]).reshape(stored.shape)
 
 
 class PackedStore:

@@ -155,17 +155,17 @@ def test_ranks_slices_add_up_to_the_whole(folder: Any, world: int) -> None:
     folder.write()
     x, wide = torch.randn(4, 6), torch.randn(4, 12)
     apart, fused = [Part("a.weight", 12), Part("b.weight", 18)], [Part("fused.weight", 12, 0, 30), Part("fused.weight", 18, 12, 30)]
-    with Checkpoint(folder.path) as checkpoint:
-        for parts in (apart, fused):
-            whole = reader(checkpoint, 0, 1).column_linear(parts, 6, bias=True)(x).split([12, 18], dim=1)  # type: ignore[no-untyped-call]
-            ranks = [reader(checkpoint, rank, world).column_linear(parts, 6, bias=True)(x) for rank in range(world)]
-            pieces = [rank.split([12 // world, 18 // world], dim=1) for rank in ranks]  # type: ignore[no-untyped-call]
-            for index in range(2):
-                assert torch.allclose(torch.cat([piece[index] for piece in pieces], dim=1), whole[index], atol=1e-6)
-        down = Part("down.weight", 5)
-        shares = wide.chunk(world, dim=1)
-        summed = sum(reader(checkpoint, rank, world).row_linear(down, 12, bias=True)(shares[rank]) for rank in range(world))
-        assert torch.allclose(torch.as_tensor(summed), reader(checkpoint, 0, 1).row_linear(down, 12, bias=True)(wide), atol=1e-5)
+    checkpoint = Checkpoint(folder.path)
+    for parts in (apart, fused):
+        whole = reader(checkpoint, 0, 1).column_linear(parts, 6, bias=True)(x).split([12, 18], dim=1)  # type: ignore[no-untyped-call]
+        ranks = [reader(checkpoint, rank, world).column_linear(parts, 6, bias=True)(x) for rank in range(world)]
+        pieces = [rank.split([12 // world, 18 // world], dim=1) for rank in ranks]  # type: ignore[no-untyped-call]
+        for index in range(2):
+            assert torch.allclose(torch.cat([piece[index] for piece in pieces], dim=1), whole[index], atol=1e-6)
+    down = Part("down.weight", 5)
+    shares = wide.chunk(world, dim=1)
+    summed = sum(reader(checkpoint, rank, world).row_linear(down, 12, bias=True)(shares[rank]) for rank in range(world))
+    assert torch.allclose(torch.as_tensor(summed), reader(checkpoint, 0, 1).row_linear(down, 12, bias=True)(wide), atol=1e-5)
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -174,12 +174,12 @@ def test_ranks_of_a_mixture_add_up_to_the_whole(folder: Any, stacked: bool) -> N
     if stacked:
         stack_experts(folder)
     spec, x = MoeSpec(num_experts=3, top_k=2, size=6, is_renormalised=True), torch.randn(7, 8)
-    with Checkpoint(folder.path) as checkpoint:
+    checkpoint = Checkpoint(folder.path)
 
-        def moe(rank: int, world: int) -> torch.Tensor:
-            return SparseMoe(reader(checkpoint, rank, world), "model.layers.0.", spec, MoeNames(), 8)(x)
+    def moe(rank: int, world: int) -> torch.Tensor:
+        return SparseMoe(reader(checkpoint, rank, world), "model.layers.0.", spec, MoeNames(), 8)(x)
 
-        assert torch.allclose(moe(0, 2) + moe(1, 2), moe(0, 1), atol=1e-5)
+    assert torch.allclose(moe(0, 2) + moe(1, 2), moe(0, 1), atol=1e-5)
 
 
 def test_every_rank_slices_the_same_random_tensor() -> None:
@@ -191,8 +191,8 @@ def test_every_rank_slices_the_same_random_tensor() -> None:
 def test_a_neighbour_in_the_batch_does_not_change_a_tokens_experts(folder: Any) -> None:
     make_moe(folder, "Qwen3MoeForCausalLM")
     spec = MoeSpec(num_experts=3, top_k=2, size=6, is_renormalised=False)
-    with Checkpoint(folder.path) as checkpoint:
-        moe = SparseMoe(reader(checkpoint, 0, 1), "model.layers.0.", spec, MoeNames(), 8)
+    checkpoint = Checkpoint(folder.path)
+    moe = SparseMoe(reader(checkpoint, 0, 1), "model.layers.0.", spec, MoeNames(), 8)
     x = torch.randn(9, 8)
     together = moe(x)
     for token in range(9):

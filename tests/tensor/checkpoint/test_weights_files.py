@@ -1,4 +1,4 @@
-"""Damaged, lying and hostile weight files: refused with file and reason, never mapped."""
+"""Damaged, lying and hostile weight files: refused with file and reason."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from headrace.core.errors import CheckpointError
+from headrace.tensor.checkpoint import Checkpoint
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 
@@ -21,6 +24,31 @@ def refusal(folder: Any, **options: Any) -> CheckpointError:
     with pytest.raises(CheckpointError) as caught:
         folder.load(**options)
     return caught.value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@given(data=st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_region_that_is_read_is_that_of_the_tensor(folder: Any, dtype: torch.dtype, data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=4)))
+    whole = torch.randn(shape).to(dtype)
+    folder.tensors = {"before": torch.randn(3), "x": whole, "behind": torch.randn(3)}
+    folder.write()
+    bounds = [sorted(data.draw(st.lists(st.integers(0, size), min_size=2, max_size=2))) for size in shape]
+    region = tuple(slice(*pair) for pair in bounds)[: data.draw(st.integers(0, len(shape)))]
+    read = Checkpoint(folder.path).read("x", shape, region)
+    assert read.dtype == dtype
+    assert torch.equal(read, whole[region])
+
+
+def test_a_file_cut_short_after_its_header_was_read(folder: Any) -> None:
+    checkpoint = Checkpoint(folder.path)
+    with folder.weights.open("r+b") as stream:
+        stream.truncate(folder.weights.stat().st_size - 1)
+    last = max(folder.tensors, key=lambda name: checkpoint._headers[folder.weights.name].tensors[name].end)
+    with pytest.raises(CheckpointError, match="became shorter") as caught:
+        checkpoint.read(last, tuple(folder.tensors[last].shape))
+    assert caught.value.file == str(folder.weights)
 
 
 def test_the_untouched_folder_loads(folder: Any) -> None:

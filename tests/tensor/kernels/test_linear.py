@@ -85,6 +85,16 @@ def test_deterministic_kernels_take_strips_where_they_can() -> None:
         assert isinstance(cpu.DETERMINISTIC.pack_linear(torch.randn(8, 32).to(dtype), None), StripLinear)
 
 
+@pytest.mark.parametrize(("out_features", "in_features"), [(40, 32), (3, 35)])
+def test_a_bfloat16_weight_for_float32_rows_is_its_widened_twin(out_features: int, in_features: int) -> None:
+    weight, x = torch.randn(out_features, in_features).bfloat16(), torch.randn(5, in_features)
+    for kernels in (cpu.KERNELS, cpu.DETERMINISTIC, REFERENCE):
+        narrow, wide = kernels.pack_linear(weight, None, torch.float32), kernels.pack_linear(weight.float(), None)
+        assert type(narrow) is type(wide)
+        assert narrow.weight_bytes == wide.weight_bytes
+        assert torch.equal(narrow(x), wide(x))
+
+
 def test_float16_weights_are_left_to_the_reference() -> None:
     layer = cpu.KERNELS.pack_linear(torch.randn(8, 32).half(), None)
     assert layer(torch.randn(2, 32).half()).dtype == torch.float16

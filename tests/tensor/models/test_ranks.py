@@ -30,9 +30,9 @@ CASES: dict[str, dict[str, Any]] = {
 def decoder(folder: Path, rank: int, world: int) -> Decoder:
     config = read_config(folder)
     spec = ARCHITECTURES[str(config.items("architectures")[0])](config)
-    with Checkpoint(folder) as checkpoint:
-        made = Decoder(WeightReader(checkpoint, load_kernels("reference"), torch.float32, "cpu", rank, world), spec)
-        checkpoint.check_all_read()
+    checkpoint = Checkpoint(folder)
+    made = Decoder(WeightReader(checkpoint, load_kernels("reference"), torch.float32, "cpu", rank, world), spec)
+    checkpoint.check_all_read()
     return made
 
 

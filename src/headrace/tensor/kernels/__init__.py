@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from headrace.core.errors import ConfigError
-from headrace.tensor.kernels.rounding import RoundedWeight
+from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
 
 class Linear(Protocol):
@@ -75,8 +76,15 @@ class Kernels(Protocol):
         """
         ...
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Prepare weight [out, in] (and bias [out]) once. The caller may drop its own reference afterwards."""
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Linear:
+        """Prepare weight [out, in] (and bias [out]) once. The caller may drop its own reference afterwards.
+
+        dtype: of the rows it will be given, and of bias, where that is not the weight's; every value of the weight is exact in it.
+        """
+        ...
+
+    def round_weight(self, weight: Tensor, precision: Precision) -> RoundedWeight:
+        """As `rounding.round_weight`, to the bit."""
         ...
 
     def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear:

@@ -15,13 +15,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from headrace.tensor.kernels import Kernels, Linear, PackedLinear, attention, cache_write, elementwise, quantized
+from headrace.tensor.kernels import Kernels, Linear, PackedLinear, attention, cache_write, elementwise, integer_packing, quantized
 from headrace.tensor.kernels.cpu_features import LinearPath, linear_path, read_cpu_features
 from headrace.tensor.kernels.integer_simd import STRIP_COLUMNS
 from headrace.tensor.kernels.linear import OneDnnLinear, StripLinear
 from headrace.tensor.kernels.packing import can_strip
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
-from headrace.tensor.kernels.rounding import RoundedWeight
+from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 from headrace.tensor.kernels.together import Recording, recording, settle, together
 
 FEW_TOKENS = 64
@@ -79,15 +79,19 @@ class NumbaKernels:
     def recording(self, num_tokens: int) -> AbstractContextManager[Recording] | None:
         return recording() if num_tokens <= RECORDED_TOKENS else None
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        if not _fits(weight):
-            return OutsideLinear(REFERENCE.pack_linear(weight, bias))
-        path = LinearPath.STRIPS if self.deterministic else linear_path(read_cpu_features(), weight.dtype)
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Linear:
+        dtype = dtype or weight.dtype
+        if not _fits(weight) or dtype not in _DTYPES:
+            return OutsideLinear(REFERENCE.pack_linear(weight, bias, dtype))
+        path = LinearPath.STRIPS if self.deterministic else linear_path(read_cpu_features(), dtype)
         if path is LinearPath.STRIPS and can_strip(weight):
             return StripLinear(weight, bias)
         if torch._C._has_mkldnn and weight.numel() > 0:
-            return OneDnnLinear(weight, bias)
-        return OutsideLinear(REFERENCE.pack_linear(weight, bias))
+            return OneDnnLinear(weight.to(dtype), bias)
+        return OutsideLinear(REFERENCE.pack_linear(weight, bias, dtype))
+
+    def round_weight(self, weight: Tensor, precision: Precision) -> RoundedWeight:
+        return integer_packing.round_weight(weight, precision)
 
     def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear:
         if weight.values.device.type == "cpu" and quantized.can_pack(weight):

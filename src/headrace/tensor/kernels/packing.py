@@ -7,6 +7,7 @@ tests/tensor/kernels/test_packing.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, reduce
 from typing import Any
 
@@ -82,20 +83,22 @@ def piece_start(strip: int, strips: int, block: int, items: int, first: int, len
     return STRIP_COLUMNS * (leader * items + min(block, strips - leader) * first + (strip - leader) * length)
 
 
-def _square(builder: ir.IRBuilder, rows: list[ir.Value], target: ir.Value) -> None:
-    """Store LANES vectors as columns."""
+def store_square(builder: ir.IRBuilder, rows: list[ir.Value], target: ir.Value, columns: int) -> None:
+    """Store LANES vectors as columns of a strip that is `columns` wide."""
     for number, row in enumerate(transpose(builder, rows)):
-        where = step(builder, target, number * STRIP_COLUMNS)
+        where = step(builder, target, number * columns)
         builder.store(row, builder.bitcast(where, row.type.as_pointer()), align=4)
 
 
-def _chosen(builder: ir.IRBuilder, first: ir.Value, second: ir.Value, places: list[int]) -> ir.Value:
-    return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(places)), places))
+def shuffled(builder: ir.IRBuilder, first: ir.Value, second: ir.Value, places: Sequence[int]) -> ir.Value:
+    """Lanes of two vectors, counted through both."""
+    return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(places)), list(places)))
 
 
-def _row(builder: ir.IRBuilder, source: ir.Value, stride: ir.Value, row: int, first: int) -> ir.Value:
+def item_row(builder: ir.IRBuilder, source: ir.Value, stride: ir.Value, row: int, first: int) -> ir.Value:
+    """LANES items of a row, from item `first` of it."""
     where = step(builder, step(builder, source, builder.mul(stride, I64(row))), first)
-    return builder.load(builder.bitcast(where, _WORDS.as_pointer()), align=4)
+    return builder.load(builder.bitcast(where, _WORDS.as_pointer()), align=1)
 
 
 @intrinsic
@@ -103,7 +106,7 @@ def copy_square(_: Any, source: Any, stride: Any, target: Any) -> tuple[Any, Emi
     """LANES x LANES items, a row every `stride`, as LANES columns of a strip."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        _square(builder, [_row(builder, arguments[0], arguments[1], row, 0) for row in range(LANES)], arguments[2])
+        store_square(builder, [item_row(builder, arguments[0], arguments[1], row, 0) for row in range(LANES)], arguments[2], STRIP_COLUMNS)
         return context.get_dummy_value()
 
     return types.void(source, types.intp, target), emit
@@ -116,11 +119,11 @@ def narrow_square(_: Any, source: Any, stride: Any, target: Any) -> tuple[Any, E
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         rows, lost = [], ir.Constant(_WORDS, None)
         for row in range(LANES):
-            left, right = (_row(builder, arguments[0], arguments[1], row, first) for first in (0, LANES))
-            even, odd = (_chosen(builder, left, right, list(range(start, 2 * LANES, 2))) for start in (0, 1))
+            left, right = (item_row(builder, arguments[0], arguments[1], row, first) for first in (0, LANES))
+            even, odd = (shuffled(builder, left, right, range(start, 2 * LANES, 2)) for start in (0, 1))
             lost = builder.or_(lost, builder.or_(even, odd))
             rows.append(builder.or_(builder.lshr(even, constant(_WORDS, 16)), builder.and_(odd, constant(_WORDS, 0xFFFF0000))))
-        _square(builder, rows, arguments[2])
+        store_square(builder, rows, arguments[2], STRIP_COLUMNS)
         lanes = [builder.extract_element(lost, I32(lane)) for lane in range(LANES)]
         return builder.zext(builder.and_(reduce(builder.or_, lanes), I32(0xFFFF)), I64)
 

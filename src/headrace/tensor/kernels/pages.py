@@ -36,14 +36,21 @@ def map_pages(num_bytes: int) -> mmap.mmap:
     return memory
 
 
-def read_pages(path: Path, start: int, num_bytes: int, *, num_threads: int) -> mmap.mmap:
-    """Bytes [start, start + num_bytes) of a file, copied into memory of our own by several threads. Raises OSError."""
-    memory = map_pages(max(num_bytes, 1))
+def read_bytes(path: Path, start: int, num_bytes: int) -> Tensor:
+    """Bytes [start, start + num_bytes) of a file as flat uint8, in memory of its own: what becomes of the file afterwards is no matter.
+
+    Large ones are copied by as many threads as torch computes with. Raises OSError.
+    """
+    memory = empty(num_bytes, torch.uint8)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with memoryview(memory) as view, ThreadPoolExecutor(num_threads) as pool:
-            firsts = range(0, num_bytes, CHUNK_BYTES)
-            list(pool.map(lambda first: _fill(descriptor, view[first : min(first + CHUNK_BYTES, num_bytes)], start + first), firsts))
+        with memoryview(memory.numpy()) as view:  # type: ignore[arg-type]
+            parts = [(view[first : first + CHUNK_BYTES], start + first) for first in range(0, num_bytes, CHUNK_BYTES)]
+            if len(parts) == 1:
+                _fill(descriptor, *parts[0])
+            elif parts:
+                with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+                    list(pool.map(lambda part: _fill(descriptor, *part), parts))
     finally:
         os.close(descriptor)
     return memory

@@ -16,12 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headrace.tensor.kernels import PackedLinear
+from headrace.tensor.kernels.integer_packing import pack_bytes, pack_nibbles
 from headrace.tensor.kernels.integer_simd import (
-    BYTE_OFFSET,
     HAS_DOTS,
-    NIBBLE_OFFSET,
     NIBBLE_RUN,
-    STRIP,
     STRIP_COLUMNS,
     byte_block,
     largest_magnitude,
@@ -48,25 +46,6 @@ WORK_PER_THREAD = 1 << 19
 def can_pack(weight: RoundedWeight) -> bool:
     """Widths that the kernels take as they are."""
     return weight.values.shape[1] % max(NIBBLE_RUN, LANES) == 0 and 0 < weight.values.shape[1] <= MAX_INPUTS
-
-
-def pack_bytes(values: Tensor) -> Tensor:
-    """int8 [out, in] -> int32 [strips, in / 4, STRIP, LANES], the bytes of a word being value + 128 of four inputs."""
-    strips = _strips(values, BYTE_OFFSET, 4)  # [strips, STRIP, LANES, in / 4, 4]
-    return strips.permute(0, 3, 1, 2, 4).contiguous().view(torch.int32)[..., 0]
-
-
-def pack_nibbles(values: Tensor) -> Tensor:
-    """int8 within -8..7 [out, in] -> int32 [strips, in / 8, STRIP, LANES]: value + 8, inputs 0..3 in the low nibbles, 4..7 in the high."""
-    octets = _strips(values, NIBBLE_OFFSET, 8)  # [strips, STRIP, LANES, in / 8, 8]
-    merged = octets[..., :4] | (octets[..., 4:] << 4)
-    return merged.permute(0, 3, 1, 2, 4).contiguous().view(torch.int32)[..., 0]
-
-
-def _strips(values: Tensor, offset: int, chunk: int) -> Tensor:
-    """[out, in] -> uint8 [strips, STRIP, LANES, in / chunk, chunk]; rows of zero weights are added at the end."""
-    padded = F.pad(values, (0, 0, 0, -values.shape[0] % STRIP_COLUMNS))
-    return (padded.to(torch.int16) + offset).to(torch.uint8).reshape(-1, STRIP, LANES, values.shape[1] // chunk, chunk)
 
 
 def pack_scales(scales: Tensor) -> Tensor:

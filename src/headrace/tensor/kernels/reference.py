@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headrace.tensor.kernels import PackedLinear
-from headrace.tensor.kernels.rounding import RoundedWeight, round_inputs
+from headrace.tensor.kernels.rounding import Precision, RoundedWeight, round_inputs, round_weight
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -70,8 +70,11 @@ class ReferenceKernels:
     def recording(self, num_tokens: int) -> None:
         return None
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PlainLinear:
-        return PlainLinear(weight, bias)
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> PlainLinear:
+        return PlainLinear(weight.to(dtype or weight.dtype), bias)
+
+    def round_weight(self, weight: Tensor, precision: Precision) -> RoundedWeight:
+        return round_weight(weight, precision)
 
     def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> RoundedLinear:
         return RoundedLinear(weight, bias)

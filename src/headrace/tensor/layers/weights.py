@@ -1,8 +1,8 @@
 """From stored tensors to packed linears, one at a time, by slice of a rank.
 
 A column-parallel linear keeps a share of its output rows, a row-parallel one a share of its input columns; whole ones are the same on
-every rank. Parts of a fused linear (q, k, v; gate, up) are copied from the mapped files straight into the fused weight, which is packed
-and dropped, so that at most one unpacked weight exists at a time.
+every rank. Parts of a fused linear (q, k, v; gate, up) are read and copied into the fused weight, which is packed and dropped, so that at
+most one unpacked weight, and its parts, exist at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.tensor.kernels import Kernels, Linear
-from headrace.tensor.kernels.rounding import Precision, round_weight
+from headrace.tensor.kernels.rounding import Precision
 
 
 class WeightSource(Protocol):
@@ -30,7 +30,7 @@ class WeightSource(Protocol):
         ...
 
     def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
-        """The region of the stored tensor of that whole shape; the caller copies and never changes it."""
+        """The region of the stored tensor of that whole shape, in memory of its own or expanded from it: never changed, only copied."""
         ...
 
 
@@ -112,8 +112,7 @@ class WeightReader:
         columns = _share(in_features, self.rank, self.world, part.name)
         if (known := self._known([part], in_features, bias, self.precision)) is not None:
             return known
-        weight = self._empty(part.rows, len(columns))
-        weight.copy_(self._region(part, range(part.rows), in_features, slice(columns.start, columns.stop)))
+        weight = self._joined([self._region(part, range(part.rows), in_features, slice(columns.start, columns.stop))])
         added = self._bias([part], [range(part.rows)]) if bias else None  # read on every rank: the checkpoint must hold it
         return self._packed([part], weight, added if self.rank == 0 else None, self.precision)
 
@@ -121,7 +120,7 @@ class WeightReader:
         """A linear from an embedding table [out, in] that is in memory already."""
         part = Part(f"{name} as head", table.shape[0])
         known = self._known([part], table.shape[1], False, self.precision, is_stored=False)
-        return known or self._packed([part], table.to(self.dtype), None, self.precision)
+        return known or self._packed([part], table.to(self._weight_dtype([table])), None, self.precision)
 
     def _known(self, parts: Sequence[Part], in_features: int, bias: bool, precision: Precision, *, is_stored: bool = True) -> Linear | None:
         """The linear of these parts, if it was kept; the checkpoint must hold their weights all the same."""
@@ -136,8 +135,8 @@ class WeightReader:
 
     def _packed(self, parts: Sequence[Part], weight: Tensor, bias: Tensor | None, precision: Precision) -> Linear:
         if precision is Precision.NONE:
-            return self.kernels.pack_linear(weight, bias)
-        made = self.kernels.pack_rounded(round_weight(weight, precision), bias)
+            return self.kernels.pack_linear(weight, bias, self.dtype)
+        made = self.kernels.pack_rounded(self.kernels.round_weight(weight, precision), bias)
         if self.keeper is not None:
             self.keeper.keep(_name(parts), made)
         return made
@@ -148,11 +147,21 @@ class WeightReader:
         precision = precision or self.precision
         if (known := self._known(parts, in_features, bias, precision)) is not None:
             return known
-        weight = self._empty(sum(len(rows) for rows in shares), in_features)
-        targets = torch.split(weight, [len(rows) for rows in shares])
-        for part, rows, target in zip(parts, shares, targets, strict=True):
-            target.copy_(self._region(part, rows, in_features, slice(None)))
+        weight = self._joined([self._region(part, rows, in_features, slice(None)) for part, rows in zip(parts, shares, strict=True)])
         return self._packed(parts, weight, self._bias(parts, shares) if bias else None, precision)
+
+    def _joined(self, regions: Sequence[Tensor]) -> Tensor:
+        """A copy of the regions, one below the other."""
+        rows = [len(region) for region in regions]
+        weight = torch.empty((sum(rows), regions[0].shape[1]), dtype=self._weight_dtype(regions), device=self.device)
+        for target, region in zip(torch.split(weight, rows), regions, strict=True):
+            target.copy_(region)
+        return weight
+
+    def _weight_dtype(self, stored: Sequence[Tensor]) -> torch.dtype:
+        """What kernels are handed a weight in. bfloat16 is not widened for them: float32 holds the same values in twice the bytes."""
+        is_narrow = self.dtype == torch.float32 and all(tensor.dtype == torch.bfloat16 for tensor in stored)
+        return torch.bfloat16 if is_narrow else self.dtype
 
     def _region(self, part: Part, rows: range, in_features: int, columns: slice) -> Tensor:
         """Rows (counted within the part) and columns of the stored weight, [len(rows), columns]."""

@@ -110,7 +110,7 @@ def load_model(
     packed_dir     where rounded weights are kept for the next start; None: they are not
 
     Raises: CheckpointError naming file and reason; ConfigError for an option that this model cannot be run with.
-    Memory: anonymous memory stays below the weights held + the largest fused tensor + small change; files are mapped.
+    Memory: stays below the weights held + the largest fused tensor, twice, + small change.
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError("load_format", f"{load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
@@ -127,17 +127,17 @@ def load_model(
         model = Decoder(WeightReader(source, kernels, dtype, device, rank, world, precision), spec)
         digest = blake2b(Path(config.file).read_bytes() + f"{seed}".encode(), digest_size=16).hexdigest()
     else:
-        with Checkpoint(folder) as checkpoint:
-            dtype = dtype or _named_dtype(config) or _STORED_DTYPES.get(checkpoint.stored_dtype(f"{spec.names.embedding}.weight"))
-            digest = checkpoint.digest()
-            store = None
-            if packed_dir is not None and kernels.packed_layout and precision is not Precision.NONE:
-                name = store_name(digest, checkpoint.files, precision=f"{quantization} {rank}/{world}", layout=kernels.packed_layout)
-                store = PackedStore(packed_dir / name, kernels)
-            model = Decoder(WeightReader(checkpoint, kernels, dtype or torch.float32, device, rank, world, precision, store), spec)
-            checkpoint.check_all_read()
-            if store is not None:
-                store.save()
+        checkpoint = Checkpoint(folder)
+        dtype = dtype or _named_dtype(config) or _STORED_DTYPES.get(checkpoint.stored_dtype(f"{spec.names.embedding}.weight"))
+        digest = checkpoint.digest()
+        store = None
+        if packed_dir is not None and kernels.packed_layout and precision is not Precision.NONE:
+            name = store_name(digest, checkpoint.files, precision=f"{quantization} {rank}/{world}", layout=kernels.packed_layout)
+            store = PackedStore(packed_dir / name, kernels)
+        model = Decoder(WeightReader(checkpoint, kernels, dtype or torch.float32, device, rank, world, precision, store), spec)
+        checkpoint.check_all_read()
+        if store is not None:
+            store.save()
     if precision is not Precision.NONE:
         digest = blake2b(f"{digest} {quantization}".encode(), digest_size=16).hexdigest()
     return LoadedModel(
