@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from headrace.tensor.kernels import Kernels, Linear
+from headrace.tensor.kernels.pages import empty
 from headrace.tensor.kernels.rounding import Precision
 
 
@@ -153,7 +155,8 @@ class WeightReader:
     def _joined(self, regions: Sequence[Tensor]) -> Tensor:
         """A copy of the regions, one below the other."""
         rows = [len(region) for region in regions]
-        weight = torch.empty((sum(rows), regions[0].shape[1]), dtype=self._weight_dtype(regions), device=self.device)
+        shape, dtype = (sum(rows), regions[0].shape[1]), self._weight_dtype(regions)
+        weight = empty(prod(shape), dtype).view(shape) if self.device == "cpu" else torch.empty(shape, dtype=dtype, device=self.device)
         for target, region in zip(torch.split(weight, rows), regions, strict=True):
             target.copy_(region)
         return weight
