@@ -101,14 +101,14 @@ def fresh(model: str, quantization: str | None, mode: str, cache: Path) -> dict[
 
 def raw_read(folder: Path) -> dict[str, float]:
     """GB/s of our reader and of dd over the largest weight file, in the page cache, in turns; the best of three each."""
-    from headrace.tensor.kernels.pages import read_pages
+    from headrace.tensor.kernels.pages import read_bytes
 
     file = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     size = file.stat().st_size
     seconds: dict[str, list[float]] = {"reader": [], "dd": []}
     for _ in range(3):
         began = time.perf_counter()
-        read_pages(file, 0, size, num_threads=len(os.sched_getaffinity(0)))
+        read_bytes(file, 0, size)
         seconds["reader"].append(time.perf_counter() - began)
         began = time.perf_counter()
         subprocess.run(["dd", f"if={file}", "of=/dev/null", f"bs={DD_BLOCK_BYTES}"], stderr=subprocess.DEVNULL, check=True)
