@@ -1,6 +1,6 @@
 """What everything around the model costs: streaming to many clients, looking for prefixes that are not there, and who takes the cores.
 
-    python -m bench.host_overhead [--rounds 10] [--clients 200] -> bench/results/host-overhead.json
+    python -m bench.host_overhead [--rounds 10] [--clients 200] [--model FOLDER --quantization int8] -> bench/results/host-overhead*.json
 
 streaming  seconds for the same requests offline (this process, no HTTP) and as event streams from `headrace serve`, in turns
 prefixes   seconds offline with the prefix cache on and off, prompts with nothing in common, in turns
@@ -28,7 +28,7 @@ from bench.harness import RESULTS, ROOT, Machine, build, finished, write_portabl
 from bench.smoke.children import SERVED, Server, server
 from bench.smoke.trees import Side
 from headrace.core.errors import ConfigError
-from headrace.engine.config import EngineConfig
+from headrace.engine.config import QUANTIZATIONS, EngineConfig
 from headrace.fleet.weights import resolve_model
 from headrace.lab.datasets import Shape, make_requests
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
@@ -37,8 +37,10 @@ from headrace.lab.pairs import paired_ratio
 from headrace.tensor.kernels.compile_cache import cache_root
 
 STREAM = Shape(input_tokens=32, output_tokens=64)
-UNIQUE = Shape(input_tokens=480, output_tokens=8)
-NUM_UNIQUE = 32
+UNIQUE, NUM_UNIQUE = Shape(input_tokens=480, output_tokens=8), 32
+FEW_STREAM = Shape(input_tokens=8, output_tokens=16)
+FEW_UNIQUE, NUM_FEW_UNIQUE = Shape(input_tokens=128, output_tokens=8), 8
+"""For a model given by its folder, which takes a thousand times longer per token than the bundled one."""
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
 
 
@@ -59,40 +61,42 @@ def thread_seconds(pid: int) -> dict[str, float]:
     return found
 
 
-def streamed(target: Server, clients: int, seed: int) -> tuple[float, dict[str, float]]:
+def streamed(target: Server, clients: int, shape: Shape, seed: int) -> tuple[float, dict[str, float]]:
     """(seconds, CPU seconds per thread and second); threads that ended meanwhile are left out."""
     before, began = thread_seconds(target.pid), time.monotonic()
-    seconds = target.stream_seconds(seed, count=clients, shape=STREAM)
+    seconds = target.stream_seconds(seed, count=clients, shape=shape)
     spent = time.monotonic() - began
     after = thread_seconds(target.pid)
     return seconds, {name: (after[name] - before.get(name, 0.0)) / spent for name in after}
 
 
-def streaming(base: EngineConfig, clients: int, rounds: int) -> dict[str, object]:
+def streaming(base: EngineConfig, clients: int, shape: Shape, rounds: int) -> dict[str, object]:
     """Round 0 warms up and is not kept. Each round the two change places."""
     pairs: list[tuple[float, float]] = []
     threads: list[dict[str, float]] = []
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         machine = build(base)
-        target = stack.enter_context(server(Side("server", ROOT / "src", cache_root(os.environ)), logs / "server.log"))
+        side = Side("server", ROOT / "src", cache_root(os.environ))
+        flags = ["--quantization", base.quantization]
+        target = stack.enter_context(server(side, logs / "server.log", model=base.model, flags=flags))
         for number in range(rounds + 1):
             if number % 2:
-                offline = offline_seconds(machine, clients, STREAM, number)
-            online, usage = streamed(target, clients, number)
+                offline = offline_seconds(machine, clients, shape, number)
+            online, usage = streamed(target, clients, shape, number)
             if not number % 2:
-                offline = offline_seconds(machine, clients, STREAM, number)
+                offline = offline_seconds(machine, clients, shape, number)
             pairs.append((offline, online))
             threads.append(usage)
     return {"clients": clients, **_summary("offline", "streamed", pairs[1:]), "cpu_per_second": threads[1:]}
 
 
-def prefixes(base: EngineConfig, rounds: int) -> dict[str, object]:
+def prefixes(base: EngineConfig, count: int, shape: Shape, rounds: int) -> dict[str, object]:
     machines = [build(replace(base, enable_prefix_caching=enabled, max_num_seqs=8)) for enabled in (False, True)]
     pairs = []
     for number in range(rounds + 1):
         order = machines if number % 2 == 0 else machines[::-1]
-        seconds = {id(machine): offline_seconds(machine, NUM_UNIQUE, UNIQUE, number) for machine in order}
+        seconds = {id(machine): offline_seconds(machine, count, shape, number) for machine in order}
         pairs.append((seconds[id(machines[0])], seconds[id(machines[1])]))
     return _summary("off", "on", pairs[1:])
 
@@ -114,18 +118,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--model", help="folder; default: the bundled model")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="none")
     given = parser.parse_args(arguments)
     if given.rounds < 1 or given.clients < 1:
         raise ConfigError("rounds", f"{given.rounds} rounds of {given.clients} clients: both must be at least 1")
     waiting = {name: os.environ[name] for name in WAITING if name in os.environ}
-    base = EngineConfig(model=str(resolve_model(SERVED)))
-    before = measure_bandwidth(bandwidth_script())
-    found = {"streaming": streaming(base, given.clients, given.rounds), "prefixes": prefixes(base, given.rounds)}
-    for name, share in busiest(found["streaming"]["cpu_per_second"]):  # type: ignore[arg-type]
-        print(f"{share:6.1%} of a core: {name}")
-    bandwidths = {"before": before, "after": measure_bandwidth(bandwidth_script())}
-    facts = {"environment": environment(), "read_bandwidth_bytes_per_s": bandwidths, "threads_wait": waiting}
-    write_portable(RESULTS / "host-overhead.json", {**facts, **found})
+    base = EngineConfig(model=str(resolve_model(given.model or SERVED)), quantization=given.quantization)
+    stream, (count, unique) = (FEW_STREAM, (NUM_FEW_UNIQUE, FEW_UNIQUE)) if given.model else (STREAM, (NUM_UNIQUE, UNIQUE))
+    name = f"host-overhead-{Path(given.model).name}-{given.quantization}" if given.model else "host-overhead"
+    facts = {"environment": environment(), "threads_wait": waiting, "read_bandwidth_bytes_per_s": measure_bandwidth(bandwidth_script())}
+    found = {"streaming": streaming(base, given.clients, stream, given.rounds)}
+    write_portable(RESULTS / f"{name}.json", {**facts, **found})
+    for thread, share in busiest(found["streaming"]["cpu_per_second"]):  # type: ignore[arg-type]
+        print(f"{share:6.1%} of a core: {thread}")
+    found["prefixes"] = prefixes(base, count, unique, given.rounds)
+    write_portable(RESULTS / f"{name}.json", {**facts, **found})
 
 
 if __name__ == "__main__":
