@@ -32,8 +32,8 @@ HEADER = """# Headrace beside llama.cpp, vLLM and OpenVINO on a CPU
 
 Written by `python -m bench.peers.report` from the cells in `bench/results/peers/`; how they are measured is in
 [bench/peers/README.md](../bench/peers/README.md). A cell is the median over its rounds with the smallest and largest in brackets; bad
-rounds are kept. "Best peer" is the median over the rounds of Headrace's figure over the best other engine's of the same round, turned so
-that more than 1 means Headrace is better; rounds that not every named engine took part in are compared with those that did. "Ceiling" is
+rounds are kept. "/ best peer" is the median over the rounds of Headrace's figure over the best other engine's of the same round, turned so
+that more than 1 means Headrace is better; rounds that not every named engine took part in are compared with those that did. "/ ceiling" is
 Headrace over the model's matrix products alone. MBU: bytes of weights and KV that a step must read, over its time, over the read bandwidth
 of `bench/bandwidth.py` in the same minute.
 """
@@ -94,7 +94,7 @@ def offline_section(precision: str, table: Table) -> Iterator[str]:
     engines = [engine for engine in ENGINES if any(engine in table.get(row, {}) for row in ROWS)]
     if not engines:
         return
-    yield "| | " + " | ".join(engines) + " | best peer | ceiling | MBU |"
+    yield "| | " + " | ".join(engines) + " | / best peer | / ceiling | MBU |"
     yield "|---" * (len(engines) + 4) + "|"
     for row in ROWS:
         if row not in table:

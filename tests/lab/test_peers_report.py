@@ -70,7 +70,8 @@ def test_every_row_asks_for_what_it_says() -> None:
         if kind == "prefill":
             assert set(asked) == {(1, int(number), 1)}
         elif kind == "decode":
-            assert asked == [(int(number), 128 * int(number), count * int(number)) for count in (1, 64)]
+            streams = int(number)
+            assert asked == [(streams, min(128 * streams, 1024), count * streams) for count in (1, 64)]
         else:
             assert asked[0][0] == 32
 

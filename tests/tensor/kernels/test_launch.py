@@ -99,7 +99,7 @@ def test_kernels_hold_on_cpus_with_narrower_registers(name: str, features: str, 
     environment = {**os.environ, "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "HEADRACE_CACHE_DIR": str(tmp_path / "cache")}
     check = f"from headrace.tensor.kernels.vector_ir import LANES; assert LANES == {lanes}, LANES"
     subprocess.run([sys.executable, "-c", check], env=environment, check=True, timeout=60)
-    files = [str(here / f"test_{part}.py") for part in ("attention", "elementwise", "linear")]
+    files = [str(here / f"test_{part}.py") for part in ("attention", "elementwise", "linear", "packing", "integer_packing")]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", *files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
