@@ -126,7 +126,9 @@ def main(arguments: list[str] | None = None) -> None:
     waiting = {name: os.environ[name] for name in WAITING if name in os.environ}
     base = EngineConfig(model=str(resolve_model(given.model or SERVED)), quantization=given.quantization)
     stream, (count, unique) = (FEW_STREAM, (NUM_FEW_UNIQUE, FEW_UNIQUE)) if given.model else (STREAM, (NUM_UNIQUE, UNIQUE))
-    name = f"host-overhead-{Path(given.model).name}-{given.quantization}" if given.model else "host-overhead"
+    name = "host-overhead"
+    if given.model or given.quantization != "none":
+        name += f"-{Path(base.model).name}-{given.quantization}"
     facts = {"environment": environment(), "threads_wait": waiting, "read_bandwidth_bytes_per_s": measure_bandwidth(bandwidth_script())}
     found = {"streaming": streaming(base, given.clients, stream, given.rounds)}
     write_portable(RESULTS / f"{name}.json", {**facts, **found})
