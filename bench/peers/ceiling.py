@@ -179,6 +179,7 @@ class Ceiling:
         for each in passes_of([len(ids) for ids in prompts], max_tokens):
             with KERNELS.together(each.rows):
                 for layer in range(self._layers):
+                    KERNELS.next_layer()
                     for product in self.layer:
                         product.run(layer, each.rows)
                 self.head.run(0, each.logit_rows)

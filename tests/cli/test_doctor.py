@@ -17,6 +17,14 @@ from headrace.cli.doctor_checks import Health
 CPUINFO = "model name\t: Some CPU\nflags\t\t: fpu avx2 avx512f avx512_vnni\n"
 
 
+def test_python_built_without_its_profile_is_warned_about() -> None:
+    assert doctor_checks.check_python("'--enable-shared' '--enable-optimizations' '--with-lto'").health is Health.OK
+    assert doctor_checks.check_python(None).health is Health.OK
+    warned = doctor_checks.check_python("'--prefix=/opt/python' '--enable-shared'")
+    assert warned.health is Health.WARN
+    assert "distribution's Python" in warned.remedy
+
+
 def test_cpu_features_are_named_with_their_use() -> None:
     found = doctor_checks.check_cpu(CPUINFO)
     assert found.health is Health.OK

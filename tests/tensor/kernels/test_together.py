@@ -22,6 +22,7 @@ def _block(x: torch.Tensor, layers: list[Any], norm: torch.Tensor, residual: tor
     """A feed-forward block: each operation needs the one before. residual: zeros."""
     residual = torch.zeros_like(x) if residual is None else residual
     for first, second in layers:
+        KERNELS.next_layer()
         x = second(KERNELS.gated_activation(first(KERNELS.rms_norm(x, norm, 1e-5, residual=residual)), "silu"))
     return KERNELS.rms_norm(x, norm, 1e-5, residual=residual)
 
@@ -62,6 +63,25 @@ def test_a_list_is_run_early_before_it_holds_too_much(monkeypatch: pytest.Monkey
         assert isinstance(CALLER.pending, together.Batched)
         assert len(CALLER.pending.entries) < 3 * 10
     assert torch.equal(got, want)
+
+
+def test_a_layer_takes_the_memory_of_the_one_before_the_last() -> None:
+    wide, narrow = StripLinear(torch.randn(128, 128), None), StripLinear(torch.randn(64, 128), None)
+    x = torch.randn(5, 128)
+    wants = [linear(x) for linear in (wide, wide, wide, narrow, narrow, narrow)]
+    places = []
+    with together.together():
+        for linear, want in zip((wide, wide, wide, narrow, narrow, narrow), wants, strict=True):
+            KERNELS.next_layer()
+            got = linear(x)
+            places.append(got.data_ptr())
+            together.settle()
+            assert torch.equal(got, want)
+    first, second, third, *others = places
+    assert (third, first == second) == (first, False)
+    assert (others[2], others[0] == others[1]) == (others[0], False)
+    KERNELS.next_layer()  # outside of a list it means nothing
+    assert torch.equal(linear(x), wants[-1])
 
 
 def test_results_may_be_looked_at_after_settling() -> None:

@@ -13,11 +13,11 @@ pytest.importorskip("numba")
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.tensor.batch import Batch, GroupBatch, KvCache, allocate_kv
-from headrace.tensor.kernels import load_kernels
+from headrace.tensor.kernels import cpu, load_kernels
 from headrace.tensor.models import LoadedModel, load_model
 from headrace.tensor.models import repeated as module
 
-BLOCK_SIZE, BLOCKS_PER_ROW, MOST_ROWS = 4, 400, 10
+BLOCK_SIZE, BLOCKS_PER_ROW, MOST_ROWS = 4, 400, 20
 
 
 @cache
@@ -57,7 +57,7 @@ def _batch(rows: list[int], contexts: list[int]) -> Batch:
 
 def _plain(loaded: LoadedModel, ids: Tensor, batch: Batch, kv: KvCache) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loaded.model._repeated, "_most_tokens", 0)
+        patch.setattr(cpu, "FEW_TOKENS", 0)
         return loaded.model.forward(ids, batch, kv)
 
 
@@ -70,7 +70,7 @@ def test_steps_have_the_bits_of_layers_called_one_by_one(quantization: str, stor
     twins = [_cache(loaded, stored), _cache(loaded, stored)]
     results = []
     for number in range(60):
-        rows = rng.sample(range(MOST_ROWS), rng.choice([1, 1, 2, 3, 5, 8, 9]))
+        rows = rng.sample(range(MOST_ROWS), rng.choice([1, 1, 2, 3, 5, 8, 19]))
         longest = rng.choice([5, 60, 300, 1500])
         batch = _batch(rows, [rng.randint(1, longest) for _ in rows])
         ids, which = torch.tensor([rng.randrange(4, loaded.vocab_size) for _ in rows]), number % 2
@@ -98,8 +98,8 @@ def test_a_step_like_the_last_is_repeated_and_a_long_one_is_not(monkeypatch: pyt
     for context in range(20, 40):
         model.forward(torch.tensor([5, 6]), _batch([0, 1], [context, 2 * context]), kv)
     assert len(calls) == 1
-    rows = list(range(9))
-    model.forward(torch.arange(9) + 5, _batch(rows, [20] * 9), kv)
+    monkeypatch.setattr(cpu, "FEW_TOKENS", 8)
+    model.forward(torch.arange(9) + 5, _batch(list(range(9)), [20] * 9), kv)
     assert len(calls) == 1
 
 

@@ -76,6 +76,13 @@ class Kernels(Protocol):
         """
         ...
 
+    def next_layer(self) -> None:
+        """Results of the layer before the last are not needed any more: inside `together` and `recording` theirs may be written over.
+
+        What is to last longer than the next layer was made before the first one, or is copied.
+        """
+        ...
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Linear:
         """Prepare weight [out, in] (and bias [out]) once. The caller may drop its own reference afterwards.
 

@@ -53,7 +53,7 @@ from headrace.tensor.kernels.launch import (
     with_counter,
 )
 from headrace.tensor.kernels.simd import as_bf16, as_f32, as_i8, as_i32, as_i64, at, load, take_ticket
-from headrace.tensor.kernels.together import Recording, current_recording, once
+from headrace.tensor.kernels.together import Recording, current_recording, once, settle
 from headrace.tensor.kernels.vector_ir import LANES
 
 Pointer = Any
@@ -266,6 +266,7 @@ def paged_attention(
     kind = (row_starts.data_ptr(), context_lens.data_ptr(), context_lens.shape[0], kv_heads, group, head_dim, reach, thread_limit())
     plan = once(kind, lambda: make_plan(kind))
     if plan.tokens < tokens:
+        settle()  # an earlier layer may still have to read this memory
         out[plan.tokens :] = 0.0
     block, value, slot, head, _ = cache_.stride()
     arguments = [query.data_ptr(), cache_.data_ptr(), out.data_ptr(), query.stride(0), query.stride(1), block, value, slot, head]

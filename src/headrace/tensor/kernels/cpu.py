@@ -18,16 +18,15 @@ from torch import Tensor
 from headrace.tensor.kernels import Kernels, Linear, PackedLinear, attention, cache_write, elementwise, integer_packing, quantized
 from headrace.tensor.kernels.cpu_features import LinearPath, linear_path, read_cpu_features
 from headrace.tensor.kernels.integer_simd import STRIP_COLUMNS
+from headrace.tensor.kernels.launch import fresh
 from headrace.tensor.kernels.linear import OneDnnLinear, StripLinear
 from headrace.tensor.kernels.packing import can_strip
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
-from headrace.tensor.kernels.together import Recording, recording, settle, together
+from headrace.tensor.kernels.together import Recording, next_layer, recording, settle, together
 
 FEW_TOKENS = 64
 """Up to so many a step's kernels are short enough for waking threads and Python's own time between them to be felt."""
-RECORDED_TOKENS = 8
-"""Of larger steps Python is a small part, and their results would take much memory to keep."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -77,7 +76,10 @@ class NumbaKernels:
         return together() if num_tokens <= FEW_TOKENS else nullcontext()
 
     def recording(self, num_tokens: int) -> AbstractContextManager[Recording] | None:
-        return recording() if num_tokens <= RECORDED_TOKENS else None
+        return recording() if num_tokens <= FEW_TOKENS else None
+
+    def next_layer(self) -> None:
+        next_layer()
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Linear:
         dtype = dtype or weight.dtype
@@ -150,7 +152,7 @@ class NumbaKernels:
         if not _fits(query) or not _fits_cache(query, cache, kv_scales) or not attention.supports(query.shape[2]):
             rest = {"max_count": max_count, "scale": scale, "window": window, "softcap": softcap, "kv_scales": kv_scales}
             return _outside().attention(query, cache, block_table, row_starts, context_lens, **rest)  # type: ignore[arg-type]
-        out = torch.empty(query.shape, dtype=query.dtype)
+        out = fresh(query.shape, query.dtype)
         attention.paged_attention(
             query, cache, kv_scales, block_table, row_starts, context_lens, out, scale=scale, window=window, softcap=softcap
         )  # fmt: skip

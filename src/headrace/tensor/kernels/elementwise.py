@@ -11,10 +11,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from headrace.tensor.kernels.launch import compile_kernel, float_bits, float_from_bits, helper, launch, thread_limit
+from headrace.tensor.kernels.launch import compile_kernel, float_bits, float_from_bits, fresh, helper, launch, thread_limit
 from headrace.tensor.kernels.simd import as_bf16, as_f32, as_i64, at, exp, load, store, sum_squares
 
 Pointer = Any
@@ -89,7 +88,7 @@ def _norm_bf16_f32(arguments: int, worker: int, workers: int) -> None:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> Tensor:
     """See `Kernels.rms_norm`; x [T, E] or [T, heads, D], last dims contiguous; weight of x's dtype or float32."""
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = fresh(x.shape, x.dtype)
     tokens, dim = x.shape[0], x.shape[-1]
     heads, head_stride = (1, 0) if x.dim() == 2 else (x.shape[1], x.stride(1))
     added, added_stride = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
@@ -139,7 +138,7 @@ def _gate_bf16(arguments: int, worker: int, workers: int) -> None:
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     """See `Kernels.gated_activation`."""
     tokens, dim = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((tokens, dim), dtype=gate_up.dtype)
+    out = fresh((tokens, dim), gate_up.dtype)
     arguments = [gate_up.data_ptr(), out.data_ptr(), tokens, gate_up.stride(0), dim, ACTIVATIONS[activation]]
     workers = workers_for(8 * out.numel())  # exp costs about eight plain elements
     launch(_kernel("gate", gate_up.element_size(), out.element_size()), arguments, workers, out, gate_up)

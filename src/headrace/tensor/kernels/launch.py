@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 import numba
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import cfunc, njit, prange, types
 from numba.extending import intrinsic
@@ -159,6 +160,8 @@ def guarded(function: Callable[..., None], *arguments: Any) -> None:
 class Pending(Protocol):
     """Where launches go instead of being run, see `together`."""
 
+    def fresh(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
+
     def add(self, kernel: int, memory: array[int], workers: int, touched: tuple[Tensor | np.ndarray, ...]) -> None: ...
 
     def counted(self, memory: array[int]) -> None:
@@ -186,6 +189,12 @@ def with_counter(arguments: Sequence[int], place: int) -> array[int]:
     if pending is not None:
         pending.counted(memory)
     return memory
+
+
+def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory for a result, not written yet. Inside `together` it may be a result's of the layer before the last: see `next_layer`."""
+    pending = CALLER.pending
+    return torch.empty(shape, dtype=dtype) if pending is None else pending.fresh(shape, dtype)
 
 
 def address_of(memory: array[int]) -> int:

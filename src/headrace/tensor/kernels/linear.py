@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headrace.tensor.kernels.launch import compile_kernel, helper, launch, thread_limit, with_counter
+from headrace.tensor.kernels.launch import compile_kernel, fresh, helper, launch, thread_limit, with_counter
 from headrace.tensor.kernels.packing import DEPTH, pack_strips, padded
 from headrace.tensor.kernels.simd import as_f32, as_i32, as_i64, at, load, panel_block, store, take_ticket
 from headrace.tensor.kernels.together import settle
@@ -177,8 +177,8 @@ class StripLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, wide = x.shape[0], as_float32(x)
-        panels = torch.empty_like(wide) if rows > 1 else wide
-        out = torch.empty((rows, self.columns), dtype=torch.float32)
+        panels = fresh(wide.shape, torch.float32) if rows > 1 else wide
+        out = fresh((rows, self.columns), torch.float32)
         arguments = [panels.data_ptr(), self.strips.data_ptr(), self.bias.data_ptr(), out.data_ptr(), rows, self.in_features]
         memory = with_counter([*arguments, self.columns, self.block, 0, wide.data_ptr()], 8)
         to_panels, product = _kernels(self.is_bf16)

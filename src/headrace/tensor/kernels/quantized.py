@@ -26,7 +26,7 @@ from headrace.tensor.kernels.integer_simd import (
     nibble_block,
     quantize,
 )
-from headrace.tensor.kernels.launch import compile_kernel, helper, launch, thread_limit, with_counter
+from headrace.tensor.kernels.launch import compile_kernel, fresh, helper, launch, thread_limit, with_counter
 from headrace.tensor.kernels.linear import as_dtype, as_float32
 from headrace.tensor.kernels.rounding import INPUT_LIMIT, RoundedWeight
 from headrace.tensor.kernels.simd import as_bf16, as_f32, as_i8, as_i16, as_i32, as_i64, at, load, store, take_ticket
@@ -249,8 +249,8 @@ class IntegerLinear:
         # One piece of memory for the integers (int8 or int16), float32 scales and int32 sums of the rows: making a tensor takes its time.
         integer_bytes = rows * inputs * (1 if self.group or HAS_DOTS else 2)
         groups = inputs // self.group if self.group else 1
-        rounded = torch.empty(integer_bytes + 4 * rows * (1 + groups), dtype=torch.uint8)
-        out = torch.empty((rows, self.columns), dtype=torch.float32)
+        rounded = fresh((integer_bytes + 4 * rows * (1 + groups),), torch.uint8)
+        out = fresh((rows, self.columns), torch.float32)
         place = rounded.data_ptr()
         arguments = [wide.data_ptr(), place, place + integer_bytes, place + integer_bytes + 4 * rows, rows, inputs, self.group]
         memory = with_counter([*arguments, out.data_ptr(), *self.places, 0, self.span], 12)

@@ -70,6 +70,9 @@ class ReferenceKernels:
     def recording(self, num_tokens: int) -> None:
         return None
 
+    def next_layer(self) -> None:
+        pass
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> PlainLinear:
         return PlainLinear(weight.to(dtype or weight.dtype), bias)
 

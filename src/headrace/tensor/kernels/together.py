@@ -7,12 +7,13 @@ one call: its inputs are written where the first one's lay, and no Python runs p
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar, cast
 
 import numpy as np
+import torch
 from numba import types
 from torch import Tensor
 
@@ -80,25 +81,50 @@ class Batched:
     """Kernels asked for and not run yet, with all they touch."""
 
     def __init__(self) -> None:
+        self._made: tuple[list[Tensor], list[Tensor]] | None = None
+        self._layer = self._place = 0
         self._clear()
 
     def _clear(self) -> None:
+        """What has been made for layers stays: who asked may still hold it, and the next layers write into it."""
         self.entries: list[int] = []
         self.workers = 1
         self.kept: list[object] = []
         self.kept_bytes = 0
+        self._counted: set[int] = set()
         self.known: dict[Hashable, object] = {}
 
     def add(self, kernel: int, memory: array[int], workers: int, touched: tuple[Tensor | np.ndarray, ...]) -> None:
         self.entries += (kernel, address_of(memory), workers)
         self.workers = max(self.workers, workers)
         self.kept += (memory, touched)
-        self.kept_bytes += touched[0].nbytes if touched else 0
+        if touched and id(touched[0]) not in self._counted:  # no id comes twice as long as all are kept
+            self._counted.add(id(touched[0]))
+            self.kept_bytes += touched[0].nbytes
         if self.kept_bytes > MOST_KEPT_BYTES:
             self.settle()
 
     def counted(self, memory: array[int]) -> None:
         pass  # used once, and new
+
+    def next_layer(self) -> None:
+        if self._made is None:
+            self._made = [], []
+        self._layer, self._place = 1 - self._layer, 0
+
+    def fresh(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The tensor that was made at the same place of the layer before the last, if it is of this kind.
+
+        The kernels that use it run before those that are asked for now, in whatever list they stand.
+        """
+        if self._made is None:
+            return torch.empty(shape, dtype=dtype)
+        made, place = self._made[self._layer], self._place
+        self._place += 1
+        if place < len(made) and made[place].dtype == dtype and made[place].shape == tuple(shape):
+            return made[place]
+        made[place : place + 1] = [torch.empty(shape, dtype=dtype)]
+        return made[place]
 
     def settle(self) -> None:
         """Run what is on the list."""
@@ -190,6 +216,13 @@ def recording() -> Iterator[Recording]:
         recorded.finish()
     finally:
         CALLER.pending = None
+
+
+def next_layer() -> None:
+    """A layer begins, which reads results of the last one only: what is made inside `together` from here on may take the memory of those
+    before. A step's results are then as large as two layers', which caches hold, and not as all. Elsewhere nothing changes."""
+    if isinstance(CALLER.pending, Batched):
+        CALLER.pending.next_layer()
 
 
 def current_recording() -> Recording | None:

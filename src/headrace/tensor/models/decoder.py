@@ -137,6 +137,7 @@ class Decoder:
 
     def _layers(self, branch: Tensor, residual: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         for block, group, cache in zip(self.blocks, self.group_of, kv.layers, strict=True):
+            self._kernels.next_layer()
             branch = block(branch, residual, batch, batch.groups[group], cache)
         return self.final_norm(branch, residual)
 

@@ -1,0 +1,100 @@
+"""A prompt as long as the model allows, while other streams decode: how long those stand still, and what it takes.
+
+    python -m bench.long_prompt --model FOLDER [--quantization int8] [--kv-cache-dtype int8] -> bench/results/long-prompt-*.json
+
+The streams run alone first, then the long prompt arrives; they last until it has been answered. A stream gets one token per step, and a
+step computes up to `--max-num-batched-tokens` tokens of the prompt, each of which sees all before it: the last steps are the longest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.tensor.openmp
+
+from bench.harness import RESULTS, Machine, build, finished, requests_for, write_portable
+from bench.peers.engines import peak_of
+from headrace.core.errors import ConfigError
+from headrace.engine.config import KV_CACHE_DTYPES, QUANTIZATIONS, EngineConfig
+from headrace.fleet.weights import resolve_model
+from headrace.lab.datasets import LoadRequest, Shape
+from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
+from headrace.lab.metrics import percentile
+from headrace.lab.offline import run_offline
+
+STREAM_PROMPT = 16
+ALONE_TOKENS = 16
+"""What each stream has said before the long prompt comes."""
+ANSWER_TOKENS = 8
+
+
+def gaps_of(times: Sequence[float]) -> list[float]:
+    return sorted(later - earlier for earlier, later in pairwise(times))
+
+
+def measure(machine: Machine, streams: int, tokens: int, step_tokens: int) -> dict[str, object]:
+    """Times in seconds, memory in bytes; memory is this process's peak before and after the long prompt."""
+    num_steps = -(-tokens // (step_tokens - streams))
+    alone = requests_for(machine, streams, Shape(input_tokens=STREAM_PROMPT, output_tokens=ALONE_TOKENS), seed=0)
+    seconds = finished(run_offline(machine.engine, machine.collector, alone)).duration_s
+    before = peak_of(os.getpid())
+    shape = Shape(input_tokens=STREAM_PROMPT, output_tokens=2 * ALONE_TOKENS + num_steps + ANSWER_TOKENS)
+    flowing = requests_for(machine, streams, shape, seed=1)
+    long = requests_for(machine, 1, Shape(input_tokens=tokens, output_tokens=1), seed=2)[0]
+    run = finished(
+        run_offline(machine.engine, machine.collector, [*flowing, LoadRequest(long.prompt_ids, ANSWER_TOKENS)], [0.0] * streams + [seconds])
+    )
+    machine.engine.scheduler.check()
+    prompt = run.records[-1]
+    meanwhile = [[at for at in record.chunk_s if prompt.sent_s <= at <= prompt.chunk_s[0]] for record in run.records[:streams]]
+    gaps = sorted(gap for times in meanwhile for gap in gaps_of(times))
+    return {
+        "prompt_tokens": tokens,
+        "streams": streams,
+        "step_tokens": step_tokens,
+        "ttft_s": prompt.ttft_s,
+        "streams_tokens_meanwhile": [len(times) for times in meanwhile],
+        "worst_gap_s": gaps[-1],
+        "gap_p50_s": percentile(gaps, 0.5),
+        "gap_alone_p50_s": percentile(gaps_of(run.records[0].chunk_s[:ALONE_TOKENS]), 0.5),
+        "step_s": run.step_s,
+        "peak_memory_before_bytes": before,
+        "peak_memory_after_bytes": peak_of(os.getpid()),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="int8")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
+    parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--tokens", type=int, help="default: the model's own limit, less the answer")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=512)
+    given = parser.parse_args(arguments)
+    if not 1 <= given.streams < given.max_num_batched_tokens:
+        raise ConfigError("streams", f"{given.streams} is outside 1..{given.max_num_batched_tokens - 1}")
+    config = EngineConfig(
+        model=str(resolve_model(given.model)),
+        quantization=given.quantization,
+        kv_cache_dtype=given.kv_cache_dtype,
+        max_num_batched_tokens=given.max_num_batched_tokens,
+    )
+    facts = {"environment": environment(), "read_bandwidth_bytes_per_s": measure_bandwidth(bandwidth_script())}
+    machine = build(config)
+    tokens = given.tokens or machine.engine.info.max_model_len - ANSWER_TOKENS
+    found = measure(machine, given.streams, tokens, given.max_num_batched_tokens)
+    for name, value in found.items():
+        if name != "step_s":
+            print(f"{name}: {value}")
+    kind = "" if given.kv_cache_dtype == "auto" else f"-kv-{given.kv_cache_dtype}"
+    name = f"long-prompt-{Path(config.model).name}-{given.quantization}{kind}-{given.max_num_batched_tokens}"
+    write_portable(RESULTS / f"{name}.json", {**facts, "decided": machine.engine.info.decided, **found})
+
+
+if __name__ == "__main__":
+    main()
