@@ -53,7 +53,7 @@ def test_the_runner_answers_and_its_facts_are_right(tiny_folder: Path, dense: De
 
 
 def test_context_is_costly_where_attention_takes_as_long_as_the_products(decoder: Decoder) -> None:
-    """The tiny model multiplies 32 x (96 + 144) per token and layer, attention 2 x 4 x 8 per token of context, at three quarters the speed."""
+    """Per token and layer 32 x (96 + 144) multiplications; attention 2 x 4 x 8 per token of context, at three quarters of the speed."""
     spec = decoder.spec
     layer, attention = spec.layers[0], spec.layers[0].attention
     windowed = replace(layer, attention=replace(attention, window=5))
