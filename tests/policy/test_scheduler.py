@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from engine_kit import FULL, VOCAB, WINDOW, DrivenEngine, request
 from kv_oracle import expected_tokens
@@ -31,6 +33,40 @@ def test_batched_chunked_and_preempted_sequences_equal_the_plain_loop(depth: int
     driven = DrivenEngine(depth=depth, caching=caching, groups=GROUPS[groups], num_blocks=20, max_num_batched_tokens=budget)
     driven.submit(*(request(f"r{i}", prompt, max_tokens=10) for i, prompt in enumerate(PROMPTS)))
     assert_plain(driven.run())
+
+
+def chunks_of_a_long_prompt(costly_context: int, *, num_streams: int) -> list[int]:
+    """Tokens of a prompt of 400 in each step that computes some, while others decode."""
+    driven = DrivenEngine(num_blocks=400, max_model_len=600, max_num_batched_tokens=40, costly_context=costly_context)
+    driven.submit(*(request(f"s{i}", PROMPTS[i], max_tokens=200) for i in range(num_streams)))
+    driven.turn(3)
+    driven.submit(request("long", [(3 * i) % VOCAB for i in range(400)], max_tokens=1))
+    counts: list[int] = []
+    while ("long", 0) not in driven.finish:
+        driven.turn()
+        plan = driven.engine._ring[-1]
+        counts += [count for count in plan.counts if count > 1]
+        assert plan.num_tokens <= 40
+        assert num_streams in (0, sum(1 for count in plan.counts if count == 1))
+        driven.scheduler.check()
+    assert driven.tokens["long", 0] == expected_tokens([(3 * i) % VOCAB for i in range(400)], 1, VOCAB)
+    return counts
+
+
+def test_chunks_get_shorter_far_into_a_prompt_while_others_decode() -> None:
+    """What a chunk costs, a token at position p counting 1 + p / costly_context, stays what the budget allows."""
+    counts = chunks_of_a_long_prompt(100, num_streams=3)
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    costs = [count * (1 + start / 100) for count, start in zip(counts, starts, strict=True)]
+    assert counts[0] == 37
+    assert all(later <= earlier for earlier, later in pairwise(counts))
+    assert all(37 - 5 <= cost <= 37 for cost in costs[:-1])
+    assert costs[-1] <= 37
+
+
+def test_chunks_are_as_long_as_the_budget_where_context_is_cheap_or_nobody_waits() -> None:
+    assert set(chunks_of_a_long_prompt(0, num_streams=3)[:-1]) == {37}
+    assert set(chunks_of_a_long_prompt(100, num_streams=0)[:-1]) == {40}
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "sjf", "fair"])

@@ -26,8 +26,19 @@ class EngineMachine(RuleBasedStateMachine):
         num_blocks=st.integers(10, 30),
         chunked=st.booleans(),
         static=st.booleans(),
+        costly=st.sampled_from([0, 1, 4, 100]),
     )
-    def build(self, depth: int, caching: bool, groups: tuple, policy: str, num_blocks: int, chunked: bool, static: bool) -> None:  # type: ignore[type-arg]
+    def build(
+        self,
+        depth: int,
+        caching: bool,
+        groups: tuple,  # type: ignore[type-arg]
+        policy: str,
+        num_blocks: int,
+        chunked: bool,
+        static: bool,
+        costly: int,
+    ) -> None:
         self.driven = DrivenEngine(
             depth=depth,
             caching=caching,
@@ -39,6 +50,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_model_len=32,
             enable_chunked_prefill=chunked,
             static_batching=static,
+            costly_context=costly,
             prerequisite_timeout_s=20.0,
         )
         self.driven.runner.fail_when = [POISON]

@@ -198,6 +198,7 @@ def test_model_facts_survive_the_wire_with_the_types_of_their_defaults() -> None
         num_blocks=(100, 50),
         dtype="bfloat16",
         weight_bytes=10**10,
+        costly_context=6000,
         sampling_defaults={"temperature": 0.7, "top_k": 40, "do_sample": True, "note": "x"},
         digests={"model": "ab", "tokenizer": "cd"},
         decided=("threads: 2",),

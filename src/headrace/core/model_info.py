@@ -17,6 +17,7 @@ class ModelInfo:
     eos_token_ids     from generation_config.json, else config.json
     num_blocks        per KV group, pad block included
     weight_bytes      read by one decode step (for MBU)
+    costly_context    tokens before a prompt token from which its attention takes longer than its matrix products, about; 0: it never does
     sampling_defaults from generation_config.json: temperature, top_p, top_k, repetition_penalty, ...
     digests           hex content digests: model, tokenizer, template
     decided           what was chosen at start and why, one line each, for people
@@ -31,6 +32,7 @@ class ModelInfo:
     num_blocks: tuple[int, ...]
     dtype: str
     weight_bytes: int
+    costly_context: int = 0
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     decided: tuple[str, ...] = ()

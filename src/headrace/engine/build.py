@@ -27,6 +27,7 @@ def make_scheduler(config: EngineConfig, info: ModelInfo, *, cache_key: bytes | 
             enable_chunked_prefill=config.enable_chunked_prefill,
             static_batching=config.batching == "static",
             depth=config.depth,
+            costly_context=info.costly_context,
         ),
         kv,
     )

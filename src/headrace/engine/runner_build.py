@@ -156,6 +156,7 @@ def _model_info(
         num_blocks=sizing.num_blocks,
         dtype=_name(loaded.dtype),
         weight_bytes=loaded.weight_bytes,
+        costly_context=loaded.model.spec.costly_context(),
         sampling_defaults=loaded.sampling_defaults,
         digests={"model": loaded.model_digest, **text_digests(texts)},
         decided=decided,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Names and meaning as in `engine.config.EngineConfig`."""
+    """Names and meaning as in `engine.config.EngineConfig` and `core.model_info.ModelInfo`."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -18,6 +18,7 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = True
     static_batching: bool = False
     depth: int = 1
+    costly_context: int = 0
     prerequisite_timeout_s: float = 60.0
 
     @property

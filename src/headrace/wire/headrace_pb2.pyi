@@ -83,7 +83,7 @@ class Scalar(_message.Message):
     def __init__(self, number: _Optional[float] = ..., integer: _Optional[int] = ..., flag: bool = ..., text: _Optional[str] = ...) -> None: ...
 
 class ModelFacts(_message.Message):
-    __slots__ = ("architecture", "vocab_size", "max_model_len", "eos_token_ids", "kv_groups", "block_size", "num_blocks", "dtype", "weight_bytes", "sampling_defaults", "digests", "decided")
+    __slots__ = ("architecture", "vocab_size", "max_model_len", "eos_token_ids", "kv_groups", "block_size", "num_blocks", "dtype", "weight_bytes", "sampling_defaults", "digests", "decided", "costly_context")
     class SamplingDefaultsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +110,7 @@ class ModelFacts(_message.Message):
     SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     DECIDED_FIELD_NUMBER: _ClassVar[int]
+    COSTLY_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     architecture: str
     vocab_size: int
     max_model_len: int
@@ -122,7 +123,8 @@ class ModelFacts(_message.Message):
     sampling_defaults: _containers.MessageMap[str, Scalar]
     digests: _containers.ScalarMap[str, str]
     decided: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., kv_groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., sampling_defaults: _Optional[_Mapping[str, Scalar]] = ..., digests: _Optional[_Mapping[str, str]] = ..., decided: _Optional[_Iterable[str]] = ...) -> None: ...
+    costly_context: int
+    def __init__(self, architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., kv_groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., sampling_defaults: _Optional[_Mapping[str, Scalar]] = ..., digests: _Optional[_Mapping[str, str]] = ..., decided: _Optional[_Iterable[str]] = ..., costly_context: _Optional[int] = ...) -> None: ...
 
 class ClientHello(_message.Message):
     __slots__ = ("protocol_version", "client", "digests", "vocab_size")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from headrace.engine.runner import ModelRunner, OverlappedRunner
 from headrace.engine.runner_build import build_runner
 from headrace.tensor.kernels import launch
 from headrace.tensor.kernels.cpu import FEW_TOKENS
+from headrace.tensor.layers.moe import MoeSpec
+from headrace.tensor.models.decoder import Decoder
 
 
 def config(folder: Path, **changes: Any) -> EngineConfig:
@@ -36,6 +39,7 @@ def test_the_runner_answers_and_its_facts_are_right(tiny_folder: Path, dense: De
     assert (info.architecture, info.vocab_size, info.max_model_len, info.eos_token_ids) == ("LlamaForCausalLM", VOCAB, CONTEXT, (2,))
     assert (info.block_size, info.num_blocks, info.dtype) == (16, (4 * CONTEXT // 16 + 1,), "float32")
     assert info.weight_bytes > 0
+    assert info.costly_context == 90
     assert {line.partition(":")[0] for line in info.decided} == {
         "model",
         "threads",
@@ -46,6 +50,18 @@ def test_the_runner_answers_and_its_facts_are_right(tiny_folder: Path, dense: De
         "KV cache",
         "warm-up",
     }
+
+
+def test_context_is_costly_where_attention_takes_as_long_as_the_products(decoder: Decoder) -> None:
+    """Per token and layer 32 x (96 + 144) multiplications; attention 2 x 4 x 8 per token of context, at three quarters of the speed."""
+    spec = decoder.spec
+    layer, attention = spec.layers[0], spec.layers[0].attention
+    windowed = replace(layer, attention=replace(attention, window=5))
+    experts = replace(layer, mlp=MoeSpec(num_experts=8, top_k=2, size=48, is_renormalised=True))
+    assert spec.costly_context() == 90
+    assert replace(spec, layers=(layer, windowed)).costly_context() == 180
+    assert replace(spec, layers=(windowed, windowed)).costly_context() == 0
+    assert replace(spec, layers=(experts, experts)).costly_context() == 144
 
 
 def greedy_tokens(runner: ModelRunner | OverlappedRunner, *, num_tokens: int) -> list[object]:

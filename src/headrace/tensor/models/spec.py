@@ -8,6 +8,9 @@ from headrace.tensor.layers.attention import AttentionNames, AttentionSpec
 from headrace.tensor.layers.mlp import MlpNames, MlpSpec
 from headrace.tensor.layers.moe import MoeNames, MoeSpec
 
+ATTENTION_SHARE = 0.75
+"""Multiplications per second of prefill attention beside those of matrix products, about (docs/experiments.md, prefill attention)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
@@ -54,6 +57,16 @@ class DecoderSpec:
     norm_plus: float = 0.0
     embedding_scale: float = 1.0
     names: TensorNames = field(default_factory=TensorNames)
+
+    def costly_context(self) -> int:
+        """Context length at which a prompt token's attention takes as long as its matrix products; 0 where all layers have windows."""
+        products = attention = 0
+        for layer in self.layers:
+            own, mlp = layer.attention, layer.mlp
+            features = mlp.size if isinstance(mlp, MlpSpec) else mlp.top_k * mlp.size
+            products += self.hidden_size * (2 * (own.heads + own.kv_heads) * own.head_dim + 3 * features)
+            attention += 0 if own.window else 2 * own.heads * own.head_dim
+        return int(ATTENTION_SHARE * products / attention) if attention else 0
 
     def within(self, max_model_len: int) -> DecoderSpec:
         """The same model for contexts up to max_model_len: a window that never closes is no window."""
