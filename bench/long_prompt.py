@@ -50,7 +50,7 @@ def measure(machine: Machine, streams: int, tokens: int, step_tokens: int) -> di
     )
     machine.engine.scheduler.check()
     prompt = run.records[-1]
-    meanwhile = [[at for at in record.chunk_s if prompt.sent_s <= at <= prompt.chunk_s[0]] for record in run.records[:streams]]
+    meanwhile = [[at for at in record.chunk_s if prompt.intended_s <= at <= prompt.chunk_s[0]] for record in run.records[:streams]]
     gaps = sorted(gap for times in meanwhile for gap in gaps_of(times))
     return {
         "prompt_tokens": tokens,
