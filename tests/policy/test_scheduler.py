@@ -47,7 +47,7 @@ def chunks_of_a_long_prompt(costly_context: int, *, num_streams: int) -> list[in
         plan = driven.engine._ring[-1]
         counts += [count for count in plan.counts if count > 1]
         assert plan.num_tokens <= 40
-        assert num_streams in (0, sum(1 for count in plan.counts if count == 1))
+        assert list(plan.counts).count(1) >= num_streams  # the prompt's last chunk may be one token, too
         driven.scheduler.check()
     assert driven.tokens["long", 0] == expected_tokens([(3 * i) % VOCAB for i in range(400)], 1, VOCAB)
     return counts
