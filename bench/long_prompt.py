@@ -9,6 +9,7 @@ step computes up to `--max-num-batched-tokens` tokens of the prompt, each of whi
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
 from itertools import pairwise
@@ -38,7 +39,9 @@ def gaps_of(times: Sequence[float]) -> list[float]:
 
 def measure(machine: Machine, streams: int, tokens: int, step_tokens: int) -> dict[str, object]:
     """Times in seconds, memory in bytes; memory is this process's peak before and after the long prompt."""
-    num_steps = -(-tokens // (step_tokens - streams))
+    costly = machine.engine.info.costly_context
+    dearer = 1.0 + tokens / (2 * costly) if costly else 1.0  # on average, see `policy.scheduler`
+    num_steps = math.ceil(1.1 * tokens * dearer / (step_tokens - streams))
     alone = requests_for(machine, streams, Shape(input_tokens=STREAM_PROMPT, output_tokens=ALONE_TOKENS), seed=0)
     seconds = finished(run_offline(machine.engine, machine.collector, alone)).duration_s
     before = peak_of(os.getpid())
@@ -50,6 +53,8 @@ def measure(machine: Machine, streams: int, tokens: int, step_tokens: int) -> di
     )
     machine.engine.scheduler.check()
     prompt = run.records[-1]
+    if min(record.end_s for record in run.records[:streams]) < prompt.chunk_s[0]:
+        raise RuntimeError("a stream ended before the long prompt was answered: its gaps would not count")
     meanwhile = [[at for at in record.chunk_s if prompt.intended_s <= at <= prompt.chunk_s[0]] for record in run.records[:streams]]
     gaps = sorted(gap for times in meanwhile for gap in gaps_of(times))
     return {

@@ -69,6 +69,27 @@ def test_chunks_are_as_long_as_the_budget_where_context_is_cheap_or_nobody_waits
     assert set(chunks_of_a_long_prompt(100, num_streams=0)[:-1]) == {40}
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("costly_context", [0, 100])
+def test_who_breaks_a_step_is_found_beside_a_long_prompt(costly_context: int, depth: int) -> None:
+    """Repeated in halves, the long prompt alone takes all of a step's budget: who comes behind it is still asked for."""
+    driven = DrivenEngine(
+        num_blocks=600, max_model_len=900, max_num_seqs=8, max_num_batched_tokens=40, costly_context=costly_context, depth=depth
+    )
+    driven.runner.fail_when = [96]
+    long = [i % 90 for i in range(700)]
+    driven.submit(*(request(f"s{i}", [i + 1], max_tokens=60) for i in range(2)))
+    driven.turn(2)
+    driven.submit(request("long", long, max_tokens=2), request("bad", [5, 6, 96], max_tokens=2))
+    while "bad" not in driven.errors and ("long", 0) not in driven.finish:
+        driven.turn()
+    assert ("long", 0) not in driven.finish or costly_context == 0
+    driven.run()
+    assert "bad" in driven.errors
+    assert driven.tokens["long", 0] == expected_tokens(long, 2, VOCAB)
+    assert all(driven.tokens[f"s{i}", 0] == expected_tokens([i + 1], 60, VOCAB) for i in range(2))
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "sjf", "fair"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_every_queue_policy_gives_the_same_tokens(policy: str, depth: int) -> None:

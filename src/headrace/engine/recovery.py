@@ -47,9 +47,12 @@ class Recovery:
         pending = _halves(sequences)
         while pending:
             group = pending.pop()
-            plan = self._scheduler.replan(group)
+            plan, left = self._scheduler.replan(group)
             if plan is None:
                 continue
+            if left:
+                pending.append(left)
+                group = [seq for seq in group if seq not in left]
             try:
                 self._compute(plan)
             except EngineFatal:

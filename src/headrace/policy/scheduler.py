@@ -353,17 +353,20 @@ class Scheduler:
             if self.roster.queue.charges:
                 self.roster.queue.charge([row.seq], [-row.count])
 
-    def replan(self, sequences: list[Sequence]) -> Plan | None:
-        """A plan of just these sequences (blocks are theirs already): how a failed step is repeated in halves."""
-        step = _Step(self.config.max_num_batched_tokens, PlanBuilder())
+    def replan(self, sequences: list[Sequence]) -> tuple[Plan | None, list[Sequence]]:
+        """A plan of just these sequences (blocks are theirs already): how a failed step is repeated in halves.
+
+        Also returns those the step's budget did not reach: they have to be asked for again.
+        """
+        step, left = _Step(self.config.max_num_batched_tokens, PlanBuilder()), []
         for seq in sequences:
             if seq.state is SeqState.RUNNING and not (seq.wanted == 1 and seq.is_complete):
-                held = min(len(blocks) for blocks in seq.blocks) * self.kv.block_size
-                count = min(self._share(seq, seq.wanted, step), held - seq.planned)
-                if count > 0:
-                    self._grant(seq, count, step)
+                held = min(len(blocks) for blocks in seq.blocks) * self.kv.block_size - seq.planned
+                if seq.wanted > 0 and held > 0:
+                    count = min(self._share(seq, seq.wanted, step), held)
+                    self._grant(seq, count, step) if count else left.append(seq)
         self._charge(step)
-        return self._freeze(step) if len(step.rows) else None
+        return (self._freeze(step) if len(step.rows) else None), left
 
     def delta_plan(self, plan: Plan) -> Plan:
         """The state changes of a plan that raised, without rows: applying them again is harmless, missing them is not."""

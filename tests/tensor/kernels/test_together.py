@@ -58,6 +58,7 @@ def test_a_list_is_run_early_before_it_holds_too_much(monkeypatch: pytest.Monkey
     layers, norm, x = _layers(), torch.randn(128), torch.randn(3, 128)
     want = _block(x, layers, norm)
     monkeypatch.setattr(together, "MOST_KEPT_BYTES", 4000)
+    monkeypatch.setattr(type(KERNELS), "next_layer", lambda _: None)  # all results take memory of their own
     with together.together():
         got = _block(x, layers, norm)
         assert isinstance(CALLER.pending, together.Batched)
@@ -69,16 +70,19 @@ def test_a_layer_takes_the_memory_of_the_one_before_the_last() -> None:
     wide, narrow = StripLinear(torch.randn(128, 128), None), StripLinear(torch.randn(64, 128), None)
     x = torch.randn(5, 128)
     wants = [linear(x) for linear in (wide, wide, wide, narrow, narrow, narrow)]
-    places = []
+    places, kept = [], []
     with together.together():
         for linear, want in zip((wide, wide, wide, narrow, narrow, narrow), wants, strict=True):
             KERNELS.next_layer()
             got = linear(x)
             places.append(got.data_ptr())
+            assert isinstance(CALLER.pending, together.Batched)
+            kept.append(CALLER.pending.kept_bytes)
             together.settle()
             assert torch.equal(got, want)
     first, second, third, *others = places
     assert (third, first == second) == (first, False)
+    assert [count > 0 for count in kept] == [True, True, False, True, True, False]  # what is written over is not counted again
     assert (others[2], others[0] == others[1]) == (others[0], False)
     KERNELS.next_layer()  # outside of a list it means nothing
     assert torch.equal(linear(x), wants[-1])

@@ -91,16 +91,12 @@ class Batched:
         self.workers = 1
         self.kept: list[object] = []
         self.kept_bytes = 0
-        self._counted: set[int] = set()
         self.known: dict[Hashable, object] = {}
 
     def add(self, kernel: int, memory: array[int], workers: int, touched: tuple[Tensor | np.ndarray, ...]) -> None:
         self.entries += (kernel, address_of(memory), workers)
         self.workers = max(self.workers, workers)
         self.kept += (memory, touched)
-        if touched and id(touched[0]) not in self._counted:  # no id comes twice as long as all are kept
-            self._counted.add(id(touched[0]))
-            self.kept_bytes += touched[0].nbytes
         if self.kept_bytes > MOST_KEPT_BYTES:
             self.settle()
 
@@ -118,13 +114,18 @@ class Batched:
         The kernels that use it run before those that are asked for now, in whatever list they stand.
         """
         if self._made is None:
-            return torch.empty(shape, dtype=dtype)
+            return self._new(shape, dtype)
         made, place = self._made[self._layer], self._place
         self._place += 1
         if place < len(made) and made[place].dtype == dtype and made[place].shape == tuple(shape):
             return made[place]
-        made[place : place + 1] = [torch.empty(shape, dtype=dtype)]
+        made[place : place + 1] = [self._new(shape, dtype)]
         return made[place]
+
+    def _new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        made = torch.empty(shape, dtype=dtype)
+        self.kept_bytes += made.nbytes
+        return made
 
     def settle(self) -> None:
         """Run what is on the list."""
