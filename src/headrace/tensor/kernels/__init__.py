@@ -91,7 +91,7 @@ class Kernels(Protocol):
         ...
 
     def round_weight(self, weight: Tensor, precision: Precision) -> RoundedWeight:
-        """As `rounding.round_weight`, to the bit."""
+        """As `rounding.round_weight`, to the bit; of what is not finite it is only said that the scale is not either."""
         ...
 
     def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear:
