@@ -1,8 +1,8 @@
-"""The header of a safetensors file, checked before anything maps the file.
+"""The header of a safetensors file, checked before anything else of the file is read.
 
 Layout: 8 bytes little-endian header length, the header (JSON: name -> dtype, shape, data_offsets), the data. Every sum is done in
 Python integers and held against the file's length; ranges must cover the data exactly, without gap or overlap. What passes here cannot
-make the safetensors library or torch read outside the file.
+send a reader outside the file.
 """
 
 from __future__ import annotations
