@@ -1,8 +1,9 @@
 """A model's matrix products alone, each by the fastest implementation known for its number of rows, in the same minute as the engines.
 
-It is what its products cost here and now, put on a list step by step (Headrace repeats recorded lists, so it may pass it), not an engine: no
-attention, no norms, no cache, no sampling, no scheduler, and activations come in the type the product wants. For 8 and 4 bits a wider copy of the weight may answer too: whoever stores few bits may
-widen them once per step, which costs many rows little. What is fastest is looked for outside the timed part (`Ceiling.prepare`).
+It is what its products cost here and now, put on a list step by step (Headrace repeats recorded lists, so it may pass it). It is not an
+engine: no attention, no norms, no cache, no sampling, no scheduler, and activations come in the type the product wants. For 8 and 4 bits a
+wider copy of the weight may answer too: whoever stores few bits may widen them once per step, which costs many rows little. What is fastest
+is looked for outside the timed part (`Ceiling.prepare`).
 """
 
 from __future__ import annotations
