@@ -12,6 +12,7 @@ from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.kvgroup import KvGroup
+from headrace.core.plan import Plan
 from headrace.core.request import PriorityClass
 from headrace.policy.scheduler import MAX_SCORED_TOKENS
 
@@ -71,19 +72,28 @@ def test_chunks_are_as_long_as_the_budget_where_context_is_cheap_or_nobody_waits
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("costly_context", [0, 100])
-def test_who_breaks_a_step_is_found_beside_a_long_prompt(costly_context: int, depth: int) -> None:
+def test_who_breaks_a_step_is_found_beside_a_long_prompt(costly_context: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeated in halves, the long prompt alone takes all of a step's budget: who comes behind it is still asked for."""
     driven = DrivenEngine(
         num_blocks=600, max_model_len=900, max_num_seqs=8, max_num_batched_tokens=40, costly_context=costly_context, depth=depth
     )
     driven.runner.fail_when = [96]
     long = [i % 90 for i in range(700)]
+    recoveries: list[int] = []
+    recover = driven.engine._recovery.recover
+
+    def counted(plans: list[Plan]) -> None:
+        recoveries.append(len(plans))
+        recover(plans)
+
+    monkeypatch.setattr(driven.engine._recovery, "recover", counted)
     driven.submit(*(request(f"s{i}", [i + 1], max_tokens=60) for i in range(2)))
     driven.turn(2)
-    driven.submit(request("long", long, max_tokens=2), request("bad", [5, 6, 96], max_tokens=2))
-    while "bad" not in driven.errors and ("long", 0) not in driven.finish:
+    driven.submit(request("long", long, max_tokens=2), request("bad", [96] + [5] * 30, max_tokens=2))
+    while "bad" not in driven.errors:
         driven.turn()
-    assert ("long", 0) not in driven.finish or costly_context == 0
+    assert len(recoveries) == 1
+    assert ("long", 0) not in driven.finish
     driven.run()
     assert "bad" in driven.errors
     assert driven.tokens["long", 0] == expected_tokens(long, 2, VOCAB)

@@ -364,7 +364,10 @@ class Scheduler:
                 held = min(len(blocks) for blocks in seq.blocks) * self.kv.block_size - seq.planned
                 if seq.wanted > 0 and held > 0:
                     count = min(self._share(seq, seq.wanted, step), held)
-                    self._grant(seq, count, step) if count else left.append(seq)
+                    if count:
+                        self._grant(seq, count, step)
+                    else:
+                        left.append(seq)
         self._charge(step)
         return (self._freeze(step) if len(step.rows) else None), left
 
