@@ -1,9 +1,9 @@
 """A model's matrix products alone, each by the fastest implementation known for its number of rows, in the same minute as the engines.
 
-It is what its products cost here and now, put on a list step by step (Headrace repeats recorded lists, so it may pass it). It is not an
-engine: no attention, no norms, no cache, no sampling, no scheduler, and activations come in the type the product wants. For 8 and 4 bits a
-wider copy of the weight may answer too: whoever stores few bits may widen them once per step, which costs many rows little. What is fastest
-is looked for outside the timed part (`Ceiling.prepare`).
+It is what its products cost here and now; steps of few rows are recorded and repeated as the engine's own are. It is not an engine: no
+attention, no norms, no cache, no sampling, no scheduler, and activations come in the type the product wants. For 8 and 4 bits a wider copy
+of the weight may answer too: whoever stores few bits may widen them once per step, which costs many rows little. What is fastest is looked
+for outside the timed part (`Ceiling.prepare`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from headrace.tensor.kernels.cpu import FEW_TOKENS, KERNELS
 from headrace.tensor.kernels.cpu_features import read_cpu_features, resolve_dtype
 from headrace.tensor.kernels.linear import OneDnnLinear
 from headrace.tensor.kernels.rounding import Precision, round_weight
+from headrace.tensor.kernels.together import Recording, settle
 
 STEP_ROWS = 2048
 """Rows of one pass, as the engines' largest step; more rows are no faster each."""
@@ -31,6 +32,8 @@ PROBED_COPIES = 2
 
 
 class Multiply(Protocol):
+    """What computes at once, instead of putting itself on the list, calls `settle`."""
+
     in_features: int
 
     def __call__(self, x: Tensor) -> Tensor: ...
@@ -62,6 +65,7 @@ class OneDnnInt8:
         self._zeros = torch.zeros(len(weight), dtype=torch.int64)
 
     def __call__(self, x: Tensor) -> Tensor:
+        settle()
         made: Tensor = torch.ops.onednn.qlinear_pointwise(
             x, 1.0, self.ZERO, self._packed, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
@@ -159,6 +163,7 @@ class Ceiling:
         make = weights or (lambda shape: torch.randn(shape).mul_(0.02).bfloat16())
         self.layer = [Product(kinds) for _ in products.layer]
         self.head = Product(kinds)
+        self._recorded: dict[Pass, Recording] = {}
         self._layers = products.layers
         for _ in range(products.layers):
             for product, shape in zip(self.layer, products.layer, strict=True):
@@ -167,21 +172,38 @@ class Ceiling:
 
     @torch.inference_mode()
     def prepare(self, prompts: list[list[int]], max_tokens: list[int]) -> None:
-        """Untimed: choose and warm up every number of rows these requests come to."""
+        """Untimed: choose, warm up and where it can be done record every number of rows these requests come to."""
         for product in (*self.layer, self.head):
             product.forget_inputs()
         for each in dict.fromkeys(passes_of([len(ids) for ids in prompts], max_tokens)):
             for product in self.layer:
                 product.prepare(each.rows)
             self.head.prepare(each.logit_rows)
+            if each not in self._recorded:
+                self._record(each)
 
     @torch.inference_mode()
     def __call__(self, prompts: list[list[int]], max_tokens: list[int]) -> int:
         for each in passes_of([len(ids) for ids in prompts], max_tokens):
-            with KERNELS.together(each.rows):
-                for layer in range(self._layers):
-                    KERNELS.next_layer()
-                    for product in self.layer:
-                        product.run(layer, each.rows)
-                self.head.run(0, each.logit_rows)
+            if each in self._recorded:
+                self._recorded[each].repeat()
+            else:
+                self._multiply(each)
         return sum(max_tokens)
+
+    def _record(self, each: Pass) -> None:
+        recording = KERNELS.recording(each.rows)
+        if recording is None:
+            return
+        with recording as recorded:
+            self._multiply(each)
+        if recorded.is_whole:
+            self._recorded[each] = recorded
+
+    def _multiply(self, each: Pass) -> None:
+        with KERNELS.together(each.rows):
+            for layer in range(self._layers):
+                KERNELS.next_layer()
+                for product in self.layer:
+                    product.run(layer, each.rows)
+            self.head.run(0, each.logit_rows)

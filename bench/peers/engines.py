@@ -187,7 +187,8 @@ def _openvino(model: Path, precision: str, envs: Path, threads: int) -> Launch:
     weights = model.with_name(f"{model.name}.openvino") / precision
     _need(home / "bin" / "python", weights)
     options = {"cache_size": 4, "enable_prefix_caching": False, "max_num_batched_tokens": 2048, "max_num_seqs": 64}
-    return Launch(python=home / "bin" / "python", script="openvino_worker.py", settings={"model": str(weights), "options": options})
+    settings = {"model": str(weights), "options": options, "properties": {"INFERENCE_NUM_THREADS": threads}}
+    return Launch(python=home / "bin" / "python", script="openvino_worker.py", settings=settings)
 
 
 def _need(*paths: Path) -> None:

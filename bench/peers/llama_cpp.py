@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from bench.peers.engines import CannotRun, peak_of
-from bench.peers.rows import DECODE_TOKENS, NUM_MIXED, STARTUP_PROMPT, Figure, Ids, decode_prompt, measure
+from bench.peers.rows import DECODE_TOKENS, NUM_MIXED, PREFILL_REPEATS, STARTUP_PROMPT, Figure, Ids, decode_prompt, measure, prefill_figure
 from bench.peers.servers import MODEL_NAME, Server, ServerLaunch, serving
 
 KINDS = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
@@ -39,8 +39,8 @@ class LlamaCpp:
     def figure(self, row: str, seed: int) -> Figure:
         kind, _, number = row.partition("-")
         if kind == "prefill":
-            entry = self._bench(int(number), 1, 1)
-            return Figure(entry["speed_pp"], "tok/s", (entry["t_pp"],))
+            seconds = tuple(self._bench(int(number), 1, 1)["t_pp"] for _ in range(PREFILL_REPEATS))
+            return prefill_figure(int(number), seconds)
         if kind == "decode":
             entry = self._bench(decode_prompt(int(number)), DECODE_TOKENS, int(number))
             return Figure(entry["speed_tg"], "tok/s", (entry["t_pp"], entry["t_tg"]))

@@ -62,7 +62,10 @@ def measure(row: str, ask: Ask, *, seed: int) -> Figure:
 
 
 def _prefill(length: int, ask: Ask, rng: random.Random) -> Figure:
-    seconds = tuple(ask([prompt(length, rng)], [1]) for _ in range(PREFILL_REPEATS))
+    return prefill_figure(length, tuple(ask([prompt(length, rng)], [1]) for _ in range(PREFILL_REPEATS)))
+
+
+def prefill_figure(length: int, seconds: tuple[float, ...]) -> Figure:
     return Figure(length / statistics.median(seconds), "tok/s", seconds)
 
 

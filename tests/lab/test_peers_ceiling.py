@@ -15,6 +15,7 @@ from bench.peers.engines import WORKERS, Launch, launch_of, running
 from bench.peers.rows import row_names
 from bench.peers.run import rows_of
 from bench.peers.shapes import Products
+from headrace.tensor.kernels.together import settle
 
 TINY = Products(layer=((128, 64), (64, 128)), layers=3, head=(192, 64), kv_numbers=1)
 
@@ -26,6 +27,7 @@ class Counted:
         self.in_features, self._calls, self._seconds = weight.shape[1], calls, seconds
 
     def __call__(self, x: Tensor) -> Tensor:
+        settle()
         self._calls.append(len(x))
         time.sleep(self._seconds)
         return x
@@ -63,6 +65,17 @@ def test_the_fastest_kind_is_chosen_before_the_clock_starts() -> None:
     slow.clear()
     made(prompts(9), [4])
     assert slow == []
+
+
+def test_steps_of_few_rows_are_recorded_where_nothing_computes_outside_the_list() -> None:
+    kinds = kinds_of("int8")
+    own = Ceiling(TINY, {"own": kinds["headrace-int8"]})
+    own.prepare(prompts(*[40] * 3), [3, 2, 1])
+    assert set(own._recorded) == {Pass(2, 2), Pass(1, 1)}
+    assert own(prompts(*[40] * 3), [3, 2, 1]) == 6
+    outside = Ceiling(TINY, {"outside": kinds["onednn-int8"]})
+    outside.prepare(prompts(5), [3])
+    assert not outside._recorded
 
 
 def test_rows_that_were_not_prepared_are_refused() -> None:

@@ -15,7 +15,7 @@ def load(settings: dict[str, Any]) -> Generate:
     scheduler = openvino_genai.SchedulerConfig()
     for name, value in settings["options"].items():
         setattr(scheduler, name, value)
-    pipe = openvino_genai.ContinuousBatchingPipeline(settings["model"], scheduler_config=scheduler, device="CPU")
+    pipe = openvino_genai.ContinuousBatchingPipeline(settings["model"], scheduler, "CPU", settings["properties"])
 
     def config(count: int) -> object:
         made = openvino_genai.GenerationConfig()
