@@ -2,8 +2,8 @@
 
     python -m bench.peers.convert --models FOLDER --envs FOLDER --shape llama-1.1b
 
-llama.cpp: MODEL.gguf/{bf16,int8,int4}.gguf (BF16, Q8_0, Q4_0). OpenVINO: MODEL.openvino/{bf16,int8,int4}. vLLM reads the plain model; its
-integer weights are in MODEL.compressed/{int8,int4}. What is there is left alone.
+llama.cpp: MODEL.gguf/{bf16,f16,q8_0,q4_0}.gguf, of the first two what this CPU is faster with. OpenVINO: MODEL.openvino/{bf16,int8,int4}.
+vLLM reads the plain model; its integer weights are in MODEL.compressed/{int8,int4}. What is there is left alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.peers.cells import SHAPES
 from bench.peers.compressed import write_compressed
-from bench.peers.llama_cpp import KINDS
+from bench.peers.llama_cpp import KINDS, gguf_file, gguf_kinds
 from headrace.tensor.kernels.rounding import Precision
 
 SCRIPT = Path(__file__).parent / "workers" / "to_gguf.py"
@@ -28,13 +28,12 @@ def run(*command: object) -> None:
 
 
 def to_gguf(model: Path, envs: Path) -> None:
-    folder = model.with_name(f"{model.name}.gguf")
-    folder.mkdir(exist_ok=True)
-    plain = folder / "bf16.gguf"
+    plain = gguf_file(model, KINDS["bf16"])
+    plain.parent.mkdir(exist_ok=True)
     if not plain.exists():
         run(envs / "vllm" / "bin" / "python", SCRIPT, model, plain)
-    for precision, kind in KINDS.items():
-        target = folder / f"{precision}.gguf"
+    for kind in gguf_kinds().values():
+        target = gguf_file(model, kind)
         if not target.exists():
             run(envs / "llama.cpp" / "llama-quantize", plain, target, kind)
 

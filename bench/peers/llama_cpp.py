@@ -17,11 +17,22 @@ import psutil
 from bench.peers.engines import CannotRun, peak_of
 from bench.peers.rows import DECODE_TOKENS, NUM_MIXED, PREFILL_REPEATS, STARTUP_PROMPT, Figure, Ids, decode_prompt, measure, prefill_figure
 from bench.peers.servers import MODEL_NAME, Server, ServerLaunch, serving
+from headrace.tensor.kernels.cpu_features import read_cpu_features
 
 KINDS = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
-"""The fastest format of each width on a CPU."""
+WITHOUT_BF16 = {**KINDS, "bf16": "F16"}
+"""The fastest format of each width on a CPU, and on one without bfloat16 products."""
 CONTEXT_PER_SLOT = 640
 BENCH_TIMEOUT_S = 900.0
+
+
+def gguf_kinds() -> dict[str, str]:
+    """By precision, here."""
+    return KINDS if read_cpu_features().has_bf16 else WITHOUT_BF16
+
+
+def gguf_file(model: Path, kind: str) -> Path:
+    return model.with_name(f"{model.name}.gguf") / f"{kind.lower()}.gguf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +133,7 @@ class Client:
 
 def llama_cpp(model: Path, precision: str, envs: Path, threads: int) -> LlamaCpp:
     """Raises CannotRun when the build or the converted weights are missing."""
-    weights = model.with_name(f"{model.name}.gguf") / f"{precision}.gguf"
+    weights = gguf_file(model, gguf_kinds()[precision])
     binaries = envs / "llama.cpp"
     for path in (binaries / "llama-batched-bench", binaries / "llama-server", weights):
         if not path.exists():
