@@ -70,9 +70,8 @@ def step_tokens(config: EngineConfig, max_model_len: int) -> int:
 
 def activation_bytes(config: EngineConfig, hidden_size: int, vocab_size: int, max_model_len: int) -> int:
     """A generous guess at the largest tensors alive at once in a step, in float32: 32 rows of the hidden size per token (the
-    feed-forward's two halves are 8 at most in known models), the sampled rows' logits thrice, a piece of prompt logits, and
-    decode steps that are recorded (`models.repeated`; kept aside also where none will be)."""
-    return 4 * (32 * step_tokens(config, max_model_len) * hidden_size + 3 * config.max_num_seqs * vocab_size) + 192 * MIB
+    feed-forward's two halves are 8 at most in known models), the sampled rows' logits thrice, and a piece of prompt logits."""
+    return 4 * (32 * step_tokens(config, max_model_len) * hidden_size + 3 * config.max_num_seqs * vocab_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,12 +112,13 @@ def _check_weights_fit(found: ModelDescription, available: Available) -> None:
 
 
 def _size(config: EngineConfig, loaded: LoadedModel, groups: tuple[KvGroup, ...]) -> KvSizing:
-    available = read_memory(config.device)
+    available, model = read_memory(config.device), loaded.model
+    step_bytes = activation_bytes(config, model.spec.hidden_size, loaded.vocab_size, loaded.max_model_len)
     budget = Budget(
         available_bytes=available.num_bytes,
         source=available.source,
         weight_bytes=loaded.resident_bytes,
-        activation_bytes=activation_bytes(config, loaded.model.spec.hidden_size, loaded.vocab_size, loaded.max_model_len),
+        activation_bytes=step_bytes + model.recorded_bytes,
     )
     return size_kv(config, groups, loaded.max_model_len, budget)
 

@@ -26,6 +26,7 @@ from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.news import Output
 from headrace.policy.plan_builder import PlanBuilder
+from headrace.policy.price import ChunkPrice
 from headrace.policy.roster import Roster
 from headrace.policy.sequence import SeqState, Sequence
 from headrace.policy.step import NOBODY, Row, StepRows
@@ -61,7 +62,7 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.roster = Roster(config, kv)
-        self._costly_context = config.costly_context if config.enable_chunked_prefill else 0
+        self._price = ChunkPrice(config.costly_context if config.enable_chunked_prefill else 0)
         self._rows: dict[int, StepRows] = {}
         self._lane = NOBODY
         self._unsent: PlanBuilder | None = None
@@ -173,27 +174,23 @@ class Scheduler:
     def _share(self, seq: Sequence, wanted: int, step: _Step) -> int:
         """Tokens of this step for a sequence that wants `wanted`.
 
-        With others in the step, a chunk far into a prompt is shorter: they would wait for its attention to all that comes before.
+        With others in the step, a chunk far into a prompt is shorter: they would wait for its attention to all that comes before. One that
+        is alone hurts nobody.
         Without chunking a prompt runs whole or not; one longer than the whole budget runs as the only prefill of its step.
         """
         if self.config.enable_chunked_prefill or wanted == 1:
-            limit = max(step.score_budget, 1) if wanted > 1 and seq.scores_prompt else wanted
-            return min(wanted, limit, self._affordable(seq.promised - wanted, step) if wanted > 1 else max(step.budget, 0))
+            most = self._price.most(seq.promised - wanted, step.budget) if wanted > 1 and len(step.rows) else max(step.budget, 0)
+            return min(wanted, most, max(step.score_budget, 1) if wanted > 1 and seq.scores_prompt else wanted)
         if wanted <= step.budget:
             return wanted
         is_oversized = wanted > self.config.max_num_batched_tokens
         return wanted if is_oversized and step.num_prefills == 0 else 0
 
-    def _affordable(self, start: int, step: _Step) -> int:
-        """Tokens from position `start` on that the budget pays for; at least one while there is any. A chunk alone hurts nobody."""
-        budget, length = max(step.budget, 0), self._costly_context
-        return budget if not (length and len(step.rows)) else min(budget, max(1, budget * length // (length + start)))
-
     def _grant(self, seq: Sequence, count: int, step: _Step) -> None:
         start = seq.planned
         samples = int(start + count == seq.promised)
         step.rows.add(seq, start, count, samples)
-        step.num_more += count - 1 + (count * start // self._costly_context if count > 1 and self._costly_context else 0)
+        step.num_more += count - 1 + self._price.surcharge(start, count)
         step.num_prefills += count > 1
         if seq.scores_prompt and start < seq.num_prompt:
             step.score_budget -= count

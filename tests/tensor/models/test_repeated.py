@@ -31,26 +31,26 @@ def _loaded(quantization: str) -> LoadedModel:
     )  # fmt: skip
 
 
-def _cache(loaded: LoadedModel, dtype: torch.dtype) -> KvCache:
+def _cache(loaded: LoadedModel, dtype: torch.dtype, num_blocks: int = 1 + MOST_ROWS * BLOCKS_PER_ROW) -> KvCache:
     model = loaded.model
-    kv = allocate_kv(model.kv_shapes, model.group_of, (1 + MOST_ROWS * BLOCKS_PER_ROW,), BLOCK_SIZE, dtype, "cpu")
+    kv = allocate_kv(model.kv_shapes, model.group_of, (num_blocks,), BLOCK_SIZE, dtype, "cpu")
     generator = torch.Generator().manual_seed(1)
     heads, dim = model.kv_shapes[0]
-    filling = torch.randn((1 + MOST_ROWS * BLOCKS_PER_ROW) * BLOCK_SIZE, heads, dim, generator=generator)
+    filling = torch.randn(num_blocks * BLOCK_SIZE, heads, dim, generator=generator)
     for layer in kv.layers:
         load_kernels("numba").scatter_kv(filling, filling, layer.values, torch.arange(len(filling)), kv_scales=layer.scales)
     return kv
 
 
-def _batch(rows: list[int], contexts: list[int]) -> Batch:
+def _batch(rows: list[int], contexts: list[int], blocks_per_row: int = BLOCKS_PER_ROW) -> Batch:
     """One token of each row, which then has that context."""
     width = max(-(-context // BLOCK_SIZE) for context in contexts)
     table = torch.zeros((len(rows), width), dtype=torch.int32)
     for place, (row, context) in enumerate(zip(rows, contexts, strict=True)):
         used = -(-context // BLOCK_SIZE)
-        table[place, :used] = torch.arange(used, dtype=torch.int32) + 1 + row * BLOCKS_PER_ROW
+        table[place, :used] = torch.arange(used, dtype=torch.int32) + 1 + row * blocks_per_row
     positions = torch.tensor(contexts) - 1
-    slots = torch.tensor([(1 + row * BLOCKS_PER_ROW) * BLOCK_SIZE + context - 1 for row, context in zip(rows, contexts, strict=True)])
+    slots = torch.tensor([(1 + row * blocks_per_row) * BLOCK_SIZE + context - 1 for row, context in zip(rows, contexts, strict=True)])
     starts = torch.arange(len(rows) + 1, dtype=torch.int32)
     return Batch(positions, starts, torch.tensor(contexts, dtype=torch.int32), 1, (GroupBatch(table, slots),))
 
@@ -81,6 +81,28 @@ def test_steps_have_the_bits_of_layers_called_one_by_one(quantization: str, stor
     kept = loaded.model._repeated._kept
     assert 0 < len(kept) <= module.MOST_KEPT
     assert all(step.recording.is_whole for step in kept.values())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_steps_of_as_many_rows_as_are_recorded_have_the_same_bits(quantization: str) -> None:
+    loaded, rng, blocks = _loaded(quantization), random.Random(1), 25
+    kv, twin = (_cache(loaded, torch.bfloat16, 1 + cpu.FEW_TOKENS * blocks) for _ in range(2))
+    for count in (cpu.FEW_TOKENS, 33, cpu.FEW_TOKENS, 20, 33):
+        rows = rng.sample(range(cpu.FEW_TOKENS), count)
+        batch = _batch(rows, [rng.randint(1, BLOCK_SIZE * blocks) for _ in rows], blocks)
+        ids = torch.tensor([rng.randrange(4, loaded.vocab_size) for _ in rows])
+        assert torch.equal(loaded.model.forward(ids, batch, kv), _plain(loaded, ids, batch, twin))
+    assert {count for _, count, cache in loaded.model._repeated._kept if cache == id(kv)} == {20, 33, cpu.FEW_TOKENS}
+
+
+@torch.inference_mode()
+def test_rows_with_adapters_are_not_recorded() -> None:
+    loaded = _loaded("none")
+    repeated = module.Repeated(load_kernels("numba"), loaded.model._layers)
+    batch = _batch([0], [20])
+    batch.adapter_slots = torch.tensor([1], dtype=torch.int32)
+    assert repeated.run(torch.zeros(1, loaded.model.spec.hidden_size), batch, _cache(loaded, torch.float32)) is None
 
 
 @torch.inference_mode()

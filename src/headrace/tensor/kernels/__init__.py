@@ -54,11 +54,13 @@ class Recording(Protocol):
 class Kernels(Protocol):
     """Every operation of a transformer block that is worth writing by hand. No argument is kept; outputs are fresh unless said.
 
-    packed_layout  names the form of what `packed` gives; "": linears are not kept on disk
+    packed_layout        names the form of what `packed` gives; "": linears are not kept on disk
+    most_recorded_bytes  of results that one recording holds; 0: steps are never recorded
     """
 
     name: str
     packed_layout: str
+    most_recorded_bytes: int
 
     def together(self, num_tokens: int) -> AbstractContextManager[None]:
         """Operations called inside may be carried out at its end, all at once: their results must not be looked at before.

@@ -23,7 +23,7 @@ from headrace.tensor.kernels.linear import OneDnnLinear, StripLinear
 from headrace.tensor.kernels.packing import can_strip
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
-from headrace.tensor.kernels.together import Recording, next_layer, recording, settle, together
+from headrace.tensor.kernels.together import MOST_KEPT_BYTES, Recording, next_layer, recording, settle, together
 
 FEW_TOKENS = 64
 """Up to so many a step's kernels are short enough for waking threads and Python's own time between them to be felt."""
@@ -67,6 +67,7 @@ class NumbaKernels:
     """Implements `Kernels`; holds no state but which linear path is taken."""
 
     name = "numba"
+    most_recorded_bytes = MOST_KEPT_BYTES
     packed_layout = f"strips of {STRIP_COLUMNS}, bytes in order"
 
     def __init__(self, *, deterministic: bool) -> None:

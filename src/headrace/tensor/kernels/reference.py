@@ -63,6 +63,7 @@ class ReferenceKernels:
 
     name = "reference"
     packed_layout = ""
+    most_recorded_bytes = 0
 
     def together(self, num_tokens: int) -> AbstractContextManager[None]:
         return nullcontext()

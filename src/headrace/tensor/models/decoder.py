@@ -123,6 +123,11 @@ class Decoder:
         table = self.embedding.numel() * self.embedding.element_size()
         return sum(block.weight_bytes(one_token=False) for block in self.blocks) + self.head.weight_bytes + table
 
+    @property
+    def recorded_bytes(self) -> int:
+        """Most that recorded steps hold beside the weights."""
+        return self._repeated.most_bytes if self._is_dense else 0
+
     def forward(self, ids: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         """ids [T] int64 -> hidden [T, E], normed, ready for `logits`. Writes the step's keys and values into `kv`."""
         branch = F.embedding(ids, self.embedding).to(self.dtype)

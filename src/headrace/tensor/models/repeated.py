@@ -19,7 +19,7 @@ from headrace.tensor.batch import Batch, GroupBatch, KvCache
 from headrace.tensor.kernels import Kernels, Recording
 
 MOST_KEPT = 4
-"""Shapes that are kept; the one used longest ago goes first. Each holds its step's results, up to `together.MOST_KEPT_BYTES`."""
+"""Shapes that are kept; the one used longest ago goes first. Each holds its step's results, up to `Kernels.most_recorded_bytes`."""
 TABLE_MULTIPLE = 64
 """Block tables are recorded with room to grow, so that a new block does not mean a new recording."""
 
@@ -35,15 +35,22 @@ class Repeated:
         self._kept: OrderedDict[tuple[object, ...], _Step] = OrderedDict()
         self._most_tokens = sys.maxsize
 
+    @property
+    def most_bytes(self) -> int:
+        """Of results that are kept, and of one recording more: what a longer block table replaces is there until its successor is made."""
+        return (MOST_KEPT + 1) * self._kernels.most_recorded_bytes
+
     def run(self, branch: Tensor, batch: Batch, kv: KvCache) -> Tensor | None:
         """The layers' result, a new tensor; None where this step is not for recording."""
-        is_possible = batch.max_count == 1 and batch.num_tokens <= self._most_tokens
+        is_possible = batch.max_count == 1 and batch.num_tokens <= self._most_tokens and batch.adapter_slots is None
         recording = self._kernels.recording(batch.num_tokens) if is_possible else None
         if recording is None:
             return None
         key = (len(batch.context_lens), batch.num_tokens, id(kv))
         step = self._kept.pop(key, None)
         if step is None or not step.load(branch, batch) or not step.recording.repeat():
+            while len(self._kept) >= MOST_KEPT:
+                self._kept.popitem(last=False)
             inputs = _Inputs.of(branch, batch)
             with recording as recorded:
                 out = self._layers(inputs.branch, inputs.residual, inputs.batch, kv)
@@ -52,8 +59,6 @@ class Repeated:
             self._kept[key] = step
         else:  # and neither would be a larger one
             self._most_tokens = batch.num_tokens - 1
-        if len(self._kept) > MOST_KEPT:
-            self._kept.popitem(last=False)
         return step.out.clone()
 
 
