@@ -21,7 +21,7 @@ from torch import Tensor
 from headrace.core.errors import EngineFatal
 from headrace.core.plan import Plan, Result, TokenLogprobs
 from headrace.engine.failpoints import failpoint
-from headrace.engine.runner_batch import Rows, build_batch, read_rows
+from headrace.engine.runner_batch import Rows, Wanted, build_batch, find_wanted, num_scored, read_rows
 from headrace.engine.runner_slots import Ints, SlotState, column
 from headrace.tensor.batch import Batch, KvCache
 from headrace.tensor.sampling import Sampled, Sampler, prompt_logprobs
@@ -39,7 +39,7 @@ class Model(Protocol):
     vocab_size: int
 
     def forward(self, ids: Tensor, batch: Batch, kv: KvCache) -> Tensor:
-        """ids [T] int64 -> hidden [T, E]; writes the step's keys and values into `kv`."""
+        """ids [T] int64 -> hidden [T, E], of `batch.wanted` [W, E]; writes the step's keys and values into `kv`."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -115,12 +115,13 @@ class ModelRunner:
         sampling = np.flatnonzero(rows.samples)
         self._rewind(rows, sampling)
         failpoint("runner.batch")
-        ids, batch = build_batch(rows, self._state, self._device)
+        wanted = find_wanted(rows, self._state)
+        ids, batch = build_batch(rows, self._state, self._device, wanted)
         failpoint("runner.forward")
         hidden = self.model.forward(ids, batch, self.kv)
         failed = {int(row) for row in np.flatnonzero(self._state.failed[rows.slots])}
-        prompts, not_finite = self._prompt_logprobs(rows, hidden)
-        sampled = self._sample(rows, sampling, hidden)
+        prompts, not_finite = self._prompt_logprobs(rows, wanted, hidden)
+        sampled = self._sample(rows, sampling, wanted, hidden)
         failed |= not_finite | {int(row) for row in sampling[sampled.failed]}
         failpoint("runner.commit")
         self._commit(rows, sampling, sampled, failed)
@@ -135,43 +136,38 @@ class ModelRunner:
             self._sampler.retract(slot, stale.tolist())
             state.known[slot] = ends[row]
 
-    def _sample(self, rows: Rows, sampling: Ints, hidden: Tensor) -> Sampled:
+    def _sample(self, rows: Rows, sampling: Ints, wanted: Wanted, hidden: Tensor) -> Sampled:
         """Tokens for the rows [S] that sample, from their last positions."""
         if not len(sampling):
             return Sampled(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_), ())
-        last = torch.from_numpy(rows.row_starts[sampling + 1] - 1).to(hidden.device)
+        last = torch.from_numpy(wanted.places(rows.row_starts[sampling + 1] - 1)).to(hidden.device)
         failpoint("runner.logits")
         logits = self.model.logits(hidden if len(last) == len(hidden) else hidden[last])
         failpoint("runner.sample")
         return self._sampler.sample(logits, rows.slots[sampling], rows.ends[sampling])
 
-    def _prompt_logprobs(self, rows: Rows, hidden: Tensor) -> tuple[list[PromptEntries], set[int]]:
+    def _prompt_logprobs(self, rows: Rows, wanted: Wanted, hidden: Tensor) -> tuple[list[PromptEntries], set[int]]:
         """Entries per row that asked for them and computed prompt positions; the rows whose logits were not finite."""
-        state = self._state
-        wants = state.prompt_logprobs[rows.slots] >= 0
-        if not wants.any():
-            return [], set()
-        following = np.minimum(rows.counts, state.num_prompt[rows.slots] - 1 - rows.starts)
-        asked = np.flatnonzero(wants & (following > 0))
+        scored, places = num_scored(rows, self._state), wanted.places(rows.row_starts[:-1])
         entries: list[PromptEntries] = []
         failed: set[int] = set()
-        for row in asked.tolist():
-            found = self._prompt_row(rows, row, int(following[row]), hidden)
+        for row in np.flatnonzero(scored).tolist():
+            own = hidden[places[row] : places[row] + scored[row]]
+            found = self._prompt_row(int(rows.slots[row]), int(rows.starts[row]), own)
             if found is None:
                 failed.add(row)
             else:
                 entries.append((row, tuple(found)))
         return entries, failed
 
-    def _prompt_row(self, rows: Rows, row: int, count: int, hidden: Tensor) -> list[TokenLogprobs] | None:
-        """What the model thought of the `count` prompt tokens after the row's first ones, a bounded piece at a time."""
-        slot, start, first = int(rows.slots[row]), int(rows.starts[row]), int(rows.row_starts[row])
-        piece = max(1, _PROMPT_LOGITS // self.model.vocab_size)
+    def _prompt_row(self, slot: int, start: int, hidden: Tensor) -> list[TokenLogprobs] | None:
+        """What the model thought of the tokens after the N from `start` on, whose hidden states [N, E] these are; piece by piece."""
+        piece, count = max(1, _PROMPT_LOGITS // self.model.vocab_size), len(hidden)
         entries: list[TokenLogprobs] = []
         for begin in range(0, count, piece):
             end = min(begin + piece, count)
             failpoint("runner.prompt_logprobs")
-            logits = self.model.logits(hidden[first + begin : first + end]).float().cpu().numpy()
+            logits = self.model.logits(hidden[begin:end]).float().cpu().numpy()
             next_ids = self._state.token_ids[slot, start + begin + 1 : start + end + 1].astype(np.int64)
             found = prompt_logprobs(logits, next_ids, int(self._state.prompt_logprobs[slot]))
             if found is None:

@@ -46,7 +46,40 @@ def read_rows(plan: Plan) -> Rows:
     return Rows(slots, starts, counts, samples, row_starts)
 
 
-def build_batch(rows: Rows, state: SlotState, device: str) -> tuple[Tensor, Batch]:
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Tokens of the step [W], ascending, whose hidden states are looked at; None: all, as leaving a few out gains nothing."""
+
+    tokens: Ints | None
+
+    def places(self, tokens: Ints) -> Ints:
+        """Where these, all of them wanted, stand in what the model gives."""
+        return tokens if self.tokens is None else np.searchsorted(self.tokens, tokens)
+
+
+ALL = Wanted(None)
+
+
+def num_scored(rows: Rows, state: SlotState) -> Ints:
+    """[R] leading tokens of each row whose following prompt token's log-probability is asked for."""
+    following = np.minimum(rows.counts, state.num_prompt[rows.slots] - 1 - rows.starts)
+    return np.where(state.prompt_logprobs[rows.slots] >= 0, np.maximum(following, 0), 0)
+
+
+def find_wanted(rows: Rows, state: SlotState) -> Wanted:
+    num_tokens = int(rows.row_starts[-1])
+    if num_tokens == len(rows.slots):
+        return ALL
+    is_wanted = np.zeros(num_tokens, dtype=np.bool_)
+    is_wanted[rows.row_starts[1:][rows.samples > 0] - 1] = True
+    scored = num_scored(rows, state)
+    for row in np.flatnonzero(scored):
+        is_wanted[rows.row_starts[row] : rows.row_starts[row] + scored[row]] = True
+    tokens = np.flatnonzero(is_wanted)
+    return Wanted(tokens) if 2 * len(tokens) <= num_tokens else ALL
+
+
+def build_batch(rows: Rows, state: SlotState, device: str, wanted: Wanted = ALL) -> tuple[Tensor, Batch]:
     """Token ids [T] int64 and the batch that goes with them.
 
     Raises: UnknownToken. A row of a slot that failed alone is computed over whatever stands there; its result is dropped.
@@ -72,6 +105,7 @@ def build_batch(rows: Rows, state: SlotState, device: str) -> tuple[Tensor, Batc
         context_lens=_to(rows.ends.astype(np.int32), device),
         max_count=int(rows.counts.max()),
         groups=groups,
+        wanted=None if wanted.tokens is None else _to(wanted.tokens, device),
     )
     return _to(ids, device), batch
 

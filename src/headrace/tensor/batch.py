@@ -39,6 +39,7 @@ class Batch:
     max_count      largest row length; 1 means a pure decode step
     groups         per KV group
     adapter_slots  [R] int32, 0 = base model
+    wanted         [W] int64, ascending: tokens whose hidden state is asked for; None = all
     """
 
     positions: Tensor
@@ -47,6 +48,7 @@ class Batch:
     max_count: int
     groups: tuple[GroupBatch, ...]
     adapter_slots: Tensor | None = None
+    wanted: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -163,16 +163,18 @@ def test_logprobs_stand_beside_the_tokens_of_their_rows(decoder: Decoder, dense:
 
 @pytest.mark.parametrize("chunks", [[(0, 12)], [(0, 5), (5, 1), (6, 6)], [(0, 11), (11, 1)]])
 @pytest.mark.parametrize("piece", [2, 10_000])
+@pytest.mark.parametrize("beside", [3, 24])
 def test_prompt_logprobs_cover_every_prompt_position_once(
-    decoder: Decoder, dense: DenseLlama, monkeypatch: pytest.MonkeyPatch, chunks: list[tuple[int, int]], piece: int
+    decoder: Decoder, dense: DenseLlama, monkeypatch: pytest.MonkeyPatch, chunks: list[tuple[int, int]], piece: int, beside: int
 ) -> None:
+    """Also beside a prompt so long that only some of the step's tokens are looked at."""
     monkeypatch.setattr("headrace.engine.runner._PROMPT_LOGITS", piece * VOCAB)
     runner, planner, prompt = make_runner(decoder), Planner(), list(range(30, 42))
-    planner.start(0, [4, 5, 6])
+    planner.start(0, list(range(4, 4 + beside)))
     planner.start(1, prompt, SamplingParams(temperature=0.0, seed=0, prompt_logprobs=2))
     entries: list[TokenLogprobs] = []
     for begin, count in chunks:
-        result = run(runner, planner.plan((0, 0, 3, 1), (1, begin, count, int(begin + count == 12))))
+        result = run(runner, planner.plan((0, 0, beside, 1), (1, begin, count, int(begin + count == 12))))
         for row, found in result.prompt_logprobs:
             assert row == 1
             entries += found
@@ -191,7 +193,7 @@ class Poisoned:
 
     def forward(self, ids: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         hidden = self.decoder.forward(ids, batch, kv)
-        hidden[ids == self.token_id] = float("nan")
+        hidden[(ids if batch.wanted is None else ids[batch.wanted]) == self.token_id] = float("nan")
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -112,8 +112,8 @@ class PagedRun:
         self.rows.append(_Row(tokens, tables, shared_blocks * BLOCK_SIZE))
         return len(self.rows) - 1
 
-    def step(self, counts: dict[int, int]) -> None:
-        """Compute the next `count` tokens of each row, rows in the order given."""
+    def step(self, counts: dict[int, int], wanted: list[int] | None = None) -> None:
+        """Compute the next `count` tokens of each row, rows in the order given; logits of all, or of the step's `wanted` tokens."""
         rows = [(self.rows[index], count) for index, count in counts.items()]
         ids = [t for row, count in rows for t in row.tokens[row.computed : row.computed + count]]
         positions = [p for row, count in rows for p in range(row.computed, row.computed + count)]
@@ -126,11 +126,15 @@ class PagedRun:
             context_lens=torch.tensor([row.computed + count for row, count in rows], dtype=torch.int32),
             max_count=max(counts.values()),
             groups=tuple(self._group(g, rows) for g in range(len(self.pools))),
+            wanted=None if wanted is None else torch.tensor(wanted, dtype=torch.int64),
         )
         with torch.inference_mode():
-            logits = self.model.logits(self.model.forward(torch.tensor(ids), batch, self.kv))
+            hidden = self.model.forward(torch.tensor(ids), batch, self.kv)
+            logits = self.model.logits(hidden) if len(hidden) else torch.empty(0, self.model.vocab_size)
+        tokens = range(len(ids)) if wanted is None else wanted
+        assert len(logits) == len(tokens)
         for (row, count), start in zip(rows, starts[:-1], strict=True):
-            row.logits.append(logits[start : start + count])
+            row.logits.append(logits[[start <= token < start + count for token in tokens]])
             row.computed += count
 
     def _group(self, group: int, rows: list[tuple[_Row, int]]) -> GroupBatch:

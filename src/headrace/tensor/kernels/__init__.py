@@ -108,6 +108,10 @@ class Kernels(Protocol):
         """The linear again. Raises ValueError for tensors that cannot be one."""
         ...
 
+    def select(self, x: Tensor, rows: Tensor) -> Tensor:
+        """x [T, ...] -> [W, ...], a new tensor: the rows [W] int64."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Tensor:
         """Root-mean-square norm over the last dim, computed in float32, times weight, in x's dtype.
 

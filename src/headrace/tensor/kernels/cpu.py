@@ -107,6 +107,10 @@ class NumbaKernels:
     def load_packed(self, packed: PackedLinear) -> Linear:
         return quantized.IntegerLinear.of(packed)
 
+    def select(self, x: Tensor, rows: Tensor) -> Tensor:
+        settle()
+        return x.index_select(0, rows)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Tensor:
         others = (x,) if residual is None else (x, residual)
         weight_fits = weight.stride(0) == 1 and (weight.dtype == x.dtype or weight.dtype == torch.float32)

@@ -89,6 +89,9 @@ class ReferenceKernels:
     def load_packed(self, packed: PackedLinear) -> RoundedLinear:
         raise ValueError(f"{self.name} kernels keep nothing packed, got {packed.kind}")
 
+    def select(self, x: Tensor, rows: Tensor) -> Tensor:
+        return x.index_select(0, rows)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Tensor:
         if residual is not None:
             x = residual.add_(x)

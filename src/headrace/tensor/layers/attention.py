@@ -61,8 +61,8 @@ class Attention:
     def linears(self) -> tuple[Linear, ...]:
         return self.qkv, self.output
 
-    def __call__(self, x: Tensor, batch: Batch, group: GroupBatch, cache: LayerKv) -> Tensor:
-        """x [T, E] -> [T, E], to be summed over ranks. The cache is modified in place."""
+    def __call__(self, x: Tensor, batch: Batch, group: GroupBatch, cache: LayerKv, wanted: Tensor | None = None) -> Tensor:
+        """x [T, E] -> [T, E], or [W, E] of the `wanted` tokens alone; to be summed over ranks. The cache is modified in place, for all."""
         kernels, spec = self.kernels, self.spec
         qkv = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, spec.head_dim)
         query, key, value = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
@@ -71,6 +71,8 @@ class Attention:
         if self.k_norm is not None:
             key = kernels.rms_norm(key, self.k_norm, self.eps)
         kernels.rotary_scatter(query, key, value, self.cos_sin, batch.positions, cache.values, group.slot_mapping, kv_scales=cache.scales)
+        if wanted is not None and not len(wanted):
+            return x[:0]
         seen = kernels.attention(
             query,
             cache.values,
@@ -82,4 +84,6 @@ class Attention:
             window=spec.window,
             kv_scales=cache.scales,
         )
+        if wanted is not None:
+            seen = kernels.select(seen, wanted)
         return self.output(seen.reshape(-1, self.heads * spec.head_dim))

@@ -62,13 +62,22 @@ class Block:
         )
         self.mlp_output_norm = norm(names.mlp_output_norm) if names.mlp_output_norm else None
 
-    def __call__(self, branch: Tensor, residual: Tensor, batch: Batch, group: GroupBatch, cache: LayerKv) -> Tensor:
-        """Adds `branch` and the attention's output to residual [T, E] in place; returns the feed-forward branch, not added yet."""
-        branch = self.attention(self.attention_norm(branch, residual), batch, group, cache)
+    def __call__(
+        self, branch: Tensor, residual: Tensor, batch: Batch, group: GroupBatch, cache: LayerKv, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Adds `branch` and the attention's output to residual [T, E] in place; returns the feed-forward branch, not added yet, and it.
+
+        With `wanted`, which is the last layer's, both are of these tokens only: of the others nothing but keys and values is needed.
+        """
+        branch = self.attention(self.attention_norm(branch, residual), batch, group, cache, wanted)
+        if wanted is not None:
+            residual = self.attention.kernels.select(residual, wanted)
+            if not len(wanted):
+                return branch, residual
         if self.attention_output_norm is not None:
             branch = self.attention_output_norm(branch)
         branch = self.mlp(self.mlp_norm(branch, residual))
-        return branch if self.mlp_output_norm is None else self.mlp_output_norm(branch)
+        return branch if self.mlp_output_norm is None else self.mlp_output_norm(branch), residual
 
     def weight_bytes(self, *, one_token: bool) -> int:
         attention = sum(linear.weight_bytes for linear in self.attention.linears)
@@ -129,7 +138,7 @@ class Decoder:
         return self._repeated.most_bytes if self._is_dense else 0
 
     def forward(self, ids: Tensor, batch: Batch, kv: KvCache) -> Tensor:
-        """ids [T] int64 -> hidden [T, E], normed, ready for `logits`. Writes the step's keys and values into `kv`."""
+        """ids [T] int64 -> hidden [T, E], of `batch.wanted` [W, E], normed, ready for `logits`. Writes keys and values into `kv`."""
         branch = F.embedding(ids, self.embedding).to(self.dtype)
         if self._embedding_scale != 1.0:
             branch *= self._embedding_scale
@@ -143,8 +152,9 @@ class Decoder:
     def _layers(self, branch: Tensor, residual: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         for block, group, cache in zip(self.blocks, self.group_of, kv.layers, strict=True):
             self._kernels.next_layer()
-            branch = block(branch, residual, batch, batch.groups[group], cache)
-        return self.final_norm(branch, residual)
+            wanted = batch.wanted if block is self.blocks[-1] else None
+            branch, residual = block(branch, residual, batch, batch.groups[group], cache, wanted)
+        return self.final_norm(branch, residual) if len(residual) else residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, E] (rows chosen from `forward`'s) -> [N, V] float32."""
