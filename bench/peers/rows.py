@@ -70,11 +70,17 @@ def prefill_figure(length: int, seconds: tuple[float, ...]) -> Figure:
 
 
 def _decode(streams: int, ask: Ask, rng: random.Random) -> Figure:
-    """The time of 64 tokens less the time of one: what the remaining 63 took. The two are asked with different prompts."""
+    """The time of 64 tokens less the time of one: what the remaining 63 took. All are asked with different prompts.
+
+    One is asked before and after, since prompts take as long as the tokens: one of them in a slow second would move the row by a tenth.
+    """
     length = decode_prompt(streams)
-    first = ask([prompt(length, rng) for _ in range(streams)], [1] * streams)
-    whole = ask([prompt(length, rng) for _ in range(streams)], [DECODE_TOKENS] * streams)
-    return Figure(streams * (DECODE_TOKENS - 1) / (whole - first), "tok/s", (first, whole))
+
+    def seconds(tokens: int) -> float:
+        return ask([prompt(length, rng) for _ in range(streams)], [tokens] * streams)
+
+    before, whole, after = seconds(1), seconds(DECODE_TOKENS), seconds(1)
+    return Figure(streams * (DECODE_TOKENS - 1) / (whole - (before + after) / 2), "tok/s", (before, whole, after))
 
 
 def mixed_requests(rng: random.Random) -> tuple[list[Ids], list[int]]:

@@ -65,13 +65,15 @@ def test_every_row_asks_for_what_it_says() -> None:
 
     for row in row_names():
         asked: list[tuple[int, int, int]] = []
-        assert measure(row, ask, seed=3).value > 0
+        value = measure(row, ask, seed=3).value
         kind, _, number = row.partition("-")
         if kind == "prefill":
             assert set(asked) == {(1, int(number), 1)}
+            assert value == int(number) / 1.5
         elif kind == "decode":
             streams = int(number)
-            assert asked == [(streams, min(128 * streams, 1024), count * streams) for count in (1, 64)]
+            assert asked == [(streams, min(128 * streams, 1024), count * streams) for count in (1, 64, 1)]
+            assert value == pytest.approx(2.0), "half a second per token, whatever the prompts took"
         else:
             assert asked[0][0] == 32
 
