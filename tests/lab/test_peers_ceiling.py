@@ -73,6 +73,7 @@ def test_steps_of_few_rows_are_recorded_where_nothing_computes_outside_the_list(
     own.prepare(prompts(*[40] * 3), [3, 2, 1])
     assert set(own._recorded) == {Pass(2, 2), Pass(1, 1)}
     assert own(prompts(*[40] * 3), [3, 2, 1]) == 6
+    assert own._recorded[Pass(1, 1)].num_entries >= TINY.layers * len(TINY.layer) + 1
     outside = Ceiling(TINY, {"outside": kinds["onednn-int8"]})
     outside.prepare(prompts(5), [3])
     assert not outside._recorded

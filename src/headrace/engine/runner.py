@@ -115,12 +115,13 @@ class ModelRunner:
         sampling = np.flatnonzero(rows.samples)
         self._rewind(rows, sampling)
         failpoint("runner.batch")
-        wanted = find_wanted(rows, self._state)
+        scored = num_scored(rows, self._state)
+        wanted = find_wanted(rows, scored)
         ids, batch = build_batch(rows, self._state, self._device, wanted)
         failpoint("runner.forward")
         hidden = self.model.forward(ids, batch, self.kv)
         failed = {int(row) for row in np.flatnonzero(self._state.failed[rows.slots])}
-        prompts, not_finite = self._prompt_logprobs(rows, wanted, hidden)
+        prompts, not_finite = self._prompt_logprobs(rows, scored, wanted, hidden)
         sampled = self._sample(rows, sampling, wanted, hidden)
         failed |= not_finite | {int(row) for row in sampling[sampled.failed]}
         failpoint("runner.commit")
@@ -146,14 +147,13 @@ class ModelRunner:
         failpoint("runner.sample")
         return self._sampler.sample(logits, rows.slots[sampling], rows.ends[sampling])
 
-    def _prompt_logprobs(self, rows: Rows, wanted: Wanted, hidden: Tensor) -> tuple[list[PromptEntries], set[int]]:
+    def _prompt_logprobs(self, rows: Rows, scored: Ints, wanted: Wanted, hidden: Tensor) -> tuple[list[PromptEntries], set[int]]:
         """Entries per row that asked for them and computed prompt positions; the rows whose logits were not finite."""
-        scored, places = num_scored(rows, self._state), wanted.places(rows.row_starts[:-1])
         entries: list[PromptEntries] = []
         failed: set[int] = set()
-        for row in np.flatnonzero(scored).tolist():
-            own = hidden[places[row] : places[row] + scored[row]]
-            found = self._prompt_row(int(rows.slots[row]), int(rows.starts[row]), own)
+        asked = np.flatnonzero(scored)
+        for row, first in zip(asked.tolist(), wanted.places(rows.row_starts[asked]).tolist(), strict=True):
+            found = self._prompt_row(int(rows.slots[row]), int(rows.starts[row]), hidden[first : first + scored[row]])
             if found is None:
                 failed.add(row)
             else:

@@ -62,17 +62,19 @@ ALL = Wanted(None)
 
 def num_scored(rows: Rows, state: SlotState) -> Ints:
     """[R] leading tokens of each row whose following prompt token's log-probability is asked for."""
-    following = np.minimum(rows.counts, state.num_prompt[rows.slots] - 1 - rows.starts)
-    return np.where(state.prompt_logprobs[rows.slots] >= 0, np.maximum(following, 0), 0)
+    asks = state.prompt_logprobs[rows.slots] >= 0
+    if not asks.any():  # as nearly always
+        return np.zeros(len(asks), dtype=np.int64)
+    return np.where(asks, np.clip(state.num_prompt[rows.slots] - 1 - rows.starts, 0, rows.counts), 0)
 
 
-def find_wanted(rows: Rows, state: SlotState) -> Wanted:
+def find_wanted(rows: Rows, scored: Ints) -> Wanted:
+    """scored: what `num_scored` says of these rows."""
     num_tokens = int(rows.row_starts[-1])
     if num_tokens == len(rows.slots):
         return ALL
     is_wanted = np.zeros(num_tokens, dtype=np.bool_)
     is_wanted[rows.row_starts[1:][rows.samples > 0] - 1] = True
-    scored = num_scored(rows, state)
     for row in np.flatnonzero(scored):
         is_wanted[rows.row_starts[row] : rows.row_starts[row] + scored[row]] = True
     tokens = np.flatnonzero(is_wanted)

@@ -174,8 +174,7 @@ class Scheduler:
     def _share(self, seq: Sequence, wanted: int, step: _Step) -> int:
         """Tokens of this step for a sequence that wants `wanted`.
 
-        With others in the step, a chunk far into a prompt is shorter: they would wait for its attention to all that comes before. One that
-        is alone hurts nobody.
+        With others in the step, a chunk far into a prompt is shorter: they would wait for its attention to all that comes before.
         Without chunking a prompt runs whole or not; one longer than the whole budget runs as the only prefill of its step.
         """
         if self.config.enable_chunked_prefill or wanted == 1:

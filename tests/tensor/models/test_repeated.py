@@ -14,6 +14,7 @@ pytest.importorskip("numba")
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.tensor.batch import Batch, GroupBatch, KvCache, allocate_kv
 from headrace.tensor.kernels import cpu, load_kernels
+from headrace.tensor.kernels.together import Recording
 from headrace.tensor.models import LoadedModel, load_model
 from headrace.tensor.models import repeated as module
 
@@ -81,6 +82,8 @@ def test_steps_have_the_bits_of_layers_called_one_by_one(quantization: str, stor
     kept = loaded.model._repeated._kept
     assert 0 < len(kept) <= module.MOST_KEPT
     assert all(step.recording.is_whole for step in kept.values())
+    held = [recorded.kept_bytes for step in kept.values() if isinstance(recorded := step.recording, Recording)]
+    assert 0 < sum(held) <= loaded.model.recorded_bytes
 
 
 @torch.inference_mode()
