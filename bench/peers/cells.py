@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 
 from bench.harness import RESULTS, write_portable
+from headrace.lab.environment import environment
+from headrace.tensor.kernels.cpu_features import read_cpu_features
 
 FOLDER = RESULTS / "peers"
 SHAPES = ("llama-1.1b", "qwen2-0.4b", "llama-0.5b-hd128")
@@ -15,10 +19,19 @@ PRECISIONS = ("bf16", "int8", "int4")
 ENGINES = ("headrace", "llama.cpp", "vllm", "openvino", "ceiling")
 
 
+@cache
+def this_machine() -> str:
+    """Cells of different machines are never put into one median: "amd-epyc-avx2-2cpus", from the CPU's name and `CpuFeatures.family`."""
+    here = environment()
+    words = re.findall(r"[a-z0-9.]+", re.sub(r"\((r|tm)\)|@|processor|cpu", " ", here.cpu.lower()))
+    return "-".join([*words, read_cpu_features().family, f"{here.num_cpus}cpus"])
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Cell:
-    """row: see rows.py and http.py. round: 0.."""
+    """machine: see `this_machine`. row: see rows.py and http.py. round: 0.."""
 
+    machine: str
     shape: str
     precision: str
     engine: str
@@ -27,7 +40,7 @@ class Cell:
 
     @property
     def file(self) -> Path:
-        return FOLDER / self.shape / self.precision / self.engine / f"{self.row}.{self.round}.json"
+        return FOLDER / self.machine / self.shape / self.precision / self.engine / f"{self.row}.{self.round}.json"
 
     @property
     def is_done(self) -> bool:

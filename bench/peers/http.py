@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.peers.cells import Cell, load
+from bench.peers.cells import Cell, load, this_machine
 from bench.peers.engines import CannotRun, launch_of
 from bench.peers.llama_cpp import llama_cpp
 from bench.peers.rows import HIGH_ID, LOW_ID, Figure
@@ -97,7 +97,7 @@ def rate_of(turn: Turn, row: str) -> float:
     """Requests per second to offer. Raises CannotRun before the capacity is known."""
     if row == CAPACITY:
         return math.inf
-    file = Cell(turn.shape, turn.precision, "headrace", CAPACITY, 0).file
+    file = Cell(this_machine(), turn.shape, turn.precision, "headrace", CAPACITY, 0).file
     capacity = load(file)[1].value if file.is_file() else None
     if capacity is None:
         raise CannotRun(f"there is no {CAPACITY} of headrace for {turn.shape} {turn.precision} yet")

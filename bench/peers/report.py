@@ -15,7 +15,7 @@ from bench.peers.cells import ENGINES, PRECISIONS, SHAPES, Outcome, load_all
 from bench.peers.rows import DECODE_TOKENS, decode_prompt, row_names
 
 DOCS = RESULTS.parents[1] / "docs"
-PAGE, PLOT = DOCS / "peers.md", DOCS / "peers.svg"
+PAGE = DOCS / "peers.md"
 PEERS = ("llama.cpp", "vllm", "openvino")
 ROWS = (*row_names(), "startup", "memory")
 LOWER_IS_BETTER = ("startup", "memory")
@@ -31,20 +31,27 @@ Table = Mapping[str, Mapping[str, Rounds]]
 HEADER = """# Headrace beside llama.cpp, vLLM and OpenVINO on a CPU
 
 Written by `python -m bench.peers.report` from the cells in `bench/results/peers/`; how they are measured is in
-[bench/peers/README.md](../bench/peers/README.md). A cell is the median over its rounds with the smallest and largest in brackets; bad
-rounds are kept. "/ best peer" is the median over the rounds of Headrace's figure over the best other engine's of the same round, turned so
-that more than 1 means Headrace is better; rounds that not every named engine took part in are compared with those that did. "/ ceiling" is
-Headrace over the model's matrix products alone. MBU: bytes of weights and KV that a step must read, over its time, over the read bandwidth
-of `bench/bandwidth.py` in the same minute.
+[bench/peers/README.md](../bench/peers/README.md). Every kind of machine has a part of its own. A cell is the median over its rounds with
+the smallest and largest in brackets; bad rounds are kept. "/ best peer" is the median over the rounds of Headrace's figure over the best
+other engine's of the same round, turned so that more than 1 means Headrace is better; rounds that not every named engine took part in are
+compared with those that did. "/ ceiling" is Headrace over the model's matrix products alone. MBU: bytes of weights and KV that a step must
+read, over its time, over the read bandwidth of `bench/bandwidth.py` in the same minute.
 """
 
 
-def tables() -> dict[tuple[str, str], Table]:
-    """(shape, precision) -> its table, of the cells on disk."""
-    found: dict[tuple[str, str], dict[str, dict[str, dict[int, Outcome]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+def tables() -> dict[str, dict[tuple[str, str], Table]]:
+    """Machine -> (shape, precision) -> its table, of the cells on disk."""
+    cells: dict[tuple[str, str, str], dict[str, dict[str, dict[int, Outcome]]]]
+    cells = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
     for cell, outcome in load_all():
-        found[cell.shape, cell.precision][cell.row][cell.engine][cell.round] = outcome
-    return {key: found[key] for shape in SHAPES for precision in PRECISIONS if (key := (shape, precision)) in found}
+        cells[cell.machine, cell.shape, cell.precision][cell.row][cell.engine][cell.round] = outcome
+    order = [(shape, precision) for shape in SHAPES for precision in PRECISIONS]
+    machines = sorted({machine for machine, _, _ in cells})
+    return {machine: {key: cells[machine, *key] for key in order if (machine, *key) in cells} for machine in machines}
+
+
+def plot_of(machine: str) -> Path:
+    return DOCS / f"peers-{machine}.svg"
 
 
 def advantage(row: str, own: float, other: float) -> float:
@@ -83,7 +90,7 @@ def mbu(row: str, precision: str, rounds: Rounds) -> float | None:
 
 
 def section(shape: str, precision: str, table: Table) -> Iterator[str]:
-    yield f"## {shape}, {precision}\n"
+    yield f"### {shape}, {precision}\n"
     yield from offline_section(precision, table)
     yield from http_section(shape, precision, table)
     yield from _circumstances(table)
@@ -114,7 +121,7 @@ def http_section(shape: str, precision: str, table: Table) -> Iterator[str]:
     rows = [row for row in http.RATES if row in table]
     if not rows:
         return
-    yield f"### {shape}, {precision}: servers under load\n"
+    yield f"#### {shape}, {precision}: servers under load\n"
     lengths = http.WORKLOAD
     limits = [f"{name.upper()} <= {limit} ms" for name, _, limit in (word.partition(":") for word in http.SLOS[shape])]
     yield f"{http.NUM_REQUESTS} requests, Poisson, about {lengths.input_tokens} tokens in and {lengths.output_tokens} out; goodput:"
@@ -223,14 +230,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--no-plot", action="store_true")
     given = parser.parse_args(arguments)
-    found = tables()
     parts = [HEADER]
-    if not given.no_plot:
-        draw(found, PLOT)
-        parts.append(f"![Engines beside the best peer]({PLOT.name})\n")
-    parts += ["\n".join(section(shape, precision, table)) for (shape, precision), table in found.items()]
+    for machine, found in tables().items():
+        parts.append(f"## {machine}\n")
+        if not given.no_plot:
+            draw(found, plot_of(machine))
+        if plot_of(machine).is_file():
+            parts.append(f"![Engines beside the best peer]({plot_of(machine).name})\n")
+        parts += ["\n".join(section(shape, precision, table)) for (shape, precision), table in found.items()]
     PAGE.write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")
-    print(f"{PAGE}: {sum(len(r) for t in found.values() for c in t.values() for r in c.values())} cells")
+    print(PAGE)
 
 
 if __name__ == "__main__":

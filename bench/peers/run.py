@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.peers.cells import ENGINES, PRECISIONS, SHAPES, Cell, Outcome, save
+from bench.peers.cells import ENGINES, PRECISIONS, SHAPES, Cell, Outcome, save, this_machine
 from bench.peers.engines import ROOT, CannotRun, Worker, launch_of, running
 from bench.peers.llama_cpp import LlamaCpp, llama_cpp
 from bench.peers.rows import Figure, measure, row_names
@@ -44,7 +44,7 @@ class Turn:
     script: Path | None = field(default_factory=bandwidth_script)
 
     def cell(self, row: str) -> Cell:
-        return Cell(self.shape, self.precision, self.engine, row, self.round)
+        return Cell(this_machine(), self.shape, self.precision, self.engine, row, self.round)
 
     def without_folders(self, facts: Mapping[str, object]) -> dict[str, object]:
         """`facts` with the names of this machine's folders as the flags that gave them."""

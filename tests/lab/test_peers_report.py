@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
 
-from bench.peers import report
-from bench.peers.cells import Outcome
+from bench.peers import cells, report
+from bench.peers.cells import Cell, Outcome, this_machine
 from bench.peers.compressed import pack_nibbles
 from bench.peers.rows import measure, row_names
 
@@ -56,6 +58,26 @@ def test_a_section_names_what_failed_and_who_is_missing() -> None:
     assert "| memory | 3 GB | - |" in text
     assert "Not measured: llama.cpp, openvino." in text
     assert "- decode-1, vllm: no such kernel" in text
+
+
+def test_machines_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [Cell(machine, "llama-1.1b", "bf16", "headrace", "decode-1", 0) for machine in ("ours", "theirs")]
+    assert kept[0].file != kept[1].file
+    monkeypatch.setattr(report, "load_all", lambda: zip(kept, [outcome(30), outcome(60)], strict=True))
+    found = report.tables()
+    values = {machine: tables["llama-1.1b", "bf16"]["decode-1"]["headrace"][0].value for machine, tables in found.items()}
+    assert values == {"ours": 30, "theirs": 60}
+
+
+@pytest.mark.parametrize(
+    ("cpu", "name"),
+    [("Intel(R) Xeon(R) Processor @ 2.50GHz", "intel-xeon-2.50ghz-"), ("AMD EPYC", "amd-epyc-"), ("AMD Ryzen 7 CPU", "amd-ryzen-7-")],
+)
+def test_a_machine_is_named_for_a_folder(cpu: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "environment", lambda: SimpleNamespace(cpu=cpu, num_cpus=2))
+    this_machine.cache_clear()
+    assert re.fullmatch(rf"{re.escape(name)}[a-z0-9]+-2cpus", this_machine())
+    this_machine.cache_clear()
 
 
 def test_every_row_asks_for_what_it_says() -> None:
