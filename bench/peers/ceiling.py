@@ -20,7 +20,7 @@ from torch import Tensor
 from bench.peers.shapes import Products, Shape
 from headrace.tensor.kernels.cpu import FEW_TOKENS, KERNELS
 from headrace.tensor.kernels.cpu_features import read_cpu_features, resolve_dtype
-from headrace.tensor.kernels.linear import OneDnnLinear
+from headrace.tensor.kernels.linear import OneDnnLinear, onednn_takes
 from headrace.tensor.kernels.rounding import Precision, round_weight
 from headrace.tensor.kernels.together import Recording, settle
 
@@ -78,8 +78,9 @@ def kinds_of(precision: str) -> dict[str, Kind]:
     kinds = {
         "headrace": Kind(lambda weight: KERNELS.pack_linear(weight.to(own), None), own),
         "onednn-float32": Kind(lambda weight: OneDnnLinear(weight.float(), None), torch.float32),
-        "onednn-bf16": Kind(lambda weight: OneDnnLinear(weight, None), torch.bfloat16),
     }
+    if onednn_takes(torch.bfloat16):
+        kinds["onednn-bf16"] = Kind(lambda weight: OneDnnLinear(weight, None), torch.bfloat16)
     if precision != "bf16":
         kinds["onednn-int8"] = Kind(OneDnnInt8, torch.uint8)
         width = Precision(precision)

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("numba")
 
 from headrace.tensor.kernels import cpu, packing
-from headrace.tensor.kernels.linear import OneDnnLinear, StripLinear
+from headrace.tensor.kernels.linear import OneDnnLinear, StripLinear, onednn_takes
 from headrace.tensor.kernels.packing import can_strip, padded
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 
@@ -62,12 +62,25 @@ def test_storing_exact_weights_as_bfloat16_changes_no_bit(monkeypatch: pytest.Mo
 
 
 def test_one_dnn_equals_the_reference(relative_error: Error) -> None:
-    if not torch._C._has_mkldnn:
+    if not onednn_takes(torch.float32):
         pytest.skip("this torch has no oneDNN")
     weight, bias = torch.randn(48, 72), torch.randn(48)
     for rows in (1, 2, 33):
         x = torch.randn(rows, 72)
         assert relative_error(OneDnnLinear(weight, bias)(x), REFERENCE.pack_linear(weight, bias)(x)) < 1e-5
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_bfloat16_that_strips_cannot_hold_is_multiplied_where_onednn_refuses_it(
+    relative_error: Error, monkeypatch: pytest.MonkeyPatch, has_bf16: bool
+) -> None:
+    """A CPU with AVX2 alone: oneDNN raises as soon as it is given such a weight."""
+    if not has_bf16:
+        monkeypatch.setattr(cpu, "onednn_takes", lambda dtype: dtype == torch.float32)
+    weight, x = torch.randn(5, 7).bfloat16(), torch.randn(3, 7).bfloat16()
+    got = cpu.KERNELS.pack_linear(weight, None)(x)
+    assert got.dtype == torch.bfloat16
+    assert relative_error(got.float(), x.float() @ weight.float().T) < 1e-2
 
 
 @pytest.mark.parametrize(("out_features", "in_features"), [(3, 35), (5, 7), (64, 1), (0, 32)])

@@ -19,7 +19,7 @@ from headrace.tensor.kernels import Kernels, Linear, PackedLinear, attention, ca
 from headrace.tensor.kernels.cpu_features import LinearPath, linear_path, read_cpu_features
 from headrace.tensor.kernels.integer_simd import STRIP_COLUMNS
 from headrace.tensor.kernels.launch import fresh
-from headrace.tensor.kernels.linear import OneDnnLinear, StripLinear
+from headrace.tensor.kernels.linear import OneDnnLinear, StripLinear, onednn_takes
 from headrace.tensor.kernels.packing import can_strip
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
@@ -89,7 +89,7 @@ class NumbaKernels:
         path = LinearPath.STRIPS if self.deterministic else linear_path(read_cpu_features(), dtype)
         if path is LinearPath.STRIPS and can_strip(weight):
             return StripLinear(weight, bias)
-        if torch._C._has_mkldnn and weight.numel() > 0:
+        if onednn_takes(dtype) and weight.numel() > 0:
             return OneDnnLinear(weight.to(dtype), bias)
         return OutsideLinear(REFERENCE.pack_linear(weight, bias, dtype))
 

@@ -26,8 +26,8 @@ from headrace.tensor.kernels.vector_ir import LANES, STRIP_COLUMNS
 
 Pointer = Any
 
-MOST_ROWS = 12 if LANES == 16 else 4
-"""Rows of x multiplied at once: their sums fill the registers."""
+MOST_ROWS = 12 if LANES == 16 else 6
+"""Rows of x multiplied at once: their sums fill 24 of 32 registers, or 12 of 16."""
 BLOCK_STRIPS = 16
 """Most strips in a block, the unit of work: a piece of it stays in the second-level cache while rows pass over it."""
 CHUNK_ROWS = 120
@@ -56,9 +56,9 @@ class Product(NamedTuple):
 @helper
 def panel_rows(left: int) -> int:
     """Rows of the next panel where `left` rows remain."""
-    if left >= MOST_ROWS:
+    if left >= MOST_ROWS and (MOST_ROWS > 8 or left != 8):  # two rows cost what four do: 8 is 4 + 4
         return MOST_ROWS
-    if left >= 8:
+    if MOST_ROWS > 8 and left >= 8:
         return 8
     if left >= 4:
         return 4
@@ -98,7 +98,7 @@ def multiply_panel(p: Product, weights: Pointer, row: int, count: int, column: i
         if count == MOST_ROWS:
             panel_block(out, p.columns, x, weights, size, length, start, start_stride, MOST_ROWS, 1, 0)
             taken = 1
-        elif count == 8:
+        elif MOST_ROWS > 8 and count == 8:
             panel_block(out, p.columns, x, weights, size, length, start, start_stride, 8, 1, 0)
             taken = 1
         elif count == 4:
@@ -204,8 +204,15 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
+def onednn_takes(dtype: torch.dtype) -> bool:
+    """Whether oneDNN is built in and reorders weights of this dtype here: bfloat16 it refuses on CPUs with AVX2 alone."""
+    if not torch._C._has_mkldnn:
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
+
+
 class OneDnnLinear:
-    """oneDNN's product with a weight reordered once for this CPU. weight float32 or bfloat16, x of the same dtype."""
+    """oneDNN's product with a weight reordered once for this CPU. weight float32 or bfloat16, x of the same dtype; `onednn_takes` it."""
 
     ROW_HINT = 32
     """Row count the layout is chosen for; 32 was best or equal at every measured count (docs/experiments.md)."""
