@@ -24,15 +24,16 @@ CPUS = {
 }
 """One CPU of each kind for which the table has rows. Others compute alike where only oneDNN is left to them."""
 DOTS = {"avx512_vnni", "avx_vnni"}
-PANELS = {True: (12, 8, 4, 2, 1), False: (4, 2, 1)}
-"""Rows of x multiplied at once, the largest first; by whether the CPU has AVX-512."""
+PANELS = {True: (12, 8, 4, 2, 1), False: (6, 4, 2, 1)}
+"""Rows of x multiplied at once, the largest first; by whether the CPU has AVX-512. Without it 8 rows are left as two panels of 4."""
 
 
 def panel_sizes(rows: int, features: CpuFeatures) -> list[int]:
     """Sizes of the panels that `rows` rows are cut into, in order."""
-    sizes = []
+    sizes: list[int] = []
+    panels = PANELS["avx512f" in features.flags]
     while rows:
-        sizes.append(next(size for size in PANELS["avx512f" in features.flags] if size <= rows))
+        sizes.append(4 if rows == 8 and 8 not in panels else next(size for size in panels if size <= rows))
         rows -= sizes[-1]
     return sizes
 

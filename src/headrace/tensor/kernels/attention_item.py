@@ -235,7 +235,7 @@ def score(out: Pointer, panel: Pointer, strip: Pointer, zeros: Pointer, dim: int
     """out [count, TILE], a strip's width of it = panel [dim, count] times strip [dim, STRIP_COLUMNS]."""
     if count == MOST_ROWS:
         panel_block(out, TILE, panel, strip, 0, dim, zeros, 0, MOST_ROWS, 1, 0)
-    elif count == 8:
+    elif MOST_ROWS > 8 and count == 8:
         panel_block(out, TILE, panel, strip, 0, dim, zeros, 0, 8, 1, 0)
     elif count == 4:
         panel_block(out, TILE, panel, strip, 0, dim, zeros, 0, 4, 1, 0)
@@ -250,7 +250,7 @@ def add_values(sums: Pointer, wide: int, weights: Pointer, strip: Pointer, lengt
     """sums [count, wide], a strip's width of it += weights [count, TILE], `length` of each, times strip [length, STRIP_COLUMNS]."""
     if count == MOST_ROWS:
         panel_block(sums, wide, weights, strip, 0, length, sums, wide, MOST_ROWS, 1, TILE)
-    elif count == 8:
+    elif MOST_ROWS > 8 and count == 8:
         panel_block(sums, wide, weights, strip, 0, length, sums, wide, 8, 1, TILE)
     elif count == 4:
         panel_block(sums, wide, weights, strip, 0, length, sums, wide, 4, 1, TILE)

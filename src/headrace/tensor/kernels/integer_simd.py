@@ -43,8 +43,8 @@ from headrace.tensor.kernels.vector_ir import (
 WORDS = ir.VectorType(I32, LANES)
 SHORTS = ir.VectorType(I16, 2 * LANES)
 BYTES = ir.VectorType(I8, 4 * LANES)
-STRIP = 4
-"""Registers, each LANES columns wide, that a block of outputs spans."""
+STRIP = 4 if LANES == 16 else 2
+"""Registers, each LANES columns wide, that a block of outputs spans: sums of four rows then fill half of the registers there are."""
 STRIP_COLUMNS = STRIP * LANES
 AHEAD = 12
 """Iterations for which weights are fetched ahead, see `simd.AHEAD`."""
