@@ -40,7 +40,7 @@ def gaps_of(times: Sequence[float]) -> list[float]:
 def measure(machine: Machine, streams: int, tokens: int, step_tokens: int) -> dict[str, object]:
     """Times in seconds, memory in bytes; memory is this process's peak before and after the long prompt."""
     costly = machine.engine.info.costly_context
-    dearer = 1.0 + tokens / (2 * costly) if costly else 1.0  # on average, see `policy.scheduler`
+    dearer = 1.0 + tokens / (2 * costly) if costly else 1.0  # on average, see `policy.price`
     num_steps = math.ceil(1.1 * tokens * dearer / (step_tokens - streams))
     alone = requests_for(machine, streams, Shape(input_tokens=STREAM_PROMPT, output_tokens=ALONE_TOKENS), seed=0)
     seconds = finished(run_offline(machine.engine, machine.collector, alone)).duration_s

@@ -179,7 +179,8 @@ class Ceiling:
         for each in dict.fromkeys(passes_of([len(ids) for ids in prompts], max_tokens)):
             for product in self.layer:
                 product.prepare(each.rows)
-            self.head.prepare(each.logit_rows)
+            for product in (*self.layer[1:], self.head):
+                product.prepare(each.logit_rows)
             if each not in self._recorded:
                 self._record(each)
 
@@ -205,6 +206,8 @@ class Ceiling:
         with KERNELS.together(each.rows):
             for layer in range(self._layers):
                 KERNELS.next_layer()
-                for product in self.layer:
-                    product.run(layer, each.rows)
+                before_attention, *others = self.layer
+                before_attention.run(layer, each.rows)
+                for product in others:  # of the last layer only rows with logits are looked at
+                    product.run(layer, each.rows if layer + 1 < self._layers else each.logit_rows)
             self.head.run(0, each.logit_rows)

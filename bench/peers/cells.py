@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -19,12 +20,22 @@ PRECISIONS = ("bf16", "int8", "int4")
 ENGINES = ("headrace", "llama.cpp", "vllm", "openvino", "ceiling")
 
 
+METHOD = 2
+"""Raised whenever a cell's figure comes to mean something else (README, "Methods"): cells of an earlier one are measured anew, and the
+report never puts two into one median."""
+CPUINFO = Path("/proc/cpuinfo")
+
+
 @cache
 def this_machine() -> str:
-    """Cells of different machines are never put into one median: "amd-epyc-avx2-2cpus", from the CPU's name and `CpuFeatures.family`."""
-    here = environment()
+    """Cells of different machines are never put into one median: "amd-epyc-25-1-avx2-2cpus", from the CPU's name, family and model, the
+    instruction sets that decide which kernels run, and the number of cores."""
+    here, features = environment(), read_cpu_features()
     words = re.findall(r"[a-z0-9.]+", re.sub(r"\((r|tm)\)|@|processor|cpu", " ", here.cpu.lower()))
-    return "-".join([*words, read_cpu_features().family, f"{here.num_cpus}cpus"])
+    with suppress(OSError):
+        words += re.findall(r"^(?:cpu family|model)\s*:\s*(\d+)$", CPUINFO.read_text(), re.MULTILINE)[:2]
+    dots = ["vnni"] if features.flags & {"avx512_vnni", "avx_vnni"} else []
+    return "-".join([*words, features.family, *dots, f"{here.num_cpus}cpus"])
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -44,7 +55,8 @@ class Cell:
 
     @property
     def is_done(self) -> bool:
-        return self.file.is_file()
+        """By today's method."""
+        return self.file.is_file() and load(self.file)[1].method == METHOD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +71,7 @@ class Outcome:
     environment  commit, load, versions, time
     read_bandwidth_bytes_per_s  in the same minute; None when it could not be measured
     facts        of the model: "weights" that a step multiplies, "kv_numbers_per_token"
+    method       see METHOD; 1 where a file says nothing
     load         of HTTP rows: what was offered and what the client saw (`http.figures_of`); seconds and counts, null where none is finite
     """
 
@@ -71,6 +84,7 @@ class Outcome:
     error: str = ""
     facts: Mapping[str, float] = field(default_factory=dict)
     load: Mapping[str, float | None] = field(default_factory=dict)
+    method: int = 1
 
 
 def save(cell: Cell, outcome: Outcome) -> None:

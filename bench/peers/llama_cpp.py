@@ -24,6 +24,7 @@ WITHOUT_BF16 = {**KINDS, "bf16": "F16"}
 """The fastest format of each width on a CPU, and on one without bfloat16 products."""
 CONTEXT_PER_SLOT = 640
 BENCH_TIMEOUT_S = 900.0
+WARM_UP_REQUESTS, WARM_UP_PROMPT, WARM_UP_TOKENS = 8, 128, 8
 
 
 def gguf_kinds() -> dict[str, str]:
@@ -47,24 +48,28 @@ class LlamaCpp:
     def setting(self) -> dict[str, object]:
         return {"weights": self.weights.name, "threads": self.threads, "batch": 2048, "ubatch": 512}
 
-    def figure(self, row: str, seed: int) -> Figure:
+    def figure(self, row: str) -> Figure:
+        """Of a prefill or decode row."""
         kind, _, number = row.partition("-")
         if kind == "prefill":
             seconds = tuple(self._bench(int(number), 1, 1)["t_pp"] for _ in range(PREFILL_REPEATS))
             return prefill_figure(int(number), seconds)
-        if kind == "decode":
-            entry = self._bench(decode_prompt(int(number)), DECODE_TOKENS, int(number))
-            return Figure(entry["speed_tg"], "tok/s", (entry["t_pp"], entry["t_tg"]))
-        with self.server() as server:
-            server.ask([[1, 2, 3]], [1])
-            return measure(row, server.ask, seed=seed)
+        entry = self._bench(decode_prompt(int(number)), DECODE_TOKENS, int(number))
+        return Figure(entry["speed_tg"], "tok/s", (entry["t_pp"], entry["t_tg"]))
 
-    def startup(self) -> tuple[float, int]:
-        """(seconds from process start to the first token, peak resident bytes then)."""
+    def mixed(self, seed: int) -> tuple[Figure, int]:
+        """(the mixed row's figure by a server that is warm, peak resident bytes after it)."""
+        with self.server() as server:
+            server.ask([list(range(100, 100 + WARM_UP_PROMPT))] * WARM_UP_REQUESTS, [WARM_UP_TOKENS] * WARM_UP_REQUESTS)
+            return measure(f"mixed-{NUM_MIXED}", server.ask, seed=seed), server.peak_memory_bytes()
+
+    def startup(self) -> Figure:
+        """Seconds from process start to the first token."""
         began = time.perf_counter()
         with self.server() as server:
             server.ask([list(range(100, 100 + STARTUP_PROMPT))], [1])
-            return time.perf_counter() - began, server.peak_memory_bytes()
+            seconds = time.perf_counter() - began
+        return Figure(seconds, "s", (seconds,))
 
     def _bench(self, prompt: int, tokens: int, streams: int) -> dict[str, float]:
         context = (prompt + tokens) * streams + 256

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.harness import RESULTS
 from bench.peers import http
-from bench.peers.cells import ENGINES, PRECISIONS, SHAPES, Outcome, load_all
+from bench.peers.cells import ENGINES, METHOD, PRECISIONS, SHAPES, Outcome, load_all
 from bench.peers.rows import DECODE_TOKENS, decode_prompt, row_names
 
 DOCS = RESULTS.parents[1] / "docs"
@@ -34,17 +34,24 @@ Written by `python -m bench.peers.report` from the cells in `bench/results/peers
 [bench/peers/README.md](../bench/peers/README.md). Every kind of machine has a part of its own. A cell is the median over its rounds with
 the smallest and largest in brackets; bad rounds are kept. "/ best peer" is the median over the rounds of Headrace's figure over the best
 other engine's of the same round, turned so that more than 1 means Headrace is better; rounds that not every named engine took part in are
-compared with those that did. "/ ceiling" is Headrace over the model's matrix products alone. MBU: bytes of weights and KV that a step must
+compared with those that did; 0 where Headrace failed. "/ ceiling" is Headrace over the model's matrix products alone. `mixed-32` asks
+llama.cpp through its server, the others in their own process. MBU: bytes of weights and KV that a step must
 read, over its time, over the read bandwidth of `bench/bandwidth.py` in the same minute.
 """
 
 
 def tables() -> dict[str, dict[tuple[str, str], Table]]:
-    """Machine -> (shape, precision) -> its table, of the cells on disk."""
+    """Machine -> (shape, precision) -> its table, of the cells on disk; where there are some of the newest method, of those alone."""
+    found = list(load_all())
+    newest: dict[tuple[str, str, str], int] = defaultdict(int)
+    for cell, outcome in found:
+        key = (cell.machine, cell.shape, cell.precision)
+        newest[key] = max(newest[key], outcome.method)
     cells: dict[tuple[str, str, str], dict[str, dict[str, dict[int, Outcome]]]]
     cells = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
-    for cell, outcome in load_all():
-        cells[cell.machine, cell.shape, cell.precision][cell.row][cell.engine][cell.round] = outcome
+    for cell, outcome in found:
+        if outcome.method == newest[cell.machine, cell.shape, cell.precision]:
+            cells[cell.machine, cell.shape, cell.precision][cell.row][cell.engine][cell.round] = outcome
     order = [(shape, precision) for shape in SHAPES for precision in PRECISIONS]
     machines = sorted({machine for machine, _, _ in cells})
     return {machine: {key: cells[machine, *key] for key in order if (machine, *key) in cells} for machine in machines}
@@ -60,12 +67,13 @@ def advantage(row: str, own: float, other: float) -> float:
 
 
 def advantages(row: str, engines: Mapping[str, Rounds], over: tuple[str, ...], own: str = "headrace") -> list[float]:
-    """Of each round that `own` and at least one of `over` have a figure for: against the best of those."""
+    """Of each round of `own` that one of `over` has a figure for: against the best of those. 0 where `own` failed."""
     ratios = []
     for number, outcome in engines.get(own, {}).items():
         others = [value for engine in over if (value := _value(engines, engine, number)) is not None]
-        if outcome.value is not None and others:
-            ratios.append(min(advantage(row, outcome.value, other) for other in others))
+        if others:
+            value = outcome.value
+            ratios.append(0.0 if value is None else min(advantage(row, value, other) for other in others))
     return ratios
 
 
@@ -140,9 +148,12 @@ def http_section(shape: str, precision: str, table: Table) -> Iterator[str]:
 
 
 def _http_line(engine: str, rounds: Rounds) -> str:
-    loads = [outcome.load for outcome in rounds.values() if outcome.value is not None]
-    if not loads:
+    finished = [outcome.load for outcome in rounds.values() if outcome.value is not None]
+    if not finished:
         return f"| - | {engine} |" + " - |" * 6 + f" all | {len(rounds)} |"
+    nothing = dict.fromkeys(finished[0]) | {"rate": finished[0]["rate"], "goodput": 0.0, "output_tokens_per_s": 0.0}
+    nothing |= dict.fromkeys(("failed", "offered"), float(http.NUM_REQUESTS))
+    loads = [*finished, *[nothing] * (len(rounds) - len(finished))]
 
     def median(name: str, scale: float = 1.0) -> str:
         value = statistics.median(math.inf if load[name] is None else float(load[name] or 0.0) for load in loads)
@@ -163,6 +174,8 @@ def _circumstances(table: Table) -> Iterator[str]:
     line = f"{environments[0]['cpu']}, {environments[0]['num_cpus']} CPUs, {times[0]} to {times[-1]}, commit {', '.join(commits)}"
     if bandwidths:
         line += f", read bandwidth {min(bandwidths) / 1e9:.1f} to {max(bandwidths) / 1e9:.1f} GB/s"
+    if (method := outcomes[0].method) < METHOD:
+        line += f"; measured by method {method}, see [README](../bench/peers/README.md#methods)"
     yield line + ".\n"
     for row, columns in table.items():
         for engine, rounds in columns.items():

@@ -15,14 +15,18 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from bench.peers.cells import ENGINES, PRECISIONS, SHAPES, Cell, Outcome, save, this_machine
+from bench.peers.cells import ENGINES, METHOD, PRECISIONS, SHAPES, Cell, Outcome, save, this_machine
 from bench.peers.engines import ROOT, CannotRun, Worker, launch_of, running
 from bench.peers.llama_cpp import LlamaCpp, llama_cpp
 from bench.peers.rows import Figure, measure, row_names
 from bench.peers.shapes import products_of
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
+
+MEMORY_AFTER = "mixed-32"
+"""The row after which an engine's peak memory is read, at the earliest."""
 
 
 def rows_of(engine: str) -> tuple[str, ...]:
@@ -74,6 +78,7 @@ class Turn:
             read_bandwidth_bytes_per_s=bandwidth,
             facts=self.facts,
             load=found.load if found else {},
+            method=METHOD,
         )
         save(self.cell(row), outcome)
         told = f"{found.value:,.4g} {found.unit}" if found else error
@@ -90,20 +95,29 @@ def take_worker_turn(turn: Turn, worker: Worker) -> None:
         if row == "startup":
             turn.keep(row, worker.setting, lambda: Figure(startup, "s", (startup,)))
         elif row == "memory":
+            if MEMORY_AFTER not in turn.wanted:
+                measure(MEMORY_AFTER, worker.ask, seed=turn.seed)
             turn.keep(row, worker.setting, lambda: Figure(float(worker.peak_memory_bytes()), "bytes", ()))
         else:
             turn.keep(row, worker.setting, lambda row=row: measure(row, worker.ask, seed=turn.seed))  # type: ignore[misc]
 
 
 def take_llama_cpp_turn(turn: Turn, peer: LlamaCpp) -> None:
-    startup, memory = peer.startup()
+    peaks: list[int] = []
+
+    def mixed() -> Figure:
+        figure, peak = peer.mixed(turn.seed)
+        peaks.append(peak)
+        return figure
+
+    def memory() -> Figure:
+        if not peaks:
+            mixed()
+        return Figure(float(peaks[-1]), "bytes", ())
+
+    special: dict[str, Callable[[], Figure]] = {"startup": peer.startup, MEMORY_AFTER: mixed, "memory": memory}
     for row in turn.wanted:
-        if row == "startup":
-            turn.keep(row, peer.setting, lambda: Figure(startup, "s", (startup,)))
-        elif row == "memory":
-            turn.keep(row, peer.setting, lambda: Figure(float(memory), "bytes", ()))
-        else:
-            turn.keep(row, peer.setting, lambda row=row: peer.figure(row, turn.seed))  # type: ignore[misc]
+        turn.keep(row, peer.setting, special.get(row) or partial(peer.figure, row))
 
 
 def take(turn: Turn, model: Path, envs: Path, threads: int) -> None:

@@ -47,13 +47,13 @@ def test_passes_are_prompts_in_steps_and_then_a_row_per_request_that_goes_on() -
     assert list(passes_of([2000, 100, 30], [1, 1, 1])) == [Pass(2048, 1), Pass(82, 2)]
 
 
-def test_every_product_runs_once_per_layer_and_the_head_only_where_logits_are_needed() -> None:
+def test_every_product_runs_once_per_layer_and_for_logits_alone_after_the_last_attention() -> None:
     calls: list[int] = []
     made = Ceiling(TINY, {"one": kind(calls)})
     made.prepare(prompts(5, 7), [3, 1])
     calls.clear()
     assert made(prompts(5, 7), [3, 1]) == 4
-    assert calls == [12] * 6 + [2] + [1] * 7 + [1] * 7
+    assert calls == [12] * 5 + [2] * 2 + [1] * 7 + [1] * 7
 
 
 def test_the_fastest_kind_is_chosen_before_the_clock_starts() -> None:

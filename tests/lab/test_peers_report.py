@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from bench.peers import cells, report
-from bench.peers.cells import Cell, Outcome, this_machine
+from bench.peers.cells import Cell, Outcome, save, this_machine
 from bench.peers.compressed import pack_nibbles
 from bench.peers.rows import measure, row_names
+from headrace.tensor.kernels.cpu_features import CpuFeatures
 
 ENVIRONMENT = {"cpu": "a CPU", "num_cpus": 2, "time": "2026-01-02T03:04:05+00:00", "commit": "abc"}
 
@@ -34,9 +36,9 @@ def test_the_best_peer_of_the_same_round_is_what_counts() -> None:
     assert report.advantages("startup", engines, report.PEERS) == pytest.approx([1 / 3, 1 / 3])
 
 
-def test_rounds_without_a_figure_are_no_comparison() -> None:
+def test_a_round_that_headrace_failed_counts_as_nothing_and_one_that_every_peer_failed_is_no_comparison() -> None:
     engines = {"headrace": rounds(30, None, 30), "vllm": rounds(10, 10, None)}
-    assert report.advantages("decode-1", engines, report.PEERS) == [3.0]
+    assert report.advantages("decode-1", engines, report.PEERS) == [3.0, 0.0]
     assert report.advantages("decode-1", {"headrace": rounds(1)}, report.PEERS) == []
     assert math.isnan(report._against_best_peer("decode-1", {}, "vllm"))
 
@@ -69,14 +71,34 @@ def test_machines_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
     assert values == {"ours": 30, "theirs": 60}
 
 
+def test_methods_do_not_mix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cells, "FOLDER", tmp_path)
+    kept = [Cell("ours", "llama-1.1b", "bf16", "headrace", "decode-1", number) for number in range(2)]
+    old, new = outcome(30), replace(outcome(60), method=cells.METHOD)
+    for cell, measured in zip(kept, (old, new), strict=True):
+        save(cell, measured)
+    assert [cell.is_done for cell in kept] == [False, True]
+    monkeypatch.setattr(report, "load_all", lambda: cells.load_all(tmp_path))
+    found = report.tables()["ours"]["llama-1.1b", "bf16"]["decode-1"]["headrace"]
+    assert {number: outcome.value for number, outcome in found.items()} == {1: 60}
+
+
 @pytest.mark.parametrize(
-    ("cpu", "name"),
-    [("Intel(R) Xeon(R) Processor @ 2.50GHz", "intel-xeon-2.50ghz-"), ("AMD EPYC", "amd-epyc-"), ("AMD Ryzen 7 CPU", "amd-ryzen-7-")],
+    ("cpu", "flags", "name"),
+    [
+        ("Intel(R) Xeon(R) Processor @ 2.50GHz", {"avx512f"}, "intel-xeon-2.50ghz-25-1-avx512-2cpus"),
+        ("AMD EPYC", set(), "amd-epyc-25-1-avx2-2cpus"),
+        ("AMD Ryzen 7 CPU", {"avx_vnni"}, "amd-ryzen-7-25-1-avx2-vnni-2cpus"),
+    ],
 )
-def test_a_machine_is_named_for_a_folder(cpu: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_is_named_for_a_folder(cpu: str, flags: set[str], name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"cpu family\t: 25\nmodel\t\t: 1\nmodel name\t: {cpu}\n" * 2)
+    monkeypatch.setattr(cells, "CPUINFO", cpuinfo)
     monkeypatch.setattr(cells, "environment", lambda: SimpleNamespace(cpu=cpu, num_cpus=2))
+    monkeypatch.setattr(cells, "read_cpu_features", lambda: CpuFeatures("x86_64", frozenset({"avx2", *flags})))
     this_machine.cache_clear()
-    assert re.fullmatch(rf"{re.escape(name)}[a-z0-9]+-2cpus", this_machine())
+    assert this_machine() == name
     this_machine.cache_clear()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("numba")
 
 from headrace.tensor.kernels import cpu, packing
-from headrace.tensor.kernels.linear import OneDnnLinear, StripLinear, onednn_takes
+from headrace.tensor.kernels.linear import CHUNK_ROWS, MOST_ROWS, OneDnnLinear, StripLinear, onednn_takes
 from headrace.tensor.kernels.packing import can_strip, padded
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 
@@ -50,6 +50,14 @@ def test_a_row_of_strips_has_the_same_bits_in_every_batch(exact: bool) -> None:
     together = layer(x)
     for first, count in ((0, 1), (138, 1), (5, 2), (4, 4), (1, 7), (3, 12), (0, 38), (9, 125)):
         assert torch.equal(layer(x[first : first + count]), together[first : first + count])
+
+
+def test_every_number_of_rows_is_packed_into_the_panels_it_is_multiplied_by() -> None:
+    """Panels are cut twice, by who packs and by who multiplies: also where a chunk ends, whatever is left in it."""
+    layer, x = StripLinear(_weight(16, 32, exact=True), torch.randn(16)), torch.randn(2 * CHUNK_ROWS + 2 * MOST_ROWS, 32)
+    alone = torch.cat([layer(row[None]) for row in x])
+    for rows in range(1, len(x) + 1):
+        assert torch.equal(layer(x[:rows]), alone[:rows]), f"{rows} rows"
 
 
 def test_storing_exact_weights_as_bfloat16_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -141,3 +142,13 @@ def test_what_cannot_be_recorded_is_not_tried_again(monkeypatch: pytest.MonkeyPa
     assert torch.equal(first, second)
     assert repeated._most_tokens == 0
     assert not repeated._kept
+
+
+@torch.inference_mode()
+def test_a_step_of_which_only_some_tokens_are_wanted_is_not_repeated() -> None:
+    loaded = _loaded("none")
+    kv, batch = _cache(loaded, torch.float32), _batch([0, 1, 2], [7, 9, 3])
+    ids = torch.tensor([5, 6, 7])
+    every = loaded.model.forward(ids, batch, kv)
+    some = loaded.model.forward(ids, replace(batch, wanted=torch.tensor([0, 2])), kv)
+    assert torch.equal(some, every[[0, 2]])

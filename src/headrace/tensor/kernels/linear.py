@@ -26,13 +26,13 @@ from headrace.tensor.kernels.vector_ir import LANES, STRIP_COLUMNS
 
 Pointer = Any
 
-MOST_ROWS = 12 if LANES == 16 else 6
-"""Rows of x multiplied at once: their sums fill 24 of 32 registers, or 12 of 16."""
+MOST_ROWS = {16: 12, 8: 6}.get(LANES, 4)
+"""Rows of x multiplied at once: their sums fill 24 of AVX-512's 32 registers, 12 of AVX2's 16. At most LANES: `simd.pack_queries`."""
 BLOCK_STRIPS = 16
 """Most strips in a block, the unit of work: a piece of it stays in the second-level cache while rows pass over it."""
 CHUNK_ROWS = 120
-"""Rows that pass over a block before its next piece of depth: their outputs stay in the second-level cache, too. A multiple
-of MOST_ROWS: the last chunk's panels are then those that `_pack_panels` made."""
+"""Rows that pass over a block before its next piece of depth: their outputs stay in the second-level cache, too. No panel
+reaches from one chunk into the next."""
 WORK_PER_THREAD = 1 << 18
 """Multiply-adds worth a second thread."""
 
@@ -55,8 +55,8 @@ class Product(NamedTuple):
 
 @helper
 def panel_rows(left: int) -> int:
-    """Rows of the next panel where `left` rows remain."""
-    if left >= MOST_ROWS and (MOST_ROWS > 8 or left != 8):  # two rows cost what four do: 8 is 4 + 4
+    """Rows of the next panel where `left` rows remain. Two rows cost what four do: where six are the most, eight are 4 + 4."""
+    if left >= MOST_ROWS and (MOST_ROWS != 6 or left != 8):
         return MOST_ROWS
     if MOST_ROWS > 8 and left >= 8:
         return 8
@@ -76,12 +76,12 @@ def pack_panel(x: Pointer, panel: Pointer, rows: int, inputs: int) -> None:
 
 
 def _pack_panels(arguments: int, worker: int, workers: int) -> None:
-    """Every panel of x; the first rows' panels come first."""
+    """Every panel of x, as `multiply_block` takes them; the first rows' panels come first."""
     a = as_i64(arguments)
     rows, inputs = load(a, 4), load(a, 5)
     row, number = 0, 0
     while row < rows:
-        count = panel_rows(rows - row)
+        count = panel_rows(min(rows, (row // CHUNK_ROWS + 1) * CHUNK_ROWS) - row)
         if number % workers == worker:
             pack_panel(as_f32(load(a, 9) + row * inputs * 4), as_f32(load(a, 0) + row * inputs * 4), count, inputs)
         row += count

@@ -42,7 +42,9 @@ class Repeated:
 
     def run(self, branch: Tensor, batch: Batch, kv: KvCache) -> Tensor | None:
         """The layers' result, a new tensor; None where this step is not for recording."""
-        is_possible = batch.max_count == 1 and batch.num_tokens <= self._most_tokens and batch.adapter_slots is None
+        is_possible = (
+            batch.max_count == 1 and batch.num_tokens <= self._most_tokens and batch.adapter_slots is None and batch.wanted is None
+        )
         recording = self._kernels.recording(batch.num_tokens) if is_possible else None
         if recording is None:
             return None
