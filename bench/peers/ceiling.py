@@ -203,10 +203,10 @@ class Ceiling:
             self._recorded[each] = recorded
 
     def _multiply(self, each: Pass) -> None:
+        before_attention, *others = self.layer
         with KERNELS.together(each.rows):
             for layer in range(self._layers):
                 KERNELS.next_layer()
-                before_attention, *others = self.layer
                 before_attention.run(layer, each.rows)
                 for product in others:  # of the last layer only rows with logits are looked at
                     product.run(layer, each.rows if layer + 1 < self._layers else each.logit_rows)

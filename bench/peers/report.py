@@ -35,8 +35,8 @@ Written by `python -m bench.peers.report` from the cells in `bench/results/peers
 the smallest and largest in brackets; bad rounds are kept. "/ best peer" is the median over the rounds of Headrace's figure over the best
 other engine's of the same round, turned so that more than 1 means Headrace is better; rounds that not every named engine took part in are
 compared with those that did; 0 where Headrace failed. "/ ceiling" is Headrace over the model's matrix products alone. `mixed-32` asks
-llama.cpp through its server, the others in their own process. MBU: bytes of weights and KV that a step must
-read, over its time, over the read bandwidth of `bench/bandwidth.py` in the same minute.
+llama.cpp through its server, the others in their own process. MBU: bytes of weights and KV that a step must read, over its time, over the
+read bandwidth of `bench/bandwidth.py` in the same minute.
 """
 
 

@@ -91,13 +91,17 @@ def vars_of(value: object) -> dict[str, object]:
 
 def take_worker_turn(turn: Turn, worker: Worker) -> None:
     startup = worker.first_token_seconds()
+
+    def memory() -> Figure:
+        if MEMORY_AFTER not in turn.wanted:
+            measure(MEMORY_AFTER, worker.ask, seed=turn.seed)
+        return Figure(float(worker.peak_memory_bytes()), "bytes", ())
+
     for row in turn.wanted:
         if row == "startup":
             turn.keep(row, worker.setting, lambda: Figure(startup, "s", (startup,)))
         elif row == "memory":
-            if MEMORY_AFTER not in turn.wanted:
-                measure(MEMORY_AFTER, worker.ask, seed=turn.seed)
-            turn.keep(row, worker.setting, lambda: Figure(float(worker.peak_memory_bytes()), "bytes", ()))
+            turn.keep(row, worker.setting, memory)
         else:
             turn.keep(row, worker.setting, lambda row=row: measure(row, worker.ask, seed=turn.seed))  # type: ignore[misc]
 

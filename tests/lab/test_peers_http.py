@@ -177,6 +177,10 @@ def test_the_table_of_http_rows_says_rate_goodput_and_failures() -> None:
     text = "\n".join(report.http_section("llama-1.1b", "int8", table))
     assert "| 0.5 | headrace | 500 | 2,000 | 50 | 125 | 0.45 | 20 | 0 of 64 | 2 |" in text
     assert "| 0.5 | vllm | 500 | inf | 50 | 125 | 0 | 20 | 3 of 32 | 1 |" in text
+    nothing = Outcome(value=None, unit="", setting={}, environment={}, read_bandwidth_bytes_per_s=None, error="no request was finished")
+    rounds = {0: outcome(0.4, 1.5, 0), 1: nothing, 2: nothing}
+    assert report._http_line("vllm", rounds) == "| 0.5 | vllm | inf | inf | inf | inf | 0 | 0 | 64 of 96 | 3 |"
+    assert report._http_line("vllm", {0: nothing}).endswith(" all | 1 |")
     assert "within TTFT <= 4000 ms and TPOT <= 400 ms." in text
     assert "not run: llama.cpp" in text.lower()
     assert list(report.http_section("llama-1.1b", "int8", {"decode-1": {}})) == []
