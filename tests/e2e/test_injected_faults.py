@@ -125,7 +125,7 @@ def _raise_once(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, *, wh
 
 @pytest.mark.parametrize("checkpoint", ["random"], indirect=True)
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("name", ["_plan_running", "_plan_waiting", "_freeze"])
+@pytest.mark.parametrize("name", ["_plan_decodes", "_plan_waiting", "_freeze"])
 def test_a_plan_that_could_not_be_made_is_made_again(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, name: str, depth: int
 ) -> None:
@@ -136,7 +136,9 @@ def test_a_plan_that_could_not_be_made_is_made_again(
         def inject(turn: int) -> None:
             if turn == 3:
                 raised.append(name)
-                monkeypatch.setattr(engine.engine.scheduler, name, _failing_once(engine.engine.scheduler, name))
+                scheduler = engine.engine.scheduler
+                owner = scheduler if hasattr(scheduler, name) else scheduler._planner
+                monkeypatch.setattr(owner, name, _failing_once(owner, name))
 
         engine.run(*requests, each_turn=inject)
         assert raised

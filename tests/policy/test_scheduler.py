@@ -14,7 +14,7 @@ from headrace.core.ids import RequestId
 from headrace.core.kvgroup import KvGroup
 from headrace.core.plan import Plan
 from headrace.core.request import PriorityClass
-from headrace.policy.scheduler import MAX_SCORED_TOKENS
+from headrace.policy.planner import MAX_SCORED_TOKENS
 
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(2 + 3 * (i % 6))] for i in range(12)]
 GROUPS = {"full": (FULL,), "full+window": (FULL, WINDOW), "window": (WINDOW,)}
@@ -68,6 +68,64 @@ def test_chunks_get_shorter_far_into_a_prompt_while_others_decode() -> None:
 def test_chunks_are_as_long_as_the_budget_where_context_is_cheap_or_nobody_waits() -> None:
     assert set(chunks_of_a_long_prompt(0, num_streams=3)[:-1]) == {37}
     assert set(chunks_of_a_long_prompt(100, num_streams=0)[:-1]) == {40}
+
+
+LONG = [(3 * i) % VOCAB for i in range(400)]
+
+
+def steps_to_first_token(driven: DrivenEngine, name: str, limit: int = 200) -> list[Plan]:
+    """The plans made until `name` has its first token."""
+    plans: list[Plan] = []
+    while not driven.tokens[name, 0]:
+        assert len(plans) < limit
+        driven.turn()
+        plans.append(driven.engine._ring[-1])
+        driven.scheduler.check()
+    return plans
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "sjf", "fair"])
+@pytest.mark.parametrize("num_streams", [0, 3])
+@pytest.mark.parametrize("costly_context", [0, 100])
+def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one(costly_context: int, num_streams: int, policy: str) -> None:
+    driven = DrivenEngine(num_blocks=400, max_model_len=600, max_num_batched_tokens=40, costly_context=costly_context, queue_policy=policy)
+    driven.submit(*(request(f"s{i}", PROMPTS[i], max_tokens=200) for i in range(num_streams)))
+    driven.turn(3)
+    driven.submit(request("long", LONG, max_tokens=4))
+    driven.turn(3)
+    driven.submit(request("short", PROMPTS[5], max_tokens=4), request("next", PROMPTS[4], max_tokens=4))
+    plans = steps_to_first_token(driven, "short")
+    assert len(plans) <= 2 + len(PROMPTS[5]) // (40 // 4 - num_streams)
+    assert not driven.tokens["long", 0]
+    assert len(steps_to_first_token(driven, "next")) <= 3
+    assert not driven.tokens["long", 0]
+    driven.run()
+    assert driven.tokens["long", 0] == expected_tokens(LONG, 4, VOCAB)
+    assert driven.tokens["short", 0] == expected_tokens(PROMPTS[5], 4, VOCAB)
+
+
+def test_a_long_prompt_keeps_three_quarters_of_each_step_however_many_come_behind_it() -> None:
+    driven = DrivenEngine(num_blocks=800, max_model_len=600, max_num_batched_tokens=40, max_num_seqs=40)
+    driven.submit(request("long", LONG, max_tokens=1))
+    driven.turn(2)
+    driven.submit(*(request(f"r{i}", [(5 * i + j) % VOCAB for j in range(17)], max_tokens=1) for i in range(30)))
+    chunks = [max(plan.counts) for plan in steps_to_first_token(driven, "long")]
+    assert chunks[:8] == [30] * 8
+    assert len(driven.finish) > 1
+    driven.run()
+
+
+@pytest.mark.parametrize("hindrance", [{"max_num_seqs": 1}, {"num_blocks": 108}])
+def test_a_long_prompt_has_all_of_a_step_where_nobody_else_can_use_it(hindrance: dict[str, int]) -> None:
+    """No slot is free, or too few blocks: what is left to who comes behind is not left unused."""
+    driven = DrivenEngine(**{"num_blocks": 400, "max_model_len": 420, "max_num_batched_tokens": 40, **hindrance})
+    driven.submit(request("long", LONG, max_tokens=8))
+    driven.turn(2)
+    driven.submit(request("other", LONG[::-1], max_tokens=1))
+    chunks = [max(plan.counts) for plan in steps_to_first_token(driven, "long")]
+    assert chunks == [40] * 8
+    driven.run()
+    assert driven.tokens["long", 0] == expected_tokens(LONG, 8, VOCAB)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

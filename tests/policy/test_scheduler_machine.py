@@ -58,7 +58,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(
         family=st.integers(0, 2),
-        length=st.integers(1, 14),
+        length=st.integers(1, 24),
         max_tokens=st.integers(1, 12),
         n=st.integers(1, 3),
         extra=st.booleans(),

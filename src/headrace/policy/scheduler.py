@@ -4,9 +4,7 @@
     commit(plan, result) -> updates        appends tokens, finishes, frees
     rollback(plan)                         the step raised: nothing of it happened
 
-One token budget per step. Prefill and decode are both "tokens wanted minus tokens computed", so chunked prefill, prefix hits and resumed
-sequences need no loop of their own: decoding rows take their one token first, what is left goes to prefills in the queue policy's order,
-then to newly admitted sequences.
+Which rows a step has is the planner's (`planner.py`); what becomes of them is said here.
 
 `depth` plans may be uncommitted. A sequence's unknown (pending) ids live in the runner, so the next plan can be made before the last
 result is read; whatever ends a sequence is only seen at commit, and a row planned meanwhile is dropped there.
@@ -17,42 +15,17 @@ No torch, no clock, no lock: the loop owns the one thread that calls this.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
 
-from headrace.core.ids import SlotId
-from headrace.core.plan import Plan, Result, Started, TokenLogprobs
+from headrace.core.plan import Plan, Result, TokenLogprobs
 from headrace.core.update import SequenceUpdate
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.news import Output
 from headrace.policy.plan_builder import PlanBuilder
-from headrace.policy.price import ChunkPrice
+from headrace.policy.planner import Draft, Planner
 from headrace.policy.roster import Roster
 from headrace.policy.sequence import SeqState, Sequence
 from headrace.policy.step import NOBODY, Row, StepRows
-
-MAX_SCORED_TOKENS = 64
-"""Prompt positions whose log-probabilities are computed in one chunked step. Each needs a row of logits over the whole vocabulary, many
-times the cost of a plain prompt token: a full budget of them would hold up everybody's next token for seconds."""
-
-
-@dataclass(slots=True)
-class _Step:
-    """A plan while it is being decided."""
-
-    max_tokens: int
-    builder: PlanBuilder
-    score_budget: int = MAX_SCORED_TOKENS
-    rows: StepRows = field(default_factory=StepRows)
-    num_prefills: int = 0
-    num_more: int = 0
-    """Tokens granted beyond one per row, at what they cost."""
-    num_charged: int = 0
-    """Leading rows the queue policy has been told of."""
-
-    @property
-    def budget(self) -> int:
-        return self.max_tokens - len(self.rows) - self.num_more
 
 
 class Scheduler:
@@ -62,8 +35,8 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.roster = Roster(config, kv)
-        self._price = ChunkPrice(config.costly_context if config.enable_chunked_prefill else 0)
         self._rows: dict[int, StepRows] = {}
+        self._planner = Planner(config, kv, self.roster, self._rows)
         self._lane = NOBODY
         self._unsent: PlanBuilder | None = None
         self._next_step = 1
@@ -74,12 +47,10 @@ class Scheduler:
         """The next step, or None when nothing can be computed now (all waiting for results, prerequisites or blocks)."""
         self.roster.expire(now)
         self.kv.planning = self._next_step
-        step = _Step(self.config.max_num_batched_tokens, self._unsent or PlanBuilder())
+        step = Draft(self.config.max_num_batched_tokens, self._unsent or PlanBuilder())
         self._unsent = None
         try:
-            self._plan_running(step)
-            self._plan_waiting(step, now)
-            self._charge(step)
+            self._planner.fill(step, now)
             if not (len(step.rows) or step.builder.has_changes or self.roster.has_ended_slots):
                 return None
             return self._freeze(step)
@@ -87,14 +58,14 @@ class Scheduler:
             self._take_back(step)
             raise
 
-    def _take_back(self, step: _Step) -> None:
+    def _take_back(self, step: Draft) -> None:
         """Planning raised: the rows were never planned; blocks and slots already handed out are announced with the next plan."""
-        self._charge(step)
+        self._planner.charge(step)
         step.rows.close(self._lane, self.roster.generation)
         self._undo(step.rows)
         self._unsent = step.builder
 
-    def _freeze(self, step: _Step) -> Plan:
+    def _freeze(self, step: Draft) -> Plan:
         """Slots of those who left are announced before `started` is applied, so a slot may change hands within one plan."""
         step.builder.ended.extend(self.roster.take_ended_slots())
         step.rows.close(self._lane, self.roster.generation)
@@ -104,160 +75,6 @@ class Scheduler:
         self.kv.last_planned = plan.step_id
         self._next_step += 1
         return plan
-
-    def _plan_running(self, step: _Step) -> None:
-        """Who decodes first, one token each; then prefills in the queue policy's order.
-
-        The loop is the hottest place of the policy floor: a sequence below `run_until` has nothing to ask.
-        """
-        prefilling: list[Sequence] = []
-        seqs, starts = step.rows.seqs, step.rows.starts
-        for seq in list(self.roster.running):
-            start = seq.planned
-            if start < seq.run_until or self._renew(seq, step):
-                seq.planned = start + 1
-                seq.promised = start + 2
-                seqs.append(seq)
-                starts.append(start)
-            elif seq.state is SeqState.RUNNING:  # not preempted earlier in this plan
-                wanted = seq.wanted
-                if wanted > 1:
-                    prefilling.append(seq)
-                elif wanted == 1 and not seq.is_complete:
-                    self._plan_decode(seq, step)
-        step.rows.num_decodes = len(seqs)
-        if len(prefilling) > 1:
-            self._charge(step)
-            prefilling = self.roster.queue.prefill_order(prefilling)
-        for seq in prefilling:
-            self._plan_one(seq, step)
-
-    def _renew(self, seq: Sequence, step: _Step) -> bool:
-        """Give a sequence that decodes and has filled its block the next one. False: it has to be looked at."""
-        last = seq.limit - 1
-        if seq.run_until in (0, last) or step.budget <= 0 or not self.kv.grow(seq, seq.planned + 1, step.builder):
-            return False
-        seq.run_until = min(seq.room, last)
-        return True
-
-    def _plan_decode(self, seq: Sequence, step: _Step) -> None:
-        if seq.planned < seq.room:
-            self._grant(seq, 1, step)  # its block has room, nothing to ask
-        else:
-            self._plan_one(seq, step)
-
-    def _plan_one(self, seq: Sequence, step: _Step) -> None:
-        """Give a running sequence its share; preempt until its blocks fit."""
-        if seq.state is not SeqState.RUNNING:
-            return  # preempted earlier in this plan
-        count = self._share(seq, seq.wanted, step)
-        if count == 0:
-            return
-        while not self.kv.grow(seq, seq.planned + count, step.builder):
-            if self.kv.has_limbo:
-                return  # blocks come free with the step in flight
-            if self.roster.drop_waiting_forks():
-                continue
-            self._charge(step)
-            planned = {other.seq_id for other in step.rows.seqs}
-            victim = self.roster.queue.victim(other for other in self.roster.running if other.seq_id not in planned)
-            if victim is seq and self._is_in_flight(seq):
-                return  # its own step may move a window on; preempting now would throw that step away, again and again
-            self.roster.preempt(victim)
-            if victim is seq:
-                return
-        self._grant(seq, count, step)
-
-    def _is_in_flight(self, seq: Sequence) -> bool:
-        return any(seq in rows.seqs for rows in self._rows.values())
-
-    def _share(self, seq: Sequence, wanted: int, step: _Step) -> int:
-        """Tokens of this step for a sequence that wants `wanted`.
-
-        With others in the step, a chunk far into a prompt is shorter: they would wait for its attention to all that comes before.
-        Without chunking a prompt runs whole or not; one longer than the whole budget runs as the only prefill of its step.
-        """
-        if self.config.enable_chunked_prefill or wanted == 1:
-            most = self._price.most(seq.promised - wanted, step.budget) if wanted > 1 and len(step.rows) else max(step.budget, 0)
-            return min(wanted, most, max(step.score_budget, 1) if wanted > 1 and seq.scores_prompt else wanted)
-        if wanted <= step.budget:
-            return wanted
-        is_oversized = wanted > self.config.max_num_batched_tokens
-        return wanted if is_oversized and step.num_prefills == 0 else 0
-
-    def _grant(self, seq: Sequence, count: int, step: _Step) -> None:
-        start = seq.planned
-        samples = int(start + count == seq.promised)
-        step.rows.add(seq, start, count, samples)
-        step.num_more += count - 1 + self._price.surcharge(start, count)
-        step.num_prefills += count > 1
-        if seq.scores_prompt and start < seq.num_prompt:
-            step.score_budget -= count
-        seq.planned += count
-        seq.promised += samples
-        seq.run_until = min(seq.room, seq.limit - 1) if samples else 0
-
-    def _charge(self, step: _Step) -> None:
-        """Tell the queue policy of the rows it has not heard of; always before it is asked for an opinion."""
-        if self.roster.queue.charges and step.num_charged < len(step.rows):
-            step.rows.fill()
-            self.roster.queue.charge(step.rows.seqs[step.num_charged :], step.rows.counts[step.num_charged :])
-            step.num_charged = len(step.rows)
-
-    def _plan_waiting(self, step: _Step, now: float) -> None:
-        """Admit in the queue's order. Static batching fills a batch when the last one has ended, and only then."""
-        is_static = self.config.static_batching
-        if not len(self.roster.queue) or not self.roster.has_free_slot or (is_static and self.roster.running):
-            return
-        reserve = self._reserve()
-        while self.roster.has_free_slot and (step.budget > 0 or is_static):
-            self._charge(step)
-            seq = self.roster.queue.head()
-            if seq is None or seq.pending or not self._admit(seq, step, reserve, now):
-                return
-
-    def _reserve(self) -> int:
-        """Blocks left to the running ones: one each for who may still grow, or admitting would only lead to preempting."""
-        size = self.kv.block_size
-        return sum(1 for seq in self.roster.running if len(seq.blocks[0]) * size < seq.limit)
-
-    def _admit(self, seq: Sequence, step: _Step, reserve: int, now: float) -> bool:
-        """Start the head of the queue. False when it does not fit yet; nobody behind it is tried then, or it could starve."""
-        is_forked = bool(seq.blocks[0])
-        hits = seq.planned if is_forked else self._hits(seq)
-        count = self._share(seq, len(seq.tokens) - hits, step)
-        if count == 0 and not self.config.static_batching:
-            return False
-        while not self.kv.can_admit(seq, hits, hits + count, reserve):
-            if self.roster.running or self.kv.has_limbo or not self.roster.drop_waiting_forks():
-                return False
-            if is_forked:
-                return True  # its own blocks may have been the ones let go: look at the head anew
-        if not is_forked:
-            self._take_hits(seq, hits)
-        self._start(seq, step.builder, now)
-        if count:
-            grown = self.kv.grow(seq, seq.planned + count, step.builder)
-            assert grown, "can_admit promised these blocks"
-            self._grant(seq, count, step)
-        return True
-
-    def _start(self, seq: Sequence, builder: PlanBuilder, now: float) -> None:
-        self.roster.start(seq, now)
-        facts = Started(SlotId(seq.slot), array("i", seq.tokens), seq.num_prompt, seq.request.params, seq.index)
-        builder.started.append(facts)
-        self.kv.write_tables(seq, builder)
-
-    def _take_hits(self, seq: Sequence, hits: int) -> None:
-        self.kv.take_hits(seq, hits)
-        if seq.incarnation == 0 and self.kv.caching and seq.uses_prefix_cache:
-            seq.num_cached = min(hits, seq.num_prompt)
-            self.roster.counters.prefix_cache_query_tokens += seq.num_prompt
-            self.roster.counters.prefix_cache_hit_tokens += seq.num_cached
-
-    def _hits(self, seq: Sequence) -> int:
-        """Prompt log-probabilities need every prompt position computed."""
-        return 0 if seq.scores_prompt else self.kv.num_hit_tokens(seq)
 
     # results
 
@@ -354,17 +171,8 @@ class Scheduler:
 
         Also returns those the step's budget did not reach: they have to be asked for again.
         """
-        step, left = _Step(self.config.max_num_batched_tokens, PlanBuilder()), []
-        for seq in sequences:
-            if seq.state is SeqState.RUNNING and not (seq.wanted == 1 and seq.is_complete):
-                held = min(len(blocks) for blocks in seq.blocks) * self.kv.block_size - seq.planned
-                if seq.wanted > 0 and held > 0:
-                    count = min(self._share(seq, seq.wanted, step), held)
-                    if count:
-                        self._grant(seq, count, step)
-                    else:
-                        left.append(seq)
-        self._charge(step)
+        step = Draft(self.config.max_num_batched_tokens, PlanBuilder())
+        left = self._planner.repeat(sequences, step)
         return (self._freeze(step) if len(step.rows) else None), left
 
     def delta_plan(self, plan: Plan) -> Plan:

@@ -14,6 +14,7 @@ from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.plan_codec import load_plans
 from headrace.policy.kvcache.manager import KvManager
+from headrace.policy.planner import Planner
 from headrace.policy.roster import Roster
 from headrace.policy.scheduler import Scheduler
 from headrace.policy.step_timer import UNKNOWN_STEP_S, StepTimer
@@ -80,11 +81,11 @@ CALL_SITES = [
     (Scheduler, "plan"),
     (Roster, "expire"),
     (Scheduler, "_commit_row"),
-    (Scheduler, "_plan_one"),
-    (Scheduler, "_renew"),
-    (Scheduler, "_admit"),
-    (Scheduler, "_grant"),
-    (Scheduler, "_start"),
+    (Planner, "_plan_one"),
+    (Planner, "_renew"),
+    (Planner, "_admit"),
+    (Planner, "_grant"),
+    (Planner, "_start"),
     (Roster, "start"),
     (KvManager, "grow"),
     (KvManager, "take_hits"),
