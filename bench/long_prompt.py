@@ -4,6 +4,7 @@
 
 The streams run alone first, then the long prompt arrives; they last until it has been answered. A stream gets one token per step, and a
 step computes up to `--max-num-batched-tokens` tokens of the prompt, each of which sees all before it: the last steps are the longest.
+Newcomers with short prompts arrive while it is read, and wait for their first token.
 """
 
 from __future__ import annotations
@@ -31,13 +32,17 @@ STREAM_PROMPT = 16
 ALONE_TOKENS = 16
 """What each stream has said before the long prompt comes."""
 ANSWER_TOKENS = 8
+NEWCOMER = Shape(input_tokens=64, output_tokens=2)
+NEWCOMER_EVERY_S = 4.0
 
 
 def gaps_of(times: Sequence[float]) -> list[float]:
     return sorted(later - earlier for earlier, later in pairwise(times))
 
 
-def measure(machine: Machine, streams: int, tokens: int, step_tokens: int) -> dict[str, object]:
+def measure(
+    machine: Machine, streams: int, newcomers: int, tokens: int, step_tokens: int, every_s: float = NEWCOMER_EVERY_S
+) -> dict[str, object]:
     """Times in seconds, memory in bytes; memory is this process's peak before and after the long prompt."""
     costly = machine.engine.info.costly_context
     dearer = 1.0 + tokens / (2 * costly) if costly else 1.0  # on average, see `policy.price`
@@ -48,11 +53,12 @@ def measure(machine: Machine, streams: int, tokens: int, step_tokens: int) -> di
     shape = Shape(input_tokens=STREAM_PROMPT, output_tokens=2 * ALONE_TOKENS + num_steps + ANSWER_TOKENS)
     flowing = requests_for(machine, streams, shape, seed=1)
     long = requests_for(machine, 1, Shape(input_tokens=tokens, output_tokens=1), seed=2)[0]
-    run = finished(
-        run_offline(machine.engine, machine.collector, [*flowing, LoadRequest(long.prompt_ids, ANSWER_TOKENS)], [0.0] * streams + [seconds])
-    )
+    short = requests_for(machine, newcomers, NEWCOMER, seed=3)
+    arrivals = [0.0] * streams + [seconds] + [seconds + every_s * (i + 0.5) for i in range(newcomers)]
+    requests = [*flowing, LoadRequest(long.prompt_ids, ANSWER_TOKENS), *short]
+    run = finished(run_offline(machine.engine, machine.collector, requests, arrivals))
     machine.engine.scheduler.check()
-    prompt = run.records[-1]
+    prompt = run.records[streams]
     if min(record.end_s for record in run.records[:streams]) < prompt.chunk_s[0]:
         raise RuntimeError("a stream ended before the long prompt was answered: its gaps would not count")
     meanwhile = [[at for at in record.chunk_s if prompt.intended_s <= at <= prompt.chunk_s[0]] for record in run.records[:streams]]
@@ -63,6 +69,7 @@ def measure(machine: Machine, streams: int, tokens: int, step_tokens: int) -> di
         "step_tokens": step_tokens,
         "ttft_s": prompt.ttft_s,
         "streams_tokens_meanwhile": [len(times) for times in meanwhile],
+        "newcomers_ttft_s": [came.ttft_s for came in run.records[streams + 1 :] if came.intended_s < prompt.chunk_s[0]],
         "worst_gap_s": gaps[-1],
         "gap_p50_s": percentile(gaps, 0.5),
         "gap_alone_p50_s": percentile(gaps_of(run.records[0].chunk_s[:ALONE_TOKENS]), 0.5),
@@ -78,6 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default="int8")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--newcomers", type=int, default=8)
     parser.add_argument("--tokens", type=int, help="default: the model's own limit, less the answer")
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
     given = parser.parse_args(arguments)
@@ -92,7 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
     facts = {"environment": environment(), "read_bandwidth_bytes_per_s": measure_bandwidth(bandwidth_script())}
     machine = build(config)
     tokens = given.tokens or machine.engine.info.max_model_len - ANSWER_TOKENS
-    found = measure(machine, given.streams, tokens, given.max_num_batched_tokens)
+    found = measure(machine, given.streams, given.newcomers, tokens, given.max_num_batched_tokens)
     for name, value in found.items():
         if name != "step_s":
             print(f"{name}: {value}")

@@ -14,6 +14,8 @@ from typing import NewType
 
 BlockHash = NewType("BlockHash", bytes)
 DIGEST_BYTES = 16
+_BLOCK = blake2b(digest_size=DIGEST_BYTES, person=b"headrace-block")
+"""Copied for each block: half the time of setting one up."""
 
 
 def chain_root(key: bytes, *, salt: bytes = b"", adapter_digest: bytes = b"") -> BlockHash:
@@ -35,7 +37,8 @@ def chain_root(key: bytes, *, salt: bytes = b"", adapter_digest: bytes = b"") ->
 def block_hash(parent: BlockHash, token_ids: Sequence[int], modality_digests: Sequence[bytes] = ()) -> BlockHash:
     """Identity of one full block: its parent's identity and its own tokens (each 4 bytes, little endian)."""
     tokens = token_ids if isinstance(token_ids, array) and token_ids.typecode == "i" else array("i", token_ids)
-    state = blake2b(parent + tokens.tobytes(), digest_size=DIGEST_BYTES, person=b"headrace-block")
+    state = _BLOCK.copy()
+    state.update(parent + tokens.tobytes())
     for digest in modality_digests:
         state.update(len(digest).to_bytes(8, "little"))
         state.update(digest)

@@ -36,7 +36,7 @@ class KvManager:
         self.last_planned = 0
         self.last_committed = 0
         self._key = key
-        self._windows = [group.window for group in groups if group.window is not None]
+        self._windows = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
 
     # questions
 
@@ -136,6 +136,8 @@ class KvManager:
         Full groups take blocks for everything known at once, so that an admitted prompt is never stopped halfway.
         """
         size, known = self.block_size, max(end, len(seq.tokens))
+        if known == seq.planned + 1 == len(seq.blocks[0]) * size + 1 and len(self.pools) == 1:
+            return self._add_block(seq, builder)
         first = seq.planned // size
         targets = [-(-(known if group.window is None else end) // size) for group in self.groups]
         for index, pool in enumerate(self.pools):
@@ -152,6 +154,17 @@ class KvManager:
                 builder.table(index, seq.slot, place, block)
                 blocks.append(block)
         seq.room = min(map(len, seq.blocks)) * size
+        return True
+
+    def _add_block(self, seq: Sequence, builder: PlanBuilder) -> bool:
+        """`grow` by one position behind full blocks, in the only group: a step asks it for several rows that decode."""
+        pool, blocks = self.pools[0], seq.blocks[0]
+        if not pool.num_available:
+            return False
+        block = pool.take()
+        builder.table(0, seq.slot, len(blocks), block)
+        blocks.append(block)
+        seq.room = seq.planned + self.block_size
         return True
 
     def _num_copies(self, seq: Sequence, group: int) -> int:
@@ -197,17 +210,17 @@ class KvManager:
     def commit(self, seq: Sequence) -> int:
         """After `seq.computed` rose: register full blocks, let go of blocks the window has passed. Returns `calm_until`."""
         full = seq.computed // self.block_size
-        for index, group in enumerate(self.groups):
-            if full > seq.registered[index]:
+        for index, registered in enumerate(seq.registered):
+            if full > registered:
                 self._register(seq, index, full)
-            if group.window is not None:
-                self._pass_window(seq, index, group.window)
+        for index, window in self._windows:
+            self._pass_window(seq, index, window)
         return self.calm_until(seq)
 
     def calm_until(self, seq: Sequence) -> int:
         """Computed count from which `commit` has something to do: one more block is full, or the window has passed one."""
         until = (min(seq.registered) + 1) * self.block_size
-        for window in self._windows:
+        for _, window in self._windows:
             first = self._first_live(seq.computed, window)
             until = min(until, (first + 1) * self.block_size + window - 1)
         return until
@@ -215,9 +228,10 @@ class KvManager:
     def _register(self, seq: Sequence, group: int, full: int) -> None:
         if self.caching and seq.uses_prefix_cache:
             self._extend_hashes(seq, full)
+            pool, blocks = self.pools[group], seq.blocks[group]
             for i in range(seq.registered[group], full):
-                if seq.blocks[group][i] != PAD_BLOCK:
-                    self.pools[group].register(seq.blocks[group][i], seq.hashes[i])
+                if blocks[i] != PAD_BLOCK:
+                    pool.register(blocks[i], seq.hashes[i])
         seq.registered[group] = full
 
     def _pass_window(self, seq: Sequence, group: int, window: int) -> None:
@@ -260,11 +274,11 @@ class KvManager:
             pool.reset_cache()
 
     def _extend_hashes(self, seq: Sequence, count: int) -> None:
-        size = self.block_size
-        while len(seq.hashes) < count:
-            i = len(seq.hashes)
-            parent = seq.hashes[-1] if i else seq.root
-            seq.hashes.append(block_hash(parent, seq.tokens[i * size : (i + 1) * size]))
+        size, hashes = self.block_size, seq.hashes
+        parent = hashes[-1] if hashes else seq.root
+        for i in range(len(hashes), count):
+            parent = block_hash(parent, seq.tokens[i * size : (i + 1) * size])
+            hashes.append(parent)
 
     # invariants
 
