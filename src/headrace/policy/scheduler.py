@@ -92,7 +92,7 @@ class Scheduler:
         """Take in the leading rows, one token each: together where the token is all there is to say, one by one where there is more."""
         due: list[int] = []
         others: list[int] = []
-        for i, (seq, start, token) in enumerate(zip(rows.lane.seqs, rows.starts, token_ids, strict=False)):
+        for i, seq, start, token in zip(range(rows.num_decodes), rows.lane.seqs, rows.starts, token_ids, strict=False):
             computed = start + 1
             if computed >= seq.calm_until or token in seq.end_ids:
                 due.append(i)
