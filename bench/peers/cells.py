@@ -23,7 +23,13 @@ ENGINES = ("headrace", "llama.cpp", "vllm", "openvino", "ceiling")
 METHOD = 2
 """Raised whenever a cell's figure comes to mean something else (README, "Methods"): cells of an earlier one are measured anew, and the
 report never puts two into one median."""
+CEILING_METHOD = 3
+"""The same for the ceiling, which no other engine is compared with."""
 CPUINFO = Path("/proc/cpuinfo")
+
+
+def method_of(engine: str) -> int:
+    return CEILING_METHOD if engine == "ceiling" else METHOD
 
 
 @cache
@@ -56,7 +62,7 @@ class Cell:
     @property
     def is_done(self) -> bool:
         """By today's method."""
-        return self.file.is_file() and load(self.file)[1].method == METHOD
+        return self.file.is_file() and load(self.file)[1].method == method_of(self.engine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +77,9 @@ class Outcome:
     environment  commit, load, versions, time
     read_bandwidth_bytes_per_s  in the same minute; None when it could not be measured
     facts        of the model: "weights" that a step multiplies, "kv_numbers_per_token"
-    method       see METHOD; 1 where a file says nothing
-    load         of HTTP rows: what was offered and what the client saw (`http.figures_of`); seconds and counts, null where none is finite
+    method       see `method_of`; 1 where a file says nothing
+    load         of HTTP rows: what was offered and what the client saw (`http.figures_of`); seconds and counts, null where none is finite.
+                 Of the ceiling: "headrace", what Headrace gave in turns with it
     """
 
     value: float | None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.harness import RESULTS
 from bench.peers import http
-from bench.peers.cells import ENGINES, METHOD, PRECISIONS, SHAPES, Outcome, load_all
+from bench.peers.cells import ENGINES, METHOD, PRECISIONS, SHAPES, Cell, Outcome, load_all
 from bench.peers.rows import DECODE_TOKENS, decode_prompt, row_names
 
 DOCS = RESULTS.parents[1] / "docs"
@@ -34,23 +34,29 @@ Written by `python -m bench.peers.report` from the cells in `bench/results/peers
 [bench/peers/README.md](../bench/peers/README.md). Every kind of machine has a part of its own. A cell is the median over its rounds with
 the smallest and largest in brackets; bad rounds are kept. "/ best peer" is the median over the rounds of Headrace's figure over the best
 other engine's of the same round, turned so that more than 1 means Headrace is better; rounds that not every named engine took part in are
-compared with those that did; 0 where Headrace failed. "/ ceiling" is Headrace over the model's matrix products alone. `mixed-32` asks
-llama.cpp through its server, the others in their own process. MBU: bytes of weights and KV that a step must read, over its time, over the
-read bandwidth of `bench/bandwidth.py` in the same minute.
+compared with those that did; 0 where Headrace failed. "/ ceiling" is Headrace over the model's matrix products alone, asked in turns.
+`mixed-32` asks llama.cpp through its server, the others in their own process. MBU: bytes of weights and KV that a step must read, over its
+time, over the read bandwidth of `bench/bandwidth.py` in the same minute.
 """
 
 
 def tables() -> dict[str, dict[tuple[str, str], Table]]:
-    """Machine -> (shape, precision) -> its table, of the cells on disk; where there are some of the newest method, of those alone."""
+    """Machine -> (shape, precision) -> its table, of the cells on disk; where there are some of the newest method, of those alone.
+
+    The ceiling has methods of its own.
+    """
     found = list(load_all())
-    newest: dict[tuple[str, str, str], int] = defaultdict(int)
+
+    def key_of(cell: Cell) -> tuple[str, str, str, bool]:
+        return cell.machine, cell.shape, cell.precision, cell.engine == "ceiling"
+
+    newest: dict[tuple[str, str, str, bool], int] = defaultdict(int)
     for cell, outcome in found:
-        key = (cell.machine, cell.shape, cell.precision)
-        newest[key] = max(newest[key], outcome.method)
+        newest[key_of(cell)] = max(newest[key_of(cell)], outcome.method)
     cells: dict[tuple[str, str, str], dict[str, dict[str, dict[int, Outcome]]]]
     cells = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
     for cell, outcome in found:
-        if outcome.method == newest[cell.machine, cell.shape, cell.precision]:
+        if outcome.method == newest[key_of(cell)]:
             cells[cell.machine, cell.shape, cell.precision][cell.row][cell.engine][cell.round] = outcome
     order = [(shape, precision) for shape in SHAPES for precision in PRECISIONS]
     machines = sorted({machine for machine, _, _ in cells})
@@ -75,6 +81,13 @@ def advantages(row: str, engines: Mapping[str, Rounds], over: tuple[str, ...], o
             value = outcome.value
             ratios.append(0.0 if value is None else min(advantage(row, value, other) for other in others))
     return ratios
+
+
+def shares_of_ceiling(row: str, engines: Mapping[str, Rounds]) -> list[float]:
+    """Headrace over the ceiling: as measured in turns; from before that was done, of the same round."""
+    pairs = [(outcome.load.get("headrace"), outcome.value) for outcome in engines.get("ceiling", {}).values()]
+    shares = [own / limit for own, limit in pairs if own and limit]
+    return shares or advantages(row, engines, ("ceiling",))
 
 
 def _value(engines: Mapping[str, Rounds], engine: str, number: int) -> float | None:
@@ -117,7 +130,7 @@ def offline_section(precision: str, table: Table) -> Iterator[str]:
         columns = table[row]
         cells = [_cell(columns.get(engine, {})) for engine in engines]
         share = mbu(row, precision, columns.get("headrace", {}))
-        cells += [_median(advantages(row, columns, PEERS)), _median(advantages(row, columns, ("ceiling",)))]
+        cells += [_median(advantages(row, columns, PEERS)), _median(shares_of_ceiling(row, columns))]
         yield f"| {row} | " + " | ".join([*cells, f"{share:.2f}" if share else "-"]) + " |"
     yield ""
     if missing := [engine for engine in PEERS if engine not in engines]:
@@ -174,7 +187,10 @@ def _circumstances(table: Table) -> Iterator[str]:
     line = f"{environments[0]['cpu']}, {environments[0]['num_cpus']} CPUs, {times[0]} to {times[-1]}, commit {', '.join(commits)}"
     if bandwidths:
         line += f", read bandwidth {min(bandwidths) / 1e9:.1f} to {max(bandwidths) / 1e9:.1f} GB/s"
-    if (method := outcomes[0].method) < METHOD:
+    methods = [
+        outcome.method for columns in table.values() for engine in columns if engine != "ceiling" for outcome in columns[engine].values()
+    ]
+    if methods and (method := min(methods)) < METHOD:
         line += f"; measured by method {method}, see [README](../bench/peers/README.md#methods)"
     yield line + ".\n"
     for row, columns in table.items():

@@ -61,6 +61,20 @@ def measure(row: str, ask: Ask, *, seed: int) -> Figure:
     raise ValueError(f"no row {row!r}; known: {', '.join(row_names())}")
 
 
+def measure_in_turns(row: str, ask: Ask, beside: Ask, *, seed: int) -> tuple[Figure, Figure]:
+    """The row of two engines. Each question goes to both before the next one is asked, so that a slow minute meets both."""
+    answers: list[float] = []
+
+    def ask_both(prompts: list[Ids], tokens: list[int]) -> float:
+        seconds = ask(prompts, tokens)
+        answers.append(beside(prompts, tokens))
+        return seconds
+
+    figure = measure(row, ask_both, seed=seed)
+    given = iter(answers)
+    return figure, measure(row, lambda _prompts, _tokens: next(given), seed=seed)
+
+
 def _prefill(length: int, ask: Ask, rng: random.Random) -> Figure:
     return prefill_figure(length, tuple(ask([prompt(length, rng)], [1]) for _ in range(PREFILL_REPEATS)))
 

@@ -12,16 +12,16 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from bench.peers.cells import ENGINES, METHOD, PRECISIONS, SHAPES, Cell, Outcome, save, this_machine
-from bench.peers.engines import ROOT, CannotRun, Worker, launch_of, running
+from bench.peers.cells import ENGINES, PRECISIONS, SHAPES, Cell, Outcome, method_of, save, this_machine
+from bench.peers.engines import ROOT, CannotRun, Launch, Worker, launch_of, running
 from bench.peers.llama_cpp import LlamaCpp, llama_cpp
-from bench.peers.rows import Figure, measure, row_names
+from bench.peers.rows import Figure, measure, measure_in_turns, row_names
 from bench.peers.shapes import products_of
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 
@@ -78,7 +78,7 @@ class Turn:
             read_bandwidth_bytes_per_s=bandwidth,
             facts=self.facts,
             load=found.load if found else {},
-            method=METHOD,
+            method=method_of(self.engine),
         )
         save(self.cell(row), outcome)
         told = f"{found.value:,.4g} {found.unit}" if found else error
@@ -124,19 +124,46 @@ def take_llama_cpp_turn(turn: Turn, peer: LlamaCpp) -> None:
         turn.keep(row, peer.setting, special.get(row) or partial(peer.figure, row))
 
 
+def take_ceiling_turn(turn: Turn, ceiling: Worker, headrace: Worker) -> None:
+    """Headrace answers every question in turns with the ceiling: between an engine's turn and another's the clock may change by a tenth."""
+
+    def figure(row: str) -> Figure:
+        own, limit = measure_in_turns(row, headrace.ask, ceiling.ask, seed=turn.seed)
+        return replace(limit, load={"headrace": own.value})
+
+    for row in turn.wanted:
+        turn.keep(row, ceiling.setting, partial(figure, row))
+
+
 def take(turn: Turn, model: Path, envs: Path, threads: int) -> None:
-    with ExitStack() as stack:
-        if turn.engine == "llama.cpp":
-            take_llama_cpp_turn(turn, llama_cpp(model, turn.precision, envs, threads))
-        else:
-            log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "worker.log"
-            launch = launch_of(turn.engine, model, turn.precision, envs, threads)
-            try:
-                with running(launch, log) as worker:
-                    take_worker_turn(turn, worker)
-            except CannotRun:
-                sys.stderr.write(log.read_text(errors="replace")[-3000:])
-                raise
+    if turn.engine == "llama.cpp":
+        take_llama_cpp_turn(turn, llama_cpp(model, turn.precision, envs, threads))
+        return
+
+    def started(engine: str) -> AbstractContextManager[Worker]:
+        return _logged(launch_of(engine, model, turn.precision, envs, threads))
+
+    with started(turn.engine) as worker:
+        if turn.engine != "ceiling":
+            take_worker_turn(turn, worker)
+            return
+        with started("headrace") as headrace:
+            for one in (worker, headrace):
+                one.first_token_seconds()  # neither loads while the other is measured
+            take_ceiling_turn(turn, worker, headrace)
+
+
+@contextmanager
+def _logged(launch: Launch) -> Iterator[Worker]:
+    """A worker whose log is shown if it cannot run."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "worker.log"
+        try:
+            with running(launch, log) as worker:
+                yield worker
+        except CannotRun:
+            sys.stderr.write(log.read_text(errors="replace")[-3000:])
+            raise
 
 
 def parser_of(description: str | None, engines: tuple[str, ...], rows: tuple[str, ...]) -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ import pytest
 from bench.peers import cells, report
 from bench.peers.cells import Cell, Outcome, save, this_machine
 from bench.peers.compressed import pack_nibbles
-from bench.peers.rows import measure, row_names
+from bench.peers.rows import Ask, measure, measure_in_turns, row_names
 from headrace.tensor.kernels.cpu_features import CpuFeatures
 
 ENVIRONMENT = {"cpu": "a CPU", "num_cpus": 2, "time": "2026-01-02T03:04:05+00:00", "commit": "abc"}
@@ -81,6 +81,40 @@ def test_methods_do_not_mix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setattr(report, "load_all", lambda: cells.load_all(tmp_path))
     found = report.tables()["ours"]["llama-1.1b", "bf16"]["decode-1"]["headrace"]
     assert {number: outcome.value for number, outcome in found.items()} == {1: 60}
+
+
+def test_the_ceiling_has_a_method_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [Cell("ours", "llama-1.1b", "bf16", engine, "decode-1", 0) for engine in ("headrace", "ceiling")]
+    found = [replace(outcome(30), method=cells.method_of(cell.engine)) for cell in kept]
+    assert found[0].method != found[1].method
+    monkeypatch.setattr(report, "load_all", lambda: zip(kept, found, strict=True))
+    table = report.tables()["ours"]["llama-1.1b", "bf16"]
+    assert set(table["decode-1"]) == {"headrace", "ceiling"}
+    assert "measured by method" not in "".join(report.section("llama-1.1b", "bf16", table))
+
+
+def test_headrace_is_held_against_the_ceiling_that_was_asked_in_turns() -> None:
+    engines = {"headrace": rounds(30, 30), "ceiling": rounds(40, 60)}
+    assert report.shares_of_ceiling("decode-1", engines) == [0.75, 0.5]
+    in_turns = {0: replace(outcome(40), load={"headrace": 36.0}), 1: outcome(60)}
+    assert report.shares_of_ceiling("decode-1", {**engines, "ceiling": in_turns}) == [0.9]
+
+
+@pytest.mark.parametrize("row", row_names())
+def test_two_engines_in_turns_are_asked_the_same_and_give_what_each_gives_alone(row: str) -> None:
+    asked: list[tuple[str, list[list[int]], list[int]]] = []
+
+    def engine(name: str, speed: float) -> Ask:
+        def ask(prompts: list[list[int]], max_tokens: list[int]) -> float:
+            asked.append((name, prompts, max_tokens))
+            return speed * (len(prompts) + sum(max_tokens))
+
+        return ask
+
+    pair = measure_in_turns(row, engine("a", 1.0), engine("b", 2.0), seed=3)
+    assert [name for name, *_ in asked] == ["a", "b"] * (len(asked) // 2)
+    assert [rest for _, *rest in asked[::2]] == [rest for _, *rest in asked[1::2]]
+    assert pair == (measure(row, engine("a", 1.0), seed=3), measure(row, engine("b", 2.0), seed=3))
 
 
 @pytest.mark.parametrize(
