@@ -4,6 +4,7 @@
 
 streaming  seconds for the same requests offline (this process, no HTTP) and as event streams from `headrace serve`, in turns
 prefixes   seconds offline with the prefix cache on and off, prompts with nothing in common, in turns
+overlap    seconds offline with the next step planned while one is computed (depth 2) and after it (depth 1), in turns
 threads    CPU seconds of every thread of supervisor, gateway and engine while they stream, per second of the clock
 
 How threads wait between two parallel regions is inherited and written down: GOMP_SPINCOUNT=30000 python -m bench.host_overhead.
@@ -41,6 +42,8 @@ UNIQUE, NUM_UNIQUE = Shape(input_tokens=480, output_tokens=8), 32
 FEW_STREAM = Shape(input_tokens=8, output_tokens=16)
 FEW_UNIQUE, NUM_FEW_UNIQUE = Shape(input_tokens=128, output_tokens=8), 8
 """For a model given by its folder, which takes a thousand times longer per token than the bundled one."""
+OVERLAPPED = 64
+"""Streams at once where steps are planned ahead."""
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
 
 
@@ -92,16 +95,28 @@ def streaming(base: EngineConfig, clients: int, shape: Shape, rounds: int) -> di
 
 
 def prefixes(base: EngineConfig, count: int, shape: Shape, rounds: int) -> dict[str, object]:
-    machines = [build(replace(base, enable_prefix_caching=enabled, max_num_seqs=8)) for enabled in (False, True)]
+    machines = {"off": False, "on": True}
+    return in_turns(
+        {name: build(replace(base, enable_prefix_caching=on, max_num_seqs=8)) for name, on in machines.items()}, count, shape, rounds
+    )
+
+
+def overlap(base: EngineConfig, count: int, shape: Shape, rounds: int) -> dict[str, object]:
+    return in_turns({f"depth {depth}": build(replace(base, depth=depth)) for depth in (1, 2)}, count, shape, rounds)
+
+
+def in_turns(machines: Mapping[str, Machine], count: int, shape: Shape, rounds: int) -> dict[str, object]:
+    """Two machines with the same requests, offline. Round 0 warms up; each round the two change places."""
     pairs = []
     for number in range(rounds + 1):
-        order = machines if number % 2 == 0 else machines[::-1]
-        seconds = {id(machine): offline_seconds(machine, count, shape, number) for machine in order}
-        pairs.append((seconds[id(machines[0])], seconds[id(machines[1])]))
-    return _summary("off", "on", pairs[1:])
+        order = list(machines) if number % 2 == 0 else list(machines)[::-1]
+        seconds = {name: offline_seconds(machines[name], count, shape, number) for name in order}
+        pairs.append(tuple(seconds[name] for name in machines))
+    first, second = machines
+    return _summary(first, second, pairs[1:])
 
 
-def _summary(first: str, second: str, pairs: Sequence[tuple[float, float]]) -> dict[str, object]:
+def _summary(first: str, second: str, pairs: Sequence[tuple[float, ...]]) -> dict[str, object]:
     ratio = paired_ratio([pair[0] for pair in pairs], [pair[1] for pair in pairs])
     print(f"{second} / {first}: {ratio.mean:.3f} [{ratio.low:.3f}, {ratio.high:.3f}], {ratio.rounds} rounds", flush=True)
     return {"seconds": [{first: pair[0], second: pair[1]} for pair in pairs], "ratio": asdict(ratio)}
@@ -135,6 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
     for thread, share in busiest(found["streaming"]["cpu_per_second"]):  # type: ignore[arg-type]
         print(f"{share:6.1%} of a core: {thread}")
     found["prefixes"] = prefixes(base, count, unique, given.rounds)
+    found["overlap"] = overlap(base, OVERLAPPED, stream, given.rounds)
     write_portable(RESULTS / f"{name}.json", {**facts, **found})
 
 
