@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from engine_kit import FULL, VOCAB, WINDOW, DrivenEngine, request
@@ -116,9 +117,9 @@ def test_a_long_prompt_keeps_three_quarters_of_each_step_however_many_come_behin
 
 
 @pytest.mark.parametrize("hindrance", [{"max_num_seqs": 1}, {"num_blocks": 108}])
-def test_a_long_prompt_has_all_of_a_step_where_nobody_else_can_use_it(hindrance: dict[str, int]) -> None:
+def test_a_long_prompt_has_all_of_a_step_where_nobody_else_can_use_it(hindrance: dict[str, Any]) -> None:
     """No slot is free, or too few blocks: what is left to who comes behind is not left unused."""
-    driven = DrivenEngine(**{"num_blocks": 400, "max_model_len": 420, "max_num_batched_tokens": 40, **hindrance})
+    driven = DrivenEngine(max_model_len=420, max_num_batched_tokens=40, **{"num_blocks": 400, **hindrance})
     driven.submit(request("long", LONG, max_tokens=8))
     driven.turn(2)
     driven.submit(request("other", LONG[::-1], max_tokens=1))
