@@ -46,11 +46,12 @@ def measure(
     """Times in seconds, memory in bytes; memory is this process's peak before and after the long prompt."""
     costly = machine.engine.info.costly_context
     dearer = 1.0 + tokens / (2 * costly) if costly else 1.0  # on average, see `policy.price`
-    num_steps = math.ceil(1.1 * tokens * dearer / (step_tokens - streams))
+    asked = tokens * dearer + newcomers * (NEWCOMER.input_tokens + NEWCOMER.output_tokens)
+    num_steps = math.ceil(1.1 * asked / (step_tokens - streams))
     alone = requests_for(machine, streams, Shape(input_tokens=STREAM_PROMPT, output_tokens=ALONE_TOKENS), seed=0)
-    seconds = finished(run_offline(machine.engine, machine.collector, alone)).duration_s
+    seconds = min(finished(run_offline(machine.engine, machine.collector, alone)).duration_s for _ in range(2))
     before = peak_of(os.getpid())
-    shape = Shape(input_tokens=STREAM_PROMPT, output_tokens=2 * ALONE_TOKENS + num_steps + ANSWER_TOKENS)
+    shape = Shape(input_tokens=STREAM_PROMPT, output_tokens=4 * ALONE_TOKENS + num_steps + ANSWER_TOKENS)
     flowing = requests_for(machine, streams, shape, seed=1)
     long = requests_for(machine, 1, Shape(input_tokens=tokens, output_tokens=1), seed=2)[0]
     short = requests_for(machine, newcomers, NEWCOMER, seed=3)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.harness import RESULTS
 from bench.peers import http
-from bench.peers.cells import ENGINES, METHOD, PRECISIONS, SHAPES, Cell, Outcome, load_all
+from bench.peers.cells import CEILING_METHOD, ENGINES, METHOD, PRECISIONS, SHAPES, Cell, Outcome, load_all
 from bench.peers.rows import DECODE_TOKENS, decode_prompt, row_names
 
 DOCS = RESULTS.parents[1] / "docs"
@@ -84,9 +84,9 @@ def advantages(row: str, engines: Mapping[str, Rounds], over: tuple[str, ...], o
 
 
 def shares_of_ceiling(row: str, engines: Mapping[str, Rounds]) -> list[float]:
-    """Headrace over the ceiling: as measured in turns; from before that was done, of the same round."""
-    pairs = [(outcome.load.get("headrace"), outcome.value) for outcome in engines.get("ceiling", {}).values()]
-    shares = [own / limit for own, limit in pairs if own and limit]
+    """Headrace over the ceiling: as measured in turns, 0 where Headrace failed; from before that was done, of the same round."""
+    in_turns = [outcome for outcome in engines.get("ceiling", {}).values() if outcome.value and "headrace" in outcome.load]
+    shares = [(outcome.load["headrace"] or 0.0) / outcome.value for outcome in in_turns if outcome.value]
     return shares or advantages(row, engines, ("ceiling",))
 
 
@@ -192,6 +192,8 @@ def _circumstances(table: Table) -> Iterator[str]:
     ]
     if methods and (method := min(methods)) < METHOD:
         line += f"; measured by method {method}, see [README](../bench/peers/README.md#methods)"
+    if any(outcome.method < CEILING_METHOD for columns in table.values() for outcome in columns.get("ceiling", {}).values()):
+        line += "; the ceiling was asked in a turn of its own, minutes from Headrace's"
     yield line + ".\n"
     for row, columns in table.items():
         for engine, rounds in columns.items():

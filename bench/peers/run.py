@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from pathlib import Path
 from bench.peers.cells import ENGINES, PRECISIONS, SHAPES, Cell, Outcome, method_of, save, this_machine
 from bench.peers.engines import ROOT, CannotRun, Launch, Worker, launch_of, running
 from bench.peers.llama_cpp import LlamaCpp, llama_cpp
-from bench.peers.rows import Figure, measure, measure_in_turns, row_names
+from bench.peers.rows import Figure, Ids, measure, measure_in_turns, row_names
 from bench.peers.shapes import products_of
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 
@@ -127,9 +128,16 @@ def take_llama_cpp_turn(turn: Turn, peer: LlamaCpp) -> None:
 def take_ceiling_turn(turn: Turn, ceiling: Worker, headrace: Worker) -> None:
     """Headrace answers every question in turns with the ceiling: between an engine's turn and another's the clock may change by a tenth."""
 
+    def ask(prompts: list[Ids], max_tokens: list[int]) -> float:
+        try:
+            return headrace.ask(prompts, max_tokens)
+        except CannotRun as reason:  # the ceiling's figure stands without it
+            print(f"{turn.shape} {turn.precision} headrace failed beside the ceiling: {reason}", flush=True)
+            return math.inf
+
     def figure(row: str) -> Figure:
-        own, limit = measure_in_turns(row, headrace.ask, ceiling.ask, seed=turn.seed)
-        return replace(limit, load={"headrace": own.value})
+        own, limit = measure_in_turns(row, ask, ceiling.ask, seed=turn.seed)
+        return replace(limit, load={"headrace": own.value if own.value > 0 else None})  # nan, of inf - inf, is not more than 0 either
 
     for row in turn.wanted:
         turn.keep(row, ceiling.setting, partial(figure, row))

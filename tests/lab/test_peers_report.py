@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from bench.peers import cells, report
+from bench.peers import cells, report, run
 from bench.peers.cells import Cell, Outcome, save, this_machine
 from bench.peers.compressed import pack_nibbles
-from bench.peers.rows import Ask, measure, measure_in_turns, row_names
+from bench.peers.engines import CannotRun, Worker
+from bench.peers.rows import Ask, Figure, measure, measure_in_turns, row_names
 from headrace.tensor.kernels.cpu_features import CpuFeatures
 
 ENVIRONMENT = {"cpu": "a CPU", "num_cpus": 2, "time": "2026-01-02T03:04:05+00:00", "commit": "abc"}
@@ -98,6 +100,29 @@ def test_headrace_is_held_against_the_ceiling_that_was_asked_in_turns() -> None:
     assert report.shares_of_ceiling("decode-1", engines) == [0.75, 0.5]
     in_turns = {0: replace(outcome(40), load={"headrace": 36.0}), 1: outcome(60)}
     assert report.shares_of_ceiling("decode-1", {**engines, "ceiling": in_turns}) == [0.9]
+    failed = {**in_turns, 2: replace(outcome(40), load={"headrace": None})}
+    assert report.shares_of_ceiling("decode-1", {**engines, "ceiling": failed}) == [0.9, 0.0]
+
+
+@pytest.mark.parametrize(("row", "words"), [("prefill-512", "no memory"), ("decode-2", "no memory"), ("mixed-32", "no memory")])
+def test_the_ceiling_stands_where_headrace_fails_beside_it(row: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    kept: list[Figure] = []
+    turn = SimpleNamespace(
+        shape="s", precision="p", seed=1, wanted=[row], keep=lambda _row, _setting, work: kept.append(work())
+    )  # fmt: skip
+
+    def fail(prompts: list[list[int]], max_tokens: list[int]) -> float:
+        raise CannotRun(words)
+
+    def answer(prompts: list[list[int]], max_tokens: list[int]) -> float:
+        return float(sum(max_tokens))
+
+    run.take_ceiling_turn(
+        cast("run.Turn", turn), cast("Worker", SimpleNamespace(ask=answer, setting={})), cast("Worker", SimpleNamespace(ask=fail))
+    )
+    assert kept[0].value == measure(row, answer, seed=1).value
+    assert kept[0].load == {"headrace": None}
+    assert words in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("row", row_names())

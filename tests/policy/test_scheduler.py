@@ -116,6 +116,37 @@ def test_a_long_prompt_keeps_three_quarters_of_each_step_however_many_come_behin
     driven.run()
 
 
+def chunks_beside_newcomers(driven: DrivenEngine, newcomer: list[int], count: int) -> list[int]:
+    """Tokens of a long prompt in each of its steps, `count` newcomers of one token's answer behind it; the largest chunk is its own."""
+    driven.submit(request("long", LONG, max_tokens=1))
+    driven.turn(2)
+    driven.submit(*(request(f"new{i}", [*newcomer, i], max_tokens=1) for i in range(count)))
+    plans = steps_to_first_token(driven, "long")
+    assert driven.tokens["new0", 0], "who came behind had its answer first"
+    driven.run()
+    assert driven.tokens["long", 0] == expected_tokens(LONG, 1, VOCAB)
+    return [max(plan.counts) for plan in plans[:-1]]
+
+
+def test_newcomers_far_into_a_cached_prompt_pay_its_price_and_leave_a_long_one_its_part() -> None:
+    driven = DrivenEngine(num_blocks=2000, max_model_len=600, max_num_batched_tokens=40, max_num_seqs=40, costly_context=20)
+    cached = LONG[::-1]
+    driven.submit(request("before", cached, max_tokens=1))
+    driven.run()
+    chunks = chunks_beside_newcomers(driven, [*cached, 7], 30)
+    starts = [80 + sum(chunks[:i]) for i in range(len(chunks))]
+    assert all((chunk + 1) * (1 + start / 20) > 40 / 2 for chunk, start in zip(chunks, starts, strict=True))
+
+
+@pytest.mark.parametrize("num_streams", [1, 2, 3, 4])
+def test_those_behind_a_long_prompt_have_a_token_of_a_small_budget(num_streams: int) -> None:
+    driven = DrivenEngine(num_blocks=400, max_model_len=600, max_num_batched_tokens=6)
+    driven.submit(*(request(f"s{i}", PROMPTS[i], max_tokens=500) for i in range(num_streams)))
+    driven.turn(20)
+    chunks = chunks_beside_newcomers(driven, [5], 1)
+    assert min(chunks) >= 6 - num_streams - 1
+
+
 @pytest.mark.parametrize("hindrance", [{"max_num_seqs": 1}, {"num_blocks": 108}])
 def test_a_long_prompt_has_all_of_a_step_where_nobody_else_can_use_it(hindrance: dict[str, Any]) -> None:
     """No slot is free, or too few blocks: what is left to who comes behind is not left unused."""

@@ -98,6 +98,8 @@ class OracleRunner:
         self._apply(plan)
         self.num_steps += plan.num_rows > 0
         rows = list(zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True))
+        if len(set(plan.slots)) < len(plan.slots):
+            raise Corruption(f"a slot has two rows: {list(plan.slots)}")
         for slot, start, count, _ in rows:
             self._write(slot, start, count)
         sampled = [self._read_and_sample(*row) for row in rows]

@@ -113,26 +113,31 @@ class Planner:
         if len(prefilling) > 1:
             self.charge(step)
             prefilling = self.roster.queue.prefill_order(prefilling)
-        long = [seq for seq in prefilling if self._is_long(seq)]
-        num_ahead = prefilling.index(long[0]) if long else len(prefilling)
+        prefilling = [seq for seq in prefilling if seq.state is SeqState.RUNNING]  # not preempted meanwhile, for a row that decodes
+        budget = step.budget
+        long = [(seq, seq.incarnation) for seq in prefilling if self._is_long(seq, budget)]
+        num_ahead = prefilling.index(long[0][0]) if long else len(prefilling)
         for seq in prefilling[:num_ahead]:
             self._plan_one(seq, step)
         if long:
-            step.num_kept = max(step.budget - step.budget // SHARE_BEHIND_LONG, 0)
+            step.num_kept = _kept_of(step.budget)
         for seq in prefilling[num_ahead:]:
-            if seq not in long:
+            if (seq, seq.incarnation) not in long:
                 self._plan_one(seq, step)
         self._plan_waiting(step, now)
         step.num_kept = 0
-        for seq in long:
-            self._plan_one(seq, step)
+        for seq, incarnation in long:
+            if seq.incarnation == incarnation:  # or it was preempted, and may have been admitted anew
+                self._plan_one(seq, step)
 
-    def _is_long(self, seq: Sequence) -> bool:
-        """One whose prompt is scored is not: it never takes more than a small part of a step."""
+    def _is_long(self, seq: Sequence, budget: int) -> bool:
+        """Whether the rest of a prompt would fill more than two steps like this one, which has `budget` for prefills.
+
+        One that is scored never does: it takes a small part of a step.
+        """
         if seq.scores_prompt or not self.config.enable_chunked_prefill:
             return False
-        cost = seq.wanted + self._price.surcharge(seq.planned, seq.wanted)
-        return cost > LONG_PROMPT_STEPS * self.config.max_num_batched_tokens
+        return seq.wanted + self._price.surcharge(seq.planned, seq.wanted) > LONG_PROMPT_STEPS * max(budget, 1)
 
     def _renew(self, seq: Sequence, step: Draft) -> bool:
         """Give a sequence that decodes and has filled its block the next one. False: it has to be looked at."""
@@ -176,11 +181,13 @@ class Planner:
     def _share(self, seq: Sequence, wanted: int, step: Draft) -> int:
         """Tokens of this step for a sequence that wants `wanted`.
 
-        With others in the step, a chunk far into a prompt is shorter: they would wait for its attention to all that comes before.
+        With others in the step, or a long prompt to come, a chunk far into a prompt is shorter: they would wait for its attention to all
+        that comes before.
         Without chunking a prompt runs whole or not; one longer than the whole budget runs as the only prefill of its step.
         """
         if self.config.enable_chunked_prefill or wanted == 1:
-            most = self._price.most(seq.promised - wanted, step.budget) if wanted > 1 and len(step.rows) else max(step.budget, 0)
+            is_priced = wanted > 1 and (len(step.rows) or step.num_kept)
+            most = self._price.most(seq.promised - wanted, step.budget) if is_priced else max(step.budget, 0)
             return min(wanted, most, max(step.score_budget, 1) if wanted > 1 and seq.scores_prompt else wanted)
         if wanted <= step.budget:
             return wanted
@@ -211,22 +218,17 @@ class Planner:
         is_static = self.config.static_batching
         if not len(self.roster.queue) or not self.roster.has_free_slot or (is_static and self.roster.running):
             return
-        reserve = self._reserve(step)
+        reserve = self._reserve()
         while self.roster.has_free_slot and (step.budget > 0 or is_static):
             self.charge(step)
             seq = self.roster.queue.head()
             if seq is None or seq.pending or not self._admit(seq, step, reserve, now):
                 return
 
-    def _reserve(self, step: Draft) -> int:
-        """Blocks left to those who run, or admitting would only lead to preempting.
-
-        One each for who may still grow; and what long prompts, planned after this, take in this step where a window has them take blocks
-        chunk by chunk.
-        """
+    def _reserve(self) -> int:
+        """Blocks left to the running ones: one each for who may still grow, or admitting would only lead to preempting."""
         size = self.kv.block_size
-        chunks = step.num_kept // size if any(group.window is not None for group in self.kv.groups) else 0
-        return chunks + sum(1 for seq in self.roster.running if len(seq.blocks[0]) * size < seq.limit)
+        return sum(1 for seq in self.roster.running if len(seq.blocks[0]) * size < seq.limit)
 
     def _admit(self, seq: Sequence, step: Draft, reserve: int, now: float) -> bool:
         """Start the head of the queue. False when it does not fit yet; nobody behind it is tried then, or it could starve."""
@@ -235,7 +237,8 @@ class Planner:
         count = self._share(seq, len(seq.tokens) - hits, step)
         if count == 0 and not self.config.static_batching:
             return False
-        while not self.kv.can_admit(seq, hits, hits + count, reserve):
+        chunks = self.kv.blocks_for(step.budget + step.num_kept) if step.num_kept else 0  # of the long prompts, planned after this
+        while not self.kv.can_admit(seq, hits, hits + count, reserve, chunks):
             if self.roster.running or self.kv.has_limbo or not self.roster.drop_waiting_forks():
                 return False
             if is_forked:
@@ -265,3 +268,8 @@ class Planner:
     def _hits(self, seq: Sequence) -> int:
         """Prompt log-probabilities need every prompt position computed."""
         return 0 if seq.scores_prompt else self.kv.num_hit_tokens(seq)
+
+
+def _kept_of(budget: int) -> int:
+    """What long prompts keep of a budget while those behind them have their share, which is one token at least."""
+    return budget - max(budget // SHARE_BEHIND_LONG, 1) if budget > 1 else max(budget, 0)

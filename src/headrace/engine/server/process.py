@@ -131,6 +131,7 @@ async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -
     except Exception as error:  # the outermost frame of start-up: whatever it was, the supervisor is told
         log.critical("start-up failed", exc_info=error)
         return _refuse(leash, f"{type(error).__name__}: {error}", ExitCode.ENGINE_DIED)
+    gc.collect()
     gc.freeze()  # what is here stays: a full collection would walk torch's and Numba's objects between two steps
     leash.ready({"address": config.address, "instance_id": service.hello.instance_id, "decided": list(engine.info.decided)})
     loop.add_signal_handler(signal.SIGUSR1, dump_plans, engine)

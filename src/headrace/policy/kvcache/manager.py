@@ -109,8 +109,11 @@ class KvManager:
             seq.registered[index] = count
         seq.computed = seq.planned = num_tokens
 
-    def can_admit(self, seq: Sequence, hit_tokens: int, first_end: int, reserve_blocks: int) -> bool:
-        """Whether a waiting sequence's whole known length fits now, leaving `reserve_blocks` to those already running."""
+    def can_admit(self, seq: Sequence, hit_tokens: int, first_end: int, reserve_blocks: int, chunk_blocks: int = 0) -> bool:
+        """Whether a waiting sequence's whole known length fits now, leaving `reserve_blocks` to those already running.
+
+        chunk_blocks  also left to them in groups with a window, where a prompt takes its blocks chunk by chunk
+        """
         for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             end = first_end if group.window is not None else len(seq.tokens)
             held = seq.blocks[index]
@@ -121,7 +124,7 @@ class KvManager:
                 first = 0 if group.window is None else self._first_live(hit_tokens, group.window)
                 idle = sum(1 for i in range(first, hits) if self._is_idle_hit(pool, seq.hashes[i]))
                 needed = self.blocks_for(end) - hits + idle
-            if needed + reserve_blocks > pool.num_available:
+            if needed + reserve_blocks + (0 if group.window is None else chunk_blocks) > pool.num_available:
                 return False
         return True
 
