@@ -95,10 +95,8 @@ def streaming(base: EngineConfig, clients: int, shape: Shape, rounds: int) -> di
 
 
 def prefixes(base: EngineConfig, count: int, shape: Shape, rounds: int) -> dict[str, object]:
-    machines = {"off": False, "on": True}
-    return in_turns(
-        {name: build(replace(base, enable_prefix_caching=on, max_num_seqs=8)) for name, on in machines.items()}, count, shape, rounds
-    )
+    machines = {name: build(replace(base, enable_prefix_caching=on, max_num_seqs=8)) for name, on in (("off", False), ("on", True))}
+    return in_turns(machines, count, shape, rounds)
 
 
 def overlap(base: EngineConfig, count: int, shape: Shape, rounds: int) -> dict[str, object]:
