@@ -1,6 +1,6 @@
 """Paged attention alone: time per layer by cache type, for decode and prefill batches, beside read bandwidth and the peak of the FMA units.
 
-    python -m bench.attention [--case decode-8] [--shape llama-1.1b] -> bench/results/attention.json
+    python -m bench.attention [--case decode-8] [--shape llama-1.1b] -> bench/results/MACHINE/attention.json
 
 Several layers' caches are walked in turn, so that none is found in the processor's caches. Each case is a list of rows (tokens, context).
 Bytes are keys and values seen, scales included, once each; operations are two per multiply-add of the pairs (query, key) that are seen.
@@ -19,7 +19,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.te
 import torch
 from torch import Tensor
 
-from bench.harness import RESULTS, write_portable
+from bench.harness import write_portable
+from bench.machine import results_file
 from headrace.core.kvgroup import KvGroup
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
@@ -78,8 +79,7 @@ def one_pass(step: Step, kv: KvCache) -> float:
     with KERNELS.together(len(step.query)):
         for layer in kv.layers:
             KERNELS.attention(
-                step.query, layer.values, step.table, step.starts, step.contexts,
-                max_count=step.longest, scale=0.1, kv_scales=layer.scales,
+                step.query, layer.values, step.table, step.starts, step.contexts, scale=0.1, kv_scales=layer.scales
             )  # fmt: skip
     return (time.perf_counter() - began) / LAYERS
 
@@ -115,7 +115,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     torch.set_num_threads(thread_limit())
     entries = [entry for shape in given.shape or SHAPES for case in given.case or CASES for entry in measure(shape, case)]
-    write_portable(RESULTS / "attention.json", {"environment": asdict(environment()), "entries": entries})
+    write_portable(results_file("attention"), {"environment": asdict(environment()), "entries": entries})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What everything around the model costs: streaming to many clients, looking for prefixes that are not there, and who takes the cores.
 
-    python -m bench.host_overhead [--rounds 10] [--clients 200] [--model FOLDER --quantization int8] -> bench/results/host-overhead*.json
+    python -m bench.host_overhead [--rounds 10] [--clients 200] [--only streaming] [--model FOLDER --quantization int8]
+        -> bench/results/MACHINE/host-overhead*.json; what was not asked for stays there as it was
 
 streaming  seconds for the same requests offline (this process, no HTTP) and as event streams from `headrace serve`, in turns
 prefixes   seconds offline with the prefix cache on and off, prompts with nothing in common, in turns
@@ -13,19 +14,22 @@ How threads wait between two parallel regions is inherited and written down: GOM
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.tensor.openmp
 
 import psutil
 
-from bench.harness import RESULTS, ROOT, Machine, build, finished, write_portable
+from bench.harness import ROOT, Machine, build, finished, write_portable
+from bench.machine import results_file
 from bench.smoke.children import SERVED, Server, server
 from bench.smoke.trees import Side
 from headrace.core.errors import ConfigError
@@ -42,8 +46,7 @@ UNIQUE, NUM_UNIQUE = Shape(input_tokens=480, output_tokens=8), 32
 FEW_STREAM = Shape(input_tokens=8, output_tokens=16)
 FEW_UNIQUE, NUM_FEW_UNIQUE = Shape(input_tokens=128, output_tokens=8), 8
 """For a model given by its folder, which takes a thousand times longer per token than the bundled one."""
-OVERLAPPED = 64
-"""Streams at once where steps are planned ahead."""
+PARTS = ("streaming", "prefixes", "overlap")
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
 
 
@@ -100,7 +103,8 @@ def prefixes(base: EngineConfig, count: int, shape: Shape, rounds: int) -> dict[
 
 
 def overlap(base: EngineConfig, count: int, shape: Shape, rounds: int) -> dict[str, object]:
-    return in_turns({f"depth {depth}": build(replace(base, depth=depth)) for depth in (1, 2)}, count, shape, rounds)
+    machines = {f"depth {depth}": build(replace(base, depth=depth)) for depth in (1, 2)}
+    return {"streams": count, **in_turns(machines, count, shape, rounds)}
 
 
 def in_turns(machines: Mapping[str, Machine], count: int, shape: Shape, rounds: int) -> dict[str, object]:
@@ -130,26 +134,34 @@ def busiest(rounds: Sequence[Mapping[str, float]], most: int = 8) -> list[tuple[
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--clients", type=int, default=200, help="of the server")
+    parser.add_argument("--streams", type=int, default=64, help="at once where steps are planned ahead (default: 64)")
+    parser.add_argument("--only", choices=PARTS, action="append", help="again for more; default: all")
     parser.add_argument("--model", help="folder; default: the bundled model")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default="none")
     given = parser.parse_args(arguments)
-    if given.rounds < 1 or given.clients < 1:
-        raise ConfigError("rounds", f"{given.rounds} rounds of {given.clients} clients: both must be at least 1")
+    if min(given.rounds, given.clients, given.streams) < 1:
+        raise ConfigError("rounds", f"{given.rounds} rounds of {given.clients} clients and {given.streams} streams: each must be at least 1")
     waiting = {name: os.environ[name] for name in WAITING if name in os.environ}
     base = EngineConfig(model=str(resolve_model(given.model or SERVED)), quantization=given.quantization)
     stream, (count, unique) = (FEW_STREAM, (NUM_FEW_UNIQUE, FEW_UNIQUE)) if given.model else (STREAM, (NUM_UNIQUE, UNIQUE))
     name = "host-overhead"
     if given.model or given.quantization != "none":
         name += f"-{Path(base.model).name}-{given.quantization}"
-    facts = {"environment": environment(), "threads_wait": waiting, "read_bandwidth_bytes_per_s": measure_bandwidth(bandwidth_script())}
-    found = {"streaming": streaming(base, given.clients, stream, given.rounds)}
-    write_portable(RESULTS / f"{name}.json", {**facts, **found})
-    for thread, share in busiest(found["streaming"]["cpu_per_second"]):  # type: ignore[arg-type]
-        print(f"{share:6.1%} of a core: {thread}")
-    found["prefixes"] = prefixes(base, count, unique, given.rounds)
-    found["overlap"] = overlap(base, OVERLAPPED, stream, given.rounds)
-    write_portable(RESULTS / f"{name}.json", {**facts, **found})
+    measures: dict[str, Callable[[], dict[str, Any]]] = {
+        "streaming": lambda: streaming(base, given.clients, stream, given.rounds),
+        "prefixes": lambda: prefixes(base, count, unique, given.rounds),
+        "overlap": lambda: overlap(base, given.streams, stream, given.rounds),
+    }
+    file = results_file(name)
+    for part in given.only or PARTS:
+        facts = {"environment": environment(), "threads_wait": waiting, "read_bandwidth_bytes_per_s": measure_bandwidth(bandwidth_script())}
+        found = measures[part]()
+        key = f"overlap-{given.streams}" if part == "overlap" else part
+        kept = json.loads(file.read_bytes()) if file.is_file() else {}
+        write_portable(file, {**kept, key: {**facts, **found}})
+        for thread, share in busiest(found.get("cpu_per_second", ())):
+            print(f"{share:6.1%} of a core: {thread}")
 
 
 if __name__ == "__main__":

@@ -122,7 +122,6 @@ class Attention:
                 tables,
                 starts,
                 lens,
-                max_count=max(counts),
                 scale=HEAD_DIM**-0.5,
                 softcap=self.softcap,
                 kv_scales=kv_scales,

@@ -1,6 +1,6 @@
 """The linears of six layers of a 1.1 B Llama shape, alone: time per pass by kind and number of rows, beside read bandwidth.
 
-    python -m bench.linears [--rows 1,8,32,512] [--kind bf16] -> bench/results/linears.json
+    python -m bench.linears [--rows 1,8,32,512] [--kind bf16] -> bench/results/MACHINE/linears.json
 
 Kinds: bf16 (bfloat16 weights, float32 arithmetic), int8, int4, onednn (float32 weights reordered for oneDNN).
 """
@@ -19,7 +19,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.te
 import torch
 from torch import Tensor
 
-from bench.harness import RESULTS, write_portable
+from bench.harness import write_portable
+from bench.machine import results_file
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.kernels import Linear
 from headrace.tensor.kernels.cpu import KERNELS
@@ -74,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
     kinds = given.kind or list(KINDS)
     linears = {kind: [KINDS[kind]((torch.randn(shape) * 0.02).bfloat16()) for _ in range(LAYERS) for shape in LAYER] for kind in kinds}
     entries = [entry for count in rows for entry in measure(kinds, count, linears)]
-    write_portable(RESULTS / "linears.json", {"environment": asdict(environment()), "entries": entries})
+    write_portable(results_file("linears"), {"environment": asdict(environment()), "entries": entries})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A prompt as long as the model allows, while other streams decode: how long those stand still, and what it takes.
 
-    python -m bench.long_prompt --model FOLDER [--quantization int8] [--kv-cache-dtype int8] -> bench/results/long-prompt-*.json
+    python -m bench.long_prompt --model FOLDER [--quantization int8] [--kv-cache-dtype int8] -> bench/results/MACHINE/long-prompt-*.json
 
 The streams run alone first, then the long prompt arrives; they last until it has been answered. A stream gets one token per step, and a
 step computes up to `--max-num-batched-tokens` tokens of the prompt, each of which sees all before it: the last steps are the longest.
@@ -18,7 +18,8 @@ from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.tensor.openmp
 
-from bench.harness import RESULTS, Machine, build, finished, requests_for, write_portable
+from bench.harness import Machine, build, finished, requests_for, write_portable
+from bench.machine import results_file
 from bench.peers.engines import peak_of
 from headrace.core.errors import ConfigError
 from headrace.engine.config import KV_CACHE_DTYPES, QUANTIZATIONS, EngineConfig
@@ -107,7 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{name}: {value}")
     kind = "" if given.kv_cache_dtype == "auto" else f"-kv-{given.kv_cache_dtype}"
     name = f"long-prompt-{Path(config.model).name}-{given.quantization}{kind}-{given.max_num_batched_tokens}"
-    write_portable(RESULTS / f"{name}.json", {**facts, "decided": machine.engine.info.decided, **found})
+    write_portable(results_file(name), {**facts, "decided": machine.engine.info.decided, **found})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the policy floor costs per step, alone: plan and commit of the real scheduler and KV manager, with no model behind them.
 
-    python -m bench.scheduler [--only decode] [--steps 3000] [--rounds 5] -> bench/results/scheduler.json
+    python -m bench.scheduler [--only decode] [--steps 3000] [--rounds 5] -> bench/results/MACHINE/scheduler.json
 
 The result of a step is made up (random ids, outside the timed part). Python's collector runs as it does in the engine, whose libraries are
 imported. Times are those of the thread, so that what other programs take of its core is not counted; what they take of caches and of
@@ -18,7 +18,8 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from bench.harness import RESULTS, write_portable
+from bench.harness import write_portable
+from bench.machine import results_file
 from headrace.core.ids import RequestId
 from headrace.core.kvgroup import KvGroup
 from headrace.core.plan import Plan, Result
@@ -44,6 +45,7 @@ class Workload:
     chunk_tokens   > 0: one more slot, through which prompts of this length pass one after the other, a chunk per step
     in_step        all running sequences have prompts of one length, computed in one step: they need each next block in the same step
     spare_slots    the queue's head would have a slot, but its blocks are short: it is looked at in every step
+    caching        whether full blocks are registered and looked for; no two prompts here begin alike
     """
 
     num_running: int = 64
@@ -56,6 +58,7 @@ class Workload:
     spare_slots: int = 0
     queue_policy: str = "fcfs"
     depth: int = 2
+    caching: bool = True
 
 
 WORKLOADS: dict[str, Workload] = {
@@ -63,6 +66,7 @@ WORKLOADS: dict[str, Workload] = {
     "decode-in-step": Workload(in_step=True),
     "decode-fair": Workload(queue_policy="fair"),
     "turnover": Workload(is_endless=False),
+    "turnover-uncached": Workload(is_endless=False, caching=False),
     "chunks": Workload(num_running=63, chunk_tokens=4096),
     "blocks-short": Workload(spare_slots=8),
     "decode-256": Workload(num_running=256),
@@ -86,7 +90,7 @@ class Bench:
             depth=workload.depth,
         )
         blocks = 2 + slots * (self.length // BLOCK_SIZE + 2) + workload.chunk_tokens // BLOCK_SIZE * 4
-        self.kv = KvManager((GROUP,), (blocks,), BLOCK_SIZE, key=self.random.randbytes(32))
+        self.kv = KvManager((GROUP,), (blocks,), BLOCK_SIZE, key=self.random.randbytes(32), caching=workload.caching)
         self.scheduler = Scheduler(config, self.kv)
         self.ids = array("i", [self.random.randrange(VOCAB) for _ in range(1 << 16)])
         self.in_flight: list[Plan] = []
@@ -159,12 +163,13 @@ class Bench:
 
 
 def summary(taken: list[tuple[float, float]]) -> dict[str, float]:
-    """p50 and p99 in microseconds."""
+    """p50, p99 and mean in microseconds."""
     columns = {"plan": [a for a, _ in taken], "commit": [b for _, b in taken], "both": [a + b for a, b in taken]}
     found: dict[str, float] = {}
     for name, column in columns.items():
         cuts = statistics.quantiles(column, n=100)
         found |= {f"{name}_p50_us": round(1e6 * cuts[49], 1), f"{name}_p99_us": round(1e6 * cuts[98], 1)}
+        found[f"{name}_mean_us"] = round(1e6 * statistics.fmean(column), 1)
     return found
 
 
@@ -188,7 +193,7 @@ def main() -> None:
     parser.add_argument("--only", choices=WORKLOADS, action="append", help="again for more; default: all")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-file", action="store_true", help="leave bench/results/scheduler.json as it is")
+    parser.add_argument("--no-file", action="store_true", help="leave bench/results/MACHINE/scheduler.json as it is")
     given = parser.parse_args()
     names = given.only or list(WORKLOADS)
     before = environment()
@@ -197,7 +202,7 @@ def main() -> None:
         print(f"{name}, best round: {_shown({key: min(one[key] for one in found) for key in found[0]})}")
     if not given.no_file:
         settings = {"steps": given.steps, "block_size": BLOCK_SIZE, "workloads": {name: asdict(WORKLOADS[name]) for name in names}}
-        write_portable(RESULTS / "scheduler.json", {"settings": settings, "environment": before, "rounds": kept})
+        write_portable(results_file("scheduler"), {"settings": settings, "environment": before, "rounds": kept})
 
 
 if __name__ == "__main__":

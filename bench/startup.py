@@ -1,6 +1,6 @@
 """From the start of a process to its first token, stage by stage: fresh processes of the offline API on a warm page cache.
 
-    python -m bench.startup MODEL [MODEL ...] [--quantization int8] [--runs 5] -> bench/results/startup.json
+    python -m bench.startup MODEL [MODEL ...] [--quantization int8] [--runs 5] -> bench/results/MACHINE/startup.json
 
 A run is two processes. The plain one says how long everything took; the staged one imports the large packages by name beforehand and
 puts a clock around the functions that `build_runner` calls, to say where the time went. Caches are the benchmark's own: a first process
@@ -159,12 +159,13 @@ def main(arguments: list[str] | None = None) -> None:
         clock.stage("interpreter")
         run_once(given.models[0], given.quantization, clock, is_staged=given.mode == "staged")
         return
-    from bench.harness import RESULTS, write_portable
+    from bench.harness import write_portable
+    from bench.machine import results_file
     from headrace.lab.environment import environment
 
     with tempfile.TemporaryDirectory() as cache:
         entries = [measure(model, given.quantization, given.runs, Path(cache)) for model in given.models]
-    write_portable(RESULTS / "startup.json", {"environment": asdict(environment()), "entries": entries})
+    write_portable(results_file("startup"), {"environment": asdict(environment()), "entries": entries})
 
 
 if __name__ == "__main__":

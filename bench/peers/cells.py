@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
 
 from bench.harness import RESULTS, write_portable
-from headrace.lab.environment import environment
-from headrace.tensor.kernels.cpu_features import read_cpu_features
 
 FOLDER = RESULTS / "peers"
 SHAPES = ("llama-1.1b", "qwen2-0.4b", "llama-0.5b-hd128")
@@ -25,28 +20,15 @@ METHOD = 2
 report never puts two into one median."""
 CEILING_METHOD = 3
 """The same for the ceiling, which no other engine is compared with."""
-CPUINFO = Path("/proc/cpuinfo")
 
 
 def method_of(engine: str) -> int:
     return CEILING_METHOD if engine == "ceiling" else METHOD
 
 
-@cache
-def this_machine() -> str:
-    """Cells of different machines are never put into one median: "amd-epyc-25-1-avx2-2cpus", from the CPU's name, family and model, the
-    instruction sets that decide which kernels run, and the number of cores."""
-    here, features = environment(), read_cpu_features()
-    words = re.findall(r"[a-z0-9.]+", re.sub(r"\((r|tm)\)|@|processor|cpu", " ", here.cpu.lower()))
-    with suppress(OSError):
-        words += re.findall(r"^(?:cpu family|model)\s*:\s*(\d+)$", CPUINFO.read_text(), re.MULTILINE)[:2]
-    dots = ["vnni"] if features.flags & {"avx512_vnni", "avx_vnni"} else []
-    return "-".join([*words, features.family, *dots, f"{here.num_cpus}cpus"])
-
-
 @dataclass(frozen=True, slots=True, order=True)
 class Cell:
-    """machine: see `this_machine`. row: see rows.py and http.py. round: 0.."""
+    """machine: see `bench.machine`. row: see rows.py and http.py. round: 0.."""
 
     machine: str
     shape: str

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.peers.cells import Cell, load, this_machine
+from bench.machine import this_machine
+from bench.peers.cells import Cell, load
 from bench.peers.engines import CannotRun, launch_of
 from bench.peers.llama_cpp import llama_cpp
 from bench.peers.rows import HIGH_ID, LOW_ID, Figure

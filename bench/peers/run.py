@@ -15,11 +15,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from bench.peers.cells import ENGINES, PRECISIONS, SHAPES, Cell, Outcome, method_of, save, this_machine
+from bench.machine import this_machine
+from bench.peers.cells import ENGINES, PRECISIONS, SHAPES, Cell, Outcome, method_of, save
 from bench.peers.engines import ROOT, CannotRun, Launch, Worker, launch_of, running
 from bench.peers.llama_cpp import LlamaCpp, llama_cpp
 from bench.peers.rows import Figure, Ids, measure, measure_in_turns, row_names
@@ -75,7 +76,7 @@ class Turn:
             samples=found.samples if found else (),
             error=self._named(error),
             setting=self.without_folders(setting),
-            environment=self.without_folders(vars_of(environment())),
+            environment=self.without_folders(asdict(environment())),
             read_bandwidth_bytes_per_s=bandwidth,
             facts=self.facts,
             load=found.load if found else {},
@@ -84,10 +85,6 @@ class Turn:
         save(self.cell(row), outcome)
         told = f"{found.value:,.4g} {found.unit}" if found else error
         print(f"{self.shape} {self.precision} {self.engine} {row} #{self.round}: {told}", flush=True)
-
-
-def vars_of(value: object) -> dict[str, object]:
-    return {name: getattr(value, name) for name in value.__slots__}  # type: ignore[attr-defined]
 
 
 def take_worker_turn(turn: Turn, worker: Worker) -> None:

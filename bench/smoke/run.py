@@ -5,7 +5,7 @@
 Default commit: on a branch, where it left main; on main, HEAD where src differs from it, else the commit before. A round times every row
 base, candidate, candidate, base (the next round the other way round) with the same prompts; rounds go on until `--seconds` are spent.
 Two workers wait for each other, so only one side computes; they are renewed every few rounds, servers in every round. An alarm is a row
-at least 2 % slower with p < 0.01 after Holm's correction (`verdict`). Writes bench/results/smoke.json. Exit status 2: no verdict.
+at least 2 % slower with p < 0.01 after Holm's correction (`verdict`). Writes bench/results/MACHINE/smoke.json. Exit status 2: no verdict.
 
 The time is counted from the second, warm round on: kernels that were never compiled here are compiled in the first.
 """
@@ -26,7 +26,8 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from bench.harness import RESULTS, ROOT, write_portable
+from bench.harness import ROOT, write_portable
+from bench.machine import results_file
 from bench.smoke.children import Server, Worker, server, worker
 from bench.smoke.model import make_model
 from bench.smoke.trees import Side, SmokeError, default_base, git, two_trees
@@ -142,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--against", help="commit to compare with; default: see above")
     parser.add_argument("--seconds", type=float, default=240.0, help="for the rounds that count (default: 240)")
     parser.add_argument("--row", choices=ROWS, action="append", help="again for more; default: all")
-    parser.add_argument("--json", type=Path, default=RESULTS / "smoke.json")
+    parser.add_argument("--json", type=Path, default=results_file("smoke"))
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that trees and children go, too
     home = cache_root(os.environ) / "smoke"

@@ -184,7 +184,7 @@ def test_the_table_of_http_rows_says_rate_goodput_and_failures() -> None:
     assert "within TTFT <= 4000 ms and TPOT <= 400 ms." in text
     assert "not run: llama.cpp" in text.lower()
     assert list(report.http_section("llama-1.1b", "int8", {"decode-1": {}})) == []
-    assert list(report.offline_section("int8", table)) == []
+    assert list(report.offline_section("int8", table, {})) == []
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])

@@ -11,8 +11,10 @@ from typing import cast
 
 import pytest
 
+from bench import machine
+from bench.machine import this_machine
 from bench.peers import cells, report, run
-from bench.peers.cells import Cell, Outcome, save, this_machine
+from bench.peers.cells import Cell, Outcome, save
 from bench.peers.compressed import pack_nibbles
 from bench.peers.engines import CannotRun, Worker
 from bench.peers.rows import Ask, Figure, measure, measure_in_turns, row_names
@@ -62,6 +64,21 @@ def test_a_section_names_what_failed_and_who_is_missing() -> None:
     assert "| memory | 3 GB | - |" in text
     assert "Not measured: llama.cpp, openvino." in text
     assert "- decode-1, vllm: no such kernel" in text
+
+
+def test_what_falls_short_of_a_goal_says_so_in_the_shape_that_has_goals() -> None:
+    columns = {"headrace": rounds(9.5, 9.0, 12.0), "vllm": rounds(10, 10, 10), "ceiling": rounds(10, 10, 10)}
+    table: report.Table = {"decode-1": columns}
+    line = next(line for line in report.section("llama-1.1b", "bf16", table) if line.startswith("| decode-1"))
+    assert "| **0.95** of 1.00 [0.90, 1.20] (3) | 0.95 [0.90, 1.20] (3) | 0.95 |" in line
+    assert "**0.95** of 1.10" in "".join(report.section("llama-1.1b", "int8", table))
+    assert "**" not in "".join(report.section("qwen2-0.4b", "bf16", table))
+    slow = "".join(report.section("llama-1.1b", "bf16", {"decode-1": {"headrace": rounds(5.0)}, "decode-8": {"headrace": rounds(5.0)}}))
+    assert slow.count("** of 0.85") == 1, "one stream alone has a goal of bandwidth"
+
+
+def test_the_committed_page_is_that_of_the_committed_cells() -> None:
+    assert report.PAGE.read_text(encoding="utf-8") == report.page(report.tables()), "run python -m bench.peers.report"
 
 
 def test_machines_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,9 +170,9 @@ def test_two_engines_in_turns_are_asked_the_same_and_give_what_each_gives_alone(
 def test_a_machine_is_named_for_a_folder(cpu: str, flags: set[str], name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"cpu family\t: 25\nmodel\t\t: 1\nmodel name\t: {cpu}\n" * 2)
-    monkeypatch.setattr(cells, "CPUINFO", cpuinfo)
-    monkeypatch.setattr(cells, "environment", lambda: SimpleNamespace(cpu=cpu, num_cpus=2))
-    monkeypatch.setattr(cells, "read_cpu_features", lambda: CpuFeatures("x86_64", frozenset({"avx2", *flags})))
+    monkeypatch.setattr(machine, "CPUINFO", cpuinfo)
+    monkeypatch.setattr(machine, "environment", lambda: SimpleNamespace(cpu=cpu, num_cpus=2))
+    monkeypatch.setattr(machine, "read_cpu_features", lambda: CpuFeatures("x86_64", frozenset({"avx2", *flags})))
     assert this_machine.__wrapped__() == name
 
 

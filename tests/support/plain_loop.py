@@ -18,8 +18,6 @@ from torch import Tensor
 from headrace.text.folder import TextModel
 
 CONTEXT = 512
-CLEAR = 2e-5
-"""Logits closer than this may change places with the order of a sum; the oracle refuses to judge such a token."""
 
 
 def save_random_llama(folder: Path, *, seed: int = 0) -> Path:
@@ -63,6 +61,9 @@ def _token_id(folder: Path, token: str) -> int:
 
 class PlainLoop:
     """transformers' own model of a folder. Answers are remembered: many tests ask for the same ones."""
+
+    clear = 2e-5
+    """Logits closer than this may change places with the order of a sum; the oracle refuses to judge such a token."""
 
     def __init__(self, folder: Path, *, dtype: torch.dtype = torch.float32) -> None:
         from tokenizers import Tokenizer
@@ -114,7 +115,7 @@ class PlainLoop:
                 answer.append(int(step.logits[0, -1].argmax()))
         best = self.logits([*prompt, *answer[:-1]])[len(prompt) - 1 :].topk(2)
         assert best.indices[:, 0].tolist() == answer
-        assert (best.values[:, 0] - best.values[:, 1]).min() > CLEAR, f"no clear best token somewhere in the answer to {prompt}"
+        assert (best.values[:, 0] - best.values[:, 1]).min() > self.clear, f"no clear best token somewhere in the answer to {prompt}"
         return answer
 
     def text(self, token_ids: Sequence[int]) -> str:

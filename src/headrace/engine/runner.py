@@ -25,6 +25,7 @@ from headrace.engine.runner_batch import Rows, Wanted, build_batch, find_wanted,
 from headrace.engine.runner_slots import Ints, SlotState, column
 from headrace.tensor.batch import Batch, KvCache
 from headrace.tensor.sampling import Sampled, Sampler, prompt_logprobs
+from headrace.tensor.sampling.filters import Draw, draw
 from headrace.tensor.sampling.sampler import NOT_A_DISTRIBUTION
 
 _PROMPT_LOGITS = 1 << 23
@@ -64,14 +65,23 @@ class ModelRunner:
 
     max_num_seqs   slots 0..max_num_seqs - 1 may be used
     max_model_len  longest sequence, prompt and output
+    draw           chooses the tokens of rows that are not greedy
     """
 
     def __init__(
-        self, model: Model, kv: KvCache, *, max_num_seqs: int, max_model_len: int, eos_token_ids: tuple[int, ...] = (), device: str = "cpu"
+        self,
+        model: Model,
+        kv: KvCache,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...] = (),
+        device: str = "cpu",
+        draw: Draw = draw,
     ) -> None:
         self.model, self.kv, self._device = model, kv, device
         self._state = SlotState(max_num_seqs, max_model_len, max(kv.group_of, default=-1) + 1, kv.block_size)
-        self._sampler = Sampler(model.vocab_size, eos_token_ids)
+        self._sampler = Sampler(model.vocab_size, eos_token_ids, draw)
 
     def submit(self, plan: Plan) -> Done:
         """Compute the plan now. Never raises: what the step raised comes out of the ticket."""

@@ -16,7 +16,7 @@ from headrace.engine.memory import Available, read_available
 from headrace.engine.runner import ModelRunner, OverlappedRunner
 from headrace.engine.warmup import warm_up
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
-from headrace.tensor.kernels import load_kernels
+from headrace.tensor.kernels import Kernels, load_kernels
 from headrace.tensor.kernels.choose import choose_kernels
 from headrace.tensor.kernels.cpu_features import read_cpu_features, resolve_dtype
 from headrace.tensor.models import LoadedModel, ModelDescription, describe, load_model
@@ -53,7 +53,7 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner | OverlappedRunner, 
     groups = tuple(stored_as(group, kv_dtype) for group in loaded.model.kv_groups)
     sizing = _size(config, loaded, groups)
     kv = allocate_kv(loaded.model.kv_shapes, loaded.model.group_of, sizing.num_blocks, config.block_size, kv_dtype, config.device)
-    runner = _make_runner(config, loaded, sizing, kv)
+    runner = _make_runner(config, loaded, sizing, kv, implementation)
     try:
         seconds = warm_up(runner, config, max_model_len=sizing.max_model_len, vocab_size=loaded.vocab_size)
     except BaseException:
@@ -131,7 +131,9 @@ def _compile_cache(kernels: str) -> str:
     return f"; {CACHE.reason}"
 
 
-def _make_runner(config: EngineConfig, loaded: LoadedModel, sizing: KvSizing, kv: KvCache) -> ModelRunner | OverlappedRunner:
+def _make_runner(
+    config: EngineConfig, loaded: LoadedModel, sizing: KvSizing, kv: KvCache, kernels: Kernels
+) -> ModelRunner | OverlappedRunner:
     runner = ModelRunner(
         loaded.model,
         kv,
@@ -139,6 +141,7 @@ def _make_runner(config: EngineConfig, loaded: LoadedModel, sizing: KvSizing, kv
         max_model_len=sizing.max_model_len,
         eos_token_ids=loaded.eos_token_ids,
         device=config.device,
+        draw=kernels.draw,
     )
     return OverlappedRunner(runner) if config.depth > 1 else runner
 

@@ -56,11 +56,12 @@ def _program() -> tuple[str, ...]:
 
 
 def commit_of(folder: Path) -> str | None:
-    """The commit checked out around `folder`, "+" appended when tracked files differ from it."""
+    """The commit checked out around `folder`, "+" appended when tracked files differ from it, results of benchmarks left out."""
     commit = _git(folder, "rev-parse", "--short=12", "HEAD")
     if commit is None:
         return None
-    return commit + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)bench/results")
+    return commit + ("+" if changed else "")
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -33,7 +33,6 @@ class PagedBatch:
             self.block_table,
             self.row_starts,
             self.context_lens,
-            max_count=int(counts.max()) if len(counts) else 0,
             scale=self.query.shape[2] ** -0.5,
             window=window,
             softcap=softcap,

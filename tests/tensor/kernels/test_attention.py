@@ -138,7 +138,7 @@ def test_blocks_before_the_window_are_not_read(paged_batch: Make) -> None:
 def test_padding_tokens_behind_the_last_row_are_zero(paged_batch: Make) -> None:
     batch = paged_batch([(2, 5)], heads=2, kv_heads=1, head_dim=16)
     padded = torch.cat([batch.query, torch.full((3, 2, 16), math.nan)])
-    got = cpu.KERNELS.attention(padded, batch.cache, batch.block_table, batch.row_starts, batch.context_lens, max_count=2, scale=1.0)
+    got = cpu.KERNELS.attention(padded, batch.cache, batch.block_table, batch.row_starts, batch.context_lens, scale=1.0)
     assert torch.equal(got[2:], torch.zeros(3, 2, 16))
 
 

@@ -33,7 +33,6 @@ def test_attention_over_blocks_equals_dense_attention(group: int) -> None:
         torch.tensor([[*blocks, 0, 0]], dtype=torch.int32),
         torch.tensor([0, count], dtype=torch.int32),
         torch.tensor([context], dtype=torch.int32),
-        max_count=count,
         scale=0.25,
     )
     keys, values = dense[:, 0].transpose(0, 1)[None], dense[:, 1].transpose(0, 1)[None]
@@ -50,7 +49,6 @@ def test_a_window_of_one_returns_the_tokens_own_value() -> None:
         torch.tensor([[1]], dtype=torch.int32),
         torch.tensor([0, 3], dtype=torch.int32),
         torch.tensor([4], dtype=torch.int32),
-        max_count=3,
         scale=1.0,
         window=1,
     )

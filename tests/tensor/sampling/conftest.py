@@ -7,6 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ import torch
 from headrace.core.ids import SlotId
 from headrace.core.plan import Started
 from headrace.core.sampling import SamplingParams
+from headrace.tensor.kernels import load_kernels
 from headrace.tensor.sampling import Purpose, Sampled, Sampler, uniform
+from headrace.tensor.sampling.filters import Draw
 
 EOS = (2, 5)
 
@@ -42,10 +45,10 @@ class Row:
         return float(uniform(seeds, np.array([self.index]), np.array([self.position]), Purpose.SAMPLE)[0])
 
 
-def sample_rows(logits: np.ndarray, rows: Sequence[Row], slots: Sequence[int] | None = None) -> Sampled:
+def sample_rows(logits: np.ndarray, rows: Sequence[Row], slots: Sequence[int] | None = None, *, draw: Draw) -> Sampled:
     """One call of a fresh sampler over a copy of the logits [N, V]."""
     places = np.array(range(len(rows)) if slots is None else slots, dtype=np.int64)
-    sampler = Sampler(logits.shape[1], EOS)
+    sampler = Sampler(logits.shape[1], EOS, draw)
     for slot, row in zip(places.tolist(), rows, strict=True):
         sampler.start(row.started(slot))
     return sampler.sample(torch.from_numpy(logits.astype(np.float32)), places, np.array([row.position for row in rows]))
@@ -95,9 +98,11 @@ def make_row() -> type[Row]:
     return Row
 
 
-@pytest.fixture
-def sample() -> Callable[..., Sampled]:
-    return sample_rows
+@pytest.fixture(params=["reference", "numba"])
+def sample(request: pytest.FixtureRequest) -> Callable[..., Sampled]:
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    return partial(sample_rows, draw=load_kernels(request.param).draw)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headrace.core.errors import ConfigError
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
+from headrace.tensor.sampling.filters import Doubles, Floats, Ints, Limits
 
 
 class Linear(Protocol):
@@ -150,7 +151,6 @@ class Kernels(Protocol):
         row_starts: Tensor,
         context_lens: Tensor,
         *,
-        max_count: int,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
@@ -167,6 +167,10 @@ class Kernels(Protocol):
 
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
         """act(gate) * up for gate_up [T, 2F] = gate | up; activation "silu" or "gelu_tanh". Returns [T, F]."""
+        ...
+
+    def draw(self, logits: Floats, peak: Floats, u: Doubles, limits: Limits) -> Ints:
+        """One token per row by chance, see `sampling.filters.draw`; on the host, and carried out at once."""
         ...
 
 

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from headrace.tensor.kernels import Kernels, Linear, PackedLinear, attention, cache_write, elementwise, integer_packing, quantized
+from headrace.tensor.kernels import Kernels, Linear, PackedLinear, attention, cache_write, draw, elementwise, integer_packing, quantized
 from headrace.tensor.kernels.cpu_features import LinearPath, linear_path, read_cpu_features
 from headrace.tensor.kernels.integer_simd import STRIP_COLUMNS
 from headrace.tensor.kernels.launch import fresh
@@ -24,6 +24,7 @@ from headrace.tensor.kernels.packing import can_strip
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 from headrace.tensor.kernels.together import MOST_KEPT_BYTES, Recording, next_layer, recording, settle, together
+from headrace.tensor.sampling.filters import Doubles, Floats, Ints, Limits
 
 FEW_TOKENS = 64
 """Up to so many a step's kernels are short enough for waking threads and Python's own time between them to be felt."""
@@ -148,20 +149,22 @@ class NumbaKernels:
         row_starts: Tensor,
         context_lens: Tensor,
         *,
-        max_count: int,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
         kv_scales: Tensor | None = None,
     ) -> Tensor:
         if not _fits(query) or not _fits_cache(query, cache, kv_scales) or not attention.supports(query.shape[2]):
-            rest = {"max_count": max_count, "scale": scale, "window": window, "softcap": softcap, "kv_scales": kv_scales}
+            rest = {"scale": scale, "window": window, "softcap": softcap, "kv_scales": kv_scales}
             return _outside().attention(query, cache, block_table, row_starts, context_lens, **rest)  # type: ignore[arg-type]
         out = fresh(query.shape, query.dtype)
         attention.paged_attention(
             query, cache, kv_scales, block_table, row_starts, context_lens, out, scale=scale, window=window, softcap=softcap
         )  # fmt: skip
         return out
+
+    def draw(self, logits: Floats, peak: Floats, u: Doubles, limits: Limits) -> Ints:
+        return draw.draw(logits, peak, u, limits)
 
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
         if not _fits(gate_up) or activation not in elementwise.ACTIVATIONS:

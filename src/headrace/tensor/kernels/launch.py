@@ -73,6 +73,26 @@ def float_from_bits(_: Any, bits: Any) -> tuple[Any, Any]:
     return types.float32(types.intp), emit
 
 
+@intrinsic
+def bits_of_float(_: Any, value: Any) -> tuple[Any, Any]:
+    """The bits of a float32 that is not negative, as an int64: in the same order as the values."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
+        return builder.zext(builder.bitcast(given[0], ir.IntType(32)), ir.IntType(64))
+
+    return types.intp(types.float32), emit
+
+
+@intrinsic
+def double_from_bits(_: Any, bits: Any) -> tuple[Any, Any]:
+    """The float64 whose bits an int64 is."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
+        return builder.bitcast(given[0], ir.DoubleType())
+
+    return types.float64(types.intp), emit
+
+
 def float_bits(value: float) -> int:
     """A float as an argument; rounded to float32."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from headrace.tensor.kernels import PackedLinear
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight, round_inputs, round_weight
+from headrace.tensor.sampling.filters import Doubles, Floats, Ints, Limits, draw
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -131,7 +132,6 @@ class ReferenceKernels:
         row_starts: Tensor,
         context_lens: Tensor,
         *,
-        max_count: int,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
@@ -149,6 +149,9 @@ class ReferenceKernels:
             mask = causal_mask(first_position, first_seen, context, window, query.device)
             out[start:end] = masked_attention(query[start:end], key, value, mask, scale, softcap)
         return out
+
+    def draw(self, logits: Floats, peak: Floats, u: Doubles, limits: Limits) -> Ints:
+        return draw(logits, peak, u, limits)
 
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -313,6 +314,16 @@ def panel_block(
 @intrinsic
 def sum_squares(_: Any, pointer: Any, length: Any) -> tuple[Any, Emit]:
     """Sum of pointer[:length] squared in float32: four registers of partial sums, then the rest one by one."""
+    return types.float32(pointer, types.intp), _emit_sum(pointer, lambda builder, value, total: fma(builder, value, value, total))
+
+
+@intrinsic
+def sum_floats(_: Any, pointer: Any, length: Any) -> tuple[Any, Emit]:
+    """Sum of pointer[:length], in the same order."""
+    return types.float32(pointer, types.intp), _emit_sum(pointer, lambda builder, value, total: builder.fadd(value, total))
+
+
+def _emit_sum(pointer: Any, add: Callable[[ir.IRBuilder, ir.Value, ir.Value], ir.Value]) -> Emit:
     num_sums = 4
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
@@ -326,15 +337,15 @@ def sum_squares(_: Any, pointer: Any, length: Any) -> tuple[Any, Emit]:
             chunk = step(builder, start, builder.mul(loop.index, I64(LANES * num_sums)))
             for i, total in enumerate(sums):
                 value = load_floats(builder, step(builder, chunk, i * LANES), pointer.dtype, VECTOR)
-                builder.store(fma(builder, value, value, builder.load(total)), total)
+                builder.store(add(builder, value, builder.load(total)), total)
         done = builder.mul(whole, I64(LANES * num_sums))
         with cgutils.for_range(builder, builder.sub(count, done)) as loop:
             value = load_floats(builder, step(builder, start, builder.add(done, loop.index)), pointer.dtype, F32)
-            builder.store(fma(builder, value, value, builder.load(rest)), rest)
+            builder.store(add(builder, value, builder.load(rest)), rest)
         total = functools.reduce(builder.fadd, [builder.load(total) for total in sums])
         return builder.fadd(fold_lanes(builder, total, builder.fadd), builder.load(rest))
 
-    return types.float32(pointer, types.intp), emit
+    return emit
 
 
 @intrinsic(prefer_literal=True)

@@ -79,7 +79,6 @@ class Attention:
             group.block_table,
             batch.row_starts,
             batch.context_lens,
-            max_count=batch.max_count,
             scale=spec.scale,
             window=spec.window,
             kv_scales=cache.scales,

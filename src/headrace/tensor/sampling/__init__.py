@@ -2,7 +2,8 @@
 
 Read `sampler` first: it keeps per-slot parameters and says the order in which they act. `filters` turns logits into one token per row,
 `penalties` counts tokens, `philox` makes the random numbers, `logprobs` reports. Everything is numpy on the host: rows are processed in
-chunks that stay in the cache, no row ever looks at another, and a thread pool would cost more than it gives at these sizes.
+chunks that stay in the cache, and no row ever looks at another. What costs most, weights and filters of random rows, the kernels may do
+instead (`kernels.draw`).
 """
 
 from headrace.tensor.sampling.logprobs import prompt_logprobs, top_tokens

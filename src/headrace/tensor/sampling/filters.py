@@ -14,6 +14,9 @@ Shape letters: N rows, V vocabulary, M tokens above the floor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,6 +26,35 @@ Ints = NDArray[np.int64]
 
 _BLOCK = 256
 """Tokens summed at once before the fine search: [N, V / 256] running sums are cheap enough to keep in double precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What N rows asked for: temperature [N] > 0, top_k [N] in 1..V, top_p [N] in (0, 1], min_p [N] in [0, 1]."""
+
+    temperature: Floats
+    top_k: Ints
+    top_p: Doubles
+    min_p: Floats
+
+    def of(self, rows: NDArray[np.bool_]) -> Limits:
+        return Limits(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
+
+
+Draw = Callable[[Floats, Floats, Doubles, Limits], Ints]
+"""As `draw`."""
+
+
+def draw(logits: Floats, peak: Floats, u: Doubles, limits: Limits) -> Ints:
+    """The token [N] of each row of logits [N, V], whose largest are peak [N]; u [N] in [0, 1)."""
+    weights = to_weights(logits, peak, limits.temperature)
+    filtered = (limits.top_k < logits.shape[1]) | (limits.top_p < 1.0) | (limits.min_p > 0.0)
+    token_ids = np.zeros(len(logits), dtype=np.int64)
+    if not filtered.all():
+        token_ids[~filtered] = pick(weights[~filtered] if filtered.any() else weights, u[~filtered])
+    if filtered.any():
+        token_ids[filtered] = pick_filtered(weights if filtered.all() else weights[filtered], u[filtered], limits.of(filtered))
+    return token_ids
 
 
 def to_weights(logits: Floats, peak: Floats, temperature: Floats) -> Floats:
@@ -37,8 +69,9 @@ def to_weights(logits: Floats, peak: Floats, temperature: Floats) -> Floats:
     return weights
 
 
-def pick_filtered(weights: Floats, u: Doubles, top_k: Ints, top_p: Doubles, min_p: Floats) -> Ints:
-    """The token [N] of each row of weights [N, V] (largest 1) after its filters. top_k in 1..V, top_p in (0, 1], min_p in [0, 1]."""
+def pick_filtered(weights: Floats, u: Doubles, limits: Limits) -> Ints:
+    """The token [N] of each row of weights [N, V] (largest 1) after its filters."""
+    top_k, top_p, min_p = limits.top_k, limits.top_p, limits.min_p
     mass = weights.sum(axis=1).astype(np.float64)
     above, ids = _compact(weights, _floors(weights, mass, top_k, top_p, min_p))
     falling = np.sort(above, axis=1)[:, ::-1].copy()

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from headrace.core.plan import Started, TokenLogprobs
 from headrace.core.sampling import SamplingParams
-from headrace.tensor.sampling.filters import Floats, Ints, pick, pick_filtered, to_weights
+from headrace.tensor.sampling.filters import Draw, Floats, Ints, Limits, draw
 from headrace.tensor.sampling.logprobs import token_logprobs
 from headrace.tensor.sampling.penalties import TokenCounts
 from headrace.tensor.sampling.philox import Purpose, uniform
 
-_CHUNK_ELEMENTS = 1 << 18
-"""Logits handled at once: 1 MiB, so that the passes over a chunk stay in the second-level cache."""
+_CHUNK_ELEMENTS = 1 << 20
+"""Logits handled at once: 4 MiB, so that the passes over a chunk stay in a cache; and some rows of a large vocabulary, for several threads."""
 
 NOT_A_DISTRIBUTION = "the model produced NaN or infinite logits for this sequence"
 
@@ -55,7 +55,6 @@ class _Columns:
         self.index = np.zeros(0, dtype=np.int64)
         self.num_top = np.zeros(0, dtype=np.int64)
         self.greedy = np.zeros(0, dtype=np.bool_)
-        self.filtered = np.zeros(0, dtype=np.bool_)
         self.edited = np.zeros(0, dtype=np.bool_)
 
     def fill(self, slot: int, params: SamplingParams, index: int, vocab_size: int) -> None:
@@ -68,7 +67,6 @@ class _Columns:
         self.seed[slot] = (params.seed or 0) & (2**64 - 1)
         self.index[slot] = index
         self.num_top[slot] = -1 if params.logprobs is None else params.logprobs
-        self.filtered[slot] = self.top_k[slot] < vocab_size or params.top_p < 1.0 or params.min_p > 0.0
         self.edited[slot] = bool(params.logit_bias) or params.min_tokens > 0 or params.has_penalties
 
     def _grow(self, needed: int) -> None:
@@ -101,10 +99,13 @@ class _Edits:
 
 
 class Sampler:
-    """Parameters of every slot, and the choice of tokens. One thread at a time."""
+    """Parameters of every slot, and the choice of tokens. One thread at a time.
 
-    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
+    draw  who chooses where chance has a say: the kernels' or the plain one
+    """
+
+    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], draw: Draw = draw) -> None:
+        self._vocab_size, self._eos_token_ids, self._draw = vocab_size, eos_token_ids, draw
         self._columns = _Columns()
         self._edits: dict[int, _Edits] = {}
 
@@ -169,23 +170,14 @@ class Sampler:
         random = np.flatnonzero(good & ~columns.greedy[slots])
         if len(random):
             chosen = logits if len(random) == len(logits) else logits[random]
-            token_ids[random] = self._draw(chosen, peak[random], slots[random], positions[random])
+            token_ids[random] = self._drawn(chosen, peak[random], slots[random], positions[random])
         return token_ids, self._report(raw, asked, token_ids, slots)
 
-    def _draw(self, logits: Floats, peak: Floats, slots: Ints, positions: Ints) -> Ints:
+    def _drawn(self, logits: Floats, peak: Floats, slots: Ints, positions: Ints) -> Ints:
         columns = self._columns
-        weights = to_weights(logits, peak, columns.temperature[slots])
         u = uniform(columns.seed[slots], columns.index[slots], positions, Purpose.SAMPLE)
-        filtered = columns.filtered[slots]
-        plain = ~filtered
-        token_ids = np.zeros(len(slots), dtype=np.int64)
-        if plain.any():
-            token_ids[plain] = pick(weights if plain.all() else weights[plain], u[plain])
-        if filtered.any():
-            mine = slots[filtered]
-            limits = columns.top_k[mine], columns.top_p[mine], columns.min_p[mine]
-            token_ids[filtered] = pick_filtered(weights if filtered.all() else weights[filtered], u[filtered], *limits)
-        return token_ids
+        limits = Limits(columns.temperature[slots], columns.top_k[slots], columns.top_p[slots], columns.min_p[slots])
+        return self._draw(logits, peak, u, limits)
 
     def _report(self, raw: Floats, asked: Ints, token_ids: Ints, slots: Ints) -> list[TokenLogprobs | None]:
         entries: list[TokenLogprobs | None] = [None] * len(token_ids)

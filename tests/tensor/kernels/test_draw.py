@@ -1,0 +1,100 @@
+"""Tokens drawn by the kernel against the plain twin's: the same, wherever u does not fall on a border."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba")
+
+from headrace.tensor.kernels import cpu, draw, launch
+from headrace.tensor.kernels.reference import KERNELS as REFERENCE
+from headrace.tensor.sampling.filters import Floats, Limits
+
+NEAR = 1e-5
+"""By so little may a running sum miss u times the whole and still be on either side."""
+
+
+def limits(rows: int, *, temperature: float = 1.0, top_k: int, top_p: float = 1.0, min_p: float = 0.0) -> Limits:
+    return Limits(
+        np.full(rows, temperature, np.float32), np.full(rows, top_k), np.full(rows, top_p, np.float64), np.full(rows, min_p, np.float32)
+    )  # fmt: skip
+
+
+def both(logits: Floats, u: np.ndarray, asked: Limits) -> tuple[np.ndarray, np.ndarray]:
+    peak = logits.max(axis=1)
+    return REFERENCE.draw(logits, peak, u, asked), cpu.KERNELS.draw(logits, peak, u, asked)
+
+
+def shares(logits: Floats, temperature: float) -> np.ndarray:
+    weights = np.exp((logits.astype(np.float64) - logits.max(axis=1, keepdims=True)) / temperature)
+    return weights.cumsum(axis=1) / weights.sum(axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 255, 256, 257, 3000])
+@pytest.mark.parametrize("temperature", [0.05, 0.8, 3.0])
+def test_without_filters_the_token_is_where_the_running_sum_passes_u(vocab: int, temperature: float) -> None:
+    rng = np.random.default_rng(vocab)
+    logits = rng.normal(0, 3, (64, vocab)).astype(np.float32)
+    u = rng.random(64)
+    plain, fast = both(logits, u, limits(64, temperature=temperature, top_k=vocab))
+    sums = shares(logits, temperature)
+    for row in np.flatnonzero(plain != fast):
+        assert abs(sums[row, min(plain[row], fast[row])] - u[row]) < NEAR
+
+
+@pytest.mark.parametrize("vocab", [5, 300, 20_000])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"top_k": 1}, {"top_k": 3}, {"top_k": 200}, {"top_p": 0.1}, {"top_p": 0.9}, {"top_p": 0.999}, {"min_p": 0.01}, {"min_p": 1.0},
+        {"top_k": 40, "top_p": 0.5}, {"top_k": 40, "top_p": 0.9, "min_p": 0.05}, {"top_p": 0.7, "min_p": 0.2},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["normal", "ties", "peaked", "masked"])
+def test_filters_keep_the_same_tokens(vocab: int, asked: dict[str, float], kind: str) -> None:
+    """Seventy draws per row: a token that one keeps and the other does not would be drawn by one alone, or move what is drawn."""
+    rng = np.random.default_rng(len(str(asked)) + vocab)
+    row = rng.normal(0, 2, vocab).astype(np.float32)
+    if kind == "ties":
+        row = np.round(row)
+    elif kind == "peaked":
+        row[rng.integers(vocab)] += 15
+    elif kind == "masked":
+        row[rng.random(vocab) < 0.5] = -np.inf
+        row[0] = 1.0
+    logits = np.tile(row, (70, 1))
+    wanted = limits(70, **{"top_k": vocab, **asked, "temperature": 0.9})  # type: ignore[arg-type]
+    wanted = Limits(wanted.temperature, np.minimum(wanted.top_k, vocab), wanted.top_p, wanted.min_p)
+    plain, fast = both(logits, rng.random(70), wanted)
+    assert (plain != fast).sum() <= 1, "one of seventy may fall on a border"
+
+
+def test_a_token_does_not_depend_on_its_neighbours_or_the_number_of_threads() -> None:
+    rng = np.random.default_rng(5)
+    logits = rng.normal(0, 3, (24, 5000)).astype(np.float32)
+    u, peak = rng.random(24), logits.max(axis=1)
+    asked = Limits(
+        rng.uniform(0.3, 2, 24).astype(np.float32), rng.choice([5, 60, 5000], 24), rng.choice([0.4, 0.95, 1.0], 24),
+        rng.choice([0.0, 0.02], 24).astype(np.float32),
+    )  # fmt: skip
+    together = draw.draw(logits, peak, u, asked)
+    before = launch.thread_limit()
+    try:
+        launch.set_thread_limit(1)
+        assert draw.draw(logits, peak, u, asked).tolist() == together.tolist()
+    finally:
+        launch.set_thread_limit(before)
+    for row in range(24):
+        one = np.arange(24) == row
+        assert draw.draw(logits[one], peak[one], u[one], asked.of(one))[0] == together[row]
+
+
+def test_what_has_no_weight_is_never_drawn() -> None:
+    logits = np.full((4, 600), -np.inf, dtype=np.float32)
+    logits[:, [3, 400]] = 0.0
+    u = np.array([0.0, 0.4999, 0.5001, np.nextafter(1.0, 0.0)])
+    asked = limits(4, top_k=600)
+    assert draw.draw(logits, logits.max(axis=1), u, asked).tolist() == [3, 3, 400, 400]
+    assert draw.draw(logits, logits.max(axis=1), u, limits(4, top_k=500)).tolist() == [3, 3, 400, 400]
