@@ -32,7 +32,9 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner | OverlappedRunner, 
     folder = Path(config.model)
     _check_device(config.device)
     found = describe(folder, max_model_len=config.max_model_len, quantization=config.quantization)
-    dtype, why_dtype = resolve_dtype(config.dtype, found.dtype_name, read_cpu_features(), device=config.device)
+    dtype, why_dtype = resolve_dtype(
+        config.dtype, found.dtype_name, read_cpu_features(), device=config.device, is_rounded=config.quantization != "none"
+    )
     _check_weights_fit(found, read_memory(config.device))
     kernels, why_kernels = choose_kernels(config.kernels, config.device)
     implementation = load_kernels(kernels)

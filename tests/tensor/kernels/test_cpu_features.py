@@ -48,6 +48,15 @@ def test_dtype_on_a_cpu(requested: str, stored: str, cpu: CpuFeatures, dtype: to
     assert why in reason
 
 
+def test_what_is_multiplied_as_integers_is_computed_in_float32_unless_asked_otherwise() -> None:
+    """Casts between the integer products and bfloat16 would keep decode steps from being recorded."""
+    chosen, reason = resolve_dtype("auto", "bfloat16", SAPPHIRE, is_rounded=True)
+    assert chosen == torch.float32
+    assert "integers" in reason
+    assert resolve_dtype("bfloat16", "bfloat16", SAPPHIRE, is_rounded=True)[0] == torch.bfloat16
+    assert resolve_dtype("auto", "bfloat16", SAPPHIRE, device="cuda", is_rounded=True)[0] == torch.bfloat16
+
+
 def test_float16_is_refused_on_a_cpu_and_taken_on_a_gpu() -> None:
     with pytest.raises(ConfigError, match="float16 is not computed on CPUs") as caught:
         resolve_dtype("float16", "float16", SAPPHIRE)

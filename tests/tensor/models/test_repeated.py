@@ -130,6 +130,28 @@ def test_a_step_like_the_last_is_repeated_and_a_long_one_is_not(monkeypatch: pyt
 
 
 @torch.inference_mode()
+def test_as_many_shapes_are_kept_as_their_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = _loaded("none")
+    kv, repeated = _cache(loaded, torch.float32), module.Repeated(load_kernels("numba"), loaded.model._layers)
+    monkeypatch.setattr(loaded.model, "_repeated", repeated)
+
+    def run(count: int) -> None:
+        loaded.model.forward(torch.arange(count) + 5, _batch(list(range(count)), [20] * count), kv)
+
+    for count in range(1, 13):
+        run(count)
+    assert [key[0] for key in repeated._kept] == list(range(1, 13))
+    largest = max(step.recording.kept_bytes for step in repeated._kept.values())
+    monkeypatch.setattr(repeated._kernels, "most_recorded_bytes", largest, raising=False)
+    run(1)
+    run(11)
+    held = [step.recording.kept_bytes for step in repeated._kept.values()]
+    assert sum(held) <= repeated.most_bytes - largest
+    assert list(repeated._kept)[-1][0] == 11
+    assert len(held) > 4
+
+
+@torch.inference_mode()
 def test_what_cannot_be_recorded_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     from headrace.tensor.kernels import together
 

@@ -43,9 +43,10 @@ class PackedLinear:
 
 
 class Recording(Protocol):
-    """Operations that were carried out, and can be once more if `is_whole`."""
+    """Operations that were carried out, and can be once more if `is_whole`; kept_bytes: of their results."""
 
     is_whole: bool
+    kept_bytes: int
 
     def repeat(self) -> bool:
         """Carry them out over what their inputs hold now, into the same outputs. False: this step needs others, nothing was done."""

@@ -79,11 +79,14 @@ def linear_path(features: CpuFeatures, dtype: torch.dtype) -> LinearPath:
     return _LINEAR_PATHS.get((features.family, dtype), LinearPath.ONEDNN)
 
 
-def resolve_dtype(requested: str, checkpoint_dtype: str, features: CpuFeatures, *, device: str = "cpu") -> tuple[torch.dtype, str]:
+def resolve_dtype(
+    requested: str, checkpoint_dtype: str, features: CpuFeatures, *, device: str = "cpu", is_rounded: bool = False
+) -> tuple[torch.dtype, str]:
     """The dtype to compute with, and why, in words.
 
     requested         "auto" | "float32" | "bfloat16" | "float16"
     checkpoint_dtype  what most weights are stored in
+    is_rounded        linears are made small integers at load
 
     Raises: ConfigError for float16 on a CPU: no kernel computes in it here.
     """
@@ -95,6 +98,8 @@ def resolve_dtype(requested: str, checkpoint_dtype: str, features: CpuFeatures, 
         return DTYPES[checkpoint_dtype], "as the checkpoint says"
     if checkpoint_dtype == "float16":
         return torch.float32, "the checkpoint is float16, which CPUs compute in float32"
+    if is_rounded:
+        return torch.float32, "rounded weights are multiplied as integers, and nothing else would gain by bfloat16"
     if not features.has_bf16:
         return torch.float32, "the checkpoint is bfloat16, which this CPU would compute in software; weights stay bfloat16 in memory"
     return torch.bfloat16, "as the checkpoint says; this CPU has bfloat16 products"

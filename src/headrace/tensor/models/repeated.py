@@ -18,8 +18,10 @@ from torch import Tensor
 from headrace.tensor.batch import Batch, GroupBatch, KvCache
 from headrace.tensor.kernels import Kernels, Recording
 
-MOST_KEPT = 4
-"""Shapes that are kept; the one used longest ago goes first. Each holds its step's results, up to `Kernels.most_recorded_bytes`."""
+MOST_KEPT = 32
+"""Shapes that are kept: under load the number of sequences goes up and down with every arrival."""
+LARGEST_KEPT = 4
+"""So many of the largest size there is (`Kernels.most_recorded_bytes`) may be among them; the one used longest ago goes first."""
 TABLE_MULTIPLE = 64
 """Block tables are recorded with room to grow, so that a new block does not mean a new recording."""
 
@@ -38,7 +40,7 @@ class Repeated:
     @property
     def most_bytes(self) -> int:
         """Of results that are kept, and of one recording more: what a longer block table replaces is there until its successor is made."""
-        return (MOST_KEPT + 1) * self._kernels.most_recorded_bytes
+        return (LARGEST_KEPT + 1) * self._kernels.most_recorded_bytes
 
     def run(self, branch: Tensor, batch: Batch, kv: KvCache) -> Tensor | None:
         """The layers' result, a new tensor; None where this step is not for recording."""
@@ -51,17 +53,22 @@ class Repeated:
         key = (len(batch.context_lens), batch.num_tokens, id(kv))
         step = self._kept.pop(key, None)
         if step is None or not step.load(branch, batch) or not step.recording.repeat():
-            while len(self._kept) >= MOST_KEPT:
-                self._kept.popitem(last=False)
             inputs = _Inputs.of(branch, batch)
             with recording as recorded:
                 out = self._layers(inputs.branch, inputs.residual, inputs.batch, kv)
             step = _Step(inputs, recorded, out, kv)
         if step.recording.is_whole:
             self._kept[key] = step
+            self._forget()
         else:  # and neither would be a larger one
             self._most_tokens = batch.num_tokens - 1
         return step.out.clone()
+
+    def _forget(self) -> None:
+        most = LARGEST_KEPT * self._kernels.most_recorded_bytes
+        held = sum(step.recording.kept_bytes for step in self._kept.values())
+        while len(self._kept) > MOST_KEPT or held > most:
+            held -= self._kept.popitem(last=False)[1].recording.kept_bytes
 
 
 @dataclass(frozen=True, slots=True)
