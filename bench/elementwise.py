@@ -2,9 +2,9 @@
 
     python -m bench.elementwise [--rows 1,8,64,512] -> bench/results/MACHINE/elementwise.json
 
-Kernels of a 1.1 B Llama shape (2,048 wide, 32 + 4 heads of 64, 5,632 inside), 24 calls in turn as a step makes them; bytes are what must be
-read and written once. Sampling: one call for all rows, by vocabulary and by what is asked for, by the kernel and by its plain twin in turns;
-bytes are those of the logits.
+Kernels of a 1.1 B Llama shape (2,048 wide, 32 + 4 heads of 64, 5,632 inside), 24 calls in turn as a step makes them; bytes are what
+must be read and written once. Sampling: one call for all rows, by vocabulary and by what is asked for, by the kernel and by its plain
+twin in turns; bytes are those of the logits.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from headrace.core.sampling import SamplingParams
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.batch import allocate_kv
 from headrace.tensor.kernels.cpu import KERNELS
+from headrace.tensor.kernels.filters import Draw, draw
 from headrace.tensor.kernels.launch import thread_limit
-from headrace.tensor.sampling.filters import Draw, draw
 from headrace.tensor.sampling.sampler import Sampler
 
 WIDTH, HEADS, KV_HEADS, DIM, INSIDE = 2048, 32, 4, 64, 5632
@@ -117,9 +117,9 @@ def main(arguments: list[str] | None = None) -> None:
             logits = 3 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(rows))
             for asked, params in ASKED.items():
                 turns = [[sampling_seconds(params, logits, draw) for draw in DRAWS.values()] for _ in range(CALLS + 1)][1:]
-                for name, seconds in zip(DRAWS, zip(*turns, strict=True), strict=True):
-                    what = f"sampling of {vocabulary:,}: {asked}, {name}"
-                    entries.append(entry(what, rows, list(seconds), rows * vocabulary * 4, bandwidth))
+                for place, name in enumerate(DRAWS):
+                    what, seconds = f"sampling of {vocabulary:,}: {asked}, {name}", [turn[place] for turn in turns]
+                    entries.append(entry(what, rows, seconds, rows * vocabulary * 4, bandwidth))
     write_portable(results_file("elementwise"), {"environment": asdict(environment()), "entries": entries})
 
 

@@ -141,7 +141,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default="none")
     given = parser.parse_args(arguments)
     if min(given.rounds, given.clients, given.streams) < 1:
-        raise ConfigError("rounds", f"{given.rounds} rounds of {given.clients} clients and {given.streams} streams: each must be at least 1")
+        raise ConfigError("rounds", f"{given.rounds} rounds, {given.clients} clients, {given.streams} streams: each must be at least 1")
     waiting = {name: os.environ[name] for name in WAITING if name in os.environ}
     base = EngineConfig(model=str(resolve_model(given.model or SERVED)), quantization=given.quantization)
     stream, (count, unique) = (FEW_STREAM, (NUM_FEW_UNIQUE, FEW_UNIQUE)) if given.model else (STREAM, (NUM_UNIQUE, UNIQUE))

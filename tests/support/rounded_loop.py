@@ -64,7 +64,7 @@ class RoundedLoop(PlainLoop):
     """quantization of every linear, the head included ("none": as they are); stored: what the cache makes of keys and values."""
 
     clear = 0.5
-    """An input halfway between two whole numbers is rounded up by one right program and down by another, and all after it differs a little."""
+    """An input halfway between two whole numbers is rounded up by one right program and down by another; all after it differs a little."""
 
     def __init__(self, folder: Path, *, quantization: str, stored: str) -> None:
         super().__init__(folder)

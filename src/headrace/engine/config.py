@@ -20,7 +20,7 @@ class EngineConfig:
     """One replica.
 
     model                   local folder in the Hugging Face layout (the fleet resolves hub ids to folders)
-    dtype                   "auto": what the checkpoint says, or float32 where this machine computes bfloat16 in software or linears are rounded
+    dtype                   "auto": what the checkpoint says, or float32 where bfloat16 is computed in software, or linears are rounded
     load_format             "dummy": random weights from config.json
     quantization            "int8" | "int4": linears' weights are rounded at load, to nearest; inputs to 8 bits, row by row
     kv_cache_dtype          "auto": the dtype that is computed with; "int8": keys and values rounded, a scale per token and head

@@ -24,8 +24,8 @@ from headrace.engine.failpoints import failpoint
 from headrace.engine.runner_batch import Rows, Wanted, build_batch, find_wanted, num_scored, read_rows
 from headrace.engine.runner_slots import Ints, SlotState, column
 from headrace.tensor.batch import Batch, KvCache
+from headrace.tensor.kernels.filters import Draw, draw
 from headrace.tensor.sampling import Sampled, Sampler, prompt_logprobs
-from headrace.tensor.sampling.filters import Draw, draw
 from headrace.tensor.sampling.sampler import NOT_A_DISTRIBUTION
 
 _PROMPT_LOGITS = 1 << 23

@@ -26,7 +26,6 @@ class PagedBatch:
     kv_scales: Tensor | None = None
 
     def attend(self, kernels: Kernels, *, window: int | None = None, softcap: float | None = None) -> Tensor:
-        counts = self.row_starts.diff()
         return kernels.attention(
             self.query,
             self.cache,

@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("numba")
 
 from headrace.tensor.kernels import cpu, draw, launch
+from headrace.tensor.kernels.filters import Floats, Limits
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
-from headrace.tensor.sampling.filters import Floats, Limits
 
 NEAR = 1e-5
 """By so little may a running sum miss u times the whole and still be on either side."""
@@ -28,7 +28,8 @@ def both(logits: Floats, u: np.ndarray, asked: Limits) -> tuple[np.ndarray, np.n
 
 def shares(logits: Floats, temperature: float) -> np.ndarray:
     weights = np.exp((logits.astype(np.float64) - logits.max(axis=1, keepdims=True)) / temperature)
-    return weights.cumsum(axis=1) / weights.sum(axis=1, keepdims=True)
+    sums: np.ndarray = weights.cumsum(axis=1) / weights.sum(axis=1, keepdims=True)
+    return sums
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 255, 256, 257, 3000])

@@ -17,8 +17,8 @@ from headrace.core.ids import SlotId
 from headrace.core.plan import Started
 from headrace.core.sampling import SamplingParams
 from headrace.tensor.kernels import load_kernels
+from headrace.tensor.kernels.filters import Draw
 from headrace.tensor.sampling import Purpose, Sampled, Sampler, uniform
-from headrace.tensor.sampling.filters import Draw
 
 EOS = (2, 5)
 

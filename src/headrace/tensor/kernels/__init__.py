@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from headrace.core.errors import ConfigError
+from headrace.tensor.kernels.filters import Doubles, Floats, Ints, Limits
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
-from headrace.tensor.sampling.filters import Doubles, Floats, Ints, Limits
 
 
 class Linear(Protocol):
@@ -171,7 +171,7 @@ class Kernels(Protocol):
         ...
 
     def draw(self, logits: Floats, peak: Floats, u: Doubles, limits: Limits) -> Ints:
-        """One token per row by chance, see `sampling.filters.draw`; on the host, and carried out at once."""
+        """One token per row by chance, see `filters.draw`; on the host, and carried out at once."""
         ...
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headrace.tensor.kernels import Kernels, Linear, PackedLinear, attention, cache_write, draw, elementwise, integer_packing, quantized
 from headrace.tensor.kernels.cpu_features import LinearPath, linear_path, read_cpu_features
+from headrace.tensor.kernels.filters import Doubles, Floats, Ints, Limits
 from headrace.tensor.kernels.integer_simd import STRIP_COLUMNS
 from headrace.tensor.kernels.launch import fresh
 from headrace.tensor.kernels.linear import OneDnnLinear, StripLinear, onednn_takes
@@ -24,7 +25,6 @@ from headrace.tensor.kernels.packing import can_strip
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 from headrace.tensor.kernels.together import MOST_KEPT_BYTES, Recording, next_layer, recording, settle, together
-from headrace.tensor.sampling.filters import Doubles, Floats, Ints, Limits
 
 FEW_TOKENS = 64
 """Up to so many a step's kernels are short enough for waking threads and Python's own time between them to be felt."""

@@ -1,4 +1,4 @@
-"""From the logits of random rows to one token each, on all threads: the fast twin of `sampling.filters.draw`, whose module says what is kept.
+"""From the logits of random rows to one token each, on all threads: the fast twin of `filters`, which says what is kept.
 
 A worker takes a share of the rows. Per row: weights in blocks of 256 with their sums, one pass; without filters the token's block is found
 among the sums. With filters, what stands above a floor that nothing kept can lie below is gathered, by id; the rest of the vocabulary is
@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from headrace.tensor.kernels.filters import Doubles, Floats, Ints, Limits
 from headrace.tensor.kernels.launch import bits_of_float, compile_kernel, double_from_bits, float_from_bits, helper, launch, thread_limit
 from headrace.tensor.kernels.simd import as_f32, as_i32, as_i64, at, exp, load, store, sum_floats
-from headrace.tensor.sampling.filters import Doubles, Floats, Ints, Limits
 
 Pointer = Any
 
@@ -98,7 +98,8 @@ def floor_of_best(weights: Pointer, vocab: int, k: int) -> float:
             low = middle
             if count <= 2 * k + SPARE:
                 break
-    return float_from_bits(low)
+    floor: float = float_from_bits(low)
+    return floor
 
 
 @helper
@@ -133,14 +134,17 @@ def keep(values: Pointer, ids: Pointer, count: int, least: float, ties: int) -> 
 
 @helper
 def cut(values: Pointer, spare: Pointer, ids: Pointer, count: int, floor: float, wanted: float, is_mass: bool) -> int:
-    """Keep the heaviest that together come to `wanted`, in mass or in number, and no more. None is below the floor; `spare` is room for all."""
+    """Keep the heaviest that together come to `wanted`, in mass or in number, and no more.
+
+    None is below the floor. spare: room for as many.
+    """
     for i in range(count):
         store(load(values, i), spare, i)
     low, high, above, left = bits_of_float(floor), ONE_BITS, 0.0, count
     while low < high and left > 0:
         middle = (low + high + 1) // 2
         border = float_from_bits(middle)
-        found = 0.0
+        found: Any = 0.0
         for i in range(left):
             weight = load(spare, i)
             found += (weight if is_mass else ONE) if weight >= border else ZERO
@@ -172,11 +176,13 @@ def mass_of(values: Pointer, count: int) -> float:
 
 
 @helper
-def pick_kept(
-    weights: Pointer, values: Pointer, spare: Pointer, ids: Pointer, vocab: int, mass: float, u: float, top_k: int, top_p: float, min_p: float
-) -> int:
-    """The token of a row with filters, see `filters`. The lightest token that top_p can need weighs (1 - top_p) of the mean: the others
-    together do not hold that much; one per cent lower, for rounding."""
+def pick_kept(room: Pointer, ids: Pointer, vocab: int, mass: float, u: float, top_k: int, top_p: float, min_p: float) -> int:
+    """The token of a row with filters. room: as in `_draw`.
+
+    The lightest token that top_p can need weighs (1 - top_p) of the mean: the others together do not hold that much; one per cent lower,
+    for rounding.
+    """
+    weights, values, spare = room, at(room, vocab), at(room, 2 * vocab)
     if top_k < vocab:
         floor = floor_of_best(weights, vocab, top_k)
         count = gather(weights, vocab, floor, values, ids)
@@ -184,13 +190,14 @@ def pick_kept(
             count = cut(values, spare, ids, count, floor, float(top_k), False)
         mass = mass_of(values, count)
     else:
-        floor = max(np.float32(0.99 * (1.0 - top_p) * mass / vocab), np.float32(min_p), float_from_bits(LEAST_BITS))
+        floor = max(np.float32(0.99 * (1.0 - top_p) * mass / vocab), min_p, float_from_bits(LEAST_BITS))
         count = gather(weights, vocab, floor, values, ids)
     if top_p < 1.0:
         count = cut(values, spare, ids, count, floor, top_p * mass, True)
     if min_p > 0.0:
-        count = keep(values, ids, count, np.float32(min_p), count)
-    return load(ids, first_beyond(values, count, 0.0, u * mass_of(values, count)))
+        count = keep(values, ids, count, min_p, count)
+    token: int = load(ids, first_beyond(values, count, 0.0, u * mass_of(values, count)))
+    return token
 
 
 def _draw(arguments: int, worker: int, workers: int) -> None:
@@ -198,7 +205,7 @@ def _draw(arguments: int, worker: int, workers: int) -> None:
     a = as_i64(arguments)
     rows, vocab = load(a, 2), load(a, 3)
     room = at(as_f32(load(a, 10)), worker * 4 * vocab)
-    values, spare, sums = at(room, vocab), at(room, 2 * vocab), at(room, 3 * vocab)
+    sums = at(room, 3 * vocab)
     ids = at(as_i32(load(a, 11)), worker * vocab)
     for row in range(rows * worker // workers, rows * (worker + 1) // workers):
         logits = at(as_f32(load(a, 0)), row * load(a, 1))
@@ -209,7 +216,7 @@ def _draw(arguments: int, worker: int, workers: int) -> None:
         if top_k >= vocab and top_p >= 1.0 and min_p <= ZERO:
             token = pick_any(room, sums, vocab, u * mass)
         else:
-            token = pick_kept(room, values, spare, ids, vocab, mass, u, top_k, top_p, min_p)
+            token = pick_kept(room, ids, vocab, mass, u, top_k, top_p, min_p)
         store(token, as_i64(load(a, 12)), row)
 
 
@@ -219,7 +226,7 @@ def _kernel() -> int:
 
 
 def draw(logits: Floats, peak: Floats, u: Doubles, limits: Limits) -> Ints:
-    """See `sampling.filters.draw`; rows of logits need not lie one behind the other, numbers of a row do."""
+    """See `filters.draw`; rows of logits need not lie one behind the other, numbers of a row do."""
     rows, vocab = logits.shape
     columns = [
         np.ascontiguousarray(column, dtype)

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headrace.tensor.kernels import PackedLinear
+from headrace.tensor.kernels.filters import Doubles, Floats, Ints, Limits, draw
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight, round_inputs, round_weight
-from headrace.tensor.sampling.filters import Doubles, Floats, Ints, Limits, draw
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

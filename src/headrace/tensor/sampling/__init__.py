@@ -1,8 +1,8 @@
 """From logits to tokens: penalties, filters, counter-based randomness, log-probabilities.
 
-Read `sampler` first: it keeps per-slot parameters and says the order in which they act. `filters` turns logits into one token per row,
-`penalties` counts tokens, `philox` makes the random numbers, `logprobs` reports. Everything is numpy on the host: rows are processed in
-chunks that stay in the cache, and no row ever looks at another. What costs most, weights and filters of random rows, the kernels may do
+Read `sampler` first: it keeps per-slot parameters and says the order in which they act. `penalties` counts tokens, `philox` makes the
+random numbers, `logprobs` reports; `kernels.filters` turns logits into one token per row. Everything is numpy on the host: rows are processed
+in chunks that stay in the cache, and no row ever looks at another. What costs most, weights and filters of random rows, the kernels may do
 instead (`kernels.draw`).
 """
 

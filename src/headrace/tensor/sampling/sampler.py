@@ -5,7 +5,7 @@ Order, per row (vLLM's, except that min_p comes last, as in transformers):
   2. logit_bias is added
   3. repetition penalty over prompt and output, then frequency and presence over output
   4. before min_tokens, end tokens (unless ignore_eos) and stop_token_ids are masked
-  5. greedy rows take the best logit, lowest id first; the others go on: temperature, top_k, top_p, min_p (`filters`)
+  5. greedy rows take the best logit, lowest id first; the others go on: temperature, top_k, top_p, min_p (`kernels.filters`)
   6. one uniform number per row, keyed by (seed, sequence index, position), picks the token
 Masking after the penalties equals masking before them, as vLLM does: no penalty brings minus infinity back.
 
@@ -23,13 +23,13 @@ from torch import Tensor
 
 from headrace.core.plan import Started, TokenLogprobs
 from headrace.core.sampling import SamplingParams
-from headrace.tensor.sampling.filters import Draw, Floats, Ints, Limits, draw
+from headrace.tensor.kernels.filters import Draw, Floats, Ints, Limits, draw
 from headrace.tensor.sampling.logprobs import token_logprobs
 from headrace.tensor.sampling.penalties import TokenCounts
 from headrace.tensor.sampling.philox import Purpose, uniform
 
 _CHUNK_ELEMENTS = 1 << 20
-"""Logits handled at once: 4 MiB, so that the passes over a chunk stay in a cache; and some rows of a large vocabulary, for several threads."""
+"""Logits handled at once: 4 MiB, so that the passes over a chunk stay in a cache, and there are some rows for several threads."""
 
 NOT_A_DISTRIBUTION = "the model produced NaN or infinite logits for this sequence"
 
