@@ -49,7 +49,6 @@ class Step:
     table: Tensor
     starts: Tensor
     contexts: Tensor
-    longest: int
 
 
 def make_step(rows: list[tuple[int, int]], heads: int, dim: int) -> Step:
@@ -61,7 +60,7 @@ def make_step(rows: list[tuple[int, int]], heads: int, dim: int) -> Step:
     starts = torch.tensor([0, *(count for count, _ in rows)]).cumsum(0).int()
     contexts = torch.tensor([context for _, context in rows], dtype=torch.int32)
     query = torch.randn(int(starts[-1]), heads, dim, generator=torch.Generator().manual_seed(1))
-    return Step(query, table, starts, contexts, max(count for count, _ in rows))
+    return Step(query, table, starts, contexts)
 
 
 def filled_cache(dtype: torch.dtype, blocks: int, kv_heads: int, dim: int) -> KvCache:

@@ -29,7 +29,7 @@ from headrace.core.ids import SlotId
 from headrace.core.plan import Started
 from headrace.core.sampling import SamplingParams
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
-from headrace.tensor.batch import allocate_kv
+from headrace.tensor.batch import KvCache, allocate_kv
 from headrace.tensor.kernels.cpu import KERNELS
 from headrace.tensor.kernels.filters import Draw, draw
 from headrace.tensor.kernels.launch import thread_limit
@@ -63,9 +63,9 @@ def kernels(rows: int) -> Iterator[Work]:
     for kind in (torch.float32, torch.bfloat16, torch.int8):
         cache = allocate_kv([(KV_HEADS, DIM)] * LAYERS, (0,) * LAYERS, (rows // BLOCK_SIZE + 2,), BLOCK_SIZE, kind, "cpu")
 
-        def turn(i: int, cache: object = cache) -> None:
+        def turn(i: int, cache: KvCache = cache) -> None:
             query, key, value = torch.split(qkv[i], [HEADS, KV_HEADS, KV_HEADS], dim=1)
-            layer = cache.layers[i]  # type: ignore[attr-defined]
+            layer = cache.layers[i]
             KERNELS.rotary_scatter(query, key, value, cos_sin, positions, layer.values, positions, kv_scales=layer.scales)
 
         stored = 2 * KV_HEADS * DIM * kind.itemsize

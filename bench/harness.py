@@ -100,10 +100,12 @@ def run_table(table: Table, *, rounds: int, say: Callable[[str], None] = print) 
 
 
 def write_portable(file: Path, data: Mapping[str, object]) -> None:
-    """Like `write_json`, with paths relative to this checkout and the home folder: where those lie tells nothing."""
-    write_json(file, data)
-    text = file.read_text(encoding="utf-8").replace(f"{ROOT}/", "").replace(f"{Path.home()}/", "~/")
-    file.write_text(text, encoding="utf-8")
+    """Like `write_json`, with paths relative to this checkout and the home folder: where those lie tells nothing. Never half a file."""
+    part = file.with_name(f"{file.name}.part")
+    write_json(part, data)
+    text = part.read_text(encoding="utf-8").replace(f"{ROOT}/", "").replace(f"{Path.home()}/", "~/")
+    part.write_text(text, encoding="utf-8")
+    part.replace(file)
 
 
 def block_of(page: Path, name: str) -> str:

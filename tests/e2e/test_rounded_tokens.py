@@ -38,10 +38,14 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @cache
-def _answers(folder: Path, precision: str, prompts: tuple[tuple[int, ...], ...]) -> list[list[int]]:
+def _reference(folder: Path, precision: str) -> RoundedLoop:
     quantization, stored = PRECISIONS[precision]
-    loop = RoundedLoop(folder, quantization=quantization, stored=stored)
-    return [loop.certain(prompt, COUNT) for prompt in prompts]
+    return RoundedLoop(folder, quantization=quantization, stored=stored)
+
+
+@cache
+def _answers(folder: Path, precision: str, prompts: tuple[tuple[int, ...], ...]) -> list[list[int]]:
+    return [_reference(folder, precision).certain(prompt, COUNT) for prompt in prompts]
 
 
 def _differing(engine: RealEngine, wanted: list[list[int]]) -> dict[str, tuple[list[int], list[int]]]:
@@ -75,8 +79,7 @@ def test_rounded_arithmetic_is_that_of_its_reference_and_not_nearly(trained_chec
     ones sum norms in another order, so of some 100,000 inputs a few are rounded otherwise."""
     quantization, stored = PRECISIONS[precision]
     prompts = trained_checkpoint.prompts
-    reference = RoundedLoop(trained_checkpoint.folder, quantization=quantization, stored=stored)
-    wanted = _told(reference, prompts)
+    wanted = _told(_reference(trained_checkpoint.folder, precision), prompts)
     rounding = _mean_distance(wanted, _told(trained_checkpoint.plain, prompts))
     for kernels, most in (("reference", 0.01), (ROOMY["kernels"], 0.5)):
         options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "num_gpu_blocks_override": 100, "kernels": kernels}

@@ -18,7 +18,7 @@ from headrace.engine.warmup import warm_up
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
 from headrace.tensor.kernels import Kernels, load_kernels
 from headrace.tensor.kernels.choose import choose_kernels
-from headrace.tensor.kernels.cpu_features import read_cpu_features, resolve_dtype
+from headrace.tensor.kernels.cpu_features import CpuFeatures, read_cpu_features, resolve_dtype
 from headrace.tensor.models import LoadedModel, ModelDescription, describe, load_model
 from headrace.tensor.packed_store import packed_directory
 from headrace.tensor.threads import apply_threads, plan_threads
@@ -51,7 +51,7 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner | OverlappedRunner, 
         quantization=config.quantization,
         packed_dir=packed_directory(),
     )
-    kv_dtype, why_kv = _kv_dtype(config, dtype)
+    kv_dtype, why_kv = _kv_dtype(config, dtype, found.dtype_name, read_cpu_features())
     groups = tuple(stored_as(group, kv_dtype) for group in loaded.model.kv_groups)
     sizing = _size(config, loaded, groups)
     kv = allocate_kv(loaded.model.kv_shapes, loaded.model.group_of, sizing.num_blocks, config.block_size, kv_dtype, config.device)
@@ -74,9 +74,11 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner | OverlappedRunner, 
     return runner, _model_info(config, folder, loaded, groups, sizing, decided)
 
 
-def _kv_dtype(config: EngineConfig, computed: torch.dtype) -> tuple[torch.dtype, str]:
-    """(dtype of the KV cache, why)."""
+def _kv_dtype(config: EngineConfig, computed: torch.dtype, stored: str, features: CpuFeatures) -> tuple[torch.dtype, str]:
+    """(dtype of the KV cache, why). stored: what most weights are stored in."""
     if config.kv_cache_dtype == "auto":
+        if config.dtype == "auto" and stored == "bfloat16" and features.has_bf16 and config.device == "cpu":
+            return torch.bfloat16, "as the checkpoint says; this CPU computes with it"
         return computed, "as computed"
     scales = ", with a scale per token and head" if config.kv_cache_dtype == "int8" else ""
     return getattr(torch, config.kv_cache_dtype), f"as configured{scales}"

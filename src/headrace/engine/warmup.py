@@ -52,8 +52,10 @@ def _plans(length: int, num_rows: int, vocab_size: int) -> list[Plan]:
     others = tuple(_started(slot, length, kinds[slot % len(kinds)], vocab_size) for slot in range(1, num_rows))
     mixed = _plan([(slot, 0, length, 1) for slot in range(1, num_rows)] + [(0, length, 1, 1)], started=others)
     batch = _plan([(slot, length, 1, 1) for slot in range(1, num_rows)] + [(0, length, 1, 1)])
-    drawn = _plan([(0, 0, length, 1)], started=(_started(0, length, kinds[1], vocab_size),))  # where slot 0 is the only one
-    return [first, decode, mixed, batch, *([drawn] if num_rows == 1 else []), _plan([], ended=range(num_rows))]
+    plans = [first, decode, mixed, batch]
+    if num_rows == 1:  # the only slot has been greedy so far
+        plans.append(_plan([(0, 0, length, 1)], started=(_started(0, length, kinds[1], vocab_size),)))
+    return [*plans, _plan([], ended=range(num_rows))]
 
 
 def _started(slot: int, length: int, params: SamplingParams, vocab_size: int) -> Started:

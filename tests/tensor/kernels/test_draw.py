@@ -80,9 +80,10 @@ def test_a_token_does_not_depend_on_its_neighbours_or_the_number_of_threads() ->
         rng.uniform(0.3, 2, 24).astype(np.float32), rng.choice([5, 60, 5000], 24), rng.choice([0.4, 0.95, 1.0], 24),
         rng.choice([0.0, 0.02], 24).astype(np.float32),
     )  # fmt: skip
-    together = draw.draw(logits, peak, u, asked)
     before = launch.thread_limit()
     try:
+        launch.set_thread_limit(2)
+        together = draw.draw(logits, peak, u, asked)
         launch.set_thread_limit(1)
         assert draw.draw(logits, peak, u, asked).tolist() == together.tolist()
     finally:
@@ -99,3 +100,35 @@ def test_what_has_no_weight_is_never_drawn() -> None:
     asked = limits(4, top_k=600)
     assert draw.draw(logits, logits.max(axis=1), u, asked).tolist() == [3, 3, 400, 400]
     assert draw.draw(logits, logits.max(axis=1), u, limits(4, top_k=500)).tolist() == [3, 3, 400, 400]
+
+
+def test_rows_may_lie_apart_and_there_may_be_none() -> None:
+    wide = np.random.default_rng(3).normal(0, 2, (6, 900)).astype(np.float32)
+    asked, u = limits(6, top_k=20, top_p=0.9), np.linspace(0.05, 0.95, 6)
+    apart = wide[:, 100:700]
+    want = draw.draw(apart.copy(), apart.max(axis=1), u, limits(6, top_k=20, top_p=0.9))
+    assert draw.draw(apart, apart.max(axis=1), u, asked).tolist() == want.tolist()
+    nobody = np.zeros(6, dtype=bool)
+    assert draw.draw(apart[:0], np.zeros(0, np.float32), u[:0], asked.of(nobody)).tolist() == []
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+def test_the_border_of_a_nucleus_is_the_twins_to_the_token(top_p: float) -> None:
+    """u in the middle of each kept token's share: every one of them is drawn, and nobody else."""
+    row = np.random.default_rng(8).normal(0, 2, 400).astype(np.float32)
+    weights = np.exp(row.astype(np.float64) - row.max())
+    order = np.argsort(-weights, kind="stable")
+    size = int(np.searchsorted(weights[order].cumsum(), top_p * weights.sum())) + 1
+    kept = np.sort(order[:size])
+    ends = weights[kept].cumsum() / weights[kept].sum()
+    middles = ends - weights[kept] / weights[kept].sum() / 2
+    logits = np.tile(row, (size, 1))
+    plain, fast = both(logits, middles, limits(size, top_k=400, top_p=top_p))
+    assert fast.tolist() == plain.tolist() == kept.tolist()
+
+
+def test_a_draw_is_carried_out_at_once_wherever_it_is_asked_for() -> None:
+    logits = np.full((2, 300), -50.0, dtype=np.float32)
+    logits[:, 7] = 0.0
+    with cpu.KERNELS.together(1):
+        assert cpu.KERNELS.draw(logits, logits.max(axis=1), np.full(2, 0.5), limits(2, top_k=300)).tolist() == [7, 7]

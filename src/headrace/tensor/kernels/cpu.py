@@ -164,7 +164,9 @@ class NumbaKernels:
         return out
 
     def draw(self, logits: Floats, peak: Floats, u: Doubles, limits: Limits) -> Ints:
-        return draw.draw(logits, peak, u, limits)
+        tokens = draw.draw(logits, peak, u, limits)
+        settle()
+        return tokens
 
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
         if not _fits(gate_up) or activation not in elementwise.ACTIVATIONS:

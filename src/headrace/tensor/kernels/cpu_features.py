@@ -99,7 +99,7 @@ def resolve_dtype(
     if checkpoint_dtype == "float16":
         return torch.float32, "the checkpoint is float16, which CPUs compute in float32"
     if is_rounded:
-        return torch.float32, "rounded weights are multiplied as integers, and nothing else would gain by bfloat16"
+        return torch.float32, "rounded weights are multiplied as integers, which casts from and to bfloat16 would only hold up"
     if not features.has_bf16:
         return torch.float32, "the checkpoint is bfloat16, which this CPU would compute in software; weights stay bfloat16 in memory"
     return torch.bfloat16, "as the checkpoint says; this CPU has bfloat16 products"

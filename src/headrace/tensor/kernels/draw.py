@@ -1,9 +1,10 @@
 """From the logits of random rows to one token each, on all threads: the fast twin of `filters`, which says what is kept.
 
-A worker takes a share of the rows. Per row: weights in blocks of 256 with their sums, one pass; without filters the token's block is found
-among the sums. With filters, what stands above a floor that nothing kept can lie below is gathered, by id; the rest of the vocabulary is
-not looked at again. Then the lightest weight that is kept is found by halving the range of its bits, dropping the half that is decided:
-no sort. Sums of sums are in double precision and in the order of ids, so a token depends on its row, its limits and u alone.
+A worker takes a share of the rows; one row alone runs on one thread. Per row: weights in blocks of 256 with their sums, one pass; without
+filters the token's block is found among the sums. With filters, what stands above a floor that nothing kept can lie below is gathered, by
+id; the rest of the vocabulary is not looked at again. Then the lightest weight that is kept is found by halving the range of its bits,
+dropping the half that is decided: no sort. Sums of sums are in double precision and in the order of ids, so a token depends on its row,
+its limits and u alone.
 
 Weights may differ from the twin's in the last place of exp, sums in the order of additions: another token is drawn where u falls that close
 to a border.
@@ -23,8 +24,8 @@ from headrace.tensor.kernels.simd import as_f32, as_i32, as_i64, at, exp, load, 
 Pointer = Any
 
 BLOCK = 256
-LEAST_BITS, ONE_BITS = 1, 0x3F800000
-"""Of the smallest weight above zero, and of the largest there is."""
+LEAST_BITS, ONE_BITS = 0x00800000, 0x3F800000
+"""Of a weight that all above zero exceed, the smallest normal float32; and of the largest there is."""
 SPARE = 64
 """So many more than k are few enough to gather before the k-th is looked for exactly."""
 UNDERFLOW = np.float32(-87.0)
@@ -34,7 +35,7 @@ ELEMENTS_PER_THREAD = 1 << 14
 
 @helper
 def weigh(logits: Pointer, weights: Pointer, sums: Pointer, vocab: int, peak: float, temperature: float) -> float:
-    """Weights and their sums by block; returns the whole. What exp cannot tell from 0 is 0."""
+    """Weights and their sums by block; returns the whole. Below e**-87 a weight is 0 (the twin goes on to the last denormal number)."""
     mass = 0.0
     for first in range(0, vocab, BLOCK):
         length = min(BLOCK, vocab - first)
@@ -89,6 +90,8 @@ def num_at_least(weights: Pointer, count: int, floor: float) -> int:
 def floor_of_best(weights: Pointer, vocab: int, k: int) -> float:
     """A weight that at least k tokens have, and not many more, unless many have the same; all those above zero where they are fewer."""
     low, high = LEAST_BITS, ONE_BITS + 1
+    if num_at_least(weights, vocab, float_from_bits(low)) <= 2 * k + SPARE:
+        high = low
     while high - low > 1:
         middle = (low + high) // 2
         count = num_at_least(weights, vocab, float_from_bits(middle))
@@ -228,6 +231,8 @@ def _kernel() -> int:
 def draw(logits: Floats, peak: Floats, u: Doubles, limits: Limits) -> Ints:
     """See `filters.draw`; rows of logits need not lie one behind the other, numbers of a row do."""
     rows, vocab = logits.shape
+    if logits.dtype != np.float32 or logits.strides[1] != logits.itemsize:
+        raise ValueError(f"logits of {logits.dtype} with strides {logits.strides}: float32 is needed, a row's numbers one behind the other")
     columns = [
         np.ascontiguousarray(column, dtype)
         for column, dtype in (

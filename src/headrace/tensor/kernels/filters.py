@@ -47,17 +47,17 @@ Draw = Callable[[Floats, Floats, Doubles, Limits], Ints]
 
 def draw(logits: Floats, peak: Floats, u: Doubles, limits: Limits) -> Ints:
     """The token [N] of each row of logits [N, V], whose largest are peak [N]; u [N] in [0, 1)."""
-    weights = to_weights(logits, peak, limits.temperature)
+    weights = _to_weights(logits, peak, limits.temperature)
     filtered = (limits.top_k < logits.shape[1]) | (limits.top_p < 1.0) | (limits.min_p > 0.0)
     token_ids = np.zeros(len(logits), dtype=np.int64)
     if not filtered.all():
-        token_ids[~filtered] = pick(weights[~filtered] if filtered.any() else weights, u[~filtered])
+        token_ids[~filtered] = _pick(weights[~filtered] if filtered.any() else weights, u[~filtered])
     if filtered.any():
-        token_ids[filtered] = pick_filtered(weights if filtered.all() else weights[filtered], u[filtered], limits.of(filtered))
+        token_ids[filtered] = _pick_filtered(weights if filtered.all() else weights[filtered], u[filtered], limits.of(filtered))
     return token_ids
 
 
-def to_weights(logits: Floats, peak: Floats, temperature: Floats) -> Floats:
+def _to_weights(logits: Floats, peak: Floats, temperature: Floats) -> Floats:
     """exp((logits - peak) / temperature), a new [N, V]: proportional to probability, 1 at the best token, never above.
 
     peak [N] is each row's largest logit; temperature [N] > 0. Subtracting first keeps tiny temperatures from overflowing.
@@ -69,7 +69,7 @@ def to_weights(logits: Floats, peak: Floats, temperature: Floats) -> Floats:
     return weights
 
 
-def pick_filtered(weights: Floats, u: Doubles, limits: Limits) -> Ints:
+def _pick_filtered(weights: Floats, u: Doubles, limits: Limits) -> Ints:
     """The token [N] of each row of weights [N, V] (largest 1) after its filters."""
     top_k, top_p, min_p = limits.top_k, limits.top_p, limits.min_p
     mass = weights.sum(axis=1).astype(np.float64)
@@ -84,7 +84,7 @@ def pick_filtered(weights: Floats, u: Doubles, limits: Limits) -> Ints:
         size = np.minimum(size, (falling >= min_p[:, None]).sum(axis=1))
     size = np.maximum(size, 1)
     _drop_beyond(above, falling[np.arange(len(size)), size - 1], size)
-    token: Ints = np.take_along_axis(ids, pick(above, u)[:, None], axis=1)[:, 0]
+    token: Ints = np.take_along_axis(ids, _pick(above, u)[:, None], axis=1)[:, 0]
     return token
 
 
@@ -147,7 +147,7 @@ def _running(weights: Floats) -> Doubles:
     return sums
 
 
-def pick(weights: Floats, u: Doubles) -> Ints:
+def _pick(weights: Floats, u: Doubles) -> Ints:
     """The token [N] at which the running sum of weights [N, V] first exceeds u [N] in [0, 1) times the row's sum.
 
     Never a token of weight zero. Each row needs one positive weight.

@@ -24,9 +24,10 @@ _Made = TypeVar("_Made")
 _Renewal = TypeVar("_Renewal", bound="Callable[[Recording], bool]")
 
 SPINS_TO_MEET = 1 << 16
-"""Waiting rounds, of some 50 ns and more, after which a worker no longer expects the others; and so many more per kernel on the list: who
-gives up does all of it alone, so it may wait for about as long as that would take."""
+"""Waiting rounds, of some 50 ns and more, after which a worker no longer expects the others."""
 SPINS_PER_KERNEL = 1 << 11
+"""So many more for each kernel on the list: who gives up does all of them alone, and may wait for about as long as that would take."""
+MOST_SPINS = 1 << 18
 SPINS_BEFORE_YIELD = 1 << 12
 MOST_KEPT_BYTES = 32 << 20
 """Of the memory that a list holds before it is run, and most that one recording holds."""
@@ -64,7 +65,7 @@ def _run_list(arguments: int, worker: int, workers: int) -> None:
     """Kernels one after the other, each worker waiting for all others in between. A list entry: kernel, arguments, workers."""
     a = as_i64(arguments)
     entries, count, state = as_i64(load(a, 0)), load(a, 1), as_i64(load(a, 2))
-    team = workers if workers == 1 else meet(state, worker, workers, SPINS_TO_MEET + SPINS_PER_KERNEL * count)
+    team = workers if workers == 1 else meet(state, worker, workers, min(SPINS_TO_MEET + SPINS_PER_KERNEL * count, MOST_SPINS))
     me, passed, before = (0 if team == 1 else worker), 0, 0
     if team == 0:
         return
