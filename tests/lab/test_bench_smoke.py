@@ -154,7 +154,7 @@ def stub_rounds(tmp_path: Path, sleeps: tuple[float, float], rounds: int) -> lis
 
 
 def test_a_planted_sleep_is_found_and_named(tmp_path: Path) -> None:
-    rounds = stub_rounds(tmp_path, (0.0, 0.01), rounds_needed(2))
+    rounds = stub_rounds(tmp_path, (0.0, 0.02), rounds_needed(2) + 4)  # a round that a busy machine turned around does not decide it
     verdicts = judge(log_ratios(rounds))
     assert [found.row for found in verdicts if found.ratio > 2] == ["slow"]
     assert verdicts[0].is_alarm
