@@ -23,7 +23,7 @@ class EngineConfig:
     dtype                   "auto": what the checkpoint says, or float32 where bfloat16 is computed in software, or linears are rounded
     load_format             "dummy": random weights from config.json
     quantization            "int8" | "int4": linears' weights are rounded at load, to nearest; inputs to 8 bits, row by row
-    kv_cache_dtype          "auto": the dtype that is computed with; "int8": keys and values rounded, a scale per token and head
+    kv_cache_dtype          "auto": as computed, or bfloat16 where weights and CPU have it; "int8": rounded, a scale per token and head
     max_model_len           None: the model's own
     max_num_seqs            sequences computed in one step
     max_num_batched_tokens  tokens computed in one step: prefill chunks fill what decode leaves

@@ -32,9 +32,8 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner | OverlappedRunner, 
     folder = Path(config.model)
     _check_device(config.device)
     found = describe(folder, max_model_len=config.max_model_len, quantization=config.quantization)
-    dtype, why_dtype = resolve_dtype(
-        config.dtype, found.dtype_name, read_cpu_features(), device=config.device, is_rounded=config.quantization != "none"
-    )
+    features, is_rounded = read_cpu_features(), config.quantization != "none"
+    dtype, why_dtype = resolve_dtype(config.dtype, found.dtype_name, features, device=config.device, is_rounded=is_rounded)
     _check_weights_fit(found, read_memory(config.device))
     kernels, why_kernels = choose_kernels(config.kernels, config.device)
     implementation = load_kernels(kernels)
@@ -51,7 +50,7 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner | OverlappedRunner, 
         quantization=config.quantization,
         packed_dir=packed_directory(),
     )
-    kv_dtype, why_kv = _kv_dtype(config, dtype, found.dtype_name, read_cpu_features())
+    kv_dtype, why_kv = _kv_dtype(config, dtype, found.dtype_name, features)
     groups = tuple(stored_as(group, kv_dtype) for group in loaded.model.kv_groups)
     sizing = _size(config, loaded, groups)
     kv = allocate_kv(loaded.model.kv_shapes, loaded.model.group_of, sizing.num_blocks, config.block_size, kv_dtype, config.device)

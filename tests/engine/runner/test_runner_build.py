@@ -21,6 +21,7 @@ from headrace.engine.runner import ModelRunner, OverlappedRunner
 from headrace.engine.runner_build import build_runner
 from headrace.tensor.kernels import launch
 from headrace.tensor.kernels.cpu import FEW_TOKENS
+from headrace.tensor.kernels.cpu_features import CpuFeatures
 from headrace.tensor.layers.moe import MoeSpec
 from headrace.tensor.models.decoder import Decoder
 
@@ -98,6 +99,24 @@ def test_a_smaller_cache_answers_alike_whoever_computes_it(tiny_folder: Path, st
         assert info.kv_groups[0].block_bytes(16) == share * plain.kv_groups[0].block_bytes(16)
         assert f"KV dtype: {stored}, as configured" in "; ".join(info.decided)
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "stored", "flags", "dtype"),
+    [
+        ({}, "bfloat16", {"avx512_bf16"}, torch.bfloat16),
+        ({}, "bfloat16", {"avx2"}, torch.float32),
+        ({}, "float32", {"avx512_bf16"}, torch.float32),
+        ({"dtype": "float32"}, "bfloat16", {"avx512_bf16"}, torch.float32),
+        ({"kv_cache_dtype": "int8"}, "bfloat16", {"avx512_bf16"}, torch.int8),
+    ],
+)
+def test_a_cache_beside_rounded_weights_is_no_wider_than_the_checkpoint(
+    tiny_folder: Path, changes: dict[str, Any], stored: str, flags: set[str], dtype: torch.dtype
+) -> None:
+    """Which are computed in float32, whatever the CPU could."""
+    asked = config(tiny_folder, quantization="int8", **changes)
+    assert runner_build._kv_dtype(asked, torch.float32, stored, CpuFeatures("x86_64", frozenset(flags)))[0] == dtype
 
 
 def test_warm_up_leaves_nothing_behind(tiny_folder: Path) -> None:
