@@ -48,6 +48,8 @@ STRIP = 4 if LANES == 16 else 2
 STRIP_COLUMNS = STRIP * LANES
 AHEAD = 12
 """Iterations for which weights are fetched ahead, see `simd.AHEAD`."""
+GROUPS_AHEAD = 6
+"""The same for scales of groups."""
 BYTE_OFFSET, NIBBLE_OFFSET = 128, 8
 PAIR_ORDER = (0, 2, 1, 3)
 """How four inputs of 16 bits are stored: a word's even bytes, and its odd ones, then meet neighbours."""
@@ -170,9 +172,13 @@ def _zeros(builder: ir.IRBuilder, count: int, like: ir.Type) -> list[ir.Value]:
     return places
 
 
-def _weights(builder: ir.IRBuilder, starts: list[ir.Value]) -> list[ir.Value]:
-    """The STRIP registers at each start; what is read some iterations later is asked for."""
-    places = [step(builder, start, c * LANES) for start in starts for c in range(STRIP)]
+def _registers(builder: ir.IRBuilder, starts: list[ir.Value]) -> list[ir.Value]:
+    """Where the STRIP registers at each start lie."""
+    return [step(builder, start, c * LANES) for start in starts for c in range(STRIP)]
+
+
+def _weights(builder: ir.IRBuilder, places: list[ir.Value]) -> list[ir.Value]:
+    """The registers at `places`; what is read some iterations later is asked for."""
     words = [_vector(builder, place, WORDS) for place in places]
     for place in places:
         ask_for(builder, step(builder, place, AHEAD * STRIP * LANES))
@@ -212,7 +218,7 @@ def byte_block(
         totals = _zeros(builder, num_rows * registers, WORDS)
         with cgutils.for_range(builder, builder.udiv(count, I64(4))) as loop:
             offset = builder.mul(loop.index, I64(STRIP * LANES))
-            words = _weights(builder, [step(builder, base, offset) for base in bases])
+            words = _weights(builder, _registers(builder, [step(builder, base, offset) for base in bases]))
             quads = [step(builder, start, builder.mul(loop.index, I64(4))) for start in starts]
             _add_quads(builder, totals, words, quads)
         sums = []
@@ -282,8 +288,10 @@ def nibble_block(
                 quads = [step(builder, start, builder.mul(number, I64(NIBBLE_RUN))) for start in starts]
                 _nibble_run(builder, wholes, quads, [step(builder, base, offset) for base in bases])
             own = builder.mul(group.index, I64(STRIP_COLUMNS))
-            scale_places = [step(builder, step(builder, base, own), c * LANES) for base in scale_bases for c in range(STRIP)]
-            scales_now = [load_floats(builder, place, types.uint16, VECTOR) for place in scale_places]
+            own_scales = [step(builder, base, own) for base in scale_bases]
+            for place in own_scales:
+                ask_for(builder, step(builder, place, GROUPS_AHEAD * STRIP_COLUMNS))
+            scales_now = [load_floats(builder, place, types.uint16, VECTOR) for place in _registers(builder, own_scales)]
             for r in range(num_rows):
                 place = builder.add(builder.mul(num_groups, I64(r)), group.index)
                 excess = splat(builder, builder.mul(builder.load(step(builder, group_sums_at, place)), I32(NIBBLE_OFFSET)), I32)
@@ -300,22 +308,28 @@ def nibble_block(
 
 
 def _nibble_run(builder: ir.IRBuilder, wholes: list[ir.Value], quads: list[ir.Value], chunks: list[ir.Value]) -> None:
-    """wholes[r, c] += the products of NIBBLE_RUN inputs; without HAS_DOTS, 16-bit sums in between."""
+    """wholes[r, c] += the products of NIBBLE_RUN inputs; without HAS_DOTS, 16-bit sums in between.
+
+    One row's inputs stay in registers while words pass one by one; several rows' pass while the words stay.
+    """
     low = constant(WORDS, 0x0F0F0F0F)
     like = WORDS if HAS_DOTS else SHORTS
     sums: list[ir.Value] = [constant(like, 0)] * len(wholes)
     for octet in range(NIBBLE_RUN // 8):
-        words = _weights(builder, [step(builder, chunk, octet * STRIP * LANES) for chunk in chunks])
-        halves = [(builder.and_(word, low), builder.and_(builder.lshr(word, constant(WORDS, 4)), low)) for word in words]
-        for r, start in enumerate(quads):
-            for half in range(2):
-                inputs = _broadcast(builder, step(builder, start, octet * 8 + half * 4))
-                for c in range(len(words)):
-                    place = r * len(words) + c
-                    if HAS_DOTS:
-                        sums[place] = dot_bytes(builder, sums[place], halves[c][half], inputs)
-                    else:
-                        sums[place] = builder.add(sums[place], add_byte_pairs(builder, halves[c][half], inputs))
+        places = _registers(builder, [step(builder, chunk, octet * STRIP * LANES) for chunk in chunks])
+        taken = 1 if len(quads) == 1 else len(places)
+        for first in range(0, len(places), taken):
+            words = _weights(builder, places[first : first + taken])
+            halves = [(builder.and_(word, low), builder.and_(builder.lshr(word, constant(WORDS, 4)), low)) for word in words]
+            for r, start in enumerate(quads):
+                for half in range(2):
+                    inputs = _broadcast(builder, step(builder, start, octet * 8 + half * 4))
+                    for c in range(taken):
+                        place = r * len(places) + first + c
+                        if HAS_DOTS:
+                            sums[place] = dot_bytes(builder, sums[place], halves[c][half], inputs)
+                        else:
+                            sums[place] = builder.add(sums[place], add_byte_pairs(builder, halves[c][half], inputs))
     ones = constant(SHORTS, 1)
     for whole, added in zip(wholes, sums, strict=True):
         products = added if HAS_DOTS else add_pairs(builder, added, ones)

@@ -257,6 +257,13 @@ def pack_value(_: Any, out: Any, strip_stride: Any, value: Any, scale: Any, leng
     return types.void(out, types.intp, value, types.float32, types.intp), emit
 
 
+def _skipped(builder: ir.IRBuilder, index: ir.Value, count: ir.Value, ahead: int, strip_step: ir.Value, num_strips: int) -> ir.Value:
+    """What a hint from iteration `index` of `count` for `ahead` iterations later is to leave out: near its end each of `num_strips` strips
+    read side by side is followed by its neighbour, which is being read as well, and what comes next stands behind all of them."""
+    near_end = builder.icmp_signed(">=", builder.add(index, I64(ahead)), count)
+    return builder.select(near_end, builder.mul(strip_step, I64(num_strips - 1)), I64(0))
+
+
 @intrinsic(prefer_literal=True)
 def panel_block(
     _: Any, out: Any, out_stride: Any, x: Any, weights: Any, strip_stride: Any, length: Any, start: Any, start_stride: Any, rows: Any,
@@ -288,12 +295,14 @@ def panel_block(
         for total in itertools.chain.from_iterable(totals):
             builder.store(constant(VECTOR, 0.0), total)
         bases = [step(builder, weights_at, builder.mul(strip_step, I64(strip))) for strip in range(num_strips)]
-        with cgutils.for_range(builder, builder.udiv(count, I64(halves))) as loop:
+        iterations = builder.udiv(count, I64(halves))
+        with cgutils.for_range(builder, iterations) as loop:
             offset = builder.mul(loop.index, I64(STRIP_COLUMNS))
             places = [step(builder, step(builder, bases[strip], offset), part * LANES) for strip, part in vectors]
             right = [widen(builder, place) for place in places]
+            reach = builder.add(I64(AHEAD * STRIP_COLUMNS), _skipped(builder, loop.index, iterations, AHEAD, strip_step, num_strips))
             for place in places:
-                ask_for(builder, step(builder, place, AHEAD * STRIP_COLUMNS))
+                ask_for(builder, step(builder, place, reach))
             left_at = step(builder, x_at, builder.mul(loop.index, I64(by_depth * halves)))
             for half in range(halves):
                 for r in range(num_rows):
