@@ -3,9 +3,11 @@
     make bench-smoke ARGS="--against COMMIT"
 
 Default commit: on a branch, where it left main; on main, HEAD where src differs from it, else the commit before. A round times every row
-base, candidate, candidate, base (the next round the other way round) with the same prompts; rounds go on until `--seconds` are spent.
-Two workers wait for each other, so only one side computes; they are renewed every few rounds, servers in every round. An alarm is a row
-at least 2 % slower with p < 0.01 after Holm's correction (`verdict`). Writes bench/results/MACHINE/smoke.json. Exit status 2: no verdict.
+base, candidate, candidate, base (the next round the other way round) with the same prompts. After SCREEN_ROUNDS rounds of all rows, those
+that look slower are timed alone until `--seconds` are spent: a server's start takes longer than a hundred decode steps, and there would be
+too few rounds to tell a tenth from noise. Two workers wait for each other, so only one side computes; they are renewed now and then,
+servers in every round. An alarm is a row at least 2 % slower with p < 0.01 after Holm's correction (`verdict`). Writes
+bench/results/MACHINE/smoke.json. Exit status 2: no verdict.
 
 The time is counted from the second, warm round on: kernels that were never compiled here are compiled in the first.
 """
@@ -13,16 +15,16 @@ The time is counted from the second, warm round on: kernels that were never comp
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import os
 import signal
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +33,7 @@ from bench.machine import results_file
 from bench.smoke.children import Server, Worker, server, worker
 from bench.smoke.model import make_model
 from bench.smoke.trees import Side, SmokeError, default_base, git, two_trees
-from bench.smoke.verdict import LEVEL, SLOWER, RowVerdict, judge
+from bench.smoke.verdict import LEVEL, SLOWER, RowVerdict, cleared, judge, suspects
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.kernels.compile_cache import cache_root
 
@@ -41,7 +43,9 @@ WORKER_ROWS = (
 )
 START, STREAMING = "start to first token", "streaming over HTTP"
 ROWS = (*WORKER_ROWS, STREAMING, START)
-ROUNDS_PER_WORKER = 4
+SCREEN_ROUNDS = 5
+ROUNDS_PER_WORKER, WORKER_S = 3, 25.0
+"""A pair of workers is renewed after so many rounds and seconds: where its memory happens to lie is luck, too."""
 Pair = tuple[float, float]
 """Seconds of base and candidate."""
 Timer = Callable[[int], float]
@@ -57,47 +61,62 @@ def in_turns(base: Timer, candidate: Timer, number: int) -> Pair:
     return (outside, inside) if number % 2 == 0 else (inside, outside)
 
 
-def log_ratios(rounds: Sequence[Mapping[str, Pair]]) -> dict[str, list[float]]:
+def pairs_of(rounds: Sequence[Mapping[str, Pair]], rows: Sequence[str]) -> dict[str, list[Pair]]:
+    return {row: [pairs[row] for pairs in rounds] for row in rows}
+
+
+def log_ratios(pairs: Mapping[str, Sequence[Pair]]) -> dict[str, list[float]]:
     """Row -> log(candidate / base), round by round."""
-    return {row: [math.log(pairs[row][1] / pairs[row][0]) for pairs in rounds] for row in rounds[0]}
+    return {row: [math.log(candidate / base) for base, candidate in both] for row, both in pairs.items()}
 
 
 class Comparison:
-    """Both sides' processes, and the rounds so far."""
+    """Both sides' processes and the time they have, in seconds from the end of the first round on."""
 
-    def __init__(self, base: Side, candidate: Side, model: Path, logs: Path, rows: Sequence[str]) -> None:
-        self._sides, self._model, self._logs, self._rows = (base, candidate), model, logs, rows
-        self.rounds: list[dict[str, Pair]] = []
+    def __init__(self, base: Side, candidate: Side, model: Path, logs: Path, seconds: float) -> None:
+        self._sides, self._model, self._logs, self._seconds = (base, candidate), model, logs, seconds
+        self._number = 0
+        self._ends: float | None = None
 
-    def block(self, first: int, keep_going: Callable[[int], bool]) -> int:
-        """Rounds on one pair of workers, from number `first` on. Returns the number after the last."""
-        with ExitStack() as stack:
-            workers = [stack.enter_context(worker(side, self._model, self._logs / f"{side.name}.log")) for side in self._sides]
-            for side, started in zip(self._sides, workers, strict=True):
-                _check_origin(side, started)
-            if first == 0:
-                self.round(0, workers)  # warms up; not kept
-                self.rounds.clear()
-            number = first
-            while number < first + ROUNDS_PER_WORKER and keep_going(number):
-                self.round(number, workers)
-                number += 1
-        return number
+    def rounds(self, rows: Sequence[str], most: float = math.inf) -> list[dict[str, Pair]]:
+        """At most so many rounds of these rows; the next one begins while it would end in time, judging by the longest so far."""
+        done: list[dict[str, Pair]] = []
+        longest = 0.0
 
-    def round(self, number: int, workers: Sequence[Worker]) -> None:
+        def go_on() -> bool:
+            return len(done) < most and (self._ends is None or time.monotonic() + longest <= self._ends)
+
+        while go_on():
+            with ExitStack() as stack:
+                workers = [stack.enter_context(worker(side, self._model, self._logs / f"{side.name}.log")) for side in self._sides]
+                for side, started in zip(self._sides, workers, strict=True):
+                    _check_origin(side, started)
+                if self._ends is None:
+                    self._round(rows, workers)  # warms up; not kept
+                    self._ends = time.monotonic() + self._seconds
+                came, first = time.monotonic(), len(done)
+                while go_on() and (len(done) < first + ROUNDS_PER_WORKER or time.monotonic() < came + WORKER_S):
+                    began = time.monotonic()
+                    done.append(self._round(rows, workers))
+                    longest = max(longest, time.monotonic() - began)
+            print(f"{len(done)} rounds of {len(rows)} rows", file=sys.stderr, flush=True)
+        return done
+
+    def _round(self, rows: Sequence[str], workers: Sequence[Worker]) -> dict[str, Pair]:
         base, candidate = workers
-        seconds = {row: (partial(base.seconds, row), partial(candidate.seconds, row)) for row in WORKER_ROWS if row in self._rows}
-        pairs = {row: in_turns(*timers, number) for row, timers in seconds.items()}
-        served = self._serve(number) if {STREAMING, START} & set(self._rows) else {}
-        self.rounds.append({**pairs, **{row: pair for row, pair in served.items() if row in self._rows}})
+        seconds = {row: (partial(base.seconds, row), partial(candidate.seconds, row)) for row in WORKER_ROWS if row in rows}
+        pairs = {row: in_turns(*timers, self._number) for row, timers in seconds.items()}
+        served = self._serve() if {STREAMING, START} & set(rows) else {}
+        self._number += 1
+        return {**pairs, **{row: pair for row, pair in served.items() if row in rows}}
 
-    def _serve(self, number: int) -> dict[str, Pair]:
+    def _serve(self) -> dict[str, Pair]:
         with ExitStack() as stack:
             servers: dict[str, Server] = {}
-            for side in self._sides if number % 2 == 0 else reversed(self._sides):
+            for side in self._sides if self._number % 2 == 0 else reversed(self._sides):
                 servers[side.name] = stack.enter_context(server(side, self._logs / f"{side.name}-server.log"))
             base, candidate = servers["base"], servers["candidate"]
-            streaming = in_turns(base.stream_seconds, candidate.stream_seconds, number)
+            streaming = in_turns(base.stream_seconds, candidate.stream_seconds, self._number)
             base.leave()
             candidate.leave()  # both at once
         return {STREAMING: streaming, START: (base.start_s, candidate.start_s)}
@@ -110,38 +129,51 @@ def _check_origin(side: Side, started: Worker) -> None:
         raise SmokeError(f"{side.name} runs {origin}, not {side.source}")
 
 
-def compare(base: Side, candidate: Side, home: Path, seconds: float, rows: Sequence[str]) -> list[dict[str, Pair]]:
-    """Rounds for about `seconds`: the next one begins while it would end in time, judging by the longest so far."""
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """first: rounds of every row; second: of those that looked slower."""
+
+    first: dict[str, list[Pair]]
+    second: dict[str, list[Pair]]
+
+    @property
+    def pairs(self) -> dict[str, list[Pair]]:
+        """Those that decided about a row."""
+        return self.first | self.second
+
+    def verdicts(self) -> list[RowVerdict]:
+        """In the order of the rows. Raises ValueError where there was too little time to judge."""
+        judged = {found.row: found for found in judge(log_ratios(self.second))}
+        return [judged.get(row) or cleared(row, logs) for row, logs in log_ratios(self.first).items()]
+
+
+def compare(base: Side, candidate: Side, home: Path, seconds: float, rows: Sequence[str]) -> Compared:
     with tempfile.TemporaryDirectory() as logs:
-        comparison = Comparison(base, candidate, make_model(home / "model"), Path(logs), rows)
-        moments: list[float] = []
-
-        def keep_going(number: int) -> bool:
-            moments.append(time.monotonic())
-            spent, longest = moments[-1] - moments[0], max((b - a for a, b in itertools.pairwise(moments)), default=0.0)
-            print(f"{spent:.0f} s: {number} rounds", file=sys.stderr, flush=True)
-            return spent + longest <= seconds
-
-        number = 0
-        while (after := comparison.block(number, keep_going)) == number + ROUNDS_PER_WORKER:
-            number = after
-        return comparison.rounds
+        comparison = Comparison(base, candidate, make_model(home / "model"), Path(logs), seconds)
+        first = comparison.rounds(rows, SCREEN_ROUNDS)
+        if len(first) < SCREEN_ROUNDS:
+            raise SmokeError(f"{len(first)} rounds of {SCREEN_ROUNDS} ended within {seconds:g} s")
+        screened = pairs_of(first, rows)
+        suspected = suspects(log_ratios(screened))
+        print(f"looking again at {', '.join(suspected) or 'nothing'}", file=sys.stderr, flush=True)
+        return Compared(screened, pairs_of(comparison.rounds(suspected) if suspected else [], suspected))
 
 
-def table(verdicts: Sequence[RowVerdict], rounds: Sequence[Mapping[str, Pair]]) -> str:
-    lines = [f"{'row':24} {'base':>10} {'candidate':>10}  {'ratio':>6} {'95 % interval':>16}  {'p, Holm':>8}"]
+def table(verdicts: Sequence[RowVerdict], pairs: Mapping[str, Sequence[Pair]]) -> str:
+    lines = [f"{'row':24} {'base':>10} {'candidate':>10}  {'ratio':>6} {'95 % interval':>16}  {'rounds':>6}  {'p, Holm':>8}"]
     for found in verdicts:
-        base, candidate = (sorted(pairs[found.row][side] for pairs in rounds)[len(rounds) // 2] * 1000 for side in (0, 1))
+        base, candidate = (1000 * statistics.median(pair[side] for pair in pairs[found.row]) for side in (0, 1))
         interval = f"[{found.low:.3f}, {found.high:.3f}]"
         mark = "  SLOWER" if found.is_alarm else ""
-        lines.append(f"{found.row:24} {base:7.1f} ms {candidate:7.1f} ms  {found.ratio:6.3f} {interval:>16}  {found.adjusted:8.2g}{mark}")
+        ratio = f"{found.ratio:6.3f} {interval:>16}  {found.rounds:6}  {found.adjusted:8.2g}{mark}"
+        lines.append(f"{found.row:24} {base:7.1f} ms {candidate:7.1f} ms  {ratio}")
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make bench-smoke", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", help="commit to compare with; default: see above")
-    parser.add_argument("--seconds", type=float, default=240.0, help="for the rounds that count (default: 240)")
+    parser.add_argument("--seconds", type=float, default=250.0, help="for the rounds that count (default: 250)")
     parser.add_argument("--row", choices=ROWS, action="append", help="again for more; default: all")
     parser.add_argument("--json", type=Path, default=results_file("smoke"))
     given = parser.parse_args(arguments)
@@ -151,21 +183,18 @@ def main(arguments: list[str] | None = None) -> int:
         commit = git(ROOT, "rev-parse", "--short=12", "--verify", f"{given.against or default_base(ROOT)}^{{commit}}")
         before, began = measure_bandwidth(bandwidth_script()), time.monotonic()
         with two_trees(ROOT, commit, home) as (base, candidate):
-            rounds = compare(base, candidate, home, given.seconds, given.row or ROWS)
-        took_s = time.monotonic() - began
-        verdicts = judge(log_ratios(rounds)) if rounds else []
-        if not verdicts:
-            raise SmokeError(f"not one round ended within {given.seconds:g} s")
+            compared = compare(base, candidate, home, given.seconds, given.row or ROWS)
+        took_s, verdicts = time.monotonic() - began, compared.verdicts()
     except (SmokeError, ValueError) as error:
         print(f"no verdict: {error}", file=sys.stderr)
         return 2
-    print(table(verdicts, rounds))
+    print(table(verdicts, compared.pairs))
     alarms = [found.row for found in verdicts if found.is_alarm]
     print(f"{'slower than' if alarms else 'no slower than'} {commit}{': ' if alarms else ''}{', '.join(alarms)} ({took_s:.0f} s)")
     bandwidths = {"before": before, "after": measure_bandwidth(bandwidth_script())}
     facts = {"base": commit, "environment": environment(), "read_bandwidth_bytes_per_s": bandwidths, "seconds": took_s}
     rule = {"slower": SLOWER, "level": LEVEL, "alarms": alarms}
-    write_portable(given.json, {**facts, **rule, "verdicts": [asdict(found) for found in verdicts], "rounds": rounds})
+    write_portable(given.json, {**facts, **rule, "verdicts": [asdict(found) for found in verdicts], **asdict(compared)})
     return 1 if alarms else 0
 
 

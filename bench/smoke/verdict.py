@@ -1,12 +1,15 @@
 """When a difference is an alarm: at least 2 % slower and not by chance, over all rows together.
 
+Two looks. The first, a few rounds of every row, only says which rows deserve the rest of the time (`suspects`); the second, rounds of those
+alone, decides (`judge`). No round of the first counts in the second, so what it chose by chance is not believed.
+
 A row's samples are logarithms of candidate / base, one per round. Everything here rests on ranks, so that one round in which the machine
 did something else counts as one round, however long it took:
 
 ratio     Hodges-Lehmann: the median of all averages of two rounds
 interval  95 %, the range of those averages that belongs to the same test
 p         Wilcoxon's signed ranks, one-sided: the share of all 2^n ways to flip the rounds' signs that look at least this slow (exact)
-adjusted  Holm's, over the rows: the chance of *any* false alarm stays below the level
+adjusted  Holm's, over the rows of the second look: the chance of *any* false alarm stays below the level; 1 for a row cleared by the first
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ from numpy.typing import NDArray
 
 SLOWER = 1.02
 LEVEL = 0.01
+SUSPECT_P = 0.33
+"""Of the first look. A third of the rows without a difference come along; one that is slower by as much as rounds differ is missed by 5 %
+(5 rounds)."""
 INTERVAL_TAIL = 0.025
 
 
@@ -40,9 +46,19 @@ class RowVerdict:
         return self.ratio >= SLOWER and self.adjusted < LEVEL
 
 
+def suspects(samples: Mapping[str, Sequence[float]]) -> list[str]:
+    """Rows of the first look that a second one is to decide."""
+    return [row for row, logs in samples.items() if signed_rank_p(logs) < SUSPECT_P]
+
+
+def cleared(row: str, logs: Sequence[float]) -> RowVerdict:
+    """Of a row that no second look was given."""
+    return _verdict(row, logs, 1.0)
+
+
 def judge(samples: Mapping[str, Sequence[float]]) -> list[RowVerdict]:
     """A verdict for each row, in their order. Raises ValueError for a row with too few rounds to alarm at all."""
-    needed = rounds_needed(len(samples))
+    needed = rounds_needed(len(samples)) if samples else 0
     for row, logs in samples.items():
         if len(logs) < needed:
             raise ValueError(f"{row}: {len(logs)} rounds, but {len(samples)} rows need {needed} for an alarm to be possible")

@@ -10,26 +10,27 @@ import math
 import os
 import random
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from bench.smoke import run
 from bench.smoke.children import Worker, running
-from bench.smoke.run import Pair, in_turns, log_ratios, table
-from bench.smoke.trees import SmokeError, default_base, git, two_trees
-from bench.smoke.verdict import hodges_lehmann, holm, judge, rounds_needed, signed_rank_p
+from bench.smoke.run import SCREEN_ROUNDS, Compared, Pair, in_turns, log_ratios, pairs_of, table
+from bench.smoke.trees import Side, SmokeError, default_base, git, two_trees
+from bench.smoke.verdict import SUSPECT_P, hodges_lehmann, holm, judge, rounds_needed, signed_rank_p, suspects
 
 ROWS = 12
 STUB = """
 import json, os, sys, time
-print(json.dumps({"ready": {}}), flush=True)
+print(json.dumps({"ready": {"headrace": os.environ.get("STUB_ORIGIN")}}), flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
     began = time.perf_counter()
-    if asked["row"] == "slow":
+    if asked["row"] == os.environ.get("STUB_ROW", "slow"):
         time.sleep(float(os.environ["STUB_SLEEP_S"]))
     if asked["row"] == "dies":
         sys.exit("the stub gives up")
@@ -115,6 +116,40 @@ def test_the_interval_holds_the_true_ratio_as_often_as_it_says() -> None:
     assert inside / 400 >= 0.95 - 3 * math.sqrt(0.05 * 0.95 / 400)
 
 
+# --- two looks ---
+
+
+def pairs_at(logs: list[float]) -> list[Pair]:
+    return [(1.0, math.exp(log)) for log in logs]
+
+
+def test_the_first_look_chooses_and_only_the_second_decides() -> None:
+    """Rows that looked slow by chance are looked at again and cleared; those that looked well keep the verdict of the first."""
+    unlucky, slow, well = [0.2] * SCREEN_ROUNDS, [0.2] * SCREEN_ROUNDS, [-0.01, 0.01, -0.02, 0.005, -0.03]
+    assert suspects({"unlucky": unlucky, "slow": slow, "well": well}) == ["unlucky", "slow"]
+    first = {"unlucky": pairs_at(unlucky), "slow": pairs_at(slow), "well": pairs_at(well)}
+    second = {"unlucky": pairs_at(noise(1, rounds=30)), "slow": pairs_at(noise(2, rounds=30, shift=math.log(1.05)))}
+    verdicts = Compared(first, second).verdicts()
+    assert [(found.row, found.is_alarm, found.rounds) for found in verdicts] == [
+        ("unlucky", False, 30), ("slow", True, 30), ("well", False, SCREEN_ROUNDS)
+    ]  # fmt: skip
+
+
+def test_no_suspect_is_a_verdict_too() -> None:
+    assert [found.is_alarm for found in Compared({"row": pairs_at([-0.1] * SCREEN_ROUNDS)}, {}).verdicts()] == [False]
+
+
+def test_a_second_look_without_time_is_no_verdict() -> None:
+    first = {"row": pairs_at([0.2] * SCREEN_ROUNDS)}
+    with pytest.raises(ValueError, match="2 rounds, but 1 rows need 7"):
+        Compared(first, {"row": pairs_at([0.2] * 2)}).verdicts()
+
+
+def test_rows_without_a_difference_are_suspected_no_more_often_than_said() -> None:
+    hits = sum(bool(suspects({"row": noise(seed, rounds=SCREEN_ROUNDS)})) for seed in range(2000))
+    assert 0.2 < hits / 2000 < SUSPECT_P
+
+
 # --- turns ---
 
 
@@ -155,11 +190,38 @@ def stub_rounds(tmp_path: Path, sleeps: tuple[float, float], rounds: int) -> lis
 
 def test_a_planted_sleep_is_found_and_named(tmp_path: Path) -> None:
     rounds = stub_rounds(tmp_path, (0.0, 0.02), rounds_needed(2) + 4)  # a round that a busy machine turned around does not decide it
-    verdicts = judge(log_ratios(rounds))
+    pairs = pairs_of(rounds, ("slow", "same"))
+    verdicts = judge(log_ratios(pairs))
     assert [found.row for found in verdicts if found.ratio > 2] == ["slow"]
     assert verdicts[0].is_alarm
-    text = table(verdicts, rounds)
+    text = table(verdicts, pairs)
     assert any(line.startswith("slow ") and line.endswith("SLOWER") for line in text.splitlines())
+
+
+def test_time_left_goes_to_the_rows_that_looked_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison from end to end, over stubs: one row of two sleeps in the candidate."""
+    script = tmp_path / "stub.py"
+    script.write_text(STUB)
+    slow, same = run.WORKER_ROWS[0], run.WORKER_ROWS[-1]
+    started: list[str] = []
+
+    @contextmanager
+    def stub(side: Side, model: Path, log: Path) -> Iterator[Worker]:
+        started.append(side.name)
+        sleep_s = 0.02 if side.name == "candidate" else 0.0
+        environ = {**os.environ, "STUB_SLEEP_S": str(sleep_s), "STUB_ROW": slow, "STUB_ORIGIN": str(side.source / "headrace")}
+        with running([sys.executable, str(script)], environ, log) as process:
+            yield Worker(side.name, process, log)
+
+    monkeypatch.setattr(run, "worker", stub)
+    monkeypatch.setattr(run, "make_model", lambda folder: folder)
+    monkeypatch.setattr(run, "WORKER_S", 0.0)
+    base, candidate = (Side(name, tmp_path / name, tmp_path) for name in ("base", "candidate"))
+    compared = run.compare(base, candidate, tmp_path, 3.0, (slow, same))
+    assert [len(pairs) for pairs in compared.first.values()] == [SCREEN_ROUNDS] * 2
+    assert len(compared.second[slow]) > 2 * SCREEN_ROUNDS
+    assert len(started) > 4  # workers were renewed
+    assert [found.row for found in compared.verdicts() if found.ratio > 2] == [slow]
 
 
 def test_a_worker_that_dies_is_named_with_its_last_words(tmp_path: Path) -> None:
