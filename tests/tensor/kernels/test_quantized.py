@@ -36,7 +36,7 @@ def test_the_compiled_product_is_the_plain_one(precision: Precision, has_bias: b
     fast, plain = (kernels.pack_rounded(rounded, bias if has_bias else None) for kernels in (NUMBA, REFERENCE))
     assert isinstance(fast, IntegerLinear)
     assert fast.weight_bytes >= plain.weight_bytes
-    for rows in (1, 2, 4, 5, 11):
+    for rows in (1, 2, 3, 4, 5, 6, 11):
         x = torch.randn(rows, in_features, generator=torch.Generator().manual_seed(rows))
         expected = plain(x)
         assert (fast(x) - expected).abs().max() <= 1e-6 * expected.abs().max()
@@ -44,12 +44,13 @@ def test_the_compiled_product_is_the_plain_one(precision: Precision, has_bias: b
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_row_does_not_depend_on_its_neighbours(precision: Precision) -> None:
+    """Up to two whole blocks and a row: fours, a pair, one alone, and strips that no block of several takes."""
     weight, bias = made(130, 256)
     linear = NUMBA.pack_rounded(round_weight(weight, precision), bias)
     x = torch.randn(9, 256)
-    together = linear(x)
-    for row in range(9):
-        assert torch.equal(linear(x[row : row + 1])[0], together[row])
+    alone = torch.cat([linear(x[row : row + 1]) for row in range(9)])
+    for rows in range(1, 10):
+        assert torch.equal(linear(x[:rows]), alone[:rows])
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

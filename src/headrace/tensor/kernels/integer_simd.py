@@ -238,18 +238,27 @@ def byte_block(
 def _add_quads(builder: ir.IRBuilder, totals: list[ir.Value], words: list[ir.Value], quads: list[ir.Value]) -> None:
     """totals[r, c] += the products of the four inputs at quads[r] and the bytes of words[c]."""
     even = constant(WORDS, 0x00FF00FF)
-    halves = [] if HAS_DOTS else [(builder.and_(word, even), _high_bytes(builder, word)) for word in words]
-    for r, quad in enumerate(quads):
-        inputs = [_broadcast(builder, quad)] if HAS_DOTS else [_broadcast(builder, step(builder, quad, place)) for place in (0, 2)]
-        for c, word in enumerate(words):
-            total = totals[r * len(words) + c]
-            value = builder.load(total)
-            if HAS_DOTS:
-                value = dot_bytes(builder, value, word, inputs[0])
-            else:
-                for weights, pairs in zip(halves[c], inputs, strict=True):
-                    value = builder.add(value, add_pairs(builder, weights, pairs))
-            builder.store(value, total)
+    at_once = _at_once(len(quads), len(words))
+    for first in range(0, len(words), at_once):
+        taken = words[first : first + at_once]
+        halves = [] if HAS_DOTS else [(builder.and_(word, even), _high_bytes(builder, word)) for word in taken]
+        for r, quad in enumerate(quads):
+            inputs = [_broadcast(builder, quad)] if HAS_DOTS else [_broadcast(builder, step(builder, quad, place)) for place in (0, 2)]
+            for c, word in enumerate(taken):
+                total = totals[r * len(words) + first + c]
+                value = builder.load(total)
+                if HAS_DOTS:
+                    value = dot_bytes(builder, value, word, inputs[0])
+                else:
+                    for weights, pairs in zip(halves[c], inputs, strict=True):
+                        value = builder.add(value, add_pairs(builder, weights, pairs))
+                builder.store(value, total)
+
+
+def _at_once(rows: int, words: int) -> int:
+    """Words that are taken apart before they meet the rows: few rows' inputs stay in registers while words pass one by one, several rows'
+    pass while the words stay."""
+    return 1 if rows <= 2 else words
 
 
 def _high_bytes(builder: ir.IRBuilder, words: ir.Value) -> ir.Value:
@@ -308,23 +317,20 @@ def nibble_block(
 
 
 def _nibble_run(builder: ir.IRBuilder, wholes: list[ir.Value], quads: list[ir.Value], chunks: list[ir.Value]) -> None:
-    """wholes[r, c] += the products of NIBBLE_RUN inputs; without HAS_DOTS, 16-bit sums in between.
-
-    One row's inputs stay in registers while words pass one by one; several rows' pass while the words stay.
-    """
+    """wholes[r, c] += the products of NIBBLE_RUN inputs; without HAS_DOTS, 16-bit sums in between."""
     low = constant(WORDS, 0x0F0F0F0F)
     like = WORDS if HAS_DOTS else SHORTS
     sums: list[ir.Value] = [constant(like, 0)] * len(wholes)
     for octet in range(NIBBLE_RUN // 8):
         places = _registers(builder, [step(builder, chunk, octet * STRIP * LANES) for chunk in chunks])
-        taken = 1 if len(quads) == 1 else len(places)
-        for first in range(0, len(places), taken):
-            words = _weights(builder, places[first : first + taken])
+        at_once = _at_once(len(quads), len(places))
+        for first in range(0, len(places), at_once):
+            words = _weights(builder, places[first : first + at_once])
             halves = [(builder.and_(word, low), builder.and_(builder.lshr(word, constant(WORDS, 4)), low)) for word in words]
             for r, start in enumerate(quads):
                 for half in range(2):
                     inputs = _broadcast(builder, step(builder, start, octet * 8 + half * 4))
-                    for c in range(taken):
+                    for c in range(len(words)):
                         place = r * len(places) + first + c
                         if HAS_DOTS:
                             sums[place] = dot_bytes(builder, sums[place], halves[c][half], inputs)

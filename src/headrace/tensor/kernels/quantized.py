@@ -37,7 +37,8 @@ Pointer = Any
 as_input = as_i8 if HAS_DOTS else as_i16
 """Inputs of `byte_block`."""
 ROWS, STRIPS = 4, 4
-"""A block is so many rows by one strip, or one row by so many strips."""
+PAIR = 2
+"""A block is ROWS rows by one strip, PAIR rows by PAIR strips or one row by STRIPS strips: the sums of each fill the same registers."""
 MAX_INPUTS = 1 << 16
 """Sums of products stay below 2**31 up to here."""
 WORK_PER_THREAD = 1 << 19
@@ -75,6 +76,8 @@ def bytes_of_rows(p: Product, words: Pointer, scales: Pointer, column: int, row:
     row_scales, sums = at(p.row_scales, row), at(p.sums, row)
     if count == ROWS:
         byte_block(out, p.columns, x, p.inputs, weights, size, own, bias, row_scales, sums, p.inputs, ROWS, 1)
+    elif count == PAIR:
+        byte_block(out, p.columns, x, p.inputs, weights, size, own, bias, row_scales, sums, p.inputs, PAIR, PAIR)
     elif strips == STRIPS:
         byte_block(out, p.columns, x, p.inputs, weights, size, own, bias, row_scales, sums, p.inputs, 1, STRIPS)
     else:
@@ -89,6 +92,8 @@ def nibbles_of_rows(p: Product, words: Pointer, scales: Pointer, group: int, col
     row_scales, sums = at(p.row_scales, row), at(p.sums, row * groups)
     if count == ROWS:
         nibble_block(out, p.columns, x, p.inputs, weights, size, own, bias, row_scales, sums, groups, runs, ROWS, 1)
+    elif count == PAIR:
+        nibble_block(out, p.columns, x, p.inputs, weights, size, own, bias, row_scales, sums, groups, runs, PAIR, PAIR)
     elif strips == STRIPS:
         nibble_block(out, p.columns, x, p.inputs, weights, size, own, bias, row_scales, sums, groups, runs, 1, STRIPS)
     else:
@@ -98,7 +103,7 @@ def nibbles_of_rows(p: Product, words: Pointer, scales: Pointer, group: int, col
 @helper
 def multiply_bytes(p: Product, words: Pointer, scales: Pointer, span: int, counter: Pointer) -> None:
     """Take spans of strips until none is left: blocks of ROWS rows strip by strip, which stays in the second-level cache meanwhile; then
-    the rows left over, several strips at once, as one stream of weights does not fill the memory's pipes."""
+    the rows left over, two by two and one, several strips at once, as one stream of weights does not fill the memory's pipes."""
     num_strips, fours, first = p.columns // STRIP_COLUMNS, p.rows // ROWS * ROWS, take_ticket(counter) * span
     while first < num_strips:
         last = min(first + span, num_strips)
@@ -107,8 +112,14 @@ def multiply_bytes(p: Product, words: Pointer, scales: Pointer, span: int, count
                 bytes_of_rows(p, words, scales, strip * STRIP_COLUMNS, row, ROWS, 1)
         while fours < p.rows and first < last:
             strips = STRIPS if last - first >= STRIPS else 1
-            for row in range(fours, p.rows):
+            row = fours
+            if p.rows - row >= PAIR and strips == STRIPS:
+                for strip in range(first, first + strips, PAIR):
+                    bytes_of_rows(p, words, scales, strip * STRIP_COLUMNS, row, PAIR, PAIR)
+                row += PAIR
+            while row < p.rows:
                 bytes_of_rows(p, words, scales, first * STRIP_COLUMNS, row, 1, strips)
+                row += 1
             first += strips
         first = take_ticket(counter) * span
 
@@ -124,8 +135,14 @@ def multiply_nibbles(p: Product, words: Pointer, scales: Pointer, group: int, sp
                 nibbles_of_rows(p, words, scales, group, strip * STRIP_COLUMNS, row, ROWS, 1)
         while fours < p.rows and first < last:
             strips = STRIPS if last - first >= STRIPS else 1
-            for row in range(fours, p.rows):
+            row = fours
+            if p.rows - row >= PAIR and strips == STRIPS:
+                for strip in range(first, first + strips, PAIR):
+                    nibbles_of_rows(p, words, scales, group, strip * STRIP_COLUMNS, row, PAIR, PAIR)
+                row += PAIR
+            while row < p.rows:
                 nibbles_of_rows(p, words, scales, group, first * STRIP_COLUMNS, row, 1, strips)
+                row += 1
             first += strips
         first = take_ticket(counter) * span
 
