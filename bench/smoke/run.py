@@ -3,11 +3,11 @@
     make bench-smoke ARGS="--against COMMIT"
 
 Default commit: on a branch, where it left main; on main, HEAD where src differs from it, else the commit before. A round times every row
-base, candidate, candidate, base (the next round the other way round) with the same prompts. After SCREEN_ROUNDS rounds of all rows, those
-that look slower are timed alone until `--seconds` are spent: a server's start takes longer than a hundred decode steps, and there would be
-too few rounds to tell a tenth from noise. Two workers wait for each other, so only one side computes; they are renewed now and then,
-servers in every round. An alarm is a row at least 2 % slower with p < 0.01 after Holm's correction (`verdict`). Writes
-bench/results/MACHINE/smoke.json. Exit status 2: no verdict.
+base, candidate, candidate, base (the next round the other way round) with the same prompts. A server's start takes longer than a hundred
+decode steps, so its rows have their few rounds first. Of the others, after SCREEN_ROUNDS rounds, those that look slower are timed alone until
+`--seconds` are spent: there would be too few rounds to tell a tenth from noise. Two workers wait for each other, so only one side computes;
+they are renewed now and then, servers in every round. An alarm is a row at least 2 % slower with p < 0.01 after Holm's correction
+(`verdict`). Writes bench/results/MACHINE/smoke.json. Exit status 2: no verdict.
 
 The time is counted from the second, warm round on: kernels that were never compiled here are compiled in the first.
 """
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from bench.machine import results_file
 from bench.smoke.children import Server, Worker, server, worker
 from bench.smoke.model import make_model
 from bench.smoke.trees import Side, SmokeError, default_base, git, two_trees
-from bench.smoke.verdict import LEVEL, SLOWER, RowVerdict, cleared, judge, suspects
+from bench.smoke.verdict import LEVEL, SLOWER, RowVerdict, cleared, judge, rounds_needed, suspects
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.kernels.compile_cache import cache_root
 
@@ -42,7 +42,10 @@ WORKER_ROWS = (
     "scheduler",
 )
 START, STREAMING = "start to first token", "streaming over HTTP"
-ROWS = (*WORKER_ROWS, STREAMING, START)
+SERVED_ROWS = (STREAMING, START)
+ROWS = (*WORKER_ROWS, *SERVED_ROWS)
+SERVED_ROUNDS = rounds_needed(len(ROWS))
+"""Enough for an alarm even if every other row is looked at again."""
 SCREEN_ROUNDS = 5
 ROUNDS_PER_WORKER, WORKER_S = 3, 25.0
 """A pair of workers is renewed after so many rounds and seconds: where its memory happens to lie is luck, too."""
@@ -71,12 +74,17 @@ def log_ratios(pairs: Mapping[str, Sequence[Pair]]) -> dict[str, list[float]]:
 
 
 class Comparison:
-    """Both sides' processes and the time they have, in seconds from the end of the first round on."""
+    """Both sides' processes and the time they have."""
 
-    def __init__(self, base: Side, candidate: Side, model: Path, logs: Path, seconds: float) -> None:
-        self._sides, self._model, self._logs, self._seconds = (base, candidate), model, logs, seconds
+    def __init__(self, base: Side, candidate: Side, model: Path, logs: Path) -> None:
+        self._sides, self._model, self._logs = (base, candidate), model, logs
         self._number = 0
-        self._ends: float | None = None
+        self._ends = math.inf
+
+    def begin(self, rows: Sequence[str], seconds: float) -> None:
+        """A round of all rows, which is not kept: it compiles and warms what there is. The time counts from here on."""
+        self.rounds(rows, 1)
+        self._ends = time.monotonic() + seconds
 
     def rounds(self, rows: Sequence[str], most: float = math.inf) -> list[dict[str, Pair]]:
         """At most so many rounds of these rows; the next one begins while it would end in time, judging by the longest so far."""
@@ -84,29 +92,27 @@ class Comparison:
         longest = 0.0
 
         def go_on() -> bool:
-            return len(done) < most and (self._ends is None or time.monotonic() + longest <= self._ends)
+            return len(done) < most and time.monotonic() + longest <= self._ends
 
-        while go_on():
+        while rows and go_on():
             with ExitStack() as stack:
-                workers = [stack.enter_context(worker(side, self._model, self._logs / f"{side.name}.log")) for side in self._sides]
-                for side, started in zip(self._sides, workers, strict=True):
+                workers = [stack.enter_context(made) for made in self._workers()] if set(rows) & set(WORKER_ROWS) else []
+                for side, started in zip(self._sides, workers, strict=False):
                     _check_origin(side, started)
-                if self._ends is None:
-                    self._round(rows, workers)  # warms up; not kept
-                    self._ends = time.monotonic() + self._seconds
                 came, first = time.monotonic(), len(done)
                 while go_on() and (len(done) < first + ROUNDS_PER_WORKER or time.monotonic() < came + WORKER_S):
                     began = time.monotonic()
                     done.append(self._round(rows, workers))
                     longest = max(longest, time.monotonic() - began)
-            print(f"{len(done)} rounds of {len(rows)} rows", file=sys.stderr, flush=True)
+        print(f"{len(done)} rounds of {len(rows)} rows", file=sys.stderr, flush=True)
         return done
 
+    def _workers(self) -> list[AbstractContextManager[Worker]]:
+        return [worker(side, self._model, self._logs / f"{side.name}.log") for side in self._sides]
+
     def _round(self, rows: Sequence[str], workers: Sequence[Worker]) -> dict[str, Pair]:
-        base, candidate = workers
-        seconds = {row: (partial(base.seconds, row), partial(candidate.seconds, row)) for row in WORKER_ROWS if row in rows}
-        pairs = {row: in_turns(*timers, self._number) for row, timers in seconds.items()}
-        served = self._serve() if {STREAMING, START} & set(rows) else {}
+        pairs = {row: in_turns(*(partial(started.seconds, row) for started in workers), self._number) for row in WORKER_ROWS if row in rows}
+        served = self._serve() if set(SERVED_ROWS) & set(rows) else {}
         self._number += 1
         return {**pairs, **{row: pair for row, pair in served.items() if row in rows}}
 
@@ -131,32 +137,36 @@ def _check_origin(side: Side, started: Worker) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """first: rounds of every row; second: of those that looked slower."""
+    """served: rounds of the servers' rows; first: of every other row; second: of those that looked slower."""
 
+    served: dict[str, list[Pair]]
     first: dict[str, list[Pair]]
     second: dict[str, list[Pair]]
 
     @property
     def pairs(self) -> dict[str, list[Pair]]:
         """Those that decided about a row."""
-        return self.first | self.second
+        return self.first | self.second | self.served
 
     def verdicts(self) -> list[RowVerdict]:
-        """In the order of the rows. Raises ValueError where there was too little time to judge."""
-        judged = {found.row: found for found in judge(log_ratios(self.second))}
-        return [judged.get(row) or cleared(row, logs) for row, logs in log_ratios(self.first).items()]
+        """Row by row. Raises ValueError where there was too little time to judge."""
+        judged = {found.row: found for found in judge(log_ratios(self.second | self.served))}
+        return [judged.get(row) or cleared(row, logs) for row, logs in log_ratios(self.pairs).items()]
 
 
 def compare(base: Side, candidate: Side, home: Path, seconds: float, rows: Sequence[str]) -> Compared:
+    timed, served = ([row for row in kind if row in rows] for kind in (WORKER_ROWS, SERVED_ROWS))
     with tempfile.TemporaryDirectory() as logs:
-        comparison = Comparison(base, candidate, make_model(home / "model"), Path(logs), seconds)
-        first = comparison.rounds(rows, SCREEN_ROUNDS)
-        if len(first) < SCREEN_ROUNDS:
+        comparison = Comparison(base, candidate, make_model(home / "model"), Path(logs))
+        comparison.begin(rows, seconds)
+        answers = pairs_of(comparison.rounds(served, SERVED_ROUNDS), served)
+        first = comparison.rounds(timed, SCREEN_ROUNDS)
+        if timed and len(first) < SCREEN_ROUNDS:
             raise SmokeError(f"{len(first)} rounds of {SCREEN_ROUNDS} ended within {seconds:g} s")
-        screened = pairs_of(first, rows)
+        screened = pairs_of(first, timed)
         suspected = suspects(log_ratios(screened))
         print(f"looking again at {', '.join(suspected) or 'nothing'}", file=sys.stderr, flush=True)
-        return Compared(screened, pairs_of(comparison.rounds(suspected) if suspected else [], suspected))
+        return Compared(answers, screened, pairs_of(comparison.rounds(suspected), suspected))
 
 
 def table(verdicts: Sequence[RowVerdict], pairs: Mapping[str, Sequence[Pair]]) -> str:

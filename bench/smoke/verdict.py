@@ -1,7 +1,7 @@
 """When a difference is an alarm: at least 2 % slower and not by chance, over all rows together.
 
-Two looks. The first, a few rounds of every row, only says which rows deserve the rest of the time (`suspects`); the second, rounds of those
-alone, decides (`judge`). No round of the first counts in the second, so what it chose by chance is not believed.
+Two looks at rows that are quick to time. The first, a few rounds, only says which of them deserve the rest of the time (`suspects`); the
+second, rounds of those alone, decides (`judge`). No round of the first counts in the second, so what it chose by chance is not believed.
 
 A row's samples are logarithms of candidate / base, one per round. Everything here rests on ranks, so that one round in which the machine
 did something else counts as one round, however long it took:
@@ -9,7 +9,7 @@ did something else counts as one round, however long it took:
 ratio     Hodges-Lehmann: the median of all averages of two rounds
 interval  95 %, the range of those averages that belongs to the same test
 p         Wilcoxon's signed ranks, one-sided: the share of all 2^n ways to flip the rounds' signs that look at least this slow (exact)
-adjusted  Holm's, over the rows of the second look: the chance of *any* false alarm stays below the level; 1 for a row cleared by the first
+adjusted  Holm's, over the rows that are judged: the chance of *any* false alarm stays below the level; 1 for a row cleared by the first
 """
 
 from __future__ import annotations

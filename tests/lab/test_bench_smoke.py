@@ -129,20 +129,20 @@ def test_the_first_look_chooses_and_only_the_second_decides() -> None:
     assert suspects({"unlucky": unlucky, "slow": slow, "well": well}) == ["unlucky", "slow"]
     first = {"unlucky": pairs_at(unlucky), "slow": pairs_at(slow), "well": pairs_at(well)}
     second = {"unlucky": pairs_at(noise(1, rounds=30)), "slow": pairs_at(noise(2, rounds=30, shift=math.log(1.05)))}
-    verdicts = Compared(first, second).verdicts()
+    verdicts = Compared({}, first, second).verdicts()
     assert [(found.row, found.is_alarm, found.rounds) for found in verdicts] == [
         ("unlucky", False, 30), ("slow", True, 30), ("well", False, SCREEN_ROUNDS)
     ]  # fmt: skip
 
 
 def test_no_suspect_is_a_verdict_too() -> None:
-    assert [found.is_alarm for found in Compared({"row": pairs_at([-0.1] * SCREEN_ROUNDS)}, {}).verdicts()] == [False]
+    assert [found.is_alarm for found in Compared({}, {"row": pairs_at([-0.1] * SCREEN_ROUNDS)}, {}).verdicts()] == [False]
 
 
 def test_a_second_look_without_time_is_no_verdict() -> None:
     first = {"row": pairs_at([0.2] * SCREEN_ROUNDS)}
     with pytest.raises(ValueError, match="2 rounds, but 1 rows need 7"):
-        Compared(first, {"row": pairs_at([0.2] * 2)}).verdicts()
+        Compared({}, first, {"row": pairs_at([0.2] * 2)}).verdicts()
 
 
 def test_rows_without_a_difference_are_suspected_no_more_often_than_said() -> None:
