@@ -4,10 +4,10 @@
 
 Default commit: on a branch, where it left main; on main, HEAD where src differs from it, else the commit before. A round times every row
 base, candidate, candidate, base (the next round the other way round) with the same prompts. A server's start takes longer than a hundred
-decode steps, so its rows have their few rounds first. Of the others, after SCREEN_ROUNDS rounds, those that look slower are timed alone until
-`--seconds` are spent: there would be too few rounds to tell a tenth from noise. Two workers wait for each other, so only one side computes;
-they are renewed now and then, servers in every round. An alarm is a row at least 2 % slower with p < 0.01 after Holm's correction
-(`verdict`). Writes bench/results/MACHINE/smoke.json. Exit status 2: no verdict.
+decode steps, so its rows have their few rounds first. Of the others, after SCREEN_ROUNDS rounds, those that look slower are timed alone
+until `--seconds` are spent: there would be too few rounds to tell a tenth from noise. Two workers wait for each other, so only one side
+computes; they are renewed now and then, servers in every round. An alarm is a row at least 2 % slower with p < 0.01 after Holm's
+correction (`verdict`). Writes bench/results/MACHINE/smoke.json. Exit status 2: no verdict.
 
 The time is counted from the second, warm round on: kernels that were never compiled here are compiled in the first.
 """
@@ -111,7 +111,11 @@ class Comparison:
         return [worker(side, self._model, self._logs / f"{side.name}.log") for side in self._sides]
 
     def _round(self, rows: Sequence[str], workers: Sequence[Worker]) -> dict[str, Pair]:
-        pairs = {row: in_turns(*(partial(started.seconds, row) for started in workers), self._number) for row in WORKER_ROWS if row in rows}
+        pairs: dict[str, Pair] = {}
+        for row in WORKER_ROWS:
+            if row in rows:
+                base, candidate = (partial(started.seconds, row) for started in workers)
+                pairs[row] = in_turns(base, candidate, self._number)
         served = self._serve() if set(SERVED_ROWS) & set(rows) else {}
         self._number += 1
         return {**pairs, **{row: pair for row, pair in served.items() if row in rows}}
@@ -183,7 +187,7 @@ def table(verdicts: Sequence[RowVerdict], pairs: Mapping[str, Sequence[Pair]]) -
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make bench-smoke", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", help="commit to compare with; default: see above")
-    parser.add_argument("--seconds", type=float, default=250.0, help="for the rounds that count (default: 250)")
+    parser.add_argument("--seconds", type=float, default=235.0, help="for the rounds that count (default: 235)")
     parser.add_argument("--row", choices=ROWS, action="append", help="again for more; default: all")
     parser.add_argument("--json", type=Path, default=results_file("smoke"))
     given = parser.parse_args(arguments)
