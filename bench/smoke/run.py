@@ -5,9 +5,9 @@
 Default commit: on a branch, where it left main; on main, HEAD where src differs from it, else the commit before. A round times every row
 base, candidate, candidate, base (the next round the other way round) with the same prompts. A server's start takes longer than a hundred
 decode steps, so its rows have their few rounds first. Of the others, after SCREEN_ROUNDS rounds, those that look slower are timed alone
-until `--seconds` are spent: there would be too few rounds to tell a tenth from noise. Two workers wait for each other, so only one side
-computes; they are renewed now and then, servers in every round. An alarm is a row at least 2 % slower with p < 0.01 after Holm's
-correction (`verdict`). Writes bench/results/MACHINE/smoke.json. Exit status 2: no verdict.
+until `--seconds` are spent: shared by all, the time would be too short to tell a tenth from noise. Two workers wait for each other, so
+only one side computes; they are renewed now and then, servers in every round. An alarm is a row at least 2 % slower with p < 0.01 after
+Holm's correction (`verdict`). Writes bench/results/MACHINE/smoke.json. Exit status 2: no verdict.
 
 The time is counted from the second, warm round on: kernels that were never compiled here are compiled in the first.
 """
@@ -46,7 +46,7 @@ SERVED_ROWS = (STREAMING, START)
 ROWS = (*WORKER_ROWS, *SERVED_ROWS)
 SERVED_ROUNDS = rounds_needed(len(ROWS))
 """Enough for an alarm even if every other row is looked at again."""
-SCREEN_ROUNDS = 5
+SCREEN_ROUNDS = 6
 ROUNDS_PER_WORKER, WORKER_S = 3, 25.0
 """A pair of workers is renewed after so many rounds and seconds: where its memory happens to lie is luck, too."""
 Pair = tuple[float, float]
@@ -204,7 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     print(table(verdicts, compared.pairs))
     alarms = [found.row for found in verdicts if found.is_alarm]
-    print(f"{'slower than' if alarms else 'no slower than'} {commit}{': ' if alarms else ''}{', '.join(alarms)} ({took_s:.0f} s)")
+    print(f"{f'slower than {commit}: ' + ', '.join(alarms) if alarms else f'nothing shown to be slower than {commit}'} ({took_s:.0f} s)")
     bandwidths = {"before": before, "after": measure_bandwidth(bandwidth_script())}
     facts = {"base": commit, "environment": environment(), "read_bandwidth_bytes_per_s": bandwidths, "seconds": took_s}
     rule = {"slower": SLOWER, "level": LEVEL, "alarms": alarms}

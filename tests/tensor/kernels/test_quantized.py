@@ -15,7 +15,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from headrace.tensor.kernels import integer_simd, load_kernels
-from headrace.tensor.kernels.quantized import IntegerLinear, can_pack
+from headrace.tensor.kernels.quantized import STRIP_COLUMNS, STRIPS, IntegerLinear, can_pack
 from headrace.tensor.kernels.rounding import GROUPS, Precision, group_for, round_inputs, round_weight
 
 REFERENCE, NUMBA = load_kernels("reference"), load_kernels("numba")
@@ -44,13 +44,18 @@ def test_the_compiled_product_is_the_plain_one(precision: Precision, has_bias: b
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_row_does_not_depend_on_its_neighbours(precision: Precision) -> None:
-    """Up to two whole blocks and a row: fours, a pair, one alone, and strips that no block of several takes."""
-    weight, bias = made(130, 256)
+    """Up to two whole blocks and a row: fours, a pair, one alone; spans of every length, so that strips are left over, too."""
+    weight, bias = made(9 * STRIP_COLUMNS + 3, 256)
     linear = NUMBA.pack_rounded(round_weight(weight, precision), bias)
+    assert isinstance(linear, IntegerLinear)
     x = torch.randn(9, 256)
-    alone = torch.cat([linear(x[row : row + 1]) for row in range(9)])
-    for rows in range(1, 10):
-        assert torch.equal(linear(x[:rows]), alone[:rows])
+    expected = REFERENCE.pack_rounded(round_weight(weight, precision), bias)(x)
+    for span in (1, 2, 3, STRIPS, STRIPS + 3):
+        linear.span = span
+        alone = torch.cat([linear(x[row : row + 1]) for row in range(9)])
+        assert (alone - expected).abs().max() <= 1e-6 * expected.abs().max()
+        for rows in range(1, 10):
+            assert torch.equal(linear(x[:rows]), alone[:rows])
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -48,8 +48,8 @@ STRIP = 4 if LANES == 16 else 2
 STRIP_COLUMNS = STRIP * LANES
 AHEAD = 12
 """Iterations for which weights are fetched ahead, see `simd.AHEAD`."""
-GROUPS_AHEAD = 6
-"""The same for scales of groups."""
+GROUPS_AHEAD, LINE_SCALES = 6, 32
+"""The same for scales of groups, of which a cache line holds so many."""
 BYTE_OFFSET, NIBBLE_OFFSET = 128, 8
 PAIR_ORDER = (0, 2, 1, 3)
 """How four inputs of 16 bits are stored: a word's even bytes, and its odd ones, then meet neighbours."""
@@ -299,7 +299,8 @@ def nibble_block(
             own = builder.mul(group.index, I64(STRIP_COLUMNS))
             own_scales = [step(builder, base, own) for base in scale_bases]
             for place in own_scales:
-                ask_for(builder, step(builder, place, GROUPS_AHEAD * STRIP_COLUMNS))
+                for line in range(0, STRIP_COLUMNS, LINE_SCALES):
+                    ask_for(builder, step(builder, place, GROUPS_AHEAD * STRIP_COLUMNS + line))
             scales_now = [load_floats(builder, place, types.uint16, VECTOR) for place in _registers(builder, own_scales)]
             for r in range(num_rows):
                 place = builder.add(builder.mul(num_groups, I64(r)), group.index)

@@ -103,24 +103,22 @@ def nibbles_of_rows(p: Product, words: Pointer, scales: Pointer, group: int, col
 @helper
 def multiply_bytes(p: Product, words: Pointer, scales: Pointer, span: int, counter: Pointer) -> None:
     """Take spans of strips until none is left: blocks of ROWS rows strip by strip, which stays in the second-level cache meanwhile; then
-    the rows left over, two by two and one, several strips at once, as one stream of weights does not fill the memory's pipes."""
+    the rows left over, a pair and one, several strips at once, as one stream of weights does not fill the memory's pipes."""
     num_strips, fours, first = p.columns // STRIP_COLUMNS, p.rows // ROWS * ROWS, take_ticket(counter) * span
     while first < num_strips:
         last = min(first + span, num_strips)
         for strip in range(first, last):
             for row in range(0, fours, ROWS):
                 bytes_of_rows(p, words, scales, strip * STRIP_COLUMNS, row, ROWS, 1)
-        while fours < p.rows and first < last:
-            strips = STRIPS if last - first >= STRIPS else 1
-            row = fours
-            if p.rows - row >= PAIR and strips == STRIPS:
-                for strip in range(first, first + strips, PAIR):
-                    bytes_of_rows(p, words, scales, strip * STRIP_COLUMNS, row, PAIR, PAIR)
-                row += PAIR
-            while row < p.rows:
-                bytes_of_rows(p, words, scales, first * STRIP_COLUMNS, row, 1, strips)
-                row += 1
-            first += strips
+        pairs = last - (last - first) % PAIR if p.rows - fours >= PAIR else first
+        for strip in range(first, pairs, PAIR):
+            bytes_of_rows(p, words, scales, strip * STRIP_COLUMNS, fours, PAIR, PAIR)
+        for row in range(fours, p.rows):
+            strip = pairs if row < fours + PAIR else first
+            while strip < last:
+                strips = STRIPS if last - strip >= STRIPS else 1
+                bytes_of_rows(p, words, scales, strip * STRIP_COLUMNS, row, 1, strips)
+                strip += strips
         first = take_ticket(counter) * span
 
 
@@ -133,17 +131,15 @@ def multiply_nibbles(p: Product, words: Pointer, scales: Pointer, group: int, sp
         for strip in range(first, last):
             for row in range(0, fours, ROWS):
                 nibbles_of_rows(p, words, scales, group, strip * STRIP_COLUMNS, row, ROWS, 1)
-        while fours < p.rows and first < last:
-            strips = STRIPS if last - first >= STRIPS else 1
-            row = fours
-            if p.rows - row >= PAIR and strips == STRIPS:
-                for strip in range(first, first + strips, PAIR):
-                    nibbles_of_rows(p, words, scales, group, strip * STRIP_COLUMNS, row, PAIR, PAIR)
-                row += PAIR
-            while row < p.rows:
-                nibbles_of_rows(p, words, scales, group, first * STRIP_COLUMNS, row, 1, strips)
-                row += 1
-            first += strips
+        pairs = last - (last - first) % PAIR if p.rows - fours >= PAIR else first
+        for strip in range(first, pairs, PAIR):
+            nibbles_of_rows(p, words, scales, group, strip * STRIP_COLUMNS, fours, PAIR, PAIR)
+        for row in range(fours, p.rows):
+            strip = pairs if row < fours + PAIR else first
+            while strip < last:
+                strips = STRIPS if last - strip >= STRIPS else 1
+                nibbles_of_rows(p, words, scales, group, strip * STRIP_COLUMNS, row, 1, strips)
+                strip += strips
         first = take_ticket(counter) * span
 
 

@@ -257,10 +257,10 @@ def pack_value(_: Any, out: Any, strip_stride: Any, value: Any, scale: Any, leng
     return types.void(out, types.intp, value, types.float32, types.intp), emit
 
 
-def _skipped(builder: ir.IRBuilder, index: ir.Value, count: ir.Value, ahead: int, strip_step: ir.Value, num_strips: int) -> ir.Value:
-    """What a hint from iteration `index` of `count` for `ahead` iterations later is to leave out: near its end each of `num_strips` strips
-    read side by side is followed by its neighbour, which is being read as well, and what comes next stands behind all of them."""
-    near_end = builder.icmp_signed(">=", builder.add(index, I64(ahead)), count)
+def _skipped(builder: ir.IRBuilder, index: ir.Value, count: ir.Value, strip_step: ir.Value, num_strips: int) -> ir.Value:
+    """Elements to add to a hint that would run past the end of its piece. Pieces lie back to back: where `num_strips` are read side by
+    side, each runs into the next one, which is being read, and what is not read yet begins num_strips - 1 pieces later."""
+    near_end = builder.icmp_signed(">=", builder.add(index, I64(AHEAD)), count)
     return builder.select(near_end, builder.mul(strip_step, I64(num_strips - 1)), I64(0))
 
 
@@ -300,7 +300,7 @@ def panel_block(
             offset = builder.mul(loop.index, I64(STRIP_COLUMNS))
             places = [step(builder, step(builder, bases[strip], offset), part * LANES) for strip, part in vectors]
             right = [widen(builder, place) for place in places]
-            reach = builder.add(I64(AHEAD * STRIP_COLUMNS), _skipped(builder, loop.index, iterations, AHEAD, strip_step, num_strips))
+            reach = builder.add(I64(AHEAD * STRIP_COLUMNS), _skipped(builder, loop.index, iterations, strip_step, num_strips))
             for place in places:
                 ask_for(builder, step(builder, place, reach))
             left_at = step(builder, x_at, builder.mul(loop.index, I64(by_depth * halves)))
