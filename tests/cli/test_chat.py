@@ -155,6 +155,15 @@ def interrupt(process: subprocess.Popen[bytes]) -> None:
             return
 
 
+@pytest.fixture
+def _heard_interrupts() -> Iterator[None]:
+    """Where tests run in the background of a shell, SIGINT is ignored, and by every process that they start. A terminal's are not like that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_heard_interrupts")
 def test_terminal_prompts_answers_and_leaves_on_interrupt() -> None:
     with scripted_server(["Par", "is"]) as server:
         terminal, inner = pty.openpty()
