@@ -157,7 +157,7 @@ def interrupt(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture
 def _heard_interrupts() -> Iterator[None]:
-    """Where tests run in the background of a shell, SIGINT is ignored, and by every process that they start. A terminal's are not like that."""
+    """Tests run in the background of a shell may inherit SIGINT ignored, and pass that on. What a terminal starts hears it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
