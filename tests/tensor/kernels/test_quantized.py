@@ -15,7 +15,8 @@ from llvmlite import ir
 from torch import Tensor
 
 from headrace.tensor.kernels import integer_simd, load_kernels
-from headrace.tensor.kernels.quantized import STRIP_COLUMNS, STRIPS, IntegerLinear, can_pack
+from headrace.tensor.kernels.integer_simd import STRIP_COLUMNS
+from headrace.tensor.kernels.quantized import STRIPS, IntegerLinear, can_pack
 from headrace.tensor.kernels.rounding import GROUPS, Precision, group_for, round_inputs, round_weight
 
 REFERENCE, NUMBA = load_kernels("reference"), load_kernels("numba")
