@@ -221,7 +221,8 @@ def test_time_left_goes_to_the_rows_that_looked_slower(tmp_path: Path, monkeypat
     assert [len(pairs) for pairs in compared.first.values()] == [SCREEN_ROUNDS] * 2
     assert len(compared.second[slow]) > 2 * SCREEN_ROUNDS
     renewals = math.ceil(len(compared.second[slow]) / run.ROUNDS_PER_WORKER)
-    assert len(started) == 2 * (1 + SCREEN_ROUNDS // run.ROUNDS_PER_WORKER + renewals)  # the first pair warms up
+    # The first pair warms up; the time may be over when the last one has come.
+    assert len(started) // 2 - (1 + SCREEN_ROUNDS // run.ROUNDS_PER_WORKER + renewals) in (0, 1)
     assert [found.row for found in compared.verdicts() if found.ratio > 2] == [slow]
 
 
