@@ -10,7 +10,7 @@ import math
 import os
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,9 @@ import pytest
 
 from bench.smoke import run
 from bench.smoke.children import Worker, running
-from bench.smoke.run import SCREEN_ROUNDS, Compared, Pair, in_turns, log_ratios, pairs_of, table
+from bench.smoke.run import SCREEN_ROUNDS, SERVED_ROUNDS, START, STREAMING, Compared, Pair, in_turns, log_ratios, pairs_of, table
 from bench.smoke.trees import Side, SmokeError, default_base, git, two_trees
-from bench.smoke.verdict import SUSPECT_P, hodges_lehmann, holm, judge, rounds_needed, signed_rank_p, suspects
+from bench.smoke.verdict import LEVEL, SUSPECT_P, hodges_lehmann, holm, judge, rounds_needed, signed_rank_p, suspects
 
 ROWS = 12
 STUB = """
@@ -150,6 +150,22 @@ def test_rows_without_a_difference_are_suspected_no_more_often_than_said() -> No
     assert 0.2 < hits / 2000 < SUSPECT_P
 
 
+def test_both_looks_together_alarm_by_chance_no_more_often_than_the_level() -> None:
+    """1500 comparisons of twelve equal rows, each from its first look to the verdict; four standard errors allowed."""
+    draw, trials = random.Random(5), 1500
+
+    def looks(rows: Iterable[str], rounds: int) -> dict[str, list[Pair]]:
+        return {row: pairs_at([draw.gauss(0.0, 0.04) for _ in range(rounds)]) for row in rows}
+
+    def false_alarm() -> bool:
+        first = looks((str(row) for row in range(ROWS)), SCREEN_ROUNDS)
+        second = looks(suspects(log_ratios(first)), 20)
+        return any(found.is_alarm for found in Compared(looks(["served"], SERVED_ROUNDS), first, second).verdicts())
+
+    hits = sum(false_alarm() for _ in range(trials))
+    assert hits / trials < LEVEL + 4 * math.sqrt(LEVEL * (1 - LEVEL) / trials)
+
+
 # --- turns ---
 
 
@@ -224,6 +240,48 @@ def test_time_left_goes_to_the_rows_that_looked_slower(tmp_path: Path, monkeypat
     # The first pair warms up; the time may be over when the last one has come.
     assert len(started) // 2 - (1 + SCREEN_ROUNDS // run.ROUNDS_PER_WORKER + renewals) in (0, 1)
     assert [found.row for found in compared.verdicts() if found.ratio > 2] == [slow]
+
+
+class StubServer:
+    """Takes as long to start and to stream as it is told, and writes down who was asked for what."""
+
+    def __init__(self, side: Side, slowness: float, journal: list[str]) -> None:
+        self.start_s = slowness
+        self._side, self._slowness, self._journal = side.name, slowness, journal
+
+    def stream_seconds(self, seed: int) -> float:
+        self._journal.append(f"{self._side} streams")
+        return self._slowness * (1.0 + 0.001 * (seed % 7))
+
+    def leave(self) -> None:
+        self._journal.append(f"{self._side} leaves")
+
+
+def test_servers_have_their_rounds_and_a_slower_one_is_found_in_both_of_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal: list[str] = []
+
+    @contextmanager
+    def stub(side: Side, log: Path) -> Iterator[StubServer]:
+        journal.append(f"{side.name} starts")
+        yield StubServer(side, 1.1 if side.name == "candidate" else 1.0, journal)
+
+    monkeypatch.setattr(run, "server", stub)
+    monkeypatch.setattr(run, "make_model", lambda folder: folder)
+    base, candidate = (Side(name, tmp_path / name, tmp_path) for name in ("base", "candidate"))
+    compared = run.compare(base, candidate, tmp_path, 60.0, (STREAMING, START))
+    assert [len(pairs) for pairs in compared.served.values()] == [SERVED_ROUNDS] * 2
+    assert [(found.row, found.is_alarm) for found in compared.verdicts()] == [(STREAMING, True), (START, True)]
+    turns = (
+        "starts base, starts candidate, base, candidate, candidate, base",
+        "starts candidate, starts base, candidate, base, base, candidate",
+    )
+    rounds = [journal[first : first + 8] for first in range(0, len(journal), 8)]
+    assert len(rounds) == 1 + SERVED_ROUNDS  # one to warm up
+    for number, events in enumerate(rounds):
+        began = [event.split()[0] for event in events if event.endswith("starts")]
+        streamed = [event.split()[0] for event in events if event.endswith("streams")]
+        assert ", ".join([*(f"starts {side}" for side in began), *streamed]) == turns[number % 2]
+        assert events[-2:] == ["base leaves", "candidate leaves"]
 
 
 def test_a_worker_that_dies_is_named_with_its_last_words(tmp_path: Path) -> None:

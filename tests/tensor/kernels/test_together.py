@@ -12,7 +12,7 @@ pytest.importorskip("numba")
 
 from headrace.tensor.kernels import together
 from headrace.tensor.kernels.cpu import KERNELS
-from headrace.tensor.kernels.launch import CALLER, thread_limit
+from headrace.tensor.kernels.launch import CALLER, kernel_names, thread_limit
 from headrace.tensor.kernels.linear import StripLinear
 from headrace.tensor.kernels.quantized import IntegerLinear
 from headrace.tensor.kernels.rounding import Precision, round_weight
@@ -151,6 +151,25 @@ def test_a_recorded_step_is_repeated_over_new_values(rows: int) -> None:
         got.fill_(7.0)
         assert recorded.repeat()
         assert torch.equal(got, _block(x, layers, norm))
+
+
+def test_one_kernel_of_a_recorded_step_can_be_run_alone_and_has_a_name() -> None:
+    x, norm = torch.randn(3, 128), torch.randn(128)
+    with together.recording() as recorded:
+        normed = KERNELS.rms_norm(x, norm, 1e-5)
+        gated = KERNELS.gated_activation(normed, "silu")
+    want = normed.clone(), gated.clone()
+    first, second = recorded.entries[::3]
+    assert all(kernel_names()[kernel].startswith("elementwise.") for kernel in (first, second))
+    assert kernel_names()[first] != kernel_names()[second]
+    gated.fill_(9.0)
+    recorded.run(first)
+    assert torch.all(gated == 9.0)
+    normed.fill_(0.0)
+    recorded.run(first)
+    assert torch.equal(normed, want[0])
+    recorded.run(second)
+    assert torch.equal(gated, want[1])
 
 
 def test_a_recorded_steps_attention_is_planned_for_the_new_lengths(paged_batch: Any) -> None:
