@@ -10,8 +10,9 @@ ratio     Hodges-Lehmann: the median of all averages of two rounds
 interval  95 %, the range of those averages that belongs to the same test
 p         Wilcoxon's signed ranks, one-sided: the share of all 2^n ways to flip the rounds' signs that look at least this slow (exact)
 adjusted  Holm's, over the rows that are judged: the chance of *any* false alarm stays below the
-          level as far as rounds are independent; 1 for a row cleared by the first look. Rounds of one pair of workers share its luck:
-          a little, since neighbours correlated by -0.12 to 0.18 in five series of 20 and 31 rounds
+          level as far as rounds are independent; 1 for a row cleared by the first look. Rounds of one pair of workers share its luck.
+          How much is not known: neighbours correlated by -0.12 to 0.18 in five series of 20 and 31 rounds, which is zero as far as
+          so few can say
 """
 
 from __future__ import annotations

@@ -154,22 +154,31 @@ def test_a_recorded_step_is_repeated_over_new_values(rows: int) -> None:
 
 
 def test_one_kernel_of_a_recorded_step_can_be_run_alone_and_has_a_name() -> None:
-    x, norm = torch.randn(3, 128), torch.randn(128)
+    x, norm, linear = torch.randn(3, 128), torch.randn(128), StripLinear(torch.randn(640, 128) * 0.1, None)
     with together.recording() as recorded:
         normed = KERNELS.rms_norm(x, norm, 1e-5)
-        gated = KERNELS.gated_activation(normed, "silu")
-    want = normed.clone(), gated.clone()
-    first, second = recorded.entries[::3]
-    assert all(kernel_names()[kernel].startswith("elementwise.") for kernel in (first, second))
-    assert kernel_names()[first] != kernel_names()[second]
-    gated.fill_(9.0)
-    recorded.run(first)
-    assert torch.all(gated == 9.0)
+        multiplied = linear(normed)
+    want = normed.clone(), multiplied.clone()
+    kernels = list(dict.fromkeys(recorded.entries[::3]))
+    first, last = kernels[0], kernels[-1]
+    names = kernel_names()
+    assert names[first].startswith("elementwise.")
+    assert names[last].startswith("linear.")
+
+    def run_alone(kernel: int) -> None:
+        recorded.rewind()  # products count what is left to do
+        together.run_list(recorded.entries_of(kernel), recorded.workers)
+
     normed.fill_(0.0)
-    recorded.run(first)
+    multiplied.fill_(9.0)
+    run_alone(first)
     assert torch.equal(normed, want[0])
-    recorded.run(second)
-    assert torch.equal(gated, want[1])
+    assert torch.all(multiplied == 9.0)
+    for _ in range(2):
+        multiplied.fill_(9.0)
+        for kernel in kernels[1:]:
+            run_alone(kernel)
+        assert torch.equal(multiplied, want[1])
 
 
 def test_a_recorded_steps_attention_is_planned_for_the_new_lengths(paged_batch: Any) -> None:

@@ -180,14 +180,19 @@ class Recording(Batched):
         self.run()
         return True
 
-    def run(self, kernel: int | None = None) -> None:
-        """What `repeat` runs; for those who measure, one kernel's entries alone, whose results are no step's."""
+    def run(self) -> None:
+        self.rewind()
+        run_list(self._list, self.workers)
+
+    def rewind(self) -> None:
+        """Set the kernels' counters to where each run begins."""
         for memory in self._counters:
             memory[-1] = 0
+
+    def entries_of(self, kernel: int) -> array[int]:
+        """The list without all other kernels, for those who measure: what this leaves behind is no step's result."""
         entries = self._list
-        if kernel is not None:
-            entries = words(word for first in range(0, len(entries), 3) if entries[first] == kernel for word in entries[first : first + 3])
-        run_list(entries, self.workers)
+        return words(word for first in range(0, len(entries), 3) if entries[first] == kernel for word in entries[first : first + 3])
 
 
 def run_list(entries: array[int], workers: int) -> None:
