@@ -33,7 +33,7 @@ LAYER = ((2560, 2048), (2048, 2048), (11264, 2048), (2048, 5632))
 LAYERS, CALLS = 6, 7
 
 KINDS: dict[str, Callable[[Tensor], Linear]] = {
-    "bf16": lambda weight: StripLinear(weight, None),
+    "bf16": lambda weight: StripLinear.pack(weight, None),
     "int8": lambda weight: IntegerLinear.pack(round_weight(weight, Precision.INT8), None),
     "int4": lambda weight: IntegerLinear.pack(round_weight(weight, Precision.INT4), None),
     "onednn": lambda weight: OneDnnLinear(weight.float(), None),

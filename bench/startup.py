@@ -2,10 +2,10 @@
 
     python -m bench.startup MODEL [MODEL ...] [--quantization int8] [--runs 5] -> bench/results/MACHINE/startup.json
 
-A run is two processes. The plain one says how long everything took; the staged one imports the large packages by name beforehand and
-puts a clock around the functions that `build_runner` calls, to say where the time went. Caches are the benchmark's own: a first process
-compiles the kernels and packs the weights (`first_ever`), a second one packs them again (`pack`). Processor seconds stand beside seconds:
-on a machine that others use, they say more.
+A run is two processes. The plain one says how long everything took; the staged one imports the large packages by name where the engine
+would import them, and puts a clock around the functions that `build_runner` calls, to say where the time went. Caches are the benchmark's
+own: a first process compiles the kernels and packs the weights (`first_ever`), a second one packs them again (`pack`). Processor seconds
+stand beside seconds: on a machine that others use, they say more.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -71,21 +72,27 @@ def run_once(model: str, quantization: str | None, clock: Clock, *, is_staged: b
 
 
 def _import_in_stages(clock: Clock) -> None:
-    from headrace.tensor.openmp import prepare_openmp
+    """Where the engine begins to read ahead and then imports everything, import the large packages by name."""
+    build: Any = import_module("headrace.engine.build")
+    begin = build.read_ahead
 
-    prepare_openmp(os.environ)
-    clock.stage("interpreter to torch")
-    import torch  # noqa: F401
+    def begin_and_import(config: Any) -> Any:
+        folder = begin(config)
+        clock.stage("before torch")
+        import torch  # noqa: F401
 
-    clock.stage("import torch")
-    import numba  # noqa: F401
+        clock.stage("import torch")
+        import numba  # noqa: F401
 
-    clock.stage("import numba")
-    from headrace.engine import runner_build
+        clock.stage("import numba")
+        from headrace.engine import runner_build
 
-    clock.stage("import the engine")
-    for name in WRAPPED:
-        setattr(runner_build, name, clock.around(name.removeprefix("_"), getattr(runner_build, name)))
+        clock.stage("import the engine")
+        for name in WRAPPED:
+            setattr(runner_build, name, clock.around(name.removeprefix("_"), getattr(runner_build, name)))
+        return folder
+
+    build.read_ahead = begin_and_import
 
 
 def fresh(model: str, quantization: str | None, mode: str, cache: Path) -> dict[str, Any]:

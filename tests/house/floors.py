@@ -30,7 +30,16 @@ def _ours(*names: str) -> tuple[str, ...]:
 GROUND = _ours("core", "text", "wire", "observe", "bundled")
 EVERYTHING = ("headrace",)
 
-RUNNER_SIDE = ("engine.config", "engine.failpoints", "engine.kv_sizing", "engine.loop", "engine.memory", "engine.runner*", "engine.warmup")
+RUNNER_SIDE = (
+    "engine.config",
+    "engine.failpoints",
+    "engine.kv_sizing",
+    "engine.loop",
+    "engine.memory",
+    "engine.read_ahead",
+    "engine.runner*",
+    "engine.warmup",
+)
 
 FLOORS: dict[str, Floor] = {
     # 0 words
@@ -42,8 +51,13 @@ FLOORS: dict[str, Floor] = {
     "headrace.observe": Floor(_ours("core"), ("prometheus_client",), ("opentelemetry",)),
     # 2 policy, tensors
     "headrace.policy": Floor(_ours("core")),
+    "headrace.tensor.cache_folder": Floor(),  # what is done while torch is imported imports nothing of others
+    "headrace.tensor.file_memory": Floor(),
+    "headrace.tensor.packed_file": Floor(_ours("core", "tensor.checkpoint_header", "tensor.file_memory")),
     "headrace.tensor": Floor(_ours("core"), ("torch", "numpy", "safetensors", "numba", "llvmlite"), ("triton",)),
-    "headrace.tensor.kernels": Floor(_ours("core", "tensor.batch"), ("torch", "numpy", "numba", "llvmlite"), ("triton",)),
+    "headrace.tensor.kernels": Floor(
+        _ours("core", "tensor.batch", "tensor.cache_folder", "tensor.file_memory"), ("torch", "numpy", "numba", "llvmlite"), ("triton",)
+    ),
     # 3 engine: the loop knows no tensor, the runner no socket
     "headrace.engine": Floor(_ours("core", "policy", "tensor", "wire", "observe"), (), ("torch", "grpc", "uvloop")),
     "headrace.engine.config": Floor(_ours("core")),
@@ -53,6 +67,9 @@ FLOORS: dict[str, Floor] = {
     "headrace.engine.runner*": Floor(_ours("core", "tensor", *RUNNER_SIDE), ("torch", "numpy")),
     "headrace.engine.kv_sizing": Floor(_ours("core", "engine.config")),
     "headrace.engine.memory": Floor(_ours("core")),
+    "headrace.engine.read_ahead": Floor(
+        _ours("core", "engine.config", "engine.memory", "tensor.cache_folder", "tensor.checkpoint_header", "tensor.packed_file")
+    ),
     "headrace.engine.build": Floor(_ours("core", "policy", "engine"), (), ("torch",)),
     "headrace.engine.grammar": Floor(_ours("core"), (), ("llguidance", "torch", "numpy")),
     "headrace.engine.server": Floor(

@@ -7,6 +7,7 @@ import secrets
 from headrace.core.model_info import ModelInfo
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox, Runner
+from headrace.engine.read_ahead import read_ahead
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.scheduler import Scheduler
@@ -43,8 +44,13 @@ def build_engine(config: EngineConfig, outbox: Outbox) -> Engine:
 
     Raises: ConfigError, CheckpointError.
     """
-    from headrace.engine.runner_build import build_runner
-
     config = config.checked()
-    runner, info = build_runner(config)
+    packed = read_ahead(config)
+    try:
+        from headrace.engine.runner_build import build_runner
+
+        runner, info = build_runner(config, packed)
+    finally:
+        if packed is not None:
+            packed.drop()
     return assemble(config, runner, info, outbox)

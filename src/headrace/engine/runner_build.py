@@ -20,12 +20,14 @@ from headrace.tensor.kernels import Kernels, load_kernels
 from headrace.tensor.kernels.choose import choose_kernels
 from headrace.tensor.kernels.cpu_features import CpuFeatures, read_cpu_features, resolve_dtype
 from headrace.tensor.models import LoadedModel, ModelDescription, describe, load_model
-from headrace.tensor.packed_store import packed_directory
+from headrace.tensor.packed_file import PackedFolder
 from headrace.tensor.threads import apply_threads, plan_threads
 
 
-def build_runner(config: EngineConfig) -> tuple[ModelRunner | OverlappedRunner, ModelInfo]:
+def build_runner(config: EngineConfig, packed: PackedFolder | None = None) -> tuple[ModelRunner | OverlappedRunner, ModelInfo]:
     """Choose threads, dtype and kernels, load the weights, size and reserve the KV cache, warm up.
+
+    packed  where packed weights are kept, if they are; reading may have begun (`engine.read_ahead`)
 
     Raises: ConfigError, CheckpointError; before any weight is read where that can be known.
     """
@@ -34,7 +36,7 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner | OverlappedRunner, 
     found = describe(folder, max_model_len=config.max_model_len, quantization=config.quantization)
     features, is_rounded = read_cpu_features(), config.quantization != "none"
     dtype, why_dtype = resolve_dtype(config.dtype, found.dtype_name, features, device=config.device, is_rounded=is_rounded)
-    _check_weights_fit(found, read_memory(config.device))
+    _check_weights_fit(found, read_memory(config.device), 0 if packed is None else packed.num_bytes_ahead)
     kernels, why_kernels = choose_kernels(config.kernels, config.device)
     implementation = load_kernels(kernels)
     threads = plan_threads(config.num_threads)  # after the kernels: Numba's threading layer is known then
@@ -48,7 +50,7 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner | OverlappedRunner, 
         seed=config.seed,
         max_model_len=config.max_model_len,
         quantization=config.quantization,
-        packed_dir=packed_directory(),
+        packed=packed,
     )
     kv_dtype, why_kv = _kv_dtype(config, dtype, found.dtype_name, features)
     groups = tuple(stored_as(group, kv_dtype) for group in loaded.model.kv_groups)
@@ -103,9 +105,13 @@ def _check_device(device: str) -> None:
         raise ConfigError("device", "'cuda': torch sees no GPU here", "Use cpu.")
 
 
-def _check_weights_fit(found: ModelDescription, available: Available) -> None:
-    """Refuse before loading what would only be killed halfway. found: in the checkpoint's dtype, the least the weights can take."""
-    if found.resident_bytes > available.num_bytes:
+def _check_weights_fit(found: ModelDescription, available: Available, num_bytes_ahead: int) -> None:
+    """Refuse before loading what would only be killed halfway.
+
+    found            in the checkpoint's dtype, the least the weights can take
+    num_bytes_ahead  of them, in memory already
+    """
+    if found.resident_bytes > available.num_bytes + num_bytes_ahead:
         raise ConfigError(
             "model",
             f"{describe_bytes(found.resident_bytes)} of {found.dtype_name} weights do not fit the "

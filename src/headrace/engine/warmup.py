@@ -19,7 +19,7 @@ from headrace.core.sampling import SamplingParams
 from headrace.engine.config import EngineConfig
 
 _DECODE_ROWS = 4
-_PROMPT_TOKENS = 8
+_PROMPT_TOKENS = 2
 
 
 class _Ticket(Protocol):

@@ -1,10 +1,8 @@
-"""Packed weights kept on disk: a start reads them instead of rounding and packing the checkpoint's again.
+"""Packed weights kept on disk: a start reads them instead of joining, rounding and packing the checkpoint's again.
 
-One safetensors file per (checkpoint, precision, layout), written whole or not at all. Its name comes from the checkpoint's digest and from
-every weight file's size and time of change, so a changed checkpoint is packed anew; so is one whose file here is damaged. The file holds
-numbers only: nothing of it can run. What is not used for long makes room.
-
-A file is read whole, by several threads, into memory that the linears then lie in: no page of it is mapped twice, none copied again.
+One file per (checkpoint, precision, layout), written whole or not at all. Its name comes from the checkpoint's digest and from every
+weight file's size and time of change, so a changed checkpoint is packed anew; so is one whose file here is damaged. The file holds
+numbers only: nothing of it can run. What is not used for long makes room. How it is read: `packed_file`.
 """
 
 from __future__ import annotations
@@ -14,30 +12,29 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from headrace.core.errors import CheckpointError
-from headrace.tensor.checkpoint_header import StoredTensor, read_header
 from headrace.tensor.kernels import Kernels, Linear, PackedLinear
-from headrace.tensor.kernels.compile_cache import cache_root, open_private
-from headrace.tensor.kernels.pages import read_bytes
+from headrace.tensor.packed_file import NOTE_SUFFIX, SUFFIX, TABLE, PackedFile, PackedFolder
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
-MAX_FILES = 4
-"""Models kept at a time; the one read longest ago goes first."""
+VERSION = 2
+MAX_FILES = 6
+"""Files kept at a time; the one read longest ago goes first."""
 MAX_DISK_SHARE = 0.5
 """Of the free space that a new file may take."""
-SUFFIX = ".safetensors"
+LEAST_BYTES = 4 << 20
+"""Less is packed as fast as it is found."""
+ABANDONED_S = 3600.0
 
 
 def store_name(digest: str, files: Iterable[Path], *, precision: str, layout: str) -> str:
@@ -49,61 +46,28 @@ def store_name(digest: str, files: Iterable[Path], *, precision: str, layout: st
     return state.hexdigest() + SUFFIX
 
 
-def packed_directory() -> Path | None:
-    """This user's folder for packed weights, closed to others; None, with a log line, where there cannot be one."""
-    try:
-        return open_private(cache_root(os.environ), ("packed",))
-    except OSError as error:
-        log.warning("packed weights are not kept: %s", error)
-        return None
-
-
-class _PackedFile:
-    """A file read into memory. Raises CheckpointError for a damaged one, OSError for one that cannot be read.
-
-    facts  its metadata: text by name
-    """
-
-    def __init__(self, path: Path) -> None:
-        header = read_header(path)
-        self.facts: dict[str, str] = header.metadata if isinstance(header.metadata, dict) else {}
-        self._tensors = header.tensors
-        size = max((tensor.end for tensor in header.tensors.values()), default=0)
-        self._memory = read_bytes(path, header.data_start, size)
-
-    def tensor(self, name: str) -> Tensor:
-        """A view of the memory, which lives as long as it. Raises KeyError for a name or a dtype that is not there."""
-        stored: StoredTensor = self._tensors[name]
-        return self._memory[stored.begin : stored.end].view(_DTYPES[stored.dtype]).reshape(stored.shape)
-
-
 class PackedStore:
-    """The packed linears of one model by name: found in `path`, or kept until `save` writes them there."""
+    """The packed linears and the tables of one model by name: found in the folder's file `name`, or kept until `save` writes them there."""
 
-    def __init__(self, path: Path, kernels: Kernels) -> None:
-        self._path = path
+    def __init__(self, folder: PackedFolder, name: str, kernels: Kernels) -> None:
+        self._folder, self._path = folder, folder.directory / name
         self._kernels = kernels
         self._made: dict[str, PackedLinear] = {}
+        self._made_tables: dict[str, Tensor] = {}
         self._num_found, self._is_damaged = 0, False
         self._found = self._open()
-
-    @property
-    def is_complete(self) -> bool:
-        """Nothing had to be made."""
-        return self._found is not None and not self._made
 
     def find(self, name: str) -> Linear | None:
         """A linear kept by an earlier start; the file's memory lives as long as any of them. Raises nothing: one that cannot be read is
         made again, and so is the whole file at the next start."""
-        if self._found is None:
+        if self._found is None or name not in self._found.facts:  # of a whole file: one that is packed in a way that is not kept
             return None
         try:
             facts = json.loads(self._found.facts[name])
-            tensors = {part: self._found.tensor(f"{name}/{part}") for part in facts["tensors"]}
+            tensors = {part: self._tensor(f"{name}/{part}") for part in facts["tensors"]}
             linear = self._kernels.load_packed(PackedLinear(tensors=tensors, **{key: facts[key] for key in _FACTS}))
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            log.warning("packed weights %s cannot be used (%s); they are made again", self._path, error)
-            self._found, self._is_damaged = None, self._num_found > 0
+            self._refuse(error)
             return None
         self._num_found += 1
         return linear
@@ -111,6 +75,23 @@ class PackedStore:
     def keep(self, name: str, linear: Linear) -> None:
         if (packed := self._kernels.packed(linear)) is not None:
             self._made[name] = packed
+
+    def find_table(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        """A table kept by an earlier start, its rows mapped from the file; not to be written to."""
+        if self._found is None or TABLE + name not in self._found.tensors:
+            return None
+        try:
+            table = self._tensor(TABLE + name)
+            if table.shape != shape or not table.dtype.is_floating_point:
+                raise ValueError(f"{name} is {table.dtype} of {list(table.shape)}")
+        except (KeyError, ValueError, RuntimeError) as error:
+            self._refuse(error)
+            return None
+        self._num_found += 1
+        return table
+
+    def keep_table(self, name: str, table: Tensor) -> None:
+        self._made_tables[name] = table
 
     def save(self) -> None:
         """Write what was made, unless it was all found or the disk has no room. Logs why it was not written; never raises for it.
@@ -121,10 +102,16 @@ class PackedStore:
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
             return
-        if not self._made or self._found is not None:
+        if self._found is not None:
+            self._folder.remember(self._path.name)
+            return
+        if not self._made:
             return
         tensors = {f"{name}/{part}": tensor for name, packed in self._made.items() for part, tensor in packed.tensors.items()}
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        tables = {TABLE + name: table for name, table in self._made_tables.items()}
+        size = sum(tensor.nbytes for tensor in (*tensors.values(), *tables.values()))
+        if size < LEAST_BYTES:
+            return
         facts = {name: _facts(packed) for name, packed in self._made.items()} | {_MADE_FOR: self._path.name}
         try:
             if size > MAX_DISK_SHARE * shutil.disk_usage(self._path.parent).free:
@@ -132,20 +119,22 @@ class PackedStore:
             descriptor, new = tempfile.mkstemp(dir=self._path.parent, suffix=".new")
             os.close(descriptor)
             try:
-                save_file(tensors, new, metadata=facts)
+                write_tensors(Path(new), tensors, tables, facts)
                 os.replace(new, self._path)
             finally:
                 with suppress(FileNotFoundError):
                     os.unlink(new)
             self._make_room()
-        except (OSError, SafetensorError) as error:
+            self._folder.remember(self._path.name)
+        except OSError as error:
             log.warning("packed weights are not kept (%s); they are made again at the next start", error)
 
-    def _open(self) -> _PackedFile | None:
+    def _open(self) -> PackedFile | None:
         if not self._path.is_file():
+            self._folder.drop()
             return None
         try:
-            found = _PackedFile(self._path)
+            found = self._folder.open(self._path.name, torch.get_num_threads() - 1)
             if found.facts.get(_MADE_FOR) != self._path.name:
                 raise OSError("it was made for another model")
             os.utime(self._path)  # read now: see _make_room
@@ -154,15 +143,55 @@ class PackedStore:
             return None
         return found
 
+    def _tensor(self, name: str) -> Tensor:
+        """A view of the file's memory, which lives as long as it. Raises KeyError for a name or a dtype that is not there, ValueError."""
+        assert self._found is not None
+        stored, memory, first = self._found.place(name)
+        flat = torch.frombuffer(memory, dtype=torch.uint8, count=stored.end - stored.begin, offset=first)
+        return flat.view(_DTYPES[stored.dtype]).reshape(stored.shape)
+
+    def _refuse(self, error: Exception) -> None:
+        log.warning("packed weights %s cannot be used (%s); they are made again", self._path, error)
+        self._found, self._is_damaged = None, self._num_found > 0
+
     def _make_room(self) -> None:
         files = sorted(self._path.parent.glob("*" + SUFFIX), key=lambda path: path.stat().st_mtime, reverse=True)
         for path in files[MAX_FILES:]:
             path.unlink(missing_ok=True)
+        for path in self._path.parent.glob("*.new"):  # of starts that were killed meanwhile
+            with suppress(OSError):
+                if path.stat().st_mtime < time.time() - ABANDONED_S:
+                    path.unlink()
+        kept = {path.name for path in files[:MAX_FILES]}
+        for note in self._path.parent.glob("*" + NOTE_SUFFIX):
+            with suppress(OSError):
+                if note.read_text(encoding="ascii", errors="replace") not in kept:
+                    note.unlink()
+
+
+def write_tensors(path: Path, linears: Mapping[str, Tensor], tables: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
+    """A safetensors file, written from where the tensors lie: its own library copies them all first, which may be all the memory there is.
+
+    Larger elements come first, so that each tensor lies as its elements need; tables come last. Raises OSError.
+    """
+    linears = dict(sorted(linears.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    entries: dict[str, object] = {"__metadata__": dict(facts)}
+    end = 0
+    for name, tensor in (*linears.items(), *tables.items()):
+        begin, end = end, end + tensor.nbytes
+        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("wb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        for tensor in (*linears.values(), *tables.values()):
+            stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 _MADE_FOR = "made for"
-_DTYPES = {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "BF16": torch.bfloat16, "F32": torch.float32}
-_FACTS = ("kind", "out_features", "in_features", "group")
+_DTYPES = {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_FACTS = ("kind", "out_features", "in_features", "group", "block")
 
 
 def _facts(packed: PackedLinear) -> str:

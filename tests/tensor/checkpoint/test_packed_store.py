@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.core.errors import CheckpointError
-from headrace.tensor import packed_store
+from headrace.tensor import cache_folder, packed_store
 from headrace.tensor.checkpoint import Checkpoint
-from headrace.tensor.kernels import load_kernels
+from headrace.tensor.kernels import launch, load_kernels
+from headrace.tensor.kernels.linear import StripLinear
 from headrace.tensor.models import LoadedModel, load_model
+from headrace.tensor.packed_file import SUFFIX, PackedFolder
 
 
 @pytest.fixture
@@ -27,12 +30,17 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Path:
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(packed_store, "LEAST_BYTES", 0)
     (tmp_path / "packed").mkdir()
     return tmp_path / "packed"
 
 
-def loaded(folder: Path, packed_dir: Path | None, quantization: str = "int8") -> LoadedModel:
+def files(kept: Path) -> list[Path]:
+    return list(kept.glob("*" + SUFFIX))
+
+
+def loaded(folder: Path, packed: Path | PackedFolder | None, quantization: str = "int8") -> LoadedModel:
     return load_model(
         folder,
         kernels=load_kernels("numba"),
@@ -42,7 +50,7 @@ def loaded(folder: Path, packed_dir: Path | None, quantization: str = "int8") ->
         seed=0,
         max_model_len=64,
         quantization=quantization,
-        packed_dir=packed_dir,
+        packed=PackedFolder(packed, {}) if isinstance(packed, Path) else packed,
     )
 
 
@@ -56,17 +64,21 @@ def linears(model: LoadedModel) -> list[Any]:
 def assert_equal(one: LoadedModel, other: LoadedModel) -> None:
     assert (one.model_digest, one.weight_bytes) == (other.model_digest, other.weight_bytes)
     for a, b in zip(linears(one), linears(other), strict=True):
-        assert (a.out_features, a.in_features, a.group) == (b.out_features, b.in_features, b.group)
-        assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in ("words", "scales", "bias"))
+        assert (type(a), a.out_features, a.in_features) == (type(b), b.out_features, b.in_features)
+        if isinstance(a, StripLinear):
+            assert a.block == b.block
+        names = ("strips", "bias") if isinstance(a, StripLinear) else ("words", "scales", "bias", "group")
+        assert all(torch.equal(torch.as_tensor(getattr(a, name)), torch.as_tensor(getattr(b, name))) for name in names)
+    assert torch.equal(one.model.embedding, other.model.embedding)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "none"])
 def test_the_second_load_gives_the_same_and_reads_no_linear(
     folder: Path, kept: Path, quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = loaded(folder, None, quantization)
     first = loaded(folder, kept, quantization)
-    assert len(list(kept.iterdir())) == 1
+    assert len(files(kept)) == 1
     read: list[str] = []
     original = Checkpoint.read
 
@@ -77,7 +89,7 @@ def test_the_second_load_gives_the_same_and_reads_no_linear(
     monkeypatch.setattr(Checkpoint, "read", spy)
     second = loaded(folder, kept, quantization)
     assert read
-    assert not any("proj" in name for name in read)
+    assert not any("proj" in name or "embed" in name for name in read)
     assert_equal(plain, first)
     assert_equal(plain, second)
 
@@ -87,19 +99,19 @@ def test_a_changed_checkpoint_and_another_precision_are_packed_anew(folder: Path
     loaded(folder, kept, "int4")
     os.utime(folder / "model.safetensors", ns=(1, 1))
     loaded(folder, kept)
-    assert len(list(kept.iterdir())) == 3
+    assert len(files(kept)) == 3
     loaded(folder, kept, "none")
-    assert len(list(kept.iterdir())) == 3
+    assert len(files(kept)) == 4
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "noise", "other model"])
 def test_a_damaged_file_is_made_again(folder: Path, kept: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     plain = loaded(folder, kept)
-    [file] = kept.iterdir()
+    [file] = files(kept)
     whole = file.read_bytes()
     if damage == "other model":
         loaded(folder, kept, "int4")
-        [other] = set(kept.iterdir()) - {file}
+        [other] = set(files(kept)) - {file}
         other.replace(file)
     else:
         file.write_bytes({"cut": whole[: len(whole) // 2], "empty": b"", "noise": whole[:-4000] + os.urandom(10)}[damage])
@@ -114,7 +126,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused_all_the_same(folder: Path, 
     from safetensors.torch import load_file, save_file
 
     loaded(folder, kept)
-    [file] = kept.iterdir()
+    [file] = files(kept)
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.down_proj.weight"]
     save_file(tensors, folder / "model.safetensors")
@@ -140,20 +152,95 @@ def test_what_was_not_used_for_long_makes_room(folder: Path, kept: Path, monkeyp
     for number in range(3):
         os.utime(folder / "model.safetensors", ns=(number, number))
         loaded(folder, kept)
-        [new] = {path.name for path in kept.iterdir()} - set(names)
+        [new] = {path.name for path in files(kept)} - set(names)
         names.append(new)
         os.utime(kept / new, (1000 + number, 1000 + number))
-    assert {path.name for path in kept.iterdir()} == set(names[1:])
+    assert {path.name for path in files(kept)} == set(names[1:])
 
 
 def test_the_folder_is_private_and_may_be_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path / "cache"))
-    found = packed_store.packed_directory()
+    found = cache_folder.packed_directory()
     assert found is not None
     assert found.stat().st_mode & 0o077 == 0
     found.chmod(0o777)
     with caplog.at_level(logging.WARNING):
-        assert packed_store.packed_directory() is None
+        assert cache_folder.packed_directory() is None
     assert "not kept" in caplog.text
+
+
+def test_a_linear_packed_in_a_way_that_is_not_kept_is_made_at_every_start(
+    folder: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels, width = load_kernels("numba"), loaded(folder, None).vocab_size
+    packed = kernels.packed
+    monkeypatch.setattr(type(kernels), "packed", lambda self, linear: None if linear.out_features == width else packed(linear))
+    first = loaded(folder, kept)
+    [file] = files(kept)
+    before = file.read_bytes()
+    with caplog.at_level(logging.WARNING):
+        assert_equal(first, loaded(folder, kept))
+    assert not caplog.text
+    assert file.read_bytes() == before
+
+
+def test_weights_of_another_number_of_threads_are_other_weights(folder: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strips lie in blocks, and how many there are follows from the threads; integers do not."""
+    for quantization, expected in (("none", 2), ("int8", 3)):
+        for limit in (1, 2):
+            monkeypatch.setattr(launch._THREADS, "limit", limit)
+            loaded(folder, kept, quantization)
+        assert len(files(kept)) == expected
+
+
+def test_small_weights_are_not_kept(folder: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_store, "LEAST_BYTES", 1 << 40)
+    loaded(folder, kept)
+    assert list(kept.iterdir()) == []
+
+
+def test_what_killed_starts_and_removed_files_left_behind_is_cleared_away(folder: Path, kept: Path) -> None:
+    old, young, note = kept / "a.new", kept / "b.new", kept / ("0" * 32 + ".last")
+    for path in (old, young, note):
+        path.write_text("gone")
+    os.utime(old, (1000, 1000))
+    loaded(folder, kept)
+    assert not old.exists()
+    assert not note.exists()
+    assert young.exists()
+    assert len(list(kept.glob("*.last"))) == 1
+
+
+def test_the_next_start_reads_ahead_what_this_one_used(folder: Path, kept: Path) -> None:
+    plain = loaded(folder, PackedFolder(kept, {"a": 1}), "none")
+    again = PackedFolder(kept, {"a": 1})
+    again.read_ahead(1 << 30)
+    ahead = again._ahead
+    assert ahead is not None
+    second = loaded(folder, again, "none")
+    assert_equal(plain, second)
+    [file] = files(kept)
+    assert ahead.path == file
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"out_features": 65},
+        {"in_features": 31},
+        {"in_features": 30},
+        {"block": 0},
+        {"block": 1000},
+        {"tensors": {"strips": torch.zeros(64 * 32 // 2, dtype=torch.int32), "bias": torch.zeros(63)}},
+        {"tensors": {"strips": torch.zeros(64 * 32, dtype=torch.int8), "bias": torch.zeros(64)}},
+        {"tensors": {"strips": torch.zeros(64 * 32 - 1), "bias": torch.zeros(64)}},
+    ],
+)
+def test_strips_that_cannot_be_the_linear_they_are_said_to_be_are_refused(change: dict[str, Any]) -> None:
+    packed = StripLinear.pack(torch.randn(64, 32), torch.randn(64)).packed()
+    x = torch.randn(3, 32)
+    assert torch.equal(StripLinear.of(packed)(x), StripLinear.of(replace(packed))(x))
+    with pytest.raises(ValueError, match="do not fit"):
+        StripLinear.of(replace(packed, **change))

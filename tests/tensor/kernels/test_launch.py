@@ -20,7 +20,7 @@ from headrace.tensor.kernels.linear import StripLinear  # noqa: E402
 def test_many_threads_may_enter_regions_at_once() -> None:
     """One runner thread is the rule, but a second engine in the process, or a test, must not end it."""
     weight, x = torch.randn(512, 512), torch.randn(64, 512)
-    layer = StripLinear(weight, None)
+    layer = StripLinear.pack(weight, None)
     want_product, want_gate = layer(x), KERNELS.gated_activation(x, "silu")
 
     def work(_: int) -> bool:
@@ -68,7 +68,7 @@ def test_floats_pass_through_arguments(value: float) -> None:
 FIRST = "from headrace.tensor.kernels.cpu import KERNELS as k; import torch; k.gated_activation(torch.randn(2, 8), 'silu')"
 THEN = (
     "from headrace.tensor.kernels.linear import StripLinear; import torch; x = torch.randn(3, 64); w = torch.randn(64, 64);"
-    "assert (StripLinear(w, None)(x) - x @ w.T).abs().max() < 1e-3"
+    "assert (StripLinear.pack(w, None)(x) - x @ w.T).abs().max() < 1e-3"
 )
 
 

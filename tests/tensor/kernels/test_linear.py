@@ -29,7 +29,7 @@ def _weight(out_features: int, in_features: int, *, exact: bool) -> Tensor:
 def test_strips_equal_float64_products(relative_error: Error, exact: bool, out_features: int, in_features: int, rows: int) -> None:
     """2144 inputs are eight whole pieces of depth and a short one; 200 outputs leave a short last strip."""
     weight, x = _weight(out_features, in_features, exact=exact), torch.randn(rows, in_features)
-    layer = StripLinear(weight, None)
+    layer = StripLinear.pack(weight, None)
     assert layer.is_bf16 is exact
     assert layer.weight_bytes == padded(out_features) * in_features * (2 if exact else 4)
     assert relative_error(layer(x), x.double() @ weight.double().T) < 1e-6
@@ -38,7 +38,7 @@ def test_strips_equal_float64_products(relative_error: Error, exact: bool, out_f
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bias_is_added_and_the_dtype_kept(relative_error: Error, dtype: torch.dtype) -> None:
     weight, bias, x = torch.randn(36, 64).to(dtype), torch.randn(36).to(dtype), torch.randn(5, 64).to(dtype)
-    got = StripLinear(weight, bias)(x)
+    got = StripLinear.pack(weight, bias)(x)
     assert got.dtype == dtype
     want = x.double() @ weight.double().T + bias.double()
     assert relative_error(got, want) < (1e-6 if dtype == torch.float32 else 1 / 256)
@@ -46,7 +46,7 @@ def test_bias_is_added_and_the_dtype_kept(relative_error: Error, dtype: torch.dt
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_row_of_strips_has_the_same_bits_in_every_batch(exact: bool) -> None:
-    layer, x = StripLinear(_weight(132, 1120, exact=exact), torch.randn(132)), torch.randn(139, 1120)
+    layer, x = StripLinear.pack(_weight(132, 1120, exact=exact), torch.randn(132)), torch.randn(139, 1120)
     together = layer(x)
     for first, count in ((0, 1), (138, 1), (5, 2), (4, 4), (1, 7), (3, 12), (0, 38), (9, 125)):
         assert torch.equal(layer(x[first : first + count]), together[first : first + count])
@@ -54,7 +54,7 @@ def test_a_row_of_strips_has_the_same_bits_in_every_batch(exact: bool) -> None:
 
 def test_every_number_of_rows_is_packed_into_the_panels_it_is_multiplied_by() -> None:
     """Panels are cut twice, by who packs and by who multiplies: also where a chunk ends, whatever is left in it."""
-    layer, x = StripLinear(_weight(16, 32, exact=True), torch.randn(16)), torch.randn(2 * CHUNK_ROWS + 2 * MOST_ROWS, 32)
+    layer, x = StripLinear.pack(_weight(16, 32, exact=True), torch.randn(16)), torch.randn(2 * CHUNK_ROWS + 2 * MOST_ROWS, 32)
     alone = torch.cat([layer(row[None]) for row in x])
     for rows in range(1, len(x) + 1):
         assert torch.equal(layer(x[:rows]), alone[:rows]), f"{rows} rows"
@@ -62,9 +62,9 @@ def test_every_number_of_rows_is_packed_into_the_panels_it_is_multiplied_by() ->
 
 def test_storing_exact_weights_as_bfloat16_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = _weight(64, 160, exact=True), torch.randn(6, 160)
-    halves = StripLinear(weight, None)
+    halves = StripLinear.pack(weight, None)
     monkeypatch.setattr(packing, "narrowed", lambda weight, block: None)
-    whole = StripLinear(weight, None)
+    whole = StripLinear.pack(weight, None)
     assert (halves.is_bf16, whole.is_bf16) == (True, False)
     assert torch.equal(halves(x), whole(x))
 
@@ -122,9 +122,9 @@ def test_float16_weights_are_left_to_the_reference() -> None:
 
 
 def test_no_rows_are_no_error() -> None:
-    assert StripLinear(torch.randn(8, 32), None)(torch.empty(0, 32)).shape == (0, 8)
+    assert StripLinear.pack(torch.randn(8, 32), None)(torch.empty(0, 32)).shape == (0, 8)
 
 
 def test_inputs_may_be_strided(relative_error: Error) -> None:
     weight, wide = torch.randn(8, 32), torch.randn(5, 64)
-    assert relative_error(StripLinear(weight, None)(wide[:, 16:48]), wide[:, 16:48] @ weight.T) < 1e-6
+    assert relative_error(StripLinear.pack(weight, None)(wide[:, 16:48]), wide[:, 16:48] @ weight.T) < 1e-6

@@ -103,7 +103,7 @@ def test_a_transposed_weight_is_packed_as_if_it_lay_in_order() -> None:
 
 
 def test_a_large_weight_lies_in_memory_of_its_own() -> None:
-    elements = pages.CHUNK_BYTES // 4
+    elements = pages.LEAST_BYTES // 4
     first, second = pages.empty(elements, torch.float32), pages.empty(elements, torch.float32)
     first.fill_(1.0)
     second.fill_(2.0)

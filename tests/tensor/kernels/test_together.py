@@ -28,7 +28,7 @@ def _block(x: torch.Tensor, layers: list[Any], norm: torch.Tensor, residual: tor
 
 
 def _layers() -> list[Any]:
-    make = (StripLinear, lambda weight, bias: IntegerLinear.pack(round_weight(weight, Precision.INT8), bias))
+    make = (StripLinear.pack, lambda weight, bias: IntegerLinear.pack(round_weight(weight, Precision.INT8), bias))
     return [(make[i % 2](torch.randn(640, 128) * 0.1, None), make[(i + 1) % 2](torch.randn(128, 320) * 0.1, None)) for i in range(4)]
 
 
@@ -67,7 +67,7 @@ def test_a_list_is_run_early_before_it_holds_too_much(monkeypatch: pytest.Monkey
 
 
 def test_a_layer_takes_the_memory_of_the_one_before_the_last() -> None:
-    wide, narrow = StripLinear(torch.randn(128, 128), None), StripLinear(torch.randn(64, 128), None)
+    wide, narrow = StripLinear.pack(torch.randn(128, 128), None), StripLinear.pack(torch.randn(64, 128), None)
     x = torch.randn(5, 128)
     wants = [linear(x) for linear in (wide, wide, wide, narrow, narrow, narrow)]
     places, kept = [], []
@@ -154,7 +154,7 @@ def test_a_recorded_step_is_repeated_over_new_values(rows: int) -> None:
 
 
 def test_one_kernel_of_a_recorded_step_can_be_run_alone_and_has_a_name() -> None:
-    x, norm, linear = torch.randn(3, 128), torch.randn(128), StripLinear(torch.randn(640, 128) * 0.1, None)
+    x, norm, linear = torch.randn(3, 128), torch.randn(128), StripLinear.pack(torch.randn(640, 128) * 0.1, None)
     with together.recording() as recorded:
         normed = KERNELS.rms_norm(x, norm, 1e-5)
         multiplied = linear(normed)

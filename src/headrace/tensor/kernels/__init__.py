@@ -33,12 +33,18 @@ class Linear(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLinear:
-    """What a linear consists of, to be kept on disk. kind: the implementation's own word for it."""
+    """What a linear consists of, to be kept on disk.
+
+    kind   the implementation's own word for it
+    group  inputs that share a scale; 0: all, or there are no scales
+    block  strips that are worked on together, where their order in memory depends on it; else 0
+    """
 
     kind: str
     out_features: int
     in_features: int
     group: int
+    block: int
     tensors: Mapping[str, Tensor]
 
 
@@ -56,12 +62,10 @@ class Recording(Protocol):
 class Kernels(Protocol):
     """Every operation of a transformer block that is worth writing by hand. No argument is kept; outputs are fresh unless said.
 
-    packed_layout        names the form of what `packed` gives; "": linears are not kept on disk
     most_recorded_bytes  of results that one recording holds; 0: steps are never recorded
     """
 
     name: str
-    packed_layout: str
     most_recorded_bytes: int
 
     def together(self, num_tokens: int) -> AbstractContextManager[None]:
@@ -100,6 +104,10 @@ class Kernels(Protocol):
 
     def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear:
         """The same for a weight of small integers; inputs are rounded row by row, see `rounding`."""
+        ...
+
+    def packed_layout(self, precision: Precision) -> str:
+        """Names the form of what `packed` gives, as this process makes it; "": linears of this precision are not kept on disk."""
         ...
 
     def packed(self, linear: Linear) -> PackedLinear | None:

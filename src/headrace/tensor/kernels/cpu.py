@@ -19,9 +19,9 @@ from headrace.tensor.kernels import Kernels, Linear, PackedLinear, attention, ca
 from headrace.tensor.kernels.cpu_features import LinearPath, linear_path, read_cpu_features
 from headrace.tensor.kernels.filters import Doubles, Floats, Ints, Limits
 from headrace.tensor.kernels.integer_simd import STRIP_COLUMNS
-from headrace.tensor.kernels.launch import fresh
+from headrace.tensor.kernels.launch import fresh, thread_limit
 from headrace.tensor.kernels.linear import OneDnnLinear, StripLinear, onednn_takes
-from headrace.tensor.kernels.packing import can_strip
+from headrace.tensor.kernels.packing import DEPTH, can_strip
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 from headrace.tensor.kernels.together import MOST_KEPT_BYTES, Recording, next_layer, recording, settle, together
@@ -69,7 +69,6 @@ class NumbaKernels:
 
     name = "numba"
     most_recorded_bytes = MOST_KEPT_BYTES
-    packed_layout = f"strips of {STRIP_COLUMNS}, bytes in order"
 
     def __init__(self, *, deterministic: bool) -> None:
         self.deterministic = deterministic
@@ -89,7 +88,7 @@ class NumbaKernels:
             return OutsideLinear(REFERENCE.pack_linear(weight, bias, dtype))
         path = LinearPath.STRIPS if self.deterministic else linear_path(read_cpu_features(), dtype)
         if path is LinearPath.STRIPS and can_strip(weight):
-            return StripLinear(weight, bias)
+            return StripLinear.pack(weight, bias)
         if onednn_takes(dtype) and weight.numel() > 0:
             return OneDnnLinear(weight.to(dtype), bias)
         return OutsideLinear(REFERENCE.pack_linear(weight, bias, dtype))
@@ -102,11 +101,17 @@ class NumbaKernels:
             return quantized.IntegerLinear.pack(weight, bias)
         return OutsideLinear(REFERENCE.pack_rounded(weight, bias))
 
+    def packed_layout(self, precision: Precision) -> str:
+        layout = f"strips of {STRIP_COLUMNS}, bytes in order"
+        if precision is not Precision.NONE:
+            return layout
+        return f"{layout}, pieces of {DEPTH}, for {thread_limit()} threads{', every linear' if self.deterministic else ''}"
+
     def packed(self, linear: Linear) -> PackedLinear | None:
-        return linear.packed() if isinstance(linear, quantized.IntegerLinear) else None
+        return linear.packed() if isinstance(linear, quantized.IntegerLinear | StripLinear) else None
 
     def load_packed(self, packed: PackedLinear) -> Linear:
-        return quantized.IntegerLinear.of(packed)
+        return (StripLinear if packed.kind == StripLinear.KIND else quantized.IntegerLinear).of(packed)
 
     def select(self, x: Tensor, rows: Tensor) -> Tensor:
         settle()

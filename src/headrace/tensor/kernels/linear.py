@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from headrace.tensor.kernels import PackedLinear
 from headrace.tensor.kernels.launch import compile_kernel, fresh, helper, launch, thread_limit, with_counter
 from headrace.tensor.kernels.packing import DEPTH, pack_strips, padded
 from headrace.tensor.kernels.simd import as_f32, as_i32, as_i64, at, load, panel_block, store, take_ticket
@@ -164,16 +165,53 @@ def _kernels(is_bf16: bool) -> tuple[int, int]:
 class StripLinear:
     """See the module. x may be float32 or bfloat16; sums are float32 and rounded to x's dtype once."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    KIND = "strips"
+
+    def __init__(self, strips: Tensor, bias: Tensor, *, out_features: int, in_features: int, block: int) -> None:
+        """strips, bias: packed, see `pack`. block: strips in each of the blocks that they lie in."""
+        self.out_features, self.in_features, self.block = out_features, in_features, block
+        self.columns = padded(out_features)
+        self.strips, self.bias = strips, bias
+        self.weight_bytes = strips.nbytes
+        self.is_bf16 = strips.dtype == torch.int32
+
+    @classmethod
+    def pack(cls, weight: Tensor, bias: Tensor | None) -> StripLinear:
         """weight [out, in] of float32 or bfloat16; `can_strip(weight)` holds."""
-        self.out_features, self.in_features = weight.shape
-        self.columns = padded(self.out_features)
+        out_features, in_features = weight.shape
+        columns = padded(out_features)
         # At least four blocks per thread where there are enough, so that one slow thread does not hold up the rest.
-        self.block = max(1, min(BLOCK_STRIPS, self.columns // STRIP_COLUMNS // (4 * thread_limit())))
-        self.strips = pack_strips(weight, self.block)
-        self.bias = torch.zeros(self.columns) if bias is None else F.pad(bias.float(), (0, self.columns - len(bias))).contiguous()
-        self.weight_bytes = self.strips.numel() * self.strips.element_size()
-        self.is_bf16 = self.strips.dtype == torch.int32
+        block = max(1, min(BLOCK_STRIPS, columns // STRIP_COLUMNS // (4 * thread_limit())))
+        padded_bias = torch.zeros(columns) if bias is None else F.pad(bias.float(), (0, columns - len(bias))).contiguous()
+        return cls(pack_strips(weight, block), padded_bias, out_features=out_features, in_features=in_features, block=block)
+
+    def packed(self) -> PackedLinear:
+        return PackedLinear(
+            kind=self.KIND,
+            out_features=self.out_features,
+            in_features=self.in_features,
+            group=0,
+            block=self.block,
+            tensors={"strips": self.strips, "bias": self.bias},
+        )
+
+    @classmethod
+    def of(cls, packed: PackedLinear) -> StripLinear:
+        """From what `packed` gave. Raises ValueError where sizes or dtypes do not fit: nothing is checked when it multiplies."""
+        strips, bias = packed.tensors["strips"], packed.tensors["bias"]
+        columns = padded(packed.out_features)
+        items = columns * packed.in_features // (2 if strips.dtype == torch.int32 else 1)
+        fits = (
+            strips.dtype in (torch.int32, torch.float32)
+            and (bias.dtype, bias.numel()) == (torch.float32, columns)
+            and packed.in_features > 0
+            and packed.in_features % 2 == 0
+            and strips.numel() == items > 0
+            and 1 <= packed.block <= BLOCK_STRIPS
+        )
+        if not fits:
+            raise ValueError("the tensors do not fit the linear they are said to be")
+        return cls(strips, bias, out_features=packed.out_features, in_features=packed.in_features, block=packed.block)
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, wide = x.shape[0], as_float32(x)

@@ -234,7 +234,7 @@ class IntegerLinear:
     def packed(self) -> PackedLinear:
         tensors = {"words": self.words, "scales": self.scales, "bias": self.bias}
         return PackedLinear(
-            kind="integers", out_features=self.out_features, in_features=self.in_features, group=self.group, tensors=tensors
+            kind="integers", out_features=self.out_features, in_features=self.in_features, group=self.group, block=0, tensors=tensors
         )
 
     @classmethod

@@ -63,7 +63,6 @@ class ReferenceKernels:
     """Implements `Kernels`; holds no state."""
 
     name = "reference"
-    packed_layout = ""
     most_recorded_bytes = 0
 
     def together(self, num_tokens: int) -> AbstractContextManager[None]:
@@ -83,6 +82,9 @@ class ReferenceKernels:
 
     def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> RoundedLinear:
         return RoundedLinear(weight, bias)
+
+    def packed_layout(self, precision: Precision) -> str:
+        return ""
 
     def packed(self, linear: object) -> None:
         return None

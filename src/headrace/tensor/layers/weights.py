@@ -37,11 +37,15 @@ class WeightSource(Protocol):
 
 
 class Keeper(Protocol):
-    """Where packed linears are kept between starts; see `tensor.packed_store`."""
+    """Where packed linears and tables are kept between starts; see `tensor.packed_store`."""
 
     def find(self, name: str) -> Linear | None: ...
 
     def keep(self, name: str, linear: Linear) -> None: ...
+
+    def find_table(self, name: str, shape: tuple[int, ...]) -> Tensor | None: ...
+
+    def keep_table(self, name: str, table: Tensor) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class WeightReader:
     """Reads for one rank, in the dtype and on the device the model computes with. Every tensor returned is a copy.
 
     precision  of the linears' weights; norms, embeddings and routers stay as they are
-    keeper     gives linears of that precision back without reading their weights
+    keeper     gives linears of that precision, and tables, back without reading their weights
     """
 
     source: WeightSource
@@ -96,9 +100,15 @@ class WeightReader:
 
     def table(self, name: str, rows: int, columns: int) -> Tensor:
         """An embedding table [rows, columns], whole on every rank. A smaller stored dtype is kept: looked-up rows convert exactly."""
+        if self.keeper is not None and (known := self.keeper.find_table(name, (rows, columns))) is not None:
+            self.source.expect(name, (rows, columns))
+            return known
         stored = self.source.read(name, (rows, columns))
         dtype = stored.dtype if stored.dtype.itemsize < self.dtype.itemsize else self.dtype
-        return torch.empty((rows, columns), dtype=dtype, device=self.device).copy_(stored)
+        table = torch.empty((rows, columns), dtype=dtype, device=self.device).copy_(stored)
+        if self.keeper is not None:
+            self.keeper.keep_table(name, table)
+        return table
 
     def column_linear(self, parts: Sequence[Part], in_features: int, *, bias: bool) -> Linear:
         """Parts stacked into one linear; this rank's share of each part's rows. [in] -> [sum of rows / world]"""
@@ -112,7 +122,7 @@ class WeightReader:
     def row_linear(self, part: Part, in_features: int, *, bias: bool) -> Linear:
         """This rank's share of the input columns; ranks' outputs are to be summed. The bias lives on rank 0 alone."""
         columns = _share(in_features, self.rank, self.world, part.name)
-        if (known := self._known([part], in_features, bias, self.precision)) is not None:
+        if (known := self._known([part], in_features, bias)) is not None:
             return known
         weight = self._joined([self._region(part, range(part.rows), in_features, slice(columns.start, columns.stop))])
         added = self._bias([part], [range(part.rows)]) if bias else None  # read on every rank: the checkpoint must hold it
@@ -121,12 +131,12 @@ class WeightReader:
     def tied_linear(self, name: str, table: Tensor) -> Linear:
         """A linear from an embedding table [out, in] that is in memory already."""
         part = Part(f"{name} as head", table.shape[0])
-        known = self._known([part], table.shape[1], False, self.precision, is_stored=False)
+        known = self._known([part], table.shape[1], False, is_stored=False)
         return known or self._packed([part], table.to(self._weight_dtype([table])), None, self.precision)
 
-    def _known(self, parts: Sequence[Part], in_features: int, bias: bool, precision: Precision, *, is_stored: bool = True) -> Linear | None:
+    def _known(self, parts: Sequence[Part], in_features: int, bias: bool, *, is_stored: bool = True) -> Linear | None:
         """The linear of these parts, if it was kept; the checkpoint must hold their weights all the same."""
-        if self.keeper is None or precision is Precision.NONE:
+        if self.keeper is None:
             return None
         if (known := self.keeper.find(_name(parts))) is not None and is_stored:
             for part in parts:
@@ -137,8 +147,9 @@ class WeightReader:
 
     def _packed(self, parts: Sequence[Part], weight: Tensor, bias: Tensor | None, precision: Precision) -> Linear:
         if precision is Precision.NONE:
-            return self.kernels.pack_linear(weight, bias, self.dtype)
-        made = self.kernels.pack_rounded(self.kernels.round_weight(weight, precision), bias)
+            made = self.kernels.pack_linear(weight, bias, self.dtype)
+        else:
+            made = self.kernels.pack_rounded(self.kernels.round_weight(weight, precision), bias)
         if self.keeper is not None:
             self.keeper.keep(_name(parts), made)
         return made
@@ -147,7 +158,7 @@ class WeightReader:
         self, parts: Sequence[Part], shares: Sequence[range], in_features: int, bias: bool, precision: Precision | None = None
     ) -> Linear:
         precision = precision or self.precision
-        if (known := self._known(parts, in_features, bias, precision)) is not None:
+        if (known := self._known(parts, in_features, bias)) is not None:
             return known
         weight = self._joined([self._region(part, rows, in_features, slice(None)) for part, rows in zip(parts, shares, strict=True)])
         return self._packed(parts, weight, self._bias(parts, shares) if bias else None, precision)

@@ -26,6 +26,7 @@ from headrace.tensor.models import gemma3, llama, mistral, mixtral, phi3, qwen2,
 from headrace.tensor.models.decoder import Decoder
 from headrace.tensor.models.fields import refuse_set
 from headrace.tensor.models.spec import DecoderSpec
+from headrace.tensor.packed_file import PackedFolder
 from headrace.tensor.packed_store import PackedStore, store_name
 
 ARCHITECTURES: dict[str, Callable[[ConfigFile], DecoderSpec]] = {
@@ -97,7 +98,7 @@ def load_model(
     seed: int,
     max_model_len: int | None,
     quantization: str = "none",
-    packed_dir: Path | None = None,
+    packed: PackedFolder | None = None,
     rank: int = 0,
     world: int = 1,
 ) -> LoadedModel:
@@ -107,7 +108,7 @@ def load_model(
     load_format    "dummy": random weights from config.json and `seed`; otherwise safetensors
     max_model_len  None: the checkpoint's
     quantization   "none", or how linears' weights are rounded at load (`kernels.rounding.Precision`)
-    packed_dir     where rounded weights are kept for the next start; None: they are not
+    packed         where packed weights are kept for the next start; None: they are not
 
     Raises: CheckpointError naming file and reason; ConfigError for an option that this model cannot be run with.
     Memory: stays below the weights held + the largest fused tensor, twice, + small change.
@@ -131,9 +132,10 @@ def load_model(
         dtype = dtype or _named_dtype(config) or _STORED_DTYPES.get(checkpoint.stored_dtype(f"{spec.names.embedding}.weight"))
         digest = checkpoint.digest()
         store = None
-        if packed_dir is not None and kernels.packed_layout and precision is not Precision.NONE:
-            name = store_name(digest, checkpoint.files, precision=f"{quantization} {rank}/{world}", layout=kernels.packed_layout)
-            store = PackedStore(packed_dir / name, kernels)
+        layout = kernels.packed_layout(precision)
+        if packed is not None and layout:
+            kind = f"{quantization} {dtype} {rank}/{world}"
+            store = PackedStore(packed, store_name(digest, checkpoint.files, precision=kind, layout=layout), kernels)
         model = Decoder(WeightReader(checkpoint, kernels, dtype or torch.float32, device, rank, world, precision, store), spec)
         checkpoint.check_all_read()
         if store is not None:

@@ -1,0 +1,28 @@
+"""What of a start needs no torch, done by another thread while torch is imported: reading the weights that the last one packed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from headrace.engine.config import EngineConfig
+from headrace.engine.memory import read_available
+from headrace.tensor.cache_folder import packed_directory
+from headrace.tensor.packed_file import PackedFolder
+
+MOST_SHARE = 0.5
+"""Of the available memory, taken before it is known whether the configuration can run at all."""
+
+
+def read_ahead(config: EngineConfig) -> PackedFolder | None:
+    """Where this configuration's packed weights are kept, with reading begun; None where none are kept."""
+    if config.device != "cpu" or config.load_format == "dummy" or config.kernels == "reference":
+        return None
+    directory = packed_directory()
+    if directory is None:
+        return None
+    asked = {name: getattr(config, name) for name in ("quantization", "dtype", "kernels", "num_threads")}
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    folder = PackedFolder(directory, {"model": str(Path(config.model).resolve()), "num_cpus": len(cpus), **asked})
+    folder.read_ahead(int(MOST_SHARE * read_available().num_bytes))
+    return folder

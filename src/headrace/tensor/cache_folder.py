@@ -1,0 +1,60 @@
+"""Folders in which this user keeps what starts would make again: compiled kernels, packed weights.
+
+Whoever may write there decides what runs, or what a model answers. So every folder belongs to this user and is closed to everybody else,
+and is refused otherwise. Nothing here imports torch: packed weights are looked for while torch is imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+ENVIRONMENT = "HEADRACE_CACHE_DIR"
+
+
+def cache_root(environ: Mapping[str, str]) -> Path:
+    """Headrace's cache directory of this user: HEADRACE_CACHE_DIR, else `headrace` in XDG_CACHE_HOME or ~/.cache."""
+    if given := environ.get(ENVIRONMENT):
+        return Path(given)
+    base = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "headrace"
+
+
+def packed_directory() -> Path | None:
+    """This user's folder for packed weights, closed to others; None, with a log line, where there cannot be one."""
+    try:
+        return open_private(cache_root(os.environ), ("packed",))
+    except OSError as error:
+        log.warning("packed weights are not kept: %s", error)
+        return None
+
+
+def open_private(root: Path, parts: tuple[str, ...]) -> Path:
+    """Make and check root / parts[0] / ...; every folder from root down must be ours and closed to others' writing.
+
+    Raises: PermissionError naming the folder and what is wrong; OSError where a folder cannot be made.
+    """
+    path = root
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private(path)
+    for part in parts:
+        path = path / part
+        path.mkdir(mode=0o700, exist_ok=True)
+        _check_private(path)
+    path.chmod(0o700)
+    return path
+
+
+def _check_private(path: Path) -> None:
+    facts = path.lstat()
+    if not stat.S_ISDIR(facts.st_mode):
+        raise PermissionError(f"{path} is not a folder of its own (a link, or a file)")
+    if facts.st_uid != os.geteuid():
+        raise PermissionError(f"{path} belongs to user {facts.st_uid}, not to this one ({os.geteuid()})")
+    if facts.st_mode & 0o022:
+        raise PermissionError(f"{path} may be written by others (mode {stat.S_IMODE(facts.st_mode):04o})")

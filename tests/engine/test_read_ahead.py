@@ -1,0 +1,97 @@
+"""Reading begins before torch is imported, for configurations that packed weights are kept for, and within bounds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.bundled import DEFAULT_MODEL, bundled_path
+from headrace.engine import read_ahead as module
+from headrace.engine.build import build_engine
+from headrace.engine.config import EngineConfig
+from headrace.engine.memory import Available
+from headrace.engine.read_ahead import read_ahead
+from headrace.tensor import packed_store
+from headrace.tensor.packed_file import NOTE_SUFFIX, PackedFile
+
+CONFIG = EngineConfig(model=str(bundled_path(DEFAULT_MODEL)), quantization="int8", num_kv_blocks=16, max_model_len=64)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(module, "packed_directory", lambda: tmp_path)
+    monkeypatch.setattr(packed_store, "LEAST_BYTES", 0)
+    return tmp_path
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Threads of every file that is opened: 1 when it is read ahead."""
+    found: list[int] = []
+    original = PackedFile.__init__
+
+    def spy(self: PackedFile, path: Path, num_threads: int) -> None:
+        found.append(num_threads)
+        original(self, path, num_threads)
+
+    monkeypatch.setattr(PackedFile, "__init__", spy)
+    return found
+
+
+def test_nothing_of_it_imports_torch() -> None:
+    code = "import sys, headrace.engine.build, headrace.engine.read_ahead; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_the_second_start_opens_the_file_once_and_ahead(cache: Path, opened: list[int]) -> None:
+    build_engine(CONFIG, lambda updates: None)
+    assert opened == []
+    build_engine(CONFIG, lambda updates: None)
+    assert opened == [1]
+
+
+@pytest.mark.parametrize("change", [{"quantization": "int4"}, {"dtype": "bfloat16"}, {"num_threads": 1}, {"kernels": "numba"}])
+def test_another_configuration_has_a_note_of_its_own(cache: Path, opened: list[int], change: dict[str, Any]) -> None:
+    build_engine(CONFIG, lambda updates: None)
+    read_ahead(replace(CONFIG, **change))
+    assert opened == []
+    build_engine(replace(CONFIG, **change), lambda updates: None)
+    assert len(list(cache.glob("*" + NOTE_SUFFIX))) == 2
+
+
+@pytest.mark.parametrize("change", [{"kernels": "reference"}, {"load_format": "dummy"}, {"device": "cuda"}])
+def test_where_nothing_is_kept_nothing_is_read(cache: Path, change: dict[str, Any]) -> None:
+    assert read_ahead(replace(CONFIG, **change)) is None
+    assert list(cache.iterdir()) == []
+
+
+def test_no_more_than_a_half_of_the_memory_is_taken_ahead(cache: Path, opened: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    build_engine(CONFIG, lambda updates: None)
+    [file] = cache.glob("*.safetensors")
+    size = file.stat().st_size
+    monkeypatch.setattr(module, "read_available", lambda: Available(2 * size - 2, "a test"))
+    read_ahead(CONFIG)
+    assert opened == []
+    monkeypatch.setattr(module, "read_available", lambda: Available(2 * size, "a test"))
+    folder = read_ahead(CONFIG)
+    assert opened == [1]
+    assert folder is not None
+    folder.drop()
+
+
+def test_a_start_that_is_refused_stops_reading(cache: Path, opened: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    build_engine(CONFIG, lambda updates: None)
+    dropped: list[Path] = []
+    original = PackedFile.drop
+    monkeypatch.setattr(PackedFile, "drop", lambda self: (dropped.append(self.path), original(self))[1])
+    monkeypatch.setattr("headrace.engine.runner_build.plan_threads", lambda requested: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        build_engine(CONFIG, lambda updates: None)
+    assert opened == [1]
+    assert len(dropped) == 1

@@ -1,0 +1,195 @@
+"""Files of packed weights: what is read ahead is what is used or is dropped, and tables are mapped."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headrace.core.errors import CheckpointError
+from headrace.tensor import file_memory
+from headrace.tensor.file_memory import FileReading
+from headrace.tensor.packed_file import NOTE_SUFFIX, TABLE, PackedFile, PackedFolder
+from headrace.tensor.packed_store import write_tensors
+
+NAME = "0" * 32 + ".safetensors"
+OTHER = "1" * 32 + ".safetensors"
+LINEARS = {"a/words": torch.arange(24, dtype=torch.int32).reshape(4, 6), "a/scales": torch.randn(3).bfloat16(), "b": torch.randn(5)}
+TABLES = {TABLE + "rows": torch.randn(700, 16).bfloat16()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> PackedFolder:
+    write_tensors(tmp_path / NAME, LINEARS, TABLES, {"made for": NAME})
+    return PackedFolder(tmp_path, {"model": "m"})
+
+
+def held(file: PackedFile) -> dict[str, torch.Tensor]:
+    file.wait()
+    found = {}
+    for name, tensor in {**LINEARS, **TABLES}.items():
+        stored, memory, first = file.place(name)
+        flat = torch.frombuffer(memory, dtype=torch.uint8, count=stored.end - stored.begin, offset=first)
+        found[name] = flat.view(tensor.dtype).reshape(stored.shape)
+    return found
+
+
+def assert_as_written(found: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == {**LINEARS, **TABLES}.keys()
+    for name, tensor in {**LINEARS, **TABLES}.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+
+
+def note(folder: PackedFolder) -> Path:
+    [found] = folder.directory.glob("*" + NOTE_SUFFIX)
+    return found
+
+
+def test_what_is_written_is_read_back_and_is_a_safetensors_file(folder: PackedFolder) -> None:
+    assert_as_written(held(PackedFile(folder.directory / NAME, 1)))
+    assert_as_written(load_file(folder.directory / NAME))
+
+
+def test_every_element_lies_as_its_size_needs_and_tables_come_last(folder: PackedFolder) -> None:
+    file = PackedFile(folder.directory / NAME, 0)
+    placed = [(file.place(name)[2], tensor.element_size()) for name, tensor in {**LINEARS, **TABLES}.items()]
+    assert all(first % size == 0 for first, size in placed)
+    assert file.tensors[TABLE + "rows"].begin == max(stored.begin for stored in file.tensors.values())
+    file.drop()
+
+
+def test_a_table_is_mapped_and_not_written_through(folder: PackedFolder) -> None:
+    found = held(PackedFile(folder.directory / NAME, 1))
+    (folder.directory / NAME).unlink()
+    found[TABLE + "rows"][3] = 0.0  # private pages
+    assert torch.equal(found[TABLE + "rows"][4:], TABLES[TABLE + "rows"][4:])
+
+
+def test_of_a_mapped_table_only_the_rows_that_are_looked_up_take_memory(tmp_path: Path) -> None:
+    """64 MiB, of which two rows are read, in a process of its own."""
+    write_tensors(tmp_path / NAME, {"b": torch.zeros(8)}, {TABLE + "rows": torch.zeros(1 << 14, 1 << 11).bfloat16()}, {})
+    code = f"""
+from pathlib import Path
+from headrace.tensor.packed_file import TABLE, PackedFile
+def used():
+    return sum(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")) << 10
+before = used()
+file = PackedFile(Path({str(tmp_path / NAME)!r}), 0)
+file.wait()
+stored, memory, first = file.place(TABLE + "rows")
+assert stored.end - stored.begin == 64 << 20
+memory[first], memory[first + (32 << 20)]
+print(used() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert int(done.stdout) < 4 << 20
+
+
+def test_a_linear_behind_a_table_is_refused(tmp_path: Path) -> None:
+    save_file({TABLE + "a": torch.zeros(4), "z": torch.zeros(4)}, tmp_path / NAME)
+    file = PackedFile(tmp_path / NAME, 0)
+    assert file.tensors["z"].begin > 0
+    file.wait()
+    with pytest.raises(ValueError, match="behind a table"):
+        file.place("z")
+
+
+def test_what_was_read_ahead_is_what_is_opened(folder: PackedFolder) -> None:
+    folder.remember(NAME)
+    again = PackedFolder(folder.directory, {"model": "m"})
+    again.read_ahead(1 << 30)
+    file = again._ahead
+    assert file is not None
+    assert again.open(NAME, 1) is file
+    assert_as_written(held(file))
+    assert again.num_bytes_ahead == 0
+
+
+def test_a_configuration_knows_its_own_file_only(folder: PackedFolder) -> None:
+    folder.remember(NAME)
+    other = PackedFolder(folder.directory, {"model": "another"})
+    other.read_ahead(1 << 30)
+    assert other._ahead is None
+
+
+def test_another_file_than_was_read_ahead_is_read_and_the_first_one_dropped(folder: PackedFolder) -> None:
+    write_tensors(folder.directory / OTHER, {"b": torch.zeros(5)}, {}, {})
+    folder.remember(OTHER)
+    folder.read_ahead(1 << 30)
+    assert folder._ahead is not None
+    assert folder._ahead.path.name == OTHER
+    assert_as_written(held(folder.open(NAME, 1)))
+    assert folder._ahead is None
+
+
+def test_nothing_is_read_ahead_that_is_larger_than_may_be(folder: PackedFolder) -> None:
+    folder.remember(NAME)
+    folder.read_ahead((folder.directory / NAME).stat().st_size - 1)
+    assert folder._ahead is None
+    assert_as_written(held(folder.open(NAME, 1)))
+
+
+@pytest.mark.parametrize("text", ["../" + NAME, "", "x" * 10_000, "/etc/passwd", NAME + "\0", "9" * 32 + ".safetensors"])
+def test_a_note_that_names_no_file_of_the_folder_is_no_matter(folder: PackedFolder, text: str) -> None:
+    folder.remember(NAME)
+    note(folder).write_text(text)
+    folder.read_ahead(1 << 30)
+    assert folder._ahead is None
+
+
+def test_a_damaged_file_read_ahead_is_refused_when_it_is_opened(folder: PackedFolder) -> None:
+    folder.remember(NAME)
+    with (folder.directory / NAME).open("r+b") as stream:
+        stream.truncate(200)
+    folder.read_ahead(1 << 30)
+    with pytest.raises(CheckpointError, match="damaged"):
+        folder.open(NAME, 1)
+
+
+def test_the_note_is_written_once_and_replaced_whole(folder: PackedFolder) -> None:
+    folder.remember(NAME)
+    before = note(folder).stat().st_ino
+    folder.remember(NAME)
+    assert note(folder).stat().st_ino == before
+    folder.remember(OTHER)
+    assert note(folder).read_text() == OTHER
+    assert not list(folder.directory.glob("*.new"))
+
+
+# reading
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 3])
+def test_many_chunks_arrive_whole_and_in_place(tmp_path: Path, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_memory, "CHUNK_BYTES", 1000)
+    data = os.urandom(50_001)
+    (tmp_path / "f").write_bytes(data)
+    target = bytearray(49_990)
+    reading = FileReading(tmp_path / "f", 7, memoryview(target), num_threads)
+    reading.wait()
+    assert target == data[7 : 7 + 49_990]
+    assert reading.num_read == 49_990
+
+
+def test_a_file_that_became_shorter_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_memory, "CHUNK_BYTES", 1000)
+    (tmp_path / "f").write_bytes(b"x" * 5000)
+    with pytest.raises(OSError, match="shorter"):
+        FileReading(tmp_path / "f", 0, memoryview(bytearray(9000)), 2).wait()
+
+
+def test_after_a_stop_nothing_is_written_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_memory, "CHUNK_BYTES", 1 << 16)
+    (tmp_path / "f").write_bytes(b"x" * (16 << 20))
+    target = bytearray(16 << 20)
+    reading = FileReading(tmp_path / "f", 0, memoryview(target), 2)
+    reading.stop()
+    target[:] = bytes(16 << 20)
+    assert not any(thread.is_alive() for thread in reading._threads)
+    assert target.count(0) == 16 << 20
