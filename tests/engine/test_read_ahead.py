@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from headrace.engine.memory import Available
 from headrace.engine.read_ahead import read_ahead
 from headrace.tensor import packed_store
 from headrace.tensor.packed_file import NOTE_SUFFIX, PackedFile
+from headrace.tensor.packed_store import KEEPER
 
 CONFIG = EngineConfig(model=str(bundled_path(DEFAULT_MODEL)), quantization="int8", num_kv_blocks=16, max_model_len=64)
 
@@ -49,19 +51,27 @@ def test_nothing_of_it_imports_torch() -> None:
     assert done.stdout.split() == ["False", "False"]
 
 
+def started(config: EngineConfig) -> None:
+    """An engine, and what it keeps on disk is there."""
+    build_engine(config, lambda updates: None)
+    for thread in threading.enumerate():
+        if thread.name == KEEPER:
+            thread.join()
+
+
 def test_the_second_start_opens_the_file_once_and_ahead(cache: Path, opened: list[int]) -> None:
-    build_engine(CONFIG, lambda updates: None)
+    started(CONFIG)
     assert opened == []
-    build_engine(CONFIG, lambda updates: None)
+    started(CONFIG)
     assert opened == [1]
 
 
 @pytest.mark.parametrize("change", [{"quantization": "int4"}, {"dtype": "bfloat16"}, {"num_threads": 1}, {"kernels": "numba"}])
 def test_another_configuration_has_a_note_of_its_own(cache: Path, opened: list[int], change: dict[str, Any]) -> None:
-    build_engine(CONFIG, lambda updates: None)
+    started(CONFIG)
     read_ahead(replace(CONFIG, **change))
     assert opened == []
-    build_engine(replace(CONFIG, **change), lambda updates: None)
+    started(replace(CONFIG, **change))
     assert len(list(cache.glob("*" + NOTE_SUFFIX))) == 2
 
 
@@ -72,7 +82,7 @@ def test_where_nothing_is_kept_nothing_is_read(cache: Path, change: dict[str, An
 
 
 def test_no_more_than_a_half_of_the_memory_is_taken_ahead(cache: Path, opened: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    build_engine(CONFIG, lambda updates: None)
+    started(CONFIG)
     [file] = cache.glob("*.safetensors")
     size = file.stat().st_size
     monkeypatch.setattr(module, "read_available", lambda: Available(2 * size - 2, "a test"))
@@ -86,12 +96,17 @@ def test_no_more_than_a_half_of_the_memory_is_taken_ahead(cache: Path, opened: l
 
 
 def test_a_start_that_is_refused_stops_reading(cache: Path, opened: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    build_engine(CONFIG, lambda updates: None)
+    started(CONFIG)
     dropped: list[Path] = []
     original = PackedFile.drop
-    monkeypatch.setattr(PackedFile, "drop", lambda self: (dropped.append(self.path), original(self))[1])
+
+    def spy(self: PackedFile) -> None:
+        dropped.append(self.path)
+        original(self)
+
+    monkeypatch.setattr(PackedFile, "drop", spy)
     monkeypatch.setattr("headrace.engine.runner_build.plan_threads", lambda requested: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        build_engine(CONFIG, lambda updates: None)
+        started(CONFIG)
     assert opened == [1]
     assert len(dropped) == 1

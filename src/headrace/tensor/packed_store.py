@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
+from threading import Thread
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ MAX_DISK_SHARE = 0.5
 LEAST_BYTES = 4 << 20
 """Less is packed as fast as it is found."""
 ABANDONED_S = 3600.0
+KEEPER = "headrace-keep"
+"""The thread that writes."""
 
 
 def store_name(digest: str, files: Iterable[Path], *, precision: str, layout: str) -> str:
@@ -93,26 +96,32 @@ class PackedStore:
     def keep_table(self, name: str, table: Tensor) -> None:
         self._made_tables[name] = table
 
-    def save(self) -> None:
-        """Write what was made, unless it was all found or the disk has no room. Logs why it was not written; never raises for it.
+    def save(self) -> Thread | None:
+        """Begin to write what was made, unless it was all found; once. The thread ends when it is written, and so does the process only
+        then; it logs why something was not written.
 
         A file of which one part could be used and another not is removed: what was found in it is not at hand to be written again.
         """
         if self._is_damaged:
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
-            return
-        if self._found is not None:
+        elif self._found is not None:
             self._folder.remember(self._path.name)
-            return
-        if not self._made:
-            return
+        elif self._made:
+            thread = Thread(target=self._write, name=KEEPER)
+            thread.start()
+            return thread
+        return None
+
+    def _write(self) -> None:
+        """Beside an engine that answers already: nobody changes a weight."""
         tensors = {f"{name}/{part}": tensor for name, packed in self._made.items() for part, tensor in packed.tensors.items()}
         tables = {TABLE + name: table for name, table in self._made_tables.items()}
+        facts = {name: _facts(packed) for name, packed in self._made.items()} | {_MADE_FOR: self._path.name}
         size = sum(tensor.nbytes for tensor in (*tensors.values(), *tables.values()))
+        self._made, self._made_tables = {}, {}
         if size < LEAST_BYTES:
             return
-        facts = {name: _facts(packed) for name, packed in self._made.items()} | {_MADE_FOR: self._path.name}
         try:
             if size > MAX_DISK_SHARE * shutil.disk_usage(self._path.parent).free:
                 raise OSError(f"{size >> 20} MiB is more than half of the free space")
@@ -186,6 +195,8 @@ def write_tensors(path: Path, linears: Mapping[str, Tensor], tables: Mapping[str
         stream.write(len(header).to_bytes(8, "little") + header)
         for tensor in (*linears.values(), *tables.values()):
             stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        stream.flush()
+        os.fsync(stream.fileno())  # a file that has its name has its bytes, whatever happens to the machine
 
 
 _MADE_FOR = "made for"

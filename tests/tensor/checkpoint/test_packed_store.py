@@ -41,7 +41,7 @@ def files(kept: Path) -> list[Path]:
 
 
 def loaded(folder: Path, packed: Path | PackedFolder | None, quantization: str = "int8") -> LoadedModel:
-    return load_model(
+    found = load_model(
         folder,
         kernels=load_kernels("numba"),
         dtype=torch.float32,
@@ -52,6 +52,9 @@ def loaded(folder: Path, packed: Path | PackedFolder | None, quantization: str =
         quantization=quantization,
         packed=PackedFolder(packed, {}) if isinstance(packed, Path) else packed,
     )
+    if found.keeping is not None:
+        found.keeping.join()
+    return found
 
 
 def linears(model: LoadedModel) -> list[Any]:

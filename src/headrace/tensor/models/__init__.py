@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class LoadedModel:
     model_digest       hex; see `Checkpoint.digest`. Of random weights: of config.json and the seed
     weight_bytes       read by one decode step of one sequence
     resident_bytes     held in memory
+    keeping            writes the packed weights to disk; None: there is nothing to write
     """
 
     model: Decoder
@@ -66,6 +68,7 @@ class LoadedModel:
     weight_bytes: int
     resident_bytes: int
     dtype: torch.dtype
+    keeping: Thread | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +120,7 @@ def load_model(
         raise ConfigError("load_format", f"{load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     if world != 1:
         raise ConfigError("tensor_parallel_size", f"{world}: one model on several ranks is not supported yet", "Use 1.")
-    precision = Precision(quantization)
+    precision, keeping = Precision(quantization), None
     config = read_config(folder)
     architecture, spec = _read_spec(config)
     spec = spec.within(_resolve_max_model_len(max_model_len, spec.max_positions))
@@ -139,7 +142,7 @@ def load_model(
         model = Decoder(WeightReader(checkpoint, kernels, dtype or torch.float32, device, rank, world, precision, store), spec)
         checkpoint.check_all_read()
         if store is not None:
-            store.save()
+            keeping = store.save()
     if precision is not Precision.NONE:
         digest = blake2b(f"{digest} {quantization}".encode(), digest_size=16).hexdigest()
     return LoadedModel(
@@ -153,6 +156,7 @@ def load_model(
         weight_bytes=model.weight_bytes,
         resident_bytes=model.resident_bytes,
         dtype=model.dtype,
+        keeping=keeping,
     )
 
 
