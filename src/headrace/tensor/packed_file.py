@@ -1,8 +1,7 @@
 """A file of packed weights, and the folder of them: what of it can be done before torch is there.
 
 A safetensors file: linears first, tables (embeddings) last. Linears are read whole, by several threads, into memory that they then lie
-in: no page of them is mapped twice, none copied again. Tables are mapped: of an embedding only the rows that are looked up take memory,
-and nobody but this user can shorten the file under them (`cache_folder`); where the disk fails under a page the process ends.
+in: no page of them is mapped twice, none copied again. Tables stay in the file, which stays open: rows are read when they are looked up.
 
 Which file a start needs is known only after torch has been imported. Reading begins before, with the file that the last start with the
 same configuration needed; if it turns out to be another one, what was read is dropped.
@@ -16,6 +15,7 @@ import mmap
 import os
 import re
 import tempfile
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import blake2b
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 SUFFIX = ".safetensors"
 NOTE_SUFFIX = ".last"
 TABLE = "table:"
-"""How the names of tensors begin that are to be mapped."""
+"""How the names of tensors begin that stay in the file."""
 _NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
 
 
@@ -51,7 +51,8 @@ class PackedFile:
         tables = [tensor.begin for name, tensor in header.tensors.items() if name.startswith(TABLE)]
         self._num_read = min(tables, default=end)
         self._memory = map_pages(max(1, self._num_read))
-        self._tables = self._map(end) if tables else None
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
         self._reading: FileReading | None = FileReading(
             path, header.data_start, memoryview(self._memory)[: self._num_read], num_threads
         )  # fmt: skip
@@ -73,28 +74,17 @@ class PackedFile:
             reading.stop()
 
     def place(self, name: str) -> tuple[StoredTensor, mmap.mmap, int]:
-        """(the tensor, memory it lies in, first byte there); after `wait`. Raises KeyError for a name that is not there, ValueError
+        """(a linear's tensor, memory it lies in, first byte there); after `wait`. Raises KeyError for a name that is not there, ValueError
         for a linear that stands behind a table."""
         stored = self.tensors[name]
-        if name.startswith(TABLE):
-            assert self._tables is not None
-            return stored, self._tables[0], stored.begin - self._tables[1]
         if stored.end > self._num_read:
             raise ValueError(f"{name} stands behind a table")
         return stored, self._memory, stored.begin
 
-    def _map(self, end: int) -> tuple[mmap.mmap, int]:
-        """(private pages of the file up to `end`, byte of the data with which they begin)."""
-        position = self._data_start + self._num_read
-        first = position - position % mmap.ALLOCATIONGRANULARITY
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            pages = mmap.mmap(
-                descriptor, self._data_start + end - first, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=first
-            )
-        finally:
-            os.close(descriptor)
-        return pages, first - self._data_start
+    def place_of_table(self, name: str) -> tuple[StoredTensor, int, int]:
+        """(the table, descriptor of the open file, first byte in it); good for as long as this object. Raises KeyError."""
+        stored = self.tensors[TABLE + name]
+        return stored, self._descriptor, self._data_start + stored.begin
 
 
 class PackedFolder:

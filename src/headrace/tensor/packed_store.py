@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from hashlib import blake2b
+from math import prod
 from pathlib import Path
 from threading import Thread
 
@@ -24,6 +25,9 @@ from torch import Tensor
 
 from headrace.core.errors import CheckpointError
 from headrace.tensor.kernels import Kernels, Linear, PackedLinear
+from headrace.tensor.kernels.pages import read_bytes
+from headrace.tensor.kernels.stored_rows import read_rows
+from headrace.tensor.layers.table import Table
 from headrace.tensor.packed_file import NOTE_SUFFIX, SUFFIX, TABLE, PackedFile, PackedFolder
 
 log = logging.getLogger(__name__)
@@ -47,6 +51,26 @@ def store_name(digest: str, files: Iterable[Path], *, precision: str, layout: st
         info = path.stat()
         state.update(f"{path.name} {info.st_size} {info.st_mtime_ns}\0".encode())
     return state.hexdigest() + SUFFIX
+
+
+class StoredTable:
+    """A table in an open file of packed weights."""
+
+    resident_bytes = 0
+
+    def __init__(self, file: PackedFile, name: str, shape: tuple[int, int]) -> None:
+        """Raises KeyError for a name or a dtype that is not there, ValueError for another shape."""
+        stored, self._descriptor, self._start = file.place_of_table(name)
+        self._file, self._shape, self._dtype = file, shape, _DTYPES[stored.dtype]
+        if stored.shape != shape or not self._dtype.is_floating_point:
+            raise ValueError(f"{name} is {stored.dtype} of {list(stored.shape)}")
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return read_rows(self._descriptor, self._start, *self._shape, self._dtype, ids)
+
+    def whole(self) -> Tensor:
+        flat = read_bytes(self._file.path, self._start, prod(self._shape) * self._dtype.itemsize)
+        return flat.view(self._dtype).view(self._shape)
 
 
 class PackedStore:
@@ -79,15 +103,13 @@ class PackedStore:
         if (packed := self._kernels.packed(linear)) is not None:
             self._made[name] = packed
 
-    def find_table(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
-        """A table kept by an earlier start, its rows mapped from the file; not to be written to."""
+    def find_table(self, name: str, shape: tuple[int, int]) -> Table | None:
+        """A table kept by an earlier start, which stays in the file."""
         if self._found is None or TABLE + name not in self._found.tensors:
             return None
         try:
-            table = self._tensor(TABLE + name)
-            if table.shape != shape or not table.dtype.is_floating_point:
-                raise ValueError(f"{name} is {table.dtype} of {list(table.shape)}")
-        except (KeyError, ValueError, RuntimeError) as error:
+            table = StoredTable(self._found, name, shape)
+        except (KeyError, ValueError) as error:
             self._refuse(error)
             return None
         self._num_found += 1

@@ -20,7 +20,7 @@ KERNELS = load_kernels("reference")
 
 def weights_of(model: Any) -> list[torch.Tensor]:
     """Every weight that took part in loading, in a fixed order."""
-    found = [model.embedding, model.head.weight, model.final_norm.weight]
+    found = [model.embedding.whole(), model.head.weight, model.final_norm.weight]
     for block in model.blocks:
         found += [block.attention.qkv.weight, block.attention.output.weight, block.attention_norm.weight, block.mlp_norm.weight]
         found += [linear.weight for linear in block.mlp.linears]
@@ -98,7 +98,7 @@ def test_dtype_follows_option_then_configuration_then_weights(folder: Any) -> No
     folder.write()
     loaded = folder.load()
     assert loaded.dtype == torch.float32  # as config.json says
-    assert loaded.model.embedding.dtype == torch.bfloat16  # rows convert exactly when they are looked up
+    assert loaded.model.embedding.whole().dtype == torch.bfloat16  # rows convert exactly when they are looked up
     assert loaded.model.head.weight.dtype == torch.float32
     assert folder.load(dtype=torch.float16).model.head.weight.dtype == torch.float16
     del folder.config["dtype"]
@@ -136,9 +136,9 @@ def test_random_weights_depend_on_the_seed_alone(folder: Any) -> None:
     first, again, other = (folder.load(load_format="dummy", seed=seed) for seed in (1, 1, 2))
     assert_same(first.model, again.model)
     assert first.model_digest == again.model_digest != other.model_digest
-    assert not torch.equal(first.model.embedding, other.model.embedding)
+    assert not torch.equal(first.model.embedding.whole(), other.model.embedding.whole())
     assert torch.equal(first.model.final_norm.weight, torch.ones(8))
-    hidden = first.model.embedding.square().mean()
+    hidden = first.model.embedding.whole().square().mean()
     assert 0.05 < hidden < 0.3  # rows of about unit length
 
 

@@ -1,10 +1,9 @@
-"""Files of packed weights: what is read ahead is what is used or is dropped, and tables are mapped."""
+"""Files of packed weights: what is read ahead is what is used or is dropped, and tables stay in the file."""
 
 from __future__ import annotations
 
+import gc
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from headrace.core.errors import CheckpointError
 from headrace.tensor import file_memory
 from headrace.tensor.file_memory import FileReading
+from headrace.tensor.layers.table import HeldTable
 from headrace.tensor.packed_file import NOTE_SUFFIX, TABLE, PackedFile, PackedFolder
-from headrace.tensor.packed_store import write_tensors
+from headrace.tensor.packed_store import StoredTable, write_tensors
 
 NAME = "0" * 32 + ".safetensors"
 OTHER = "1" * 32 + ".safetensors"
@@ -32,11 +32,11 @@ def folder(tmp_path: Path) -> PackedFolder:
 def held(file: PackedFile) -> dict[str, torch.Tensor]:
     file.wait()
     found = {}
-    for name, tensor in {**LINEARS, **TABLES}.items():
+    for name, tensor in LINEARS.items():
         stored, memory, first = file.place(name)
         flat = torch.frombuffer(memory, dtype=torch.uint8, count=stored.end - stored.begin, offset=first)
         found[name] = flat.view(tensor.dtype).reshape(stored.shape)
-    return found
+    return found | {TABLE + "rows": StoredTable(file, "rows", (700, 16)).whole()}
 
 
 def assert_as_written(found: dict[str, torch.Tensor]) -> None:
@@ -58,37 +58,61 @@ def test_what_is_written_is_read_back_and_is_a_safetensors_file(folder: PackedFo
 
 def test_every_element_lies_as_its_size_needs_and_tables_come_last(folder: PackedFolder) -> None:
     file = PackedFile(folder.directory / NAME, 0)
-    placed = [(file.place(name)[2], tensor.element_size()) for name, tensor in {**LINEARS, **TABLES}.items()]
-    assert all(first % size == 0 for first, size in placed)
+    file.wait()
+    assert all(file.place(name)[2] % tensor.element_size() == 0 for name, tensor in LINEARS.items())
     assert file.tensors[TABLE + "rows"].begin == max(stored.begin for stored in file.tensors.values())
-    file.drop()
 
 
-def test_a_table_is_mapped_and_not_written_through(folder: PackedFolder) -> None:
-    found = held(PackedFile(folder.directory / NAME, 1))
+@pytest.mark.parametrize("ids", [[], [0], [699, 0, 3, 3, 698], list(range(700)) * 3])
+def test_rows_of_a_stored_table_are_those_of_the_one_in_memory(folder: PackedFolder, ids: list[int]) -> None:
+    table, wanted = StoredTable(PackedFile(folder.directory / NAME, 0), "rows", (700, 16)), torch.tensor(ids, dtype=torch.int64)
+    assert torch.equal(table.rows(wanted), HeldTable(TABLES[TABLE + "rows"]).rows(wanted))
+    strided = torch.stack([wanted, wanted + 1], 1)[:, 0]
+    assert torch.equal(table.rows(strided), table.rows(wanted))
+
+
+def test_a_table_outlives_its_file(folder: PackedFolder) -> None:
+    table = StoredTable(PackedFile(folder.directory / NAME, 0), "rows", (700, 16))
     (folder.directory / NAME).unlink()
-    found[TABLE + "rows"][3] = 0.0  # private pages
-    assert torch.equal(found[TABLE + "rows"][4:], TABLES[TABLE + "rows"][4:])
+    gc.collect()
+    assert torch.equal(table.rows(torch.tensor([5])), TABLES[TABLE + "rows"][5:6])
 
 
-def test_of_a_mapped_table_only_the_rows_that_are_looked_up_take_memory(tmp_path: Path) -> None:
-    """64 MiB, of which two rows are read, in a process of its own."""
-    write_tensors(tmp_path / NAME, {"b": torch.zeros(8)}, {TABLE + "rows": torch.zeros(1 << 14, 1 << 11).bfloat16()}, {})
-    code = f"""
-from pathlib import Path
-from headrace.tensor.packed_file import TABLE, PackedFile
-def used():
-    return sum(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")) << 10
-before = used()
-file = PackedFile(Path({str(tmp_path / NAME)!r}), 0)
-file.wait()
-stored, memory, first = file.place(TABLE + "rows")
-assert stored.end - stored.begin == 64 << 20
-memory[first], memory[first + (32 << 20)]
-print(used() - before)
-"""
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
-    assert int(done.stdout) < 4 << 20
+@pytest.mark.parametrize("bad", [-1, 700, 2**40])
+def test_an_id_that_is_no_row_is_refused(folder: PackedFolder, bad: int) -> None:
+    table = StoredTable(PackedFile(folder.directory / NAME, 0), "rows", (700, 16))
+    with pytest.raises(IndexError, match=r"outside 0\.\.699"):
+        table.rows(torch.tensor([3, bad]))
+
+
+def test_a_table_cut_short_is_an_error_and_not_a_wrong_row(folder: PackedFolder) -> None:
+    table = StoredTable(PackedFile(folder.directory / NAME, 0), "rows", (700, 16))
+    with (folder.directory / NAME).open("r+b") as stream:
+        stream.truncate((folder.directory / NAME).stat().st_size - 40)
+    assert torch.equal(table.rows(torch.tensor([697])), TABLES[TABLE + "rows"][697:698])
+    for row in (698, 699):
+        with pytest.raises(OSError, match="any more"):
+            table.rows(torch.tensor([0, row]))
+
+
+@pytest.mark.parametrize("shape", [(699, 16), (16, 700), (700, 8)])
+def test_a_table_of_another_shape_is_refused(folder: PackedFolder, shape: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="rows is BF16"):
+        StoredTable(PackedFile(folder.directory / NAME, 0), "rows", shape)
+
+
+def test_a_file_is_closed_with_the_last_who_uses_it(folder: PackedFolder) -> None:
+    def num_open() -> int:
+        return sum(str(folder.directory) in str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
+
+    table = StoredTable(PackedFile(folder.directory / NAME, 1), "rows", (700, 16))
+    gc.collect()
+    assert num_open() == 1 + 1  # reading was not waited for
+    table._file.wait()
+    assert num_open() == 1
+    del table
+    gc.collect()
+    assert num_open() == 0
 
 
 def test_a_linear_behind_a_table_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from headrace.tensor.kernels import Kernels, Linear
 from headrace.tensor.kernels.pages import empty
 from headrace.tensor.kernels.rounding import Precision
+from headrace.tensor.layers.table import HeldTable, Table
 
 
 class WeightSource(Protocol):
@@ -43,7 +44,7 @@ class Keeper(Protocol):
 
     def keep(self, name: str, linear: Linear) -> None: ...
 
-    def find_table(self, name: str, shape: tuple[int, ...]) -> Tensor | None: ...
+    def find_table(self, name: str, shape: tuple[int, int]) -> Table | None: ...
 
     def keep_table(self, name: str, table: Tensor) -> None: ...
 
@@ -98,7 +99,7 @@ class WeightReader:
             return torch.empty(size, dtype=torch.float32, device=self.device).copy_(stored).add_(plus)
         return self._empty(size).copy_(stored)
 
-    def table(self, name: str, rows: int, columns: int) -> Tensor:
+    def table(self, name: str, rows: int, columns: int) -> Table:
         """An embedding table [rows, columns], whole on every rank. A smaller stored dtype is kept: looked-up rows convert exactly."""
         if self.keeper is not None and (known := self.keeper.find_table(name, (rows, columns))) is not None:
             self.source.expect(name, (rows, columns))
@@ -108,7 +109,7 @@ class WeightReader:
         table = torch.empty((rows, columns), dtype=dtype, device=self.device).copy_(stored)
         if self.keeper is not None:
             self.keeper.keep_table(name, table)
-        return table
+        return HeldTable(table)
 
     def column_linear(self, parts: Sequence[Part], in_features: int, *, bias: bool) -> Linear:
         """Parts stacked into one linear; this rank's share of each part's rows. [in] -> [sum of rows / world]"""
@@ -128,11 +129,13 @@ class WeightReader:
         added = self._bias([part], [range(part.rows)]) if bias else None  # read on every rank: the checkpoint must hold it
         return self._packed([part], weight, added if self.rank == 0 else None, self.precision)
 
-    def tied_linear(self, name: str, table: Tensor) -> Linear:
-        """A linear from an embedding table [out, in] that is in memory already."""
-        part = Part(f"{name} as head", table.shape[0])
-        known = self._known([part], table.shape[1], False, is_stored=False)
-        return known or self._packed([part], table.to(self._weight_dtype([table])), None, self.precision)
+    def tied_linear(self, name: str, table: Table, rows: int, columns: int) -> Linear:
+        """A linear from an embedding table [rows, columns] that was read before."""
+        part = Part(f"{name} as head", rows)
+        if (known := self._known([part], columns, False, is_stored=False)) is not None:
+            return known
+        weight = table.whole()
+        return self._packed([part], weight.to(self._weight_dtype([weight])), None, self.precision)
 
     def _known(self, parts: Sequence[Part], in_features: int, bias: bool, *, is_stored: bool = True) -> Linear | None:
         """The linear of these parts, if it was kept; the checkpoint must hold their weights all the same."""

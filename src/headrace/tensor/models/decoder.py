@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from headrace.core.kvgroup import KvGroup
 from headrace.tensor.batch import Batch, GroupBatch, KvCache, LayerKv
@@ -115,7 +114,7 @@ class Decoder:
         head = f"{names.head}.weight"
         # A tied model stores one table; it is packed a second time for the head, since a lookup needs the plain rows.
         self.head = (
-            reader.tied_linear(names.embedding, self.embedding)
+            reader.tied_linear(names.embedding, self.embedding, spec.vocab_size, spec.hidden_size)
             if spec.is_tied and not reader.source.has(head)
             else reader.whole_linear(Part(head, spec.vocab_size), spec.hidden_size)
         )
@@ -129,8 +128,8 @@ class Decoder:
 
     @property
     def resident_bytes(self) -> int:
-        table = self.embedding.numel() * self.embedding.element_size()
-        return sum(block.weight_bytes(one_token=False) for block in self.blocks) + self.head.weight_bytes + table
+        blocks = sum(block.weight_bytes(one_token=False) for block in self.blocks)
+        return blocks + self.head.weight_bytes + self.embedding.resident_bytes
 
     @property
     def recorded_bytes(self) -> int:
@@ -139,7 +138,7 @@ class Decoder:
 
     def forward(self, ids: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         """ids [T] int64 -> hidden [T, E], of `batch.wanted` [W, E], normed, ready for `logits`. Writes keys and values into `kv`."""
-        branch = F.embedding(ids, self.embedding).to(self.dtype)
+        branch = self.embedding.rows(ids).to(self.dtype)
         if self._embedding_scale != 1.0:
             branch *= self._embedding_scale
         hidden = self._repeated.run(branch, batch, kv) if self._is_dense else None
