@@ -86,7 +86,6 @@ def _run(plans: list[Plan], model: str, options: dict[str, object], *, as_json: 
     from headrace.cli.config_decode import decode
     from headrace.engine.config import EngineConfig
     from headrace.engine.read_ahead import read_ahead
-    from headrace.engine.runner_build import build_runner
     from headrace.fleet.weights import resolve_model
     from headrace.lab.replay import replay as run_again
 
@@ -94,7 +93,14 @@ def _run(plans: list[Plan], model: str, options: dict[str, object], *, as_json: 
     options["num_kv_blocks"] = options["num_kv_blocks"] or 1 + max((max(plan.table_blocks, default=0) for plan in plans), default=1)
     options |= {"max_num_seqs": seqs, "max_num_batched_tokens": max(seqs, *(plan.num_tokens for plan in plans))}
     config = decode(EngineConfig, {**options, "model": str(resolve_model(model))}).checked()
-    runner, _ = build_runner(config, read_ahead(config))
+    packed = read_ahead(config)
+    try:
+        from headrace.engine.runner_build import build_runner
+
+        runner, _ = build_runner(config, packed)
+    finally:
+        if packed is not None:
+            packed.drop()
     try:
         for done in run_again(plans, runner):
             yield _line(done, as_json=as_json)

@@ -115,7 +115,7 @@ def _check_weights_fit(found: ModelDescription, available: Available, num_bytes_
         raise ConfigError(
             "model",
             f"{describe_bytes(found.resident_bytes)} of {found.dtype_name} weights do not fit the "
-            f"{describe_bytes(available.num_bytes)} that {available.source} leaves",
+            f"{describe_bytes(available.num_bytes + num_bytes_ahead)} that {available.source} leaves",
             "Free memory or use a smaller model.",
         )
 

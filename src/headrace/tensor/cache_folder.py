@@ -15,6 +15,8 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 ENVIRONMENT = "HEADRACE_CACHE_DIR"
+KEEP = "HEADRACE_KEEP_PACKED"
+"""0: packed weights are made at every start and take no disk."""
 
 
 def cache_root(environ: Mapping[str, str]) -> Path:
@@ -26,7 +28,9 @@ def cache_root(environ: Mapping[str, str]) -> Path:
 
 
 def packed_directory() -> Path | None:
-    """This user's folder for packed weights, closed to others; None, with a log line, where there cannot be one."""
+    """This user's folder for packed weights, closed to others; None where they are not to be kept, or, with a log line, cannot be."""
+    if os.environ.get(KEEP) == "0":
+        return None
     try:
         return open_private(cache_root(os.environ), ("packed",))
     except OSError as error:

@@ -12,7 +12,6 @@ import os
 import threading
 from collections import deque
 from contextlib import suppress
-from pathlib import Path
 
 CHUNK_BYTES = 16 << 20
 """Read by one thread at a time: a millisecond or more, since between two chunks a thread may wait that long for the interpreter."""
@@ -33,33 +32,35 @@ class FileReading:
     num_read  bytes that have arrived
     """
 
-    def __init__(self, path: Path, start: int, target: memoryview, num_threads: int) -> None:
-        """Bytes [start, start + len(target)) of the file. Raises OSError where it cannot be opened."""
+    def __init__(self, descriptor: int, start: int, target: memoryview, num_threads: int) -> None:
+        """Bytes [start, start + len(target)) of an open file, which stays open until `wait` or `stop` has returned."""
         self.num_read = 0
         self._error: OSError | None = None
         self._parts = deque((target[first : first + CHUNK_BYTES], start + first) for first in range(0, len(target), CHUNK_BYTES))
         self._lock = threading.Lock()
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._threads = [threading.Thread(target=self._read, daemon=True, name="headrace-read") for _ in range(num_threads)]
-        for thread in self._threads:
-            thread.start()
+        self._descriptor = descriptor
+        self._threads: list[threading.Thread] = []
+        with suppress(RuntimeError):  # no thread more may be had: who waits reads alone
+            for _ in range(num_threads):
+                thread = threading.Thread(target=self._read, daemon=True, name="headrace-read")
+                thread.start()
+                self._threads.append(thread)
 
     def wait(self) -> None:
         """Until all bytes are there. Once. Raises OSError where they cannot be read, or the file became shorter."""
         self._read()
-        self._close()
+        self._join()
         if self._error is not None:
             raise self._error
 
     def stop(self) -> None:
         """Nobody wants the bytes: returns once no thread writes into the memory any more."""
         self._parts.clear()
-        self._close()
+        self._join()
 
-    def _close(self) -> None:
+    def _join(self) -> None:
         for thread in self._threads:
             thread.join()
-        os.close(self._descriptor)
 
     def _read(self) -> None:
         while self._error is None:

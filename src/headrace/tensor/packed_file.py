@@ -14,7 +14,6 @@ import logging
 import mmap
 import os
 import re
-import tempfile
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
@@ -34,16 +33,29 @@ TABLE = "table:"
 _NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
 
 
+def is_named(descriptor: int, path: Path) -> bool:
+    """Whether an open file is the one that stands at `path` now."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
+
+
 class PackedFile:
     """An open file. Raises CheckpointError for a damaged one, OSError for one that cannot be opened.
 
-    facts    its metadata: text by name
-    tensors  what it holds, by name
+    facts       its metadata: text by name
+    tensors     what it holds, by name
+    descriptor  of the open file, for as long as this object
     """
 
     def __init__(self, path: Path, num_threads: int) -> None:
         """num_threads  that read the linears from now on, besides whoever waits for them."""
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
         header = read_header(path)
+        if not is_named(self.descriptor, path):
+            raise OSError("it was replaced while it was opened")
         self.path, self.tensors = path, header.tensors
         self.facts: dict[str, str] = header.metadata if isinstance(header.metadata, dict) else {}
         self._data_start = header.data_start
@@ -51,11 +63,11 @@ class PackedFile:
         tables = [tensor.begin for name, tensor in header.tensors.items() if name.startswith(TABLE)]
         self._num_read = min(tables, default=end)
         self._memory = map_pages(max(1, self._num_read))
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._descriptor)
-        self._reading: FileReading | None = FileReading(
-            path, header.data_start, memoryview(self._memory)[: self._num_read], num_threads
-        )  # fmt: skip
+        if end > self._num_read and hasattr(os, "posix_fadvise"):
+            # Rows of tables are read one by one; by then the system is to have them.
+            os.posix_fadvise(self.descriptor, self._data_start + self._num_read, end - self._num_read, os.POSIX_FADV_WILLNEED)
+        target = memoryview(self._memory)[: self._num_read]
+        self._reading: FileReading | None = FileReading(self.descriptor, header.data_start, target, num_threads)
 
     @property
     def num_bytes_read(self) -> int:
@@ -81,10 +93,10 @@ class PackedFile:
             raise ValueError(f"{name} stands behind a table")
         return stored, self._memory, stored.begin
 
-    def place_of_table(self, name: str) -> tuple[StoredTensor, int, int]:
-        """(the table, descriptor of the open file, first byte in it); good for as long as this object. Raises KeyError."""
+    def place_of_table(self, name: str) -> tuple[StoredTensor, int]:
+        """(the table, first byte in the file). Raises KeyError."""
         stored = self.tensors[TABLE + name]
-        return stored, self._descriptor, self._data_start + stored.begin
+        return stored, self._data_start + stored.begin
 
 
 class PackedFolder:
@@ -110,7 +122,7 @@ class PackedFolder:
             if _NAME.fullmatch(name) and path.stat().st_size <= most_bytes:
                 self._ahead = PackedFile(path, 1)
         except (OSError, ValueError, CheckpointError):
-            return
+            self._ahead = None
 
     def open(self, name: str, num_threads: int) -> PackedFile:
         """The file, in memory. Raises CheckpointError, OSError."""
@@ -133,9 +145,11 @@ class PackedFolder:
         with suppress(OSError, ValueError):
             if self._note.read_text(encoding="ascii") == name:
                 return
+        new = self._note.with_suffix(f".{os.getpid()}")
         try:
-            with tempfile.NamedTemporaryFile("w", dir=self.directory, suffix=".new", delete=False, encoding="ascii") as stream:
-                stream.write(name)
-            os.replace(stream.name, self._note)
+            new.write_text(name, encoding="ascii")
+            os.replace(new, self._note)
         except OSError as error:
             log.warning("the next start will not read ahead: %s", error)
+            with suppress(OSError):
+                new.unlink(missing_ok=True)

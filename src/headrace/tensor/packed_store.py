@@ -7,14 +7,13 @@ numbers only: nothing of it can run. What is not used for long makes room. How i
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import shutil
-import tempfile
-import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
@@ -24,11 +23,12 @@ import torch
 from torch import Tensor
 
 from headrace.core.errors import CheckpointError
+from headrace.tensor.checkpoint_files import MAX_JSON_BYTES, decode_json
 from headrace.tensor.kernels import Kernels, Linear, PackedLinear
-from headrace.tensor.kernels.pages import read_bytes
-from headrace.tensor.kernels.stored_rows import read_rows
+from headrace.tensor.kernels.pages import read_open
+from headrace.tensor.kernels.stored_rows import prepare, read_rows
 from headrace.tensor.layers.table import Table
-from headrace.tensor.packed_file import NOTE_SUFFIX, SUFFIX, TABLE, PackedFile, PackedFolder
+from headrace.tensor.packed_file import NOTE_SUFFIX, SUFFIX, TABLE, PackedFile, PackedFolder, is_named
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ MAX_DISK_SHARE = 0.5
 """Of the free space that a new file may take."""
 LEAST_BYTES = 4 << 20
 """Less is packed as fast as it is found."""
-ABANDONED_S = 3600.0
+UNFINISHED = ".unfinished"
 KEEPER = "headrace-keep"
 """The thread that writes."""
 
@@ -60,16 +60,16 @@ class StoredTable:
 
     def __init__(self, file: PackedFile, name: str, shape: tuple[int, int]) -> None:
         """Raises KeyError for a name or a dtype that is not there, ValueError for another shape."""
-        stored, self._descriptor, self._start = file.place_of_table(name)
+        stored, self._start = file.place_of_table(name)
         self._file, self._shape, self._dtype = file, shape, _DTYPES[stored.dtype]
         if stored.shape != shape or not self._dtype.is_floating_point:
             raise ValueError(f"{name} is {stored.dtype} of {list(stored.shape)}")
 
     def rows(self, ids: Tensor) -> Tensor:
-        return read_rows(self._descriptor, self._start, *self._shape, self._dtype, ids)
+        return read_rows(self._file.descriptor, self._start, *self._shape, self._dtype, ids)
 
     def whole(self) -> Tensor:
-        flat = read_bytes(self._file.path, self._start, prod(self._shape) * self._dtype.itemsize)
+        flat = read_open(self._file.descriptor, self._start, prod(self._shape) * self._dtype.itemsize)
         return flat.view(self._dtype).view(self._shape)
 
 
@@ -81,7 +81,8 @@ class PackedStore:
         self._kernels = kernels
         self._made: dict[str, PackedLinear] = {}
         self._made_tables: dict[str, Tensor] = {}
-        self._num_found, self._is_damaged = 0, False
+        self._num_found = 0
+        self._damaged: PackedFile | None = None
         self._found = self._open()
 
     def find(self, name: str) -> Linear | None:
@@ -117,20 +118,22 @@ class PackedStore:
 
     def keep_table(self, name: str, table: Tensor) -> None:
         self._made_tables[name] = table
+        prepare()  # compiled now, with everything else that a first start compiles
 
     def save(self) -> Thread | None:
-        """Begin to write what was made, unless it was all found; once. The thread ends when it is written, and so does the process only
-        then; it logs why something was not written.
+        """Begin to write what was made, unless it was all found; once. The thread ends when it is written; it logs why something was not.
 
+        A program that ends waits for it. An engine process does not: what it leaves half written, a later start removes.
         A file of which one part could be used and another not is removed: what was found in it is not at hand to be written again.
         """
-        if self._is_damaged:
+        if self._damaged is not None:
             with suppress(OSError):
-                self._path.unlink(missing_ok=True)
+                if is_named(self._damaged.descriptor, self._path):
+                    self._path.unlink()
         elif self._found is not None:
             self._folder.remember(self._path.name)
         elif self._made:
-            thread = Thread(target=self._write, name=KEEPER)
+            thread = Thread(target=self._write, name=KEEPER, daemon=False)
             thread.start()
             return thread
         return None
@@ -147,17 +150,22 @@ class PackedStore:
         try:
             if size > MAX_DISK_SHARE * shutil.disk_usage(self._path.parent).free:
                 raise OSError(f"{size >> 20} MiB is more than half of the free space")
-            descriptor, new = tempfile.mkstemp(dir=self._path.parent, suffix=".new")
-            os.close(descriptor)
-            try:
-                write_tensors(Path(new), tensors, tables, facts)
-                os.replace(new, self._path)
-            finally:
-                with suppress(FileNotFoundError):
-                    os.unlink(new)
-            self._make_room()
+            new = self._path.with_suffix(UNFINISHED)
+            with locked(new) as descriptor:
+                if descriptor is None:
+                    log.info("packed weights are being written by another process")
+                    return
+                log.info("writing %d MiB of packed weights to %s", size >> 20, self._path)
+                try:
+                    write_tensors(descriptor, tensors, tables, facts)
+                    os.replace(new, self._path)
+                except BaseException:
+                    new.unlink(missing_ok=True)
+                    raise
+            log.info("packed weights are written")
             self._folder.remember(self._path.name)
-        except OSError as error:
+            self._make_room()
+        except (OSError, CheckpointError) as error:
             log.warning("packed weights are not kept (%s); they are made again at the next start", error)
 
     def _open(self) -> PackedFile | None:
@@ -168,7 +176,8 @@ class PackedStore:
             found = self._folder.open(self._path.name, torch.get_num_threads() - 1)
             if found.facts.get(_MADE_FOR) != self._path.name:
                 raise OSError("it was made for another model")
-            os.utime(self._path)  # read now: see _make_room
+            with suppress(OSError):  # another start has just made room
+                os.utime(found.descriptor)  # read now: see _make_room
         except (CheckpointError, OSError) as error:
             log.warning("packed weights %s cannot be read (%s); they are made again", self._path, error)
             return None
@@ -183,16 +192,14 @@ class PackedStore:
 
     def _refuse(self, error: Exception) -> None:
         log.warning("packed weights %s cannot be used (%s); they are made again", self._path, error)
-        self._found, self._is_damaged = None, self._num_found > 0
+        self._damaged = self._found if self._num_found > 0 else None
+        self._found = None
 
     def _make_room(self) -> None:
-        files = sorted(self._path.parent.glob("*" + SUFFIX), key=lambda path: path.stat().st_mtime, reverse=True)
+        files = sorted(self._path.parent.glob("*" + SUFFIX), key=_last_used, reverse=True)
         for path in files[MAX_FILES:]:
             path.unlink(missing_ok=True)
-        for path in self._path.parent.glob("*.new"):  # of starts that were killed meanwhile
-            with suppress(OSError):
-                if path.stat().st_mtime < time.time() - ABANDONED_S:
-                    path.unlink()
+        remove_unfinished(self._path.parent)
         kept = {path.name for path in files[:MAX_FILES]}
         for note in self._path.parent.glob("*" + NOTE_SUFFIX):
             with suppress(OSError):
@@ -200,10 +207,45 @@ class PackedStore:
                     note.unlink()
 
 
-def write_tensors(path: Path, linears: Mapping[str, Tensor], tables: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
+def _last_used(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # another start has just removed it
+        return 0.0
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[int | None]:
+    """A file that only this process writes to until the end, open and empty; None where another one does. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+            return
+        if not is_named(descriptor, path):  # it has its final name by now, or is gone
+            yield None
+            return
+        os.ftruncate(descriptor, 0)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """What processes left behind that ended while they wrote."""
+    for path in directory.glob("*" + UNFINISHED):
+        with suppress(OSError), locked(path) as descriptor:
+            if descriptor is not None:
+                path.unlink()
+
+
+def write_tensors(descriptor: int, linears: Mapping[str, Tensor], tables: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
     """A safetensors file, written from where the tensors lie: its own library copies them all first, which may be all the memory there is.
 
-    Larger elements come first, so that each tensor lies as its elements need; tables come last. Raises OSError.
+    Larger elements come first, so that each tensor lies as its elements need; tables come last. Raises OSError; CheckpointError, before
+    anything is written, for more tensors than `read_header` takes.
     """
     linears = dict(sorted(linears.items(), key=lambda item: (-item[1].element_size(), item[0])))
     entries: dict[str, object] = {"__metadata__": dict(facts)}
@@ -213,7 +255,10 @@ def write_tensors(path: Path, linears: Mapping[str, Tensor], tables: Mapping[str
         entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
-    with path.open("wb") as stream:
+    if len(header) > MAX_JSON_BYTES:
+        raise CheckpointError("packed weights", f"a header of {len(header)} bytes is more than {MAX_JSON_BYTES}")
+    decode_json("packed weights", header)
+    with os.fdopen(descriptor, "wb", closefd=False) as stream:
         stream.write(len(header).to_bytes(8, "little") + header)
         for tensor in (*linears.values(), *tables.values()):
             stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.core.errors import CheckpointError
-from headrace.tensor import file_memory
+from headrace.core.errors import CheckpointError, EngineFatal
+from headrace.tensor import checkpoint_files, file_memory
 from headrace.tensor.file_memory import FileReading
 from headrace.tensor.layers.table import HeldTable
 from headrace.tensor.packed_file import NOTE_SUFFIX, TABLE, PackedFile, PackedFolder
@@ -23,9 +26,14 @@ LINEARS = {"a/words": torch.arange(24, dtype=torch.int32).reshape(4, 6), "a/scal
 TABLES = {TABLE + "rows": torch.randn(700, 16).bfloat16()}
 
 
+def written(path: Path, *what: Mapping[str, Any]) -> None:
+    with path.open("wb") as stream:
+        write_tensors(stream.fileno(), *what)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> PackedFolder:
-    write_tensors(tmp_path / NAME, LINEARS, TABLES, {"made for": NAME})
+    written(tmp_path / NAME, LINEARS, TABLES, {"made for": NAME})
     return PackedFolder(tmp_path, {"model": "m"})
 
 
@@ -91,7 +99,7 @@ def test_a_table_cut_short_is_an_error_and_not_a_wrong_row(folder: PackedFolder)
         stream.truncate((folder.directory / NAME).stat().st_size - 40)
     assert torch.equal(table.rows(torch.tensor([697])), TABLES[TABLE + "rows"][697:698])
     for row in (698, 699):
-        with pytest.raises(OSError, match="any more"):
+        with pytest.raises(EngineFatal, match="any more"):
             table.rows(torch.tensor([0, row]))
 
 
@@ -106,9 +114,8 @@ def test_a_file_is_closed_with_the_last_who_uses_it(folder: PackedFolder) -> Non
         return sum(str(folder.directory) in str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
 
     table = StoredTable(PackedFile(folder.directory / NAME, 1), "rows", (700, 16))
-    gc.collect()
-    assert num_open() == 1 + 1  # reading was not waited for
     table._file.wait()
+    gc.collect()
     assert num_open() == 1
     del table
     gc.collect()
@@ -143,7 +150,7 @@ def test_a_configuration_knows_its_own_file_only(folder: PackedFolder) -> None:
 
 
 def test_another_file_than_was_read_ahead_is_read_and_the_first_one_dropped(folder: PackedFolder) -> None:
-    write_tensors(folder.directory / OTHER, {"b": torch.zeros(5)}, {}, {})
+    written(folder.directory / OTHER, {"b": torch.zeros(5)}, {}, {})
     folder.remember(OTHER)
     folder.read_ahead(1 << 30)
     assert folder._ahead is not None
@@ -186,6 +193,13 @@ def test_the_note_is_written_once_and_replaced_whole(folder: PackedFolder) -> No
     assert not list(folder.directory.glob("*.new"))
 
 
+def test_more_tensors_than_can_be_read_back_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_files, "MAX_CONTAINERS", 50)
+    with pytest.raises(CheckpointError, match="more than 50"):
+        written(tmp_path / NAME, {str(number): torch.zeros(1) for number in range(30)}, {}, {})
+    assert (tmp_path / NAME).stat().st_size == 0
+
+
 # reading
 
 
@@ -195,8 +209,9 @@ def test_many_chunks_arrive_whole_and_in_place(tmp_path: Path, num_threads: int,
     data = os.urandom(50_001)
     (tmp_path / "f").write_bytes(data)
     target = bytearray(49_990)
-    reading = FileReading(tmp_path / "f", 7, memoryview(target), num_threads)
-    reading.wait()
+    with (tmp_path / "f").open("rb") as stream:
+        reading = FileReading(stream.fileno(), 7, memoryview(target), num_threads)
+        reading.wait()
     assert target == data[7 : 7 + 49_990]
     assert reading.num_read == 49_990
 
@@ -204,16 +219,29 @@ def test_many_chunks_arrive_whole_and_in_place(tmp_path: Path, num_threads: int,
 def test_a_file_that_became_shorter_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_memory, "CHUNK_BYTES", 1000)
     (tmp_path / "f").write_bytes(b"x" * 5000)
-    with pytest.raises(OSError, match="shorter"):
-        FileReading(tmp_path / "f", 0, memoryview(bytearray(9000)), 2).wait()
+    with (tmp_path / "f").open("rb") as stream, pytest.raises(OSError, match="shorter"):
+        FileReading(stream.fileno(), 0, memoryview(bytearray(9000)), 2).wait()
+
+
+def test_where_no_thread_may_be_had_who_waits_reads_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    (tmp_path / "f").write_bytes(b"x" * 5000)
+    target = bytearray(5000)
+    with (tmp_path / "f").open("rb") as stream:
+        FileReading(stream.fileno(), 0, memoryview(target), 2).wait()
+    assert target == b"x" * 5000
 
 
 def test_after_a_stop_nothing_is_written_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_memory, "CHUNK_BYTES", 1 << 16)
     (tmp_path / "f").write_bytes(b"x" * (16 << 20))
     target = bytearray(16 << 20)
-    reading = FileReading(tmp_path / "f", 0, memoryview(target), 2)
-    reading.stop()
+    with (tmp_path / "f").open("rb") as stream:
+        reading = FileReading(stream.fileno(), 0, memoryview(target), 2)
+        reading.stop()
     target[:] = bytes(16 << 20)
     assert not any(thread.is_alive() for thread in reading._threads)
     assert target.count(0) == 16 << 20

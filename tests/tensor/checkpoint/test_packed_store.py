@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ from headrace.tensor import cache_folder, packed_store
 from headrace.tensor.checkpoint import Checkpoint
 from headrace.tensor.kernels import launch, load_kernels
 from headrace.tensor.kernels.linear import StripLinear
+from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.models import LoadedModel, load_model
 from headrace.tensor.packed_file import SUFFIX, PackedFolder
+from headrace.tensor.packed_store import UNFINISHED, locked
 
 
 @pytest.fixture
@@ -172,6 +176,9 @@ def test_the_folder_is_private_and_may_be_missing(
     with caplog.at_level(logging.WARNING):
         assert cache_folder.packed_directory() is None
     assert "not kept" in caplog.text
+    found.chmod(0o700)
+    monkeypatch.setenv("HEADRACE_KEEP_PACKED", "0")
+    assert cache_folder.packed_directory() is None
 
 
 def test_a_linear_packed_in_a_way_that_is_not_kept_is_made_at_every_start(
@@ -205,15 +212,73 @@ def test_small_weights_are_not_kept(folder: Path, kept: Path, monkeypatch: pytes
 
 
 def test_what_killed_starts_and_removed_files_left_behind_is_cleared_away(folder: Path, kept: Path) -> None:
-    old, young, note = kept / "a.new", kept / "b.new", kept / ("0" * 32 + ".last")
-    for path in (old, young, note):
+    left, note = kept / ("a" + UNFINISHED), kept / ("0" * 32 + ".last")
+    for path in (left, note):
         path.write_text("gone")
-    os.utime(old, (1000, 1000))
-    loaded(folder, kept)
-    assert not old.exists()
+    with locked(kept / ("b" + UNFINISHED)) as other:
+        assert other is not None
+        loaded(folder, kept)
+        assert (kept / ("b" + UNFINISHED)).exists()
+    assert not left.exists()
     assert not note.exists()
-    assert young.exists()
     assert len(list(kept.glob("*.last"))) == 1
+
+
+def test_what_another_process_is_writing_is_left_to_it(folder: Path, kept: Path) -> None:
+    loaded(folder, kept)
+    [file] = files(kept)
+    file.unlink()
+    with locked(file.with_suffix(UNFINISHED)) as other:
+        assert other is not None
+        loaded(folder, kept)
+        assert files(kept) == []
+    loaded(folder, kept)
+    assert files(kept) == [file]
+    assert not list(kept.glob("*" + UNFINISHED))
+
+
+def test_a_process_that_is_ended_while_it_writes_is_in_nobodys_way(folder: Path, kept: Path) -> None:
+    loaded(folder, kept)
+    [file] = files(kept)
+    whole = file.read_bytes()
+    file.unlink()
+    code = f"""
+import os
+from pathlib import Path
+from headrace.tensor.packed_store import locked
+with locked(Path({str(file.with_suffix(UNFINISHED))!r})) as descriptor:
+    os.write(descriptor, b"x" * 100_000_000)
+    os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert file.with_suffix(UNFINISHED).stat().st_size == 100_000_000
+    loaded(folder, kept)
+    assert file.read_bytes() == whole
+    assert not list(kept.glob("*" + UNFINISHED))
+
+
+def test_weights_that_cannot_be_read_back_are_not_kept(
+    folder: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(packed_store, "MAX_JSON_BYTES", 1000)
+    with caplog.at_level(logging.WARNING):
+        loaded(folder, kept)
+    assert "not kept" in caplog.text
+    assert list(kept.iterdir()) == []
+
+
+def test_the_layout_says_all_that_strips_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, invariant = load_kernels("numba"), load_kernels("numba", deterministic=True)
+    for precision in Precision:
+        seen = {kernels.packed_layout(precision)}
+        with monkeypatch.context() as patch:
+            patch.setattr("headrace.tensor.kernels.cpu.DEPTH", 128)
+            seen.add(kernels.packed_layout(precision))
+        with monkeypatch.context() as patch:
+            patch.setattr("headrace.tensor.kernels.cpu.linear_path", lambda features, dtype: "another")
+            seen.add(kernels.packed_layout(precision))
+            assert "another" not in invariant.packed_layout(precision)
+        assert len(seen) == 3
 
 
 def test_the_next_start_reads_ahead_what_this_one_used(folder: Path, kept: Path) -> None:

@@ -102,10 +102,10 @@ class NumbaKernels:
         return OutsideLinear(REFERENCE.pack_rounded(weight, bias))
 
     def packed_layout(self, precision: Precision) -> str:
-        layout = f"strips of {STRIP_COLUMNS}, bytes in order"
-        if precision is not Precision.NONE:
-            return layout
-        return f"{layout}, pieces of {DEPTH}, for {thread_limit()} threads{', every linear' if self.deterministic else ''}"
+        features = read_cpu_features()
+        paths = ["strips"] if self.deterministic else [linear_path(features, dtype) for dtype in _DTYPES]
+        layout = f"strips of {STRIP_COLUMNS}, bytes in order, pieces of {DEPTH}, {paths}"
+        return layout if precision is not Precision.NONE else f"{layout}, blocks for {thread_limit()} threads"
 
     def packed(self, linear: Linear) -> PackedLinear | None:
         return linear.packed() if isinstance(linear, quantized.IntegerLinear | StripLinear) else None

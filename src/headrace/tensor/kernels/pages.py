@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -26,7 +27,16 @@ def read_bytes(path: Path, start: int, num_bytes: int) -> Tensor:
 
     Large ones are copied by as many threads as torch computes with. Raises OSError.
     """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return read_open(descriptor, start, num_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def read_open(descriptor: int, start: int, num_bytes: int) -> Tensor:
+    """`read_bytes` of an open file."""
     memory = empty(num_bytes, torch.uint8)
     with memoryview(memory.numpy()) as view:  # type: ignore[arg-type]
-        FileReading(path, start, view, torch.get_num_threads() - 1 if num_bytes >= LEAST_BYTES else 0).wait()
+        FileReading(descriptor, start, view, torch.get_num_threads() - 1 if num_bytes >= LEAST_BYTES else 0).wait()
     return memory

@@ -10,10 +10,13 @@ import torch
 from numba import types
 from torch import Tensor
 
+from headrace.core.errors import EngineFatal
 from headrace.tensor.kernels.launch import compile_kernel, launch, words
 from headrace.tensor.kernels.simd import as_i64, load, store
 from headrace.tensor.kernels.together import settle
 
+TRIES = 8
+"""A signal may end a call that has read nothing yet."""
 _pread = types.ExternalFunction("pread", types.intp(types.int32, types.intp, types.intp, types.int64))
 
 
@@ -24,7 +27,10 @@ def _read_rows(arguments: int, worker: int, workers: int) -> None:
     for row in range(count):
         done = 0
         while done < row_bytes:
-            got = _pread(descriptor, out + row * row_bytes + done, row_bytes - done, start + load(ids, row) * row_bytes + done)
+            got, tries = 0, 0
+            while got <= 0 and tries < TRIES:
+                got = _pread(descriptor, out + row * row_bytes + done, row_bytes - done, start + load(ids, row) * row_bytes + done)
+                tries += 1
             if got <= 0:
                 return
             done += got
@@ -36,10 +42,16 @@ def _kernel() -> int:
     return compile_kernel(_read_rows)
 
 
+def prepare() -> None:
+    """Compile now what reads rows."""
+    _kernel()
+
+
 def read_rows(descriptor: int, start: int, num_rows: int, columns: int, dtype: torch.dtype, ids: Tensor) -> Tensor:
     """Rows `ids` [T] int64 of a table [num_rows, columns] at byte `start` of an open file -> [T, columns].
 
-    Raises: IndexError for an id that is no row; OSError where the file cannot be read, or is shorter than the table.
+    Raises: IndexError for an id that is no row; EngineFatal where the file cannot be read, or is shorter than the table: a process
+    that starts anew makes another one.
     """
     ids = ids.contiguous()
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < num_rows:
@@ -49,5 +61,5 @@ def read_rows(descriptor: int, start: int, num_rows: int, columns: int, dtype: t
     launch(_kernel(), memory, 1, out, ids)
     settle()
     if memory[6]:
-        raise OSError("rows of a table cannot be read from the file of packed weights any more")
+        raise EngineFatal("rows of a table cannot be read from the file of packed weights any more")
     return out

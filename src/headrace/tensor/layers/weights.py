@@ -77,7 +77,9 @@ def stacked_parts(prefix: str, names: tuple[str, ...], rows: list[int]) -> list[
 
 @dataclass(frozen=True, slots=True)
 class WeightReader:
-    """Reads for one rank, in the dtype and on the device the model computes with. Every tensor returned is a copy.
+    """Reads for one rank, in the dtype and on the device the model computes with.
+
+    Every tensor returned is a copy; what a keeper gives back lies in its file, or in memory that was read from it.
 
     precision  of the linears' weights; norms, embeddings and routers stay as they are
     keeper     gives linears of that precision, and tables, back without reading their weights
