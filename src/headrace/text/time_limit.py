@@ -19,6 +19,28 @@ class TimedOut(Exception):
     """Raised inside a `time_limit` block whose time is over."""
 
 
+class _TakenBack(Exception):
+    """Takes the place of a TimedOut that was still on its way."""
+
+
+def _raise_in(thread: int, error: type[Exception]) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
+
+
+def _take_back(thread: int) -> None:
+    """Called by `thread` itself: whatever was to be raised in it will not be.
+
+    Not by setting no exception at all: CPython (3.11) would go on looking for one before every call and jump of every thread, for good,
+    and never return from the first call that a tracer or debugger watches.
+    """
+    try:
+        _raise_in(thread, _TakenBack)
+        while True:
+            time.sleep(0)
+    except _TakenBack:
+        pass
+
+
 class _Watchdog:
     """One thread that looks at all running blocks. It sleeps while there are none."""
 
@@ -42,7 +64,7 @@ class _Watchdog:
             self._deadlines.pop(thread, None)
             if thread in self._interrupted:
                 self._interrupted.discard(thread)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
+                _take_back(thread)
 
     def _run(self) -> None:
         while True:
@@ -53,7 +75,7 @@ class _Watchdog:
                 for thread in [thread for thread, deadline in self._deadlines.items() if deadline <= now]:
                     del self._deadlines[thread]
                     self._interrupted.add(thread)
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimedOut))
+                    _raise_in(thread, TimedOut)
             time.sleep(TICK_S)
 
 
