@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -25,11 +26,8 @@ def test_a_loop_is_ended_and_the_next_block_runs() -> None:
 
 
 def test_a_block_that_swallows_its_end_leaves_nothing_behind() -> None:
-    with time_limit(0.01):
-        try:
-            loop()
-        except TimedOut:
-            pass
+    with time_limit(0.01), suppress(TimedOut):
+        loop()
     until = time.monotonic() + 0.2
     while time.monotonic() < until:  # nothing is raised any more
         pass
