@@ -132,6 +132,24 @@ def test_a_request_survives_the_wire(request: EngineRequest) -> None:
     assert decode_submit(command.submit) == request
 
 
+@pytest.mark.parametrize(
+    ("deadline_s", "expected_ms"),
+    [
+        (524.287, 524287),
+        (0.0, 0),
+        (-1.0, 0),
+        (1e-12, 1),
+        (0.0101, 11),
+        (1.0, 1000),
+        (999_999.999, 999_999_999),
+        (1e6 + 0.0005, 1_000_000_001),
+    ],
+)
+def test_a_deadline_is_rounded_up_to_whole_milliseconds(deadline_s: float, expected_ms: int) -> None:
+    request = EngineRequest(request_id=RequestId("r"), prompt_ids=(1,), params=SamplingParams(), deadline_s=deadline_s)
+    assert encode_submit(request, Handle(7)).submit.deadline_remaining_ms == expected_ms
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.lists(updates(), max_size=3))
 def test_updates_of_one_step_survive_the_wire(batch: list[SequenceUpdate]) -> None:

@@ -91,8 +91,11 @@ def decode_finish(message: pb.Finish) -> tuple[Handle, int, int, FinishReason]:
 
 
 def _remaining_ms(deadline_s: float | None, waited_s: float) -> int | None:
-    """Rounded up, so that a deadline in the future is never sent as one that passed."""
-    return None if deadline_s is None else max(0, math.ceil((deadline_s - waited_s) * 1000))
+    """Rounded up, so that a deadline in the future is never sent as one that passed; what a float is off by is no millisecond more."""
+    if deadline_s is None:
+        return None
+    remaining = (deadline_s - waited_s) * 1000
+    return max(math.ceil(round(remaining, 6)), 1 if remaining > 0 else 0)
 
 
 def _encode_params(params: SamplingParams) -> pb.Params:
