@@ -73,8 +73,8 @@ def run_once(model: str, quantization: str | None, clock: Clock, *, is_staged: b
 
 def _import_in_stages(clock: Clock) -> None:
     """Where the engine begins to read ahead and then imports everything, import the large packages by name."""
-    build: Any = import_module("headrace.engine.build")
-    begin = build.read_ahead
+    module: Any = import_module("headrace.engine.read_ahead")
+    begin = module.read_ahead
 
     def begin_and_import(config: Any) -> Any:
         folder = begin(config)
@@ -92,7 +92,7 @@ def _import_in_stages(clock: Clock) -> None:
             setattr(runner_build, name, clock.around(name.removeprefix("_"), getattr(runner_build, name)))
         return folder
 
-    build.read_ahead = begin_and_import
+    module.read_ahead = begin_and_import
 
 
 def fresh(model: str, quantization: str | None, mode: str, cache: Path) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def _run(plans: list[Plan], model: str, options: dict[str, object], *, as_json: 
     """The plans on a fresh engine that is just large enough for them."""
     from headrace.cli.config_decode import decode
     from headrace.engine.config import EngineConfig
-    from headrace.engine.read_ahead import read_ahead
+    from headrace.engine.read_ahead import reading_ahead
     from headrace.fleet.weights import resolve_model
     from headrace.lab.replay import replay as run_again
 
@@ -93,14 +93,10 @@ def _run(plans: list[Plan], model: str, options: dict[str, object], *, as_json: 
     options["num_kv_blocks"] = options["num_kv_blocks"] or 1 + max((max(plan.table_blocks, default=0) for plan in plans), default=1)
     options |= {"max_num_seqs": seqs, "max_num_batched_tokens": max(seqs, *(plan.num_tokens for plan in plans))}
     config = decode(EngineConfig, {**options, "model": str(resolve_model(model))}).checked()
-    packed = read_ahead(config)
-    try:
+    with reading_ahead(config) as packed:
         from headrace.engine.runner_build import build_runner
 
         runner, _ = build_runner(config, packed)
-    finally:
-        if packed is not None:
-            packed.drop()
     try:
         for done in run_again(plans, runner):
             yield _line(done, as_json=as_json)

@@ -7,7 +7,7 @@ import secrets
 from headrace.core.model_info import ModelInfo
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox, Runner
-from headrace.engine.read_ahead import read_ahead
+from headrace.engine.read_ahead import reading_ahead
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.scheduler import Scheduler
@@ -45,12 +45,8 @@ def build_engine(config: EngineConfig, outbox: Outbox) -> Engine:
     Raises: ConfigError, CheckpointError.
     """
     config = config.checked()
-    packed = read_ahead(config)
-    try:
+    with reading_ahead(config) as packed:
         from headrace.engine.runner_build import build_runner
 
         runner, info = build_runner(config, packed)
-    finally:
-        if packed is not None:
-            packed.drop()
     return assemble(config, runner, info, outbox)

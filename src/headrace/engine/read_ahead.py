@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from headrace.engine.config import EngineConfig
@@ -12,6 +14,17 @@ from headrace.tensor.packed_file import PackedFolder
 
 MOST_SHARE = 0.5
 """Of the available memory, taken before it is known whether the configuration can run at all."""
+
+
+@contextmanager
+def reading_ahead(config: EngineConfig) -> Iterator[PackedFolder | None]:
+    """`read_ahead` around a start: what was not asked for by its end is dropped, whatever the end is."""
+    folder = read_ahead(config)
+    try:
+        yield folder
+    finally:
+        if folder is not None:
+            folder.drop()
 
 
 def read_ahead(config: EngineConfig) -> PackedFolder | None:
