@@ -14,7 +14,7 @@ import statistics
 import time
 from dataclasses import asdict, dataclass
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.tensor.openmp
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.tensor.host.openmp
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from bench.machine import results_file
 from headrace.core.kvgroup import KvGroup
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
-from headrace.tensor.kernels.cpu import KERNELS
-from headrace.tensor.kernels.launch import thread_limit
+from headrace.tensor.kernels.cpu.backend import KERNELS
+from headrace.tensor.kernels.cpu.jit.launch import thread_limit
 
 BLOCK_SIZE, LAYERS, CALLS = 16, 4, 5
 SHAPES = {"llama-1.1b": (32, 4, 64), "head-128": (16, 4, 128)}

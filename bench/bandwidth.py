@@ -14,7 +14,7 @@ import os
 import time
 from dataclasses import asdict, dataclass
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.tensor.openmp
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.tensor.host.openmp
 
 import torch
 

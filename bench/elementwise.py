@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.tensor.openmp
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.tensor.host.openmp
 
 import numpy as np
 import torch
@@ -30,9 +30,9 @@ from headrace.core.plan import Started
 from headrace.core.sampling import SamplingParams
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.batch import KvCache, allocate_kv
-from headrace.tensor.kernels.cpu import KERNELS
+from headrace.tensor.kernels.cpu.backend import KERNELS
+from headrace.tensor.kernels.cpu.jit.launch import thread_limit
 from headrace.tensor.kernels.filters import Draw, draw
-from headrace.tensor.kernels.launch import thread_limit
 from headrace.tensor.sampling.sampler import Sampler
 
 WIDTH, HEADS, KV_HEADS, DIM, INSIDE = 2048, 32, 4, 64, 5632

@@ -24,7 +24,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.tensor.openmp
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.tensor.host.openmp
 
 import psutil
 
@@ -39,7 +39,7 @@ from headrace.lab.datasets import Shape, make_requests
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 from headrace.lab.offline import run_offline
 from headrace.lab.pairs import paired_ratio
-from headrace.tensor.cache_folder import cache_root
+from headrace.tensor.host.cache_folder import cache_root
 
 STREAM = Shape(input_tokens=32, output_tokens=64)
 UNIQUE, NUM_UNIQUE = Shape(input_tokens=480, output_tokens=8), 32

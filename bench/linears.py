@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.tensor.openmp
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.tensor.host.openmp
 
 import torch
 from torch import Tensor
@@ -23,10 +23,10 @@ from bench.harness import write_portable
 from bench.machine import results_file
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.kernels import Linear
-from headrace.tensor.kernels.cpu import KERNELS
-from headrace.tensor.kernels.launch import thread_limit
-from headrace.tensor.kernels.linear import OneDnnLinear, StripLinear
-from headrace.tensor.kernels.quantized import IntegerLinear
+from headrace.tensor.kernels.cpu.backend import KERNELS
+from headrace.tensor.kernels.cpu.integer.quantized import IntegerLinear
+from headrace.tensor.kernels.cpu.jit.launch import thread_limit
+from headrace.tensor.kernels.cpu.linear import OneDnnLinear, StripLinear
 from headrace.tensor.kernels.rounding import Precision, round_weight
 
 LAYER = ((2560, 2048), (2048, 2048), (11264, 2048), (2048, 5632))

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.tensor.openmp
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.tensor.host.openmp
 
 from bench.harness import Machine, build, finished, requests_for, write_portable
 from bench.machine import results_file
@@ -46,7 +46,7 @@ def measure(
 ) -> dict[str, object]:
     """Times in seconds, memory in bytes; memory is this process's peak before and after the long prompt."""
     costly = machine.engine.info.costly_context
-    dearer = 1.0 + tokens / (2 * costly) if costly else 1.0  # on average, see `policy.price`
+    dearer = 1.0 + tokens / (2 * costly) if costly else 1.0  # on average, see `policy.schedule.price`
     asked = tokens * dearer + newcomers * (NEWCOMER.input_tokens + NEWCOMER.output_tokens)
     num_steps = math.ceil(1.1 * asked / (step_tokens - streams))
     shape = Shape(input_tokens=STREAM_PROMPT, output_tokens=ALONE_TOKENS)

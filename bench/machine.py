@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.harness import RESULTS
 from headrace.lab.environment import environment
-from headrace.tensor.kernels.cpu_features import read_cpu_features
+from headrace.tensor.host.cpu_features import read_cpu_features
 
 CPUINFO = Path("/proc/cpuinfo")
 

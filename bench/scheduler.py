@@ -28,7 +28,7 @@ from headrace.core.sampling import SamplingParams
 from headrace.lab.environment import environment
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
-from headrace.policy.scheduler import Scheduler
+from headrace.policy.schedule.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 VOCAB = 32_000

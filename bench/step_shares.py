@@ -27,7 +27,7 @@ from itertools import chain
 from pathlib import Path
 from unittest.mock import patch
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.tensor.openmp
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.tensor.host.openmp
 
 from torch import Tensor
 
@@ -37,8 +37,8 @@ from headrace import LLM, SamplingParams
 from headrace.core.errors import ConfigError
 from headrace.engine.config import QUANTIZATIONS
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
-from headrace.tensor.kernels.launch import kernel_names
-from headrace.tensor.kernels.together import Recording, run_list
+from headrace.tensor.kernels.cpu.jit.launch import kernel_names
+from headrace.tensor.kernels.cpu.together import Recording, run_list
 from headrace.tensor.models.decoder import Decoder
 
 PROMPT_TOKENS = 128

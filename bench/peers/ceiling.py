@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from bench.peers.shapes import Products, Shape
-from headrace.tensor.kernels.cpu import FEW_TOKENS, KERNELS
-from headrace.tensor.kernels.cpu_features import read_cpu_features, resolve_dtype
-from headrace.tensor.kernels.linear import OneDnnLinear, onednn_takes
+from headrace.tensor.host.cpu_features import read_cpu_features, resolve_dtype
+from headrace.tensor.kernels.cpu.backend import FEW_TOKENS, KERNELS
+from headrace.tensor.kernels.cpu.linear import OneDnnLinear, onednn_takes
+from headrace.tensor.kernels.cpu.together import Recording, settle
 from headrace.tensor.kernels.rounding import Precision, round_weight
-from headrace.tensor.kernels.together import Recording, settle
 
 STEP_ROWS = 2048
 """Rows of one pass, as the engines' largest step; more rows are no faster each."""

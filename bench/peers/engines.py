@@ -16,7 +16,7 @@ from typing import IO, Any
 import psutil
 
 from bench.peers.rows import STARTUP_PROMPT, Ids
-from headrace.tensor.kernels.cpu_features import read_cpu_features
+from headrace.tensor.host.cpu_features import read_cpu_features
 
 WORKERS = Path(__file__).parent / "workers"
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ import psutil
 from bench.peers.engines import CannotRun, peak_of
 from bench.peers.rows import DECODE_TOKENS, NUM_MIXED, PREFILL_REPEATS, STARTUP_PROMPT, Figure, Ids, decode_prompt, measure, prefill_figure
 from bench.peers.servers import MODEL_NAME, Server, ServerLaunch, serving
-from headrace.tensor.kernels.cpu_features import read_cpu_features
+from headrace.tensor.host.cpu_features import read_cpu_features
 
 KINDS = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 WITHOUT_BF16 = {**KINDS, "bf16": "F16"}

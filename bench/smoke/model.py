@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from headrace.tensor.checkpoint_random import RandomWeights
+from headrace.tensor.checkpoint.random_weights import RandomWeights
 
 HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 1024, 2816, 10, 16, 4, 64, 4096
 CONFIG = {

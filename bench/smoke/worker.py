@@ -24,7 +24,7 @@ from headrace.engine.loop import Engine
 from headrace.lab.datasets import Shape, make_requests
 from headrace.lab.fake_runner import FakeOptions, fake_engine
 from headrace.lab.offline import Collector, OfflineRun, run_offline
-from headrace.tensor.openmp import prepare_openmp
+from headrace.tensor.host.openmp import prepare_openmp
 
 QUANTIZATIONS = {"bf16": "none", "int8": "int8", "int4": "int4"}
 DECODE = {"decode-1": 1, "decode-8": 8}

@@ -17,9 +17,9 @@ from headrace.engine.build import build_engine
 from headrace.engine.config import EngineConfig
 from headrace.engine.memory import Available
 from headrace.engine.read_ahead import read_ahead
-from headrace.tensor import packed_store
-from headrace.tensor.packed_file import NOTE_SUFFIX, PackedFile
-from headrace.tensor.packed_store import KEEPER
+from headrace.tensor.packed import store as packed_store
+from headrace.tensor.packed.file import NOTE_SUFFIX, PackedFile
+from headrace.tensor.packed.store import KEEPER
 
 CONFIG = EngineConfig(model=str(bundled_path(DEFAULT_MODEL)), quantization="int8", num_kv_blocks=16, max_model_len=64)
 

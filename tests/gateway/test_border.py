@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from headrace.core import errors as core_errors
 from headrace.core.errors import ConfigError, HeadraceError, InvalidRequest, ModelNotFound, Overloaded, RequestTooLarge
 from headrace.gateway.config import config_from, digest_of, load_config
-from headrace.gateway.errors import INTERNAL_MESSAGE, TABLE, error_reply
-from headrace.gateway.json_border import Caps, decode_object
+from headrace.gateway.http.errors import INTERNAL_MESSAGE, TABLE, error_reply
+from headrace.gateway.http.json_border import Caps, decode_object
 
 # -- JSON ------------------------------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from gateway_kit import TestBench, chat_body, dial, eventually, metric, open_bench, post, serving
 
-from headrace.gateway import protocol
-from headrace.gateway.server import Server
+from headrace.gateway.http import connection as protocol
+from headrace.gateway.http.server import Server
 from headrace.text.folder import TextModel
 
 
@@ -258,7 +258,7 @@ async def test_broken_http_behind_a_running_request_is_not_its_answer(bench: Tes
     bench.replica.go.clear()
     async with serving(bench.gateway) as port:
         assert await talk(port, post("/v1/chat/completions", chat_body()) + b"G\x00T / HTTP/1.1\r\n\r\n") == b""
-        await eventually(lambda: bench.gateway.service.ledger.num_open == 0)
+        await eventually(lambda: bench.gateway.service.open_requests.num_open == 0)
 
 
 async def test_connections_beyond_the_cap_are_closed(text: TextModel) -> None:
@@ -283,7 +283,7 @@ async def test_many_aborted_connections_leave_nothing(bench: TestBench) -> None:
                 writer.write(whole[: len(whole) * (number % 6 + 1) // 6])
                 if number % 6 == 5:
                     await reader.read(1 + number * 10)
-        await eventually(lambda: bench.gateway.service.ledger.num_open == 0)
+        await eventually(lambda: bench.gateway.service.open_requests.num_open == 0)
         await eventually(lambda: len(asyncio.all_tasks()) <= before + 1)
         assert not bench.replica.streams
         assert len(bench.replica.cancelled) == len(bench.replica.requests) == 20

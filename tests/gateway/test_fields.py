@@ -13,11 +13,11 @@ import pytest
 from gateway_kit import MODEL, TestBench
 
 from headrace.core.request import EngineRequest
-from headrace.gateway.fields import TABLE, Endpoint, FieldRule, Treatment, render_table
-from headrace.gateway.schemas import ChatRequest, CompletionRequest
+from headrace.gateway.surfaces.dialect.fields import TABLE, FieldRule, Surface, Treatment, render_table
+from headrace.gateway.surfaces.dialect.schemas import ChatRequest, CompletionRequest
 
 DOCS = Path(__file__).parents[2] / "docs" / "api.md"
-KINDS: dict[Endpoint, type[msgspec.Struct]] = {Endpoint.CHAT: ChatRequest, Endpoint.COMPLETIONS: CompletionRequest}
+KINDS: dict[Surface, type[msgspec.Struct]] = {Surface.CHAT: ChatRequest, Surface.COMPLETIONS: CompletionRequest}
 
 SOME: dict[str, Any] = {
     "n": 2,
@@ -43,8 +43,8 @@ SOME: dict[str, Any] = {
     "stream": True,
     "model": "gpt-4o",
 }
-EXAMPLES: dict[Endpoint, dict[str, Any]] = {
-    Endpoint.CHAT: SOME
+EXAMPLES: dict[Surface, dict[str, Any]] = {
+    Surface.CHAT: SOME
     | {
         "messages": [{"role": "user", "content": "Bye"}],
         "max_completion_tokens": 5,
@@ -54,7 +54,7 @@ EXAMPLES: dict[Endpoint, dict[str, Any]] = {
         "logprobs": True,
         "top_logprobs": 2,
     },
-    Endpoint.COMPLETIONS: SOME | {"prompt": "Bye", "best_of": 2, "echo": True, "add_special_tokens": False, "logprobs": 1},
+    Surface.COMPLETIONS: SOME | {"prompt": "Bye", "best_of": 2, "echo": True, "add_special_tokens": False, "logprobs": 1},
 }
 WITH: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
@@ -65,26 +65,26 @@ WITH: dict[str, dict[str, Any]] = {
 }
 """What a field needs beside it to mean anything."""
 
-BASE: dict[Endpoint, dict[str, Any]] = {
-    Endpoint.CHAT: {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "seed": 1},
-    Endpoint.COMPLETIONS: {"model": MODEL, "prompt": "Hello", "seed": 1},
+BASE: dict[Surface, dict[str, Any]] = {
+    Surface.CHAT: {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "seed": 1},
+    Surface.COMPLETIONS: {"model": MODEL, "prompt": "Hello", "seed": 1},
 }
-PATHS = {Endpoint.CHAT: "/v1/chat/completions", Endpoint.COMPLETIONS: "/v1/completions"}
+PATHS = {Surface.CHAT: "/v1/chat/completions", Surface.COMPLETIONS: "/v1/completions"}
 
 
 def rows(treatment: Treatment) -> list[Any]:
     return [
-        pytest.param(endpoint, rule, id=f"{endpoint}-{rule.name}")
+        pytest.param(surface, rule, id=f"{surface}-{rule.name}")
         for rule in TABLE
         if rule.treatment is treatment
-        for endpoint in rule.endpoints
+        for surface in rule.surfaces
     ]
 
 
-async def ask(bench: TestBench, endpoint: Endpoint, **fields: Any) -> tuple[httpx2.Response, EngineRequest | None]:
+async def ask(bench: TestBench, surface: Surface, **fields: Any) -> tuple[httpx2.Response, EngineRequest | None]:
     """The answer, and what reached the engine (without what differs between any two requests)."""
     bench.replica.requests.clear()
-    response = await bench.client.post(PATHS[endpoint], json={**BASE[endpoint], **fields})
+    response = await bench.client.post(PATHS[surface], json={**BASE[surface], **fields})
     sent = bench.replica.requests[0] if bench.replica.requests else None
     return response, replace(sent, request_id=type(sent.request_id)("x")) if sent else None
 
@@ -96,32 +96,34 @@ def steady(response: httpx2.Response) -> str:
 
 def test_documentation_is_this_table() -> None:
     text = DOCS.read_text(encoding="ascii")
-    shown = text.split("<!-- fields: made from headrace.gateway.fields -->\n")[1].split("<!-- end of fields -->")[0]
-    assert shown == render_table(), "docs/api.md: replace the table with the output of headrace.gateway.fields.render_table()"
+    shown = text.split("<!-- fields: made from headrace.gateway.surfaces.dialect.fields -->\n")[1].split("<!-- end of fields -->")[0]
+    assert shown == render_table(), (
+        "docs/api.md: replace the table with the output of headrace.gateway.surfaces.dialect.fields.render_table()"
+    )
 
 
-@pytest.mark.parametrize("endpoint", Endpoint)
-def test_honoured_fields_are_the_wire_types(endpoint: Endpoint) -> None:
-    honoured = {rule.name for rule in TABLE if endpoint in rule.endpoints and rule.treatment is Treatment.HONOURED}
-    assert honoured == set(KINDS[endpoint].__struct_fields__)
+@pytest.mark.parametrize("surface", Surface)
+def test_honoured_fields_are_the_wire_types(surface: Surface) -> None:
+    honoured = {rule.name for rule in TABLE if surface in rule.surfaces and rule.treatment is Treatment.HONOURED}
+    assert honoured == set(KINDS[surface].__struct_fields__)
 
 
-@pytest.mark.parametrize("endpoint", Endpoint)
-def test_no_field_has_two_rows(endpoint: Endpoint) -> None:
-    names = [rule.name for rule in TABLE if endpoint in rule.endpoints]
+@pytest.mark.parametrize("surface", Surface)
+def test_no_field_has_two_rows(surface: Surface) -> None:
+    names = [rule.name for rule in TABLE if surface in rule.surfaces]
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize(("endpoint", "rule"), rows(Treatment.HONOURED))
-async def test_honoured_field_changes_something(bench: TestBench, endpoint: Endpoint, rule: FieldRule) -> None:
+@pytest.mark.parametrize(("surface", "rule"), rows(Treatment.HONOURED))
+async def test_honoured_field_changes_something(bench: TestBench, surface: Surface, rule: FieldRule) -> None:
     """Either what the engine is asked or what the client gets differs from the same request without the field."""
     beside = WITH.get(rule.name, {})
-    value = {"include_usage": True} if rule.name == "stream_options" else EXAMPLES[endpoint][rule.name]
-    plain, plain_sent = await ask(bench, endpoint, **beside)
-    response, sent = await ask(bench, endpoint, **beside, **{rule.name: value})
+    value = {"include_usage": True} if rule.name == "stream_options" else EXAMPLES[surface][rule.name]
+    plain, plain_sent = await ask(bench, surface, **beside)
+    response, sent = await ask(bench, surface, **beside, **{rule.name: value})
     assert response.status_code == 200, response.text
     if rule.name == "best_of":
-        refused, _ = await ask(bench, endpoint, n=2, best_of=3)
+        refused, _ = await ask(bench, surface, n=2, best_of=3)
         assert refused.json()["error"]["param"] == "best_of"
         return
     if rule.name == "continue_final_message":
@@ -129,62 +131,62 @@ async def test_honoured_field_changes_something(bench: TestBench, endpoint: Endp
     assert (sent, steady(response)) != (plain_sent, steady(plain))
 
 
-@pytest.mark.parametrize(("endpoint", "rule"), rows(Treatment.HONOURED))
-async def test_null_is_absent(bench: TestBench, endpoint: Endpoint, rule: FieldRule) -> None:
+@pytest.mark.parametrize(("surface", "rule"), rows(Treatment.HONOURED))
+async def test_null_is_absent(bench: TestBench, surface: Surface, rule: FieldRule) -> None:
     if rule.name in ("model", "messages", "prompt"):
-        response, _ = await ask(bench, endpoint, **{rule.name: None})
+        response, _ = await ask(bench, surface, **{rule.name: None})
         assert response.json()["error"]["param"] == rule.name
         return
     seed = {} if rule.name == "seed" else {"seed": 1}
-    response, sent = await ask(bench, endpoint, **{rule.name: None}, **seed)
-    _, plain = await ask(bench, endpoint)
+    response, sent = await ask(bench, surface, **{rule.name: None}, **seed)
+    _, plain = await ask(bench, surface)
     assert response.status_code == 200
     assert sent is not None
     assert plain is not None
     assert sent.params.with_(seed=1) == plain.params
 
 
-@pytest.mark.parametrize(("endpoint", "rule"), rows(Treatment.INERT))
-async def test_inert_field_changes_nothing(bench: TestBench, endpoint: Endpoint, rule: FieldRule) -> None:
+@pytest.mark.parametrize(("surface", "rule"), rows(Treatment.INERT))
+async def test_inert_field_changes_nothing(bench: TestBench, surface: Surface, rule: FieldRule) -> None:
     value: Any = {"key": "value"} if rule.name == "metadata" else "text"
-    plain, plain_sent = await ask(bench, endpoint)
-    response, sent = await ask(bench, endpoint, **{rule.name: value})
+    plain, plain_sent = await ask(bench, surface)
+    response, sent = await ask(bench, surface, **{rule.name: value})
     assert (response.status_code, sent, steady(response)) == (200, plain_sent, steady(plain))
     too_much: Any = {str(number): "x" for number in range(17)} if rule.name == "metadata" else "x" * 513
-    refused, _ = await ask(bench, endpoint, **{rule.name: too_much})
+    refused, _ = await ask(bench, surface, **{rule.name: too_much})
     assert refused.json()["error"]["param"] == rule.name
 
 
-@pytest.mark.parametrize(("endpoint", "rule"), rows(Treatment.REFUSED))
-async def test_refused_field_is_accepted_only_at_its_default(bench: TestBench, endpoint: Endpoint, rule: FieldRule) -> None:
-    _, plain_sent = await ask(bench, endpoint)
+@pytest.mark.parametrize(("surface", "rule"), rows(Treatment.REFUSED))
+async def test_refused_field_is_accepted_only_at_its_default(bench: TestBench, surface: Surface, rule: FieldRule) -> None:
+    _, plain_sent = await ask(bench, surface)
     for off in (None, *rule.off):
-        response, sent = await ask(bench, endpoint, **{rule.name: off})
+        response, sent = await ask(bench, surface, **{rule.name: off})
         assert (response.status_code, sent) == (200, plain_sent)
     for on in ({"surely": "not off"}, "surely not off", 17, not rule.off[0] if rule.off and isinstance(rule.off[0], bool) else True):
         if on in rule.off:
             continue
-        response, sent = await ask(bench, endpoint, **{rule.name: on})
+        response, sent = await ask(bench, surface, **{rule.name: on})
         error = response.json()["error"]
         assert (response.status_code, error["param"], error["code"], sent) == (400, rule.name, "invalid_value", None)
         assert rule.note in error["message"]
 
 
-@pytest.mark.parametrize("endpoint", Endpoint)
-async def test_off_is_off_however_it_is_written(bench: TestBench, endpoint: Endpoint) -> None:
+@pytest.mark.parametrize("surface", Surface)
+async def test_off_is_off_however_it_is_written(bench: TestBench, surface: Surface) -> None:
     """1 and 1.0 are one JSON number, true is another thing; obfuscation that is switched off is not asked for."""
     for value, expected in ((1, 200), (1.0, 200), (True, 400), (2, 400)):
-        response, _ = await ask(bench, endpoint, length_penalty=value)
+        response, _ = await ask(bench, surface, length_penalty=value)
         assert response.status_code == expected, value
     for wanted, expected in ((False, 200), (None, 200), (True, 400)):
-        response, _ = await ask(bench, endpoint, stream=True, stream_options={"include_obfuscation": wanted})
+        response, _ = await ask(bench, surface, stream=True, stream_options={"include_obfuscation": wanted})
         assert response.status_code == expected, wanted
     assert response.json()["error"]["param"] == "stream_options.include_obfuscation"
 
 
-@pytest.mark.parametrize("endpoint", Endpoint)
-async def test_unknown_field_is_refused_with_a_suggestion(bench: TestBench, endpoint: Endpoint) -> None:
-    response, sent = await ask(bench, endpoint, temprature=0.5)
+@pytest.mark.parametrize("surface", Surface)
+async def test_unknown_field_is_refused_with_a_suggestion(bench: TestBench, surface: Surface) -> None:
+    response, sent = await ask(bench, surface, temprature=0.5)
     error = response.json()["error"]
     assert (response.status_code, error["param"], sent) == (400, "temprature", None)
     assert "Did you mean temperature?" in error["message"]

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 from gateway_kit import MAX_MODEL_LEN, TestBench, events_of, eventually
 
-from headrace.gateway import answers, generate
-from headrace.gateway.logprobs import LOWEST_LOGPROB, chat_logprobs, completion_logprobs, echo_logprobs
+from headrace.gateway.generation import run as generate
+from headrace.gateway.surfaces.dialect import answers
+from headrace.gateway.surfaces.dialect.logprobs import LOWEST_LOGPROB, chat_logprobs, completion_logprobs, echo_logprobs
 from headrace.text.assemble import TokenEntry, TopToken
 
 

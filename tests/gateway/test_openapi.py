@@ -14,7 +14,7 @@ import pytest
 from gateway_kit import TestBench
 
 from headrace.gateway.app import ENDPOINTS
-from headrace.gateway.fields import TABLE, Endpoint, Treatment
+from headrace.gateway.surfaces.dialect.fields import TABLE, Surface, Treatment
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,15 +27,15 @@ async def document(bench: TestBench) -> dict[str, Any]:
 async def test_every_endpoint_is_described(bench: TestBench) -> None:
     paths = (await document(bench))["paths"]
     served = {
-        endpoint.path.replace("{model:path}", "{model}"): endpoint
-        for endpoint in ENDPOINTS
-        if not endpoint.path.startswith(("/docs", "/openapi"))
+        surface.path.replace("{model:path}", "{model}"): surface
+        for surface in ENDPOINTS
+        if not surface.path.startswith(("/docs", "/openapi"))
     }
     assert set(paths) == set(served)
-    for path, endpoint in served.items():
-        assert set(paths[path]) == {method.lower() for method in endpoint.handlers}
+    for path, surface in served.items():
+        assert set(paths[path]) == {method.lower() for method in surface.handlers}
         for operation in paths[path].values():
-            assert ("security" in operation) == (not endpoint.is_public)
+            assert ("security" in operation) == (not surface.is_public)
 
 
 async def test_references_lead_somewhere(bench: TestBench) -> None:
@@ -48,8 +48,8 @@ async def test_references_lead_somewhere(bench: TestBench) -> None:
 
 async def test_request_schemas_are_the_field_table(bench: TestBench) -> None:
     schemas = (await document(bench))["components"]["schemas"]
-    for endpoint, name in ((Endpoint.CHAT, "ChatRequest"), (Endpoint.COMPLETIONS, "CompletionRequest")):
-        wanted = {rule.name for rule in TABLE if endpoint in rule.endpoints and rule.treatment is not Treatment.REFUSED}
+    for surface, name in ((Surface.CHAT, "ChatRequest"), (Surface.COMPLETIONS, "CompletionRequest")):
+        wanted = {rule.name for rule in TABLE if surface in rule.surfaces and rule.treatment is not Treatment.REFUSED}
         assert set(schemas[name]["properties"]) == wanted
         assert schemas[name]["additionalProperties"] is False
 

@@ -6,7 +6,7 @@ import pytest
 from gateway_kit import MODEL, TestBench, open_bench, snapshot, two_replicas
 
 import headrace
-from headrace.gateway.replicas import verdict
+from headrace.gateway.upstream.replicas import verdict
 from headrace.text.folder import TextModel
 from headrace.wire.client import ReplicaState, SeenLoad
 from headrace.wire.service import HEARTBEAT_S, SILENT_AFTER_S

@@ -33,7 +33,7 @@ async def test_client_that_leaves_is_cancelled_at_the_engine(bench: TestBench, p
         await eventually(lambda: bool(bench.replica.requests))
         writer.close()
         await eventually(lambda: bench.replica.cancelled == [bench.replica.requests[0].request_id])
-        await eventually(lambda: bench.gateway.service.ledger.num_open == 0)
+        await eventually(lambda: bench.gateway.service.open_requests.num_open == 0)
         assert metric(bench.gateway, "headrace_requests_total", model=MODEL, replica="r0", outcome="cancelled") == 1
 
 
@@ -90,7 +90,7 @@ async def test_client_that_does_not_read_is_cut_off(text: TextModel) -> None:
         async with dial(port, limit=1024) as (_, writer):
             writer.write(post("/v1/chat/completions", LOUD))
             await eventually(lambda: bool(bench.replica.cancelled), within_s=30)
-            await eventually(lambda: bench.gateway.service.ledger.num_open == 0)
+            await eventually(lambda: bench.gateway.service.open_requests.num_open == 0)
             assert metric(bench.gateway, "headrace_requests_total", model=MODEL, replica="r0", outcome="cancelled") == 1
 
 
@@ -143,12 +143,12 @@ async def test_client_that_does_not_read_a_large_answer_is_cut_off_and_counted(t
     """Until then it is one of the requests that are open: what waits for it is bounded by their number."""
     log = tmp_path / "log"
     async with open_bench(text, timeouts={"write_s": 0.5}, request_log=str(log)) as bench, serving(bench.gateway) as port:
-        ledger = bench.gateway.service.ledger
+        open_requests = bench.gateway.service.open_requests
         async with dial(port, limit=1024) as (reader, writer):
             writer.write(post("/v1/chat/completions", LARGE))
             await reader.readuntil(b"\r\n\r\n")
-            assert ledger.num_open == 1
-            await eventually(lambda: ledger.num_open == 0)
+            assert open_requests.num_open == 1
+            await eventually(lambda: open_requests.num_open == 0)
             assert metric(bench.gateway, "headrace_requests_total", model=MODEL, replica="r0", outcome="cancelled") == 1
     line = json.loads(log.read_text())
     assert (line["outcome"], line["error"]) == ("cancelled", "slow_reader")
@@ -160,7 +160,7 @@ async def test_client_that_leaves_in_the_middle_of_a_large_answer_is_counted(tex
         async with dial(port, limit=1024) as (reader, writer):
             writer.write(post("/v1/chat/completions", LARGE))
             await reader.readuntil(b"\r\n\r\n")
-        await eventually(lambda: bench.gateway.service.ledger.num_open == 0)
+        await eventually(lambda: bench.gateway.service.open_requests.num_open == 0)
     line = json.loads(log.read_text())
     assert (line["outcome"], line["error"]) == ("cancelled", "client_left")
 
@@ -173,8 +173,8 @@ async def test_shutdown_drops_a_client_that_does_not_take_the_rest_of_its_answer
             reader, writer = await client.enter_async_context(dial(port, limit=1024))
             writer.write(post("/v1/chat/completions", LARGE))
             await reader.readuntil(b"\r\n\r\n")
-            bench.gateway.service.ledger.cut(Unavailable("shutting down"))
-        assert bench.gateway.service.ledger.num_open == 0
+            bench.gateway.service.open_requests.cut(Unavailable("shutting down"))
+        assert bench.gateway.service.open_requests.num_open == 0
     line = json.loads(log.read_text())
     assert (line["outcome"], line["error"]) == ("error", "unavailable")
 
@@ -294,12 +294,12 @@ async def test_draining_refuses_new_requests_and_finishes_old_ones(bench: TestBe
     bench.replica.go.clear()
     first = asyncio.create_task(bench.chat())
     await eventually(lambda: bool(bench.replica.requests))
-    bench.gateway.service.ledger.drain()
+    bench.gateway.service.open_requests.drain()
     refused = await bench.chat()
     assert refused.status_code == 503
     assert refused.headers["retry-after"] == "5"
     assert (await bench.client.get("/ready")).json()["reason"] == "draining"
-    assert not await bench.gateway.service.ledger.wait_empty(0.01)
+    assert not await bench.gateway.service.open_requests.wait_empty(0.01)
     bench.replica.go.set()
     assert (await first).status_code == 200
-    assert await bench.gateway.service.ledger.wait_empty(5)
+    assert await bench.gateway.service.open_requests.wait_empty(5)

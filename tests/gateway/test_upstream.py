@@ -14,7 +14,7 @@ from headrace.core.errors import InvalidRequest, Overloaded, Unavailable
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
-from headrace.gateway.upstream import Call, OutputEvent, TokenStream
+from headrace.gateway.upstream.tokens import Call, OutputEvent, TokenStream
 from headrace.text.folder import TextModel
 from headrace.wire.client import ReplicaState, SeenLoad
 from headrace.wire.stream import ReplicaStream

@@ -51,13 +51,11 @@ FLOORS: dict[str, Floor] = {
     "headrace.observe": Floor(_ours("core"), ("prometheus_client",), ("opentelemetry",)),
     # 2 policy, tensors
     "headrace.policy": Floor(_ours("core")),
-    "headrace.tensor.cache_folder": Floor(),  # what is done while torch is imported imports nothing of others
-    "headrace.tensor.file_memory": Floor(),
-    "headrace.tensor.packed_file": Floor(_ours("core", "tensor.checkpoint_header", "tensor.file_memory")),
+    "headrace.tensor.host.cache_folder": Floor(),  # what is done while torch is imported imports nothing of others
+    "headrace.tensor.host.file_memory": Floor(),
+    "headrace.tensor.packed.file": Floor(_ours("core", "tensor.checkpoint.header", "tensor.host.file_memory")),
     "headrace.tensor": Floor(_ours("core"), ("torch", "numpy", "safetensors", "numba", "llvmlite"), ("triton",)),
-    "headrace.tensor.kernels": Floor(
-        _ours("core", "tensor.batch", "tensor.cache_folder", "tensor.file_memory"), ("torch", "numpy", "numba", "llvmlite"), ("triton",)
-    ),
+    "headrace.tensor.kernels": Floor(_ours("core", "tensor.batch", "tensor.host"), ("torch", "numpy", "numba", "llvmlite"), ("triton",)),
     # 3 engine: the loop knows no tensor, the runner no socket
     "headrace.engine": Floor(_ours("core", "policy", "tensor", "wire", "observe"), (), ("torch", "grpc", "uvloop")),
     "headrace.engine.config": Floor(_ours("core")),
@@ -68,7 +66,7 @@ FLOORS: dict[str, Floor] = {
     "headrace.engine.kv_sizing": Floor(_ours("core", "engine.config")),
     "headrace.engine.memory": Floor(_ours("core")),
     "headrace.engine.read_ahead": Floor(
-        _ours("core", "engine.config", "engine.memory", "tensor.cache_folder", "tensor.checkpoint_header", "tensor.packed_file")
+        _ours("core", "engine.config", "engine.memory", "tensor.host.cache_folder", "tensor.checkpoint.header", "tensor.packed.file")
     ),
     "headrace.engine.build": Floor(_ours("core", "policy", "engine"), (), ("torch",)),
     "headrace.engine.grammar": Floor(_ours("core"), (), ("llguidance", "torch", "numpy")),

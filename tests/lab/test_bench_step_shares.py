@@ -10,7 +10,7 @@ from bench.step_shares import Watched, shares, watch
 from headrace import LLM, SamplingParams
 from headrace.core.errors import ConfigError
 from headrace.fleet.weights import resolve_model
-from headrace.tensor.kernels.launch import kernel_names
+from headrace.tensor.kernels.cpu.jit.launch import kernel_names
 
 NAMES = {1: "linear._multiply_f32", 2: "quantized._multiply_bytes", 3: "elementwise._norm_f32"}
 

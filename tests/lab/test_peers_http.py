@@ -21,7 +21,7 @@ from bench.peers.run import Turn
 from bench.peers.servers import Server, ServerLaunch, flags_of, serving
 from headrace.lab.datasets import make_requests
 from headrace.lab.metrics import RequestRecord, Slo, summarize
-from headrace.tensor.kernels.cpu_features import CpuFeatures
+from headrace.tensor.host.cpu_features import CpuFeatures
 
 SERVER = """
 import json, sys, time

@@ -19,7 +19,7 @@ from bench.peers.cells import Cell, Outcome, save
 from bench.peers.compressed import pack_nibbles
 from bench.peers.engines import CannotRun, Worker
 from bench.peers.rows import Ask, Figure, measure, measure_in_turns, row_names
-from headrace.tensor.kernels.cpu_features import CpuFeatures
+from headrace.tensor.host.cpu_features import CpuFeatures
 
 ENVIRONMENT = {"cpu": "a CPU", "num_cpus": 2, "time": "2026-01-02T03:04:05+00:00", "commit": "abc"}
 

@@ -11,10 +11,10 @@ pytest.importorskip("numba")
 
 from bench import precision_paths
 from bench.harness import block_of, replace_block
-from headrace.tensor.kernels import linear
-from headrace.tensor.kernels.cpu_features import read_cpu_features
-from headrace.tensor.kernels.integer_simd import HAS_DOTS
-from headrace.tensor.kernels.vector_ir import LANES
+from headrace.tensor.host.cpu_features import read_cpu_features
+from headrace.tensor.kernels.cpu import linear
+from headrace.tensor.kernels.cpu.integer.simd import HAS_DOTS
+from headrace.tensor.kernels.cpu.jit.vector_ir import LANES
 
 
 def test_page_and_code_agree() -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from headrace.tensor.kernels import integer_simd
-from headrace.tensor.kernels.vector_ir import I32, LANES
+from headrace.tensor.kernels.cpu.integer import simd as integer_simd
+from headrace.tensor.kernels.cpu.jit.vector_ir import I32, LANES
 
 
 def dot_bytes(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:

@@ -18,7 +18,7 @@ from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.loop import Engine
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
-from headrace.policy.scheduler import Scheduler
+from headrace.policy.schedule.scheduler import Scheduler
 
 FULL = KvGroup(layers=(0,), kv_heads=1, head_dim=8, dtype_bytes=4)
 WINDOW = KvGroup(layers=(1,), kv_heads=1, head_dim=8, dtype_bytes=4, window=6)

@@ -25,7 +25,7 @@ from headrace.core.update import SequenceUpdate
 from headrace.gateway.app import Gateway
 from headrace.gateway.compose import open_gateway
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, config_from
-from headrace.gateway.server import Server
+from headrace.gateway.http.server import Server
 from headrace.observe.metrics import ReplicaMetrics
 from headrace.text.folder import TextModel
 from headrace.wire.client import ReplicaInfo, ReplicaState, SeenLoad
@@ -244,7 +244,7 @@ async def open_bench(text: TextModel, **changes: Any) -> AsyncIterator[TestBench
         transport = httpx2.ASGITransport(app=gateway)
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield TestBench(gateway, replicas, client)
-        assert gateway.service.ledger.num_open == 0
+        assert gateway.service.open_requests.num_open == 0
         assert not gateway.service.watch.streams
         assert not any(replica.num_open for replica in replicas.values())
 

@@ -17,7 +17,7 @@ from headrace.core.plan import Plan, Result
 from headrace.core.plan_codec import encode_plan
 from headrace.core.request import PriorityClass
 from headrace.core.update import Rejected, SequenceUpdate
-from headrace.policy.scheduler import Scheduler
+from headrace.policy.schedule.scheduler import Scheduler
 
 POISON = 96
 TOLD = (

@@ -20,7 +20,7 @@ from headrace.core.sampling import SamplingParams
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.build import assemble
 from headrace.engine.config import EngineConfig
-from headrace.engine.server.service import EngineService, OutboxBridge
+from headrace.engine.server.service import AsyncioOutbox, EngineService
 from headrace.lab.fake_runner import FakeOptions, FakeRunner, fake_info
 from headrace.wire.client import ReplicaClient
 from headrace.wire.stream import ReplicaStream
@@ -79,7 +79,7 @@ class Served:
     """A running engine and its service. `check` holds every owner to its books."""
 
     def __init__(self, options: FakeOptions, config: EngineConfig, address: str, **service: Any) -> None:
-        bridge = OutboxBridge(asyncio.get_running_loop())
+        bridge = AsyncioOutbox(asyncio.get_running_loop())
         token = service.pop("token", None)
         self.options = options
         self.address = address

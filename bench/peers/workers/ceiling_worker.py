@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def load(settings: dict[str, Any]) -> Ceiling:
-    from headrace.tensor.openmp import prepare_openmp
+    from headrace.tensor.host.openmp import prepare_openmp
 
     prepare_openmp(os.environ)
     from bench.peers.ceiling import Ceiling, kinds_of
     from bench.peers.shapes import products_of
-    from headrace.tensor.threads import apply_threads, plan_threads
+    from headrace.tensor.host.threads import apply_threads, plan_threads
 
     apply_threads(plan_threads(settings["threads"]))
     return Ceiling(products_of(Path(settings["model"])), kinds_of(settings["precision"]))

@@ -210,7 +210,7 @@ def _read_quota(cgroup: Path) -> float | None:
 
 
 def _cache_dir() -> Path:
-    from headrace.tensor.cache_folder import cache_root
+    from headrace.tensor.host.cache_folder import cache_root
 
     return cache_root(os.environ)
 

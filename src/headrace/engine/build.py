@@ -10,7 +10,7 @@ from headrace.engine.loop import Engine, Outbox, Runner
 from headrace.engine.read_ahead import reading_ahead
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
-from headrace.policy.scheduler import Scheduler
+from headrace.policy.schedule.scheduler import Scheduler
 
 
 def make_scheduler(config: EngineConfig, info: ModelInfo, *, cache_key: bytes | None = None) -> Scheduler:

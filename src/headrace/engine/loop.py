@@ -27,8 +27,8 @@ from headrace.core.plan_codec import dump_plans
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.recovery import Recovery
-from headrace.policy.scheduler import Scheduler
-from headrace.policy.step_timer import StepTimer
+from headrace.policy.schedule.scheduler import Scheduler
+from headrace.policy.schedule.step_timer import StepTimer
 
 IDLE_WAKE_S = 0.2
 """An idle loop wakes this often, so that a stalled one can be told from an idle one."""

@@ -11,7 +11,7 @@ from headrace.core.errors import ConfigError
 from headrace.engine.build import build_engine
 from headrace.engine.server.config import load_process_config
 from headrace.engine.server.process import ExitCode, leave, run_process
-from headrace.tensor.openmp import prepare_openmp
+from headrace.tensor.host.openmp import prepare_openmp
 from headrace.wire.leash import Leash
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.memory import read_available
-from headrace.tensor.cache_folder import packed_directory
-from headrace.tensor.packed_file import PackedFolder
+from headrace.tensor.host.cache_folder import packed_directory
+from headrace.tensor.packed.file import PackedFolder
 
 MOST_SHARE = 0.5
 """Of the available memory, taken before it is known whether the configuration can run at all."""

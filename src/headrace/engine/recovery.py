@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from headrace.core.errors import EngineFatal
 from headrace.core.plan import Plan
-from headrace.policy.scheduler import Scheduler
-from headrace.policy.sequence import Sequence
+from headrace.policy.schedule.scheduler import Scheduler
+from headrace.policy.schedule.sequence import Sequence
 
 Compute = Callable[[Plan], None]
 """Run one plan and commit it. Raises what the step raised; then nothing of it was committed."""

@@ -16,12 +16,12 @@ from headrace.engine.memory import Available, read_available
 from headrace.engine.runner import ModelRunner, OverlappedRunner
 from headrace.engine.warmup import warm_up
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
+from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features, resolve_dtype
+from headrace.tensor.host.threads import apply_threads, plan_threads
 from headrace.tensor.kernels import Kernels, load_kernels
 from headrace.tensor.kernels.choose import choose_kernels
-from headrace.tensor.kernels.cpu_features import CpuFeatures, read_cpu_features, resolve_dtype
 from headrace.tensor.models import LoadedModel, ModelDescription, describe, load_model
-from headrace.tensor.packed_file import PackedFolder
-from headrace.tensor.threads import apply_threads, plan_threads
+from headrace.tensor.packed.file import PackedFolder
 
 
 def build_runner(config: EngineConfig, packed: PackedFolder | None = None) -> tuple[ModelRunner | OverlappedRunner, ModelInfo]:
@@ -135,7 +135,7 @@ def _size(config: EngineConfig, loaded: LoadedModel, groups: tuple[KvGroup, ...]
 def _compile_cache(kernels: str) -> str:
     if kernels != "numba":
         return ""
-    from headrace.tensor.kernels.launch import CACHE
+    from headrace.tensor.kernels.cpu.jit.launch import CACHE
 
     return f"; {CACHE.reason}"
 

@@ -19,12 +19,13 @@ from starlette.routing import Route, Router
 
 from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded
 from headrace.core.ids import RequestId
-from headrace.gateway import docs_page, generate, probes
-from headrace.gateway.auth import Authenticator
-from headrace.gateway.errors import BAD_HTTP, ClientLeft, MethodNotAllowed, RouteNotFound, SlowReader, error_reply
-from headrace.gateway.exchange import Exchange, Receive, Scope, Send
-from headrace.gateway.generate import Service
-from headrace.gateway.hosts import HostCheck
+from headrace.gateway.access.auth import Authenticator
+from headrace.gateway.generation import run as generate
+from headrace.gateway.generation.run import Service
+from headrace.gateway.http.errors import BAD_HTTP, ClientLeft, MethodNotAllowed, RouteNotFound, SlowReader, error_reply
+from headrace.gateway.http.exchange import Exchange, Receive, Scope, Send
+from headrace.gateway.http.hosts import HostCheck
+from headrace.gateway.surfaces import docs_page, probes
 from headrace.observe.request_log import RequestLog, RequestRecord
 
 log = logging.getLogger("headrace.gateway")

@@ -8,18 +8,18 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from headrace.core.errors import ConfigError
+from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.app import Gateway
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig
-from headrace.gateway.generate import Service
-from headrace.gateway.ledger import Ledger
-from headrace.gateway.models import ModelTable, ServedModel, now_unix
-from headrace.gateway.replicas import Connection, Replica, ReplicaPool
-from headrace.gateway.sse import StreamWatch
-from headrace.gateway.text_pool import TextPool
-from headrace.gateway.upstream import TokenUpstream
+from headrace.gateway.generation.run import Service
+from headrace.gateway.generation.text_pool import TextPool
+from headrace.gateway.http.sse import StreamWatch
+from headrace.gateway.upstream.replicas import Connection, Replica, ReplicaPool
+from headrace.gateway.upstream.served_models import ModelTable, ServedModel, now_unix
+from headrace.gateway.upstream.tokens import TokenUpstream
 from headrace.observe.metrics import Metrics, ReplicaMetrics
 from headrace.observe.request_log import RequestLog
-from headrace.policy.routing import ReplicaId
+from headrace.policy.routing.choice import ReplicaId
 from headrace.text.folder import TextModel, load_text
 from headrace.wire.client import ReplicaClient
 from headrace.wire.service import Expectation
@@ -63,14 +63,14 @@ async def open_gateway(config: GatewayConfig, texts: Mapping[str, TextModel], *,
         service = Service(
             config=config,
             models=ModelTable(models),
-            ledger=Ledger(config.limits.max_requests),
+            open_requests=OpenRequests(config.limits.max_requests),
             watch=await stack.enter_async_context(watch),
             text_pool=text_pool,
             metrics=metrics,
             salt_key=bytes.fromhex(config.salt_key) or secrets.token_bytes(32),
         )
         metrics.read_engines(service.models.readings)
-        metrics.requests_open.set_function(lambda: service.ledger.num_open)
+        metrics.requests_open.set_function(lambda: service.open_requests.num_open)
         metrics.log_dropped.set_function(lambda: request_log.num_dropped)
         yield Gateway(service, request_log)
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, Unavailable
+from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.compose import load_texts, open_gateway
 from headrace.gateway.config import GatewayConfig, load_config
-from headrace.gateway.ledger import Ledger
-from headrace.gateway.server import Server
+from headrace.gateway.http.server import Server
 from headrace.observe.logs import log_to_stderr
 from headrace.text.folder import TextModel
 from headrace.wire.leash import Leash
@@ -94,19 +94,19 @@ async def serve(config: GatewayConfig, texts: dict[str, TextModel], leash: Leash
         closed = asyncio.Event()
         serving = asyncio.create_task(server.run_until(closed))
         await stop.wait()
-        is_complete = await drain(gateway.service.ledger, config.timeouts.drain_s)
+        is_complete = await drain(gateway.service.open_requests, config.timeouts.drain_s)
         closed.set()
         await serving
         return is_complete
 
 
-async def drain(ledger: Ledger, timeout_s: float) -> bool:
+async def drain(open_requests: OpenRequests, timeout_s: float) -> bool:
     """New requests are refused (503 with Retry-After), running ones end by themselves; at the timeout they end with an error: False."""
-    ledger.drain()
-    log.info("draining %d requests for up to %g s", ledger.num_open, timeout_s)
-    if await ledger.wait_empty(timeout_s):
+    open_requests.drain()
+    log.info("draining %d requests for up to %g s", open_requests.num_open, timeout_s)
+    if await open_requests.wait_empty(timeout_s):
         return True
-    log.warning("%d requests are cut off after %g s", ledger.num_open, timeout_s)
-    ledger.cut(Unavailable("This server shut down before the answer was complete; it can be sent again."))
-    await ledger.wait_empty(LAST_WORDS_S)
+    log.warning("%d requests are cut off after %g s", open_requests.num_open, timeout_s)
+    open_requests.cut(Unavailable("This server shut down before the answer was complete; it can be sent again."))
+    await open_requests.wait_empty(LAST_WORDS_S)
     return False

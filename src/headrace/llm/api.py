@@ -267,7 +267,7 @@ def _resolve(model: str | Path | None, experimental: bool) -> Path:
 def _build_engine(config: EngineConfig, outbox: Outbox) -> Engine:
     # torch is imported here, not with this module: a mistaken keyword or prompt is refused at once.
     from headrace.engine.build import build_engine
-    from headrace.tensor.openmp import prepare_openmp
+    from headrace.tensor.host.openmp import prepare_openmp
 
     prepare_openmp(os.environ)
     return build_engine(config, outbox)

@@ -14,10 +14,10 @@ from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.plan_codec import load_plans
 from headrace.policy.kvcache.manager import KvManager
-from headrace.policy.planner import Planner
-from headrace.policy.roster import Roster
-from headrace.policy.scheduler import Scheduler
-from headrace.policy.step_timer import UNKNOWN_STEP_S, StepTimer
+from headrace.policy.schedule.planner import Planner
+from headrace.policy.schedule.roster import Roster
+from headrace.policy.schedule.scheduler import Scheduler
+from headrace.policy.schedule.step_timer import UNKNOWN_STEP_S, StepTimer
 
 PROMPTS = [[i + 1, 2, 3, i] for i in range(6)]
 

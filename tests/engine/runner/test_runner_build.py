@@ -19,9 +19,9 @@ from headrace.engine.failpoints import Injected, armed
 from headrace.engine.memory import Available
 from headrace.engine.runner import ModelRunner, OverlappedRunner
 from headrace.engine.runner_build import build_runner
-from headrace.tensor.kernels import launch
-from headrace.tensor.kernels.cpu import FEW_TOKENS
-from headrace.tensor.kernels.cpu_features import CpuFeatures
+from headrace.tensor.host.cpu_features import CpuFeatures
+from headrace.tensor.kernels.cpu.backend import FEW_TOKENS
+from headrace.tensor.kernels.cpu.jit import launch
 from headrace.tensor.layers.moe import MoeSpec
 from headrace.tensor.models.decoder import Decoder
 

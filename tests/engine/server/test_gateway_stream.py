@@ -52,7 +52,7 @@ async def turns() -> None:
 
 
 def say(stream: GatewayStream) -> None:
-    stream.outbox.put_rejected(Handle(1), InvalidRequest("x", "y", "z"))
+    stream.unsent.put_rejected(Handle(1), InvalidRequest("x", "y", "z"))
     stream.wake()
 
 

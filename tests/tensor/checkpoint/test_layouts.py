@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from headrace.core.errors import CheckpointError
-from headrace.tensor.checkpoint import Checkpoint
-from headrace.tensor.checkpoint_random import RandomWeights
+from headrace.tensor.checkpoint.folder import Checkpoint
+from headrace.tensor.checkpoint.random_weights import RandomWeights
 from headrace.tensor.kernels import load_kernels
 from headrace.tensor.layers.moe import MoeNames, MoeSpec, SparseMoe
 from headrace.tensor.layers.weights import Part, WeightReader

@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.core.errors import CheckpointError, EngineFatal
-from headrace.tensor import checkpoint_files, file_memory
-from headrace.tensor.file_memory import FileReading
+from headrace.tensor.checkpoint import files as checkpoint_files
+from headrace.tensor.host import file_memory
+from headrace.tensor.host.file_memory import FileReading
 from headrace.tensor.layers.table import HeldTable
-from headrace.tensor.packed_file import NOTE_SUFFIX, TABLE, PackedFile, PackedFolder
-from headrace.tensor.packed_store import StoredTable, write_tensors
+from headrace.tensor.packed.file import NOTE_SUFFIX, TABLE, PackedFile, PackedFolder
+from headrace.tensor.packed.store import StoredTable, write_tensors
 
 NAME = "0" * 32 + ".safetensors"
 OTHER = "1" * 32 + ".safetensors"

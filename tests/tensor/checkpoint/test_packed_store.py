@@ -16,14 +16,16 @@ import torch
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.core.errors import CheckpointError
-from headrace.tensor import cache_folder, packed_store
-from headrace.tensor.checkpoint import Checkpoint
-from headrace.tensor.kernels import launch, load_kernels
-from headrace.tensor.kernels.linear import StripLinear
+from headrace.tensor.checkpoint.folder import Checkpoint
+from headrace.tensor.host import cache_folder
+from headrace.tensor.kernels import load_kernels
+from headrace.tensor.kernels.cpu.jit import launch
+from headrace.tensor.kernels.cpu.linear import StripLinear
 from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.models import LoadedModel, load_model
-from headrace.tensor.packed_file import SUFFIX, PackedFolder
-from headrace.tensor.packed_store import UNFINISHED, locked
+from headrace.tensor.packed import store as packed_store
+from headrace.tensor.packed.file import SUFFIX, PackedFolder
+from headrace.tensor.packed.store import UNFINISHED, locked
 
 
 @pytest.fixture
@@ -245,7 +247,7 @@ def test_a_process_that_is_ended_while_it_writes_is_in_nobodys_way(folder: Path,
     code = f"""
 import os
 from pathlib import Path
-from headrace.tensor.packed_store import locked
+from headrace.tensor.packed.store import locked
 with locked(Path({str(file.with_suffix(UNFINISHED))!r})) as descriptor:
     os.write(descriptor, b"x" * 100_000_000)
     os._exit(0)
@@ -272,10 +274,10 @@ def test_the_layout_says_all_that_strips_depend_on(monkeypatch: pytest.MonkeyPat
     for precision in Precision:
         seen = {kernels.packed_layout(precision)}
         with monkeypatch.context() as patch:
-            patch.setattr("headrace.tensor.kernels.cpu.DEPTH", 128)
+            patch.setattr("headrace.tensor.kernels.cpu.backend.DEPTH", 128)
             seen.add(kernels.packed_layout(precision))
         with monkeypatch.context() as patch:
-            patch.setattr("headrace.tensor.kernels.cpu.linear_path", lambda features, dtype: "another")
+            patch.setattr("headrace.tensor.kernels.cpu.backend.linear_path", lambda features, dtype: "another")
             seen.add(kernels.packed_layout(precision))
             assert "another" not in invariant.packed_layout(precision)
         assert len(seen) == 3

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.core.errors import CheckpointError
-from headrace.tensor.checkpoint import Checkpoint
+from headrace.tensor.checkpoint.folder import Checkpoint
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 

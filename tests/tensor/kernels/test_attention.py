@@ -14,8 +14,10 @@ from torch import Tensor
 
 pytest.importorskip("numba")
 
-from headrace.tensor.kernels import attention, attention_plan, cpu
-from headrace.tensor.kernels.launch import set_thread_limit, thread_limit
+from headrace.tensor.kernels.cpu import backend as cpu
+from headrace.tensor.kernels.cpu.attention import paged as attention
+from headrace.tensor.kernels.cpu.attention import plan as attention_plan
+from headrace.tensor.kernels.cpu.jit.launch import set_thread_limit, thread_limit
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 
 Make = Callable[..., Any]

@@ -24,7 +24,7 @@ import torch
 from headrace.core.errors import ConfigError
 from headrace.tensor.kernels import load_kernels
 from headrace.tensor.kernels.choose import choose_kernels
-from headrace.tensor.threads import apply_threads, plan_threads
+from headrace.tensor.host.threads import apply_threads, plan_threads
 
 name, reason = choose_kernels("auto", "cpu")
 assert name == "reference" and "numba cannot be used (ModuleNotFoundError: No module named" in reason, reason

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("numba")
 
-from headrace.tensor.cache_folder import cache_root, open_private
-from headrace.tensor.kernels.compile_cache import choose_cache, code_key
+from headrace.tensor.host.cache_folder import cache_root, open_private
+from headrace.tensor.kernels.cpu.jit.compile_cache import choose_cache, code_key
 
 
 def test_folders_are_made_for_this_user_alone(tmp_path: Path) -> None:

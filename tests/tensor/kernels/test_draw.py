@@ -7,21 +7,23 @@ import pytest
 
 pytest.importorskip("numba")
 
-from headrace.tensor.kernels import cpu, draw, launch
-from headrace.tensor.kernels.filters import Floats, Limits
+from headrace.tensor.kernels.cpu import backend as cpu
+from headrace.tensor.kernels.cpu import draw
+from headrace.tensor.kernels.cpu.jit import launch
+from headrace.tensor.kernels.filters import FilterLimits, Floats
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 
 NEAR = 1e-5
 """By so little may a running sum miss u times the whole and still be on either side."""
 
 
-def limits(rows: int, *, temperature: float = 1.0, top_k: int, top_p: float = 1.0, min_p: float = 0.0) -> Limits:
-    return Limits(
+def limits(rows: int, *, temperature: float = 1.0, top_k: int, top_p: float = 1.0, min_p: float = 0.0) -> FilterLimits:
+    return FilterLimits(
         np.full(rows, temperature, np.float32), np.full(rows, top_k), np.full(rows, top_p, np.float64), np.full(rows, min_p, np.float32)
     )  # fmt: skip
 
 
-def both(logits: Floats, u: np.ndarray, asked: Limits) -> tuple[np.ndarray, np.ndarray]:
+def both(logits: Floats, u: np.ndarray, asked: FilterLimits) -> tuple[np.ndarray, np.ndarray]:
     peak = logits.max(axis=1)
     return REFERENCE.draw(logits, peak, u, asked), cpu.KERNELS.draw(logits, peak, u, asked)
 
@@ -67,7 +69,7 @@ def test_filters_keep_the_same_tokens(vocab: int, asked: dict[str, float], kind:
         row[0] = 1.0
     logits = np.tile(row, (70, 1))
     wanted = limits(70, **{"top_k": vocab, **asked, "temperature": 0.9})  # type: ignore[arg-type]
-    wanted = Limits(wanted.temperature, np.minimum(wanted.top_k, vocab), wanted.top_p, wanted.min_p)
+    wanted = FilterLimits(wanted.temperature, np.minimum(wanted.top_k, vocab), wanted.top_p, wanted.min_p)
     plain, fast = both(logits, rng.random(70), wanted)
     assert (plain != fast).sum() <= 1, "one of seventy may fall on a border"
 
@@ -76,7 +78,7 @@ def test_a_token_does_not_depend_on_its_neighbours_or_the_number_of_threads() ->
     rng = np.random.default_rng(5)
     logits = rng.normal(0, 3, (24, 5000)).astype(np.float32)
     u, peak = rng.random(24), logits.max(axis=1)
-    asked = Limits(
+    asked = FilterLimits(
         rng.uniform(0.3, 2, 24).astype(np.float32), rng.choice([5, 60, 5000], 24), rng.choice([0.4, 0.95, 1.0], 24),
         rng.choice([0.0, 0.02], 24).astype(np.float32),
     )  # fmt: skip

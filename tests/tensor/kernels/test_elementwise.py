@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("numba")
 
-from headrace.tensor.kernels.cpu import KERNELS
+from headrace.tensor.kernels.cpu.backend import KERNELS
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 
 Error = Callable[[Tensor, Tensor], float]

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 pytest.importorskip("numba")
 
 from headrace.tensor.kernels import rounding
-from headrace.tensor.kernels.integer_packing import pack_bytes, pack_nibbles, round_weight
-from headrace.tensor.kernels.integer_simd import BYTE_OFFSET, NIBBLE_OFFSET, STRIP, STRIP_COLUMNS
-from headrace.tensor.kernels.launch import set_thread_limit, thread_limit
+from headrace.tensor.kernels.cpu.integer.packing import pack_bytes, pack_nibbles, round_weight
+from headrace.tensor.kernels.cpu.integer.simd import BYTE_OFFSET, NIBBLE_OFFSET, STRIP, STRIP_COLUMNS
+from headrace.tensor.kernels.cpu.jit.launch import set_thread_limit, thread_limit
+from headrace.tensor.kernels.cpu.jit.vector_ir import LANES
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
-from headrace.tensor.kernels.vector_ir import LANES
 
 SHAPES = [(1, 32), (64, 64), (65, 96), (130, 128), (3, 2048), (192, 160), (1000, 1024)]
 INTEGERS = (Precision.INT8, Precision.INT4)

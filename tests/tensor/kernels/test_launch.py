@@ -12,9 +12,9 @@ import torch
 
 numba = pytest.importorskip("numba")
 
-from headrace.tensor.kernels import launch  # noqa: E402
-from headrace.tensor.kernels.cpu import KERNELS  # noqa: E402
-from headrace.tensor.kernels.linear import StripLinear  # noqa: E402
+from headrace.tensor.kernels.cpu.backend import KERNELS  # noqa: E402
+from headrace.tensor.kernels.cpu.jit import launch  # noqa: E402
+from headrace.tensor.kernels.cpu.linear import StripLinear  # noqa: E402
 
 
 def test_many_threads_may_enter_regions_at_once() -> None:
@@ -65,9 +65,9 @@ def test_floats_pass_through_arguments(value: float) -> None:
     assert launch.float_bits(value) == int(torch.tensor(value).view(torch.int32))
 
 
-FIRST = "from headrace.tensor.kernels.cpu import KERNELS as k; import torch; k.gated_activation(torch.randn(2, 8), 'silu')"
+FIRST = "from headrace.tensor.kernels.cpu.backend import KERNELS as k; import torch; k.gated_activation(torch.randn(2, 8), 'silu')"
 THEN = (
-    "from headrace.tensor.kernels.linear import StripLinear; import torch; x = torch.randn(3, 64); w = torch.randn(64, 64);"
+    "from headrace.tensor.kernels.cpu.linear import StripLinear; import torch; x = torch.randn(3, 64); w = torch.randn(64, 64);"
     "assert (StripLinear.pack(w, None)(x) - x @ w.T).abs().max() < 1e-3"
 )
 
@@ -97,7 +97,7 @@ def test_kernels_hold_on_cpus_with_narrower_registers(name: str, features: str, 
         pytest.skip("compiles for older x86-64 CPUs")
     here = Path(__file__).parent
     environment = {**os.environ, "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "HEADRACE_CACHE_DIR": str(tmp_path / "cache")}
-    check = f"from headrace.tensor.kernels.vector_ir import LANES; assert LANES == {lanes}, LANES"
+    check = f"from headrace.tensor.kernels.cpu.jit.vector_ir import LANES; assert LANES == {lanes}, LANES"
     subprocess.run([sys.executable, "-c", check], env=environment, check=True, timeout=60)
     files = [str(here / f"test_{part}.py") for part in ("attention", "elementwise", "linear", "packing", "integer_packing")]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", *files]

@@ -10,9 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("numba")
 
-from headrace.tensor.kernels import cpu, packing
-from headrace.tensor.kernels.linear import CHUNK_ROWS, MOST_ROWS, OneDnnLinear, StripLinear, onednn_takes
-from headrace.tensor.kernels.packing import can_strip, padded
+from headrace.tensor.kernels.cpu import backend as cpu
+from headrace.tensor.kernels.cpu import packing
+from headrace.tensor.kernels.cpu.linear import CHUNK_ROWS, MOST_ROWS, OneDnnLinear, StripLinear, onednn_takes
+from headrace.tensor.kernels.cpu.packing import can_strip, padded
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 
 Error = Callable[[Tensor, Tensor], float]

@@ -14,9 +14,10 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from headrace.tensor.kernels import integer_simd, load_kernels
-from headrace.tensor.kernels.integer_simd import STRIP_COLUMNS
-from headrace.tensor.kernels.quantized import STRIPS, IntegerLinear, can_pack
+from headrace.tensor.kernels import load_kernels
+from headrace.tensor.kernels.cpu.integer import simd as integer_simd
+from headrace.tensor.kernels.cpu.integer.quantized import STRIPS, IntegerLinear, can_pack
+from headrace.tensor.kernels.cpu.integer.simd import STRIP_COLUMNS
 from headrace.tensor.kernels.rounding import GROUPS, Precision, group_for, round_inputs, round_weight
 
 REFERENCE, NUMBA = load_kernels("reference"), load_kernels("numba")

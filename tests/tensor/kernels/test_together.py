@@ -10,11 +10,11 @@ import torch
 
 pytest.importorskip("numba")
 
-from headrace.tensor.kernels import together
-from headrace.tensor.kernels.cpu import KERNELS
-from headrace.tensor.kernels.launch import CALLER, kernel_names, thread_limit
-from headrace.tensor.kernels.linear import StripLinear
-from headrace.tensor.kernels.quantized import IntegerLinear
+from headrace.tensor.kernels.cpu import together
+from headrace.tensor.kernels.cpu.backend import KERNELS
+from headrace.tensor.kernels.cpu.integer.quantized import IntegerLinear
+from headrace.tensor.kernels.cpu.jit.launch import CALLER, kernel_names, thread_limit
+from headrace.tensor.kernels.cpu.linear import StripLinear
 from headrace.tensor.kernels.rounding import Precision, round_weight
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from headrace.tensor.batch import Batch, GroupBatch, LayerKv
-from headrace.tensor.checkpoint import Checkpoint
-from headrace.tensor.checkpoint_config import read_config
+from headrace.tensor.checkpoint.config import read_config
+from headrace.tensor.checkpoint.folder import Checkpoint
 from headrace.tensor.kernels import load_kernels
 from headrace.tensor.layers.weights import WeightReader
 from headrace.tensor.models import ARCHITECTURES

@@ -14,7 +14,8 @@ pytest.importorskip("numba")
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.tensor.batch import Batch, GroupBatch, KvCache, allocate_kv
-from headrace.tensor.kernels import cpu, load_kernels
+from headrace.tensor.kernels import load_kernels
+from headrace.tensor.kernels.cpu import backend as cpu
 from headrace.tensor.models import LoadedModel, load_model
 from headrace.tensor.models import repeated as module
 
@@ -154,7 +155,7 @@ def test_as_many_shapes_are_kept_as_their_memory_allows(monkeypatch: pytest.Monk
 
 @torch.inference_mode()
 def test_what_cannot_be_recorded_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.tensor.kernels import together
+    from headrace.tensor.kernels.cpu import together
 
     loaded = _loaded("none")
     kv, repeated = _cache(loaded, torch.float32), module.Repeated(load_kernels("numba"), loaded.model._layers)

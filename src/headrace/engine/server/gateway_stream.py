@@ -14,7 +14,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from headrace.core.errors import HeadraceError
-from headrace.engine.server.outbox import Outbox
+from headrace.engine.server.unsent import UnsentFrames
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.handles import MalformedFrame
 
@@ -37,16 +37,16 @@ class GatewayStream:
         self._num_sent_at_beat = 0
         self._stuck_s = 0.0
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.outbox = Outbox()
+        self.unsent = UnsentFrames()
         self.num_submits = 0
 
     @property
     def is_flushed(self) -> bool:
         """No answer waits or is being written."""
-        return not self._is_writing and not self.outbox.has_answers
+        return not self._is_writing and not self.unsent.has_answers
 
     def wake(self) -> None:
-        """Something was put into the outbox."""
+        """Something was put into `unsent`."""
         self._wake.set()
 
     def check_lease(self, beat_s: float, lease_s: float, max_units: int) -> None:
@@ -62,8 +62,8 @@ class GatewayStream:
         self._num_sent_at_beat = self._num_sent
         if self._stuck_s > lease_s:
             self._lost.set_exception(StreamLost(f"lease lost: the gateway has not read for {self._stuck_s:.1f} s"))
-        elif self.outbox.num_units > max_units:
-            self._lost.set_exception(StreamLost(f"lease lost: {self.outbox.num_units} unread updates exceed {max_units}"))
+        elif self.unsent.num_units > max_units:
+            self._lost.set_exception(StreamLost(f"lease lost: {self.unsent.num_units} unread updates exceed {max_units}"))
 
     async def read_hello(self) -> pb.ClientHello:
         """Raises MalformedFrame unless the first frame is one; StreamLost when it does not come in time."""
@@ -115,5 +115,5 @@ class GatewayStream:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while (frame := self.outbox.take()) is not None:
+            while (frame := self.unsent.take()) is not None:
                 await self.send(frame)

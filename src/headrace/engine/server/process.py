@@ -21,7 +21,7 @@ from typing import Protocol
 
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.engine.server.config import ProcessConfig
-from headrace.engine.server.service import EngineService, OutboxBridge, ServedEngine, Updates
+from headrace.engine.server.service import AsyncioOutbox, EngineService, ServedEngine, Updates
 from headrace.wire.leash import Leash
 from headrace.wire.stop_signals import StopSignals, first_of
 from headrace.wire.target import parse_target
@@ -64,7 +64,7 @@ class LoopThread:
     ended  done when the loop has returned (None) or died (the exception)
     """
 
-    def __init__(self, make_engine: MakeEngine, bridge: OutboxBridge) -> None:
+    def __init__(self, make_engine: MakeEngine, bridge: AsyncioOutbox) -> None:
         self._loop = asyncio.get_running_loop()
         self._make_engine = make_engine
         self._bridge = bridge
@@ -116,7 +116,7 @@ async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -
     loop = asyncio.get_running_loop()
     # Whoever asks for a dump too early must not end the process, which is what the signal does by default.
     loop.add_signal_handler(signal.SIGUSR1, log.info, "SIGUSR1: there are no plans to dump before the engine is ready")
-    bridge = OutboxBridge(loop)
+    bridge = AsyncioOutbox(loop)
     try:
         target = parse_target(config.address, config.token)
         thread = LoopThread(make_engine, bridge)

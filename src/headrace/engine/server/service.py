@@ -1,6 +1,6 @@
 """The engine's end of the wire: streams of gateways, routes of requests, heartbeats, drain.
 
-grpc.aio on the main thread. The loop's thread hands its updates over once per step (`OutboxBridge`), everything else here runs on the
+grpc.aio on the main thread. The loop's thread hands its updates over once per step (`AsyncioOutbox`), everything else here runs on the
 asyncio loop. A request lives on the stream that submitted it: a stream that ends, for whatever reason, cancels all of its requests.
 Heartbeats come from here and not from the loop, so that they go on, and tell of the step's age, while a step runs or hangs.
 """
@@ -24,8 +24,8 @@ from headrace.core.model_info import ModelInfo
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.server.gateway_stream import GatewayStream, StreamLost
-from headrace.engine.server.outbox import MAX_UNITS
 from headrace.engine.server.routes import Routes
+from headrace.engine.server.unsent import MAX_UNITS
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import decode_finish, decode_submit, encode_load, encode_model_info
 from headrace.wire.handles import Handle, MalformedFrame
@@ -62,7 +62,7 @@ class ServedEngine(Protocol):
     def snapshot(self) -> LoadSnapshot: ...
 
 
-class OutboxBridge:
+class AsyncioOutbox:
     """The engine's outbox: carries a step's updates from the loop's thread to the asyncio loop, one call per step."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -84,7 +84,7 @@ class EngineService:
     def __init__(
         self,
         engine: ServedEngine,
-        bridge: OutboxBridge,
+        bridge: AsyncioOutbox,
         target: Target,
         *,
         replica: str,
@@ -160,7 +160,7 @@ class EngineService:
         if self._draining is None:
             self._draining = reason
             for stream in self._streams:
-                stream.outbox.put_draining(reason)
+                stream.unsent.put_draining(reason)
                 stream.wake()
             self._note_settled()
 
@@ -224,7 +224,7 @@ class EngineService:
         self._streams.append(stream)
         self._send_load()
         if self._draining is not None:
-            stream.outbox.put_draining(self._draining)
+            stream.unsent.put_draining(self._draining)
             stream.wake()
 
     def _hang_up(self, stream: GatewayStream) -> None:
@@ -255,7 +255,7 @@ class EngineService:
         try:
             self._admit(stream, handle, request)
         except HeadraceError as error:
-            stream.outbox.put_rejected(handle, error)
+            stream.unsent.put_rejected(handle, error)
             stream.wake()
 
     def _admit(self, stream: GatewayStream, handle: Handle, request: EngineRequest) -> None:
@@ -275,7 +275,7 @@ class EngineService:
         if (route := self._routes.of_handle(stream, handle)) is not None:
             self._routes.close(route)
             self._engine.cancel(route.request_id)
-            stream.outbox.forget(handle)
+            stream.unsent.forget(handle)
             self._note_settled()
 
     def _finish(self, stream: GatewayStream, message: pb.Finish) -> None:
@@ -292,10 +292,10 @@ class EngineService:
             if route is None or route.epoch != update.epoch:
                 self.num_fenced += 1
             elif isinstance(update, Rejected):
-                route.stream.outbox.put_rejected(route.handle, update.error)
+                route.stream.unsent.put_rejected(route.handle, update.error)
                 self._routes.close(route)
             else:
-                route.stream.outbox.put(route.handle, update)
+                route.stream.unsent.put(route.handle, update)
                 if update.finish is not None:
                     self._routes.sequence_ended(route, update.index)
         self._send_load()
@@ -305,7 +305,7 @@ class EngineService:
         """The one place that takes a snapshot: each step's duration is in exactly one, so every stream must get each of them."""
         load = self._engine.snapshot()
         for stream in self._streams:
-            stream.outbox.put_load(load, stream.num_submits)
+            stream.unsent.put_load(load, stream.num_submits)
             stream.wake()
         return load
 

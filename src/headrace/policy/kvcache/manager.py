@@ -12,8 +12,8 @@ from itertools import pairwise
 from headrace.core.hashing import BlockHash, block_hash, chain_root
 from headrace.core.kvgroup import KvGroup
 from headrace.policy.kvcache.pool import PAD_BLOCK, BlockPool
-from headrace.policy.plan_builder import PlanBuilder
-from headrace.policy.sequence import Sequence
+from headrace.policy.schedule.plan_builder import PlanBuilder
+from headrace.policy.schedule.sequence import Sequence
 
 
 class KvManager:

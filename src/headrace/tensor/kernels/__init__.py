@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.errors import ConfigError
-from headrace.tensor.kernels.filters import Doubles, Floats, Ints, Limits
+from headrace.tensor.kernels.filters import Doubles, FilterLimits, Floats, Ints
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
 
@@ -178,18 +178,18 @@ class Kernels(Protocol):
         """act(gate) * up for gate_up [T, 2F] = gate | up; activation "silu" or "gelu_tanh". Returns [T, F]."""
         ...
 
-    def draw(self, logits: Floats, peak: Floats, u: Doubles, limits: Limits) -> Ints:
+    def draw(self, logits: Floats, peak: Floats, u: Doubles, limits: FilterLimits) -> Ints:
         """One token per row by chance, see `filters.draw`; on the host, and carried out at once."""
         ...
 
 
-_IMPLEMENTATIONS = {"reference": "headrace.tensor.kernels.reference", "numba": "headrace.tensor.kernels.cpu"}
+_IMPLEMENTATIONS = {"reference": "headrace.tensor.kernels.reference", "numba": "headrace.tensor.kernels.cpu.backend"}
 
 
 def load_kernels(name: str, *, deterministic: bool = False) -> Kernels:
     """The named implementation; importing it is what may be slow (Numba).
 
-    deterministic  a row's result must not depend on the other rows of its step, to the bit (`tensor.kernels.cpu`). Raises ConfigError
+    deterministic  a row's result must not depend on the other rows of its step, to the bit (`cpu.backend`). Raises ConfigError
                    where the implementation cannot promise that.
     """
     module = import_module(_IMPLEMENTATIONS[name])

@@ -14,7 +14,7 @@ def numba_problem() -> str | None:
     a package that is only half there fails with AttributeError.
     """
     try:
-        import_module("headrace.tensor.kernels.cpu")
+        import_module("headrace.tensor.kernels.cpu.backend")
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
     return None

@@ -29,7 +29,7 @@ _BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class FilterLimits:
     """What N rows asked for: temperature [N] > 0, top_k [N] in 1..V, top_p [N] in (0, 1], min_p [N] in [0, 1]."""
 
     temperature: Floats
@@ -37,15 +37,15 @@ class Limits:
     top_p: Doubles
     min_p: Floats
 
-    def of(self, rows: NDArray[np.bool_]) -> Limits:
-        return Limits(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
+    def of(self, rows: NDArray[np.bool_]) -> FilterLimits:
+        return FilterLimits(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
-Draw = Callable[[Floats, Floats, Doubles, Limits], Ints]
+Draw = Callable[[Floats, Floats, Doubles, FilterLimits], Ints]
 """As `draw`."""
 
 
-def draw(logits: Floats, peak: Floats, u: Doubles, limits: Limits) -> Ints:
+def draw(logits: Floats, peak: Floats, u: Doubles, limits: FilterLimits) -> Ints:
     """The token [N] of each row of logits [N, V], whose largest are peak [N]; u [N] in [0, 1)."""
     weights = _to_weights(logits, peak, limits.temperature)
     filtered = (limits.top_k < logits.shape[1]) | (limits.top_p < 1.0) | (limits.min_p > 0.0)
@@ -69,7 +69,7 @@ def _to_weights(logits: Floats, peak: Floats, temperature: Floats) -> Floats:
     return weights
 
 
-def _pick_filtered(weights: Floats, u: Doubles, limits: Limits) -> Ints:
+def _pick_filtered(weights: Floats, u: Doubles, limits: FilterLimits) -> Ints:
     """The token [N] of each row of weights [N, V] (largest 1) after its filters."""
     top_k, top_p, min_p = limits.top_k, limits.top_p, limits.min_p
     mass = weights.sum(axis=1).astype(np.float64)

@@ -4,7 +4,7 @@ Written for the reader, not for speed: every row is taken alone, its blocks are 
 float32. Runs wherever torch runs (cpu, cuda) in float32, bfloat16 and float16. It reads exactly what a row may see: unused slots of a
 block, the pad block and stale block-table entries before a window never enter a sum, so garbage (NaN) there cannot leak.
 
-Shape letters: see `tensor.batch`. The fast twin is `tensor.kernels.cpu`.
+Shape letters: see `tensor.batch`. The fast twin is `tensor.kernels.cpu.backend`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headrace.tensor.kernels import PackedLinear
-from headrace.tensor.kernels.filters import Doubles, Floats, Ints, Limits, draw
+from headrace.tensor.kernels.filters import Doubles, FilterLimits, Floats, Ints, draw
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight, round_inputs, round_weight
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -152,7 +152,7 @@ class ReferenceKernels:
             out[start:end] = masked_attention(query[start:end], key, value, mask, scale, softcap)
         return out
 
-    def draw(self, logits: Floats, peak: Floats, u: Doubles, limits: Limits) -> Ints:
+    def draw(self, logits: Floats, peak: Floats, u: Doubles, limits: FilterLimits) -> Ints:
         return draw(logits, peak, u, limits)
 
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:

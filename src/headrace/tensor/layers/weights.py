@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.tensor.kernels import Kernels, Linear
-from headrace.tensor.kernels.pages import empty
+from headrace.tensor.kernels.cpu.pages import empty
 from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.layers.table import HeldTable, Table
 
@@ -38,7 +38,7 @@ class WeightSource(Protocol):
 
 
 class Keeper(Protocol):
-    """Where packed linears and tables are kept between starts; see `tensor.packed_store`."""
+    """Where packed linears and tables are kept between starts; see `tensor.packed.store`."""
 
     def find(self, name: str) -> Linear | None: ...
 

@@ -17,9 +17,9 @@ import torch
 
 from headrace.core.errors import CheckpointError, ConfigError, shorten
 from headrace.core.kvgroup import KvGroup
-from headrace.tensor.checkpoint import Checkpoint
-from headrace.tensor.checkpoint_config import ConfigFile, read_config, read_generation_defaults
-from headrace.tensor.checkpoint_random import RandomWeights, WeightShapes
+from headrace.tensor.checkpoint.config import ConfigFile, read_config, read_generation_defaults
+from headrace.tensor.checkpoint.folder import Checkpoint
+from headrace.tensor.checkpoint.random_weights import RandomWeights, WeightShapes
 from headrace.tensor.kernels import Kernels, load_kernels
 from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.layers.weights import WeightReader
@@ -27,8 +27,8 @@ from headrace.tensor.models import gemma3, llama, mistral, mixtral, phi3, qwen2,
 from headrace.tensor.models.decoder import Decoder
 from headrace.tensor.models.fields import refuse_set
 from headrace.tensor.models.spec import DecoderSpec
-from headrace.tensor.packed_file import PackedFolder
-from headrace.tensor.packed_store import PackedStore, store_name
+from headrace.tensor.packed.file import PackedFolder
+from headrace.tensor.packed.store import PackedStore, store_name
 
 ARCHITECTURES: dict[str, Callable[[ConfigFile], DecoderSpec]] = {
     "LlamaForCausalLM": llama.decoder_spec,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from headrace.tensor.checkpoint_config import ConfigFile
+from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.layers.attention import AttentionSpec
 from headrace.tensor.layers.mlp import MlpSpec
 from headrace.tensor.layers.rope import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling, yarn_magnitude

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headrace.tensor.checkpoint_config import ConfigFile
+from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.layers.attention import AttentionNames
 from headrace.tensor.layers.mlp import MlpSpec
 from headrace.tensor.layers.rope import RopeSpec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.tensor.checkpoint_config import ConfigFile
+from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.layers.attention import AttentionNames
 from headrace.tensor.models.fields import attention_spec, decoder, read_layer_windows, read_mlp, read_rope, read_shape, refuse_set
 from headrace.tensor.models.spec import DecoderSpec, LayerSpec, TensorNames

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.tensor.checkpoint_config import ConfigFile
+from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.layers.moe import MoeSpec
 from headrace.tensor.models.fields import (
     MAX_LAYERS,

@@ -1,4 +1,4 @@
-"""Decode steps of few sequences, recorded once per shape and then repeated over new inputs (`kernels.together`).
+"""Decode steps of few sequences, recorded once per shape and then repeated over new inputs (`kernels.cpu.together`).
 
 A decode step asks for the same operations every time; only token ids, positions, block tables and lengths differ. So these are written
 into tensors of their own, the step that reads them is recorded, and the next of its shape is a few copies and one call. The plain twin is

@@ -3,7 +3,7 @@
 Read `sampler` first: it keeps per-slot parameters and says the order in which they act. `penalties` counts tokens, `philox` makes the
 random numbers, `logprobs` reports; `kernels.filters` turns logits into one token per row. Everything is numpy on the host: rows are
 processed in chunks that stay in the cache, and no row ever looks at another. What costs most, weights and filters of random rows, the
-kernels may do instead (`kernels.draw`).
+kernels may do instead (`kernels.cpu.draw`).
 """
 
 from headrace.tensor.sampling.logprobs import prompt_logprobs, top_tokens

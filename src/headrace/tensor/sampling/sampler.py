@@ -23,7 +23,7 @@ from torch import Tensor
 
 from headrace.core.plan import Started, TokenLogprobs
 from headrace.core.sampling import SamplingParams
-from headrace.tensor.kernels.filters import Draw, Floats, Ints, Limits, draw
+from headrace.tensor.kernels.filters import Draw, FilterLimits, Floats, Ints, draw
 from headrace.tensor.sampling.logprobs import token_logprobs
 from headrace.tensor.sampling.penalties import TokenCounts
 from headrace.tensor.sampling.philox import Purpose, uniform
@@ -176,7 +176,7 @@ class Sampler:
     def _drawn(self, logits: Floats, peak: Floats, slots: Ints, positions: Ints) -> Ints:
         columns = self._columns
         u = uniform(columns.seed[slots], columns.index[slots], positions, Purpose.SAMPLE)
-        limits = Limits(columns.temperature[slots], columns.top_k[slots], columns.top_p[slots], columns.min_p[slots])
+        limits = FilterLimits(columns.temperature[slots], columns.top_k[slots], columns.top_p[slots], columns.min_p[slots])
         return self._draw(logits, peak, u, limits)
 
     def _report(self, raw: Floats, asked: Ints, token_ids: Ints, slots: Ints) -> list[TokenLogprobs | None]:

@@ -1,0 +1,153 @@
+"""What one gateway has not been sent yet: bounded, and coalesced while the gateway is slow.
+
+A gateway that keeps up is sent one frame per step. While a frame is still being written, the next steps' updates of a sequence are
+merged, so that a slow gateway costs memory per token but frames per write. Beyond MAX_UNITS the gateway loses its lease; that is the
+service's decision, this module only counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from headrace.core.load import LoadSnapshot
+from headrace.core.plan import TokenLogprobs
+from headrace.core.update import SequenceUpdate
+from headrace.wire import headrace_pb2 as pb
+from headrace.wire.codec import encode_load, encode_rejected, encode_updates
+from headrace.wire.handles import Handle
+
+MAX_UNITS = 2**20
+"""Tokens plus logprob entries one gateway may leave unread."""
+
+FRAME_UNITS = 2**15
+"""Of one frame: below a mebibyte even when every unit is a logprob entry."""
+
+PAGE_POSITIONS = 1024
+"""Prompt positions per update: prompt logprobs travel in pages, so that other sequences' tokens get between them."""
+
+MAX_STEP_SECONDS = 4096
+
+
+class UnsentFrames:
+    """Not thread-safe: lives on the server's asyncio loop."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[Handle, int], list[SequenceUpdate]] = {}
+        self._rejected: list[pb.Rejected] = []
+        self._load: LoadSnapshot | None = None
+        self._submits_seen = 0
+        self._step_seconds: list[float] = []
+        self._draining: str | None = None
+        self.num_units = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._waiting and not self._rejected and self._load is None and self._draining is None
+
+    @property
+    def has_answers(self) -> bool:
+        """Something a request waits for, not only a load snapshot."""
+        return bool(self._waiting or self._rejected)
+
+    def put(self, handle: Handle, update: SequenceUpdate) -> None:
+        parts = self._waiting.setdefault((handle, update.index), [])
+        if len(update.prompt_logprobs) <= PAGE_POSITIONS:
+            parts.append(update)
+        else:
+            parts.extend(_pages(update))
+        self.num_units += _units(update)
+
+    def put_rejected(self, handle: Handle, error: Exception) -> None:
+        self._rejected.append(encode_rejected(handle, error))
+        self.num_units += 1
+
+    def put_load(self, load: LoadSnapshot, submits_seen: int) -> None:
+        """Replaces an unsent snapshot; the steps it told of are kept, each is counted once."""
+        self._load, self._submits_seen = load, submits_seen
+        self._step_seconds.extend(load.step_seconds)
+        del self._step_seconds[:-MAX_STEP_SECONDS]
+
+    def put_draining(self, reason: str) -> None:
+        self._draining = reason
+
+    def forget(self, handle: Handle) -> None:
+        """The request was cancelled by its gateway: what waits for it is dropped."""
+        for key in [key for key in self._waiting if key[0] == handle]:
+            self.num_units -= sum(_units(part) for part in self._waiting.pop(key))
+
+    def take(self) -> pb.EngineFrame | None:
+        """The next frame, at most about FRAME_UNITS large; None when there is nothing to say."""
+        if self.is_empty:
+            return None
+        frame = pb.EngineFrame(rejected=self._rejected)
+        self.num_units -= len(self._rejected)
+        self._rejected = []
+        if self._waiting:
+            frame.updates.CopyFrom(encode_updates(self._take_rows()))
+        if self._load is not None:
+            frame.load.CopyFrom(encode_load(replace(self._load, step_seconds=tuple(self._step_seconds))))
+            frame.submits_seen = self._submits_seen
+            self._load, self._step_seconds = None, []
+        if self._draining is not None:
+            frame.draining.reason = self._draining
+            self._draining = None
+        return frame
+
+    def _take_rows(self) -> Iterator[tuple[Handle, SequenceUpdate]]:
+        """Sequence by sequence until the frame is full. One that did not fit goes to the end of the line, others get between its pages."""
+        if self.num_units <= FRAME_UNITS:
+            waiting, self._waiting, self.num_units = self._waiting, {}, 0
+            for (handle, _), parts in waiting.items():
+                yield handle, parts[0] if len(parts) == 1 else merge(parts)
+            return
+        room = FRAME_UNITS
+        for key in list(self._waiting):
+            if room <= 0:
+                return
+            parts = self._waiting.pop(key)
+            taken = 0
+            while taken < len(parts) and room > 0:
+                room -= _units(parts[taken])
+                taken += 1
+            if taken < len(parts):
+                self._waiting[key] = parts[taken:]
+            self.num_units -= sum(_units(part) for part in parts[:taken])
+            yield key[0], merge(parts[:taken])
+
+
+def merge(parts: list[SequenceUpdate]) -> SequenceUpdate:
+    """Consecutive updates of one sequence as one. Raises ValueError for updates of different sequences."""
+    first, last = parts[0], parts[-1]
+    if len(parts) == 1:
+        return first
+    if any((part.request_id, part.epoch, part.index) != (first.request_id, first.epoch, first.index) for part in parts):
+        raise ValueError("only updates of one sequence can be merged")
+    cached = [part.num_cached_tokens for part in parts if part.num_cached_tokens is not None]
+    queue_time = [part.queue_time_s for part in parts if part.queue_time_s is not None]
+    return last._replace(
+        token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
+        logprobs=tuple(entry for part in parts for entry in part.logprobs),
+        prompt_logprobs=tuple(entry for part in parts for entry in part.prompt_logprobs),
+        num_cached_tokens=cached[0] if cached else None,
+        queue_time_s=queue_time[0] if queue_time else None,
+    )
+
+
+def _pages(update: SequenceUpdate) -> Iterator[SequenceUpdate]:
+    """Prompt logprobs in pages; tokens and the end travel with the last one."""
+    entries = update.prompt_logprobs
+    while len(entries) > PAGE_POSITIONS:
+        yield SequenceUpdate(request_id=update.request_id, epoch=update.epoch, index=update.index, prompt_logprobs=entries[:PAGE_POSITIONS])
+        entries = entries[PAGE_POSITIONS:]
+    yield update if entries is update.prompt_logprobs else update._replace(prompt_logprobs=entries)
+
+
+def _units(update: SequenceUpdate) -> int:
+    if not update.logprobs and not update.prompt_logprobs:
+        return len(update.token_ids)
+    return len(update.token_ids) + _entries(update.logprobs) + _entries(update.prompt_logprobs)
+
+
+def _entries(positions: tuple[TokenLogprobs, ...]) -> int:
+    return sum(1 + len(position.top_ids) for position in positions)

@@ -1,0 +1,83 @@
+"""One entry per generating request, opened at admission and closed exactly once: whatever it counts returns to its earlier value.
+
+How many requests are in the gateway now is known here: this refuses beyond the cap (429), refuses while draining (503), and tells the
+server when the last running request has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+
+from headrace.core.errors import HeadraceError, Overloaded, Unavailable
+from headrace.core.ids import RequestId
+
+
+class OpenRequest:
+    """An admitted request. Leave it by scope: `with open_requests.admit(request_id) as entry:`."""
+
+    __slots__ = ("_open_requests", "cut", "request_id")
+
+    def __init__(self, open_requests: OpenRequests, request_id: RequestId, cut: Callable[[HeadraceError], None]) -> None:
+        self._open_requests = open_requests
+        self.request_id = request_id
+        self.cut = cut
+
+    def __enter__(self) -> OpenRequest:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._open_requests._close(self)
+
+
+class OpenRequests:
+    def __init__(self, max_requests: int) -> None:
+        self._max_requests = max_requests
+        self._open: dict[RequestId, OpenRequest] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.is_draining = False
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def admit(self, request_id: RequestId, cut: Callable[[HeadraceError], None]) -> OpenRequest:
+        """
+        cut  ends the request with an error before its time
+
+        Raises Unavailable while draining and Overloaded at the cap; nothing was counted then.
+        """
+        if self.is_draining:
+            raise Unavailable("This server is shutting down and takes no new requests.", retry_after_s=5.0)
+        if len(self._open) >= self._max_requests:
+            raise Overloaded(f"This server already works on {self._max_requests} requests.", retry_after_s=1.0)
+        assert request_id not in self._open, "request ids are unique"
+        entry = self._open[request_id] = OpenRequest(self, request_id, cut)
+        self._empty.clear()
+        return entry
+
+    def drain(self) -> None:
+        """From now on nothing is admitted; what runs goes on."""
+        self.is_draining = True
+
+    def cut(self, error: HeadraceError) -> None:
+        """End everything that is open with `error`. They leave as soon as they had their turn to say so."""
+        for entry in list(self._open.values()):
+            entry.cut(error)
+
+    async def wait_empty(self, timeout_s: float) -> bool:
+        """True as soon as nothing is open, False after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _close(self, entry: OpenRequest) -> None:
+        assert entry.request_id in self._open, "closed twice"
+        del self._open[entry.request_id]
+        if not self._open:
+            self._empty.set()

@@ -1,0 +1,93 @@
+"""What one generating request has done so far: times, tokens, ends. Feeds metrics, usage and the request log.
+
+Definitions (vLLM's): TTFT = arrival at the gateway to the first token; TPOT = (last token - first token) / (tokens - 1), once per
+sequence; ITL = every gap, where a chunk of k tokens counts as k gaps of a k-th each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from headrace.core.finish import FinishReason
+from headrace.gateway.surfaces.dialect.schemas import PromptTokensDetails, Usage
+from headrace.gateway.upstream.tokens import EventStream, OutputEvent
+from headrace.observe.metrics import ReplicaMetrics
+
+
+@dataclass(slots=True)
+class _Sequence:
+    num_tokens: int = 0
+    first_s: float = 0.0
+    last_s: float = 0.0
+    finish: FinishReason | None = None
+
+
+MetricsOf = Callable[[int], ReplicaMetrics | None]
+"""Sequence -> the instruments of the replica that runs it; None before one is known."""
+
+
+class Progress:
+    """ttft_s  seconds from arrival to the first token of any sequence, None before it"""
+
+    def __init__(self, *, num_sequences: int, prompt_tokens: int, arrived_s: float, metrics_of: MetricsOf) -> None:
+        self._sequences = [_Sequence() for _ in range(num_sequences)]
+        self.num_sequences = num_sequences
+        self.prompt_tokens = prompt_tokens
+        self._arrived_s = arrived_s
+        self._metrics_of = metrics_of
+        self.ttft_s: float | None = None
+
+    def see(self, events: Sequence[OutputEvent], now: float) -> None:
+        """Take in events that arrived at `now` (the clock of `arrived_s`)."""
+        for event in events:
+            sequence = self._sequences[event.index]
+            num_new = len(event.delta.token_ids)
+            if num_new:
+                self._see_tokens(sequence, num_new, now, self._metrics_of(event.index))
+            if event.delta.finish is not None:
+                sequence.finish = event.delta.finish
+
+    def _see_tokens(self, sequence: _Sequence, num_new: int, now: float, metrics: ReplicaMetrics | None) -> None:
+        if sequence.num_tokens == 0:
+            sequence.first_s = now
+            if self.ttft_s is None:
+                self.ttft_s = now - self._arrived_s
+                if metrics is not None:
+                    metrics.time_to_first_token.observe(self.ttft_s)
+        elif metrics is not None:
+            gap = (now - sequence.last_s) / num_new
+            for _ in range(num_new):
+                metrics.inter_token_latency.observe(gap)
+        sequence.num_tokens += num_new
+        sequence.last_s = now
+
+    def close(self, now: float, queue_times_s: Mapping[int, float | None]) -> None:
+        """The request ended, however it did: observe what is known only then. queue_times_s: by each prompt's first sequence."""
+        if (metrics := self._metrics_of(0)) is not None:
+            metrics.request_latency.observe(now - self._arrived_s)
+        for index, queue_time_s in queue_times_s.items():
+            metrics = self._metrics_of(index)
+            if metrics is not None and queue_time_s is not None:
+                metrics.queue_time.observe(queue_time_s)
+        for index, sequence in enumerate(self._sequences):
+            metrics = self._metrics_of(index)
+            if metrics is not None and sequence.num_tokens > 1:
+                metrics.time_per_output_token.observe((sequence.last_s - sequence.first_s) / (sequence.num_tokens - 1))
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        return [sequence.finish.value for sequence in self._sequences if sequence.finish is not None]
+
+    @property
+    def outcome(self) -> str:
+        """stop when every sequence stopped by itself, length when one ran out of room."""
+        return "length" if any(sequence.finish is FinishReason.LENGTH for sequence in self._sequences) else "stop"
+
+
+def usage_of(streams: Sequence[EventStream], *, num_sequences: int, prompt_tokens: int) -> Usage:
+    """What a request cost. A prompt counts once whatever n is, and so do its cached tokens."""
+    per_prompt = num_sequences // len(streams)
+    completion = sum(stream.usage(index).num_tokens for stream in streams for index in range(per_prompt))
+    cached = sum(stream.usage(0).num_cached_tokens for stream in streams)
+    return Usage(prompt_tokens, completion, prompt_tokens + completion, PromptTokensDetails(cached))

@@ -1,0 +1,317 @@
+"""One HTTP/1.1 connection: uvicorn's httptools protocol within bounds of size, count and time.
+
+uvicorn parses and frames; what it leaves open and a public server must close is here:
+
+    head      request line and headers: bytes, count, seconds
+    body      framing overhead (floods of tiny chunks, chunk extensions); the body's own size and time are `Exchange.body`'s
+    leftover  a body nobody reads any more, because the answer is out: thrown away for a moment, then the connection goes
+    answer    a client that does not catch up with 64 KiB of unsent bytes
+    abort     `scope["extensions"]["headrace.abort"]` drops the connection, unsent bytes included; "headrace.lost" tells that it is gone
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from headrace.gateway.config import GatewayConfig
+from headrace.gateway.http.errors import BAD_HTTP, ClientLeft, ErrorBody, ErrorObject, SlowReader
+from headrace.gateway.http.exchange import ABORT_EXTENSION, LOST_EXTENSION
+
+SEND_BUFFER_BYTES = 64 << 10
+"""The transport asks writers to wait beyond this much unsent data."""
+
+LINGER_S = 2.0
+"""How long the rest of an unwanted body is thrown away, so that its sender gets to read the refusal."""
+
+MAX_LINGER_BYTES = 64 << 20
+"""How much of it: a fast sender is work for the event loop as well."""
+
+FRAMING_SLACK_BYTES = 64 << 10
+MAX_FRAMING_FACTOR = 2
+"""A body may cost this many wire bytes per byte beyond the slack. Each chunk costs the event loop microseconds, whatever its size:
+chunks of one byte cost 6 bytes each, those of a sane client hardly more than one per byte; extensions and trailers cost anything."""
+
+REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+
+
+OnRefused = Callable[[str, int], None]
+"""Told of each answer that is given here and not by the application: its x-request-id and status."""
+
+
+def protocol_for(config: GatewayConfig, on_refused: OnRefused) -> type[HttpToolsProtocol]:
+    """uvicorn makes protocols from a class, so a configuration is bound to one."""
+
+    class ConfiguredProtocol(BoundedProtocol):
+        bounds = config
+
+        def tell_refused(self, request_id: str, status: int) -> None:
+            on_refused(request_id, status)
+
+    return ConfiguredProtocol
+
+
+class ClientTransport:
+    """The transport as uvicorn and the application see it: closing it is the protocol's affair, and it knows how the client went.
+
+    close           what uvicorn calls after the last answer, be the client's body complete or not
+    is_half_closed  everything was said and some of the client's bytes are still awaited: for uvicorn that is closed
+    has_left        the client closed the connection or its half of it
+    """
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.transport = transport
+        self.close = close
+        self.write = transport.write  # once per token: found without __getattr__
+        self.is_half_closed = False
+        self.has_left = False
+        self._is_cut = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transport, name)
+
+    def is_closing(self) -> bool:
+        return self.is_half_closed or self.transport.is_closing()
+
+    def cut(self) -> None:
+        """Drop a client that does not read, with whatever waits for it."""
+        self._is_cut = True
+        self.transport.abort()
+
+    def lost(self) -> ClientLeft | SlowReader | None:
+        """Why nothing reaches the client any more; None while something may."""
+        if self._is_cut:
+            return SlowReader("The client did not read its answer.")
+        return ClientLeft("The client left.") if self.has_left else None
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """Use a subclass from `protocol_for`."""
+
+    bounds: GatewayConfig
+    _client: ClientTransport
+
+    def tell_refused(self, request_id: str, status: int) -> None:
+        """Called after each answer that is given here."""
+        raise NotImplementedError
+
+    _is_in_head = True
+    _is_in_body = False
+    _read_bytes = 0
+    _wire_bytes = 0
+    _body_bytes = 0
+    _unwanted_bytes = 0
+    _write_goal_bytes = 0
+    _head_timer: asyncio.TimerHandle | None = None
+    _linger_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+
+    # -- the connection ----------------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._client = ClientTransport(transport, self._hang_up)
+        super().connection_made(cast(asyncio.Transport, self._client))
+        if len(self.connections) > self.bounds.limits.max_connections:
+            transport.abort()
+            return
+        # One mark for both: with a lower one to resume at, a reader would have to take more than this within `write_s`.
+        transport.set_write_buffer_limits(high=SEND_BUFFER_BYTES, low=SEND_BUFFER_BYTES)
+        self._head_timer = self._after(self.bounds.timeouts.header_s, self._head_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timers("_head_timer", "_linger_timer", "_write_timer")
+        self._client.has_left = True
+        self._client.close = self._client.transport.close  # nothing is left to time, and what outlives this object does not hold it
+        super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        self._client.has_left = True
+        self._close()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Nothing came after an answer. Bytes the client never took would hold the socket for ever: they go with it."""
+        if not self.transport.is_closing():
+            self._close()
+
+    # -- what arrives ------------------------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self._linger_timer is not None:
+            self._unwanted_bytes += len(data)
+            if self._unwanted_bytes > MAX_LINGER_BYTES:
+                self._close()
+        if self.transport.is_closing():
+            return
+        self._read_bytes = len(data)
+        self._wire_bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        limits = self.bounds.limits
+        if self._is_in_head:
+            # A finished head was judged in on_headers_complete; what is here is the beginning of one.
+            if self._wire_bytes > limits.max_header_bytes:
+                self._refuse(431, f"Headers must be at most {limits.max_header_bytes} bytes.")
+        elif self._is_idle:
+            # What came begins nothing (parsers skip a stray CRLF), but it stopped uvicorn's timer. More of it does not stop ours.
+            if self._head_timer is None:
+                self._head_timer = self._after(self.bounds.timeouts.header_s, self._close)
+        elif self._is_in_body and self._wire_bytes > FRAMING_SLACK_BYTES + MAX_FRAMING_FACTOR * self._body_bytes + limits.max_header_bytes:
+            self._refuse(400, "The body's chunks carry too little.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_head, self._is_in_body = True, False
+        self._wire_bytes, self._body_bytes = self._read_bytes, 0  # at most: an earlier message's end may be in the same read
+        self._stop_timers("_head_timer")
+        self._head_timer = self._after(self.bounds.timeouts.header_s, self._head_late)
+        self.scope["extensions"] = {ABORT_EXTENSION: self._client.cut, LOST_EXTENSION: self._client.lost}  # type: ignore[dict-item]
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_head:  # trailers are read over: nobody would look at them
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        self._stop_timers("_head_timer")
+        if self.transport.is_closing():
+            return  # pipelined behind something that was refused
+        limits = self.bounds.limits
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if len(self.headers) > limits.max_headers:
+            self._refuse(431, f"At most {limits.max_headers} headers are read.")
+        elif size > limits.max_header_bytes:
+            self._refuse(431, f"Headers must be at most {limits.max_header_bytes} bytes.")
+        else:
+            self._is_in_body = True
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        if not self.transport.is_closing():
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_in_body = False
+        if not self.transport.is_closing():
+            self._stop_timers("_linger_timer")
+            super().on_message_complete()
+
+    # -- what leaves -------------------------------------------------------------------------------------------------------------
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_in_body and not self.transport.is_closing():
+            self._linger()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._time_writing()
+
+    def resume_writing(self) -> None:
+        self._stop_timers("_write_timer")
+        super().resume_writing()
+        if self.transport.is_closing():
+            self._time_writing()  # nobody writes more, so nothing else would time what is left
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's answer to what httptools cannot parse, in OpenAI's shape."""
+        self._refuse(400, "Invalid HTTP request.")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer in the application's place, hear no more, and close."""
+        if self.transport.is_closing():
+            return
+        if not self._may_answer():
+            self._close()
+            return
+        body = msgspec.json.encode(ErrorBody(ErrorObject(message, "invalid_request_error", None, BAD_HTTP)))
+        request_id = os.urandom(12).hex()
+        self.transport.write(
+            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %s\r\nconnection: close\r\n\r\n%s"
+            % (status, REASONS[status], len(body), request_id.encode(), body)
+        )
+        self._half_close()
+        self.tell_refused(request_id, status)
+
+    @property
+    def _is_idle(self) -> bool:
+        """Between an answer and the next request."""
+        is_answered = self.cycle is not None and self.cycle.response_complete
+        return is_answered and not (self._is_in_head or self._is_in_body or self.pipeline)
+
+    def _may_answer(self) -> bool:
+        """Whether an answer written now would be the next one the client waits for. If so, nobody else writes it."""
+        cycle = self.cycle
+        if not self._is_in_body:
+            return cycle is None or cycle.response_complete
+        if self.pipeline or cycle.response_started:
+            return False
+        cycle.disconnected = True  # for the application the client has left
+        cycle.message_event.set()
+        return True
+
+    def _head_late(self) -> None:
+        if not self._is_in_head:
+            return
+        if self._wire_bytes:
+            self._refuse(408, f"Headers must arrive within {self.bounds.timeouts.header_s:g} s.")
+        else:
+            self._close()
+
+    def _hang_up(self) -> None:
+        """uvicorn is done with this connection, although its client may still be sending the body that was answered."""
+        if self._is_in_body and self._linger_timer is None:
+            self._half_close()
+        else:
+            self._close()
+
+    def _half_close(self) -> None:
+        """Close the sending half at once and the rest when the client did, or after the linger's bounds.
+
+        Closing over unread bytes would reset the connection, and the client would lose the answer.
+        """
+        self._client.is_half_closed = True
+        self._stop_timers("_head_timer")
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._linger()
+
+    def _linger(self) -> None:
+        """What the client still sends of its body is thrown away, for so long and up to so many bytes."""
+        self._unwanted_bytes = 0
+        self._stop_timers("_linger_timer")
+        self._linger_timer = self._after(LINGER_S, self._close)
+
+    def _close(self) -> None:
+        """Close after what is written was sent; a client that does not take it is cut off."""
+        self._client.transport.close()
+        if self.transport.get_write_buffer_size() and self._write_timer is None:
+            self._time_writing()
+
+    def _time_writing(self) -> None:
+        """The client has `write_s` for the next 64 KiB that wait for it, or for what waits if that is less."""
+        self._write_goal_bytes = max(0, self.transport.get_write_buffer_size() - SEND_BUFFER_BYTES)
+        self._stop_timers("_write_timer")
+        self._write_timer = self._after(self.bounds.timeouts.write_s, self._write_late)
+
+    def _write_late(self) -> None:
+        if self.transport.get_write_buffer_size() > self._write_goal_bytes:
+            self._client.cut()
+        else:
+            self._time_writing()
+
+    def _after(self, delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+        return self.loop.call_later(delay_s, call)
+
+    def _stop_timers(self, *names: str) -> None:
+        for name in names:
+            timer: asyncio.TimerHandle | None = getattr(self, name)
+            if timer is not None:
+                timer.cancel()
+                setattr(self, name, None)

@@ -1,0 +1,205 @@
+"""One HTTP request and its answer, on bare ASGI: reading the body within its bounds, answering once, noticing that the client left.
+
+No framework object sits between a token and the socket: `StreamingResponse` and `BaseHTTPMiddleware` cost more per chunk than
+everything else the gateway does with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from headrace.core.errors import HeadraceError, InvalidRequest
+from headrace.core.ids import RequestId
+from headrace.gateway.access.auth import ANYBODY, Principal
+from headrace.gateway.http.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, SlowReader, UnsupportedMediaType
+from headrace.observe.request_log import RequestRecord
+
+Scope = MutableMapping[str, Any]
+AsgiMessage = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[AsgiMessage]]
+Send = Callable[[AsgiMessage], Awaitable[None]]
+Headers = Sequence[tuple[bytes, bytes]]
+
+ABORT_EXTENSION = "headrace.abort"
+"""Key in scope["extensions"]: a function that drops the connection at once, unsent bytes included (our server provides it)."""
+
+LOST_EXTENSION = "headrace.lost"
+"""Key in scope["extensions"]: a function that says why the connection is gone, a ClientLeft or SlowReader; None while it stands."""
+
+PIECE_BYTES = 64 << 10
+"""Written at once: the transport says that its buffer is full only between two writes."""
+
+_JSON = (b"content-type", b"application/json")
+
+
+class Exchange:
+    """
+    arrived_s      the service clock when the request's headers were complete
+    left           why the answer will not be completed, once that is known: nobody reads it, its deadline passed, the server shuts down
+    pending_bytes  of the bytes being written: what the transport has not taken yet
+    """
+
+    __slots__ = (
+        "_closed",
+        "_is_event_stream",
+        "_lost",
+        "_on_left",
+        "_receive",
+        "_send",
+        "arrived_s",
+        "headers",
+        "is_started",
+        "left",
+        "pending_bytes",
+        "principal",
+        "record",
+        "request_id",
+        "scope",
+    )
+
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, *, request_id: RequestId, record: RequestRecord, arrived_s: float
+    ) -> None:
+        self.scope = scope
+        self._receive = receive
+        self._send = send
+        self.request_id = request_id
+        self.record = record
+        self.arrived_s = arrived_s
+        self.headers: list[tuple[bytes, bytes]] = list(scope["headers"])
+        self.principal: Principal = ANYBODY
+        self.is_started = False
+        self.left: HeadraceError | None = None
+        self.pending_bytes = 0
+        self._lost: Callable[[], ClientLeft | SlowReader | None] = scope.get("extensions", {}).get(LOST_EXTENSION, lambda: None)
+        self._closed = False
+        self._is_event_stream = False
+        self._on_left: list[Callable[[], None]] = []
+
+    # -- the request -------------------------------------------------------------------------------------------------------------
+
+    def header(self, name: bytes) -> bytes | None:
+        """The value of a header that is there exactly once."""
+        values = [value for key, value in self.headers if key == name]
+        return values[0] if len(values) == 1 else None
+
+    async def json_body(self, *, max_bytes: int, timeout_s: float) -> bytes:
+        """The bytes of a body that says it is JSON. Raises UnsupportedMediaType, BodyTooLarge, ReadTimeout or ClientLeft."""
+        media_type = (self.header(b"content-type") or b"").split(b";")[0].strip().lower()
+        if media_type != b"application/json":
+            raise UnsupportedMediaType("The body must be JSON: send 'Content-Type: application/json'.")
+        if self.header(b"content-encoding") not in (None, b"identity"):
+            raise UnsupportedMediaType("Compressed bodies are not read: send the body without Content-Encoding.")
+        return await self.body(max_bytes=max_bytes, timeout_s=timeout_s)
+
+    async def body(self, *, max_bytes: int, timeout_s: float) -> bytes:
+        """The whole body. Stops reading at the first byte beyond the cap, and before the first one if its length was announced."""
+        announced = self.header(b"content-length")
+        if announced is not None and announced.isdigit() and int(announced[:20]) > max_bytes:
+            raise _too_large(int(announced[:20]), max_bytes)
+        chunks: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientLeft("The client left before its body was read.")
+                    chunk: bytes = message.get("body", b"")
+                    size += len(chunk)
+                    if size > max_bytes:
+                        raise _too_large(size, max_bytes)
+                    chunks.append(chunk)
+                    if not message.get("more_body", False):
+                        return b"".join(chunks)
+        except TimeoutError:
+            raise ReadTimeout(f"The body did not arrive within {timeout_s:g} s.") from None
+
+    # -- the client leaving ------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """While inside, a client that leaves is noticed at once: `left` is set and the callbacks run. The body was read before."""
+        watch = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            watch.cancel()
+            self._on_left.clear()
+
+    def on_left(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once on `leave`; at once if that has been already."""
+        if self.left is not None:
+            callback()
+        else:
+            self._on_left.append(callback)
+
+    def leave(self, error: HeadraceError) -> None:
+        """The answer ends here. The first reason stays; a client that still reads is told it."""
+        if self.left is None:
+            self.left = error
+            callbacks, self._on_left = self._on_left, []
+            for callback in callbacks:
+                callback()
+
+    def abort(self, error: HeadraceError) -> None:
+        """Give up on the client: drop the connection with whatever waits in it."""
+        self.leave(error)
+        drop = self.scope.get("extensions", {}).get(ABORT_EXTENSION)
+        if drop is not None:
+            drop()
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.leave(self._lost() or ClientLeft("The client left."))
+
+    # -- the answer --------------------------------------------------------------------------------------------------------------
+
+    async def reply(self, status: int, body: bytes, headers: Headers = (_JSON,)) -> None:
+        """The whole answer. Returns and raises as `write` does."""
+        await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        await self.write(body, is_last=True)
+
+    async def fail(self, error: ErrorReply) -> None:
+        """The answer is an error: with its status before the first byte, as an event in a stream that has begun."""
+        with suppress(HeadraceError):  # nobody is there to be told
+            if not self.is_started:
+                await self.reply(error.status, error.body, [_JSON, *error.headers])
+            elif self._is_event_stream:
+                await self.write(b"data: " + error.body + b"\n\n", is_last=True)
+
+    async def start(self, status: int, headers: Headers, *, is_event_stream: bool = False) -> None:
+        self.is_started = True
+        self._is_event_stream = is_event_stream
+        self.record.status = status
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [*headers, (b"x-request-id", self.request_id.encode()), (b"x-content-type-options", b"nosniff")],
+            }
+        )
+
+    async def write(self, body: bytes, *, is_last: bool = False) -> None:
+        """Hand the bytes to the transport, piece by piece as it has room: a client that does not read makes this wait.
+
+        Raises `left` when the connection was gone before it had taken them all; ClientLeft or SlowReader if there was no other reason.
+        """
+        if self._closed:
+            return
+        self._closed = is_last
+        for first in range(0, len(body) or 1, PIECE_BYTES):
+            self.pending_bytes = len(body) - first
+            has_more = not is_last or self.pending_bytes > PIECE_BYTES
+            await self._send({"type": "http.response.body", "body": body[first : first + PIECE_BYTES], "more_body": has_more})
+            if (lost := self._lost()) is not None:
+                raise self.left or lost
+        self.pending_bytes = 0
+
+
+def _too_large(size: int, max_bytes: int) -> InvalidRequest:
+    return BodyTooLarge("body", f"at most {max_bytes} bytes", size, "Send a shorter prompt or fewer messages.")

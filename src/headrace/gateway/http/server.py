@@ -1,0 +1,76 @@
+"""The HTTP server: uvicorn with our protocol, started and stopped in our order: refuse, finish, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import uvicorn
+
+from headrace.gateway.config import GatewayConfig
+from headrace.gateway.http.connection import OnRefused, protocol_for
+
+BACKLOG = 2048
+KERNEL_SEND_BYTES = 128 << 10
+"""Send buffer of a connection in the kernel. Left to itself it grows to megabytes per client that does not read."""
+
+LAST_WORDS_S = 1
+"""After draining: how long answers may take to leave. Whoever does not take the rest by then is dropped."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server without its signal handlers: `gateway.main` decides when to stop."""
+
+    def __init__(self, app: Any, config: GatewayConfig, on_refused: OnRefused) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=config.host,
+                port=config.port,
+                http=protocol_for(config, on_refused),
+                ws="none",
+                lifespan="off",
+                loop="none",
+                log_config=None,
+                log_level="error",
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                date_header=True,
+                backlog=BACKLOG,
+                timeout_keep_alive=max(1, round(config.timeouts.keep_alive_s)),
+                timeout_graceful_shutdown=2 * LAST_WORDS_S,  # dropped clients end their requests; what outlives that is cancelled
+            )
+        )
+
+    async def start(self) -> int:
+        """Listen. Returns the port. Raises OSError when the address cannot be bound (uvicorn would end the process)."""
+        self.config.load()
+        self.lifespan = self.config.lifespan_class(self.config)
+        await self.on_tick(0)
+        family = socket.AF_INET6 if ":" in self.config.host else socket.AF_INET
+        listener = socket.create_server((self.config.host, self.config.port), family=family, backlog=BACKLOG)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_SEND_BYTES)  # accepted sockets inherit it
+        await self.startup(sockets=[listener])
+        port: int = listener.getsockname()[1]
+        return port
+
+    async def run_until(self, stop: asyncio.Event) -> None:
+        """Serve until `stop`, then close: idle connections at once, the others after their answer, within a second."""
+        counter = 0
+        while not stop.is_set():
+            counter = (counter + 1) % 864_000
+            await self.on_tick(counter * 10)  # keeps the Date header current
+            try:
+                async with asyncio.timeout(1.0):
+                    await stop.wait()
+            except TimeoutError:
+                continue
+        drop = asyncio.get_running_loop().call_later(LAST_WORDS_S, self._drop_connections)
+        await self.shutdown()
+        drop.cancel()
+
+    def _drop_connections(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()

@@ -1,0 +1,130 @@
+"""Server-sent events: writing them, keeping quiet streams alive, and giving up on clients that do not read.
+
+A stream is written by its own task; `StreamWatch` looks at all streams a few times per second, which is cheaper than a timer each. What
+may wait for a client is bounded in bytes: what is left of the encoded chunk being sent plus what the engine has produced meanwhile.
+Beyond it the connection is dropped and the request cancelled. Prompt log-probabilities come all at once, however fast a client reads:
+their size, bounded when the request is admitted, is allowed on top. (The time a client may take is bounded for every answer alike, by
+`gateway.http.server`.)
+
+Errors after the first byte are `Exchange.fail`'s: an event with the error body, then the end, without [DONE].
+
+Coalescing needs no timer: while a stream's task waits for the socket or for its turn on a busy event loop, the engine's updates pile up
+and leave as one chunk, so chunks grow with the backlog.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from headrace.core.clock import Clock
+from headrace.core.errors import HeadraceError
+from headrace.gateway.http.errors import SlowReader
+from headrace.gateway.http.exchange import Exchange
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+TICK_S = 0.25
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache, no-transform"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold chunks back
+)
+
+
+class SseStream:
+    """One event stream. Made by `StreamWatch.open`; leave it by scope."""
+
+    __slots__ = ("_clock", "_exchange", "_ping", "_watch", "last_write_s", "score_bytes", "unread_bytes")
+
+    def __init__(self, exchange: Exchange, watch: StreamWatch, unread_bytes: Callable[[], int], score_bytes: int, clock: Clock) -> None:
+        """unread_bytes  size of what was produced for this stream and not yet encoded
+        score_bytes   what of it may be the prompt's log-probabilities
+        """
+        self._exchange = exchange
+        self._watch = watch
+        self._clock = clock
+        self.unread_bytes = unread_bytes
+        self.score_bytes = score_bytes
+        self.last_write_s = clock()
+        self._ping: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> SseStream:
+        await self._exchange.start(200, HEADERS, is_event_stream=True)
+        self._watch.streams.add(self)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._watch.streams.discard(self)
+        if self._ping is not None:
+            self._ping.cancel()
+
+    async def write(self, payload: bytes) -> None:
+        """Send whole events. Returns and raises as `Exchange.write` does."""
+        await self._send(payload, is_last=False)
+
+    async def end(self, payload: bytes = DONE) -> None:
+        await self._send(payload, is_last=True)
+
+    async def _send(self, payload: bytes, *, is_last: bool) -> None:
+        if self._ping is not None and not self._ping.done():
+            await self._ping  # a comment that waits for the socket goes first
+        await self._exchange.write(payload, is_last=is_last)
+        self.last_write_s = self._clock()
+
+    def look(self, now: float, *, ping_s: float, max_pending_bytes: int) -> None:
+        """What the watch does with this stream: nothing, a comment line, or the end."""
+        if self._exchange.pending_bytes:
+            if self._exchange.pending_bytes + self.unread_bytes() > max_pending_bytes + self.score_bytes:
+                self._exchange.abort(SlowReader(f"More than {max_pending_bytes} bytes of the answer waited for the client."))
+        elif now - self.last_write_s > ping_s:
+            self.last_write_s = now
+            self._ping = asyncio.create_task(self._send_ping())
+
+    async def _send_ping(self) -> None:
+        with suppress(HeadraceError):  # the stream's own task hears of it
+            await self._exchange.write(PING)
+
+
+class StreamWatch:
+    """All open streams, looked at every TICK_S. `async with` runs it.
+
+    on_lag  called with how late each look came: what everybody on this event loop had to wait just then
+    """
+
+    def __init__(
+        self, *, ping_s: float, max_pending_bytes: int, on_lag: Callable[[float], None] = lambda _: None, clock: Clock = time.monotonic
+    ) -> None:
+        self.streams: set[SseStream] = set()
+        self._ping_s = ping_s
+        self._max_pending_bytes = max_pending_bytes
+        self._on_lag = on_lag
+        self._clock = clock
+        self._task: asyncio.Task[None] | None = None
+
+    def open(self, exchange: Exchange, unread_bytes: Callable[[], int], *, score_bytes: int = 0) -> SseStream:
+        return SseStream(exchange, self, unread_bytes, score_bytes, self._clock)
+
+    async def __aenter__(self) -> StreamWatch:
+        self._task = asyncio.create_task(self._run(), name="stream watch")
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def look(self) -> None:
+        """One round. Separate from the timer for tests."""
+        now = self._clock()
+        for stream in list(self.streams):
+            stream.look(now, ping_s=self._ping_s, max_pending_bytes=self._max_pending_bytes)
+
+    async def _run(self) -> None:
+        while True:
+            due = self._clock() + TICK_S
+            await asyncio.sleep(TICK_S)
+            self._on_lag(max(0.0, self._clock() - due))
+            self.look()

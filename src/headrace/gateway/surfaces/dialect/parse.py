@@ -1,0 +1,313 @@
+"""A decoded body -> a request that cannot be wrong. Types by msgspec, fields by `dialect.fields`, rules by `core.sampling`.
+
+Two steps, because a model's own defaults are needed for the second: `parse_chat` and `parse_completion` need the body only;
+`sampling_params` adds what the model's generation_config.json says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.core.errors import InvalidRequest
+from headrace.core.request import PriorityClass
+from headrace.core.sampling import SamplingParams
+from headrace.gateway.config import Limits
+from headrace.gateway.surfaces.dialect.fields import Surface, honoured_fields, unknown_field
+from headrace.gateway.surfaces.dialect.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Message,
+    SamplingFields,
+    StreamOptions,
+    TextPart,
+    TokenizeRequest,
+)
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's legacy default of /v1/completions; a chat without max_tokens may use what the context leaves."""
+
+MAX_CACHE_SALT_CHARS = 256
+REQUIRED = "a value (it is required)"
+ROLES = ("system", "developer", "user", "assistant")
+MAX_PARTS = 4096
+"""Content parts of all messages together: each costs more than its bytes."""
+
+AS_GIVEN: tuple[str, ...] = (
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+    "logit_bias",
+    "prompt_logprobs",
+)
+AS_GIVEN += ("include_stop_str_in_output", "skip_special_tokens")
+FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Parameters whose default is the model's generation_config.json (vLLM does the same)."""
+
+_PATH = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?\Z", re.DOTALL)
+_EXPECTED = re.compile(r"Expected (?P<kinds>`[^`]*`)(?:, got .*)?\Z", re.DOTALL)
+_KINDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+_ANY_KEY = "[...]"
+"""How msgspec writes the place of a map's value: it does not say which."""
+_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+
+
+def parse_chat(body: dict[str, object], limits: Limits) -> ChatRequest:
+    """Raises InvalidRequest for the first field that is unknown, refused or of the wrong type."""
+    fields = honoured_fields(body, Surface.CHAT)
+    check_messages(fields.get("messages"), limits)
+    request = convert(fields, ChatRequest)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequest("top_logprobs", "logprobs = true beside it", request.top_logprobs)
+    if request.max_completion_tokens is not None:
+        if request.max_tokens not in (None, request.max_completion_tokens):
+            raise InvalidRequest(
+                "max_completion_tokens", f"the same value as max_tokens ({request.max_tokens})", request.max_completion_tokens
+            )
+        request.max_tokens = request.max_completion_tokens
+    _check_shared(request, limits)
+    return request
+
+
+def parse_completion(body: dict[str, object], limits: Limits) -> tuple[CompletionRequest, list[str | list[int]]]:
+    """The request and its prompts, one entry each: text or token ids."""
+    request = convert(honoured_fields(body, Surface.COMPLETIONS), CompletionRequest)
+    if request.best_of is not None and request.best_of != request.n:
+        raise InvalidRequest("best_of", f"best_of = n ({request.n})", request.best_of, "There is no ranking of discarded sequences.")
+    if request.max_tokens == 0 and not request.echo:
+        raise InvalidRequest("max_tokens", "at least 1 (0 only with echo)", 0)
+    prompts = prompt_list(request.prompt)
+    if len(prompts) > limits.max_prompts:
+        raise InvalidRequest("prompt", f"at most {limits.max_prompts} prompts", len(prompts), "Send several requests.")
+    _check_shared(request, limits, num_prompts=len(prompts))
+    return request, prompts
+
+
+def parse_tokenize(body: dict[str, object], limits: Limits) -> TokenizeRequest:
+    if body.get("messages") is not None:
+        check_messages(body["messages"], limits)
+    request = convert(body, TokenizeRequest)
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidRequest("prompt", "exactly one of prompt and messages")
+    if request.prompt is not None and request.add_generation_prompt is not None:
+        raise InvalidRequest("add_generation_prompt", "messages beside it", request.add_generation_prompt, "A prompt has no template.")
+    return request
+
+
+def parse_detokenize(body: dict[str, object], limits: Limits) -> DetokenizeRequest:
+    return convert(body, DetokenizeRequest)
+
+
+@contextmanager
+def fields_as_written(request: ChatRequest | CompletionRequest) -> Iterator[None]:
+    """Rules below this floor know `prompt`, `max_tokens` and `logprobs`: an error that names them gets the name this client used."""
+    names: dict[str, str] = {}
+    if isinstance(request, ChatRequest):
+        names["prompt"] = "messages"
+        if request.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        if request.top_logprobs:
+            names["logprobs"] = "top_logprobs"  # a chat's own logprobs is true or false
+    try:
+        yield
+    except InvalidRequest as error:
+        name = names.get(error.field)
+        if name is None:
+            raise
+        limit, remedy = error.limit, error.remedy
+        if error.field != "prompt":  # "prompt" in a rule is a word
+            limit, remedy = limit.replace(error.field, name), remedy.replace(error.field, name)
+        raise type(error)(name, limit, error.given, remedy) from error
+
+
+def prompt_list(prompt: str | list[Any]) -> list[str | list[int]]:
+    """OpenAI's four forms of `prompt` as a list of prompts. Raises InvalidRequest for a mixed or empty list."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(item) for item in prompt}
+    if kinds == {int}:
+        return [prompt]
+    if kinds in ({str}, {list}):
+        return prompt
+    rule = "a string, a list of strings, a list of token ids, or a list of such lists"
+    raise InvalidRequest("prompt", rule, prompt, "Lists may not be empty or mixed.")
+
+
+def sampling_params(request: ChatRequest | CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+    """The checked parameters, seed not yet drawn.
+
+    defaults  the model's own: generation_config.json's temperature, top_p, ...
+
+    Raises: InvalidRequest naming the field as the client wrote it.
+    """
+    given: dict[str, Any] = {name: getattr(request, name) for name in AS_GIVEN}
+    for name in FROM_MODEL:
+        value = getattr(request, name)
+        if value is None:
+            value = defaults.get(name)
+        if value is not None:
+            given[name] = value
+    given["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+    given["stop_token_ids"] = tuple(request.stop_token_ids)
+    if isinstance(request, ChatRequest):
+        given["max_tokens"] = request.max_tokens
+        given["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
+    else:
+        given |= _completion_params(request)
+    return SamplingParams(**given).checked()
+
+
+def _completion_params(request: CompletionRequest) -> dict[str, Any]:
+    """echo scores the prompt when logprobs are asked for; max_tokens 0 (echo only) still takes one step, whose token is dropped."""
+    prompt_logprobs = request.prompt_logprobs
+    if request.echo and request.logprobs is not None:
+        prompt_logprobs = max(request.logprobs, prompt_logprobs or 0)
+    max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    if max_tokens == 0 and request.echo:
+        max_tokens = 1
+    return {"logprobs": request.logprobs, "prompt_logprobs": prompt_logprobs, "max_tokens": max_tokens}
+
+
+def lowered_priority(given: int | str | None, own: PriorityClass) -> PriorityClass:
+    """The class of a request: the key's own, or a lower one the body asks for. Raises InvalidRequest for a higher one."""
+    if given is None:
+        return own
+    names = {str(member.name).lower(): member for member in PriorityClass} | {str(int(member)): member for member in PriorityClass}
+    wanted = names.get(str(given))
+    if wanted is None:
+        raise InvalidRequest("priority", "premium, standard or batch (0, 1, 2)", given)
+    if wanted < own:
+        raise InvalidRequest("priority", f"not above this key's class ({own.name.lower()})", given, "A request may only lower it.")
+    return wanted
+
+
+def check_messages(messages: object, limits: Limits) -> None:
+    """Types of every message, so that an error names its index. Raises InvalidRequest."""
+    if not isinstance(messages, list) or not messages:
+        if messages is None:
+            raise InvalidRequest("messages", REQUIRED)
+        raise InvalidRequest("messages", "a list of at least one message", messages)
+    if len(messages) > limits.max_messages:
+        raise InvalidRequest("messages", f"at most {limits.max_messages} messages", len(messages), "Drop the oldest ones.")
+    num_parts = sum(len(m["content"]) for m in messages if isinstance(m, dict) and isinstance(m.get("content"), list))
+    if num_parts > MAX_PARTS:
+        raise InvalidRequest("messages", f"at most {MAX_PARTS} content parts in all", num_parts, "Join the texts.")
+    for index, message in enumerate(messages):
+        prefix = f"messages[{index}]"
+        if isinstance(message, dict):
+            _check_content(message.get("content"), f"{prefix}.content")
+        checked = convert(message, Message, prefix)
+        for name in ("tool_calls", "annotations"):
+            if getattr(checked, name):
+                raise InvalidRequest(f"{prefix}.{name}", "absent, null or empty", remedy="Tool calls are not served yet.")
+        if checked.reasoning_content is not None:
+            raise InvalidRequest(f"{prefix}.reasoning_content", "absent or null")
+
+
+def template_messages(messages: Iterable[Message]) -> list[dict[str, object]]:
+    """Messages as `headrace.text` takes them. `developer` is OpenAI's newer word for `system`, which templates know."""
+    made: list[dict[str, object]] = []
+    for message in messages:
+        content = message.content if isinstance(message.content, str) else [{"type": "text", "text": part.text} for part in message.content]
+        entry: dict[str, object] = {"role": "system" if message.role == "developer" else message.role, "content": content}
+        if message.name is not None:
+            entry["name"] = message.name
+        made.append(entry)
+    return made
+
+
+def convert(data: object, kind: type[T], prefix: str = "") -> T:
+    """msgspec's strict conversion with our errors."""
+    try:
+        return msgspec.convert(data, kind, strict=True, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _translated(str(error), data, kind, prefix) from None
+    except OverflowError:
+        raise InvalidRequest(prefix or "body", "numbers of reasonable size") from None
+
+
+def _check_content(content: object, path: str) -> None:
+    """Names what msgspec's union error would not: an image where only text is served."""
+    if not isinstance(content, list):
+        return
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else part
+        if kind != "text":
+            raise InvalidRequest(f"{path}[{index}].type", '"text"', kind, "Other modalities are not served.")
+
+
+def _check_shared(request: SamplingFields, limits: Limits, num_prompts: int = 1) -> None:
+    if request.stream_options is not None:
+        if not request.stream:
+            raise InvalidRequest("stream_options", "stream = true beside it")
+        if request.stream_options.include_obfuscation:
+            raise InvalidRequest("stream_options.include_obfuscation", "absent, null or false", True, "Chunks are not padded.")
+    if request.stream and request.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs", "stream = false beside it", request.prompt_logprobs)
+    if num_prompts * request.n > limits.max_sequences:
+        raise InvalidRequest("n", f"prompts ({num_prompts}) times n <= {limits.max_sequences}", request.n, "Send several requests.")
+    if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
+        raise InvalidRequest("cache_salt", f"at most {MAX_CACHE_SALT_CHARS} characters", len(request.cache_salt))
+
+
+_KNOWN: dict[type[msgspec.Struct], tuple[str, ...]] = {kind: kind.__struct_fields__ for kind in (Message, StreamOptions, TextPart)}
+
+
+def _translated(message: str, data: object, kind: type[msgspec.Struct], prefix: str) -> InvalidRequest:
+    """msgspec's sentence as field, limit and value."""
+    match = _PATH.match(message)
+    what, path = (match["what"], match["path"] or "") if match else (message, "")
+    field = ".".join(part for part in (prefix, path) if part)
+    if missing := _MISSING.match(what):
+        remedy = "GET /v1/models lists what is served." if missing["name"] == "model" else ""
+        return InvalidRequest(".".join(part for part in (field, missing["name"]) if part), REQUIRED, remedy=remedy)
+    if unknown := _UNKNOWN.match(what):
+        nested = StreamOptions if path == "stream_options" else TextPart if "content" in path else kind
+        return unknown_field(unknown["name"], _KNOWN.get(nested, kind.__struct_fields__), f"{field}." if field else "")
+    if path.endswith(_ANY_KEY):  # a map of numbers, logit_bias: say which one is none
+        values = _value_at(data, path.removesuffix(_ANY_KEY))
+        odd = [key for key, value in values.items() if type(value) not in (int, float)] if isinstance(values, dict) else []
+        field, path = (f"{field.removesuffix(_ANY_KEY)}.{odd[0]}", f"{path.removesuffix(_ANY_KEY)}.{odd[0]}") if odd else (field, path)
+    return InvalidRequest(field or "body", _limit(what), _value_at(data, path))
+
+
+def _limit(what: str) -> str:
+    """msgspec's "Expected `int | str`, got `bool`" as a rule in words; its other sentences without the quotes."""
+    if what.startswith("Invalid enum value"):
+        return "one of " + ", ".join(ROLES)
+    expected = _EXPECTED.match(what)
+    if expected is None:
+        return what.replace("`", "'")[:1].lower() + what.replace("`", "'")[1:]
+    kinds = [_KINDS.get(kind.strip(), kind.strip()) for kind in expected["kinds"].strip("`").split("|")]
+    return " or ".join(kinds)
+
+
+def _value_at(data: object, path: str) -> object:
+    """What the client sent at a path of names and indices; None (not shown) where the path does not lead to one value."""
+    for name, index in re.findall(r"([^.\[\]]+)|\[([^\]]*)\]", path):
+        if name and isinstance(data, dict):
+            data = data.get(name)
+        elif index.isdigit() and isinstance(data, list) and int(index) < len(data):
+            data = data[int(index)]
+        else:
+            return None
+    return data

@@ -1,0 +1,178 @@
+"""The replicas of one model as this gateway sees them: their connections, their health, and the choice among them.
+
+Health is judged here from facts the wire brings (design promise 5). Thresholds leave room for one heartbeat, so that the whole way from
+"stopped" to "not ready" stays under a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+from headrace.core.clock import Clock
+from headrace.core.errors import Unavailable
+from headrace.core.finish import FinishReason
+from headrace.core.ids import RequestId
+from headrace.core.model_info import ModelInfo
+from headrace.core.request import EngineRequest
+from headrace.core.update import Rejected, SequenceUpdate
+from headrace.observe.metrics import ReplicaMetrics, ReplicaReading
+from headrace.policy.routing.choice import Candidate, Random, ReplicaId, choose
+from headrace.wire.client import ReplicaInfo, ReplicaState, SeenLoad
+
+IDLE_STALL_S = 0.8
+"""An idle loop wakes several times within this; one that did not is stuck."""
+
+SILENCE_LOOKS = 25
+SILENCE_LOOK_S = 0.02
+
+STEP_GRACE_S = 1.0
+STEP_GRACE_FACTOR = 4.0
+"""A step may take max(1 s, 4 x what the loop predicted)."""
+
+
+class UpdateStream(Protocol):
+    """An open request at a replica (`wire.stream.ReplicaStream`)."""
+
+    @property
+    def unread_bytes(self) -> int: ...
+    async def batch(self) -> list[SequenceUpdate | Rejected]: ...
+
+
+class Connection(Protocol):
+    """A connection to a replica (`wire.client.ReplicaClient`)."""
+
+    @property
+    def state(self) -> ReplicaState: ...
+    @property
+    def info(self) -> ReplicaInfo | None: ...
+    @property
+    def snapshot(self) -> SeenLoad | None: ...
+    @property
+    def num_sent_since_snapshot(self) -> int: ...
+    @property
+    def num_sent_tokens_since_snapshot(self) -> int: ...
+    def start(self) -> None: ...
+    async def close(self) -> None: ...
+    def submit(self, request: EngineRequest) -> UpdateStream: ...
+    def cancel(self, request_id: RequestId) -> None: ...
+    def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One replica: its name, its connection and its instruments."""
+
+    name: ReplicaId
+    connection: Connection
+    metrics: ReplicaMetrics
+
+
+class ReplicaPool:
+    """All replicas of one model. `async with` keeps the connections open."""
+
+    def __init__(self, model: str, replicas: Sequence[Replica], *, random: Random, clock: Clock = time.monotonic) -> None:
+        self.model = model
+        self.replicas = tuple(replicas)
+        self._random = random
+        self._clock = clock
+        self._last_info: ModelInfo | None = None
+
+    async def __aenter__(self) -> ReplicaPool:
+        for replica in self.replicas:
+            replica.connection.start()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for replica in self.replicas:
+            await replica.connection.close()
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """What the replicas say of the model: of a connected one if there is one, else what was last known."""
+        for replica in self.replicas:
+            if replica.connection.info is not None:
+                self._last_info = replica.connection.info.model
+                break
+        return self._last_info
+
+    async def pick(self, *, prompt_tokens: int, tried: Collection[ReplicaId] = ()) -> Replica:
+        """The replica to send a request to. Raises Unavailable when none that was not tried takes work.
+
+        A replica that is merely silent is given a moment: when this process was busy itself, heartbeats wait unread in its sockets. The
+        moment is counted in looks, each after a turn of the event loop: a single late wake-up does not use it up.
+
+        A replica that is not ready although it is connected (a step that hangs: its heartbeats go on) is taken only when no other is.
+        """
+        for look in range(SILENCE_LOOKS):
+            left = [(replica, reason) for replica, reason in self.verdicts() if replica.name not in tried]
+            ready = [replica for replica, reason in left if not reason]
+            connected = [replica for replica, _ in left if replica.connection.state is ReplicaState.CONNECTED]
+            chosen = self._choose(ready, prompt_tokens) or self._choose(connected, prompt_tokens)
+            if chosen is not None:
+                return chosen
+            is_silent = any(replica.connection.state is ReplicaState.SILENT for replica, _ in left)
+            if not is_silent or look == SILENCE_LOOKS - 1:
+                break
+            await asyncio.sleep(SILENCE_LOOK_S)
+        raise Unavailable(f"No replica of {self.model} takes requests now.", retry_after_s=1.0)
+
+    def _choose(self, fit: Sequence[Replica], prompt_tokens: int) -> Replica | None:
+        info = self.info
+        chosen = choose(
+            [_candidate(replica) for replica in fit],
+            prompt_tokens=prompt_tokens,
+            block_size=info.block_size if info else 16,
+            random=self._random,
+        )
+        return None if chosen is None else next(replica for replica in fit if replica.name == chosen.replica_id)
+
+    @property
+    def is_alive(self) -> bool:
+        """True while at least one engine process is connected."""
+        return any(replica.connection.state is not ReplicaState.DOWN for replica in self.replicas)
+
+    def verdicts(self) -> Iterator[tuple[Replica, str]]:
+        """Each replica and why it is not ready; an empty reason means ready."""
+        now = self._clock()
+        for replica in self.replicas:
+            yield replica, verdict(replica.connection.state, replica.connection.snapshot, now)
+
+    def readings(self) -> Iterator[ReplicaReading]:
+        for replica, reason in self.verdicts():
+            seen = replica.connection.snapshot
+            yield ReplicaReading(self.model, replica.name, not reason, seen.load if seen else None)
+
+
+def verdict(state: ReplicaState, seen: SeenLoad | None, now: float) -> str:
+    """Why a replica is not ready, in words a client may read; empty = ready. Pure."""
+    if state is ReplicaState.DOWN:
+        return "not connected"
+    if state is ReplicaState.SILENT:
+        return "does not answer"
+    if state is ReplicaState.DRAINING:
+        return "draining"
+    if seen is None:
+        return "has not reported yet"
+    age = now - seen.received_s
+    if seen.load.step_age_s is not None:
+        allowed = max(STEP_GRACE_S, STEP_GRACE_FACTOR * seen.load.step_predicted_s)
+        took = seen.load.step_age_s + age
+        return f"a step has taken {took:.1f} s, expected at most {allowed:.1f} s" if took > allowed else ""
+    idle = seen.load.loop_age_s + age
+    return f"its loop has not turned for {idle:.1f} s" if idle > IDLE_STALL_S else ""
+
+
+def _candidate(replica: Replica) -> Candidate:
+    connection = replica.connection
+    seen = connection.snapshot
+    return Candidate(
+        replica.name,
+        seen.load if seen else None,
+        connection.num_sent_since_snapshot,
+        connection.num_sent_tokens_since_snapshot,
+    )

@@ -1,0 +1,20 @@
+"""Queue policies by name. A new one is one file and one row of `QUEUES`."""
+
+from __future__ import annotations
+
+from headrace.policy.queues.fair import FairQueue
+from headrace.policy.queues.keyed import FcfsQueue, KeyQueue, PriorityQueue, SjfQueue
+from headrace.policy.queues.queue import Queue
+
+__all__ = ["QUEUES", "Queue", "make_queue"]
+
+QUEUES: dict[str, type[KeyQueue] | type[FairQueue]] = {
+    "fcfs": FcfsQueue,
+    "priority": PriorityQueue,
+    "sjf": SjfQueue,
+    "fair": FairQueue,
+}
+
+
+def make_queue(policy: str) -> Queue:
+    return QUEUES[policy]()

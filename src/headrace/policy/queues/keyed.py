@@ -1,0 +1,85 @@
+"""Policies whose order is a key fixed at first push: first come first served, priority, shortest job first.
+
+A push or a pop costs O(log n). Aging needs no rescans: with linear aging the order of two waiting sequences never changes, because
+`priority - waited / aging_s` sorts like `arrival + priority * aging_s`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+from headrace.policy.schedule.sequence import Sequence
+
+PRIORITY_AGING_S = 10.0
+"""A waiting request gains one class every so many seconds: batch traffic is served at the latest 20 s behind premium's arrivals."""
+
+SJF_AGING_S_PER_TOKEN = 0.01
+"""A request 100 tokens longer stands where one arrived 1 s later would: long requests cannot starve."""
+
+
+class KeyQueue:
+    """Order by a key that is fixed at first push: fcfs, priority and sjf differ by the key only. A preempted sequence keeps its key."""
+
+    charges = False
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, int, Sequence]] = []
+        self._waiting: set[int] = set()
+        self._pushes = 0
+
+    def key_of(self, seq: Sequence, cost_tokens: int) -> float:
+        return seq.arrival
+
+    def push(self, seq: Sequence, cost_tokens: int) -> None:
+        if seq.incarnation == 0:
+            seq.key = self.key_of(seq, cost_tokens)
+        self._pushes += 1  # a re-pushed sequence may still have a stale entry: entries must never compare sequences
+        heapq.heappush(self._heap, (seq.key, seq.seq_id, self._pushes, seq))
+        self._waiting.add(seq.seq_id)
+
+    def head(self) -> Sequence | None:
+        while self._heap and self._heap[0][1] not in self._waiting:
+            heapq.heappop(self._heap)
+        return self._heap[0][3] if self._heap else None
+
+    def remove(self, seq: Sequence) -> None:
+        self._waiting.discard(seq.seq_id)
+        if self._heap and self._heap[0][1] == seq.seq_id:
+            heapq.heappop(self._heap)
+        elif len(self._heap) > 64 and len(self._heap) > 4 * len(self._waiting):
+            self._compact()
+
+    def _compact(self) -> None:
+        self._heap = [entry for entry in self._heap if entry[1] in self._waiting]
+        heapq.heapify(self._heap)
+
+    def victim(self, candidates: Iterable[Sequence]) -> Sequence:
+        return max(candidates, key=lambda seq: (seq.key, seq.seq_id))
+
+    def prefill_order(self, sequences: list[Sequence]) -> list[Sequence]:
+        return sorted(sequences, key=lambda seq: (seq.key, seq.seq_id))
+
+    def charge(self, seqs: Iterable[Sequence], counts: Iterable[int]) -> None:
+        return None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+
+class FcfsQueue(KeyQueue):
+    """First come, first served."""
+
+
+class PriorityQueue(KeyQueue):
+    """premium, standard, batch; a waiting sequence ages towards the front."""
+
+    def key_of(self, seq: Sequence, cost_tokens: int) -> float:
+        return seq.arrival + seq.request.priority * PRIORITY_AGING_S
+
+
+class SjfQueue(KeyQueue):
+    """Shortest job first with aging; length = uncached prompt + max_tokens."""
+
+    def key_of(self, seq: Sequence, cost_tokens: int) -> float:
+        return seq.arrival + cost_tokens * SJF_AGING_S_PER_TOKEN

@@ -1,0 +1,67 @@
+"""Collects one step's changes of state; `build` freezes them and the step's rows."""
+
+from __future__ import annotations
+
+from array import array
+
+from headrace.core.plan import MoveKind, Plan, Started, int_column
+from headrace.policy.schedule.step_rows import StepRows
+
+
+class PlanBuilder:
+    """Changes while a plan is being decided, in the order in which they are to be made; columns as in `core.plan`."""
+
+    def __init__(self) -> None:
+        self.table_groups, self.table_slots, self.table_indices, self.table_blocks = (int_column() for _ in range(4))
+        self.move_groups, self.move_sources, self.move_targets = (int_column() for _ in range(3))
+        self.started: list[Started] = []
+        self.ended = int_column()
+
+    @classmethod
+    def repeating(cls, plan: Plan) -> PlanBuilder:
+        """The changes of a plan that was built already."""
+        builder = cls()
+        builder.table_groups, builder.table_slots = plan.table_groups, plan.table_slots
+        builder.table_indices, builder.table_blocks = plan.table_indices, plan.table_blocks
+        builder.move_groups, builder.move_sources, builder.move_targets = plan.move_groups, plan.move_sources, plan.move_targets
+        builder.started, builder.ended = list(plan.started), plan.ended
+        return builder
+
+    def table(self, group: int, slot: int, index: int, block: int) -> None:
+        self.table_groups.append(group)
+        self.table_slots.append(slot)
+        self.table_indices.append(index)
+        self.table_blocks.append(block)
+
+    def copy(self, group: int, source: int, target: int) -> None:
+        self.move_groups.append(group)
+        self.move_sources.append(source)
+        self.move_targets.append(target)
+
+    @property
+    def has_changes(self) -> bool:
+        """State changes the runner must hear of even when no row is computed."""
+        return bool(self.started or self.table_slots or self.move_sources or self.ended)
+
+    def build(self, step_id: int, rows: StepRows) -> Plan:
+        """rows: closed. All columns become the plan's and are not changed any more."""
+        num_rows = len(rows)
+        return Plan(
+            step_id=step_id,
+            slots=rows.slots,
+            starts=rows.starts,
+            counts=rows.counts,
+            samples=rows.samples,
+            adapter_slots=array("i", [0]) * num_rows,
+            mask_slots=array("i", [-1]) * num_rows,
+            table_groups=self.table_groups,
+            table_slots=self.table_slots,
+            table_indices=self.table_indices,
+            table_blocks=self.table_blocks,
+            move_kinds=array("i", [MoveKind.COPY]) * len(self.move_sources),
+            move_groups=self.move_groups,
+            move_sources=self.move_sources,
+            move_targets=self.move_targets,
+            started=tuple(self.started),
+            ended=self.ended,
+        )

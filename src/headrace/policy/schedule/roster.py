@@ -1,0 +1,368 @@
+"""Every sequence of one engine, from arrival to end: states, slots, deadlines, prerequisites, and what is told about each.
+
+    add -> BLOCKED (prerequisites missing) -> WAITING (in the queue) -> RUNNING (slot and blocks) -> DONE
+                                                  ^---- preempt ----'
+
+There is one way in (`add`) and one way out (`end`), from every state. What a step contains is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from headrace.core.errors import Overloaded, RequestTooLarge
+from headrace.core.finish import FinishReason
+from headrace.core.ids import RequestId, SeqId
+from headrace.core.load import EngineCounters
+from headrace.core.request import EngineRequest
+from headrace.core.update import SequenceUpdate
+from headrace.policy.config import SchedulerConfig
+from headrace.policy.kvcache.manager import KvManager
+from headrace.policy.queues import Queue, make_queue
+from headrace.policy.schedule.deadlines import Deadlines, Limit
+from headrace.policy.schedule.sequence import NO_SLOT, SeqState, Sequence
+from headrace.policy.schedule.step_rows import Lane
+from headrace.policy.schedule.updates import NOTHING, Output, token_updates
+
+FORK = "headrace.fork"
+"""Prerequisite of the 2nd..nth sequence of a request: the first one's prompt has been computed."""
+
+
+class Roster:
+    """Owns the sequences, the slots and the waiting queue. All methods run on the loop's thread."""
+
+    def __init__(self, config: SchedulerConfig, kv: KvManager) -> None:
+        self.config = config
+        self.kv = kv
+        self.queue: Queue = make_queue(config.queue_policy)
+        self.running: list[Sequence] = []
+        self.generation = 0
+        """Raised whenever a sequence starts to run or stops."""
+        self.counters = EngineCounters()
+        self._blocked: dict[SeqId, Sequence] = {}
+        self._families: dict[RequestId, list[Sequence]] = {}
+        self._deadlines = Deadlines()
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._ended_slots: list[int] = []
+        self._updates: list[SequenceUpdate] = []
+        self._eos = frozenset(config.eos_token_ids)
+        self._next_seq = 0
+
+    # questions
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.queue) + len(self._blocked)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or len(self.queue) or self._blocked or self._updates or self._ended_slots)
+
+    @property
+    def has_free_slot(self) -> bool:
+        return bool(self._free_slots)
+
+    @property
+    def has_ended_slots(self) -> bool:
+        return bool(self._ended_slots)
+
+    def alive(self) -> list[Sequence]:
+        return [seq for family in self._families.values() for seq in family]
+
+    # in
+
+    def add(self, request: EngineRequest, now: float) -> None:
+        """Take a checked request in. Raises Overloaded when the waiting queue is full, ValueError for a request id still in use."""
+        n = request.params.n
+        if n > self.config.max_waiting:
+            raise RequestTooLarge("n", f"n <= max_waiting ({self.config.max_waiting})", n, "Send several requests.")
+        self._refuse_what_never_fits(request)
+        if self.num_waiting + n > self.config.max_waiting:
+            raise Overloaded(f"the engine's waiting queue is full ({self.num_waiting} of {self.config.max_waiting})", retry_after_s=1.0)
+        if request.request_id in self._families:
+            raise ValueError(f"request id {request.request_id} is in use")
+        family = [self._make_sequence(request, index, now) for index in range(n)]
+        self._families[request.request_id] = family
+        try:
+            for seq in family:
+                self._place(seq)
+                self._watch_deadlines(seq, now)
+        except Exception:
+            self._take_back(family)
+            raise
+        self.counters.prompt_tokens += len(request.prompt_ids)
+
+    def _watch_deadlines(self, seq: Sequence, now: float) -> None:
+        if seq.request.deadline_s is not None:
+            self._deadlines.add(now + seq.request.deadline_s, seq, Limit.ANSWER)
+        if seq.missing - {FORK}:
+            self._deadlines.add(now + self.config.prerequisite_timeout_s, seq, Limit.PREREQUISITES)
+
+    def _take_back(self, family: list[Sequence]) -> None:
+        """Adding a request raised: it was never here."""
+        for seq in family:
+            self.queue.remove(seq)
+            self._blocked.pop(seq.seq_id, None)
+            seq.state = SeqState.DONE
+        del self._families[family[0].request.request_id]
+
+    def _refuse_what_never_fits(self, request: EngineRequest) -> None:
+        length = self._limit(request)
+        if reason := self.kv.shortage(length, self.config.uncommitted_tokens):
+            raise RequestTooLarge(
+                "max_tokens",
+                f"prompt ({len(request.prompt_ids)}) + output tokens that fit the KV cache: {reason}",
+                length - len(request.prompt_ids),
+                "Shorten the prompt or lower max_tokens.",
+            )
+
+    def _limit(self, request: EngineRequest) -> int:
+        """Length at which a sequence of this request ends."""
+        if request.params.max_tokens is None:
+            return self.config.max_model_len
+        return min(self.config.max_model_len, len(request.prompt_ids) + request.params.max_tokens)
+
+    def _make_sequence(self, request: EngineRequest, index: int, now: float) -> Sequence:
+        tokens = array("i", request.prompt_ids)
+        tokens.extend(request.output_ids)
+        self._next_seq += 1
+        seq = Sequence(
+            SeqId(self._next_seq), request, index, now, tokens, len(request.prompt_ids), self._limit(request), promised=len(tokens)
+        )
+        seq.end_ids = self._end_ids(request)
+        seq.missing = set(request.prerequisites) | ({FORK} if index else set())
+        self.kv.open(seq)
+        return seq
+
+    def _end_ids(self, request: EngineRequest) -> frozenset[int]:
+        """Tokens that end a sequence of this request. The engine's own set is shared, not copied."""
+        ends = frozenset() if request.params.ignore_eos else self._eos
+        return ends.union(request.params.stop_token_ids) if request.params.stop_token_ids else ends
+
+    def _place(self, seq: Sequence) -> None:
+        """Into the queue, or aside while prerequisites are missing."""
+        if seq.missing:
+            self._blocked[seq.seq_id] = seq
+            return
+        seq.state = SeqState.WAITING
+        hits = seq.computed or self.kv.num_hit_tokens(seq)
+        self.queue.push(seq, seq.num_prompt - min(hits, seq.num_prompt) + seq.limit - seq.num_prompt)
+
+    def satisfied(self, request_id: RequestId, what: str) -> None:
+        """A prerequisite is there. Unknown requests are ignored: they may have been cancelled meanwhile."""
+        for seq in self._families.get(request_id, ()):
+            self._satisfy(seq, what)
+
+    def _satisfy(self, seq: Sequence, what: str) -> None:
+        if what not in seq.missing:
+            return
+        seq.missing.discard(what)
+        if not seq.missing and self._blocked.pop(seq.seq_id, None) is not None:
+            self._place(seq)
+
+    # slots
+
+    def start(self, seq: Sequence, now: float) -> None:
+        """A waiting sequence runs: it takes a slot."""
+        self.queue.remove(seq)
+        seq.slot = self._free_slots.pop()
+        seq.state = SeqState.RUNNING
+        self.running.append(seq)
+        self.generation += 1
+        if seq.first_scheduled is None:
+            seq.first_scheduled = now
+
+    def take_ended_slots(self) -> list[int]:
+        """Slots that were given back since the last plan, to be announced to the runner."""
+        ended, self._ended_slots = self._ended_slots, []
+        return ended
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take everything from a running sequence; it will recompute what the prefix cache does not give back."""
+        self._leave_state(seq)
+        self.kv.release(seq)
+        seq.incarnation += 1
+        seq.state = SeqState.WAITING
+        self.queue.push(seq, seq.limit)
+        self.counters.preemptions += 1
+
+    def drop_waiting_forks(self) -> bool:
+        """Let go of prompt blocks that waiting siblings hold; they prefill by themselves. True when something was freed."""
+        for seq in self.alive():
+            if seq.state is SeqState.WAITING and seq.blocks[0]:
+                self.kv.release(seq)
+                return True
+        return False
+
+    # out
+
+    def cancel(self, request_id: RequestId) -> None:
+        """The client left: every sequence of the request ends now, its blocks are free once no uncommitted plan names them."""
+        for seq in list(self._families.get(request_id, ())):
+            self._end(seq, FinishReason.CANCELLED)
+
+    def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason) -> None:
+        """The text side ended a sequence (a stop string) after `keep_tokens` output tokens; what was sampled beyond is dropped."""
+        for seq in list(self._families.get(request_id, ())):
+            if seq.index == index:
+                self._end(seq, reason, keep_tokens=keep_tokens)
+
+    def fail(self, seq: Sequence, message: str) -> None:
+        self._end(seq, FinishReason.ERROR, error=message)
+
+    def expire(self, now: float) -> None:
+        """End what is past its deadline or waited too long for a prerequisite."""
+        for seq, kind in self._deadlines.take_due(now):
+            if kind is Limit.ANSWER:
+                self._end(seq, FinishReason.DEADLINE)
+            elif waiting_for := sorted(seq.missing - {FORK}):
+                self.fail(seq, f"prerequisite not met in {self.config.prerequisite_timeout_s:g} s: {', '.join(waiting_for)}")
+
+    def next_deadline(self) -> float | None:
+        return self._deadlines.next()
+
+    def _end(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        *,
+        keep_tokens: int | None = None,
+        error: str | None = None,
+        is_told: bool = False,
+    ) -> None:
+        """The one way out, from every state. is_told: the update that carries the end is on its way already."""
+        if seq.state is SeqState.DONE:
+            return
+        update = None if is_told else self._update(seq, NOTHING, 0, finish=reason, error=error)
+        num_outputs = seq.num_outputs if keep_tokens is None else min(keep_tokens, seq.num_outputs)
+        # Each of these may be repeated: whoever called can end the sequence again if one of them raised.
+        self.kv.release(seq, keep_tokens=seq.num_prompt + num_outputs)
+        self._leave_state(seq)
+        self._forget(seq)
+        seq.state = SeqState.DONE
+        if seq.request.params.stop:
+            self.counters.generation_tokens += max(0, num_outputs - len(seq.request.output_ids))
+        self.counters.finished[reason.value] = self.counters.finished.get(reason.value, 0) + 1
+        if update is not None:
+            self._updates.append(update)
+
+    def _leave_state(self, seq: Sequence) -> None:
+        if seq.state is SeqState.RUNNING:
+            if seq.slot != NO_SLOT:
+                self.running.remove(seq)
+                self.generation += 1
+                self._give_slot_back(seq)
+        elif seq.state is SeqState.WAITING:
+            self.queue.remove(seq)
+        else:
+            self._blocked.pop(seq.seq_id, None)
+
+    def _give_slot_back(self, seq: Sequence) -> None:
+        self._ended_slots.append(seq.slot)
+        self._free_slots.append(seq.slot)
+        seq.slot = NO_SLOT
+
+    def _forget(self, seq: Sequence) -> None:
+        """Remove a done sequence from its family; siblings that hoped to share its prompt compute their own."""
+        family = self._families.get(seq.request.request_id, [])
+        if seq not in family:
+            return
+        family.remove(seq)
+        if not family:
+            del self._families[seq.request.request_id]
+        if seq.index == 0:
+            for sibling in list(family):
+                self._satisfy(sibling, FORK)
+
+    # news
+
+    def append_output(self, seq: Sequence, output: Output) -> None:
+        """Known tokens grow; the sequence may end; whoever listens is told."""
+        reason: FinishReason | None = None
+        stop_token: int | None = None
+        kept = 0
+        params = seq.request.params
+        for token in output.token_ids:
+            seq.tokens.append(token)
+            kept += 1
+            if token in seq.end_ids and seq.num_outputs >= params.min_tokens:
+                reason, stop_token = FinishReason.STOP, token
+            elif len(seq.tokens) >= seq.limit:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                break
+        seq.promised += kept
+        if not params.stop:
+            self.counters.generation_tokens += kept  # with stop strings the text side decides how many count: see _end
+        if kept == 0 and not output.prompt_logprobs:
+            return
+        update = self._update(seq, output, kept, finish=reason, stop_token_id=stop_token)
+        if reason is not None:
+            self._end(seq, reason, is_told=True)
+        self._updates.append(update)
+
+    def tell_tokens(self, lane: Lane, token_ids: list[int], others: list[int]) -> None:
+        """What `append_output` tells of one token each, for a lane's sequences but the `others` (their places, ascending)."""
+        updates = token_updates(lane, token_ids)
+        for i in reversed(others):
+            del updates[i]
+        self.counters.generation_tokens += lane.num_counted - sum([lane.counted[i] for i in others])
+        self._updates += updates
+
+    def fork_siblings(self, seq: Sequence) -> None:
+        """The first sequence's prompt is computed: its siblings share it."""
+        if seq.index or seq.request.params.n == 1:
+            return
+        for sibling in list(self._families.get(seq.request.request_id, ())):
+            if FORK in sibling.missing:
+                self.kv.fork(seq, sibling)
+                self._satisfy(sibling, FORK)
+
+    def _update(
+        self,
+        seq: Sequence,
+        output: Output,
+        kept: int,
+        *,
+        finish: FinishReason | None,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+    ) -> SequenceUpdate:
+        tells_first = kept > 0 and not seq.told_first
+        seq.told_first = seq.told_first or tells_first
+        return SequenceUpdate(
+            request_id=seq.request.request_id,
+            epoch=seq.request.epoch,
+            index=seq.index,
+            token_ids=tuple(output.token_ids[:kept]),
+            logprobs=tuple(entry for entry in output.logprobs[:kept] if entry is not None) if output.logprobs else (),
+            prompt_logprobs=output.prompt_logprobs,
+            finish=finish,
+            stop_token_id=stop_token_id,
+            error=error,
+            num_cached_tokens=seq.num_cached if tells_first else None,
+            queue_time_s=seq.first_scheduled - seq.arrival if tells_first and seq.first_scheduled is not None else None,
+        )
+
+    def take_updates(self) -> list[SequenceUpdate]:
+        updates, self._updates = self._updates, []
+        return updates
+
+    # invariants
+
+    def check(self) -> None:
+        """Raise AssertionError unless sequences, slots and blocks add up."""
+        alive = self.alive()
+        self.kv.check(alive)
+        slots = [seq.slot for seq in self.running]
+        assert len(set(slots)) == len(slots), "two sequences in one slot"
+        assert sorted([*slots, *self._free_slots]) == list(range(self.config.max_num_seqs)), "a slot was lost"
+        states = {state: [seq for seq in alive if seq.state is state] for state in SeqState}
+        assert not states[SeqState.DONE], "a done sequence was not forgotten"
+        assert len(states[SeqState.RUNNING]) == len(self.running)
+        assert len(states[SeqState.WAITING]) == len(self.queue)
+        assert len(states[SeqState.BLOCKED]) == len(self._blocked)

@@ -1,0 +1,1 @@
+"""Checkpoint folders in the Hugging Face layout: files, headers, configuration, tensors read by slice."""

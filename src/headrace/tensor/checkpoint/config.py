@@ -1,0 +1,143 @@
+"""config.json and generation_config.json: `ConfigFile` hands out checked fields, so that nothing absurd reaches a tensor.
+
+End tokens and sampling defaults come from generation_config.json, else from config.json. Which fields an architecture has is in
+`tensor.models`; weights are read in `tensor.checkpoint.folder`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from headrace.core.errors import CheckpointError, InvalidRequest, shorten
+from headrace.core.sampling import params_from_mapping
+from headrace.tensor.checkpoint.files import read_json
+
+MAX_EOS_TOKEN_IDS = 64
+SAMPLING_DEFAULTS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Field of generation_config.json -> field of SamplingParams."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """Fields of a JSON object, checked as they are asked for. A field that is null counts as absent.
+
+    file    named in every error
+    values  the object
+    prefix  where the object stands in the file, e.g. "rope_parameters."
+    """
+
+    file: str
+    values: Mapping[str, object]
+    prefix: str = ""
+
+    def has(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def refuse(self, name: str, reason: str, remedy: str = "") -> NoReturn:
+        shown = f" = {shorten(self.values[name])}" if name in self.values else ""
+        raise CheckpointError(self.file, f"{self.prefix}{name}{shown}: {reason}", remedy)
+
+    def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
+        """The integer field with low <= value <= high; `default` when absent, which must otherwise be there."""
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            self.refuse(name, f"must be an integer from {low} to {high}")
+        return value
+
+    def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
+        """The number field with low < value <= high."""
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high or not math.isfinite(value):
+            self.refuse(name, f"must be a number above {low:g} and up to {high:g}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            self.refuse(name, "must be true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._value(name, default)
+        if not isinstance(value, str):
+            self.refuse(name, "must be a string")
+        return value
+
+    def items(self, name: str) -> list[object]:
+        """The list field; empty when absent."""
+        value = self.values.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            self.refuse(name, "must be a list")
+        return value
+
+    def section(self, name: str) -> ConfigFile:
+        """The object field; empty when absent."""
+        value = self.values.get(name)
+        if value is None:
+            value = {}
+        if not isinstance(value, dict):
+            self.refuse(name, "must be an object")
+        return ConfigFile(self.file, value, f"{self.prefix}{name}.")
+
+    def _value(self, name: str, default: object) -> object:
+        value = self.values.get(name)
+        if value is not None:
+            return value
+        if default is None:
+            self.refuse(name, "is missing")
+        return default
+
+
+def read_config(folder: Path) -> ConfigFile:
+    """config.json of a local folder. Raises CheckpointError when there is none."""
+    if not folder.is_dir():
+        raise CheckpointError(str(folder), "not a folder", "Give a local folder in the Hugging Face layout.")
+    return ConfigFile(str(folder / "config.json"), read_json(folder, "config.json"))
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """eos_token_ids end a sequence; sampling holds SamplingParams fields the checkpoint's author chose."""
+
+    eos_token_ids: tuple[int, ...]
+    sampling: dict[str, Any]
+
+
+def read_generation_defaults(folder: Path, config: ConfigFile, vocab_size: int) -> GenerationDefaults:
+    """From generation_config.json; a field missing there is looked for in config.json. Raises CheckpointError."""
+    path = folder / "generation_config.json"
+    generation = ConfigFile(str(path), read_json(folder, path.name)) if os.path.lexists(path) else config
+    eos_owner = generation if generation.has("eos_token_id") else config
+    sampling = {target: generation.values[name] for name, target in SAMPLING_DEFAULTS.items() if generation.has(name)}
+    if generation.values.get("do_sample") is False:
+        sampling["temperature"] = 0.0  # the author's word for greedy
+    try:
+        params_from_mapping(sampling).checked(vocab_size=vocab_size)
+    except InvalidRequest as error:
+        raise CheckpointError(generation.file, str(error)) from error
+    return GenerationDefaults(_eos_token_ids(eos_owner, vocab_size), sampling)
+
+
+def _eos_token_ids(config: ConfigFile, vocab_size: int) -> tuple[int, ...]:
+    value = config.values.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if len(ids) > MAX_EOS_TOKEN_IDS:
+        config.refuse("eos_token_id", f"more than {MAX_EOS_TOKEN_IDS} ids")
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+            config.refuse("eos_token_id", f"must be token ids from 0 to {vocab_size - 1}")
+    return tuple(dict.fromkeys(ids))

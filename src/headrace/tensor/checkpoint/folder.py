@@ -1,0 +1,180 @@
+"""A folder in the Hugging Face layout: which files hold which tensor, and tensors read one at a time, by slice.
+
+Single `model.safetensors` or shards named by `model.safetensors.index.json`. Every header is checked (`tensor.checkpoint.header`)
+before a tensor is read. Files are read, not mapped: one that is cut short meanwhile is an error with a name, and its pages do not count as
+memory of this process. Only plain data is read: pickle formats are refused, nothing in the folder is executed, and no name found in a
+file may lead out of the folder. Configuration fields are in `tensor.checkpoint.config`; who asks for tensors is `tensor.layers.weights`.
+"""
+
+from __future__ import annotations
+
+import re
+from hashlib import blake2b
+from math import prod
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from headrace.core.errors import CheckpointError, shorten
+from headrace.core.folders import inside
+from headrace.tensor.checkpoint.config import ConfigFile
+from headrace.tensor.checkpoint.files import read_json
+from headrace.tensor.checkpoint.header import Header, read_header
+from headrace.tensor.kernels.cpu.pages import read_bytes
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_SHARDS = 4096
+MAX_TENSORS = 2**17
+READABLE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+INERT = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+"""Buffers that older exporters saved beside the weights; derived from the configuration, never read."""
+_SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_SAMPLE_BYTES = 4096
+
+
+class Checkpoint:
+    """All shards of a folder. Remembers which tensors were read, so that `check_all_read` can refuse what nobody asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._headers: dict[str, Header] = {}
+        self._file_of: dict[str, str] = {}
+        self._read: set[str] = set()
+        listed = _list_shards(folder)
+        for file in sorted(set(listed.values())) if listed else [SINGLE]:
+            self._add_shard(file)
+        self._check_index(listed)
+
+    def has(self, name: str) -> bool:
+        return name in self._file_of
+
+    def stored_dtype(self, name: str) -> str:
+        """safetensors' word for the dtype, e.g. "BF16". Raises CheckpointError when the tensor is missing."""
+        return self._headers[self._file(name)].tensors[name].dtype
+
+    def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
+        """The tensor, or the `region` of it, as stored, in memory of its own. Raises: as `expect`, and when the file cannot be read."""
+        self.expect(name, shape)
+        file = self._file(name)
+        header = self._headers[file]
+        stored = header.tensors[name]
+        dtype = READABLE_DTYPES[stored.dtype]
+        first, part, rest = _gapless(shape, region)
+        start = header.data_start + stored.begin + first * dtype.itemsize
+        try:
+            data = read_bytes(self.folder / file, start, prod(part) * dtype.itemsize)
+        except OSError as error:
+            raise CheckpointError(str(self.folder / file), f"tensor {name} cannot be read ({error})") from error
+        return data.view(dtype).reshape(part)[rest]
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        """Check a tensor without reading it; it counts as asked for.
+
+        shape  what the configuration says the whole tensor must be
+
+        Raises: CheckpointError when the tensor is missing, or its dtype or shape is another.
+        """
+        file = self._file(name)
+        stored = self._headers[file].tensors[name]
+        if stored.shape != shape:
+            self._refuse(file, f"tensor {name} has shape {list(stored.shape)}, config.json makes it {list(shape)}")
+        if stored.dtype not in READABLE_DTYPES:
+            self._refuse(file, f"tensor {name} has dtype {stored.dtype}", f"Readable are {', '.join(READABLE_DTYPES)}.")
+        self._read.add(name)
+
+    @property
+    def files(self) -> list[Path]:
+        """The weight files."""
+        return [self.folder / file for file in self._headers]
+
+    def check_all_read(self) -> None:
+        """Raise CheckpointError if the folder holds a tensor nobody read and that is not known to be inert."""
+        extra = [name for name in self._file_of if name not in self._read and not INERT.search(name)]
+        if extra:
+            shown = ", ".join(shorten(name) for name in sorted(extra)[:3])
+            self._refuse(self._file_of[extra[0]], f"{len(extra)} tensors this architecture does not have, e.g. {shown}")
+
+    def digest(self) -> str:
+        """Hex digest of config.json, every header, and both ends (4 KiB) of every tensor's bytes.
+
+        A sample: reading gigabytes twice would double the start-up time. It tells apart models whose tensors differ at an end, as
+        fine-tunes of one base do; it is no protection against a forger.
+        """
+        state = blake2b((self.folder / "config.json").read_bytes(), digest_size=16, person=b"headrace-model")
+        for file, header in sorted(self._headers.items()):
+            state.update(header.digest)
+            with (self.folder / file).open("rb") as stream:
+                for tensor in sorted(header.tensors.values(), key=lambda t: t.begin):
+                    for position in {tensor.begin, max(tensor.begin, tensor.end - _SAMPLE_BYTES)}:
+                        stream.seek(header.data_start + position)
+                        state.update(stream.read(min(_SAMPLE_BYTES, tensor.end - position)))
+        return state.hexdigest()
+
+    def _add_shard(self, file: str) -> None:
+        header = read_header(inside(self.folder, file))
+        self._headers[file] = header
+        if len(self._file_of) + len(header.tensors) > MAX_TENSORS:
+            self._refuse(file, f"more than {MAX_TENSORS} tensors in one checkpoint")
+        for name in header.tensors:
+            if name in self._file_of:
+                self._refuse(file, f"tensor {shorten(name)} is also in {self._file_of[name]}")
+            self._file_of[name] = file
+
+    def _check_index(self, listed: dict[str, str]) -> None:
+        for name, file in listed.items():
+            if self._file_of.get(name) != file:
+                self._refuse(file, f"tensor {shorten(name)} is missing though {INDEX} names it")
+        if listed:
+            for name, file in self._file_of.items():
+                if name not in listed:
+                    self._refuse(file, f"tensor {shorten(name)} is not named by {INDEX}")
+
+    def _file(self, name: str) -> str:
+        if name not in self._file_of:
+            raise CheckpointError(str(self.folder), f"tensor {name} is missing")
+        return self._file_of[name]
+
+    def _refuse(self, file: str, reason: str, remedy: str = "") -> NoReturn:
+        raise CheckpointError(str(self.folder / file), reason, remedy)
+
+
+def _gapless(shape: tuple[int, ...], region: tuple[slice, ...]) -> tuple[int, list[int], tuple[slice, ...]]:
+    """(first element, shape, region of it) of the smallest part that lies in one piece in the file and holds the region."""
+    first, part, rest = 0, list(shape), list(region)
+    for dim, taken in enumerate(region):
+        start, stop, _ = taken.indices(shape[dim])
+        first += start * prod(shape[dim + 1 :])
+        part[dim] = stop - start
+        rest[dim] = slice(None)
+        if part[dim] != 1:
+            break
+    return first, part, tuple(rest)
+
+
+def _list_shards(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name from the index; empty when the checkpoint is a single file. Raises CheckpointError."""
+    if (folder / SINGLE).exists():
+        return {}
+    path = folder / INDEX
+    if not path.exists():
+        pickles = sorted(f.name for f in folder.iterdir() if f.suffix in _PICKLES)
+        if pickles:
+            raise CheckpointError(
+                str(folder / pickles[0]), "a pickle format, which can run code when loaded", "Convert the weights to safetensors."
+            )
+        raise CheckpointError(str(folder), f"neither {SINGLE} nor {INDEX}", "Save the model as safetensors.")
+    listed = ConfigFile(str(path), read_json(folder, INDEX)).section("weight_map").values
+    if not listed:
+        raise CheckpointError(str(path), "weight_map names no tensor")
+    files: dict[str, str] = {}
+    for name, file in listed.items():
+        if not isinstance(file, str) or not _SHARD_NAME.fullmatch(file):
+            raise CheckpointError(str(path), f"{shorten(file)} is not the name of a safetensors file in this folder")
+        files[name] = file
+    if len(set(files.values())) > MAX_SHARDS:
+        raise CheckpointError(str(path), f"more than {MAX_SHARDS} shards")
+    return files

@@ -1,0 +1,57 @@
+"""Stand-ins for a checkpoint's weights: seeded random ones, and shapes without any memory.
+
+Both answer like `tensor.checkpoint.folder.Checkpoint.read` and never know more than they are asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+
+class RandomWeights:
+    """Uniform random weights of a trained model's scale, a function of (seed, tensor name) alone: every rank slices the same tensor.
+
+    norm_weight  what norm weights are made of: 1, or 0 where the model adds 1
+    """
+
+    def __init__(self, seed: int, dtype: torch.dtype, norm_weight: float) -> None:
+        self._seed, self._dtype, self._norm_weight = seed, dtype, norm_weight
+
+    def has(self, name: str) -> bool:
+        """Nothing optional is there: tied embeddings stay tied, experts have one tensor each."""
+        return False
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        """Any tensor is there."""
+
+    def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
+        weight = torch.empty(shape, dtype=self._dtype)
+        if len(shape) == 1 and name.endswith("norm.weight"):
+            return weight.fill_(self._norm_weight)[region or (slice(None),)]
+        key = blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
+        bound = math.sqrt(3.0 / shape[-1])  # unit variance of what a linear adds up
+        return weight.uniform_(-bound, bound, generator=generator)[region or (slice(None),)]
+
+
+class WeightShapes:
+    """Tensors on the meta device: counts what a model would read, holds nothing."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.num_parameters = 0
+
+    def has(self, name: str) -> bool:
+        return False
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        """Any tensor is there."""
+
+    def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
+        part = torch.empty(shape, dtype=self._dtype, device="meta")[region or (slice(None),)]
+        self.num_parameters += part.numel()
+        return part

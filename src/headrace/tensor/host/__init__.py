@@ -1,0 +1,1 @@
+"""The machine: CPU features, threads, memory for weights, private cache folders."""

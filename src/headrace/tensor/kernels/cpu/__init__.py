@@ -1,0 +1,1 @@
+"""The kernels of the CPU. `backend` implements the `Kernels` protocol with them."""

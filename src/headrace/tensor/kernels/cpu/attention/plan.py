@@ -1,0 +1,99 @@
+"""How a step's attention is cut into items of work; what an item computes is in `attention.item`.
+
+An item is one row, one key/value head, a chunk of query tokens and a range of context splits. Cutting never changes bits: it only says
+who computes what.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from headrace.tensor.kernels.cpu.jit.launch import entry, helper
+from headrace.tensor.kernels.cpu.jit.simd import as_i32, load
+
+SPLIT = 512
+"""Keys of a split, at absolute positions; a multiple of `item.TILE`."""
+VECTORS = 192
+"""Query vectors (tokens x heads of a group) per item, unless one token already has more: what a tile's turning is divided by."""
+WORK_PER_THREAD = 1 << 17
+"""Multiply-adds worth a second thread: waking one costs microseconds, on a busy machine tens."""
+
+NO_WINDOW = 1 << 40
+ITEM_FIELDS = 8
+
+Pointer = Any
+
+
+class Item(NamedTuple):
+    """One piece of work. `part_of`: index of the item with the first part of a context that several items share; else -1."""
+
+    row: int
+    kv_head: int
+    token: int
+    num_tokens: int
+    position: int
+    split_first: int
+    split_last: int
+    part_of: int
+
+
+@helper
+def chunk_tokens(group: int) -> int:
+    return max(1, VECTORS // group)
+
+
+@entry
+def plan_items(
+    row_starts_at: int, context_lens_at: int, num_rows: int, kv_heads: int, group: int, head_dim: int, window: int, threads: int
+) -> tuple[np.ndarray, int, int, int]:
+    """The step's items as int64 [num_items, fields of Item], query vectors of the largest, items that are parts of shared contexts, and
+    the workers worth waking.
+
+    Splits of a context become items of their own only where there are too few items for the threads.
+    """
+    row_starts, context_lens = as_i32(row_starts_at), as_i32(context_lens_at)
+    chunk = chunk_tokens(group)
+    num_chunks, num_parts, work, longest = 0, 0, 0, 0
+    for row in range(num_rows):
+        start, end, context = load(row_starts, row), load(row_starts, row + 1), load(context_lens, row)
+        for token in range(start, end, chunk):
+            position, count = context - end + token, min(chunk, end - token)
+            splits = (position + count - 1) // SPLIT + 1 - max(0, position - window + 1) // SPLIT
+            num_chunks += kv_heads
+            longest = max(longest, count)
+            num_parts += kv_heads * splits
+            work += 2 * kv_heads * group * head_dim * count * min(position + count, window + count)
+    is_shared = threads > 1 and num_chunks < 2 * threads and num_parts > num_chunks
+    items = np.empty((num_parts if is_shared else num_chunks, ITEM_FIELDS), np.int64)
+    index = 0
+    for row in range(num_rows):
+        start, end, context = load(row_starts, row), load(row_starts, row + 1), load(context_lens, row)
+        for token in range(start + (end - start - 1) // chunk * chunk, start - 1, -chunk):  # what takes longest is begun first
+            position, count = context - end + token, min(chunk, end - token)
+            first, last = max(0, position - window + 1) // SPLIT, (position + count - 1) // SPLIT + 1
+            step = 1 if is_shared else last - first
+            for head in range(kv_heads):
+                for split in range(first, last, step):
+                    items[index, 0], items[index, 1], items[index, 2], items[index, 3] = row, head, token, count
+                    items[index, 4], items[index, 5], items[index, 6] = position, split, split + step
+                    items[index, 7] = index - (split - first) if last - first > step else -1
+                    index += 1
+    return items, longest * group, index if is_shared else 0, max(1, min(threads, work // WORK_PER_THREAD, index))
+
+
+@helper
+def read_item(items: Pointer, index: int) -> Item:
+    i = index * ITEM_FIELDS
+    first = Item(load(items, i), load(items, i + 1), load(items, i + 2), load(items, i + 3), 0, 0, 0, 0)
+    return Item(
+        first.row,
+        first.kv_head,
+        first.token,
+        first.num_tokens,
+        load(items, i + 4),
+        load(items, i + 5),
+        load(items, i + 6),
+        load(items, i + 7),
+    )

@@ -1,0 +1,187 @@
+"""The kernels of the CPU: Numba for what touches the cache and single tokens, and a linear layer by `linear_path`.
+
+What a kernel is not written for (float16, a head size that is no multiple of a register, a strided last dimension, a tensor on a device)
+goes to `reference`, operation by operation, with the same result up to rounding.
+
+Batch invariance, to the bit: every operation but a product by oneDNN gives a token the same result whatever else is in the step.
+`DETERMINISTIC` avoids oneDNN wherever strips can hold the weight; `OneDnnLinear` and `reference` remain for shapes they cannot.
+Where to read next: `attention`, `elementwise`, `linear`; below them `launch` (threads, compilation) and `simd` (vector code).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from headrace.tensor.host.cpu_features import LinearPath, linear_path, read_cpu_features
+from headrace.tensor.kernels import Kernels, Linear, PackedLinear
+from headrace.tensor.kernels.cpu import cache_write, draw, elementwise
+from headrace.tensor.kernels.cpu.attention import paged as attention
+from headrace.tensor.kernels.cpu.integer import packing as integer_packing
+from headrace.tensor.kernels.cpu.integer import quantized
+from headrace.tensor.kernels.cpu.integer.simd import STRIP_COLUMNS
+from headrace.tensor.kernels.cpu.jit.launch import fresh, thread_limit
+from headrace.tensor.kernels.cpu.linear import OneDnnLinear, StripLinear, onednn_takes
+from headrace.tensor.kernels.cpu.packing import DEPTH, can_strip
+from headrace.tensor.kernels.cpu.together import MOST_KEPT_BYTES, Recording, next_layer, recording, settle, together
+from headrace.tensor.kernels.filters import Doubles, FilterLimits, Floats, Ints
+from headrace.tensor.kernels.reference import KERNELS as REFERENCE
+from headrace.tensor.kernels.rounding import Precision, RoundedWeight
+
+FEW_TOKENS = 64
+"""Up to so many a step's kernels are short enough for waking threads and Python's own time between them to be felt."""
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def _fits(*tensors: Tensor) -> bool:
+    """One supported dtype, in this machine's memory, last dimensions contiguous."""
+    dtype = tensors[0].dtype
+    return dtype in _DTYPES and all(t.dtype == dtype and t.stride(-1) == 1 and t.device.type == "cpu" for t in tensors)
+
+
+def _fits_cache(x: Tensor, cache: Tensor, kv_scales: Tensor | None) -> bool:
+    """Whether kernels that compute in x's dtype read and write this cache: a stored type of its own needs whole registers per head."""
+    if (cache.dtype == torch.int8) != (kv_scales is not None) or cache.stride(-1) != 1 or cache.device.type != "cpu":
+        return False
+    if kv_scales is not None and (kv_scales.dtype != torch.float32 or kv_scales.stride(-1) != 1):
+        return False
+    return cache.dtype == x.dtype or (attention.supports(x.shape[-1]) and (x.dtype, cache.dtype) in attention.MIXED)
+
+
+def _outside() -> Kernels:
+    """The plain twin, for one operation: it looks at tensors, so all that was asked for is done first."""
+    settle()
+    return REFERENCE
+
+
+class OutsideLinear:
+    """A linear that torch computes."""
+
+    def __init__(self, linear: Linear) -> None:
+        self.in_features, self.out_features, self.weight_bytes = linear.in_features, linear.out_features, linear.weight_bytes
+        self._linear = linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        settle()
+        return self._linear(x)
+
+
+class NumbaKernels:
+    """Implements `Kernels`; holds no state but which linear path is taken."""
+
+    name = "numba"
+    most_recorded_bytes = MOST_KEPT_BYTES
+
+    def __init__(self, *, deterministic: bool) -> None:
+        self.deterministic = deterministic
+
+    def together(self, num_tokens: int) -> AbstractContextManager[None]:
+        return together() if num_tokens <= FEW_TOKENS else nullcontext()
+
+    def recording(self, num_tokens: int) -> AbstractContextManager[Recording] | None:
+        return recording() if num_tokens <= FEW_TOKENS else None
+
+    def next_layer(self) -> None:
+        next_layer()
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Linear:
+        dtype = dtype or weight.dtype
+        if not _fits(weight) or dtype not in _DTYPES:
+            return OutsideLinear(REFERENCE.pack_linear(weight, bias, dtype))
+        path = LinearPath.STRIPS if self.deterministic else linear_path(read_cpu_features(), dtype)
+        if path is LinearPath.STRIPS and can_strip(weight):
+            return StripLinear.pack(weight, bias)
+        if onednn_takes(dtype) and weight.numel() > 0:
+            return OneDnnLinear(weight.to(dtype), bias)
+        return OutsideLinear(REFERENCE.pack_linear(weight, bias, dtype))
+
+    def round_weight(self, weight: Tensor, precision: Precision) -> RoundedWeight:
+        return integer_packing.round_weight(weight, precision)
+
+    def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear:
+        if weight.values.device.type == "cpu" and quantized.can_pack(weight):
+            return quantized.IntegerLinear.pack(weight, bias)
+        return OutsideLinear(REFERENCE.pack_rounded(weight, bias))
+
+    def packed_layout(self, precision: Precision) -> str:
+        features = read_cpu_features()
+        paths = ["strips"] if self.deterministic else [linear_path(features, dtype) for dtype in _DTYPES]
+        layout = f"strips of {STRIP_COLUMNS}, bytes in order, pieces of {DEPTH}, {paths}"
+        return layout if precision is not Precision.NONE else f"{layout}, blocks for {thread_limit()} threads"
+
+    def packed(self, linear: Linear) -> PackedLinear | None:
+        return linear.packed() if isinstance(linear, quantized.IntegerLinear | StripLinear) else None
+
+    def load_packed(self, packed: PackedLinear) -> Linear:
+        return (StripLinear if packed.kind == StripLinear.KIND else quantized.IntegerLinear).of(packed)
+
+    def select(self, x: Tensor, rows: Tensor) -> Tensor:
+        settle()
+        return x.index_select(0, rows)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Tensor:
+        others = (x,) if residual is None else (x, residual)
+        weight_fits = weight.stride(0) == 1 and (weight.dtype == x.dtype or weight.dtype == torch.float32)
+        if not weight_fits or not _fits(*others) or (residual is not None and x.dim() != 2):
+            return _outside().rms_norm(x, weight, eps, residual=residual)
+        return elementwise.rms_norm(x, weight, eps, residual)
+
+    def rotary(self, query: Tensor, key: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
+        if not _fits(query, key) or not _fits(cos_sin) or cos_sin.dtype != torch.float32:
+            _outside().rotary(query, key, cos_sin, positions)
+        else:
+            cache_write.rotary(query, key, cos_sin, positions)
+
+    def scatter_kv(self, key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor, *, kv_scales: Tensor | None = None) -> None:
+        if not _fits(key, value) or not _fits_cache(key, cache, kv_scales):
+            _outside().scatter_kv(key, value, cache, slot_mapping, kv_scales=kv_scales)
+        else:
+            cache_write.scatter_kv(key, value, cache, slot_mapping, kv_scales)
+
+    def rotary_scatter(
+        self, query: Tensor, key: Tensor, value: Tensor, cos_sin: Tensor, positions: Tensor, cache: Tensor, slot_mapping: Tensor,
+        *, kv_scales: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        fits = _fits(query, key, value) and _fits(cos_sin) and cos_sin.dtype == torch.float32 and _fits_cache(key, cache, kv_scales)
+        if fits:
+            cache_write.rotary_scatter(query, key, value, cos_sin, positions, cache, slot_mapping, kv_scales)
+        else:
+            _outside().rotary_scatter(query, key, value, cos_sin, positions, cache, slot_mapping, kv_scales=kv_scales)
+
+    def attention(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        row_starts: Tensor,
+        context_lens: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        kv_scales: Tensor | None = None,
+    ) -> Tensor:
+        if not _fits(query) or not _fits_cache(query, cache, kv_scales) or not attention.supports(query.shape[2]):
+            rest = {"scale": scale, "window": window, "softcap": softcap, "kv_scales": kv_scales}
+            return _outside().attention(query, cache, block_table, row_starts, context_lens, **rest)  # type: ignore[arg-type]
+        out = fresh(query.shape, query.dtype)
+        attention.paged_attention(
+            query, cache, kv_scales, block_table, row_starts, context_lens, out, scale=scale, window=window, softcap=softcap
+        )  # fmt: skip
+        return out
+
+    def draw(self, logits: Floats, peak: Floats, u: Doubles, limits: FilterLimits) -> Ints:
+        tokens = draw.draw(logits, peak, u, limits)
+        settle()
+        return tokens
+
+    def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
+        if not _fits(gate_up) or activation not in elementwise.ACTIVATIONS:
+            return _outside().gated_activation(gate_up, activation)
+        return elementwise.gated_activation(gate_up, activation)
+
+
+KERNELS = NumbaKernels(deterministic=False)
+DETERMINISTIC = NumbaKernels(deterministic=True)

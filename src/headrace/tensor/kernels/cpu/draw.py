@@ -1,0 +1,261 @@
+"""From the logits of random rows to one token each, on all threads: the fast twin of `filters`, which says what is kept.
+
+A worker takes a share of the rows; one row alone runs on one thread. Per row: weights in blocks of 256 with their sums, one pass; without
+filters the token's block is found among the sums. With filters, what stands above a floor that nothing kept can lie below is gathered, by
+id; the rest of the vocabulary is not looked at again. Then the lightest weight that is kept is found by halving the range of its bits,
+dropping the half that is decided: no sort. Sums of sums are in double precision and in the order of ids, so a token depends on its row,
+its limits and u alone.
+
+Weights may differ from the twin's in the last place of exp, sums in the order of additions: another token is drawn where u falls that close
+to a border.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from headrace.tensor.kernels.cpu.jit.launch import (
+    bits_of_float,
+    compile_kernel,
+    double_from_bits,
+    float_from_bits,
+    helper,
+    launch,
+    thread_limit,
+)
+from headrace.tensor.kernels.cpu.jit.simd import as_f32, as_i32, as_i64, at, exp, load, store, sum_floats
+from headrace.tensor.kernels.filters import Doubles, FilterLimits, Floats, Ints
+
+Pointer = Any
+
+BLOCK = 256
+LEAST_BITS, ONE_BITS = 0x00800000, 0x3F800000
+"""Of a weight that all above zero exceed, the smallest normal float32; and of the largest there is."""
+SPARE = 64
+"""So many more than k are few enough to gather before the k-th is looked for exactly."""
+UNDERFLOW = np.float32(-87.0)
+ZERO, ONE = np.float32(0.0), np.float32(1.0)
+ELEMENTS_PER_THREAD = 1 << 14
+
+
+@helper
+def weigh(logits: Pointer, weights: Pointer, sums: Pointer, vocab: int, peak: float, temperature: float) -> float:
+    """Weights and their sums by block; returns the whole. Below e**-87 a weight is 0 (the twin goes on to the last denormal number)."""
+    mass = 0.0
+    for first in range(0, vocab, BLOCK):
+        length = min(BLOCK, vocab - first)
+        source, target = at(logits, first), at(weights, first)
+        for i in range(length):
+            x = (load(source, i) - peak) / temperature
+            store(exp(x) * (ONE if x > UNDERFLOW else ZERO), target, i)  # no branch: LLVM makes vectors of it
+        total = sum_floats(target, length)
+        store(total, sums, first // BLOCK)
+        mass += total
+    return mass
+
+
+@helper
+def first_beyond(weights: Pointer, count: int, running: float, target: float) -> int:
+    """Where `running` and the weights so far first exceed target; the last one above zero if they never do."""
+    found = 0
+    for i in range(count):
+        weight = load(weights, i)
+        if weight > ZERO:
+            found = i
+            running += weight
+            if running > target:
+                break
+    return found
+
+
+@helper
+def pick_any(weights: Pointer, sums: Pointer, vocab: int, target: float) -> int:
+    """The token at which the running sum exceeds target: its block by the sums, then in it."""
+    block, before, running = 0, 0.0, 0.0
+    for i in range((vocab + BLOCK - 1) // BLOCK):
+        total = load(sums, i)
+        if total > ZERO:
+            block, before = i, running
+            running += total
+            if running > target:
+                break
+    first = block * BLOCK
+    return first + first_beyond(at(weights, first), min(BLOCK, vocab - first), before, target)
+
+
+@helper
+def num_at_least(weights: Pointer, count: int, floor: float) -> int:
+    found = 0
+    for i in range(count):
+        found += 1 if load(weights, i) >= floor else 0
+    return found
+
+
+@helper
+def floor_of_best(weights: Pointer, vocab: int, k: int) -> float:
+    """A weight that at least k tokens have, and not many more, unless many have the same; all those above zero where they are fewer."""
+    low, high = LEAST_BITS, ONE_BITS + 1
+    if num_at_least(weights, vocab, float_from_bits(low)) <= 2 * k + SPARE:
+        high = low
+    while high - low > 1:
+        middle = (low + high) // 2
+        count = num_at_least(weights, vocab, float_from_bits(middle))
+        if count < k:
+            high = middle
+        else:
+            low = middle
+            if count <= 2 * k + SPARE:
+                break
+    floor: float = float_from_bits(low)
+    return floor
+
+
+@helper
+def gather(weights: Pointer, vocab: int, floor: float, values: Pointer, ids: Pointer) -> int:
+    """Those at or above the floor, in the order of their ids."""
+    found = 0
+    for first in range(0, vocab, BLOCK):
+        length = min(BLOCK, vocab - first)
+        block = at(weights, first)
+        if num_at_least(block, length, floor) > 0:
+            for i in range(length):  # no branch: which are kept is not to be foretold
+                weight = load(block, i)
+                store(weight, values, found)
+                store(first + i, ids, found)
+                found += 1 if weight >= floor else 0
+    return found
+
+
+@helper
+def keep(values: Pointer, ids: Pointer, count: int, least: float, ties: int) -> int:
+    """Of the gathered, in place: those above `least`, and the first `ties` of those equal to it."""
+    kept = 0
+    for i in range(count):
+        weight = load(values, i)
+        is_tied = weight == least and ties > 0
+        store(weight, values, kept)
+        store(load(ids, i), ids, kept)
+        kept += 1 if weight > least or is_tied else 0
+        ties -= 1 if is_tied else 0
+    return kept
+
+
+@helper
+def cut(values: Pointer, spare: Pointer, ids: Pointer, count: int, floor: float, wanted: float, is_mass: bool) -> int:
+    """Keep the heaviest that together come to `wanted`, in mass or in number, and no more.
+
+    None is below the floor. spare: room for as many.
+    """
+    for i in range(count):
+        store(load(values, i), spare, i)
+    low, high, above, left = bits_of_float(floor), ONE_BITS, 0.0, count
+    while low < high and left > 0:
+        middle = (low + high + 1) // 2
+        border = float_from_bits(middle)
+        found: Any = 0.0
+        for i in range(left):
+            weight = load(spare, i)
+            found += (weight if is_mass else ONE) if weight >= border else ZERO
+        is_within = above + found >= wanted
+        kept = 0
+        for i in range(left):
+            weight = load(spare, i)
+            store(weight, spare, kept)
+            kept += 1 if (weight >= border) == is_within else 0
+        left = kept
+        if is_within:
+            low = middle
+        else:
+            above += found
+            high = middle - 1
+    least, ties = float_from_bits(low), 0
+    while ties < count and above < wanted:
+        above += least if is_mass else 1.0
+        ties += 1
+    return keep(values, ids, count, least, ties)
+
+
+@helper
+def mass_of(values: Pointer, count: int) -> float:
+    total = 0.0
+    for i in range(count):
+        total += load(values, i)
+    return total
+
+
+@helper
+def pick_kept(room: Pointer, ids: Pointer, vocab: int, mass: float, u: float, top_k: int, top_p: float, min_p: float) -> int:
+    """The token of a row with filters. room: as in `_draw`.
+
+    The lightest token that top_p can need weighs (1 - top_p) of the mean: the others together do not hold that much; one per cent lower,
+    for rounding.
+    """
+    weights, values, spare = room, at(room, vocab), at(room, 2 * vocab)
+    if top_k < vocab:
+        floor = floor_of_best(weights, vocab, top_k)
+        count = gather(weights, vocab, floor, values, ids)
+        if count > top_k:
+            count = cut(values, spare, ids, count, floor, float(top_k), False)
+        mass = mass_of(values, count)
+    else:
+        floor = max(np.float32(0.99 * (1.0 - top_p) * mass / vocab), min_p, float_from_bits(LEAST_BITS))
+        count = gather(weights, vocab, floor, values, ids)
+    if top_p < 1.0:
+        count = cut(values, spare, ids, count, floor, top_p * mass, True)
+    if min_p > 0.0:
+        count = keep(values, ids, count, min_p, count)
+    token: int = load(ids, first_beyond(values, count, 0.0, u * mass_of(values, count)))
+    return token
+
+
+def _draw(arguments: int, worker: int, workers: int) -> None:
+    """Arguments in the order of `draw`. A worker's room: weights, values, spare and block sums, float32; ids, int32."""
+    a = as_i64(arguments)
+    rows, vocab = load(a, 2), load(a, 3)
+    room = at(as_f32(load(a, 10)), worker * 4 * vocab)
+    sums = at(room, 3 * vocab)
+    ids = at(as_i32(load(a, 11)), worker * vocab)
+    for row in range(rows * worker // workers, rows * (worker + 1) // workers):
+        logits = at(as_f32(load(a, 0)), row * load(a, 1))
+        peak, temperature = load(as_f32(load(a, 4)), row), load(as_f32(load(a, 5)), row)
+        mass = weigh(logits, room, sums, vocab, peak, temperature)
+        u, top_k = double_from_bits(load(as_i64(load(a, 6)), row)), load(as_i64(load(a, 7)), row)
+        top_p, min_p = double_from_bits(load(as_i64(load(a, 8)), row)), load(as_f32(load(a, 9)), row)
+        if top_k >= vocab and top_p >= 1.0 and min_p <= ZERO:
+            token = pick_any(room, sums, vocab, u * mass)
+        else:
+            token = pick_kept(room, ids, vocab, mass, u, top_k, top_p, min_p)
+        store(token, as_i64(load(a, 12)), row)
+
+
+@cache
+def _kernel() -> int:
+    return compile_kernel(_draw)
+
+
+def draw(logits: Floats, peak: Floats, u: Doubles, limits: FilterLimits) -> Ints:
+    """See `filters.draw`; rows of logits need not lie one behind the other, numbers of a row do."""
+    rows, vocab = logits.shape
+    if logits.dtype != np.float32 or logits.strides[1] != logits.itemsize:
+        raise ValueError(f"logits of {logits.dtype} with strides {logits.strides}: float32 is needed, a row's numbers one behind the other")
+    columns = [
+        np.ascontiguousarray(column, dtype)
+        for column, dtype in (
+            (peak, np.float32),
+            (limits.temperature, np.float32),
+            (u, np.float64),
+            (limits.top_k, np.int64),
+            (limits.top_p, np.float64),
+            (limits.min_p, np.float32),
+        )
+    ]
+    workers = max(1, min(thread_limit(), rows, rows * vocab // ELEMENTS_PER_THREAD))
+    room, ids = np.empty((workers, 4, vocab), dtype=np.float32), np.empty((workers, vocab), dtype=np.int32)
+    tokens = np.empty(rows, dtype=np.int64)
+    addresses = [array.ctypes.data for array in (*columns, room, ids, tokens)]
+    arguments = [logits.ctypes.data, logits.strides[0] // logits.itemsize, rows, vocab, *addresses]
+    launch(_kernel(), arguments, workers, tokens, logits, room, ids, *columns)
+    return tokens

@@ -1,0 +1,288 @@
+"""Weights to small integers and into strips: what `quantized` multiplies, made in two passes over memory.
+
+Rounding is `rounding`'s to the bit. Packing is a transposition of words, as in `packing`, that adds the offset on the way. Weights that
+this CPU's registers do not fit, or that are not on it, are rounded by the plain twin.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+from headrace.tensor.kernels import rounding
+from headrace.tensor.kernels.cpu import pages
+from headrace.tensor.kernels.cpu.integer.simd import BYTE_OFFSET, NIBBLE_OFFSET, STRIP, STRIP_COLUMNS, WORDS
+from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, helper, launch, thread_limit, with_counter
+from headrace.tensor.kernels.cpu.jit.simd import as_bf16, as_f32, as_i8, as_i32, as_i64, at, load, store, take_ticket
+from headrace.tensor.kernels.cpu.jit.vector_ir import (
+    I8,
+    I64,
+    LANES,
+    VECTOR,
+    Emit,
+    call_llvm,
+    constant,
+    fma,
+    fold_lanes,
+    larger,
+    load_floats,
+    splat,
+    step,
+)
+from headrace.tensor.kernels.cpu.packing import item_row, shuffled, store_square
+from headrace.tensor.kernels.cpu.together import settle
+from headrace.tensor.kernels.rounding import DEFAULT_GROUP, Precision, RoundedWeight
+
+Pointer = Any
+
+WORK_PER_THREAD = 1 << 17
+"""Weights worth a second thread."""
+BYTE_OFFSETS, NIBBLE_OFFSETS, NIBBLES = BYTE_OFFSET * 0x01010101, NIBBLE_OFFSET * 0x01010101, 0x0F0F0F0F
+"""To each byte of a word: a signed number with its sign bit turned is that number plus the offset."""
+ZERO, ONE = np.float32(0.0), np.float32(1.0)
+MOST_BYTE, LEAST_NIBBLE, MOST_NIBBLE = np.float32(127.0), np.float32(-8.0), np.float32(7.0)
+
+
+# --- rounding ---
+
+
+def round_weight(weight: Tensor, precision: Precision, *, group: int = DEFAULT_GROUP) -> RoundedWeight:
+    """As `rounding.round_weight`."""
+    rows, inputs = weight.shape
+    fits = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16) and weight.numel() > 0
+    if not fits or inputs % LANES or precision is Precision.NONE:
+        return rounding.round_weight(weight, precision, group=group)
+    group = rounding.group_for(inputs, group) if precision is Precision.INT4 else 0
+    weight = weight.contiguous()
+    values = pages.empty(weight.numel(), torch.int8).view(rows, inputs)
+    scales = torch.empty((rows, inputs // group) if group else rows, dtype=torch.bfloat16 if group else torch.float32)
+    arguments = [weight.data_ptr(), values.data_ptr(), scales.data_ptr(), rows, inputs, group]
+    kernel = _rounding_kernel(bool(group), weight.element_size())
+    launch(kernel, arguments, _workers(weight.numel()), values, weight, scales)
+    settle()
+    return RoundedWeight(values, scales, group)
+
+
+def _workers(num_weights: int) -> int:
+    return max(1, min(thread_limit(), num_weights // WORK_PER_THREAD))
+
+
+@intrinsic
+def extremes(_: Any, pointer: Any, length: Any) -> tuple[Any, Emit]:
+    """(smallest, largest) of `length` floats, a multiple of LANES, and 0, or NaN when one of them is NaN or infinite."""
+    result = types.UniTuple(types.float32, 3)
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        start, count = arguments
+        least, most, poison = (cgutils.alloca_once(builder, VECTOR) for _ in range(3))
+        first = load_floats(builder, start, pointer.dtype, VECTOR)
+        for slot, value in ((least, first), (most, first), (poison, constant(VECTOR, 0.0))):
+            builder.store(value, slot)
+        with cgutils.for_range(builder, builder.udiv(count, I64(LANES))) as loop:
+            value = load_floats(builder, step(builder, start, builder.mul(loop.index, I64(LANES))), pointer.dtype, VECTOR)
+            builder.store(_smaller(builder, value, builder.load(least)), least)
+            builder.store(larger(builder, value, builder.load(most)), most)
+            builder.store(fma(builder, value, constant(VECTOR, 0.0), builder.load(poison)), poison)
+        low = fold_lanes(builder, builder.load(least), lambda a, b: _smaller(builder, a, b))
+        high = fold_lanes(builder, builder.load(most), lambda a, b: larger(builder, a, b))
+        return context.make_tuple(builder, result, (low, high, fold_lanes(builder, builder.load(poison), builder.fadd)))
+
+    return result(pointer, types.intp), emit
+
+
+def _smaller(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    return builder.select(builder.fcmp_ordered("<", a, b), a, b)
+
+
+@intrinsic
+def divide(_: Any, target: Any, source: Any, length: Any, divisor: Any, least: Any, most: Any) -> tuple[Any, Emit]:
+    """target[i] = round(source[i] / divisor), ties to even, within least..most. int8 from floats; length a multiple of LANES."""
+    stored = ir.VectorType(I8, LANES)
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        target_at, source_at, count = arguments[:3]
+        divisors, lows, highs = (splat(builder, value) for value in arguments[3:])
+        with cgutils.for_range(builder, builder.udiv(count, I64(LANES))) as loop:
+            first = builder.mul(loop.index, I64(LANES))
+            value = builder.fdiv(load_floats(builder, step(builder, source_at, first), source.dtype, VECTOR), divisors)
+            value = call_llvm(builder, "llvm.minnum", call_llvm(builder, "llvm.maxnum", value, lows), highs)
+            whole = builder.fptosi(call_llvm(builder, "llvm.rint", value), WORDS)
+            builder.store(builder.trunc(whole, stored), builder.bitcast(step(builder, target_at, first), stored.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(target, source, types.intp, types.float32, types.float32, types.float32), emit
+
+
+@helper
+def round_bytes(weight: Pointer, values: Pointer, scales: Pointer, rows: int, inputs: int, worker: int, workers: int) -> None:
+    for row in range(worker, rows, workers):
+        source = at(weight, row * inputs)
+        low, high, poison = extremes(source, inputs)
+        scale = (max(high, -low) + poison) / MOST_BYTE
+        store(scale, scales, row)
+        divide(at(values, row * inputs), source, inputs, scale if scale != ZERO else ONE, -MOST_BYTE, MOST_BYTE)
+
+
+@helper
+def farthest(source: Pointer, length: int) -> float:
+    """The value of largest magnitude, the first of several."""
+    low, high, poison = extremes(source, length)
+    value: float = high if high > -low else low
+    if high == -low:
+        index = 0
+        while index + 1 < length and abs(load(source, index)) != high:
+            index += 1
+        value = load(source, index)
+    return value + poison  # type: ignore[no-any-return]
+
+
+@helper
+def round_nibbles(weight: Pointer, values: Pointer, scales: Pointer, rows: int, inputs: int, group: int, worker: int, workers: int) -> None:
+    for row in range(worker, rows, workers):
+        for first in range(row * inputs, (row + 1) * inputs, group):
+            source = at(weight, first)
+            store(farthest(source, group) / LEAST_NIBBLE, scales, first // group)
+            scale = load(scales, first // group)  # as it was rounded
+            divide(at(values, first), source, group, scale if scale != ZERO else ONE, LEAST_NIBBLE, MOST_NIBBLE)
+
+
+def _round_bytes_f32(arguments: int, worker: int, workers: int) -> None:
+    a = as_i64(arguments)
+    round_bytes(as_f32(load(a, 0)), as_i8(load(a, 1)), as_f32(load(a, 2)), load(a, 3), load(a, 4), worker, workers)
+
+
+def _round_bytes_bf16(arguments: int, worker: int, workers: int) -> None:
+    a = as_i64(arguments)
+    round_bytes(as_bf16(load(a, 0)), as_i8(load(a, 1)), as_f32(load(a, 2)), load(a, 3), load(a, 4), worker, workers)
+
+
+def _round_nibbles_f32(arguments: int, worker: int, workers: int) -> None:
+    a = as_i64(arguments)
+    round_nibbles(as_f32(load(a, 0)), as_i8(load(a, 1)), as_bf16(load(a, 2)), load(a, 3), load(a, 4), load(a, 5), worker, workers)
+
+
+def _round_nibbles_bf16(arguments: int, worker: int, workers: int) -> None:
+    a = as_i64(arguments)
+    round_nibbles(as_bf16(load(a, 0)), as_i8(load(a, 1)), as_bf16(load(a, 2)), load(a, 3), load(a, 4), load(a, 5), worker, workers)
+
+
+@cache
+def _rounding_kernel(is_int4: bool, item_bytes: int) -> int:
+    sources = {(False, 4): _round_bytes_f32, (False, 2): _round_bytes_bf16, (True, 4): _round_nibbles_f32, (True, 2): _round_nibbles_bf16}
+    return compile_kernel(sources[is_int4, item_bytes])
+
+
+# --- packing ---
+
+
+def pack_bytes(values: Tensor) -> Tensor:
+    """int8 [out, in] -> int32 [strips, in / 4, STRIP, LANES], the bytes of a word being value + 128 of four inputs."""
+    return _packed(values, 4)
+
+
+def pack_nibbles(values: Tensor) -> Tensor:
+    """int8 within -8..7 [out, in] -> int32 [strips, in / 8, STRIP, LANES]: value + 8, inputs 0..3 in the low nibbles, 4..7 in the high."""
+    return _packed(values, 8)
+
+
+def _packed(values: Tensor, per_word: int) -> Tensor:
+    """Rows of zero weights are added at the end."""
+    rows, inputs = values.shape
+    values = values.contiguous()
+    strips, items = -(-rows // STRIP_COLUMNS), inputs // per_word
+    target = pages.empty(strips * items * STRIP_COLUMNS, torch.int32)
+    memory = with_counter([values.data_ptr(), target.data_ptr(), rows, items, 0], 4)
+    launch(_packing_kernels()[per_word == 8], memory, _workers(values.numel()), target, values)
+    settle()
+    return target.view(strips, items, STRIP, LANES)
+
+
+@intrinsic
+def byte_square(_: Any, source: Any, stride: Any, target: Any) -> tuple[Any, Emit]:
+    """LANES x LANES words, a row every `stride`, as LANES columns of a strip, plus the offset."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        rows = [item_row(builder, arguments[0], arguments[1], row, 0) for row in range(LANES)]
+        store_square(builder, [builder.xor(row, constant(WORDS, BYTE_OFFSETS)) for row in rows], arguments[2], STRIP_COLUMNS)
+        return context.get_dummy_value()
+
+    return types.void(source, types.intp, target), emit
+
+
+@intrinsic
+def nibble_square(_: Any, source: Any, stride: Any, target: Any) -> tuple[Any, Emit]:
+    """LANES x 2 LANES words, a row every `stride`, as LANES columns of a strip: two neighbours become the nibbles of one word."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        rows = []
+        for row in range(LANES):
+            left, right = (item_row(builder, arguments[0], arguments[1], row, first) for first in (0, LANES))
+            halves = [
+                builder.and_(builder.xor(shuffled(builder, left, right, range(start, 2 * LANES, 2)), constant(WORDS, NIBBLE_OFFSETS)),
+                             constant(WORDS, NIBBLES))
+                for start in (0, 1)
+            ]  # fmt: skip
+            rows.append(builder.or_(halves[0], builder.shl(halves[1], constant(WORDS, 4))))
+        store_square(builder, rows, arguments[2], STRIP_COLUMNS)
+        return context.get_dummy_value()
+
+    return types.void(source, types.intp, target), emit
+
+
+@helper
+def byte_strip(source: Pointer, count: int, target: Pointer, items: int) -> None:
+    """Words [count, items] -> [items, STRIP_COLUMNS]."""
+    for left in range(0, STRIP_COLUMNS, LANES):
+        whole = items // LANES * LANES if left + LANES <= count else 0
+        for item in range(0, whole, LANES):
+            byte_square(at(source, left * items + item), items, at(target, item * STRIP_COLUMNS + left))
+        for column in range(left, left + LANES):
+            for item in range(whole, items):
+                word = load(source, column * items + item) if column < count else 0
+                store(word ^ BYTE_OFFSETS, target, item * STRIP_COLUMNS + column)
+
+
+@helper
+def nibble_strip(source: Pointer, count: int, target: Pointer, items: int) -> None:
+    """Words [count, 2 items] -> [items, STRIP_COLUMNS]."""
+    for left in range(0, STRIP_COLUMNS, LANES):
+        whole = items // LANES * LANES if left + LANES <= count else 0
+        for item in range(0, whole, LANES):
+            nibble_square(at(source, 2 * (left * items + item)), 2 * items, at(target, item * STRIP_COLUMNS + left))
+        for column in range(left, left + LANES):
+            for item in range(whole, items):
+                place = 2 * (column * items + item)
+                low, high = (load(source, place), load(source, place + 1)) if column < count else (0, 0)
+                word = (low ^ NIBBLE_OFFSETS) & NIBBLES | ((high ^ NIBBLE_OFFSETS) & NIBBLES) << 4
+                store(word, target, item * STRIP_COLUMNS + column)
+
+
+def _pack_bytes(arguments: int, worker: int, workers: int) -> None:
+    a = as_i64(arguments)
+    source, target, rows, items, counter = as_i32(load(a, 0)), as_i32(load(a, 1)), load(a, 2), load(a, 3), as_i64(load(a, 4))
+    first = take_ticket(counter) * STRIP_COLUMNS
+    while first < rows:
+        byte_strip(at(source, first * items), min(STRIP_COLUMNS, rows - first), at(target, first * items), items)
+        first = take_ticket(counter) * STRIP_COLUMNS
+
+
+def _pack_nibbles(arguments: int, worker: int, workers: int) -> None:
+    a = as_i64(arguments)
+    source, target, rows, items, counter = as_i32(load(a, 0)), as_i32(load(a, 1)), load(a, 2), load(a, 3), as_i64(load(a, 4))
+    first = take_ticket(counter) * STRIP_COLUMNS
+    while first < rows:
+        nibble_strip(at(source, 2 * first * items), min(STRIP_COLUMNS, rows - first), at(target, first * items), items)
+        first = take_ticket(counter) * STRIP_COLUMNS
+
+
+@cache
+def _packing_kernels() -> tuple[int, int]:
+    return compile_kernel(_pack_bytes), compile_kernel(_pack_nibbles)

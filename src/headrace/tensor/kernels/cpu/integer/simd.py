@@ -1,0 +1,343 @@
+"""Vector code for products of small integers, as Numba intrinsics: the inner loops of `quantized`.
+
+A register holds LANES words of 32 bits, one per output column; a word holds four bytes (or eight nibbles) of consecutive inputs, so that
+sums need no folding at the end and a group's scales are one vector. Integer sums are exact: their order does not matter, and every CPU
+gives the same. Weights are stored as unsigned numbers (value + OFFSET); what that adds to a dot product is OFFSET times the sum of its
+inputs, which is taken off at the end.
+
+Which instructions are used is decided by this CPU: `vpdpbusd` where it has VNNI (HAS_DOTS), else `vpmaddwd` (bytes, inputs widened to 16
+bits) and `vpmaddubsw` (nibbles, whose pair sums fit 16 bits), else what LLVM makes of the same arithmetic in plain words. The packed
+weights are the same for all. Read `simd` first.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from headrace.tensor.kernels.cpu.jit.vector_ir import (
+    I8,
+    I16,
+    I32,
+    I64,
+    LANES,
+    VECTOR,
+    Emit,
+    ask_for,
+    call_llvm,
+    constant,
+    fma,
+    fold_lanes,
+    load_floats,
+    native_features,
+    splat,
+    step,
+    store_floats,
+)
+
+WORDS = ir.VectorType(I32, LANES)
+SHORTS = ir.VectorType(I16, 2 * LANES)
+BYTES = ir.VectorType(I8, 4 * LANES)
+STRIP = 4 if LANES == 16 else 2
+"""Registers, each LANES columns wide, that a block of outputs spans: sums of four rows then fill half of the registers there are."""
+STRIP_COLUMNS = STRIP * LANES
+AHEAD = 12
+"""Iterations for which weights are fetched ahead, see `simd.AHEAD`."""
+GROUPS_AHEAD, LINE_SCALES = 6, 32
+"""The same for scales of groups, of which a cache line holds so many."""
+BYTE_OFFSET, NIBBLE_OFFSET = 128, 8
+PAIR_ORDER = (0, 2, 1, 3)
+"""How four inputs of 16 bits are stored: a word's even bytes, and its odd ones, then meet neighbours."""
+NIBBLE_RUN = 32
+"""Inputs whose nibble products may be added in 16 bits: 8 pair sums of at most 2 * 15 * 127."""
+HAS_DOTS = ("avx512vnni" if LANES == 16 else "avxvnni") in native_features() and LANES >= 8
+"""Four products of bytes are added to a word by one instruction."""
+
+
+def _vector(builder: ir.IRBuilder, pointer: ir.Value, like: ir.Type) -> ir.Value:
+    return builder.load(builder.bitcast(pointer, like.as_pointer()), align=1)
+
+
+def _broadcast(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:
+    """The 32 bits at `pointer` in every lane."""
+    return splat(builder, builder.load(builder.bitcast(pointer, I32.as_pointer()), align=1), I32)
+
+
+def _named(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
+    function_type = ir.FunctionType(result, [a.type for a in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), arguments)
+
+
+def add_pairs(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """16-bit numbers: word i of the result = a[2i] b[2i] + a[2i + 1] b[2i + 1]."""
+    a, b = builder.bitcast(a, SHORTS), builder.bitcast(b, SHORTS)
+    if LANES == 16 and "avx512bw" in native_features():
+        return _named(builder, "llvm.x86.avx512.pmaddw.d.512", WORDS, a, b)
+    if LANES == 8 and "avx2" in native_features():
+        return _named(builder, "llvm.x86.avx2.pmadd.wd", WORDS, a, b)
+    wide = ir.VectorType(I32, 2 * LANES)
+    products = builder.mul(builder.sext(a, wide), builder.sext(b, wide))
+    return _fold_neighbours(builder, products, I32, LANES)
+
+
+def add_byte_pairs(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """a unsigned bytes, b signed: 16-bit number i of the result = a[2i] b[2i] + a[2i + 1] b[2i + 1]; the caller knows that it fits."""
+    a, b = builder.bitcast(a, BYTES), builder.bitcast(b, BYTES)
+    if LANES == 16 and "avx512bw" in native_features():
+        return _named(builder, "llvm.x86.avx512.pmaddubs.w.512", SHORTS, a, b)
+    if LANES == 8 and "avx2" in native_features():
+        return _named(builder, "llvm.x86.avx2.pmadd.ub.sw", SHORTS, a, b)
+    wide = ir.VectorType(I16, 4 * LANES)
+    products = builder.mul(builder.zext(a, wide), builder.sext(b, wide))
+    return _fold_neighbours(builder, products, I16, 2 * LANES)
+
+
+def _fold_neighbours(builder: ir.IRBuilder, values: ir.Value, element: ir.Type, count: int) -> ir.Value:
+    even = ir.Constant(ir.VectorType(I32, count), list(range(0, 2 * count, 2)))
+    odd = ir.Constant(ir.VectorType(I32, count), list(range(1, 2 * count, 2)))
+    return builder.add(builder.shuffle_vector(values, values, even), builder.shuffle_vector(values, values, odd))
+
+
+def dot_bytes(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+    """total[i] + the sum of a[4i + j] b[4i + j] over j < 4; a unsigned bytes, b signed. For CPUs with HAS_DOTS."""
+    return _named(builder, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", WORDS, total, builder.bitcast(a, WORDS), builder.bitcast(b, WORDS))
+
+
+# --- inputs: float32 rows to integers ---
+
+
+@intrinsic
+def largest_magnitude(_: Any, pointer: Any, length: Any) -> tuple[Any, Emit]:
+    """max |pointer[i]| over `length` float32 or bfloat16, a multiple of LANES; NaN when one of them is NaN or infinite."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        start, count = arguments
+        best, poison = (cgutils.alloca_once(builder, VECTOR) for _ in range(2))
+        for slot in (best, poison):
+            builder.store(constant(VECTOR, 0.0), slot)
+        with cgutils.for_range(builder, builder.udiv(count, I64(LANES))) as loop:
+            value = load_floats(builder, step(builder, start, builder.mul(loop.index, I64(LANES))), pointer.dtype, VECTOR)
+            builder.store(call_llvm(builder, "llvm.maxnum", builder.load(best), call_llvm(builder, "llvm.fabs", value)), best)
+            builder.store(fma(builder, value, constant(VECTOR, 0.0), builder.load(poison)), poison)
+        largest = fold_lanes(builder, builder.load(best), functools.partial(call_llvm, builder, "llvm.maxnum"))
+        return builder.fadd(largest, fold_lanes(builder, builder.load(poison), builder.fadd))
+
+    return types.float32(pointer, types.intp), emit
+
+
+@intrinsic
+def quantize(_: Any, target: Any, source: Any, length: Any, factor: Any) -> tuple[Any, Emit]:
+    """target[i] = round(source[i] * factor), ties to even, within +-127; returns their sum. target int8, or int16 in the order of
+    PAIR_ORDER; length a multiple of LANES. What is not a number becomes something within the range: its row's scale is NaN."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        target_at, source_at, count, scale = arguments
+        stored = ir.VectorType(I8 if target.dtype == types.int8 else I16, LANES)
+        scales, total = splat(builder, scale), cgutils.alloca_once(builder, WORDS)
+        builder.store(constant(WORDS, 0), total)
+        with cgutils.for_range(builder, builder.udiv(count, I64(LANES))) as loop:
+            first = builder.mul(loop.index, I64(LANES))
+            value = builder.fmul(load_floats(builder, step(builder, source_at, first), source.dtype, VECTOR), scales)
+            value = call_llvm(
+                builder, "llvm.minnum", call_llvm(builder, "llvm.maxnum", value, constant(VECTOR, -127.0)), constant(VECTOR, 127.0)
+            )
+            whole = builder.fptosi(call_llvm(builder, "llvm.rint", value), WORDS)
+            builder.store(builder.add(builder.load(total), whole), total)
+            if target.dtype == types.int16:
+                order = [first + place for first in range(0, LANES, 4) for place in PAIR_ORDER]
+                whole = builder.shuffle_vector(whole, whole, ir.Constant(WORDS, order))
+            where = builder.bitcast(step(builder, target_at, first), stored.as_pointer())
+            builder.store(builder.trunc(whole, stored), where, align=1)
+        return builder.sext(fold_lanes(builder, builder.load(total), builder.add), I64)
+
+    return types.intp(target, source, types.intp, types.float32), emit
+
+
+# --- blocks: `rows` rows of integers against `strips` strips of STRIP registers of columns ---
+
+
+def _pointers(builder: ir.IRBuilder, base: ir.Value, stride: ir.Value, count: int) -> list[ir.Value]:
+    return [step(builder, base, builder.mul(stride, I64(i))) for i in range(count)]
+
+
+def _zeros(builder: ir.IRBuilder, count: int, like: ir.Type) -> list[ir.Value]:
+    places = [cgutils.alloca_once(builder, like) for _ in range(count)]
+    for place in places:
+        builder.store(constant(like, 0), place)
+    return places
+
+
+def _registers(builder: ir.IRBuilder, starts: list[ir.Value]) -> list[ir.Value]:
+    """Where the STRIP registers at each start lie."""
+    return [step(builder, start, c * LANES) for start in starts for c in range(STRIP)]
+
+
+def _weights(builder: ir.IRBuilder, places: list[ir.Value]) -> list[ir.Value]:
+    """The registers at `places`; what is read some iterations later is asked for."""
+    words = [_vector(builder, place, WORDS) for place in places]
+    for place in places:
+        ask_for(builder, step(builder, place, AHEAD * STRIP * LANES))
+    return words
+
+
+def _finish(
+    builder: ir.IRBuilder, sums: list[ir.Value], out: ir.Value, out_stride: ir.Value, bias: ir.Value, row_scales: ir.Value, rows: int
+) -> None:
+    """out[r, c] = sums[r, c] * scale of row r + bias[c]."""
+    registers = len(sums) // rows
+    for r in range(rows):
+        scale = splat(builder, builder.load(step(builder, row_scales, r)))
+        target = step(builder, out, builder.mul(out_stride, I64(r)))
+        for c in range(registers):
+            added = load_floats(builder, step(builder, bias, c * LANES), types.float32, VECTOR)
+            value = fma(builder, sums[r * registers + c], scale, added)
+            store_floats(builder, value, step(builder, target, c * LANES), types.float32)
+
+
+@intrinsic(prefer_literal=True)
+def byte_block(
+    _: Any, out: Any, out_stride: Any, x: Any, x_stride: Any, weights: Any, strip_stride: Any, scales: Any, bias: Any, row_scales: Any,
+    row_sums: Any, length: Any, rows: Any, strips: Any,
+) -> tuple[Any, Emit]:  # fmt: skip
+    """out[r, c] = (sum over i of x[r, i] * (weights[i, c] - 128)) * scales[c] * row_scales[r] + bias[c] for the columns of the strips.
+
+    x int8 (HAS_DOTS) or int16 in PAIR_ORDER, values within +-127, length a multiple of 4. weights: strips strip_stride words apart, each
+    per four inputs STRIP registers whose words hold their bytes. row_sums int32: of x's rows. rows, strips: literals.
+    """
+    num_rows, num_strips = rows.literal_value, strips.literal_value
+    registers = num_strips * STRIP
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        out_at, out_step, x_at, x_step, weights_at, strip_step, scales_at, bias_at, row_scales_at, row_sums_at, count = arguments[:11]
+        starts, bases = _pointers(builder, x_at, x_step, num_rows), _pointers(builder, weights_at, strip_step, num_strips)
+        totals = _zeros(builder, num_rows * registers, WORDS)
+        with cgutils.for_range(builder, builder.udiv(count, I64(4))) as loop:
+            offset = builder.mul(loop.index, I64(STRIP * LANES))
+            words = _weights(builder, _registers(builder, [step(builder, base, offset) for base in bases]))
+            quads = [step(builder, start, builder.mul(loop.index, I64(4))) for start in starts]
+            _add_quads(builder, totals, words, quads)
+        sums = []
+        for r in range(num_rows):
+            excess = splat(builder, builder.mul(builder.load(step(builder, row_sums_at, r)), I32(BYTE_OFFSET)), I32)
+            for c in range(registers):
+                exact = builder.sub(builder.load(totals[r * registers + c]), excess)
+                scale = load_floats(builder, step(builder, scales_at, c * LANES), types.float32, VECTOR)
+                sums.append(builder.fmul(builder.sitofp(exact, VECTOR), scale))
+        _finish(builder, sums, out_at, out_step, bias_at, row_scales_at, num_rows)
+        return context.get_dummy_value()
+
+    intp = types.intp
+    return types.void(out, intp, x, intp, weights, intp, scales, bias, row_scales, row_sums, intp, rows, strips), emit
+
+
+def _add_quads(builder: ir.IRBuilder, totals: list[ir.Value], words: list[ir.Value], quads: list[ir.Value]) -> None:
+    """totals[r, c] += the products of the four inputs at quads[r] and the bytes of words[c]."""
+    even = constant(WORDS, 0x00FF00FF)
+    at_once = _at_once(len(quads), len(words))
+    for first in range(0, len(words), at_once):
+        taken = words[first : first + at_once]
+        halves = [] if HAS_DOTS else [(builder.and_(word, even), _high_bytes(builder, word)) for word in taken]
+        for r, quad in enumerate(quads):
+            inputs = [_broadcast(builder, quad)] if HAS_DOTS else [_broadcast(builder, step(builder, quad, place)) for place in (0, 2)]
+            for c, word in enumerate(taken):
+                total = totals[r * len(words) + first + c]
+                value = builder.load(total)
+                if HAS_DOTS:
+                    value = dot_bytes(builder, value, word, inputs[0])
+                else:
+                    for weights, pairs in zip(halves[c], inputs, strict=True):
+                        value = builder.add(value, add_pairs(builder, weights, pairs))
+                builder.store(value, total)
+
+
+def _at_once(rows: int, words: int) -> int:
+    """Words that are taken apart before they meet the rows: few rows' inputs stay in registers while words pass one by one, several rows'
+    pass while the words stay."""
+    return 1 if rows <= 2 else words
+
+
+def _high_bytes(builder: ir.IRBuilder, words: ir.Value) -> ir.Value:
+    """The odd bytes of each word, as unsigned 16-bit numbers."""
+    shorts = builder.bitcast(words, SHORTS)
+    return builder.lshr(shorts, constant(SHORTS, 8))
+
+
+@intrinsic(prefer_literal=True)
+def nibble_block(
+    _: Any, out: Any, out_stride: Any, x: Any, x_stride: Any, weights: Any, strip_stride: Any, scales: Any, bias: Any, row_scales: Any,
+    group_sums: Any, groups: Any, runs: Any, rows: Any, strips: Any,
+) -> tuple[Any, Emit]:  # fmt: skip
+    """out[r, c] = row_scales[r] * sum over groups g of scales[g, c] * (sum over i in g of x[r, i] * (weights[i, c] - 8)) + bias[c].
+
+    x int8 within +-127; a group has `runs` runs of NIBBLE_RUN inputs. weights: strips strip_stride words apart, each per eight inputs
+    STRIP registers; the low nibbles of a word's bytes are inputs 0..3, the high ones 4..7. scales bfloat16, strip by strip
+    [groups, STRIP_COLUMNS]. group_sums int32 [rows, groups]: of x's groups. Groups are added in order, by fused multiply-adds. rows,
+    strips: literals.
+    """
+    num_rows, num_strips = rows.literal_value, strips.literal_value
+    registers = num_strips * STRIP
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        out_at, out_step, x_at, x_step, weights_at, strip_step, scales_at, bias_at, row_scales_at, group_sums_at = arguments[:10]
+        num_groups, num_runs = arguments[10:12]
+        starts, bases = _pointers(builder, x_at, x_step, num_rows), _pointers(builder, weights_at, strip_step, num_strips)
+        scale_bases = _pointers(builder, scales_at, builder.mul(num_groups, I64(STRIP_COLUMNS)), num_strips)
+        totals, wholes = _zeros(builder, num_rows * registers, VECTOR), _zeros(builder, num_rows * registers, WORDS)
+        with cgutils.for_range(builder, num_groups) as group:
+            for whole in wholes:
+                builder.store(constant(WORDS, 0), whole)
+            with cgutils.for_range(builder, num_runs) as run:
+                number = builder.add(builder.mul(group.index, num_runs), run.index)
+                offset = builder.mul(number, I64(NIBBLE_RUN // 8 * STRIP * LANES))
+                quads = [step(builder, start, builder.mul(number, I64(NIBBLE_RUN))) for start in starts]
+                _nibble_run(builder, wholes, quads, [step(builder, base, offset) for base in bases])
+            own = builder.mul(group.index, I64(STRIP_COLUMNS))
+            own_scales = [step(builder, base, own) for base in scale_bases]
+            for place in own_scales:
+                for line in range(0, STRIP_COLUMNS, LINE_SCALES):
+                    ask_for(builder, step(builder, place, GROUPS_AHEAD * STRIP_COLUMNS + line))
+            scales_now = [load_floats(builder, place, types.uint16, VECTOR) for place in _registers(builder, own_scales)]
+            for r in range(num_rows):
+                place = builder.add(builder.mul(num_groups, I64(r)), group.index)
+                excess = splat(builder, builder.mul(builder.load(step(builder, group_sums_at, place)), I32(NIBBLE_OFFSET)), I32)
+                for c, scale in enumerate(scales_now):
+                    exact = builder.sub(builder.load(wholes[r * registers + c]), excess)
+                    total = totals[r * registers + c]
+                    builder.store(fma(builder, builder.sitofp(exact, VECTOR), scale, builder.load(total)), total)
+        sums = [builder.load(total) for total in totals]
+        _finish(builder, sums, out_at, out_step, bias_at, row_scales_at, num_rows)
+        return context.get_dummy_value()
+
+    intp = types.intp
+    return types.void(out, intp, x, intp, weights, intp, scales, bias, row_scales, group_sums, intp, intp, rows, strips), emit
+
+
+def _nibble_run(builder: ir.IRBuilder, wholes: list[ir.Value], quads: list[ir.Value], chunks: list[ir.Value]) -> None:
+    """wholes[r, c] += the products of NIBBLE_RUN inputs; without HAS_DOTS, 16-bit sums in between."""
+    low = constant(WORDS, 0x0F0F0F0F)
+    like = WORDS if HAS_DOTS else SHORTS
+    sums: list[ir.Value] = [constant(like, 0)] * len(wholes)
+    for octet in range(NIBBLE_RUN // 8):
+        places = _registers(builder, [step(builder, chunk, octet * STRIP * LANES) for chunk in chunks])
+        at_once = _at_once(len(quads), len(places))
+        for first in range(0, len(places), at_once):
+            words = _weights(builder, places[first : first + at_once])
+            halves = [(builder.and_(word, low), builder.and_(builder.lshr(word, constant(WORDS, 4)), low)) for word in words]
+            for r, start in enumerate(quads):
+                for half in range(2):
+                    inputs = _broadcast(builder, step(builder, start, octet * 8 + half * 4))
+                    for c in range(len(words)):
+                        place = r * len(places) + first + c
+                        if HAS_DOTS:
+                            sums[place] = dot_bytes(builder, sums[place], halves[c][half], inputs)
+                        else:
+                            sums[place] = builder.add(sums[place], add_byte_pairs(builder, halves[c][half], inputs))
+    ones = constant(SHORTS, 1)
+    for whole, added in zip(wholes, sums, strict=True):
+        products = added if HAS_DOTS else add_pairs(builder, added, ones)
+        builder.store(builder.add(builder.load(whole), products), whole)

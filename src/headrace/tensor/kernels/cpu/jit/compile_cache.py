@@ -1,0 +1,71 @@
+"""Where compiled kernels are kept on disk.
+
+Numba's cache is pickled machine code: whoever may write to its directory runs code as us (`host.cache_folder`). Where there is none that
+is ours alone, kernels are compiled anew in every process, which costs time and nothing else.
+
+One directory per (kernel sources, numba, llvmlite, Python, CPU): Numba itself notices a changed file but not a changed helper
+in another file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.tensor.host.cache_folder import ENVIRONMENT, cache_root, open_private
+
+KERNEL_SOURCES = Path(__file__).parents[2]
+"""`tensor/kernels`: a change in any of its files means other machine code."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompileCache:
+    """directory  None: kernels are compiled in memory only
+    reason     one sentence, for people
+    """
+
+    directory: Path | None
+    reason: str
+
+
+def code_key(sources: Path, cpu: str) -> str:
+    """Names everything compiled code depends on; sources: the folder of kernel files, searched with its subfolders."""
+    digest = hashlib.sha256(cpu.encode())
+    for path in sorted(sources.rglob("*.py")):
+        digest.update(str(path.relative_to(sources)).encode() + b"\0" + path.read_bytes() + b"\0")
+    for text in (sys.version, platform.machine(), *_versions()):
+        digest.update(text.encode() + b"\0")
+    return f"{cpu.partition(' ')[0]}-{digest.hexdigest()[:16]}"
+
+
+def _versions() -> tuple[str, str]:
+    import llvmlite
+    import numba
+
+    return numba.__version__, llvmlite.__version__
+
+
+def _host_cpu() -> str:
+    """Name and features of the CPU that Numba compiles for."""
+    import llvmlite.binding
+    from numba import config
+
+    features = config.CPU_FEATURES or llvmlite.binding.get_host_cpu_features().flatten()
+    return f"{config.CPU_NAME or llvmlite.binding.get_host_cpu_name()} {features}"
+
+
+def choose_cache(root: Path, key: str) -> CompileCache:
+    try:
+        directory = open_private(root, ("numba", key))
+    except OSError as error:
+        return CompileCache(None, f"kernels are compiled at every start: {error}; set {ENVIRONMENT} to a private folder")
+    return CompileCache(directory, f"compiled kernels are kept in {directory}")
+
+
+def numba_cache() -> CompileCache:
+    """The cache of this process, from its environment."""
+    return choose_cache(cache_root(os.environ), code_key(KERNEL_SOURCES, _host_cpu()))

@@ -1,0 +1,240 @@
+"""How a compiled kernel runs on several threads: the only parallel region of the package.
+
+A kernel is a C function `void(arguments, worker, workers)` made by `compile_kernel`; `arguments` is the address of int64 numbers
+(addresses, strides, counts; floats by `float_bits`). A region calls it once per worker, without the GIL. One region for all kernels
+means one slow `parallel=True` compilation instead of one per kernel and element type.
+
+Compiled code is kept on disk by Numba, in the directory of `compile_cache`. Kernels and helpers close over no other compiled function:
+Numba keys its cache by the pickled closure, and a function's identity differs in every process.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, Protocol, TypeVar
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import cfunc, njit, prange, types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from headrace.tensor.kernels.cpu.jit.compile_cache import numba_cache
+
+CACHE = numba_cache()
+numba.config.CACHE_DIR = str(CACHE.directory or "")  # read by every decorator below
+# Regions cost microseconds with OpenMP, tens with the workqueue, which moreover ends the process on concurrent entry.
+numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+
+OPTIONS: dict[str, Any] = {"nogil": True, "cache": CACHE.directory is not None, "error_model": "numpy"}
+"""Of every helper: no GIL, kept on disk, no checks for division by zero."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def helper(function: _Function) -> _Function:
+    """Compile a function that only compiled code calls: no entry from Python is made, which is half the time of a small one."""
+    compiled: _Function = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)(function)
+    return compiled
+
+
+def entry(function: _Function) -> _Function:
+    """Compile a function that Python calls."""
+    compiled: _Function = njit(no_cfunc_wrapper=True, **OPTIONS)(function)
+    return compiled
+
+
+@intrinsic
+def call(_: Any, function: Any, arguments: Any, worker: Any, workers: Any) -> tuple[Any, Any]:
+    """Call the C function at address `function`."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
+        i64 = ir.IntType(64)
+        pointer = builder.inttoptr(given[0], ir.FunctionType(ir.VoidType(), [i64, i64, i64]).as_pointer())
+        builder.call(pointer, given[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, types.intp), emit
+
+
+@intrinsic
+def float_from_bits(_: Any, bits: Any) -> tuple[Any, Any]:
+    """The float32 whose bits stand in the low half of an int64 argument."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
+        return builder.bitcast(builder.trunc(given[0], ir.IntType(32)), ir.FloatType())
+
+    return types.float32(types.intp), emit
+
+
+@intrinsic
+def bits_of_float(_: Any, value: Any) -> tuple[Any, Any]:
+    """The bits of a float32 that is not negative, as an int64: in the same order as the values."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
+        return builder.zext(builder.bitcast(given[0], ir.IntType(32)), ir.IntType(64))
+
+    return types.intp(types.float32), emit
+
+
+@intrinsic
+def double_from_bits(_: Any, bits: Any) -> tuple[Any, Any]:
+    """The float64 whose bits an int64 is."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
+        return builder.bitcast(given[0], ir.DoubleType())
+
+    return types.float64(types.intp), emit
+
+
+def float_bits(value: float) -> int:
+    """A float as an argument; rounded to float32."""
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+@njit(parallel=True, **OPTIONS)
+def _in_parallel(function: int, arguments: int, workers: int) -> None:
+    for worker in prange(workers):
+        call(function, arguments, worker, workers)
+
+
+@helper
+def run_workers(function: int, arguments: int, workers: int) -> None:
+    """Call `function` once per worker and wait; for compiled code. One worker runs on the calling thread, without a region."""
+    if workers > 1:
+        _in_parallel(function, arguments, workers)
+    else:
+        call(function, arguments, 0, 1)
+
+
+@entry
+def run_now(function: int, arguments: int, workers: int) -> None:
+    run_workers(function, arguments, workers)  # the caller holds the memory
+
+
+class _Threads:
+    """How many workers a region may have. Process-wide, as torch's own setting is."""
+
+    def __init__(self) -> None:
+        self.limit = int(numba.config.NUMBA_NUM_THREADS)
+        self.told = threading.local()
+
+    def tell_numba(self) -> None:
+        """Numba keeps the size of a region per calling thread; tell it once per thread and limit."""
+        if getattr(self.told, "limit", None) != self.limit:
+            numba.set_num_threads(self.limit)
+            self.told.limit = self.limit
+
+
+_THREADS = _Threads()
+_REGION = threading.RLock()
+_COMPILED: list[Any] = []  # Numba frees a function's code with its object; addresses handed out must stay valid
+
+
+def thread_limit() -> int:
+    return _THREADS.limit
+
+
+def set_thread_limit(limit: int) -> int:
+    """Workers per region from now on, at most the threads Numba was started with. Returns what was set."""
+    _THREADS.limit = max(1, min(limit, int(numba.config.NUMBA_NUM_THREADS)))
+    return _THREADS.limit
+
+
+@cache
+def threading_layer() -> str:
+    """Numba's threading layer ("omp", "tbb", "workqueue"), woken by an empty region if it was not.
+
+    Must precede every call of compiled code that contains `run_workers`: such code, loaded from the disk cache, does not resolve the
+    layer's symbols by itself when the region had come from that cache while it was compiled (numba 0.68), and would jump to address 0.
+    """
+    _in_parallel(0, 0, 0)
+    return str(numba.threading_layer())
+
+
+def compile_kernel(function: Callable[[int, int, int], None]) -> int:
+    """Address of the compiled kernel. Compiles now, or loads it from the cache on disk. The code lives as long as the process."""
+    threading_layer()
+    compiled = cfunc(types.void(types.intp, types.intp, types.intp), **OPTIONS)(function)
+    _COMPILED.append(compiled)
+    address: int = compiled.address
+    return address
+
+
+def guarded(function: Callable[..., None], *arguments: Any) -> None:
+    """Call compiled code that contains a region. Where the layer ends the process on concurrent entry, callers take turns."""
+    _THREADS.tell_numba()
+    if threading_layer() == "workqueue":
+        with _REGION:
+            function(*arguments)
+    else:
+        function(*arguments)
+
+
+def kernel_names() -> dict[int, str]:
+    """Address -> "module.function" of every kernel this process has, for those who measure."""
+    functions = ((compiled.address, compiled.__wrapped__) for compiled in _COMPILED)
+    return {address: f"{function.__module__.rpartition('.')[2]}.{function.__name__}" for address, function in functions}
+
+
+class Pending(Protocol):
+    """Where launches go instead of being run, see `together`."""
+
+    def fresh(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
+
+    def add(self, kernel: int, memory: array[int], workers: int, touched: tuple[Tensor | np.ndarray, ...]) -> None: ...
+
+    def counted(self, memory: array[int]) -> None:
+        """The last number of `memory` is a counter, which has to be zero when its kernel begins."""
+        ...
+
+
+class _Caller(threading.local):
+    pending: Pending | None = None
+
+
+CALLER = _Caller()
+
+
+def words(values: Iterable[int]) -> array[int]:
+    """int64 numbers in memory. Of the standard library: NumPy takes five times as long to make one and to say where it lies."""
+    return array("q", values)
+
+
+def with_counter(arguments: Sequence[int], place: int) -> array[int]:
+    """`arguments` with a zero behind them, whose address stands at `place`: what `take_ticket` counts with."""
+    memory = words((*arguments, 0))
+    memory[place] = address_of(memory) + 8 * len(arguments)
+    pending = CALLER.pending
+    if pending is not None:
+        pending.counted(memory)
+    return memory
+
+
+def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory for a result, not written yet. Inside `together` it may be a result's of the layer before the last: see `next_layer`."""
+    pending = CALLER.pending
+    return torch.empty(shape, dtype=dtype) if pending is None else pending.fresh(shape, dtype)
+
+
+def address_of(memory: array[int]) -> int:
+    return memory.buffer_info()[0]
+
+
+def launch(kernel: int, arguments: Sequence[int] | array[int], workers: int, *touched: Tensor | np.ndarray) -> None:
+    """Run `kernel` on `workers` threads and wait; inside `together`, put it on the list instead.
+
+    touched: everything behind the addresses, kept until the kernel has run; first what was made for this call, if anything was.
+    """
+    memory = arguments if isinstance(arguments, array) else words(arguments)
+    pending = CALLER.pending
+    if pending is None:
+        guarded(run_now, kernel, address_of(memory), workers)
+    else:
+        pending.add(kernel, memory, workers, touched)

@@ -1,0 +1,414 @@
+"""Vector code as Numba intrinsics: the inner loops whose arithmetic must be fast *and* fixed.
+
+Numba's auto-vectoriser picks a reduction order per loop and per CPU. Here every order is written down, so a dot product has the same
+bits whether it is computed for one row or among 31 others. Vectors have LANES float32, one register of this CPU.
+
+Memory is reached through typed pointers made from a tensor's address (`as_f32`, ...). The type says how an element is stored, so one
+kernel source compiles for float32 and for bfloat16 (uint16 bits: the upper half of a float32). The caller keeps the tensor alive and has
+checked its shape: no bounds are checked here. The words these are written in: `vector_ir`.
+
+Sums of products run over their inputs one by one, with fused multiply-adds, a lane per output (`panel_block`). `exp` is Cephes' expf,
+within 2 units in the last place.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from headrace.tensor.kernels.cpu.jit.vector_ir import (
+    F32,
+    I32,
+    I64,
+    ITEM_BYTES,
+    LANES,
+    STORED,
+    STRIP_COLUMNS,
+    STRIP_VECTORS,
+    VECTOR,
+    Emit,
+    ask_for,
+    constant,
+    emit_exp,
+    fma,
+    fold_lanes,
+    larger,
+    load_floats,
+    native_features,
+    splat,
+    step,
+    store_floats,
+    transpose,
+)
+
+AHEAD = 24
+"""Iterations for which weights are fetched ahead: the processor's own prefetching stops at every page (docs/experiments.md)."""
+
+SLACK = 8.0
+"""By so much a score may exceed what it is relative to: e**8 costs a float32 nothing, and sums are seldom rescaled."""
+
+# --- pointers and scalars; LLVM vectorises them where they stand in a plain loop ---
+
+
+def _cast_to(element: types.Type) -> Any:
+    pointer = types.CPointer(element)
+
+    @intrinsic
+    def cast(_: Any, address: Any) -> tuple[Any, Emit]:
+        def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+            return builder.inttoptr(arguments[0], STORED[element].as_pointer())
+
+        return pointer(types.intp), emit
+
+    return cast
+
+
+as_f32, as_bf16, as_i8, as_i16, as_i32, as_i64 = (
+    _cast_to(element) for element in (types.float32, types.uint16, types.int8, types.int16, types.int32, types.int64)
+)
+
+
+@intrinsic
+def at(_: Any, pointer: Any, index: Any) -> tuple[Any, Emit]:
+    """pointer + index elements."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        return step(builder, arguments[0], arguments[1])
+
+    return pointer(pointer, types.intp), emit
+
+
+@intrinsic
+def load(_: Any, pointer: Any, index: Any) -> tuple[Any, Emit]:
+    """pointer[index]: a float32 from float32 or bfloat16, an int64 from int32 or int64."""
+    is_float = pointer.dtype in (types.float32, types.uint16)
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        where = step(builder, arguments[0], arguments[1])
+        if is_float:
+            return load_floats(builder, where, pointer.dtype, F32)
+        value = builder.load(where, align=ITEM_BYTES[pointer.dtype])
+        return builder.sext(value, I64) if pointer.dtype == types.int32 else value
+
+    return (types.float32 if is_float else types.intp)(pointer, types.intp), emit
+
+
+@intrinsic
+def store(_: Any, value: Any, pointer: Any, index: Any) -> tuple[Any, Emit]:
+    """pointer[index] = value, for float32, bfloat16 (rounded), int64 and int32 (its low half)."""
+    given = types.int64 if pointer.dtype in (types.int64, types.int32) else types.float32
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        value = builder.trunc(arguments[0], I32) if pointer.dtype == types.int32 else arguments[0]
+        store_floats(builder, value, step(builder, arguments[1], arguments[2]), pointer.dtype)
+        return context.get_dummy_value()
+
+    return types.void(given, pointer, types.intp), emit
+
+
+@intrinsic(prefer_literal=True)
+def prefetch(_: Any, pointer: Any, index: Any, length: Any) -> tuple[Any, Emit]:
+    """Ask for the cache lines of pointer[index : index + length] ahead of time. The address may be anything: a hint cannot fail."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        byte_pointer = ir.IntType(8).as_pointer()
+        start = builder.bitcast(step(builder, arguments[0], arguments[1]), byte_pointer)
+        num_lines = builder.lshr(builder.add(builder.mul(arguments[2], I64(ITEM_BYTES[pointer.dtype])), I64(63)), I64(6))
+        with cgutils.for_range(builder, num_lines) as loop:
+            ask_for(builder, builder.gep(start, [builder.mul(loop.index, I64(64))]))
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.intp, types.intp), emit
+
+
+@intrinsic
+def exp(_: Any, x: Any) -> tuple[Any, Emit]:
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        return emit_exp(builder, arguments[0])
+
+    return types.float32(types.float32), emit
+
+
+@intrinsic
+def take_ticket(_: Any, counter: Any) -> tuple[Any, Emit]:
+    """Atomically counter[0] += 1, returning the old value: how workers share a list of unequal items."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        return builder.atomic_rmw("add", arguments[0], I64(1), "monotonic")
+
+    return types.intp(counter), emit
+
+
+@intrinsic
+def arrive(_: Any, counter: Any) -> tuple[Any, Emit]:
+    """Atomically counter[0] += 1; what this thread wrote before is seen by whoever reads the new value with `current`."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        builder.atomic_rmw("add", arguments[0], I64(1), "acq_rel")
+        return context.get_dummy_value()
+
+    return types.void(counter), emit
+
+
+@intrinsic
+def current(_: Any, counter: Any) -> tuple[Any, Emit]:
+    """counter[0] as the other threads have left it."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        return builder.load_atomic(arguments[0], "acquire", 8)
+
+    return types.intp(counter), emit
+
+
+@intrinsic
+def decide(_: Any, place: Any, value: Any) -> tuple[Any, Emit]:
+    """place[0] = value if it was 0, atomically; returns what stands there now."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        found = builder.cmpxchg(arguments[0], I64(0), arguments[1], "acq_rel", "acquire")
+        return builder.select(builder.extract_value(found, 1), arguments[1], builder.extract_value(found, 0))
+
+    return types.intp(place, types.intp), emit
+
+
+@intrinsic
+def pause(_: Any) -> tuple[Any, Emit]:
+    """Tell the processor that this is a waiting loop."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        if "sse2" in native_features():
+            function_type = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+# --- blocks: rows of float32 against strips of STRIP_COLUMNS columns ---
+
+
+def _turn(
+    builder: ir.IRBuilder, out: ir.Value, out_stride: ir.Value | int, source: ir.Value, element: types.Type, offsets: ir.Value,
+    length: ir.Value, factor: ir.Value | None,
+) -> None:  # fmt: skip
+    """out[d * out_stride + c] = source[offsets[c] + d] for d < length, c < LANES, times lane c of `factor`. Written in the order of d."""
+    rows = [step(builder, source, builder.load(step(builder, offsets, c), align=8)) for c in range(LANES)]
+    with cgutils.for_range(builder, builder.lshr(length, I64(LANES.bit_length() - 1))) as loop:
+        first = builder.mul(loop.index, I64(LANES))
+        turned = transpose(builder, [load_floats(builder, step(builder, row, first), element, VECTOR) for row in rows])
+        for d, vector in enumerate(turned):
+            place = builder.mul(builder.add(first, I64(d)), out_stride if isinstance(out_stride, ir.Value) else I64(out_stride))
+            store_floats(builder, builder.fmul(vector, factor) if factor else vector, step(builder, out, place), types.float32)
+
+
+@intrinsic
+def pack_keys(_: Any, out: Any, keys: Any, offsets: Any, scales: Any, length: Any) -> tuple[Any, Emit]:
+    """out[d * STRIP_COLUMNS + c] = keys[offsets[c] + d] for d < length, c < LANES; times scales[c] where keys are int8.
+
+    out, scales float32; keys float32, bfloat16 or int8; offsets int64; length a multiple of LANES.
+    """
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        out_at, keys_at, offsets_at, scales_at, count = arguments
+        scale = load_floats(builder, scales_at, types.float32, VECTOR) if keys.dtype == types.int8 else None
+        _turn(builder, out_at, STRIP_COLUMNS, keys_at, keys.dtype, offsets_at, count, scale)
+        return context.get_dummy_value()
+
+    return types.void(out, keys, offsets, scales, types.intp), emit
+
+
+@intrinsic
+def pack_queries(_: Any, out: Any, rows: Any, queries: Any, offsets: Any, scale: Any, length: Any) -> tuple[Any, Emit]:
+    """out[d * rows + r] = scale * queries[offsets[r] + d] for d < length, r < rows: a panel. Up to LANES - 1 elements behind it are
+    overwritten, and offsets up to LANES are followed. out float32; queries float32 or bfloat16; length a multiple of LANES.
+    """
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        out_at, stride, queries_at, offsets_at, factor, count = arguments
+        _turn(builder, out_at, stride, queries_at, queries.dtype, offsets_at, count, splat(builder, factor))
+        return context.get_dummy_value()
+
+    return types.void(out, types.intp, queries, offsets, types.float32, types.intp), emit
+
+
+@intrinsic
+def pack_value(_: Any, out: Any, strip_stride: Any, value: Any, scale: Any, length: Any) -> tuple[Any, Emit]:
+    """out[strip * strip_stride + c] = value[strip * STRIP_COLUMNS + c], for all `length` elements; times `scale` where value is int8."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        out_at, strip_step, value_at, factor, count = arguments
+        factors, shift = splat(builder, factor), STRIP_VECTORS.bit_length() - 1
+        with cgutils.for_range(builder, builder.lshr(count, I64(LANES.bit_length() - 1))) as loop:
+            vector = load_floats(builder, step(builder, value_at, builder.mul(loop.index, I64(LANES))), value.dtype, VECTOR)
+            if value.dtype == types.int8:
+                vector = builder.fmul(vector, factors)
+            strip = step(builder, out_at, builder.mul(builder.lshr(loop.index, I64(shift)), strip_step))
+            part = builder.mul(builder.and_(loop.index, I64(STRIP_VECTORS - 1)), I64(LANES))
+            store_floats(builder, vector, step(builder, strip, part), types.float32)
+        return context.get_dummy_value()
+
+    return types.void(out, types.intp, value, types.float32, types.intp), emit
+
+
+def _skipped(builder: ir.IRBuilder, index: ir.Value, count: ir.Value, strip_step: ir.Value, num_strips: int) -> ir.Value:
+    """Elements to add to a hint that would run past the end of its piece. Pieces lie back to back: where `num_strips` are read side by
+    side, each runs into the next one, which is being read, and what is not read yet begins num_strips - 1 pieces later."""
+    near_end = builder.icmp_signed(">=", builder.add(index, I64(AHEAD)), count)
+    return builder.select(near_end, builder.mul(strip_step, I64(num_strips - 1)), I64(0))
+
+
+@intrinsic(prefer_literal=True)
+def panel_block(
+    _: Any, out: Any, out_stride: Any, x: Any, weights: Any, strip_stride: Any, length: Any, start: Any, start_stride: Any, rows: Any,
+    strips: Any, spread: Any,
+) -> tuple[Any, Emit]:  # fmt: skip
+    """out[r, c] = start[r, c] + sum over k of x[k, r] * weights[k, c], for r < rows and the STRIP_COLUMNS columns c of each strip.
+
+    The sum starts at zero and adds k = 0, 1, ... in order, by fused multiply-adds, whatever `rows` and `strips` are. out, start float32,
+    rows out_stride and start_stride apart; x float32 [length, rows] or, with spread > 0, [rows, length] with rows that far apart.
+    weights: strips strip_stride elements apart, each float32 [length, STRIP_COLUMNS], or bfloat16 seen as int32
+    [length / 2, STRIP_COLUMNS], a word holding element k in its low and k + 1 in its high half. rows, strips, spread: literals;
+    2 * rows * strips registers hold sums.
+    """
+    num_rows, num_strips, halves = rows.literal_value, strips.literal_value, 2 if weights.dtype == types.int32 else 1
+    by_depth, by_row = (1, spread.literal_value) if spread.literal_value else (num_rows, 1)
+    vectors = [(strip, part) for strip in range(num_strips) for part in range(STRIP_VECTORS)]
+    words = ir.VectorType(I32, LANES)
+
+    def widen(builder: ir.IRBuilder, where: ir.Value) -> list[ir.Value]:
+        if halves == 1:
+            return [load_floats(builder, where, types.float32, VECTOR)]
+        word = builder.load(builder.bitcast(where, words.as_pointer()), align=4)
+        low, high = builder.shl(word, constant(words, 16)), builder.and_(word, constant(words, -65536))
+        return [builder.bitcast(low, VECTOR), builder.bitcast(high, VECTOR)]
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        out_at, out_step, x_at, weights_at, strip_step, count, start_at, start_step = arguments[:8]
+        totals = [[cgutils.alloca_once(builder, VECTOR) for _ in vectors] for _ in range(num_rows)]
+        for total in itertools.chain.from_iterable(totals):
+            builder.store(constant(VECTOR, 0.0), total)
+        bases = [step(builder, weights_at, builder.mul(strip_step, I64(strip))) for strip in range(num_strips)]
+        iterations = builder.udiv(count, I64(halves))
+        with cgutils.for_range(builder, iterations) as loop:
+            offset = builder.mul(loop.index, I64(STRIP_COLUMNS))
+            places = [step(builder, step(builder, bases[strip], offset), part * LANES) for strip, part in vectors]
+            right = [widen(builder, place) for place in places]
+            reach = builder.add(I64(AHEAD * STRIP_COLUMNS), _skipped(builder, loop.index, iterations, strip_step, num_strips))
+            for place in places:
+                ask_for(builder, step(builder, place, reach))
+            left_at = step(builder, x_at, builder.mul(loop.index, I64(by_depth * halves)))
+            for half in range(halves):
+                for r in range(num_rows):
+                    left = splat(builder, builder.load(step(builder, left_at, half * by_depth + r * by_row)))
+                    for total, columns in zip(totals[r], right, strict=True):
+                        builder.store(fma(builder, left, columns[half], builder.load(total)), total)
+        for r in range(num_rows):
+            target, before = step(builder, out_at, builder.mul(out_step, I64(r))), step(builder, start_at, builder.mul(start_step, I64(r)))
+            for total, (strip, part) in zip(totals[r], vectors, strict=True):
+                column = strip * STRIP_COLUMNS + part * LANES
+                value = builder.fadd(load_floats(builder, step(builder, before, column), types.float32, VECTOR), builder.load(total))
+                store_floats(builder, value, step(builder, target, column), types.float32)
+        return context.get_dummy_value()
+
+    return types.void(out, types.intp, x, weights, types.intp, types.intp, start, types.intp, rows, strips, spread), emit
+
+
+@intrinsic
+def sum_squares(_: Any, pointer: Any, length: Any) -> tuple[Any, Emit]:
+    """Sum of pointer[:length] squared in float32: four registers of partial sums, then the rest one by one."""
+    return types.float32(pointer, types.intp), _emit_sum(pointer, lambda builder, value, total: fma(builder, value, value, total))
+
+
+@intrinsic
+def sum_floats(_: Any, pointer: Any, length: Any) -> tuple[Any, Emit]:
+    """Sum of pointer[:length], in the same order."""
+    return types.float32(pointer, types.intp), _emit_sum(pointer, lambda builder, value, total: builder.fadd(value, total))
+
+
+def _emit_sum(pointer: Any, add: Callable[[ir.IRBuilder, ir.Value, ir.Value], ir.Value]) -> Emit:
+    num_sums = 4
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        start, count = arguments
+        sums = [cgutils.alloca_once(builder, VECTOR) for _ in range(num_sums)]
+        rest = cgutils.alloca_once(builder, F32)
+        for total in (*sums, rest):
+            builder.store(constant(total.type.pointee, 0.0), total)
+        whole = builder.udiv(count, I64(LANES * num_sums))
+        with cgutils.for_range(builder, whole) as loop:
+            chunk = step(builder, start, builder.mul(loop.index, I64(LANES * num_sums)))
+            for i, total in enumerate(sums):
+                value = load_floats(builder, step(builder, chunk, i * LANES), pointer.dtype, VECTOR)
+                builder.store(add(builder, value, builder.load(total)), total)
+        done = builder.mul(whole, I64(LANES * num_sums))
+        with cgutils.for_range(builder, builder.sub(count, done)) as loop:
+            value = load_floats(builder, step(builder, start, builder.add(done, loop.index)), pointer.dtype, F32)
+            builder.store(add(builder, value, builder.load(rest)), rest)
+        total = functools.reduce(builder.fadd, [builder.load(total) for total in sums])
+        return builder.fadd(fold_lanes(builder, total, builder.fadd), builder.load(rest))
+
+    return emit
+
+
+@intrinsic(prefer_literal=True)
+def softmax_tile(_: Any, scores: Any, first: Any, last: Any, reference: Any, softcap: Any, tile: Any, is_whole: Any) -> tuple[Any, Emit]:
+    """One step of an online softmax, in place over scores[:tile]: entries in [first, last) become exp(score - m), all others 0.
+
+    m is `reference`, unless one of those scores exceeds it by more than SLACK: then the largest of them. softcap > 0 first maps s to
+    softcap * tanh(s / softcap). tile: a literal multiple of LANES. is_whole: a literal, 1 where [first, last) is known to be [0, tile).
+    Returns (m, sum of the new entries); where [first, last) is empty, (reference, 0).
+    """
+    num_chunks, all_seen = tile.literal_value // LANES, bool(is_whole.literal_value)
+    result = types.UniTuple(types.float32, 2)
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        scores_at, low, high, start, cap = arguments[:5]
+        places = [step(builder, scores_at, chunk * LANES) for chunk in range(num_chunks)]
+        masks = [] if all_seen else _visible(builder, low, high, num_chunks)
+
+        def seen(chunk: int, value: ir.Value, other: ir.Value) -> ir.Value:
+            return value if all_seen else builder.select(masks[chunk], value, other)
+
+        raw = [_capped(builder, load_floats(builder, place, types.float32, VECTOR), cap) for place in places]
+        best = splat(builder, start)
+        for chunk, value in enumerate(raw):
+            best = larger(builder, seen(chunk, value, best), best)
+        largest = fold_lanes(builder, best, functools.partial(larger, builder))
+        is_exceeded = builder.fcmp_ordered(">", largest, builder.fadd(start, F32(SLACK)))
+        peak = builder.select(is_exceeded, largest, start)
+        shift, total = splat(builder, peak), constant(VECTOR, 0.0)
+        for chunk, (place, value) in enumerate(zip(places, raw, strict=True)):
+            weight = seen(chunk, emit_exp(builder, builder.fsub(value, shift), is_positive=False), constant(VECTOR, 0.0))
+            store_floats(builder, weight, place, types.float32)
+            total = builder.fadd(total, weight)
+        return context.make_tuple(builder, result, (peak, fold_lanes(builder, total, builder.fadd)))
+
+    return result(scores, types.intp, types.intp, types.float32, types.float32, tile, is_whole), emit
+
+
+def _visible(builder: ir.IRBuilder, low: ir.Value, high: ir.Value, num_chunks: int) -> list[ir.Value]:
+    """Per chunk a mask of the lanes whose index in the tile lies in [low, high)."""
+    lows, highs = (splat(builder, builder.trunc(bound, I32), I32) for bound in (low, high))
+    masks = []
+    for chunk in range(num_chunks):
+        index = ir.Constant(ir.VectorType(I32, LANES), list(range(chunk * LANES, (chunk + 1) * LANES)))
+        masks.append(builder.and_(builder.icmp_signed(">=", index, lows), builder.icmp_signed("<", index, highs)))
+    return masks
+
+
+def _capped(builder: ir.IRBuilder, score: ir.Value, cap: ir.Value) -> ir.Value:
+    """cap * tanh(score / cap) where cap > 0, by tanh(y) = 1 - 2 / (e**2y + 1); the score itself otherwise."""
+    result = cgutils.alloca_once(builder, score.type)
+    builder.store(score, result)
+    with builder.if_then(builder.fcmp_ordered(">", cap, F32(0.0)), likely=False):
+        limit, one, two = splat(builder, cap), constant(score.type, 1.0), constant(score.type, 2.0)
+        power = emit_exp(builder, builder.fmul(builder.fdiv(score, limit), two))
+        builder.store(builder.fmul(limit, builder.fsub(one, builder.fdiv(two, builder.fadd(power, one)))), result)
+    return builder.load(result)

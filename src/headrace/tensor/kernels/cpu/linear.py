@@ -1,0 +1,267 @@
+"""Linear layers for the CPU: what a weight is packed into, once, and how it is multiplied.
+
+`StripLinear` is ours. Its weight lies in strips of STRIP_COLUMNS outputs, input by input, so that any number of rows of x reads it as one
+stream. Rows of x are interleaved to panels. Every output is the same sequence of fused multiply-adds whatever the number of rows: a row's
+result does not depend on its batch, to the bit. A float32 weight all of whose values are exact in bfloat16 (a converted bfloat16
+checkpoint) is *stored* as bfloat16: nothing is lost, arithmetic stays float32, and a decode step reads half the bytes.
+
+`OneDnnLinear` hands the product to oneDNN with a weight reordered once. Its rounding depends on the row count.
+Which one is taken: `host.cpu_features.linear_path`, a committed table. Reference: `reference.PlainLinear`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headrace.tensor.kernels import PackedLinear
+from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, fresh, helper, launch, thread_limit, with_counter
+from headrace.tensor.kernels.cpu.jit.simd import as_f32, as_i32, as_i64, at, load, panel_block, store, take_ticket
+from headrace.tensor.kernels.cpu.jit.vector_ir import LANES, STRIP_COLUMNS
+from headrace.tensor.kernels.cpu.packing import DEPTH, pack_strips, padded
+from headrace.tensor.kernels.cpu.together import settle
+
+Pointer = Any
+
+MOST_ROWS = {16: 12, 8: 6}.get(LANES, 4)
+"""Rows of x multiplied at once: their sums fill 24 of AVX-512's 32 registers, 12 of AVX2's 16. At most LANES: `simd.pack_queries`."""
+BLOCK_STRIPS = 16
+"""Most strips in a block, the unit of work: a piece of it stays in the second-level cache while rows pass over it."""
+CHUNK_ROWS = 120
+"""Rows that pass over a block before its next piece of depth: their outputs stay in the second-level cache, too. No panel
+reaches from one chunk into the next."""
+WORK_PER_THREAD = 1 << 18
+"""Multiply-adds worth a second thread."""
+
+
+class Product(NamedTuple):
+    """out [rows, columns] = x [rows, inputs] times the strips, plus bias [columns]. panels: x as `pack_panels` leaves it.
+
+    word_ratio: weights per element of the strips' pointer type.
+    """
+
+    panels: Pointer
+    strips: Pointer
+    out: Pointer
+    bias: Pointer
+    rows: int
+    inputs: int
+    columns: int
+    word_ratio: int
+
+
+@helper
+def panel_rows(left: int) -> int:
+    """Rows of the next panel where `left` rows remain. Two rows cost what four do: where six are the most, eight are 4 + 4."""
+    if left >= MOST_ROWS and (MOST_ROWS != 6 or left != 8):
+        return MOST_ROWS
+    if MOST_ROWS > 8 and left >= 8:
+        return 8
+    if left >= 4:
+        return 4
+    return 2 if left >= 2 else 1
+
+
+@helper
+def pack_panel(x: Pointer, panel: Pointer, rows: int, inputs: int) -> None:
+    """x [rows, inputs] -> [inputs, rows]."""
+    for first in range(0, inputs, LANES):
+        last = min(first + LANES, inputs)
+        for r in range(rows):
+            for k in range(first, last):
+                store(load(x, r * inputs + k), panel, k * rows + r)
+
+
+def _pack_panels(arguments: int, worker: int, workers: int) -> None:
+    """Every panel of x, as `multiply_block` takes them; the first rows' panels come first."""
+    a = as_i64(arguments)
+    rows, inputs = load(a, 4), load(a, 5)
+    row, number = 0, 0
+    while row < rows:
+        count = panel_rows(min(rows, (row // CHUNK_ROWS + 1) * CHUNK_ROWS) - row)
+        if number % workers == worker:
+            pack_panel(as_f32(load(a, 9) + row * inputs * 4), as_f32(load(a, 0) + row * inputs * 4), count, inputs)
+        row += count
+        number += 1
+
+
+@helper
+def multiply_panel(p: Product, weights: Pointer, row: int, count: int, column: int, strips: int, depth: int, length: int) -> None:
+    """One panel of `count` rows against one piece of `strips` strips, of which some are taken at once where rows are few."""
+    out, x = at(p.out, row * p.columns + column), at(p.panels, row * p.inputs + depth * count)
+    start, start_stride = (at(p.bias, column), 0) if depth == 0 else (out, p.columns)
+    size, strip = length * STRIP_COLUMNS // p.word_ratio, 0
+    while strip < strips:
+        if count == MOST_ROWS:
+            panel_block(out, p.columns, x, weights, size, length, start, start_stride, MOST_ROWS, 1, 0)
+            taken = 1
+        elif MOST_ROWS > 8 and count == 8:
+            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 8, 1, 0)
+            taken = 1
+        elif count == 4:
+            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 4, 1, 0)
+            taken = 1
+        elif count == 2:
+            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 2, 1, 0)
+            taken = 1
+        elif strips - strip >= 4:
+            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 1, 4, 0)
+            taken = 4
+        else:
+            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 1, 1, 0)
+            taken = 1
+        weights, out, start = at(weights, taken * size), at(out, taken * STRIP_COLUMNS), at(start, taken * STRIP_COLUMNS)
+        strip += taken
+
+
+@helper
+def multiply_block(p: Product, first: int, last: int) -> None:
+    """Strips [first, last), a block, for all rows."""
+    strips = last - first
+    for chunk in range(0, p.rows, CHUNK_ROWS):
+        end = min(chunk + CHUNK_ROWS, p.rows)
+        weights = at(p.strips, first * STRIP_COLUMNS * p.inputs // p.word_ratio)
+        for depth in range(0, p.inputs, DEPTH):
+            length, row = min(DEPTH, p.inputs - depth), chunk
+            while row < end:
+                count = panel_rows(end - row)
+                multiply_panel(p, weights, row, count, first * STRIP_COLUMNS, strips, depth, length)
+                row += count
+            weights = at(weights, strips * length * STRIP_COLUMNS // p.word_ratio)
+
+
+@helper
+def multiply(p: Product, block: int, counter: Pointer) -> None:
+    """Take blocks of strips until none is left."""
+    num_strips = p.columns // STRIP_COLUMNS
+    first = take_ticket(counter) * block
+    while first < num_strips:
+        multiply_block(p, first, min(first + block, num_strips))
+        first = take_ticket(counter) * block
+
+
+def _multiply_f32(arguments: int, worker: int, workers: int) -> None:
+    a = as_i64(arguments)
+    p = Product(as_f32(load(a, 0)), as_f32(load(a, 1)), as_f32(load(a, 3)), as_f32(load(a, 2)), load(a, 4), load(a, 5), load(a, 6), 1)
+    multiply(p, load(a, 7), as_i64(load(a, 8)))
+
+
+def _multiply_bf16(arguments: int, worker: int, workers: int) -> None:
+    a = as_i64(arguments)
+    p = Product(as_f32(load(a, 0)), as_i32(load(a, 1)), as_f32(load(a, 3)), as_f32(load(a, 2)), load(a, 4), load(a, 5), load(a, 6), 2)
+    multiply(p, load(a, 7), as_i64(load(a, 8)))
+
+
+@cache
+def _kernels(is_bf16: bool) -> tuple[int, int]:
+    """(rows to panels, product)."""
+    return compile_kernel(_pack_panels), compile_kernel(_multiply_bf16 if is_bf16 else _multiply_f32)
+
+
+class StripLinear:
+    """See the module. x may be float32 or bfloat16; sums are float32 and rounded to x's dtype once."""
+
+    KIND = "strips"
+
+    def __init__(self, strips: Tensor, bias: Tensor, *, out_features: int, in_features: int, block: int) -> None:
+        """strips, bias: packed, see `pack`. block: strips in each of the blocks that they lie in."""
+        self.out_features, self.in_features, self.block = out_features, in_features, block
+        self.columns = padded(out_features)
+        self.strips, self.bias = strips, bias
+        self.weight_bytes = strips.nbytes
+        self.is_bf16 = strips.dtype == torch.int32
+
+    @classmethod
+    def pack(cls, weight: Tensor, bias: Tensor | None) -> StripLinear:
+        """weight [out, in] of float32 or bfloat16; `can_strip(weight)` holds."""
+        out_features, in_features = weight.shape
+        columns = padded(out_features)
+        # At least four blocks per thread where there are enough, so that one slow thread does not hold up the rest.
+        block = max(1, min(BLOCK_STRIPS, columns // STRIP_COLUMNS // (4 * thread_limit())))
+        padded_bias = torch.zeros(columns) if bias is None else F.pad(bias.float(), (0, columns - len(bias))).contiguous()
+        return cls(pack_strips(weight, block), padded_bias, out_features=out_features, in_features=in_features, block=block)
+
+    def packed(self) -> PackedLinear:
+        return PackedLinear(
+            kind=self.KIND,
+            out_features=self.out_features,
+            in_features=self.in_features,
+            group=0,
+            block=self.block,
+            tensors={"strips": self.strips, "bias": self.bias},
+        )
+
+    @classmethod
+    def of(cls, packed: PackedLinear) -> StripLinear:
+        """From what `packed` gave. Raises ValueError where sizes or dtypes do not fit: nothing is checked when it multiplies."""
+        strips, bias = packed.tensors["strips"], packed.tensors["bias"]
+        columns = padded(packed.out_features)
+        items = columns * packed.in_features // (2 if strips.dtype == torch.int32 else 1)
+        fits = (
+            strips.dtype in (torch.int32, torch.float32)
+            and (bias.dtype, bias.numel()) == (torch.float32, columns)
+            and packed.in_features > 0
+            and packed.in_features % 2 == 0
+            and strips.numel() == items > 0
+            and 1 <= packed.block <= BLOCK_STRIPS
+        )
+        if not fits:
+            raise ValueError("the tensors do not fit the linear they are said to be")
+        return cls(strips, bias, out_features=packed.out_features, in_features=packed.in_features, block=packed.block)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, wide = x.shape[0], as_float32(x)
+        panels = fresh(wide.shape, torch.float32) if rows > 1 else wide
+        out = fresh((rows, self.columns), torch.float32)
+        arguments = [panels.data_ptr(), self.strips.data_ptr(), self.bias.data_ptr(), out.data_ptr(), rows, self.in_features]
+        memory = with_counter([*arguments, self.columns, self.block, 0, wide.data_ptr()], 8)
+        to_panels, product = _kernels(self.is_bf16)
+        if rows > 1:
+            launch(to_panels, memory, max(1, min(thread_limit(), rows // (2 * MOST_ROWS))), panels, wide)
+        workers = max(1, min(thread_limit(), rows * self.in_features * self.out_features // WORK_PER_THREAD))
+        launch(product, memory, workers, out, panels, self.strips, self.bias)
+        return as_dtype(out if self.columns == self.out_features else out[:, : self.out_features], x.dtype)
+
+
+def as_float32(x: Tensor) -> Tensor:
+    """x as contiguous float32: itself if it is that."""
+    if x.dtype == torch.float32 and x.is_contiguous():
+        return x
+    settle()
+    return x.float().contiguous()
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if x.dtype == dtype:
+        return x
+    settle()
+    return x.to(dtype)
+
+
+def onednn_takes(dtype: torch.dtype) -> bool:
+    """Whether oneDNN is built in and reorders weights of this dtype here: bfloat16 it refuses on CPUs with AVX2 alone."""
+    if not torch._C._has_mkldnn:
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
+
+
+class OneDnnLinear:
+    """oneDNN's product with a weight reordered once for this CPU. weight float32 or bfloat16, x of the same dtype; `onednn_takes` it."""
+
+    ROW_HINT = 32
+    """Row count the layout is chosen for; 32 was best or equal at every measured count (docs/experiments.md)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.weight_bytes = weight.numel() * weight.element_size()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self.ROW_HINT)
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        settle()
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return result

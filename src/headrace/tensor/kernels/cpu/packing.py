@@ -1,0 +1,196 @@
+"""Weights into strips: the order in which `linear` reads them.
+
+A transposition of items of four bytes: two bfloat16 that are neighbours in a row, or one float32. Whether float32 weights are exact in
+bfloat16 is found out while they are packed as if they were. Plain twin, equal to the bit: `plain_strips` in
+tests/tensor/kernels/test_packing.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, reduce
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from headrace.tensor.kernels.cpu import pages
+from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, helper, launch, thread_limit, with_counter
+from headrace.tensor.kernels.cpu.jit.simd import as_i32, as_i64, at, current, load, store, take_ticket
+from headrace.tensor.kernels.cpu.jit.vector_ir import I32, I64, LANES, STRIP_COLUMNS, Emit, constant, step, transpose
+from headrace.tensor.kernels.cpu.together import settle
+
+Pointer = Any
+_WORDS = ir.VectorType(I32, LANES)
+
+DEPTH = 256
+"""Inputs summed before they are added to the output: a piece of a panel of x and of a strip fit the first-level cache. Part of the
+arithmetic: another depth gives other roundings."""
+WORK_PER_THREAD = 1 << 17
+"""Items worth a second thread."""
+
+
+def can_strip(weight: Tensor) -> bool:
+    """Shapes that strips can hold; outputs are padded with zeros to whole strips."""
+    out_features, in_features = weight.shape
+    return in_features % 2 == 0 and out_features > 0 and in_features > 0
+
+
+def padded(columns: int) -> int:
+    return -(-columns // STRIP_COLUMNS) * STRIP_COLUMNS
+
+
+def pack_strips(weight: Tensor, block: int) -> Tensor:
+    """Weight [out, in] as one flat tensor: float32, or int32 words of two bfloat16 where nothing is lost by it.
+
+    Blocks of `block` strips (the last may have fewer) stand one after the other. In a block, for each piece of DEPTH inputs (the last may
+    be shorter) its strips stand one after the other, so that the work of `linear` reads memory strictly forward.
+    """
+    weight = weight.contiguous()
+    if weight.dtype == torch.bfloat16:
+        return _packed(weight, block, torch.int32)[0]
+    words = narrowed(weight, block)
+    return _packed(weight, block, torch.float32)[0] if words is None else words
+
+
+def narrowed(weight: Tensor, block: int) -> Tensor | None:
+    """`pack_strips` of a contiguous float32 weight all of whose values are bfloat16; None for any other."""
+    packed, is_exact = _packed(weight, block, torch.int32)
+    return packed if is_exact else None
+
+
+def _packed(weight: Tensor, block: int, dtype: torch.dtype) -> tuple[Tensor, bool]:
+    """The strips as items of `dtype`, and whether they hold what the weight did."""
+    rows, inputs = weight.shape
+    per_item = 2 if dtype == torch.int32 else 1
+    target = pages.empty(padded(rows) * inputs // per_item, dtype)
+    numbers = [weight.data_ptr(), target.data_ptr(), rows, inputs // per_item, block, DEPTH // per_item, 0]
+    memory = with_counter([*numbers, 1], 6)
+    narrow, copy = _kernels()
+    kernel = narrow if weight.dtype != dtype and weight.dtype == torch.float32 else copy
+    launch(kernel, memory, max(1, min(thread_limit(), target.numel() // WORK_PER_THREAD)), target, weight)
+    settle()
+    return target, bool(memory[7])
+
+
+@helper
+def piece_start(strip: int, strips: int, block: int, items: int, first: int, length: int) -> int:
+    """Where the piece of `length` items that begins at item `first` of a strip's rows stands in the result."""
+    leader = strip // block * block
+    return STRIP_COLUMNS * (leader * items + min(block, strips - leader) * first + (strip - leader) * length)
+
+
+def store_square(builder: ir.IRBuilder, rows: list[ir.Value], target: ir.Value, columns: int) -> None:
+    """Store LANES vectors as columns of a strip that is `columns` wide."""
+    for number, row in enumerate(transpose(builder, rows)):
+        where = step(builder, target, number * columns)
+        builder.store(row, builder.bitcast(where, row.type.as_pointer()), align=4)
+
+
+def shuffled(builder: ir.IRBuilder, first: ir.Value, second: ir.Value, places: Sequence[int]) -> ir.Value:
+    """Lanes of two vectors, counted through both."""
+    return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(places)), list(places)))
+
+
+def item_row(builder: ir.IRBuilder, source: ir.Value, stride: ir.Value, row: int, first: int) -> ir.Value:
+    """LANES items of a row, from item `first` of it."""
+    where = step(builder, step(builder, source, builder.mul(stride, I64(row))), first)
+    return builder.load(builder.bitcast(where, _WORDS.as_pointer()), align=1)
+
+
+@intrinsic
+def copy_square(_: Any, source: Any, stride: Any, target: Any) -> tuple[Any, Emit]:
+    """LANES x LANES items, a row every `stride`, as LANES columns of a strip."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        store_square(builder, [item_row(builder, arguments[0], arguments[1], row, 0) for row in range(LANES)], arguments[2], STRIP_COLUMNS)
+        return context.get_dummy_value()
+
+    return types.void(source, types.intp, target), emit
+
+
+@intrinsic
+def narrow_square(_: Any, source: Any, stride: Any, target: Any) -> tuple[Any, Emit]:
+    """`copy_square` of pairs of float32 as words of two bfloat16. Returns what the lower halves held: nothing was lost if it is 0."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        rows, lost = [], ir.Constant(_WORDS, None)
+        for row in range(LANES):
+            left, right = (item_row(builder, arguments[0], arguments[1], row, first) for first in (0, LANES))
+            even, odd = (shuffled(builder, left, right, range(start, 2 * LANES, 2)) for start in (0, 1))
+            lost = builder.or_(lost, builder.or_(even, odd))
+            rows.append(builder.or_(builder.lshr(even, constant(_WORDS, 16)), builder.and_(odd, constant(_WORDS, 0xFFFF0000))))
+        store_square(builder, rows, arguments[2], STRIP_COLUMNS)
+        lanes = [builder.extract_element(lost, I32(lane)) for lane in range(LANES)]
+        return builder.zext(builder.and_(reduce(builder.or_, lanes), I32(0xFFFF)), I64)
+
+    return types.intp(source, types.intp, target), emit
+
+
+@helper
+def copy_piece(source: Pointer, stride: int, count: int, target: Pointer, length: int) -> None:
+    """[count, length] at `stride` -> [length, STRIP_COLUMNS], zeros where there is no row."""
+    for left in range(0, STRIP_COLUMNS, LANES):
+        whole = length // LANES * LANES if left + LANES <= count else 0
+        for item in range(0, whole, LANES):
+            copy_square(at(source, left * stride + item), stride, at(target, item * STRIP_COLUMNS + left))
+        for column in range(left, left + LANES):
+            for item in range(whole, length):
+                store(load(source, column * stride + item) if column < count else 0, target, item * STRIP_COLUMNS + column)
+
+
+@helper
+def narrow_piece(source: Pointer, stride: int, count: int, target: Pointer, length: int) -> int:
+    """`copy_piece` of pairs of float32, see `narrow_square`."""
+    lost = 0
+    for left in range(0, STRIP_COLUMNS, LANES):
+        whole = length // LANES * LANES if left + LANES <= count else 0
+        for item in range(0, whole, LANES):
+            lost |= narrow_square(at(source, left * stride + 2 * item), stride, at(target, item * STRIP_COLUMNS + left))
+        for column in range(left, left + LANES):
+            row = at(source, column * stride)
+            for item in range(whole, length):
+                low, high = (load(row, 2 * item), load(row, 2 * item + 1)) if column < count else (0, 0)
+                lost |= (low | high) & 0xFFFF
+                store((low >> 16) & 0xFFFF | high & -0x10000, target, item * STRIP_COLUMNS + column)
+    return lost
+
+
+def _copy(arguments: int, worker: int, workers: int) -> None:
+    """Strips one by one: bfloat16 pairs as they are, or float32."""
+    a = as_i64(arguments)
+    source, target, rows, items, block, depth = as_i32(load(a, 0)), as_i32(load(a, 1)), load(a, 2), load(a, 3), load(a, 4), load(a, 5)
+    strips = -(-rows // STRIP_COLUMNS)
+    strip = take_ticket(as_i64(load(a, 6)))
+    while strip < strips:
+        row, count = strip * STRIP_COLUMNS, min(STRIP_COLUMNS, rows - strip * STRIP_COLUMNS)
+        for first in range(0, items, depth):
+            length = min(depth, items - first)
+            piece = at(target, piece_start(strip, strips, block, items, first, length))
+            copy_piece(at(source, row * items + first), items, count, piece, length)
+        strip = take_ticket(as_i64(load(a, 6)))
+
+
+def _narrow(arguments: int, worker: int, workers: int) -> None:
+    """float32 as bfloat16, until a value is found that is none: then argument 7 becomes 0 and the result is of no use."""
+    a = as_i64(arguments)
+    source, target, rows, items, block, depth = as_i32(load(a, 0)), as_i32(load(a, 1)), load(a, 2), load(a, 3), load(a, 4), load(a, 5)
+    strips = -(-rows // STRIP_COLUMNS)
+    strip = take_ticket(as_i64(load(a, 6)))
+    while strip < strips and current(at(a, 7)) != 0:
+        row, count, lost = strip * STRIP_COLUMNS, min(STRIP_COLUMNS, rows - strip * STRIP_COLUMNS), 0
+        for first in range(0, items, depth):
+            length = min(depth, items - first)
+            piece = at(target, piece_start(strip, strips, block, items, first, length))
+            lost |= narrow_piece(at(source, 2 * (row * items + first)), 2 * items, count, piece, length)
+        if lost != 0:
+            store(0, a, 7)
+        strip = take_ticket(as_i64(load(a, 6)))
+
+
+@cache
+def _kernels() -> tuple[int, int]:
+    return compile_kernel(_narrow), compile_kernel(_copy)

@@ -1,0 +1,42 @@
+"""Tensors in large pages (`tensor.host.file_memory`): empty ones, and bytes of a file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headrace.tensor.host.file_memory import FileReading, map_pages
+
+LEAST_BYTES = 8 << 20
+"""Smaller memory is left to torch, which reuses it."""
+
+
+def empty(num_elements: int, dtype: torch.dtype) -> Tensor:
+    """A flat tensor, its memory not written yet and its own."""
+    num_bytes = num_elements * dtype.itemsize
+    if num_bytes < LEAST_BYTES:
+        return torch.empty(num_elements, dtype=dtype)
+    return torch.frombuffer(map_pages(num_bytes), dtype=dtype, count=num_elements)
+
+
+def read_bytes(path: Path, start: int, num_bytes: int) -> Tensor:
+    """Bytes [start, start + num_bytes) of a file as flat uint8, in memory of its own: what becomes of the file afterwards is no matter.
+
+    Large ones are copied by as many threads as torch computes with. Raises OSError.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return read_open(descriptor, start, num_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def read_open(descriptor: int, start: int, num_bytes: int) -> Tensor:
+    """`read_bytes` of an open file."""
+    memory = empty(num_bytes, torch.uint8)
+    with memoryview(memory.numpy()) as view:  # type: ignore[arg-type]
+        FileReading(descriptor, start, view, torch.get_num_threads() - 1 if num_bytes >= LEAST_BYTES else 0).wait()
+    return memory

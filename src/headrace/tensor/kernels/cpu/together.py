@@ -1,0 +1,261 @@
+"""Many kernels in one parallel region, and steps that are recorded once and run again.
+
+`together` puts launches on a list; `recording` keeps that list, with all the memory it names, so that a later step of the same shape is
+one call: its inputs are written where the first one's lay, and no Python runs per kernel.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from numba import types
+from torch import Tensor
+
+from headrace.tensor.kernels.cpu.jit.launch import CALLER, address_of, call, compile_kernel, guarded, helper, run_now, words
+from headrace.tensor.kernels.cpu.jit.simd import arrive, as_i64, at, current, decide, load, pause
+
+_Made = TypeVar("_Made")
+_Renewal = TypeVar("_Renewal", bound="Callable[[Recording], bool]")
+
+SPINS_TO_MEET = 1 << 16
+"""Waiting rounds, of some 50 ns and more, after which a worker no longer expects the others."""
+SPINS_PER_KERNEL = 1 << 11
+"""So many more for each kernel on the list: who gives up does all of them alone, and may wait for about as long as that would take."""
+MOST_SPINS = 1 << 18
+SPINS_BEFORE_YIELD = 1 << 12
+MOST_KEPT_BYTES = 32 << 20
+"""Of the memory that a list holds before it is run, and most that one recording holds."""
+_yield = types.ExternalFunction("sched_yield", types.int32())
+
+
+@helper
+def wait_until(counter: Any, value: int) -> None:
+    """Until counter[0] >= value. The processor is left to others now and then: a worker that waits may hold up the one it waits for."""
+    spins = 0
+    while current(counter) < value:
+        pause()
+        spins += 1
+        if spins % SPINS_BEFORE_YIELD == 0:
+            _yield()
+
+
+@helper
+def meet(state: Any, worker: int, workers: int, patience: int) -> int:
+    """How many workers there are: all of them when they came together in time; else the one that gave up is alone, the others are 0."""
+    arrive(state)
+    spins = 0
+    while current(state) < workers and current(at(state, 1)) == 0 and spins < patience:
+        pause()
+        spins += 1
+        if spins % SPINS_BEFORE_YIELD == 0:
+            _yield()
+    verdict = decide(at(state, 1), 1 if current(state) >= workers else 2 + worker)
+    if verdict == 1:
+        return workers
+    return 1 if verdict == 2 + worker else 0
+
+
+def _run_list(arguments: int, worker: int, workers: int) -> None:
+    """Kernels one after the other, each worker waiting for all others in between. A list entry: kernel, arguments, workers."""
+    a = as_i64(arguments)
+    entries, count, state = as_i64(load(a, 0)), load(a, 1), as_i64(load(a, 2))
+    team = workers if workers == 1 else meet(state, worker, workers, min(SPINS_TO_MEET + SPINS_PER_KERNEL * count, MOST_SPINS))
+    me, passed, before = (0 if team == 1 else worker), 0, 0
+    if team == 0:
+        return
+    for index in range(count):
+        own = min(load(entries, 3 * index + 2), team)
+        if index > 0 and max(own, before) > 1:  # what one worker alone does in a row needs no meeting
+            passed += team
+            arrive(at(state, 2))
+            wait_until(at(state, 2), passed)
+        if me < own:
+            call(load(entries, 3 * index), load(entries, 3 * index + 1), me, own)
+        before = own
+
+
+class Batched:
+    """Kernels asked for and not run yet, with all they touch."""
+
+    def __init__(self) -> None:
+        self._made: tuple[list[Tensor], list[Tensor]] | None = None
+        self._layer = self._place = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        """What has been made for layers stays: who asked may still hold it, and the next layers write into it."""
+        self.entries: list[int] = []
+        self.workers = 1
+        self.kept: list[object] = []
+        self.kept_bytes = 0
+        self.known: dict[Hashable, object] = {}
+
+    def add(self, kernel: int, memory: array[int], workers: int, touched: tuple[Tensor | np.ndarray, ...]) -> None:
+        self.entries += (kernel, address_of(memory), workers)
+        self.workers = max(self.workers, workers)
+        self.kept += (memory, touched)
+        if self.kept_bytes > MOST_KEPT_BYTES:
+            self.settle()
+
+    def counted(self, memory: array[int]) -> None:
+        pass  # used once, and new
+
+    def next_layer(self) -> None:
+        if self._made is None:
+            self._made = [], []
+        self._layer, self._place = 1 - self._layer, 0
+
+    def fresh(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The tensor that was made at the same place of the layer before the last, if it is of this kind.
+
+        The kernels that use it run before those that are asked for now, in whatever list they stand.
+        """
+        if self._made is None:
+            return self._new(shape, dtype)
+        made, place = self._made[self._layer], self._place
+        self._place += 1
+        if place < len(made) and made[place].dtype == dtype and made[place].shape == tuple(shape):
+            return made[place]
+        made[place : place + 1] = [self._new(shape, dtype)]
+        return made[place]
+
+    def _new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        made = torch.empty(shape, dtype=dtype)
+        self.kept_bytes += made.nbytes
+        return made
+
+    def settle(self) -> None:
+        """Run what is on the list."""
+        if self.entries:
+            run_list(words(self.entries), self.workers)
+        self._clear()
+
+
+class Recording(Batched):
+    """A list that can be run again. Not where something had to be looked at in between, or where it holds too much memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_whole = True
+        self._list = words(())
+        self._counters: list[array[int]] = []
+        self._renewals: dict[Hashable, Callable[[Recording], bool]] = {}
+
+    def counted(self, memory: array[int]) -> None:
+        self._counters.append(memory)
+
+    def settle(self) -> None:
+        self.is_whole = False
+        super().settle()
+
+    def renewal(self, key: Hashable, make: Callable[[], _Renewal]) -> _Renewal:
+        """What is called before the list is run again, made once per key: it brings arguments up to date, or says that it cannot."""
+        if key not in self._renewals:
+            self._renewals[key] = make()
+        return cast("_Renewal", self._renewals[key])
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.entries) // 3
+
+    def set_workers(self, entry: int, workers: int) -> None:
+        self._list[3 * entry + 2] = workers
+        self.workers = max(self.workers, workers)
+
+    def finish(self) -> None:
+        """The first run."""
+        self._list = words(self.entries)
+        run_list(self._list, self.workers)
+
+    def repeat(self) -> bool:
+        """Run the list over what its inputs hold now. False, and nothing has been run, where this step is of another kind."""
+        if not all(renew(self) for renew in self._renewals.values()):
+            return False
+        self.run()
+        return True
+
+    def run(self) -> None:
+        self.rewind()
+        run_list(self._list, self.workers)
+
+    def rewind(self) -> None:
+        """Set the kernels' counters to where each run begins."""
+        for memory in self._counters:
+            memory[-1] = 0
+
+    def entries_of(self, kernel: int) -> array[int]:
+        """The list without all other kernels, for those who measure: what this leaves behind is no step's result."""
+        entries = self._list
+        return words(word for first in range(0, len(entries), 3) if entries[first] == kernel for word in entries[first : first + 3])
+
+
+def run_list(entries: array[int], workers: int) -> None:
+    state = words((0, 0, 0))
+    arguments = words((address_of(entries), len(entries) // 3, address_of(state)))
+    guarded(run_now, _list_kernel(), address_of(arguments), workers)
+
+
+@cache
+def _list_kernel() -> int:
+    return compile_kernel(_run_list)
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Kernels launched inside run at its end, in order, in one parallel region: no thread is woken per kernel, and Python is done before
+    the weights drive it out of the caches. Whoever looks at a result inside calls `settle` first. After an exception nothing is run."""
+    if CALLER.pending is not None:
+        yield
+        return
+    CALLER.pending = batched = Batched()
+    try:
+        yield
+        batched.settle()
+    finally:
+        CALLER.pending = None
+
+
+@contextmanager
+def recording() -> Iterator[Recording]:
+    """`together`, and what is yielded can be run again if it `is_whole` in the end. Not to be nested."""
+    if CALLER.pending is not None:
+        raise RuntimeError("kernels are being recorded or put together already")
+    CALLER.pending = recorded = Recording()
+    try:
+        yield recorded
+        recorded.finish()
+    finally:
+        CALLER.pending = None
+
+
+def next_layer() -> None:
+    """A layer begins, which reads results of the last one only: what is made inside `together` from here on may take the memory of those
+    before. A step's results are then as large as two layers', which caches hold, and not as all. Elsewhere nothing changes."""
+    if isinstance(CALLER.pending, Batched):
+        CALLER.pending.next_layer()
+
+
+def current_recording() -> Recording | None:
+    return CALLER.pending if isinstance(CALLER.pending, Recording) else None
+
+
+def once(key: Hashable, make: Callable[[], _Made]) -> _Made:
+    """What `make` gives; inside `together`, made once per key: of tensors that nobody changes meanwhile, named by their addresses."""
+    pending = CALLER.pending
+    if not isinstance(pending, Batched):
+        return make()
+    if key not in pending.known:
+        pending.known[key] = make()
+    return cast("_Made", pending.known[key])
+
+
+def settle() -> None:
+    """Run what has been asked for so far inside `together`; elsewhere nothing is ever left to do."""
+    if isinstance(CALLER.pending, Batched):
+        CALLER.pending.settle()

@@ -1,0 +1,1 @@
+"""Packed weights kept on disk between two starts."""

@@ -1,0 +1,155 @@
+"""The bounded, coalescing unsent: whatever the pace of its reader, every sequence's news arrives whole, once and in order."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.core.errors import Overloaded
+from headrace.core.finish import FinishReason
+from headrace.core.ids import RequestId
+from headrace.core.load import EngineCounters, LoadSnapshot
+from headrace.core.plan import TokenLogprobs
+from headrace.core.update import SequenceUpdate
+from headrace.engine.server.unsent import FRAME_UNITS, PAGE_POSITIONS, UnsentFrames, merge
+from headrace.wire import headrace_pb2 as pb
+from headrace.wire.codec import decode_updates
+from headrace.wire.handles import Attempt, Handle
+
+LOAD = LoadSnapshot(
+    num_running=0,
+    num_waiting=0,
+    kv_blocks_free=0,
+    kv_blocks_cached=0,
+    kv_blocks_used=0,
+    kv_blocks_total=0,
+    counters=EngineCounters(),
+)
+
+
+def news(handle: int, index: int, token_ids: tuple[int, ...], num_prompt: int = 0, *, finish: FinishReason | None = None) -> SequenceUpdate:
+    return SequenceUpdate(
+        request_id=RequestId(f"r{handle}"),
+        epoch=0,
+        index=index,
+        token_ids=token_ids,
+        logprobs=tuple(TokenLogprobs(token, -1.0, 1) for token in token_ids),
+        prompt_logprobs=tuple(TokenLogprobs(i, -2.0, 1) for i in range(num_prompt)),
+        finish=finish,
+    )
+
+
+def rows(frame: pb.EngineFrame) -> list[tuple[Handle, SequenceUpdate]]:
+    return decode_updates(frame.updates, lambda handle: Attempt(RequestId(f"r{handle}"), 0))
+
+
+steps = st.lists(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(0, 1), st.lists(st.integers(0, 9), max_size=3)), max_size=4) | st.none(), max_size=12
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(steps)
+def test_every_token_arrives_once_and_in_order_at_any_pace(script: list[list[tuple[int, int, list[int]]] | None]) -> None:
+    """None: the reader takes a frame; a list: a step's updates."""
+    unsent = UnsentFrames()
+    sent: dict[tuple[int, int], list[int]] = defaultdict(list)
+    got: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for step in [*script, *[None] * 20]:
+        if step is None:
+            frame = unsent.take()
+            for handle, update in rows(frame) if frame is not None else []:
+                got[handle, update.index].extend(update.token_ids)
+                assert [entry.token_id for entry in update.logprobs] == list(update.token_ids)
+        else:
+            for number, index, token_ids in step:
+                unsent.put(Handle(number), news(number, index, tuple(token_ids)))
+                sent[number, index].extend(token_ids)
+    assert {key: value for key, value in got.items() if value} == {key: value for key, value in sent.items() if value}
+    assert unsent.is_empty
+    assert unsent.num_units == 0
+
+
+def test_a_slow_reader_gets_one_row_per_sequence() -> None:
+    unsent = UnsentFrames()
+    for i in range(100):
+        unsent.put(Handle(1), news(1, 0, (i,)))
+    unsent.put(Handle(1), news(1, 0, (100,), finish=FinishReason.STOP))
+    frame = unsent.take()
+    assert frame is not None
+    [(_, update)] = rows(frame)
+    assert update.token_ids == tuple(range(101))
+    assert update.finish is FinishReason.STOP
+    assert unsent.take() is None
+
+
+def test_large_news_is_split_into_frames_and_the_end_comes_last() -> None:
+    unsent = UnsentFrames()
+    unsent.put(Handle(1), news(1, 0, (1, 2), 5 * FRAME_UNITS // 4, finish=FinishReason.LENGTH))
+    unsent.put(Handle(2), news(2, 0, (3,)))
+    frames: list[pb.EngineFrame] = []
+    while (frame := unsent.take()) is not None:
+        assert frame.ByteSize() < 2**20
+        frames.append(frame)
+    updates = [update for frame in frames for handle, update in rows(frame) if handle == 1]
+    assert len(updates) == 2
+    assert [entry.token_id for update in updates for entry in update.prompt_logprobs] == list(range(5 * FRAME_UNITS // 4))
+    assert [update.finish for update in updates] == [None, FinishReason.LENGTH]
+    assert [update.token_ids for update in updates] == [(), (1, 2)]
+
+
+def test_a_page_is_small_enough_for_others_to_get_between() -> None:
+    unsent = UnsentFrames()
+    wide = tuple(TokenLogprobs(i, -2.0, 1, tuple(range(20)), (-1.0,) * 20) for i in range(4 * PAGE_POSITIONS))
+    unsent.put(Handle(1), news(1, 0, (1,))._replace(prompt_logprobs=wide))
+    unsent.put(Handle(2), news(2, 0, (3,)))
+    sizes = []
+    while (frame := unsent.take()) is not None:
+        sizes.append(frame.ByteSize())
+    assert len(sizes) > 1
+    assert max(sizes) < 2**20
+
+
+def test_a_forgotten_request_leaves_nothing_behind() -> None:
+    unsent = UnsentFrames()
+    unsent.put(Handle(1), news(1, 0, (1, 2)))
+    unsent.put(Handle(1), news(1, 1, (1, 2)))
+    unsent.put(Handle(2), news(2, 0, (7,)))
+    unsent.forget(Handle(1))
+    frame = unsent.take()
+    assert frame is not None
+    assert [(handle, update.token_ids) for handle, update in rows(frame)] == [(2, (7,))]
+    assert unsent.num_units == 0
+
+
+def test_an_unsent_load_is_replaced_but_its_steps_are_kept() -> None:
+    unsent = UnsentFrames()
+    unsent.put_load(replace(LOAD, num_running=1, step_seconds=(0.1, 0.2)), 1)
+    unsent.put_load(replace(LOAD, num_running=2, step_seconds=(0.3,)), 4)
+    frame = unsent.take()
+    assert frame is not None
+    assert (frame.load.num_running, frame.submits_seen, list(frame.load.step_seconds)) == (2, 4, [0.1, 0.2, 0.3])
+    assert unsent.is_empty
+
+
+def test_rejections_and_the_draining_notice_are_sent_once() -> None:
+    unsent = UnsentFrames()
+    unsent.put_rejected(Handle(3), Overloaded("full"))
+    unsent.put_draining("stopping")
+    assert unsent.has_answers
+    frame = unsent.take()
+    assert frame is not None
+    assert (frame.rejected[0].handle, frame.draining.reason) == (3, "stopping")
+    assert unsent.take() is None
+
+
+def test_only_one_sequences_updates_can_be_merged() -> None:
+    with pytest.raises(ValueError, match="one sequence"):
+        merge([news(1, 0, (1,)), news(1, 1, (2,))])
+    first = news(1, 0, (1,))._replace(num_cached_tokens=3, queue_time_s=0.5)
+    both = merge([first, news(1, 0, (2,), finish=FinishReason.STOP)])
+    assert (both.num_cached_tokens, both.queue_time_s, both.finish) == (3, 0.5, FinishReason.STOP)
