@@ -164,8 +164,8 @@ def _failing_once(owner: object, name: str) -> Callable[..., Any]:
 def test_a_request_that_cannot_be_taken_in_is_refused_alone(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = requests_of(checkpoint)
     with RealEngine(checkpoint.folder) as engine:
-        roster = engine.engine.scheduler.roster
-        raised = _raise_once(monkeypatch, roster, "add", when=lambda request, now: request.request_id == CULPRIT)
+        scheduler = engine.engine.scheduler
+        raised = _raise_once(monkeypatch, scheduler, "add", when=lambda request, now: request.request_id == CULPRIT)
         engine.run(*requests)
         assert raised
         assert isinstance(engine.refused[CULPRIT], SequenceFailed)
@@ -178,7 +178,7 @@ def test_a_request_that_cannot_be_taken_in_is_refused_alone(checkpoint: Checkpoi
 def test_a_finish_that_cannot_be_carried_out_ends_its_request_alone(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = requests_of(checkpoint)
     with RealEngine(checkpoint.folder) as engine:
-        raised = _raise_once(monkeypatch, engine.engine.scheduler.roster, "finish")
+        raised = _raise_once(monkeypatch, engine.engine.scheduler, "finish")
 
         def stop_string(turn: int) -> None:
             if turn == 4:

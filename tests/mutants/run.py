@@ -1,7 +1,7 @@
 """Plants known bugs, one at a time, and demands that a named test turns red.  usage: run.py [NAME ...]
 
 A suite whose zeros mean something must catch these. Each mutant is a one-place change of a copy of the source; the test it names is run
-against the copy. The result is written to tests/mutants/results.json. A mutant whose text no longer occurs in the source is an error: it
+against the copy. The results of those run are written to tests/mutants/results.json. A mutant whose text no longer occurs in the source is an error: it
 must follow the code.
 """
 
@@ -15,6 +15,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).with_name("results.json")
@@ -61,6 +62,12 @@ def is_caught(mutant: Mutant) -> tuple[bool, str]:
     return done.returncode == 1 and bool(red), red[0] if red else (done.stdout + done.stderr).strip()[-200:]
 
 
+def write_results(fresh: list[dict[str, Any]]) -> None:
+    """Replace these rows of the committed result; rows of mutants that are no longer planted go."""
+    rows = {row["name"]: row for row in [*json.loads(RESULTS.read_text()), *fresh]}
+    RESULTS.write_text(json.dumps([rows[mutant.name] for mutant in mutants() if mutant.name in rows], indent=1) + "\n")
+
+
 def main(names: list[str]) -> int:
     chosen = [mutant for mutant in mutants() if not names or mutant.name in names]
     clean = run_test(" ".join(sorted({mutant.test for mutant in chosen})), ROOT / "src")
@@ -72,8 +79,7 @@ def main(names: list[str]) -> int:
         caught, red = is_caught(mutant)
         print(f"{'caught' if caught else 'MISSED'}  {mutant.name}: {red}", flush=True)
         results.append({**asdict(mutant), "caught": caught, "red": red})
-    if not names:
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    write_results(results)
     missed = [row["name"] for row in results if not row["caught"]]
     print(f"{len(results) - len(missed)} of {len(results)} planted bugs caught" + (f"; missed: {missed}" if missed else ""))
     return 1 if missed else 0

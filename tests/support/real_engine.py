@@ -68,7 +68,7 @@ class RealEngine:
 
     @property
     def preemptions(self) -> int:
-        return self.engine.scheduler.roster.counters.preemptions
+        return self.engine.scheduler.counters.preemptions
 
     def submit(self, *requests: EngineRequest) -> None:
         for request in requests:

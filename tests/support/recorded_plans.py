@@ -39,7 +39,7 @@ def record(seed: int, *, one_by_one: bool = False) -> str:
     """The digest of the life that `seed` draws. one_by_one: every row is looked at, none passes in bulk (the plain twin)."""
     life = Life(seed)
     if one_by_one:
-        look_at_every_row(life.driven.scheduler)
+        check_every_row(life.driven.scheduler)
     for _ in range(life.random.randint(20, 90)):
         life.act()
     life.driven.turn(40)
@@ -48,13 +48,13 @@ def record(seed: int, *, one_by_one: bool = False) -> str:
     return life.digest.hexdigest()
 
 
-def look_at_every_row(scheduler: Scheduler) -> None:
+def check_every_row(scheduler: Scheduler) -> None:
     """Take back, before each decision, what lets rows pass in bulk."""
     plan, commit = scheduler.plan, scheduler.commit
 
     def forget() -> None:
-        for seq in scheduler.roster.alive():
-            seq.run_until = seq.calm_until = 0
+        for seq in scheduler.sequences.alive():
+            seq.bulk_decode_limit = seq.bulk_commit_limit = 0
 
     def plan_one_by_one(now: float) -> Plan | None:
         forget()
@@ -128,8 +128,8 @@ class Life:
             engine.satisfied(name, "thing")
         elif chance < 0.50:
             self.driven.clock.now += draw.choice([0.5, 3.0, 25.0])
-        elif chance < 0.53 and self.driven.scheduler.roster.running:
-            self.driven.scheduler.roster.preempt(draw.choice(self.driven.scheduler.roster.running))
+        elif chance < 0.53 and self.driven.scheduler.sequences.running:
+            self.driven.scheduler.sequences.preempt(draw.choice(self.driven.scheduler.sequences.running))
         else:
             self.driven.turn(draw.randint(1, 6))
         self.driven.scheduler.check()

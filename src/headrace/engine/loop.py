@@ -142,13 +142,13 @@ class Engine:
         for _ in range(len(self._step_seconds)):
             durations.append(self._step_seconds.popleft())
         return LoadSnapshot(
-            num_running=self.scheduler.roster.num_running,
-            num_waiting=self.scheduler.roster.num_waiting + self._inbox.qsize(),
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting + self._inbox.qsize(),
             kv_blocks_free=sum(pool.num_free for pool in pools),
             kv_blocks_cached=sum(pool.num_cached for pool in pools),
             kv_blocks_used=sum(pool.num_used for pool in pools),
             kv_blocks_total=sum(pool.total for pool in pools),
-            counters=self.scheduler.roster.counters,
+            counters=self.scheduler.counters,
             step_age_s=None if started is None else now - started,
             step_predicted_s=self._step_predicted,
             loop_age_s=now - self._last_turn,
@@ -180,7 +180,7 @@ class Engine:
         commits = bool(self._in_flight) and (plan is None or len(self._in_flight) >= self._depth)
         if commits:
             self._commit_oldest()
-        updates = self.scheduler.roster.take_updates()
+        updates = self.scheduler.take_updates()
         if updates:
             self._outbox(list(updates))
         return plan is not None or commits or bool(updates) or self._plan_failures > 0
@@ -188,7 +188,7 @@ class Engine:
     def _idle(self) -> None:
         """Sleep until a message, a deadline or the next regular wake."""
         timeout = IDLE_WAKE_S
-        if (deadline := self.scheduler.roster.next_deadline()) is not None:
+        if (deadline := self.scheduler.next_deadline()) is not None:
             timeout = min(timeout, max(0.0, deadline - self._clock()))
         try:
             message = self._inbox.get(timeout=timeout)
@@ -217,13 +217,13 @@ class Engine:
         match message:
             case _Submit(request, arrived):
                 checked = request.checked(vocab_size=self.info.vocab_size, max_model_len=self.info.max_model_len)
-                self.scheduler.roster.add(checked, arrived)
+                self.scheduler.add(checked, arrived)
             case _Cancel(request_id):
-                self.scheduler.roster.cancel(request_id)
+                self.scheduler.cancel(request_id)
             case _Finish(request_id, index, keep_tokens, reason):
-                self.scheduler.roster.finish(request_id, index, keep_tokens, reason)
+                self.scheduler.finish(request_id, index, keep_tokens, reason)
             case _Satisfied(request_id, what):
-                self.scheduler.roster.satisfied(request_id, what)
+                self.scheduler.satisfied(request_id, what)
             case _Wake():
                 pass
 
@@ -236,7 +236,7 @@ class Engine:
         elif isinstance(message, _Wake):
             raise EngineFatal("a wake-up raised") from error
         else:
-            self.scheduler.roster.cancel(message.request_id)
+            self.scheduler.cancel(message.request_id)
 
     def _plan(self) -> Plan | None:
         """A plan that cannot be made is tried again next turn; when it keeps failing, the scheduler's state is not to be trusted."""
@@ -301,8 +301,8 @@ class Engine:
         if plan.num_rows:
             self._timer.observe(plan.num_tokens, now - began)
             self._step_seconds.append(now - began)
-            self.scheduler.roster.counters.steps += 1
-            self.scheduler.roster.counters.step_seconds += now - began
+            self.scheduler.counters.steps += 1
+            self.scheduler.counters.step_seconds += now - began
 
 
 class _Failed:

@@ -61,7 +61,7 @@ class Recovery:
                 self._scheduler.rollback(plan)
                 self._repeat_changes(plan)
                 if len(group) == 1:
-                    self._scheduler.roster.fail(group[0], f"the model step failed for this sequence ({type(error).__name__})")
+                    self._scheduler.fail(group[0], f"the model step failed for this sequence ({type(error).__name__})")
                 else:
                     pending += _halves(group)
 

@@ -15,8 +15,8 @@ from headrace.core.ids import RequestId
 from headrace.core.plan_codec import load_plans
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.planner import Planner
-from headrace.policy.schedule.roster import Roster
 from headrace.policy.schedule.scheduler import Scheduler
+from headrace.policy.schedule.sequence_table import SequenceTable
 from headrace.policy.schedule.step_timer import UNKNOWN_STEP_S, StepTimer
 
 PROMPTS = [[i + 1, 2, 3, i] for i in range(6)]
@@ -77,33 +77,33 @@ def test_a_passing_fault_of_the_runner_is_invisible(depth: int, when: int) -> No
 
 
 CALL_SITES = [
-    (Roster, "add"),
+    (SequenceTable, "add"),
     (Scheduler, "plan"),
-    (Roster, "expire"),
+    (SequenceTable, "expire"),
     (Scheduler, "_commit_row"),
     (Planner, "_plan_one"),
     (Planner, "_renew"),
     (Planner, "_admit"),
     (Planner, "_grant"),
     (Planner, "_start"),
-    (Roster, "start"),
+    (SequenceTable, "start"),
     (KvManager, "grow"),
     (KvManager, "take_hits"),
     (KvManager, "can_admit"),
     (KvManager, "write_tables"),
-    (Roster, "append_output"),
-    (Roster, "_update"),
-    (Roster, "cancel"),
-    (Roster, "finish"),
+    (SequenceTable, "append_output"),
+    (SequenceTable, "_update"),
+    (SequenceTable, "cancel"),
+    (SequenceTable, "finish"),
     (KvManager, "open"),
     (KvManager, "num_hit_tokens"),
     (KvManager, "commit"),
     (KvManager, "release"),
-    (Roster, "_forget"),
-    (Roster, "_leave_state"),
-    (Roster, "_end"),
-    (Roster, "_place"),
-    (Roster, "fork_siblings"),
+    (SequenceTable, "_forget"),
+    (SequenceTable, "_leave_state"),
+    (SequenceTable, "_end"),
+    (SequenceTable, "_place"),
+    (SequenceTable, "fork_siblings"),
     (OracleRunner, "submit"),
     (OracleRunner, "compute"),
     (OracleRunner, "_apply"),

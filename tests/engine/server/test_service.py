@@ -200,7 +200,7 @@ async def test_each_step_is_told_once_to_every_gateway() -> None:
         async with connected(engine, **hear_a) as first, connected(engine, **hear_b):
             await read_all(first.submit(request("r", max_tokens=50)))
             # The last step's tokens leave before the step is counted: the count is asked again each time.
-            counters = engine.engine.scheduler.roster.counters
+            counters = engine.engine.scheduler.counters
             await until(lambda: 50 <= counters.steps == len(steps["a"]) == len(steps["b"]))
             await call_control(engine, SNAPSHOT, pb.SnapshotRequest())
             assert steps["a"] == steps["b"]

@@ -228,7 +228,7 @@ def test_a_prefix_hit_skips_the_shared_blocks_only_and_counts_them() -> None:
     assert driven.tokens["b", 0] == expected_tokens(second, 8, VOCAB)
     cached = [u.num_cached_tokens for u in driven.updates if u.request_id == "b" and u.num_cached_tokens is not None]
     assert cached == [12]
-    assert driven.scheduler.roster.counters.prefix_cache_hit_tokens == 12
+    assert driven.scheduler.counters.prefix_cache_hit_tokens == 12
 
 
 def test_tenants_with_different_salts_do_not_share_blocks() -> None:
@@ -301,7 +301,7 @@ def test_a_stop_found_upstairs_ends_the_sequence_and_its_overrun_is_not_cached()
     driven.engine.finish(RequestId("r"), 0, 2)
     driven.run()
     assert driven.finish["r", 0] is FinishReason.STOP
-    assert driven.scheduler.roster.counters.generation_tokens == 2
+    assert driven.scheduler.counters.generation_tokens == 2
     assert driven.kv.pools[0].num_cached == 1, "5 kept tokens are one full block of 4; later blocks are not left behind"
 
 
@@ -321,7 +321,7 @@ def test_a_sequence_takes_no_budget_before_its_prerequisites_are_met() -> None:
     driven.submit(request("a", [1, 2], prerequisites=frozenset({"grammar", "adapter"})), request("b", [3]))
     driven.turn(12)
     assert driven.finish == {("b", 0): FinishReason.LENGTH}
-    assert driven.scheduler.roster.num_waiting == 1
+    assert driven.scheduler.num_waiting == 1
     driven.engine.satisfied(RequestId("a"), "grammar")
     driven.turn(2)
     assert ("a", 0) not in driven.tokens
@@ -374,7 +374,7 @@ def test_static_batching_admits_only_when_the_batch_has_ended() -> None:
     driven.submit(*(request(f"r{i}", prompt, max_tokens=4 + 6 * (i % 2)) for i, prompt in enumerate(PROMPTS[:8])))
     batches: list[set[str]] = []
     while driven.engine.turn():
-        running = {str(seq.request.request_id) for seq in driven.scheduler.roster.running}
+        running = {str(seq.request.request_id) for seq in driven.scheduler.sequences.running}
         if running and not any(running <= batch for batch in batches):
             batches.append(running)
     assert batches == [{"r0", "r1", "r2", "r3"}, {"r4", "r5", "r6", "r7"}]
@@ -501,7 +501,7 @@ def test_a_preallocated_pool_runs_as_many_sequences_as_it_has_blocks() -> None:
     driven = DrivenEngine(block_size=64, num_blocks=5, caching=False)
     driven.submit(*(request(f"r{i}", prompt, max_tokens=10) for i, prompt in enumerate(PROMPTS)))
     driven.turn(4)
-    assert driven.scheduler.roster.num_running == 4
+    assert driven.scheduler.num_running == 4
 
 
 def test_odd_groups_are_possible() -> None:
@@ -515,17 +515,17 @@ def test_odd_groups_are_possible() -> None:
 def test_a_row_planned_before_a_preemption_does_not_count_afterwards() -> None:
     driven = DrivenEngine(depth=2, caching=False)
     scheduler, runner = driven.scheduler, driven.runner
-    scheduler.roster.add(request("r", list(range(40)), max_tokens=4), now=0.0)
+    scheduler.add(request("r", list(range(40)), max_tokens=4), now=0.0)
     before = scheduler.plan(now=0.0)
-    scheduler.roster.preempt(scheduler.roster.running[0])
+    scheduler.sequences.preempt(scheduler.sequences.running[0])
     after = scheduler.plan(now=0.0)
     assert before is not None
     assert after is not None
     scheduler.commit(before, runner.compute(before))
     scheduler.check()
-    assert scheduler.roster.running[0].computed == 0
+    assert scheduler.sequences.running[0].num_computed == 0
     scheduler.commit(after, runner.compute(after))
-    assert scheduler.roster.running[0].computed == 16
+    assert scheduler.sequences.running[0].num_computed == 16
     driven.run()
     assert driven.tokens["r", 0] == expected_tokens(list(range(40)), 4, VOCAB)
 
@@ -536,7 +536,7 @@ def test_a_preempted_prompt_is_computed_again_but_told_once(depth: int) -> None:
     driven = DrivenEngine(depth=depth, num_blocks=16, max_num_batched_tokens=7)
     driven.submit(*(request(f"r{i}", prompt, prompt_logprobs=0, max_tokens=14) for i, prompt in enumerate(prompts)))
     driven.turn(9)
-    driven.scheduler.roster.preempt(driven.scheduler.roster.running[0])
+    driven.scheduler.sequences.preempt(driven.scheduler.sequences.running[0])
     driven.run()
     for i, prompt in enumerate(prompts):
         told = [entry for update in driven.updates if update.request_id == f"r{i}" for entry in update.prompt_logprobs]
@@ -562,7 +562,7 @@ def test_a_window_and_overlapped_steps_in_the_smallest_pool_make_progress() -> N
     driven.submit(request("r", prompt, max_tokens=4))
     driven.run(max_turns=100)
     assert driven.tokens["r", 0] == expected_tokens(prompt, 4, VOCAB)
-    assert driven.scheduler.roster.counters.preemptions == 0
+    assert driven.scheduler.counters.preemptions == 0
     smaller = DrivenEngine(groups=(WINDOW,), num_blocks=7, max_model_len=90, max_num_batched_tokens=8, depth=2)
     smaller.submit(request("r", prompt, max_tokens=4))
     smaller.run()
@@ -575,7 +575,7 @@ def test_preempted_sequences_equal_the_plain_loop(depth: int, groups: str, num_b
     driven = DrivenEngine(depth=depth, groups=GROUPS[groups], num_blocks=num_blocks, max_num_batched_tokens=8, caching=False)
     driven.submit(*(request(f"r{i}", prompt, max_tokens=10) for i, prompt in enumerate(PROMPTS)))
     assert_plain(driven.run())
-    assert driven.scheduler.roster.counters.preemptions > 0
+    assert driven.scheduler.counters.preemptions > 0
 
 
 def test_the_sequences_of_one_request_tell_their_prompt_once() -> None:
@@ -619,7 +619,7 @@ def test_preempting_anybody_at_any_moment_changes_no_token(depth: int, groups: s
     driven.submit(*(request(f"r{i}", prompt, max_tokens=10) for i, prompt in enumerate(PROMPTS)))
     for turn in range(40):
         driven.turn()
-        if running := driven.scheduler.roster.running:
-            driven.scheduler.roster.preempt(running[turn % len(running)])
+        if running := driven.scheduler.sequences.running:
+            driven.scheduler.sequences.preempt(running[turn % len(running)])
         driven.scheduler.check()
     assert_plain(driven.run())

@@ -107,7 +107,7 @@ class KvManager:
                 blocks.append(block)
             seq.blocks[index] = blocks
             seq.registered[index] = count
-        seq.computed = seq.planned = num_tokens
+        seq.num_computed = seq.num_planned = num_tokens
 
     def can_admit(self, seq: Sequence, hit_tokens: int, first_end: int, reserve_blocks: int, chunk_blocks: int = 0) -> bool:
         """Whether a waiting sequence's whole known length fits now, leaving `reserve_blocks` to those already running.
@@ -139,9 +139,9 @@ class KvManager:
         Full groups take blocks for everything known at once, so that an admitted prompt is never stopped halfway.
         """
         size, known = self.block_size, max(end, len(seq.tokens))
-        if known == seq.planned + 1 == len(seq.blocks[0]) * size + 1 and len(self.pools) == 1:
+        if known == seq.num_planned + 1 == len(seq.blocks[0]) * size + 1 and len(self.pools) == 1:
             return self._add_block(seq, builder)
-        first = seq.planned // size
+        first = seq.num_planned // size
         targets = [-(-(known if group.window is None else end) // size) for group in self.groups]
         for index, pool in enumerate(self.pools):
             held = len(seq.blocks[index])
@@ -156,7 +156,7 @@ class KvManager:
                 block = pool.take()
                 builder.table(index, seq.slot, place, block)
                 blocks.append(block)
-        seq.room = min(map(len, seq.blocks)) * size
+        seq.allocated_until = min(map(len, seq.blocks)) * size
         return True
 
     def _add_block(self, seq: Sequence, builder: PlanBuilder) -> bool:
@@ -167,18 +167,18 @@ class KvManager:
         block = pool.take()
         builder.table(0, seq.slot, len(blocks), block)
         blocks.append(block)
-        seq.room = seq.planned + self.block_size
+        seq.allocated_until = seq.num_planned + self.block_size
         return True
 
     def _num_copies(self, seq: Sequence, group: int) -> int:
         """1 when the block that will be written first is shared or registered."""
-        blocks, first = seq.blocks[group], seq.planned // self.block_size
+        blocks, first = seq.blocks[group], seq.num_planned // self.block_size
         return int(first < len(blocks) and not self.pools[group].is_writable(blocks[first]))
 
     def _copy_on_write(self, seq: Sequence, group: int, builder: PlanBuilder) -> None:
         if not self._num_copies(seq, group):
             return
-        pool, first = self.pools[group], seq.planned // self.block_size
+        pool, first = self.pools[group], seq.num_planned // self.block_size
         source, target = seq.blocks[group][first], self.pools[group].take()
         builder.copy(group, source, target)
         builder.table(group, seq.slot, first, target)
@@ -208,23 +208,23 @@ class KvManager:
                     pool.hold(block)
             child.registered[index] = min(parent.registered[index], num_prompt // self.block_size)
         child.hashes = parent.hashes[: num_prompt // self.block_size]
-        child.computed = child.planned = num_prompt - 1
+        child.num_computed = child.num_planned = num_prompt - 1
 
     def commit(self, seq: Sequence) -> int:
-        """After `seq.computed` rose: register full blocks, let go of blocks the window has passed. Returns `calm_until`."""
-        full = seq.computed // self.block_size
+        """After `seq.num_computed` rose: register full blocks, let go of blocks the window has passed. Returns `bulk_commit_limit`."""
+        full = seq.num_computed // self.block_size
         for index, registered in enumerate(seq.registered):
             if full > registered:
                 self._register(seq, index, full)
         for index, window in self._windows:
             self._pass_window(seq, index, window)
-        return self.calm_until(seq)
+        return self.bulk_commit_limit(seq)
 
-    def calm_until(self, seq: Sequence) -> int:
+    def bulk_commit_limit(self, seq: Sequence) -> int:
         """Computed count from which `commit` has something to do: one more block is full, or the window has passed one."""
         until = (min(seq.registered) + 1) * self.block_size
         for _, window in self._windows:
-            first = self._first_live(seq.computed, window)
+            first = self._first_live(seq.num_computed, window)
             until = min(until, (first + 1) * self.block_size + window - 1)
         return until
 
@@ -239,7 +239,7 @@ class KvManager:
 
     def _pass_window(self, seq: Sequence, group: int, window: int) -> None:
         blocks = seq.blocks[group]
-        for i in range(min(self._first_live(seq.computed, window), len(blocks)) - 1, -1, -1):
+        for i in range(min(self._first_live(seq.num_computed, window), len(blocks)) - 1, -1, -1):
             if blocks[i] == PAD_BLOCK:
                 break
             self.pools[group].drop(blocks[i], until_step=self.last_planned, committed=self.last_committed)
@@ -258,7 +258,7 @@ class KvManager:
                 pool.drop(blocks[i], until_step=self.last_planned, committed=self.last_committed)
             seq.blocks[index] = []
             seq.registered[index] = 0
-        seq.computed = seq.planned = seq.room = seq.run_until = seq.calm_until = 0
+        seq.num_computed = seq.num_planned = seq.allocated_until = seq.bulk_decode_limit = seq.bulk_commit_limit = 0
 
     @staticmethod
     def _unregister_own(pool: BlockPool, block: int, seq: Sequence, index: int) -> None:

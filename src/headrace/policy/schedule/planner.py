@@ -1,9 +1,9 @@
 """Which rows a step has: the decisions behind `Scheduler.plan`.
 
-One token budget per step. Prefill and decode are both "tokens wanted minus tokens computed", so chunked prefill, prefix hits and resumed
+One token budget per step. Prefill and decode are both "tokens expected minus tokens planned", so chunked prefill, prefix hits and resumed
 sequences need no loop of their own: decoding rows take their one token first, what is left goes to prefills in the queue policy's order,
-then to newly admitted sequences. Who stands behind a long prompt has a quarter of what it would take, so a question of one line does not
-wait until a book is read.
+then to newly admitted sequences. The sequences queued behind a long prompt get a quarter of what it would take, so a short prompt
+does not wait until a long one is computed.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.plan_builder import PlanBuilder
 from headrace.policy.schedule.price import ChunkPrice
-from headrace.policy.schedule.roster import Roster
 from headrace.policy.schedule.sequence import SeqState, Sequence
+from headrace.policy.schedule.sequence_table import SequenceTable
 from headrace.policy.schedule.step_rows import StepRows
 
 MAX_SCORED_TOKENS = 64
 """Prompt positions whose log-probabilities are computed in one chunked step. Each needs a row of logits over the whole vocabulary, many
-times the cost of a plain prompt token: a full budget of them would hold up everybody's next token for seconds."""
+times the cost of a plain prompt token: a full budget of them would hold up every other sequence's next token for seconds."""
 
 LONG_PROMPT_STEPS = 2
-"""A prompt that would fill more steps than this is long: those behind it do not wait for its end."""
+"""A prompt that would fill more steps than this is long: those queued behind it do not wait for its end."""
 
 SHARE_BEHIND_LONG = 4
-"""One part in so many of what is left of a step's budget goes to those behind a long prompt first, if there are any."""
+"""One part in so many of what is left of a step's budget goes to those queued behind a long prompt first, if there are any."""
 
 
 @dataclass(slots=True)
-class Draft:
+class PlanDraft:
     """A plan while it is being decided. Budget is what is left of the step's tokens."""
 
     max_tokens: int
@@ -47,7 +47,7 @@ class Draft:
     num_kept: int = 0
     """Tokens kept for long prompts while those behind them have their share."""
     num_charged: int = 0
-    """Leading rows the queue policy has been told of."""
+    """Leading rows the queue policy has been charged for."""
 
     @property
     def budget(self) -> int:
@@ -57,27 +57,27 @@ class Draft:
 class Planner:
     """Fills a draft with rows. in_flight: rows of the steps planned and not yet committed, by step."""
 
-    def __init__(self, config: SchedulerConfig, kv: KvManager, roster: Roster, in_flight: Mapping[int, StepRows]) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KvManager, sequences: SequenceTable, in_flight: Mapping[int, StepRows]) -> None:
         self.config = config
         self.kv = kv
-        self.roster = roster
+        self.sequences = sequences
         self._price = ChunkPrice(config.costly_context if config.enable_chunked_prefill else 0)
         self._in_flight = in_flight
 
-    def fill(self, step: Draft, now: float) -> None:
+    def fill(self, step: PlanDraft, now: float) -> None:
         """Rows for who runs and who can be admitted. On an error the draft says what was granted so far."""
         prefilling = self._plan_decodes(step)
         self._plan_prefills(prefilling, step, now)
         self.charge(step)
 
-    def repeat(self, sequences: list[Sequence], step: Draft) -> list[Sequence]:
+    def repeat(self, sequences: list[Sequence], step: PlanDraft) -> list[Sequence]:
         """Rows for these sequences alone, within the blocks they hold. Returns those the budget did not reach."""
         left: list[Sequence] = []
         for seq in sequences:
-            if seq.state is SeqState.RUNNING and not (seq.wanted == 1 and seq.is_complete):
-                held = min(len(blocks) for blocks in seq.blocks) * self.kv.block_size - seq.planned
-                if seq.wanted > 0 and held > 0:
-                    count = min(self._share(seq, seq.wanted, step), held)
+            if seq.state is SeqState.RUNNING and not (seq.num_uncomputed == 1 and seq.is_complete):
+                held = min(len(blocks) for blocks in seq.blocks) * self.kv.block_size - seq.num_planned
+                if seq.num_uncomputed > 0 and held > 0:
+                    count = min(self._share(seq, seq.num_uncomputed, step), held)
                     if count:
                         self._grant(seq, count, step)
                     else:
@@ -85,34 +85,34 @@ class Planner:
         self.charge(step)
         return left
 
-    def _plan_decodes(self, step: Draft) -> list[Sequence]:
+    def _plan_decodes(self, step: PlanDraft) -> list[Sequence]:
         """One token for each that decodes. Returns those that run and want more than one.
 
-        The loop is the hottest place of the policy floor: a sequence below `run_until` has nothing to ask.
+        The loop is the hottest place of the policy floor: a sequence below `bulk_decode_limit` has nothing to ask.
         """
         prefilling: list[Sequence] = []
         seqs, starts = step.rows.seqs, step.rows.starts
-        for seq in list(self.roster.running):
-            start = seq.planned
-            if start < seq.run_until or self._renew(seq, step):
-                seq.planned = start + 1
-                seq.promised = start + 2
+        for seq in list(self.sequences.running):
+            start = seq.num_planned
+            if start < seq.bulk_decode_limit or self._renew(seq, step):
+                seq.num_planned = start + 1
+                seq.num_expected = start + 2
                 seqs.append(seq)
                 starts.append(start)
             elif seq.state is SeqState.RUNNING:  # not preempted earlier in this plan
-                wanted = seq.wanted
-                if wanted > 1:
+                num_uncomputed = seq.num_uncomputed
+                if num_uncomputed > 1:
                     prefilling.append(seq)
-                elif wanted == 1 and not seq.is_complete:
+                elif num_uncomputed == 1 and not seq.is_complete:
                     self._plan_decode(seq, step)
         step.rows.num_decodes = len(seqs)
         return prefilling
 
-    def _plan_prefills(self, prefilling: list[Sequence], step: Draft, now: float) -> None:
+    def _plan_prefills(self, prefilling: list[Sequence], step: PlanDraft, now: float) -> None:
         """Prefills in the queue policy's order, then who waits; those behind the first long prompt have their share before it."""
         if len(prefilling) > 1:
             self.charge(step)
-            prefilling = self.roster.queue.prefill_order(prefilling)
+            prefilling = self.sequences.queue.prefill_order(prefilling)
         prefilling = [seq for seq in prefilling if seq.state is SeqState.RUNNING]  # not preempted meanwhile, for a row that decodes
         budget = step.budget
         long = [(seq, seq.incarnation) for seq in prefilling if self._is_long(seq, budget)]
@@ -137,40 +137,40 @@ class Planner:
         """
         if seq.scores_prompt or not self.config.enable_chunked_prefill:
             return False
-        return seq.wanted + self._price.surcharge(seq.planned, seq.wanted) > LONG_PROMPT_STEPS * max(budget, 1)
+        return seq.num_uncomputed + self._price.surcharge(seq.num_planned, seq.num_uncomputed) > LONG_PROMPT_STEPS * max(budget, 1)
 
-    def _renew(self, seq: Sequence, step: Draft) -> bool:
-        """Give a sequence that decodes and has filled its block the next one. False: it has to be looked at."""
+    def _renew(self, seq: Sequence, step: PlanDraft) -> bool:
+        """Give a sequence that decodes and has filled its block the next one. False: it has to be checked."""
         last = seq.limit - 1
-        if seq.run_until in (0, last) or step.budget <= 0 or not self.kv.grow(seq, seq.planned + 1, step.builder):
+        if seq.bulk_decode_limit in (0, last) or step.budget <= 0 or not self.kv.grow(seq, seq.num_planned + 1, step.builder):
             return False
-        seq.run_until = min(seq.room, last)
+        seq.bulk_decode_limit = min(seq.allocated_until, last)
         return True
 
-    def _plan_decode(self, seq: Sequence, step: Draft) -> None:
-        if seq.planned < seq.room:
+    def _plan_decode(self, seq: Sequence, step: PlanDraft) -> None:
+        if seq.num_planned < seq.allocated_until:
             self._grant(seq, 1, step)  # its block has room, nothing to ask
         else:
             self._plan_one(seq, step)
 
-    def _plan_one(self, seq: Sequence, step: Draft) -> None:
+    def _plan_one(self, seq: Sequence, step: PlanDraft) -> None:
         """Give a running sequence its share; preempt until its blocks fit."""
         if seq.state is not SeqState.RUNNING:
             return  # preempted earlier in this plan
-        count = self._share(seq, seq.wanted, step)
+        count = self._share(seq, seq.num_uncomputed, step)
         if count == 0:
             return
-        while not self.kv.grow(seq, seq.planned + count, step.builder):
+        while not self.kv.grow(seq, seq.num_planned + count, step.builder):
             if self.kv.has_limbo:
                 return  # blocks come free with the step in flight
-            if self.roster.drop_waiting_forks():
+            if self.sequences.drop_waiting_forks():
                 continue
             self.charge(step)
             planned = {other.seq_id for other in step.rows.seqs}
-            victim = self.roster.queue.victim(other for other in self.roster.running if other.seq_id not in planned)
+            victim = self.sequences.queue.victim(other for other in self.sequences.running if other.seq_id not in planned)
             if victim is seq and self._is_in_flight(seq):
                 return  # its own step may move a window on; preempting now would throw that step away, again and again
-            self.roster.preempt(victim)
+            self.sequences.preempt(victim)
             if victim is seq:
                 return
         self._grant(seq, count, step)
@@ -178,68 +178,68 @@ class Planner:
     def _is_in_flight(self, seq: Sequence) -> bool:
         return any(seq in rows.seqs for rows in self._in_flight.values())
 
-    def _share(self, seq: Sequence, wanted: int, step: Draft) -> int:
-        """Tokens of this step for a sequence that wants `wanted`.
+    def _share(self, seq: Sequence, num_uncomputed: int, step: PlanDraft) -> int:
+        """Tokens of this step for a sequence with `num_uncomputed` to compute.
 
         With others in the step, or a long prompt to come, a chunk far into a prompt is shorter: they would wait for its attention to all
         that comes before.
         Without chunking a prompt runs whole or not; one longer than the whole budget runs as the only prefill of its step.
         """
-        if self.config.enable_chunked_prefill or wanted == 1:
-            is_priced = wanted > 1 and (len(step.rows) or step.num_kept)
-            most = self._price.most(seq.promised - wanted, step.budget) if is_priced else max(step.budget, 0)
-            return min(wanted, most, max(step.score_budget, 1) if wanted > 1 and seq.scores_prompt else wanted)
-        if wanted <= step.budget:
-            return wanted
-        is_oversized = wanted > self.config.max_num_batched_tokens
-        return wanted if is_oversized and step.num_prefills == 0 else 0
+        if self.config.enable_chunked_prefill or num_uncomputed == 1:
+            is_priced = num_uncomputed > 1 and (len(step.rows) or step.num_kept)
+            most = self._price.most(seq.num_expected - num_uncomputed, step.budget) if is_priced else max(step.budget, 0)
+            return min(num_uncomputed, most, max(step.score_budget, 1) if num_uncomputed > 1 and seq.scores_prompt else num_uncomputed)
+        if num_uncomputed <= step.budget:
+            return num_uncomputed
+        is_oversized = num_uncomputed > self.config.max_num_batched_tokens
+        return num_uncomputed if is_oversized and step.num_prefills == 0 else 0
 
-    def _grant(self, seq: Sequence, count: int, step: Draft) -> None:
-        start = seq.planned
-        samples = int(start + count == seq.promised)
+    def _grant(self, seq: Sequence, count: int, step: PlanDraft) -> None:
+        start = seq.num_planned
+        samples = int(start + count == seq.num_expected)
         step.rows.add(seq, start, count, samples)
         step.num_more += count - 1 + self._price.surcharge(start, count)
         step.num_prefills += count > 1
         if seq.scores_prompt and start < seq.num_prompt:
             step.score_budget -= count
-        seq.planned += count
-        seq.promised += samples
-        seq.run_until = min(seq.room, seq.limit - 1) if samples else 0
+        seq.num_planned += count
+        seq.num_expected += samples
+        seq.bulk_decode_limit = min(seq.allocated_until, seq.limit - 1) if samples else 0
 
-    def charge(self, step: Draft) -> None:
+    def charge(self, step: PlanDraft) -> None:
         """Tell the queue policy of the rows it has not heard of; always before it is asked for an opinion."""
-        if self.roster.queue.charges and step.num_charged < len(step.rows):
+        if self.sequences.queue.charges and step.num_charged < len(step.rows):
             step.rows.fill()
-            self.roster.queue.charge(step.rows.seqs[step.num_charged :], step.rows.counts[step.num_charged :])
+            self.sequences.queue.charge(step.rows.seqs[step.num_charged :], step.rows.counts[step.num_charged :])
             step.num_charged = len(step.rows)
 
-    def _plan_waiting(self, step: Draft, now: float) -> None:
+    def _plan_waiting(self, step: PlanDraft, now: float) -> None:
         """Admit in the queue's order. Static batching fills a batch when the last one has ended, and only then."""
         is_static = self.config.static_batching
-        if not len(self.roster.queue) or not self.roster.has_free_slot or (is_static and self.roster.running):
+        if not len(self.sequences.queue) or not self.sequences.has_free_slot or (is_static and self.sequences.running):
             return
         reserve = self._reserve()
-        while self.roster.has_free_slot and (step.budget > 0 or is_static):
+        while self.sequences.has_free_slot and (step.budget > 0 or is_static):
             self.charge(step)
-            seq = self.roster.queue.head()
-            if seq is None or seq.pending or not self._admit(seq, step, reserve, now):
+            seq = self.sequences.queue.head()
+            if seq is None or seq.num_in_flight or not self._admit(seq, step, reserve, now):
                 return
 
     def _reserve(self) -> int:
         """Blocks left to the running ones: one each for who may still grow, or admitting would only lead to preempting."""
         size = self.kv.block_size
-        return sum(1 for seq in self.roster.running if len(seq.blocks[0]) * size < seq.limit)
+        return sum(1 for seq in self.sequences.running if len(seq.blocks[0]) * size < seq.limit)
 
-    def _admit(self, seq: Sequence, step: Draft, reserve: int, now: float) -> bool:
+    def _admit(self, seq: Sequence, step: PlanDraft, reserve: int, now: float) -> bool:
         """Start the head of the queue. False when it does not fit yet; nobody behind it is tried then, or it could starve."""
         is_forked = bool(seq.blocks[0])
-        hits = seq.planned if is_forked else self._hits(seq)
+        hits = seq.num_planned if is_forked else self._hits(seq)
         count = self._share(seq, len(seq.tokens) - hits, step)
         if count == 0 and not self.config.static_batching:
             return False
         chunks = self.kv.blocks_for(step.budget + step.num_kept) if step.num_kept else 0  # of the long prompts, planned after this
         while not self.kv.can_admit(seq, hits, hits + count, reserve, chunks):
-            if self.roster.running or self.kv.has_limbo or not self.roster.drop_waiting_forks():
+            if self.sequences.running or self.kv.has_limbo or not self.sequences.drop_waiting_forks():
                 return False
             if is_forked:
                 return True  # its own blocks may have been the ones let go: look at the head anew
@@ -247,13 +247,13 @@ class Planner:
             self._take_hits(seq, hits)
         self._start(seq, step.builder, now)
         if count:
-            grown = self.kv.grow(seq, seq.planned + count, step.builder)
+            grown = self.kv.grow(seq, seq.num_planned + count, step.builder)
             assert grown, "can_admit promised these blocks"
             self._grant(seq, count, step)
         return True
 
     def _start(self, seq: Sequence, builder: PlanBuilder, now: float) -> None:
-        self.roster.start(seq, now)
+        self.sequences.start(seq, now)
         facts = Started(SlotId(seq.slot), array("i", seq.tokens), seq.num_prompt, seq.request.params, seq.index)
         builder.started.append(facts)
         self.kv.write_tables(seq, builder)
@@ -262,8 +262,8 @@ class Planner:
         self.kv.take_hits(seq, hits)
         if seq.incarnation == 0 and self.kv.caching and seq.uses_prefix_cache:
             seq.num_cached = min(hits, seq.num_prompt)
-            self.roster.counters.prefix_cache_query_tokens += seq.num_prompt
-            self.roster.counters.prefix_cache_hit_tokens += seq.num_cached
+            self.sequences.counters.prefix_cache_query_tokens += seq.num_prompt
+            self.sequences.counters.prefix_cache_hit_tokens += seq.num_cached
 
     def _hits(self, seq: Sequence) -> int:
         """Prompt log-probabilities need every prompt position computed."""

@@ -1,10 +1,10 @@
 """A sequence as the policy floor sees it: counts, blocks and where it stands.
 
-    known     = len(tokens)            ids whose value is here (prompt, committed outputs)
-    planned   >= computed              positions handed to a plan / whose plan is committed
-    promised  >= known                 length once every step in flight is committed: the runner has, or will have, ids we do not
+    len(tokens)                     ids whose value is known here: prompt and committed outputs
+    num_planned   >= num_computed   positions handed to a plan / whose plan is committed
+    num_expected  >= len(tokens)    length once every step in flight is committed: the runner has, or will have, ids unknown here
 
-`promised - planned` is what could be computed next, for prefill, decode and resume alike.
+`num_expected - num_planned` is what could be computed next (`num_uncomputed`), for prefill, decode and resume alike.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Sequence:
     incarnation  raised by every preemption: rows planned by an earlier one do not count as computed any more
     blocks       per KV group, block ids in order; 0 where a window has passed
     hashes       identities of its full blocks, as far as they were needed
-    room         positions below it may be written without asking the KV manager; 0 = ask
-    run_until    positions below it are planned in bulk: it decodes, has `room` and is not complete; 0 = look at it
-    calm_until   computed counts below it bring a token and nothing else: no end, no full block, no window passed; 0 = look at it
+    allocated_until    positions below it may be written without asking the KV manager; 0 = ask
+    bulk_decode_limit  positions below it are planned in bulk: it decodes, has blocks and is not complete; 0 = check it
+    bulk_commit_limit  computed counts below it bring a token and nothing else: no end, no full block, no window passed; 0 = check it
     end_ids      tokens that end it, `min_tokens` apart
     registered   per KV group, leading blocks already offered to the prefix cache
-    num_prompt_told  prompt log-probabilities delivered so far: a preempted prompt is computed again, not told again
+    num_prompt_logprobs_emitted  a preempted prompt is computed again, its log-probabilities are not emitted again
     key          the queue policy's order, smaller first; set when it is pushed
     """
 
@@ -56,14 +56,14 @@ class Sequence:
     limit: int
     state: SeqState = SeqState.BLOCKED
     slot: int = NO_SLOT
-    computed: int = 0
-    planned: int = 0
-    promised: int = 0
+    num_computed: int = 0
+    num_planned: int = 0
+    num_expected: int = 0
     incarnation: int = 0
     blocks: list[list[int]] = field(default_factory=list)
-    room: int = 0
-    run_until: int = 0
-    calm_until: int = 0
+    allocated_until: int = 0
+    bulk_decode_limit: int = 0
+    bulk_commit_limit: int = 0
     end_ids: frozenset[int] = frozenset()
     registered: list[int] = field(default_factory=list)
     root: BlockHash = field(default_factory=lambda: BlockHash(b""))
@@ -72,18 +72,18 @@ class Sequence:
     key: float = 0.0
     num_cached: int = 0
     first_scheduled: float | None = None
-    told_first: bool = False
-    num_prompt_told: int = 0
+    first_token_emitted: bool = False
+    num_prompt_logprobs_emitted: int = 0
 
     @property
-    def wanted(self) -> int:
+    def num_uncomputed(self) -> int:
         """Tokens that could be computed now."""
-        return self.promised - self.planned
+        return self.num_expected - self.num_planned
 
     @property
-    def pending(self) -> int:
+    def num_in_flight(self) -> int:
         """Sampled ids still in flight."""
-        return self.promised - len(self.tokens)
+        return self.num_expected - len(self.tokens)
 
     @property
     def num_outputs(self) -> int:
@@ -92,7 +92,7 @@ class Sequence:
     @property
     def is_complete(self) -> bool:
         """Everything it may ever produce is sampled already, committed or not."""
-        return self.promised >= self.limit
+        return self.num_expected >= self.limit
 
     @property
     def uses_prefix_cache(self) -> bool:

@@ -1,8 +1,8 @@
 """One step's rows while they are decided, and until the step is committed or rolled back.
 
-Columns, not objects: a step has a row per running sequence, and most rows say the same, one token computed and one sampled. Such rows are
-added by appending to `seqs` and `starts` alone. What else is to be known of them changes only when somebody starts or leaves; it stands in
-a `Lane`, made once and used by every step until then.
+A step has one row per running sequence, and nearly all rows are alike: one token computed, one sampled. Rows are stored as columns, so
+that such a row costs two appends (`seqs`, `starts`). The columns that change only when a sequence starts or ends (slot, request id, epoch)
+are in `RunningColumns`, built once and shared by every step until then.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Row:
         return self.incarnation == self.seq.incarnation and self.seq.state is SeqState.RUNNING
 
 
-class Lane:
+class RunningColumns:
     """What does not change about sequences while they run, by column; never modified.
 
-    generation  of the roster the columns were made from: nobody may have started or left since
+    generation  of the sequence table when these were built: while it stands, no sequence started or ended
     counted     1 where committed tokens count as generated, 0 where the text side says at the end how many do (stop strings)
     """
 
@@ -52,12 +52,12 @@ class Lane:
     def __len__(self) -> int:
         return len(self.seqs)
 
-    def after(self, seqs: list[Sequence], generation: int) -> Lane:
-        """The lane of `seqs`: this one if they are the same, in the same slots."""
-        return self if generation == self.generation and seqs == self.seqs else Lane(seqs, generation)
+    def after(self, seqs: list[Sequence], generation: int) -> RunningColumns:
+        """The columns of `seqs`: these ones if the sequences are the same, in the same slots."""
+        return self if generation == self.generation and seqs == self.seqs else RunningColumns(seqs, generation)
 
 
-NOBODY = Lane([], 0)
+NO_ROWS = RunningColumns([], 0)
 
 
 class StepRows:
@@ -68,10 +68,10 @@ class StepRows:
     num_decodes      leading rows of one token that sample one
     After `close`:
     slots, incarnations  of the rows' sequences
-    lane             the leading rows' other columns
+    decode_columns       the leading rows' other columns
     """
 
-    __slots__ = ("counts", "incarnations", "lane", "num_decodes", "samples", "seqs", "slots", "starts")
+    __slots__ = ("counts", "decode_columns", "incarnations", "num_decodes", "samples", "seqs", "slots", "starts")
 
     def __init__(self) -> None:
         self.seqs: list[Sequence] = []
@@ -81,7 +81,7 @@ class StepRows:
         self.num_decodes = 0
         self.slots = array("i")
         self.incarnations: list[int] = []
-        self.lane = NOBODY
+        self.decode_columns = NO_ROWS
 
     def __len__(self) -> int:
         return len(self.seqs)
@@ -100,18 +100,18 @@ class StepRows:
             self.counts += ones
             self.samples += ones
 
-    def close(self, last: Lane, generation: int) -> None:
-        """No row is added from here on. last: the lane of the step before.
+    def close(self, last: RunningColumns, generation: int) -> None:
+        """No row is added from here on. last: the decode columns of the step before.
 
         A planned sequence is not preempted by the same plan, so slot and incarnation are what they were when its row was added.
         """
         self.fill()
-        decodes, others = self.seqs[: self.num_decodes], self.seqs[self.num_decodes :]
-        self.lane = lane = last.after(decodes, generation)
-        self.slots, self.incarnations = lane.slots, lane.incarnations
-        if others:
-            self.slots = lane.slots + array("i", [seq.slot for seq in others])
-            self.incarnations = lane.incarnations + [seq.incarnation for seq in others]
+        decodes, prefills = self.seqs[: self.num_decodes], self.seqs[self.num_decodes :]
+        self.decode_columns = columns = last.after(decodes, generation)
+        self.slots, self.incarnations = columns.slots, columns.incarnations
+        if prefills:
+            self.slots = columns.slots + array("i", [seq.slot for seq in prefills])
+            self.incarnations = columns.incarnations + [seq.incarnation for seq in prefills]
 
     def row(self, index: int) -> Row:
         """One row of a closed step."""

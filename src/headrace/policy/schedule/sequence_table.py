@@ -1,4 +1,4 @@
-"""Every sequence of one engine, from arrival to end: states, slots, deadlines, prerequisites, and what is told about each.
+"""Every sequence of one engine, from arrival to end: states, slots, deadlines, prerequisites, and the updates about each.
 
     add -> BLOCKED (prerequisites missing) -> WAITING (in the queue) -> RUNNING (slot and blocks) -> DONE
                                                   ^---- preempt ----'
@@ -21,14 +21,14 @@ from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.queues import Queue, make_queue
 from headrace.policy.schedule.deadlines import Deadlines, Limit
 from headrace.policy.schedule.sequence import NO_SLOT, SeqState, Sequence
-from headrace.policy.schedule.step_rows import Lane
+from headrace.policy.schedule.step_rows import RunningColumns
 from headrace.policy.schedule.updates import NOTHING, Output, token_updates
 
 FORK = "headrace.fork"
 """Prerequisite of the 2nd..nth sequence of a request: the first one's prompt has been computed."""
 
 
-class Roster:
+class SequenceTable:
     """Owns the sequences, the slots and the waiting queue. All methods run on the loop's thread."""
 
     def __init__(self, config: SchedulerConfig, kv: KvManager) -> None:
@@ -76,7 +76,7 @@ class Roster:
     # in
 
     def add(self, request: EngineRequest, now: float) -> None:
-        """Take a checked request in. Raises Overloaded when the waiting queue is full, ValueError for a request id still in use."""
+        """Add a checked request. Raises Overloaded when the waiting queue is full, ValueError for a request id still in use."""
         n = request.params.n
         if n > self.config.max_waiting:
             raise RequestTooLarge("n", f"n <= max_waiting ({self.config.max_waiting})", n, "Send several requests.")
@@ -92,7 +92,7 @@ class Roster:
                 self._place(seq)
                 self._watch_deadlines(seq, now)
         except Exception:
-            self._take_back(family)
+            self._remove(family)
             raise
         self.counters.prompt_tokens += len(request.prompt_ids)
 
@@ -102,7 +102,7 @@ class Roster:
         if seq.missing - {FORK}:
             self._deadlines.add(now + self.config.prerequisite_timeout_s, seq, Limit.PREREQUISITES)
 
-    def _take_back(self, family: list[Sequence]) -> None:
+    def _remove(self, family: list[Sequence]) -> None:
         """Adding a request raised: it was never here."""
         for seq in family:
             self.queue.remove(seq)
@@ -131,7 +131,7 @@ class Roster:
         tokens.extend(request.output_ids)
         self._next_seq += 1
         seq = Sequence(
-            SeqId(self._next_seq), request, index, now, tokens, len(request.prompt_ids), self._limit(request), promised=len(tokens)
+            SeqId(self._next_seq), request, index, now, tokens, len(request.prompt_ids), self._limit(request), num_expected=len(tokens)
         )
         seq.end_ids = self._end_ids(request)
         seq.missing = set(request.prerequisites) | ({FORK} if index else set())
@@ -149,7 +149,7 @@ class Roster:
             self._blocked[seq.seq_id] = seq
             return
         seq.state = SeqState.WAITING
-        hits = seq.computed or self.kv.num_hit_tokens(seq)
+        hits = seq.num_computed or self.kv.num_hit_tokens(seq)
         self.queue.push(seq, seq.num_prompt - min(hits, seq.num_prompt) + seq.limit - seq.num_prompt)
 
     def satisfied(self, request_id: RequestId, what: str) -> None:
@@ -191,7 +191,7 @@ class Roster:
         self.counters.preemptions += 1
 
     def drop_waiting_forks(self) -> bool:
-        """Let go of prompt blocks that waiting siblings hold; they prefill by themselves. True when something was freed."""
+        """Free the prompt blocks that one waiting sibling holds; it prefills by itself. True when something was freed."""
         for seq in self.alive():
             if seq.state is SeqState.WAITING and seq.blocks[0]:
                 self.kv.release(seq)
@@ -232,12 +232,12 @@ class Roster:
         *,
         keep_tokens: int | None = None,
         error: str | None = None,
-        is_told: bool = False,
+        is_emitted: bool = False,
     ) -> None:
-        """The one way out, from every state. is_told: the update that carries the end is on its way already."""
+        """The one way out, from every state. is_emitted: the update that carries the end is emitted by the caller."""
         if seq.state is SeqState.DONE:
             return
-        update = None if is_told else self._update(seq, NOTHING, 0, finish=reason, error=error)
+        update = None if is_emitted else self._update(seq, NOTHING, 0, finish=reason, error=error)
         num_outputs = seq.num_outputs if keep_tokens is None else min(keep_tokens, seq.num_outputs)
         # Each of these may be repeated: whoever called can end the sequence again if one of them raised.
         self.kv.release(seq, keep_tokens=seq.num_prompt + num_outputs)
@@ -278,10 +278,10 @@ class Roster:
             for sibling in list(family):
                 self._satisfy(sibling, FORK)
 
-    # news
+    # updates
 
     def append_output(self, seq: Sequence, output: Output) -> None:
-        """Known tokens grow; the sequence may end; whoever listens is told."""
+        """Known tokens grow; the sequence may end; an update is emitted."""
         reason: FinishReason | None = None
         stop_token: int | None = None
         kept = 0
@@ -295,22 +295,22 @@ class Roster:
                 reason = FinishReason.LENGTH
             if reason is not None:
                 break
-        seq.promised += kept
+        seq.num_expected += kept
         if not params.stop:
             self.counters.generation_tokens += kept  # with stop strings the text side decides how many count: see _end
         if kept == 0 and not output.prompt_logprobs:
             return
         update = self._update(seq, output, kept, finish=reason, stop_token_id=stop_token)
         if reason is not None:
-            self._end(seq, reason, is_told=True)
+            self._end(seq, reason, is_emitted=True)
         self._updates.append(update)
 
-    def tell_tokens(self, lane: Lane, token_ids: list[int], others: list[int]) -> None:
-        """What `append_output` tells of one token each, for a lane's sequences but the `others` (their places, ascending)."""
-        updates = token_updates(lane, token_ids)
-        for i in reversed(others):
+    def emit_tokens(self, columns: RunningColumns, token_ids: list[int], needs_full_commit: list[int]) -> None:
+        """What `append_output` emits of one token each, for all sequences of the columns but those at `needs_full_commit` (ascending)."""
+        updates = token_updates(columns, token_ids)
+        for i in reversed(needs_full_commit):
             del updates[i]
-        self.counters.generation_tokens += lane.num_counted - sum([lane.counted[i] for i in others])
+        self.counters.generation_tokens += columns.num_counted - sum([columns.counted[i] for i in needs_full_commit])
         self._updates += updates
 
     def fork_siblings(self, seq: Sequence) -> None:
@@ -332,8 +332,8 @@ class Roster:
         stop_token_id: int | None = None,
         error: str | None = None,
     ) -> SequenceUpdate:
-        tells_first = kept > 0 and not seq.told_first
-        seq.told_first = seq.told_first or tells_first
+        emits_first = kept > 0 and not seq.first_token_emitted
+        seq.first_token_emitted = seq.first_token_emitted or emits_first
         return SequenceUpdate(
             request_id=seq.request.request_id,
             epoch=seq.request.epoch,
@@ -344,8 +344,8 @@ class Roster:
             finish=finish,
             stop_token_id=stop_token_id,
             error=error,
-            num_cached_tokens=seq.num_cached if tells_first else None,
-            queue_time_s=seq.first_scheduled - seq.arrival if tells_first and seq.first_scheduled is not None else None,
+            num_cached_tokens=seq.num_cached if emits_first else None,
+            queue_time_s=seq.first_scheduled - seq.arrival if emits_first and seq.first_scheduled is not None else None,
         )
 
     def take_updates(self) -> list[SequenceUpdate]:
