@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
+from headrace.core.plan import TokenLogprobs
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import Rejected, SequenceUpdate
@@ -41,6 +42,7 @@ class RealEngine:
     """What an engine over a model folder said to each sequence. Leaving the block checks that nothing is left over.
 
     tokens   output ids per (request, index)
+    logprobs beside them, where they were asked for
     finish   how each sequence ended
     cached   prompt tokens each request took from the prefix cache
     refused  errors of rejected requests
@@ -49,6 +51,7 @@ class RealEngine:
 
     def __init__(self, folder: Path, **config: Any) -> None:
         self.tokens: dict[Key, list[int]] = defaultdict(list)
+        self.logprobs: dict[Key, list[TokenLogprobs]] = defaultdict(list)
         self.finish: dict[Key, FinishReason] = {}
         self.cached: dict[str, int] = {}
         self.errors: dict[str, str] = {}
@@ -101,6 +104,7 @@ class RealEngine:
             key = (str(update.request_id), update.index)
             assert key not in self.finish, "an update after the end"
             self.tokens[key] += update.token_ids
+            self.logprobs[key] += update.logprobs
             if update.num_cached_tokens is not None:
                 self.cached[update.request_id] = update.num_cached_tokens
             if update.error is not None:

@@ -78,6 +78,7 @@ requests = st.builds(
     EngineRequest,
     request_id=st.text("abc-123", min_size=1, max_size=20),
     epoch=counts,
+    first_index=counts,
     prompt_ids=st.lists(tokens, max_size=8).map(tuple),
     output_ids=st.lists(tokens, max_size=4).map(tuple),
     params=params,

@@ -33,8 +33,7 @@ class ReplicaStream:
     ) -> None:
         self.attempt = Attempt(request.request_id, request.epoch)
         self.handle = handle
-        self._num_running = request.params.n
-        self._is_running = [True] * request.params.n
+        self._running = set(request.indices)
         self._on_end = on_end
         self._on_leave = on_leave
         self._news: deque[SequenceUpdate | Rejected] = deque()
@@ -85,7 +84,7 @@ class ReplicaStream:
 
     def put(self, update: SequenceUpdate) -> None:
         """News from the session. News of a sequence that has ended is dropped."""
-        if self._is_ended or not 0 <= update.index < len(self._is_running) or not self._is_running[update.index]:
+        if self._is_ended or update.index not in self._running:
             return
         self._append(update)
         if update.finish is not None:
@@ -97,10 +96,9 @@ class ReplicaStream:
             self.end()
 
     def end_sequence(self, index: int) -> None:
-        if 0 <= index < len(self._is_running) and self._is_running[index]:
-            self._is_running[index] = False
-            self._num_running -= 1
-            if self._num_running == 0:
+        if index in self._running:
+            self._running.discard(index)
+            if not self._running:
                 self.end()
 
     def end(self) -> None:

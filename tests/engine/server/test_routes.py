@@ -27,10 +27,10 @@ class RoutesMachine(RuleBasedStateMachine):
         handle = Handle(self.next_handle)
         if request_id in self.open:
             with pytest.raises(ValueError):
-                self.routes.open(stream, handle, request_id, 0, n)
+                self.routes.open(stream, handle, request_id, 0, range(n))
             return
         self.next_handle += 1
-        self.routes.open(stream, handle, request_id, 0, n)
+        self.routes.open(stream, handle, request_id, 0, range(n))
         self.open[request_id] = (stream, handle, set(range(n)))
 
     @precondition(lambda self: self.open)

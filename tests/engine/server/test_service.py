@@ -36,6 +36,15 @@ async def test_many_requests_get_exactly_their_tokens() -> None:
         assert replica.num_open == 0
 
 
+async def test_one_sequence_of_several_is_resumed_alone_and_answers_under_its_index() -> None:
+    async with served() as engine, connected(engine) as replica:
+        whole = request("r", n=4, max_tokens=20)
+        said = fake_answer(whole, 2, 20, engine.options)
+        part = request("r", first_index=2, output_ids=tuple(said[:7]), max_tokens=20)
+        assert await read_all(replica.submit(part)) == {2: said[7:]}
+        await until(lambda: engine.is_idle)
+
+
 async def test_hello_tells_the_model_and_a_new_process_is_a_new_instance() -> None:
     async with served() as first, connected(first) as replica:
         assert replica.info is not None

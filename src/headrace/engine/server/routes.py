@@ -38,11 +38,11 @@ class Routes(Generic[Stream]):
     def __len__(self) -> int:
         return len(self._by_request)
 
-    def open(self, stream: Stream, handle: Handle, request_id: RequestId, epoch: int, n: int) -> Route[Stream]:
+    def open(self, stream: Stream, handle: Handle, request_id: RequestId, epoch: int, indices: range) -> Route[Stream]:
         """The caller has closed an older attempt before. Raises ValueError when the request or the handle has a route already."""
         if request_id in self._by_request or (stream, handle) in self._by_handle:
             raise ValueError(f"request {request_id} or handle {handle} is routed already")
-        route = Route(request_id, epoch, stream, handle, set(range(n)))
+        route = Route(request_id, epoch, stream, handle, set(indices))
         self._by_request[request_id] = self._by_handle[stream, handle] = route
         return route
 

@@ -268,7 +268,7 @@ class EngineService:
                 raise InvalidRequest("epoch", f"an epoch above {older.epoch}, which is still open", request.epoch)
             self._routes.close(older)
             self._engine.cancel(request.request_id)
-        self._routes.open(stream, handle, request.request_id, request.epoch, request.params.n)
+        self._routes.open(stream, handle, request.request_id, request.epoch, request.indices)
         self._engine.submit(request)
 
     def _cancel(self, stream: GatewayStream, handle: Handle) -> None:

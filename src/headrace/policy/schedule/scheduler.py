@@ -273,7 +273,7 @@ def _goes_on(seq: Sequence, computed: int, token: int) -> bool:
 
 def _not_emitted(row: Row, entries: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs, ...]:
     """Entries for prompt positions row.start + 1 and on, less those already emitted before a preemption or a repeated step."""
-    if not entries or row.seq.index:
+    if not entries or not row.seq.is_first:
         return ()  # the sequences of a request share their prompt: the first one emits them
     fresh = entries[max(0, row.seq.num_prompt_logprobs_emitted - row.start) :]
     row.seq.num_prompt_logprobs_emitted += len(fresh)

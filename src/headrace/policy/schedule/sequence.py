@@ -90,6 +90,11 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def is_first(self) -> bool:
+        """Of its request: it computes the prompt that the others share, and its updates carry the prompt's log-probabilities."""
+        return self.index == self.request.first_index
+
+    @property
     def is_complete(self) -> bool:
         """Everything it may ever produce is sampled already, committed or not."""
         return self.num_expected >= self.limit

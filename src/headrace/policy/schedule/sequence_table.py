@@ -85,7 +85,7 @@ class SequenceTable:
             raise Overloaded(f"the engine's waiting queue is full ({self.num_waiting} of {self.config.max_waiting})", retry_after_s=1.0)
         if request.request_id in self._families:
             raise ValueError(f"request id {request.request_id} is in use")
-        family = [self._make_sequence(request, index, now) for index in range(n)]
+        family = [self._make_sequence(request, index, now) for index in request.indices]
         self._families[request.request_id] = family
         try:
             for seq in family:
@@ -134,7 +134,7 @@ class SequenceTable:
             SeqId(self._next_seq), request, index, now, tokens, len(request.prompt_ids), self._limit(request), num_expected=len(tokens)
         )
         seq.end_ids = self._end_ids(request)
-        seq.missing = set(request.prerequisites) | ({FORK} if index else set())
+        seq.missing = set(request.prerequisites) | (set() if seq.is_first else {FORK})
         self.kv.open(seq)
         return seq
 
@@ -274,7 +274,7 @@ class SequenceTable:
         family.remove(seq)
         if not family:
             del self._families[seq.request.request_id]
-        if seq.index == 0:
+        if seq.is_first:
             for sibling in list(family):
                 self._satisfy(sibling, FORK)
 
@@ -315,7 +315,7 @@ class SequenceTable:
 
     def fork_siblings(self, seq: Sequence) -> None:
         """The first sequence's prompt is computed: its siblings share it."""
-        if seq.index or seq.request.params.n == 1:
+        if not seq.is_first or seq.request.params.n == 1:
             return
         for sibling in list(self._families.get(seq.request.request_id, ())):
             if FORK in sibling.missing:

@@ -29,6 +29,7 @@ def encode_submit(request: EngineRequest, handle: Handle, *, waited_s: float = 0
                 handle=handle,
                 request_id=request.request_id,
                 epoch=request.epoch,
+                first_index=request.first_index,
                 prompt_ids=request.prompt_ids,
                 output_ids=request.output_ids,
                 params=_encode_params(request.params),
@@ -61,6 +62,7 @@ def decode_submit(message: pb.Submit) -> EngineRequest:
     return EngineRequest(
         request_id=RequestId(message.request_id),
         epoch=message.epoch,
+        first_index=message.first_index,
         prompt_ids=tuple(message.prompt_ids),
         output_ids=tuple(message.output_ids),
         params=_decode_params(message.params),
