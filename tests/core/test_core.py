@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from headrace.core.errors import InvalidRequest, shorten
 from headrace.core.hashing import block_hash, chain_root
 from headrace.core.ids import SlotId
-from headrace.core.plan import Plan, Started
-from headrace.core.plan_codec import COLUMNS, PlanCodecError, decode_plan, dump_plans, encode_plan, load_plans
+from headrace.core.plan import MoveKind, Plan, Started
+from headrace.core.plan_codec import COLUMNS, MOVE_COLUMNS, PlanCodecError, decode_plan, dump_plans, encode_plan, load_plans
 from headrace.core.sampling import SamplingParams, params_from_mapping
 
 
@@ -97,7 +97,19 @@ params = st.builds(
     seed=st.integers(-(2**63), 2**63 - 1),
 )
 started = st.builds(Started, st.integers(0, 99).map(SlotId), columns, st.integers(0, 9), params, st.integers(0, 3))
-plans = st.builds(Plan, step_id=st.integers(0, 2**40), started=st.lists(started, max_size=2).map(tuple), **dict.fromkeys(COLUMNS, columns))
+moves = st.lists(st.tuples(st.sampled_from(MoveKind), *[st.integers(0, 2**31 - 1)] * 4), max_size=4)
+
+
+@st.composite
+def drawn_plans(draw: st.DrawFn) -> Plan:
+    """Any columns; those of moves are of one length, their kinds are known."""
+    given = {name: draw(columns) for name in COLUMNS if name not in MOVE_COLUMNS}
+    drawn = draw(moves)
+    given |= {name: array("i", [move[i] for move in drawn]) for i, name in enumerate(MOVE_COLUMNS)}
+    return Plan(step_id=draw(st.integers(0, 2**40)), started=tuple(draw(st.lists(started, max_size=2))), **given)
+
+
+plans = drawn_plans()
 
 
 @given(st.lists(plans, max_size=3))
@@ -119,6 +131,21 @@ def test_damaged_plans_are_refused_cleanly(plan: Plan, data: st.DataObject) -> N
     except PlanCodecError:
         return
     assert len(cut) == len(good), "lengths are always checked"
+
+
+@pytest.mark.parametrize("kind", [-1, max(MoveKind) + 1])
+def test_a_plan_with_an_unknown_kind_of_move_is_refused(kind: int) -> None:
+    one = array("i", [1])
+    plan = Plan(step_id=1, move_kinds=array("i", [kind]), move_ids=one, move_groups=one, move_sources=one, move_targets=one)
+    with pytest.raises(PlanCodecError, match=f"unknown kinds of moves: \\[{kind}\\]"):
+        decode_plan(encode_plan(plan))
+
+
+def test_a_plan_whose_moves_lack_a_column_is_refused() -> None:
+    """Such a plan was written before moves had ids: what it names could not be reported done."""
+    one = array("i", [1])
+    with pytest.raises(PlanCodecError, match="differ in length"):
+        decode_plan(encode_plan(Plan(step_id=1, move_kinds=one, move_groups=one, move_sources=one, move_targets=one)))
 
 
 def test_a_file_that_is_no_dump_is_refused() -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from hashlib import blake2b
 
 from headrace.core.kvgroup import KvGroup
-from headrace.core.plan import Plan, Result, Started, TokenLogprobs
+from headrace.core.plan import MoveKind, Plan, Result, Started, TokenLogprobs
 
 EMPTY = -1
 
@@ -123,7 +123,9 @@ class OracleRunner:
         entries = zip(plan.table_groups, plan.table_slots, plan.table_indices, plan.table_blocks, strict=True)
         for group, slot, index, block in entries:
             self.tables.setdefault((group, slot), {})[index] = block
-        for group, source, target in zip(plan.move_groups, plan.move_sources, plan.move_targets, strict=True):
+        for kind, group, source, target in zip(plan.move_kinds, plan.move_groups, plan.move_sources, plan.move_targets, strict=True):
+            if kind != MoveKind.COPY:
+                raise Corruption(f"a move of kind {MoveKind(kind).name}, and nowhere to move to")
             self.memory[group][target] = list(self.memory[group][source])
 
     def _write(self, slot: int, start: int, count: int) -> None:

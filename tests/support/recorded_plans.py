@@ -7,6 +7,8 @@ they are. Updates of one turn are compared sequence by sequence: in which order 
 from __future__ import annotations
 
 import hashlib
+import json
+import struct
 from random import Random
 from typing import Any
 
@@ -14,7 +16,7 @@ from engine_kit import FULL, VOCAB, WINDOW, DrivenEngine, request
 
 from headrace.core.ids import RequestId
 from headrace.core.plan import Plan, Result
-from headrace.core.plan_codec import encode_plan
+from headrace.core.plan_codec import COLUMNS, _params_to_json
 from headrace.core.request import PriorityClass
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.policy.schedule.scheduler import Scheduler
@@ -68,6 +70,18 @@ def check_every_row(scheduler: Scheduler) -> None:
     scheduler.commit = commit_one_by_one  # type: ignore[method-assign]
 
 
+def recorded_bytes(plan: Plan) -> bytes:
+    """A plan as it was written when the digests were made. What plans have had since (ids of moves) does not change them."""
+    started = [
+        {"slot": s.slot, "num_prompt_tokens": s.num_prompt_tokens, "index": s.index, "params": _params_to_json(s.params)}
+        for s in plan.started
+    ]
+    columns = [getattr(plan, name) for name in COLUMNS if name != "move_ids"] + [s.token_ids for s in plan.started]
+    header = {"step_id": plan.step_id, "columns": [len(column) for column in columns], "started": started}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return struct.pack("<I", len(text)) + text + b"".join(column.tobytes() for column in columns)
+
+
 class Life:
     """An engine over the oracle runner, and chance that submits, cancels, finishes, waits and lets steps fail."""
 
@@ -80,7 +94,7 @@ class Life:
         compute, take = self.driven.runner.compute, self.driven.engine._outbox
 
         def seen(plan: Plan) -> Result:
-            self.digest.update(encode_plan(plan))
+            self.digest.update(recorded_bytes(plan))
             return compute(plan)
 
         def told(updates: list[SequenceUpdate | Rejected]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headrace.core.ids import SlotId
-from headrace.core.plan import Plan, Result, Started
+from headrace.core.plan import SYNCHRONOUS, Plan, Result, Started
 from headrace.core.sampling import SamplingParams
 from headrace.engine.runner import Model, ModelRunner
 from headrace.tensor.batch import allocate_kv
@@ -185,6 +185,7 @@ class Planner:
             table_indices=array("i", [entry[1] for entry in self._tables]),
             table_blocks=array("i", [entry[2] for entry in self._tables]),
             move_kinds=array("i", [0] * len(self._moves)),
+            move_ids=array("i", [SYNCHRONOUS] * len(self._moves)),
             move_groups=array("i", [0] * len(self._moves)),
             move_sources=array("i", [move[0] for move in self._moves]),
             move_targets=array("i", [move[1] for move in self._moves]),

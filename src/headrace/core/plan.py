@@ -8,6 +8,10 @@ Order in which a runner applies a plan:
   1. `ended` slots are forgotten          4. block moves are made, in order
   2. `started` slots are filled           5. one forward over all rows, KV written
   3. block-table entries are written      6. rows with `samples` = 1 sample their next token, which the slot remembers
+
+Moves other than COPY are asynchronous: point 4 only begins them. They read and write at any time until a Result names their ids in
+`moves_done`. A plan without rows, made while moves are in flight, asks for nothing but that news: a runner may wait a little with its
+result. A step that raised is planned again under another step id; a move id that was begun already is not begun again.
 """
 
 from __future__ import annotations
@@ -27,8 +31,22 @@ def int_column(values: Sequence[int] = ()) -> array[int]:
 
 
 class MoveKind(IntEnum):
+    """What moves, from where to where. A runner refuses by name the kinds it cannot do."""
+
     COPY = 0
-    """Block to block inside one group: copy-on-write of a forked sequence."""
+    """Block to block inside one group (copy-on-write of a forked sequence), made before the plan's forward: done when the step is."""
+    HOST_OUT = 1
+    """Block to host slot (offload, swap out)."""
+    HOST_IN = 2
+    """Host slot to block (onload, swap in)."""
+    SEND = 3
+    """Block to another engine. Reserved: nothing plans it."""
+    RECEIVE = 4
+    """Block from another engine. Reserved: nothing plans it."""
+
+
+SYNCHRONOUS = 0
+"""Move id of a COPY: nobody waits for it by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +80,8 @@ class Plan:
       mask_slots     -1 = no grammar mask
 
     Block-table writes, one entry per newly held block: table[group][slot, index] = block.
-    Block moves: kind, group, source block, target block.
+    Block moves: kind, id, group, source, target (block ids; host slots on a HOST_* move's other side).
+      move_ids  > 0 and not in flight under that id, or SYNCHRONOUS for a COPY
     ended  slots whose sequence left since the previous plan
     """
 
@@ -78,6 +97,7 @@ class Plan:
     table_indices: array[int] = field(default_factory=int_column)
     table_blocks: array[int] = field(default_factory=int_column)
     move_kinds: array[int] = field(default_factory=int_column)
+    move_ids: array[int] = field(default_factory=int_column)
     move_groups: array[int] = field(default_factory=int_column)
     move_sources: array[int] = field(default_factory=int_column)
     move_targets: array[int] = field(default_factory=int_column)

@@ -1,30 +1,31 @@
 """Plans as bytes: for the replay file, and for ranks in other processes. Never pickle.
 
-    plan   = header length (u32) | header (JSON, utf-8) | columns, back to back, int32 little endian
-    header = {"step_id", "columns": [lengths in COLUMNS order], "started": [...]}
+    plan   = `core.columns` of COLUMNS, then one column of token ids per started sequence
+    header = {"step_id", "started": [...]}
     file   = MAGIC | plan length (u32) | plan | plan length | plan ...
 
-Every length is checked against what is there before anything is read.
+Every length is checked against what is there before anything is read; so are the moves' kinds, which say what their numbers mean.
 """
 
 from __future__ import annotations
 
-import json
 import struct
-import sys
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
+from headrace.core.columns import INT, Unpacked, pack
 from headrace.core.errors import HeadraceError
 from headrace.core.ids import SlotId
-from headrace.core.plan import Plan, Started
+from headrace.core.plan import MoveKind, Plan, Started
 from headrace.core.sampling import SamplingParams
 
-MAGIC = b"HRPLAN1\n"
+MAGIC = b"HRPLAN2\n"
 MAX_PLAN_BYTES = 256 * 1024 * 1024
 COLUMNS = tuple(f.name for f in fields(Plan) if f.name not in ("step_id", "started"))
+MOVE_COLUMNS = tuple(name for name in COLUMNS if name.startswith("move_"))
+_KINDS = frozenset(MoveKind)
 _U32 = struct.Struct("<I")
 
 
@@ -34,17 +35,12 @@ class PlanCodecError(HeadraceError):
 
 def encode_plan(plan: Plan) -> bytes:
     """One plan as bytes."""
-    columns = [getattr(plan, name) for name in COLUMNS] + [started.token_ids for started in plan.started]
-    header = {
-        "step_id": plan.step_id,
-        "columns": [len(column) for column in columns],
-        "started": [
-            {"slot": s.slot, "num_prompt_tokens": s.num_prompt_tokens, "index": s.index, "params": _params_to_json(s.params)}
-            for s in plan.started
-        ],
-    }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    return _U32.pack(len(text)) + text + b"".join(_column_bytes(column) for column in columns)
+    started = [
+        {"slot": s.slot, "num_prompt_tokens": s.num_prompt_tokens, "index": s.index, "params": _params_to_json(s.params)}
+        for s in plan.started
+    ]
+    columns = [getattr(plan, name) for name in COLUMNS] + [s.token_ids for s in plan.started]
+    return pack({"step_id": plan.step_id, "started": started}, columns)
 
 
 def decode_plan(data: bytes) -> Plan:
@@ -82,21 +78,21 @@ def load_plans(data: bytes) -> list[Plan]:
 
 
 def _decode(data: memoryview) -> Plan:
-    (header_length,) = _U32.unpack_from(data, 0)
-    header = json.loads(bytes(data[_U32.size : _U32.size + header_length]))
-    lengths = header["columns"]
-    if len(lengths) != len(COLUMNS) + len(header["started"]) or not all(isinstance(n, int) and n >= 0 for n in lengths):
+    found = Unpacked(data)
+    entries = found.header["started"]
+    if found.num_columns != len(COLUMNS) + len(entries):
         raise ValueError("column lengths do not match")
-    position = _U32.size + header_length
-    if position + 4 * sum(lengths) != len(data):
-        raise ValueError("columns do not fill the data")
-    columns = []
-    for length in lengths:
-        columns.append(_read_column(data[position : position + 4 * length]))
-        position += 4 * length
-    named = dict(zip(COLUMNS, columns, strict=False))
-    started = tuple(_started(entry, ids) for entry, ids in zip(header["started"], columns[len(COLUMNS) :], strict=True))
-    return Plan(step_id=int(header["step_id"]), started=started, **named)
+    columns: dict[str, array[int]] = {name: found.take(INT) for name in COLUMNS}
+    _check_moves(columns)
+    started = tuple(_started(entry, found.take(INT)) for entry in entries)
+    return Plan(step_id=int(found.header["step_id"]), started=started, **columns)
+
+
+def _check_moves(columns: Mapping[str, array[int]]) -> None:
+    if len({len(columns[name]) for name in MOVE_COLUMNS}) > 1:
+        raise ValueError("the columns of moves differ in length")
+    if unknown := set(columns["move_kinds"]) - _KINDS:
+        raise ValueError(f"unknown kinds of moves: {sorted(unknown)}")
 
 
 def _started(entry: Mapping[str, Any], token_ids: array[int]) -> Started:
@@ -109,18 +105,3 @@ def _params_to_json(params: SamplingParams) -> dict[str, Any]:
     given = {f.name: getattr(params, f.name) for f in fields(SamplingParams)}
     given["logit_bias"] = dict(params.logit_bias)
     return given
-
-
-def _column_bytes(column: array[int]) -> bytes:
-    if sys.byteorder == "big":
-        column = array("i", column)
-        column.byteswap()
-    return column.tobytes()
-
-
-def _read_column(data: memoryview) -> array[int]:
-    column = array("i")
-    column.frombytes(bytes(data))
-    if sys.byteorder == "big":
-        column.byteswap()
-    return column

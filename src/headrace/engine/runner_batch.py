@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.core.plan import Plan
+from headrace.core.plan import MoveKind, Plan
 from headrace.engine.runner_slots import Ints, SlotState, column
 from headrace.tensor.batch import Batch, GroupBatch
 
@@ -44,6 +44,14 @@ def read_rows(plan: Plan) -> Rows:
     row_starts = np.zeros(len(slots) + 1, dtype=np.int64)
     np.cumsum(counts, out=row_starts[1:])
     return Rows(slots, starts, counts, samples, row_starts)
+
+
+def refuse_moves_but_copies(plan: Plan) -> None:
+    """Raises ValueError for moves to and from elsewhere, which this runner cannot make."""
+    for kind in plan.move_kinds:
+        if kind != MoveKind.COPY:
+            name = MoveKind(kind).name if kind in set(MoveKind) else str(kind)
+            raise ValueError(f"move_kinds: this runner has no memory but the device's; every move must be COPY, got {name}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from headrace.core.errors import CheckpointError, EngineFatal
 from headrace.core.kvgroup import KvGroup
 from headrace.core.model_info import ModelInfo
-from headrace.core.plan import Plan, Result, Started, TokenLogprobs, int_column
+from headrace.core.plan import MoveKind, Plan, Result, Started, TokenLogprobs, int_column
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.build import assemble
@@ -247,7 +247,9 @@ class PagedIds:
         for group, slot, index, block in columns:
             self._groups.add(group)
             self._tables.setdefault((group, slot), {})[index] = block
-        for group, source, target in zip(plan.move_groups, plan.move_sources, plan.move_targets, strict=True):
+        for kind, group, source, target in zip(plan.move_kinds, plan.move_groups, plan.move_sources, plan.move_targets, strict=True):
+            if kind != MoveKind.COPY:
+                raise ValueError(f"move_kinds: this runner has nothing but blocks; every move must be COPY, got {MoveKind(kind).name}")
             self._blocks[group, target] = array("i", self._block(group, source))
 
     def write(self, slot: int, start: int, ids: Sequence[int]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from runner_kit import CONTEXT, GREEDY, VOCAB, DenseLlama, Planner, make_runner, row_tokens
 from torch import Tensor
 
-from headrace.core.plan import Plan, Result, TokenLogprobs
+from headrace.core.plan import MoveKind, Plan, Result, TokenLogprobs
 from headrace.core.sampling import SamplingParams
 from headrace.engine.runner import ModelRunner
 from headrace.tensor.batch import Batch, KvCache
@@ -225,6 +228,19 @@ def test_a_prompt_position_that_is_nan_fails_its_row_alone(decoder: Decoder) -> 
     assert [row for row, _ in result.errors] == [0]
     assert list(result.token_counts) == [0, 1]
     assert [row for row, _ in result.prompt_logprobs] == [1]
+
+
+@pytest.mark.parametrize("kind", [MoveKind.HOST_OUT, MoveKind.HOST_IN, MoveKind.SEND, MoveKind.RECEIVE, 99])
+def test_moves_this_runner_cannot_make_are_refused_with_nothing_applied(decoder: Decoder, dense: DenseLlama, kind: int) -> None:
+    runner, planner = make_runner(decoder), Planner()
+    planner.start(0, [4, 5], GREEDY)
+    plan = planner.plan((0, 0, 2, 1))
+    one = array("i", [1])
+    moving = replace(plan, move_kinds=array("i", [kind]), move_ids=one, move_groups=array("i", [0]), move_sources=one, move_targets=one)
+    with pytest.raises(ValueError, match=f"move_kinds.*{MoveKind(kind).name if kind < 5 else kind}"):
+        run(runner, moving)
+    assert not runner._state.known.any()
+    assert row_tokens(run(runner, plan)) == [dense.greedy([4, 5], 1)]
 
 
 @pytest.mark.parametrize(("column", "value"), [("adapter_slots", 1), ("mask_slots", 0)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from headrace.core.plan import MoveKind, Plan, Started, int_column
+from headrace.core.plan import SYNCHRONOUS, MoveKind, Plan, Started, int_column
 from headrace.policy.schedule.step_rows import StepRows
 
 
@@ -13,7 +13,7 @@ class PlanBuilder:
 
     def __init__(self) -> None:
         self.table_groups, self.table_slots, self.table_indices, self.table_blocks = (int_column() for _ in range(4))
-        self.move_groups, self.move_sources, self.move_targets = (int_column() for _ in range(3))
+        self.move_kinds, self.move_ids, self.move_groups, self.move_sources, self.move_targets = (int_column() for _ in range(5))
         self.started: list[Started] = []
         self.ended = int_column()
 
@@ -23,7 +23,8 @@ class PlanBuilder:
         builder = cls()
         builder.table_groups, builder.table_slots = plan.table_groups, plan.table_slots
         builder.table_indices, builder.table_blocks = plan.table_indices, plan.table_blocks
-        builder.move_groups, builder.move_sources, builder.move_targets = plan.move_groups, plan.move_sources, plan.move_targets
+        builder.move_kinds, builder.move_ids, builder.move_groups = plan.move_kinds, plan.move_ids, plan.move_groups
+        builder.move_sources, builder.move_targets = plan.move_sources, plan.move_targets
         builder.started, builder.ended = list(plan.started), plan.ended
         return builder
 
@@ -34,6 +35,11 @@ class PlanBuilder:
         self.table_blocks.append(block)
 
     def copy(self, group: int, source: int, target: int) -> None:
+        self.move(MoveKind.COPY, SYNCHRONOUS, group, source, target)
+
+    def move(self, kind: MoveKind, move_id: int, group: int, source: int, target: int) -> None:
+        self.move_kinds.append(kind)
+        self.move_ids.append(move_id)
         self.move_groups.append(group)
         self.move_sources.append(source)
         self.move_targets.append(target)
@@ -58,7 +64,8 @@ class PlanBuilder:
             table_slots=self.table_slots,
             table_indices=self.table_indices,
             table_blocks=self.table_blocks,
-            move_kinds=array("i", [MoveKind.COPY]) * len(self.move_sources),
+            move_kinds=self.move_kinds,
+            move_ids=self.move_ids,
             move_groups=self.move_groups,
             move_sources=self.move_sources,
             move_targets=self.move_targets,
