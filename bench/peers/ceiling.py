@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from bench.peers.shapes import Products, Shape
-from headrace.tensor.host.cpu_features import read_cpu_features, resolve_dtype
+from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features, resolve_dtype
+from headrace.tensor.kernels import load_kernels
 from headrace.tensor.kernels.cpu.backend import FEW_TOKENS, KERNELS
 from headrace.tensor.kernels.cpu.linear import OneDnnLinear, onednn_takes
 from headrace.tensor.kernels.cpu.together import Recording, settle
@@ -72,11 +73,13 @@ class OneDnnInt8:
         return made
 
 
-def kinds_of(precision: str) -> dict[str, Kind]:
-    """Implementations that may answer for weights of `precision`, by name."""
-    own, _ = resolve_dtype("auto", "bfloat16", read_cpu_features())
+def kinds_of(precision: str, features: CpuFeatures | None = None) -> dict[str, Kind]:
+    """Implementations that may answer for weights of `precision`, by name; ours in the dtype that an engine computes in on this CPU."""
+    features = features or read_cpu_features()
+    kernels = load_kernels("numba", features=features)
+    own, _ = resolve_dtype("auto", "bfloat16", features)
     kinds = {
-        "headrace": Kind(lambda weight: KERNELS.pack_linear(weight.to(own), None), own),
+        "headrace": Kind(lambda weight: kernels.pack_linear(weight.to(own), None), own),
         "onednn-float32": Kind(lambda weight: OneDnnLinear(weight.float(), None), torch.float32),
     }
     if onednn_takes(torch.bfloat16):
@@ -84,7 +87,8 @@ def kinds_of(precision: str) -> dict[str, Kind]:
     if precision != "bf16":
         kinds["onednn-int8"] = Kind(OneDnnInt8, torch.uint8)
         width = Precision(precision)
-        kinds[f"headrace-{width.value}"] = Kind(lambda weight: KERNELS.pack_rounded(round_weight(weight, width), None), own)
+        rows, _ = resolve_dtype("auto", "bfloat16", features, is_rounded=True)
+        kinds[f"headrace-{width.value}"] = Kind(lambda weight: kernels.pack_rounded(round_weight(weight, width), None), rows)
     return kinds
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench import precision_paths
 from bench.peers.ceiling import Ceiling, Kind, OneDnnInt8, Pass, kinds_of, passes_of
 from bench.peers.engines import WORKERS, Launch, launch_of, running
 from bench.peers.rows import row_names
@@ -67,8 +68,10 @@ def test_the_fastest_kind_is_chosen_before_the_clock_starts() -> None:
     assert slow == []
 
 
-def test_steps_of_few_rows_are_recorded_where_nothing_computes_outside_the_list() -> None:
-    kinds = kinds_of("int8")
+@pytest.mark.parametrize("cpu", precision_paths.CPUS)
+def test_steps_of_few_rows_are_recorded_where_nothing_computes_outside_the_list(cpu: str) -> None:
+    """Integers are multiplied in float32 rows on every CPU, as an engine does: casts around them would compute outside the list."""
+    kinds = kinds_of("int8", precision_paths.CPUS[cpu])
     own = Ceiling(TINY, {"own": kinds["headrace-int8"]})
     own.prepare(prompts(*[40] * 3), [3, 2, 1])
     assert set(own._recorded) == {Pass(2, 2), Pass(1, 1)}

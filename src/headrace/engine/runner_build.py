@@ -24,21 +24,24 @@ from headrace.tensor.models import LoadedModel, ModelDescription, describe, load
 from headrace.tensor.packed.file import PackedFolder
 
 
-def build_runner(config: EngineConfig, packed: PackedFolder | None = None) -> tuple[ModelRunner | OverlappedRunner, ModelInfo]:
+def build_runner(
+    config: EngineConfig, packed: PackedFolder | None = None, features: CpuFeatures | None = None
+) -> tuple[ModelRunner | OverlappedRunner, ModelInfo]:
     """Choose threads, dtype and kernels, load the weights, size and reserve the KV cache, warm up.
 
-    packed  where packed weights are kept, if they are; reading may have begun (`engine.read_ahead`)
+    packed    where packed weights are kept, if they are; reading may have begun (`engine.read_ahead`)
+    features  of the CPU whose choices are made; None: this machine's
 
     Raises: ConfigError, CheckpointError; before any weight is read where that can be known.
     """
     folder = Path(config.model)
     _check_device(config.device)
     found = describe(folder, max_model_len=config.max_model_len, quantization=config.quantization)
-    features, is_rounded = read_cpu_features(), config.quantization != "none"
+    features, is_rounded = features or read_cpu_features(), config.quantization != "none"
     dtype, why_dtype = resolve_dtype(config.dtype, found.dtype_name, features, device=config.device, is_rounded=is_rounded)
     _check_weights_fit(found, read_memory(config.device), 0 if packed is None else packed.num_bytes_ahead)
     kernels, why_kernels = choose_kernels(config.kernels, config.device)
-    implementation = load_kernels(kernels)
+    implementation = load_kernels(kernels, features=features)
     threads = plan_threads(config.num_threads)  # after the kernels: Numba's threading layer is known then
     apply_threads(threads)
     loaded = load_model(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.errors import ConfigError
+from headrace.tensor.host.cpu_features import CpuFeatures
 from headrace.tensor.kernels.filters import Doubles, FilterLimits, Floats, Ints
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
@@ -186,17 +187,17 @@ class Kernels(Protocol):
 _IMPLEMENTATIONS = {"reference": "headrace.tensor.kernels.reference", "numba": "headrace.tensor.kernels.cpu.backend"}
 
 
-def load_kernels(name: str, *, deterministic: bool = False) -> Kernels:
+def load_kernels(name: str, *, deterministic: bool = False, features: CpuFeatures | None = None) -> Kernels:
     """The named implementation; importing it is what may be slow (Numba).
 
     deterministic  a row's result must not depend on the other rows of its step, to the bit (`cpu.backend`). Raises ConfigError
                    where the implementation cannot promise that.
+    features       choose paths as this CPU would have them; None: as this machine. Instructions are this machine's all the same
     """
     module = import_module(_IMPLEMENTATIONS[name])
-    if not deterministic:
-        kernels: Kernels = module.KERNELS
-        return kernels
-    if name != "numba":
+    if deterministic and name != "numba":
         raise ConfigError("deterministic", f"{name} kernels leave products to a library whose rounding depends on the batch", "Use numba.")
-    invariant: Kernels = module.DETERMINISTIC
-    return invariant
+    kernels: Kernels = module.DETERMINISTIC if deterministic else module.KERNELS
+    if features is not None and name == "numba":
+        kernels = module.NumbaKernels(deterministic=deterministic, features=features)
+    return kernels

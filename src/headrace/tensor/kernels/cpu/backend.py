@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from headrace.tensor.host.cpu_features import LinearPath, linear_path, read_cpu_features
+from headrace.tensor.host.cpu_features import CpuFeatures, LinearPath, linear_path, read_cpu_features
 from headrace.tensor.kernels import Kernels, Linear, PackedLinear
 from headrace.tensor.kernels.cpu import cache_write, draw, elementwise
 from headrace.tensor.kernels.cpu.attention import paged as attention
@@ -74,8 +74,9 @@ class NumbaKernels:
     name = "numba"
     most_recorded_bytes = MOST_KEPT_BYTES
 
-    def __init__(self, *, deterministic: bool) -> None:
-        self.deterministic = deterministic
+    def __init__(self, *, deterministic: bool, features: CpuFeatures | None = None) -> None:
+        """features: of the CPU whose linear paths are taken; None: this machine's."""
+        self.deterministic, self.features = deterministic, features or read_cpu_features()
 
     def together(self, num_tokens: int) -> AbstractContextManager[None]:
         return together() if num_tokens <= FEW_TOKENS else nullcontext()
@@ -90,7 +91,7 @@ class NumbaKernels:
         dtype = dtype or weight.dtype
         if not _fits(weight) or dtype not in _DTYPES:
             return OutsideLinear(REFERENCE.pack_linear(weight, bias, dtype))
-        path = LinearPath.STRIPS if self.deterministic else linear_path(read_cpu_features(), dtype)
+        path = LinearPath.STRIPS if self.deterministic else linear_path(self.features, dtype)
         if path is LinearPath.STRIPS and can_strip(weight):
             return StripLinear.pack(weight, bias)
         if onednn_takes(dtype) and weight.numel() > 0:
@@ -106,8 +107,7 @@ class NumbaKernels:
         return OutsideLinear(REFERENCE.pack_rounded(weight, bias))
 
     def packed_layout(self, precision: Precision) -> str:
-        features = read_cpu_features()
-        paths = ["strips"] if self.deterministic else [linear_path(features, dtype) for dtype in _DTYPES]
+        paths = ["strips"] if self.deterministic else [linear_path(self.features, dtype) for dtype in _DTYPES]
         layout = f"strips of {STRIP_COLUMNS}, bytes in order, pieces of {DEPTH}, {paths}"
         return layout if precision is not Precision.NONE else f"{layout}, blocks for {thread_limit()} threads"
 
