@@ -13,7 +13,7 @@ import pytest
 from gateway_kit import MODEL, TestBench, chat_body, dial, metric, open_bench, serving
 
 from headrace.core.request import PriorityClass
-from headrace.gateway.app import ENDPOINTS
+from headrace.gateway.surfaces.routes import ENDPOINTS
 from headrace.text.folder import TextModel
 
 KEY = "sk-canary-7f3a9c51d2e84b60"

@@ -13,8 +13,9 @@ import pytest
 from gateway_kit import MODEL, TestBench
 
 from headrace.core.request import EngineRequest
+from headrace.gateway.surfaces.chat import ChatRequest
+from headrace.gateway.surfaces.completions import CompletionRequest
 from headrace.gateway.surfaces.dialect.fields import TABLE, FieldRule, Surface, Treatment, render_table
-from headrace.gateway.surfaces.dialect.schemas import ChatRequest, CompletionRequest
 
 DOCS = Path(__file__).parents[2] / "docs" / "api.md"
 KINDS: dict[Surface, type[msgspec.Struct]] = {Surface.CHAT: ChatRequest, Surface.COMPLETIONS: CompletionRequest}

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from gateway_kit import MAX_MODEL_LEN, TestBench, events_of, eventually
 
-from headrace.gateway.generation import run as generate
-from headrace.gateway.surfaces.dialect import answers
+from headrace.gateway.generation import score_limits
+from headrace.gateway.surfaces import completions
 from headrace.gateway.surfaces.dialect.logprobs import LOWEST_LOGPROB, chat_logprobs, completion_logprobs, echo_logprobs
 from headrace.text.assemble import TokenEntry, TopToken
 
@@ -32,7 +32,7 @@ async def test_a_prompt_is_scored_once_whatever_n_is(bench: TestBench, monkeypat
     """Choices of one prompt show the same scores: they are made once."""
     made: list[str] = []
     for name in ("echo_logprobs", "prompt_logprobs"):
-        monkeypatch.setattr(answers, name, noting(made, name, getattr(answers, name)))
+        monkeypatch.setattr(completions, name, noting(made, name, getattr(completions, name)))
     more = {} if is_streaming else {"prompt_logprobs": 1}
     response = await bench.complete(prompt=["Hello", "Bye"], n=3, echo=True, logprobs=2, max_tokens=2, stream=is_streaming, **more)
     assert sorted(made) == ["echo_logprobs"] * 2 + ["prompt_logprobs"] * (0 if is_streaming else 2)
@@ -44,7 +44,7 @@ async def test_a_prompt_is_scored_once_whatever_n_is(bench: TestBench, monkeypat
 @pytest.mark.parametrize("is_streaming", [False, True])
 async def test_many_scores_are_written_off_the_event_loop(bench: TestBench, monkeypatch: pytest.MonkeyPatch, is_streaming: bool) -> None:
     threads: list[str] = []
-    monkeypatch.setattr(answers, "echo_logprobs", noting(threads, threading.current_thread, echo_logprobs))
+    monkeypatch.setattr(completions, "echo_logprobs", noting(threads, threading.current_thread, echo_logprobs))
     for prompt in ([5], [5] * (MAX_MODEL_LEN - 1)):
         response = await bench.complete(prompt=prompt, echo=True, logprobs=20, max_tokens=1, stream=is_streaming)
         assert response.status_code == 200
@@ -75,7 +75,7 @@ async def test_scores_of_a_whole_answer_are_capped_before_it_runs_where_its_leng
 
 
 async def test_scores_of_a_whole_answer_are_capped_while_it_runs(bench: TestBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "MAX_OUTPUT_SCORES", 30)
+    monkeypatch.setattr(score_limits, "MAX_OUTPUT_SCORES", 30)
     assert (await bench.chat(logprobs=True, top_logprobs=2, max_tokens=10)).status_code == 200
     response = await bench.chat(logprobs=True, top_logprobs=2)
     assert (response.status_code, response.json()["error"]["param"]) == (413, "top_logprobs")

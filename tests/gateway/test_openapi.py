@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from gateway_kit import TestBench
 
-from headrace.gateway.app import ENDPOINTS
 from headrace.gateway.surfaces.dialect.fields import TABLE, Surface, Treatment
+from headrace.gateway.surfaces.routes import ENDPOINTS, render_table
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,16 +26,27 @@ async def document(bench: TestBench) -> dict[str, Any]:
 
 async def test_every_endpoint_is_described(bench: TestBench) -> None:
     paths = (await document(bench))["paths"]
-    served = {
-        surface.path.replace("{model:path}", "{model}"): surface
-        for surface in ENDPOINTS
-        if not surface.path.startswith(("/docs", "/openapi"))
-    }
-    assert set(paths) == set(served)
-    for path, surface in served.items():
-        assert set(paths[path]) == {method.lower() for method in surface.handlers}
-        for operation in paths[path].values():
-            assert ("security" in operation) == (not surface.is_public)
+    described = {(path, method) for path, operations in paths.items() for method in operations}
+    assert described == {(endpoint.shown_path, endpoint.method.lower()) for endpoint in ENDPOINTS}
+    for endpoint in ENDPOINTS:
+        operation = paths[endpoint.shown_path][endpoint.method.lower()]
+        assert ("security" in operation) == (not endpoint.is_public)
+        assert ("requestBody" in operation) == (endpoint.request is not None)
+        assert [given["name"] for given in operation.get("parameters", [])] == endpoint.path_params
+
+
+async def test_answers_are_of_the_media_type_that_is_described(bench: TestBench) -> None:
+    """Of the paths that can be asked without a body or a name."""
+    for endpoint in ENDPOINTS:
+        if endpoint.method == "GET" and not endpoint.path_params:
+            response = await bench.client.get(endpoint.path)
+            assert response.headers["content-type"].startswith(endpoint.media_type), endpoint.path
+
+
+def test_documentation_is_this_table() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="ascii")
+    shown = text.split("<!-- paths: made from headrace.gateway.surfaces.routes -->\n")[1].split("<!-- end of paths -->")[0]
+    assert shown == render_table(), "docs/api.md: replace the table with the output of headrace.gateway.surfaces.routes.render_table()"
 
 
 async def test_references_lead_somewhere(bench: TestBench) -> None:

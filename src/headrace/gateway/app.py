@@ -1,4 +1,4 @@
-"""The ASGI application: one table of routes, one way in, one way out.
+"""The ASGI application: one way in and one way out for every row of `surfaces.routes`.
 
 Every request passes `Gateway.__call__`: it gets its id, its Host and Origin are checked, the router finds the endpoint by the decoded
 path, the endpoint asks for a key unless it is public, and whatever happens ends in one answer, one log line and one count. Starlette is
@@ -12,7 +12,6 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from starlette.routing import Route, Router
@@ -20,76 +19,61 @@ from starlette.routing import Route, Router
 from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded
 from headrace.core.ids import RequestId
 from headrace.gateway.access.auth import Authenticator
-from headrace.gateway.generation import run as generate
-from headrace.gateway.generation.run import Service
+from headrace.gateway.generation.service import Service
 from headrace.gateway.http.errors import BAD_HTTP, ClientLeft, MethodNotAllowed, RouteNotFound, SlowReader, error_reply
 from headrace.gateway.http.exchange import Exchange, Receive, Scope, Send
 from headrace.gateway.http.hosts import HostCheck
-from headrace.gateway.surfaces import docs_page, probes
+from headrace.gateway.surfaces.endpoint import Endpoint
+from headrace.gateway.surfaces.routes import ENDPOINTS, Handler
 from headrace.observe.request_log import RequestLog, RequestRecord
 
 log = logging.getLogger("headrace.gateway")
 
-Handler = Callable[[Service, Exchange], Awaitable[None]]
 EXCHANGE = "headrace.exchange"
 MAX_LOGGED_PATH = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """One path.
-
-    handlers   by method; GET answers HEAD as well
-    is_public  answers without a key. Never more than the three probes
-    generates  its requests are counted in headrace_requests_total
-    """
+class _Path:
+    """One path and what each of its methods does."""
 
     path: str
-    handlers: dict[str, Handler]
-    is_public: bool = False
-    generates: bool = False
+    methods: dict[str, Endpoint[Handler]]
 
     @property
-    def methods(self) -> tuple[str, ...]:
-        return tuple(sorted({*self.handlers, "HEAD"} if "GET" in self.handlers else self.handlers))
+    def generates(self) -> bool:
+        return any(endpoint.generates for endpoint in self.methods.values())
 
-    def handler(self, method: str) -> Handler:
-        found = self.handlers.get("GET" if method == "HEAD" else method)
+    @property
+    def is_public(self) -> bool:
+        """A path is public with all its methods or not at all."""
+        return all(endpoint.is_public for endpoint in self.methods.values())
+
+    def endpoint(self, method: str) -> Endpoint[Handler]:
+        """Raises MethodNotAllowed."""
+        found = self.methods.get("GET" if method == "HEAD" else method)
         if found is None:
-            raise MethodNotAllowed(method, self.methods)
+            raise MethodNotAllowed(method, tuple(sorted({*self.methods, "HEAD"} if "GET" in self.methods else self.methods)))
         return found
 
 
-ENDPOINTS = (
-    Endpoint("/v1/chat/completions", {"POST": generate.chat_completions}, generates=True),
-    Endpoint("/v1/completions", {"POST": generate.completions}, generates=True),
-    Endpoint("/v1/models", {"GET": probes.list_models}),
-    Endpoint("/v1/models/{model:path}", {"GET": probes.one_model}),
-    Endpoint("/v1/tokenize", {"POST": probes.tokenize}),
-    Endpoint("/v1/detokenize", {"POST": probes.detokenize}),
-    Endpoint("/tokenize", {"POST": probes.tokenize}),
-    Endpoint("/detokenize", {"POST": probes.detokenize}),
-    Endpoint("/health", {"GET": probes.health}, is_public=True),
-    Endpoint("/live", {"GET": probes.live}, is_public=True),
-    Endpoint("/ready", {"GET": probes.ready}, is_public=True),
-    Endpoint("/metrics", {"GET": probes.metrics}),
-    Endpoint("/version", {"GET": probes.version}),
-    Endpoint("/load", {"GET": probes.load}),
-    Endpoint("/openapi.json", {"GET": docs_page.openapi}),
-    Endpoint("/docs", {"GET": docs_page.page}),
-    Endpoint("/docs/{name}", {"GET": docs_page.asset}),
-)
+def _paths() -> list[_Path]:
+    """The endpoint table by path, in its order: the router takes the first that fits."""
+    paths: dict[str, _Path] = {}
+    for endpoint in ENDPOINTS:
+        paths.setdefault(endpoint.path, _Path(endpoint.path, {})).methods[endpoint.method] = endpoint
+    return list(paths.values())
 
 
 class _Routed:
-    """An endpoint as the router calls it."""
+    """A path as the router calls it; None for one that is not there."""
 
-    def __init__(self, endpoint: Endpoint | None, gateway: Gateway) -> None:
-        self._endpoint = endpoint
+    def __init__(self, path: _Path | None, gateway: Gateway) -> None:
+        self._path = path
         self._gateway = gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._gateway.dispatch(self._endpoint, scope[EXCHANGE])
+        await self._gateway.dispatch(self._path, scope[EXCHANGE])
 
 
 class Gateway:
@@ -102,7 +86,7 @@ class Gateway:
         self._authenticator = Authenticator(config.api_keys)
         self._host_check = HostCheck(config.host, config.allowed_hosts)
         self._public = frozenset({"/metrics"} if config.open_metrics else ())
-        routes = [Route(endpoint.path, _Routed(endpoint, self)) for endpoint in ENDPOINTS]
+        routes = [Route(path.path, _Routed(path, self)) for path in _paths()]
         self._router = Router(routes, redirect_slashes=False, default=_Routed(None, self))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -125,16 +109,16 @@ class Gateway:
         finally:
             self._close(exchange)
 
-    async def dispatch(self, endpoint: Endpoint | None, exchange: Exchange) -> None:
+    async def dispatch(self, path: _Path | None, exchange: Exchange) -> None:
         """Who may, then what. Default-deny: an unknown path wants a key as well before it is called unknown."""
-        if endpoint is not None and endpoint.generates:
+        if path is not None and path.generates:
             exchange.record.outcome = "rejected"  # until it is something else
-        if endpoint is None or not (endpoint.is_public or endpoint.path in self._public):
+        if path is None or not (path.is_public or path.path in self._public):
             exchange.principal = self._authenticator.principal(exchange.headers)
             exchange.record.tenant = exchange.principal.tenant
-        if endpoint is None:
+        if path is None:
             raise RouteNotFound(exchange.scope["path"])
-        await endpoint.handler(exchange.scope["method"])(self.service, exchange)
+        await path.endpoint(exchange.scope["method"]).handler(self.service, exchange)
 
     def refused(self, request_id: str, status: int) -> None:
         """The protocol answered in the application's place (no HTTP, too large or too late a head): its log line and its count."""

@@ -11,7 +11,7 @@ from headrace.core.errors import ConfigError
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.app import Gateway
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig
-from headrace.gateway.generation.run import Service
+from headrace.gateway.generation.service import Service
 from headrace.gateway.generation.text_pool import TextPool
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.upstream.replicas import Connection, Replica, ReplicaPool

@@ -1,4 +1,4 @@
-"""/openapi.json, and /docs: Swagger UI from files in this package. No CDN, no fonts, no validator: it works on a machine without network.
+"""/docs: Swagger UI from files in this package. No CDN, no fonts, no validator: it works on a machine without network.
 
 Files are served from a table made at start; a name in a URL is looked up there and never joined to a path.
 """
@@ -8,18 +8,13 @@ from __future__ import annotations
 from functools import cache
 from importlib.resources import files
 
-from headrace.gateway.generation.run import Service
+from headrace.gateway.generation.service import Service
 from headrace.gateway.http.errors import RouteNotFound
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.surfaces import openapi as openapi_document
 
 _TYPES = {".js": b"text/javascript; charset=utf-8", ".css": b"text/css; charset=utf-8", ".html": b"text/html; charset=utf-8"}
 _CSP = b"default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'"
 _PAGE = "docs.html"
-
-
-async def openapi(service: Service, exchange: Exchange) -> None:
-    await exchange.reply(200, openapi_document.document())
 
 
 async def page(service: Service, exchange: Exchange) -> None:

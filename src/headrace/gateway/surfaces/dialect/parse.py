@@ -1,6 +1,6 @@
 """A decoded body -> a request that cannot be wrong. Types by msgspec, fields by `dialect.fields`, rules by `core.sampling`.
 
-Two steps, because a model's own defaults are needed for the second: `parse_chat` and `parse_completion` need the body only;
+What surfaces share. Two steps, because a model's own defaults are needed for the second: a surface's `parse` needs the body only;
 `sampling_params` adds what the model's generation_config.json says.
 """
 
@@ -17,22 +17,10 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.request import PriorityClass
 from headrace.core.sampling import SamplingParams
 from headrace.gateway.config import Limits
-from headrace.gateway.surfaces.dialect.fields import Surface, honoured_fields, unknown_field
-from headrace.gateway.surfaces.dialect.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Message,
-    SamplingFields,
-    StreamOptions,
-    TextPart,
-    TokenizeRequest,
-)
+from headrace.gateway.surfaces.dialect.fields import unknown_field
+from headrace.gateway.surfaces.dialect.schemas import Message, SamplingFields, StreamOptions, TextPart
 
 T = TypeVar("T", bound=msgspec.Struct)
-
-DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's legacy default of /v1/completions; a chat without max_tokens may use what the context leaves."""
 
 MAX_CACHE_SALT_CHARS = 256
 REQUIRED = "a value (it is required)"
@@ -71,62 +59,12 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 
 
-def parse_chat(body: dict[str, object], limits: Limits) -> ChatRequest:
-    """Raises InvalidRequest for the first field that is unknown, refused or of the wrong type."""
-    fields = honoured_fields(body, Surface.CHAT)
-    check_messages(fields.get("messages"), limits)
-    request = convert(fields, ChatRequest)
-    if request.top_logprobs is not None and not request.logprobs:
-        raise InvalidRequest("top_logprobs", "logprobs = true beside it", request.top_logprobs)
-    if request.max_completion_tokens is not None:
-        if request.max_tokens not in (None, request.max_completion_tokens):
-            raise InvalidRequest(
-                "max_completion_tokens", f"the same value as max_tokens ({request.max_tokens})", request.max_completion_tokens
-            )
-        request.max_tokens = request.max_completion_tokens
-    _check_shared(request, limits)
-    return request
-
-
-def parse_completion(body: dict[str, object], limits: Limits) -> tuple[CompletionRequest, list[str | list[int]]]:
-    """The request and its prompts, one entry each: text or token ids."""
-    request = convert(honoured_fields(body, Surface.COMPLETIONS), CompletionRequest)
-    if request.best_of is not None and request.best_of != request.n:
-        raise InvalidRequest("best_of", f"best_of = n ({request.n})", request.best_of, "There is no ranking of discarded sequences.")
-    if request.max_tokens == 0 and not request.echo:
-        raise InvalidRequest("max_tokens", "at least 1 (0 only with echo)", 0)
-    prompts = prompt_list(request.prompt)
-    if len(prompts) > limits.max_prompts:
-        raise InvalidRequest("prompt", f"at most {limits.max_prompts} prompts", len(prompts), "Send several requests.")
-    _check_shared(request, limits, num_prompts=len(prompts))
-    return request, prompts
-
-
-def parse_tokenize(body: dict[str, object], limits: Limits) -> TokenizeRequest:
-    if body.get("messages") is not None:
-        check_messages(body["messages"], limits)
-    request = convert(body, TokenizeRequest)
-    if (request.prompt is None) == (request.messages is None):
-        raise InvalidRequest("prompt", "exactly one of prompt and messages")
-    if request.prompt is not None and request.add_generation_prompt is not None:
-        raise InvalidRequest("add_generation_prompt", "messages beside it", request.add_generation_prompt, "A prompt has no template.")
-    return request
-
-
-def parse_detokenize(body: dict[str, object], limits: Limits) -> DetokenizeRequest:
-    return convert(body, DetokenizeRequest)
-
-
 @contextmanager
-def fields_as_written(request: ChatRequest | CompletionRequest) -> Iterator[None]:
-    """Rules below this floor know `prompt`, `max_tokens` and `logprobs`: an error that names them gets the name this client used."""
-    names: dict[str, str] = {}
-    if isinstance(request, ChatRequest):
-        names["prompt"] = "messages"
-        if request.max_completion_tokens is not None:
-            names["max_tokens"] = "max_completion_tokens"
-        if request.top_logprobs:
-            names["logprobs"] = "top_logprobs"  # a chat's own logprobs is true or false
+def fields_as_written(names: Mapping[str, str]) -> Iterator[None]:
+    """Rules below this floor know `prompt`, `max_tokens` and `logprobs`: an error that names one of them gets the client's own name.
+
+    names  rule's field -> the field this client used
+    """
     try:
         yield
     except InvalidRequest as error:
@@ -139,23 +77,11 @@ def fields_as_written(request: ChatRequest | CompletionRequest) -> Iterator[None
         raise type(error)(name, limit, error.given, remedy) from error
 
 
-def prompt_list(prompt: str | list[Any]) -> list[str | list[int]]:
-    """OpenAI's four forms of `prompt` as a list of prompts. Raises InvalidRequest for a mixed or empty list."""
-    if isinstance(prompt, str):
-        return [prompt]
-    kinds = {type(item) for item in prompt}
-    if kinds == {int}:
-        return [prompt]
-    if kinds in ({str}, {list}):
-        return prompt
-    rule = "a string, a list of strings, a list of token ids, or a list of such lists"
-    raise InvalidRequest("prompt", rule, prompt, "Lists may not be empty or mixed.")
-
-
-def sampling_params(request: ChatRequest | CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+def sampling_params(request: SamplingFields, defaults: Mapping[str, Any], own: dict[str, Any]) -> SamplingParams:
     """The checked parameters, seed not yet drawn.
 
     defaults  the model's own: generation_config.json's temperature, top_p, ...
+    own       what the surface words in its own way: max_tokens, logprobs
 
     Raises: InvalidRequest naming the field as the client wrote it.
     """
@@ -168,23 +94,7 @@ def sampling_params(request: ChatRequest | CompletionRequest, defaults: Mapping[
             given[name] = value
     given["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
     given["stop_token_ids"] = tuple(request.stop_token_ids)
-    if isinstance(request, ChatRequest):
-        given["max_tokens"] = request.max_tokens
-        given["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
-    else:
-        given |= _completion_params(request)
-    return SamplingParams(**given).checked()
-
-
-def _completion_params(request: CompletionRequest) -> dict[str, Any]:
-    """echo scores the prompt when logprobs are asked for; max_tokens 0 (echo only) still takes one step, whose token is dropped."""
-    prompt_logprobs = request.prompt_logprobs
-    if request.echo and request.logprobs is not None:
-        prompt_logprobs = max(request.logprobs, prompt_logprobs or 0)
-    max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    if max_tokens == 0 and request.echo:
-        max_tokens = 1
-    return {"logprobs": request.logprobs, "prompt_logprobs": prompt_logprobs, "max_tokens": max_tokens}
+    return SamplingParams(**given | own).checked()
 
 
 def lowered_priority(given: int | str | None, own: PriorityClass) -> PriorityClass:
@@ -255,7 +165,7 @@ def _check_content(content: object, path: str) -> None:
             raise InvalidRequest(f"{path}[{index}].type", '"text"', kind, "Other modalities are not served.")
 
 
-def _check_shared(request: SamplingFields, limits: Limits, num_prompts: int = 1) -> None:
+def check_shared(request: SamplingFields, limits: Limits, num_prompts: int = 1) -> None:
     if request.stream_options is not None:
         if not request.stream:
             raise InvalidRequest("stream_options", "stream = true beside it")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType, field
+from msgspec import Struct, field
 
 # ----------------------------------------------------------------------------------------------------------------------- requests
 
@@ -63,40 +63,6 @@ class SamplingFields(Struct, kw_only=True):
     cache_salt: str = ""
 
 
-class ChatRequest(SamplingFields, kw_only=True):
-    messages: list[Message]
-    max_completion_tokens: int | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    logprobs: bool = False
-    top_logprobs: int | None = None
-
-
-class CompletionRequest(SamplingFields, kw_only=True):
-    prompt: str | list[str | int | list[int]]
-    best_of: int | None = None
-    echo: bool = False
-    add_special_tokens: bool = True
-    logprobs: int | None = None
-
-
-class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's: either a prompt or messages."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    model: str | None = None
-    tokens: list[int]
-
-
 # ------------------------------------------------------------------------------------------------------------------------ answers
 
 
@@ -140,129 +106,8 @@ class PromptLogprob(Struct):
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
-class AssistantMessage(Struct):
-    role: str
-    content: str
-    refusal: None = None
-
-
-class ChatChoice(Struct):
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str
-    stop_reason: int | str | None = None
-
-
-class ChatCompletion(Struct):
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    system_fingerprint: str | None = None
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-
-
-class ChatDelta(Struct, omit_defaults=True):
-    role: str | None = None
-    content: str | None = None
-
-
-class ChatChunkChoice(Struct):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | UnsetType | None = UNSET
-
-
-class ChatChunk(Struct):
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    system_fingerprint: str | None = None
-    usage: Usage | UnsetType | None = UNSET
-
-
 class CompletionLogprobs(Struct):
     text_offset: list[int]
     token_logprobs: list[float | None]
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None]
-
-
-class CompletionChoice(Struct):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | UnsetType | None = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-
-
-class Completion(Struct):
-    """Also the chunk of a stream: OpenAI gives both the same shape."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    system_fingerprint: str | None = None
-    usage: Usage | UnsetType | None = UNSET
-
-
-class ModelCard(Struct):
-    id: str
-    object: str
-    created: int
-    owned_by: str
-    root: str
-    parent: None
-    max_model_len: int | None
-    status: str
-
-
-class ModelList(Struct):
-    object: str
-    data: list[ModelCard]
-
-
-class TokenizeReply(Struct):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
-class DetokenizeReply(Struct):
-    prompt: str
-
-
-class ReplicaState(Struct):
-    model: str
-    replica: str
-    ok: bool
-    reason: str
-
-
-class ProbeReply(Struct):
-    """Body of /health, /live and /ready: the verdict and why."""
-
-    ok: bool
-    replicas: list[ReplicaState]
-    reason: str = ""
-
-
-class VersionReply(Struct):
-    version: str
-
-
-class LoadReply(Struct):
-    """vLLM's /load: requests in this server now."""
-
-    server_load: int

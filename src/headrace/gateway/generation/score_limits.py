@@ -1,0 +1,43 @@
+"""How many log-probabilities one answer may hold: each costs far more memory than the bytes that asked for it."""
+
+from __future__ import annotations
+
+from headrace.core.errors import RequestTooLarge
+
+MAX_PROMPT_SCORES = 1 << 20
+"""Log-probabilities of prompt tokens in one answer, some 60 bytes each: tokens x (alternatives + 1) x choices that show them."""
+
+PROMPT_SCORE_BYTES = 128
+"""What one of them may take on its way to the client, encoded or not."""
+
+MAX_OUTPUT_SCORES = 1 << 18
+"""Log-probabilities of output tokens in one answer that is not streamed, some 250 bytes each until it is written."""
+
+MAX_INLINE_SCORES = 4096
+"""An answer with so many log-probabilities is encoded on the event loop: a few milliseconds."""
+
+
+def num_prompt_scores(field: str, num_top: int | None, *, num_tokens: int, num_shown: int) -> int:
+    """Log-probabilities of prompt tokens in the answer. Raises RequestTooLarge beyond MAX_PROMPT_SCORES.
+
+    field      what asked for them
+    num_top    alternatives per token; None: not asked for
+    num_shown  choices that show them; a chat shows them once
+    """
+    if num_top is None:
+        return 0
+    num_scores = num_tokens * (num_top + 1) * num_shown
+    if num_scores > MAX_PROMPT_SCORES:
+        rule = f"prompt tokens ({num_tokens}) x ({field} + 1) x choices ({num_shown}) <= {MAX_PROMPT_SCORES}"
+        raise RequestTooLarge(field, rule, num_top, "Ask for fewer alternatives or choices, or score the prompt in parts.")
+    return num_scores
+
+
+def check_output_scores(num_top: int | None, *, num_tokens: int) -> None:
+    """An answer that is not streamed is held in memory until it is whole. Raises RequestTooLarge.
+
+    num_tokens  of all choices
+    """
+    if num_top is not None and num_tokens * (num_top + 1) > MAX_OUTPUT_SCORES:
+        rule = f"tokens of all choices ({num_tokens}) x (alternatives + 1) <= {MAX_OUTPUT_SCORES} without stream"
+        raise RequestTooLarge("logprobs", rule, num_top, "Stream the answer, or lower max_tokens, n or the alternatives.")

@@ -1,0 +1,204 @@
+"""POST /v1/chat/completions: the wire types of a conversation, how a body is parsed, and how events become its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType, field
+
+from headrace.core.errors import InvalidRequest
+from headrace.core.finish import FinishReason
+from headrace.core.plan import TokenLogprobs
+from headrace.gateway.config import Limits
+from headrace.gateway.generation.run import Run
+from headrace.gateway.generation.service import Service
+from headrace.gateway.http.exchange import Exchange
+from headrace.gateway.surfaces.body import parsed
+from headrace.gateway.surfaces.dialect.answers import Chunks, Facts, Output, finish_part, wants_usage
+from headrace.gateway.surfaces.dialect.fields import Surface, honoured_fields
+from headrace.gateway.surfaces.dialect.logprobs import chat_logprobs, prompt_logprobs
+from headrace.gateway.surfaces.dialect.parse import check_messages, check_shared, convert, fields_as_written, template_messages
+from headrace.gateway.surfaces.dialect.schemas import ChatLogprobs, Message, PromptLogprobs, SamplingFields, Usage
+from headrace.gateway.upstream.tokens import Call, OutputEvent
+from headrace.text.assemble import OutputDelta
+from headrace.text.tokenizer import Tokenizer
+
+_encode = msgspec.json.encode
+
+
+async def chat_completions(service: Service, exchange: Exchange) -> None:
+    with service.open_requests.admit(exchange.request_id, exchange.leave):
+        request = await parsed(service, exchange, parse_chat)
+        with fields_as_written(_names(request)):
+            run = Run(service, exchange, request, _own_params(request))
+            async with exchange.watching():
+                calls = await service.text_pool.run(_calls, run, request)
+                facts = Facts.of(f"chatcmpl-{exchange.request_id}", request.model, run.model)
+                answer = ChatAnswer(request, facts, run.model.text.tokenizer, include_usage=wants_usage(request))
+                await run.answer(answer, calls)
+
+
+def _names(request: ChatRequest) -> dict[str, str]:
+    """What this client calls the fields that rules below know by other names."""
+    names = {"prompt": "messages"}
+    if request.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    if request.top_logprobs:
+        names["logprobs"] = "top_logprobs"  # a chat's own logprobs is true or false
+    return names
+
+
+def _own_params(request: ChatRequest) -> dict[str, Any]:
+    return {"max_tokens": request.max_tokens, "logprobs": (request.top_logprobs or 0) if request.logprobs else None}
+
+
+def _calls(run: Run, request: ChatRequest) -> list[Call]:
+    """Runs in the text pool: template, tokens, and the checks that need them."""
+    ids = run.model.text.template.encode(
+        run.model.text.tokenizer,
+        template_messages(request.messages),
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        kwargs=request.chat_template_kwargs,
+    )
+    run.count_prompt_scores("prompt_logprobs", num_tokens=len(ids), num_shown=1)
+    return [run.call(0, tuple(ids))]
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    logprobs: bool = False
+    top_logprobs: int | None = None
+
+
+class AssistantMessage(Struct):
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(Struct):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: int | str | None = None
+
+
+class ChatCompletion(Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ChatDelta(Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | UnsetType | None = UNSET
+
+
+class ChatChunk(Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    system_fingerprint: str | None = None
+    usage: Usage | UnsetType | None = UNSET
+
+
+def parse_chat(body: dict[str, object], limits: Limits) -> ChatRequest:
+    """Raises InvalidRequest for the first field that is unknown, refused or of the wrong type."""
+    fields = honoured_fields(body, Surface.CHAT)
+    check_messages(fields.get("messages"), limits)
+    request = convert(fields, ChatRequest)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequest("top_logprobs", "logprobs = true beside it", request.top_logprobs)
+    if request.max_completion_tokens is not None:
+        if request.max_tokens not in (None, request.max_completion_tokens):
+            raise InvalidRequest(
+                "max_completion_tokens", f"the same value as max_tokens ({request.max_tokens})", request.max_completion_tokens
+            )
+        request.max_tokens = request.max_completion_tokens
+    check_shared(request, limits)
+    return request
+
+
+class ChatAnswer:
+    def __init__(self, request: ChatRequest, facts: Facts, tokenizer: Tokenizer, *, include_usage: bool) -> None:
+        self._facts = facts
+        self._tokenizer = tokenizer
+        self._num_top = request.top_logprobs or 0
+        self._has_logprobs = request.logprobs
+        self._num_prompt_top = request.prompt_logprobs
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._outputs = [Output() for _ in range(request.n)]
+        self._is_opened = [False] * request.n
+        self._chunks = Chunks(facts, "chat.completion.chunk", include_usage=include_usage)
+
+    def chunk(self, events: Sequence[OutputEvent]) -> bytes:
+        parts: list[bytes] = []
+        for event in events:
+            delta = event.delta
+            if not self._is_opened[event.index]:
+                self._is_opened[event.index] = True
+                opening = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+                parts.append(self._chunks.chunk(opening % event.index))
+            if delta.text or delta.finish is not None or (self._has_logprobs and delta.logprobs):
+                parts.append(self._chunks.chunk(self._choice(event.index, delta)))
+        return b"".join(parts)
+
+    def _choice(self, index: int, delta: OutputDelta) -> bytes:
+        content = b'{"content":%s}' % _encode(delta.text) if delta.text or delta.finish is None else b"{}"
+        logprobs = _encode(chat_logprobs(delta.logprobs, self._num_top)) if self._has_logprobs and delta.logprobs else b"null"
+        return b'{"index":%d,"delta":%s,"logprobs":%s%s' % (index, content, logprobs, finish_part(delta))
+
+    def last(self, usage: Usage) -> bytes:
+        return self._chunks.last(usage)
+
+    def add(self, events: Sequence[OutputEvent]) -> None:
+        for event in events:
+            self._outputs[event.index].add(event.delta)
+            if event.index == 0:
+                self._prompt_logprobs.extend(event.delta.prompt_logprobs)
+
+    def whole(self, usage: Usage) -> bytes:
+        answer = ChatCompletion(
+            id=self._facts.id,
+            object="chat.completion",
+            created=self._facts.created,
+            model=self._facts.model,
+            choices=[self._whole_choice(index, output) for index, output in enumerate(self._outputs)],
+            usage=usage,
+            system_fingerprint=self._facts.fingerprint,
+        )
+        if self._num_prompt_top is not None:
+            answer.prompt_logprobs = prompt_logprobs(self._tokenizer, self._prompt_logprobs, self._num_prompt_top)
+        return _encode(answer)
+
+    def _whole_choice(self, index: int, output: Output) -> ChatChoice:
+        return ChatChoice(
+            index=index,
+            message=AssistantMessage(role="assistant", content="".join(output.texts)),
+            logprobs=chat_logprobs(output.entries, self._num_top) if self._has_logprobs else None,
+            finish_reason=(output.finish or FinishReason.STOP).value,
+            stop_reason=output.stop_reason,
+        )

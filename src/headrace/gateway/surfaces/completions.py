@@ -1,0 +1,257 @@
+"""POST /v1/completions: the wire types of plain prompts, how a body is parsed, and how events become its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from headrace.core.errors import InvalidRequest
+from headrace.core.finish import FinishReason
+from headrace.core.plan import TokenLogprobs
+from headrace.core.sampling import check_token_ids
+from headrace.gateway.config import Limits
+from headrace.gateway.generation.run import Run
+from headrace.gateway.generation.service import Service
+from headrace.gateway.http.exchange import Exchange
+from headrace.gateway.surfaces.body import parsed
+from headrace.gateway.surfaces.dialect.answers import Chunks, Facts, Output, finish_part, wants_usage
+from headrace.gateway.surfaces.dialect.fields import Surface, honoured_fields
+from headrace.gateway.surfaces.dialect.logprobs import completion_logprobs, echo_logprobs, joined_logprobs, prompt_logprobs
+from headrace.gateway.surfaces.dialect.parse import check_shared, convert
+from headrace.gateway.surfaces.dialect.schemas import CompletionLogprobs, PromptLogprobs, SamplingFields, Usage
+from headrace.gateway.upstream.served_models import ServedModel
+from headrace.gateway.upstream.tokens import Call, OutputEvent
+from headrace.text.assemble import OutputDelta, TokenEntry
+from headrace.text.tokenizer import Tokenizer
+
+_encode = msgspec.json.encode
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's legacy default; a chat without max_tokens may use what the context leaves."""
+
+
+async def completions(service: Service, exchange: Exchange) -> None:
+    with service.open_requests.admit(exchange.request_id, exchange.leave):
+        request, given = await parsed(service, exchange, parse_completion)
+        run = Run(service, exchange, request, _own_params(request))
+        async with exchange.watching():
+            prompts, calls = await service.text_pool.run(_calls, run, request, given)
+            facts = Facts.of(f"cmpl-{exchange.request_id}", request.model, run.model)
+            answer = CompletionAnswer(request, prompts, facts, run.model.text.tokenizer, include_usage=wants_usage(request))
+            await run.answer(answer, calls)
+
+
+def _own_params(request: CompletionRequest) -> dict[str, Any]:
+    """echo scores the prompt when logprobs are asked for; max_tokens 0 (echo only) still takes one step, whose token is dropped."""
+    prompt_logprobs = request.prompt_logprobs
+    if request.echo and request.logprobs is not None:
+        prompt_logprobs = max(request.logprobs, prompt_logprobs or 0)
+    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    if max_tokens == 0 and request.echo:
+        max_tokens = 1
+    return {"logprobs": request.logprobs, "prompt_logprobs": prompt_logprobs, "max_tokens": max_tokens}
+
+
+def _calls(run: Run, request: CompletionRequest, given: Sequence[str | list[int]]) -> tuple[list[Prompt], list[Call]]:
+    """Runs in the text pool."""
+    prompts = [_encode_prompt(run.model, request, prompt) for prompt in given]
+    field = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+    run.count_prompt_scores(field, num_tokens=sum(len(prompt.ids) for prompt in prompts), num_shown=request.n)
+    return prompts, [run.call(number, prompt.ids) for number, prompt in enumerate(prompts)]
+
+
+def _encode_prompt(model: ServedModel, request: CompletionRequest, prompt: str | list[int]) -> Prompt:
+    """Text that nobody will read (no echo) is not made."""
+    tokenizer = model.text.tokenizer
+    if isinstance(prompt, str):
+        return Prompt(tuple(tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)), prompt)
+    check_token_ids("prompt", prompt, model.info.vocab_size)
+    return Prompt(tuple(prompt), tokenizer.decode(prompt) if request.echo else "")
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    best_of: int | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
+    logprobs: int | None = None
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Completion(Struct):
+    """Also the chunk of a stream: OpenAI gives both the same shape."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    system_fingerprint: str | None = None
+    usage: Usage | UnsetType | None = UNSET
+
+
+def parse_completion(body: dict[str, object], limits: Limits) -> tuple[CompletionRequest, list[str | list[int]]]:
+    """The request and its prompts, one entry each: text or token ids."""
+    request = convert(honoured_fields(body, Surface.COMPLETIONS), CompletionRequest)
+    if request.best_of is not None and request.best_of != request.n:
+        raise InvalidRequest("best_of", f"best_of = n ({request.n})", request.best_of, "There is no ranking of discarded sequences.")
+    if request.max_tokens == 0 and not request.echo:
+        raise InvalidRequest("max_tokens", "at least 1 (0 only with echo)", 0)
+    prompts = prompt_list(request.prompt)
+    if len(prompts) > limits.max_prompts:
+        raise InvalidRequest("prompt", f"at most {limits.max_prompts} prompts", len(prompts), "Send several requests.")
+    check_shared(request, limits, num_prompts=len(prompts))
+    return request, prompts
+
+
+def prompt_list(prompt: str | list[Any]) -> list[str | list[int]]:
+    """OpenAI's four forms of `prompt` as a list of prompts. Raises InvalidRequest for a mixed or empty list."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(item) for item in prompt}
+    if kinds == {int}:
+        return [prompt]
+    if kinds in ({str}, {list}):
+        return prompt
+    rule = "a string, a list of strings, a list of token ids, or a list of such lists"
+    raise InvalidRequest("prompt", rule, prompt, "Lists may not be empty or mixed.")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a completions request: its ids, and its text as echo shows it."""
+
+    ids: tuple[int, ...]
+    text: str
+
+
+class CompletionAnswer:
+    """Choices are numbered prompt by prompt: prompt p's sequence i is choice p * n + i.
+
+    With max_tokens 0 (echo only) the one token that was generated is not shown.
+    """
+
+    def __init__(
+        self, request: CompletionRequest, prompts: Sequence[Prompt], facts: Facts, tokenizer: Tokenizer, *, include_usage: bool
+    ) -> None:
+        self._request = request
+        self._prompts = prompts
+        self._facts = facts
+        self._tokenizer = tokenizer
+        self._num_top = request.logprobs
+        count = len(prompts) * request.n
+        self._outputs = [Output() for _ in range(count)]
+        self._is_opened = [False] * count
+        self._scores: list[list[TokenLogprobs]] = [[] for _ in prompts]
+        self._echoes: dict[int, CompletionLogprobs] = {}
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}
+        self._chunks = Chunks(facts, "text_completion", include_usage=include_usage)
+        self._is_echo_only = request.max_tokens == 0
+
+    def chunk(self, events: Sequence[OutputEvent]) -> bytes:
+        self._collect_scores(events)
+        return b"".join([self._chunk(event.index, event.delta) for event in events])
+
+    def _chunk(self, index: int, delta: OutputDelta) -> bytes:
+        text, logprobs = self._shown(delta.text, delta.logprobs, index)
+        if self._request.echo and not self._is_opened[index]:
+            if not (delta.token_ids or delta.finish):
+                return b""  # only scores of the prompt so far
+            prompt = self._prompts[index // self._request.n]
+            text = prompt.text + text
+            scored = self._echoed(index)
+            logprobs = joined_logprobs(scored, logprobs) if scored and logprobs else scored or logprobs
+        self._is_opened[index] = True
+        if not (text or delta.finish is not None or logprobs):
+            return b""
+        encoded = (index, _encode(text), _encode(logprobs), finish_part(delta))
+        return self._chunks.chunk(b'{"index":%d,"text":%s,"logprobs":%s%s' % encoded)
+
+    def last(self, usage: Usage) -> bytes:
+        return self._chunks.last(self._billed(usage))
+
+    def _billed(self, usage: Usage) -> Usage:
+        if self._is_echo_only:  # the token that was made is not part of the answer
+            usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
+        return usage
+
+    def add(self, events: Sequence[OutputEvent]) -> None:
+        self._collect_scores(events)
+        for event in events:
+            self._outputs[event.index].add(event.delta)
+
+    def whole(self, usage: Usage) -> bytes:
+        answer = Completion(
+            id=self._facts.id,
+            object="text_completion",
+            created=self._facts.created,
+            model=self._facts.model,
+            choices=[self._whole_choice(index, output) for index, output in enumerate(self._outputs)],
+            system_fingerprint=self._facts.fingerprint,
+            usage=self._billed(usage),
+        )
+        return _encode(answer)
+
+    def _whole_choice(self, index: int, output: Output) -> CompletionChoice:
+        text, logprobs = self._shown("".join(output.texts), output.entries, index)
+        if self._request.echo:
+            text = self._prompts[index // self._request.n].text + text
+            scored = self._echoed(index)
+            logprobs = joined_logprobs(scored, logprobs) if scored and logprobs else scored or logprobs
+        choice = CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=logprobs or (CompletionLogprobs([], [], [], []) if self._num_top is not None else None),
+            finish_reason=(output.finish or FinishReason.STOP).value,
+            stop_reason=output.stop_reason,
+        )
+        if self._request.prompt_logprobs is not None:
+            choice.prompt_logprobs = self._scored_prompt(index // self._request.n, self._request.prompt_logprobs)
+        return choice
+
+    def _scored_prompt(self, number: int, num_top: int) -> PromptLogprobs:
+        """Made once per prompt: its choices show the same."""
+        made = self._prompt_logprobs.get(number)
+        if made is None:
+            made = self._prompt_logprobs[number] = prompt_logprobs(self._tokenizer, self._scores[number], num_top)
+        return made
+
+    def _shown(self, text: str, entries: Sequence[TokenEntry], index: int) -> tuple[str, CompletionLogprobs | None]:
+        if self._is_echo_only:
+            return "", None
+        if self._num_top is None or not entries:
+            return text, None
+        offset = len(self._prompts[index // self._request.n].text) if self._request.echo else 0
+        return text, completion_logprobs(entries, self._num_top, offset=offset)
+
+    def _echoed(self, index: int) -> CompletionLogprobs | None:
+        """Log-probabilities of the echoed prompt, when they were asked for. Made once per prompt."""
+        if self._num_top is None:
+            return None
+        number = index // self._request.n
+        made = self._echoes.get(number)
+        if made is None:
+            prompt = self._prompts[number]
+            made = echo_logprobs(self._tokenizer, prompt.text, prompt.ids, self._scores[number], self._num_top)
+            self._echoes[number] = made
+        return made
+
+    def _collect_scores(self, events: Sequence[OutputEvent]) -> None:
+        """Every sequence of a prompt may bring the prompt's scores; the first one's are taken."""
+        for event in events:
+            number, index = divmod(event.index, self._request.n)
+            if event.delta.prompt_logprobs and index == 0:
+                self._scores[number].extend(event.delta.prompt_logprobs)
+                self._echoes.pop(number, None)

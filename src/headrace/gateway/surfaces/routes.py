@@ -1,0 +1,122 @@
+"""Every path this server answers: one table. The router, /openapi.json and the table in docs/api.md are made from it.
+
+A new surface is one file beside this one and its rows here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import cache
+
+from headrace.gateway.generation.service import Service
+from headrace.gateway.http.exchange import Exchange
+from headrace.gateway.surfaces import chat, completions, docs_page, models, openapi, probes, tokenize
+from headrace.gateway.surfaces.dialect.fields import Surface
+from headrace.gateway.surfaces.endpoint import Endpoint
+
+Handler = Callable[[Service, Exchange], Awaitable[None]]
+
+
+async def openapi_json(service: Service, exchange: Exchange) -> None:
+    await exchange.reply(200, _document())
+
+
+ENDPOINTS: tuple[Endpoint[Handler], ...] = (
+    Endpoint(
+        "POST",
+        "/v1/chat/completions",
+        chat.chat_completions,
+        "A conversation's next turn; `stream` for server-sent events.",
+        request=chat.ChatRequest,
+        reply=chat.ChatCompletion,
+        chunk=chat.ChatChunk,
+        fields=Surface.CHAT,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/completions",
+        completions.completions,
+        "Text or token ids continued; `stream` for server-sent events.",
+        request=completions.CompletionRequest,
+        reply=completions.Completion,
+        chunk=completions.Completion,
+        fields=Surface.COMPLETIONS,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/models",
+        models.list_models,
+        "What is served, with `max_model_len`. Aliases are listed as models of their own (`root` is the model).",
+        reply=models.ModelList,
+    ),
+    Endpoint("GET", "/v1/models/{model:path}", models.one_model, "One of them.", reply=models.ModelCard),
+    Endpoint(
+        "POST",
+        "/v1/tokenize",
+        tokenize.tokenize,
+        "`{model, prompt or messages, add_special_tokens}` -> `{count, max_model_len, tokens, token_strs}` (vLLM's shape).",
+        request=tokenize.TokenizeRequest,
+        reply=tokenize.TokenizeReply,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/detokenize",
+        tokenize.detokenize,
+        "`{model, tokens}` -> `{prompt}` (vLLM's shape).",
+        request=tokenize.DetokenizeRequest,
+        reply=tokenize.DetokenizeReply,
+    ),
+    Endpoint(
+        "POST",
+        "/tokenize",
+        tokenize.tokenize,
+        "vLLM's path of /v1/tokenize.",
+        request=tokenize.TokenizeRequest,
+        reply=tokenize.TokenizeReply,
+    ),
+    Endpoint(
+        "POST",
+        "/detokenize",
+        tokenize.detokenize,
+        "vLLM's path of /v1/detokenize.",
+        request=tokenize.DetokenizeRequest,
+        reply=tokenize.DetokenizeReply,
+    ),
+    Endpoint(
+        "GET",
+        "/health",
+        probes.health,
+        "vLLM's meaning: 200 while every model has a living engine process, else 503.",
+        reply=probes.ProbeReply,
+        is_public=True,
+        may_be_503=True,
+    ),
+    Endpoint("GET", "/live", probes.live, "200 while this process answers.", reply=probes.ProbeReply, is_public=True),
+    Endpoint(
+        "GET",
+        "/ready",
+        probes.ready,
+        "200 while every replica of every model answers and its loop turns, and the server is not draining; else 503 and why.",
+        reply=probes.ProbeReply,
+        is_public=True,
+        may_be_503=True,
+    ),
+    Endpoint("GET", "/metrics", probes.metrics, "Prometheus text (or OpenMetrics, if asked for).", media_type="text/plain"),
+    Endpoint("GET", "/version", probes.version, "The version of Headrace.", reply=probes.VersionReply),
+    Endpoint("GET", "/load", probes.load, "How many generating requests are in this server.", reply=probes.LoadReply),
+    Endpoint("GET", "/openapi.json", openapi_json, "The schemas of all of these.", media_type="application/json"),
+    Endpoint("GET", "/docs", docs_page.page, "A page for them that loads nothing from elsewhere.", media_type="text/html"),
+    Endpoint("GET", "/docs/{name}", docs_page.asset, "Its files.", media_type="text/javascript"),
+)
+
+
+@cache
+def _document() -> bytes:
+    return openapi.document(ENDPOINTS)
+
+
+def render_table() -> str:
+    """The rows as the Markdown table of docs/api.md."""
+    lines = ["| path | method | key | what |", "|---|---|---|---|"]
+    lines += [f"| `{row.shown_path}` | {row.method} | {'no' if row.is_public else 'yes'} | {row.summary} |" for row in ENDPOINTS]
+    return "\n".join(lines) + "\n"
