@@ -1,8 +1,8 @@
 """Plants known bugs, one at a time, and demands that a named test turns red.  usage: run.py [NAME ...]
 
 A suite whose zeros mean something must catch these. Each mutant is a one-place change of a copy of the source; the test it names is run
-against the copy. The results of those run are written to tests/mutants/results.json. A mutant whose text no longer occurs in the source is an error: it
-must follow the code.
+against the copy. The results of those that ran are written to tests/mutants/results.json. A mutant whose text no longer occurs in the
+source is an error: it must follow the code.
 """
 
 from __future__ import annotations

@@ -31,8 +31,6 @@ class KvManager:
         self.pools = [BlockPool(total) for total in num_blocks]
         self.block_size = block_size
         self.caching = caching
-        self.planning = 1
-        """The step being planned, or planned next: the last one that may name a block given back now."""
         self.last_planned = 0
         self.last_committed = 0
         self._key = key
@@ -107,7 +105,7 @@ class KvManager:
                 blocks.append(block)
             seq.blocks[index] = blocks
             seq.registered[index] = count
-        seq.num_computed = seq.num_planned = num_tokens
+        seq.start_behind(num_tokens)
 
     def can_admit(self, seq: Sequence, hit_tokens: int, first_end: int, reserve_blocks: int, chunk_blocks: int = 0) -> bool:
         """Whether a waiting sequence's whole known length fits now, leaving `reserve_blocks` to those already running.
@@ -156,7 +154,7 @@ class KvManager:
                 block = pool.take()
                 builder.table(index, seq.slot, place, block)
                 blocks.append(block)
-        seq.allocated_until = min(map(len, seq.blocks)) * size
+        seq.allocate(min(map(len, seq.blocks)) * size)
         return True
 
     def _add_block(self, seq: Sequence, builder: PlanBuilder) -> bool:
@@ -167,7 +165,7 @@ class KvManager:
         block = pool.take()
         builder.table(0, seq.slot, len(blocks), block)
         blocks.append(block)
-        seq.allocated_until = seq.num_planned + self.block_size
+        seq.allocate(seq.num_planned + self.block_size)
         return True
 
     def _num_copies(self, seq: Sequence, group: int) -> int:
@@ -185,7 +183,7 @@ class KvManager:
         seq.blocks[group][first] = target
         seq.registered[group] = min(seq.registered[group], first)
         # The source must outlive the copy: reusable only once the plan that copies is committed.
-        pool.drop(source, until_step=self.planning, committed=self.last_committed)
+        pool.drop(source, until_step=builder.step_id, committed=self.last_committed)
 
     def write_tables(self, seq: Sequence, builder: PlanBuilder) -> None:
         """All table entries of a sequence that just took its slot."""
@@ -208,7 +206,7 @@ class KvManager:
                     pool.hold(block)
             child.registered[index] = min(parent.registered[index], num_prompt // self.block_size)
         child.hashes = parent.hashes[: num_prompt // self.block_size]
-        child.num_computed = child.num_planned = num_prompt - 1
+        child.start_behind(num_prompt - 1)
 
     def commit(self, seq: Sequence) -> int:
         """After `seq.num_computed` rose: register full blocks, let go of blocks the window has passed. Returns `bulk_commit_limit`."""
@@ -258,12 +256,16 @@ class KvManager:
                 pool.drop(blocks[i], until_step=self.last_planned, committed=self.last_committed)
             seq.blocks[index] = []
             seq.registered[index] = 0
-        seq.num_computed = seq.num_planned = seq.allocated_until = seq.bulk_decode_limit = seq.bulk_commit_limit = 0
+        seq.reset()
 
     @staticmethod
     def _unregister_own(pool: BlockPool, block: int, seq: Sequence, index: int) -> None:
         if index < len(seq.hashes) and pool.find(seq.hashes[index]) == block:
             pool.unregister(block)
+
+    def note_planned(self, step_id: int) -> None:
+        """Step `step_id` is planned: it may name any block that is held now."""
+        self.last_planned = step_id
 
     def settle(self, committed: int) -> None:
         """Step `committed` is done: blocks that waited for it become reusable."""

@@ -9,18 +9,19 @@ from headrace.policy.schedule.step_rows import StepRows
 
 
 class PlanBuilder:
-    """Changes while a plan is being decided, in the order in which they are to be made; columns as in `core.plan`."""
+    """Changes while plan `step_id` is being decided, in the order in which they are to be made; columns as in `core.plan`."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_id: int) -> None:
+        self.step_id = step_id
         self.table_groups, self.table_slots, self.table_indices, self.table_blocks = (int_column() for _ in range(4))
         self.move_kinds, self.move_ids, self.move_groups, self.move_sources, self.move_targets = (int_column() for _ in range(5))
         self.started: list[Started] = []
         self.ended = int_column()
 
     @classmethod
-    def repeating(cls, plan: Plan) -> PlanBuilder:
-        """The changes of a plan that was built already."""
-        builder = cls()
+    def repeating(cls, plan: Plan, step_id: int) -> PlanBuilder:
+        """The changes of a plan that was built already, for another step."""
+        builder = cls(step_id)
         builder.table_groups, builder.table_slots = plan.table_groups, plan.table_slots
         builder.table_indices, builder.table_blocks = plan.table_indices, plan.table_blocks
         builder.move_kinds, builder.move_ids, builder.move_groups = plan.move_kinds, plan.move_ids, plan.move_groups
@@ -49,11 +50,11 @@ class PlanBuilder:
         """State changes the runner must hear of even when no row is computed."""
         return bool(self.started or self.table_slots or self.move_sources or self.ended)
 
-    def build(self, step_id: int, rows: StepRows) -> Plan:
+    def build(self, rows: StepRows) -> Plan:
         """rows: closed. All columns become the plan's and are not changed any more."""
         num_rows = len(rows)
         return Plan(
-            step_id=step_id,
+            step_id=self.step_id,
             slots=rows.slots,
             starts=rows.starts,
             counts=rows.counts,

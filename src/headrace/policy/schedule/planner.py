@@ -9,7 +9,6 @@ does not wait until a long one is computed.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from headrace.core.ids import SlotId
@@ -55,14 +54,13 @@ class PlanDraft:
 
 
 class Planner:
-    """Fills a draft with rows. in_flight: rows of the steps planned and not yet committed, by step."""
+    """Fills a draft with rows."""
 
-    def __init__(self, config: SchedulerConfig, kv: KvManager, sequences: SequenceTable, in_flight: Mapping[int, StepRows]) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KvManager, sequences: SequenceTable) -> None:
         self.config = config
         self.kv = kv
         self.sequences = sequences
         self._price = ChunkPrice(config.costly_context if config.enable_chunked_prefill else 0)
-        self._in_flight = in_flight
 
     def fill(self, step: PlanDraft, now: float) -> None:
         """Rows for who runs and who can be admitted. On an error the draft says what was granted so far."""
@@ -168,15 +166,12 @@ class Planner:
             self.charge(step)
             planned = {other.seq_id for other in step.rows.seqs}
             victim = self.sequences.queue.victim(other for other in self.sequences.running if other.seq_id not in planned)
-            if victim is seq and self._is_in_flight(seq):
+            if victim is seq and seq.is_in_flight:
                 return  # its own step may move a window on; preempting now would throw that step away, again and again
             self.sequences.preempt(victim)
             if victim is seq:
                 return
         self._grant(seq, count, step)
-
-    def _is_in_flight(self, seq: Sequence) -> bool:
-        return any(seq in rows.seqs for rows in self._in_flight.values())
 
     def _share(self, seq: Sequence, num_uncomputed: int, step: PlanDraft) -> int:
         """Tokens of this step for a sequence with `num_uncomputed` to compute.
@@ -202,9 +197,7 @@ class Planner:
         step.num_prefills += count > 1
         if seq.scores_prompt and start < seq.num_prompt:
             step.score_budget -= count
-        seq.num_planned += count
-        seq.num_expected += samples
-        seq.bulk_decode_limit = min(seq.allocated_until, seq.limit - 1) if samples else 0
+        seq.grant(count, samples)
 
     def charge(self, step: PlanDraft) -> None:
         """Tell the queue policy of the rows it has not heard of; always before it is asked for an opinion."""

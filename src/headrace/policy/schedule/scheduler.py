@@ -40,7 +40,7 @@ class Scheduler:
         self.kv = kv
         self.sequences = SequenceTable(config, kv)
         self._rows: dict[int, StepRows] = {}
-        self._planner = Planner(config, kv, self.sequences, self._rows)
+        self._planner = Planner(config, kv, self.sequences)
         self._decode_columns = NO_ROWS
         self._unsent: PlanBuilder | None = None
         self._next_step = 1
@@ -92,9 +92,7 @@ class Scheduler:
     def plan(self, now: float) -> Plan | None:
         """The next step, or None when nothing can be computed now (all waiting for results, prerequisites or blocks)."""
         self.sequences.expire(now)
-        self.kv.planning = self._next_step
-        step = PlanDraft(self.config.max_num_batched_tokens, self._unsent or PlanBuilder())
-        self._unsent = None
+        step = PlanDraft(self.config.max_num_batched_tokens, self._builder())
         try:
             self._planner.fill(step, now)
             if not (len(step.rows) or step.builder.has_changes or self.sequences.has_ended_slots):
@@ -103,6 +101,12 @@ class Scheduler:
         except Exception:
             self._unplan(step)
             raise
+
+    def _builder(self) -> PlanBuilder:
+        """Of the next plan; it begins with the changes that a plan which could not be made has left."""
+        builder, self._unsent = self._unsent or PlanBuilder(self._next_step), None
+        builder.step_id = self._next_step
+        return builder
 
     def _unplan(self, step: PlanDraft) -> None:
         """Planning raised: the rows were never planned; blocks and slots already handed out are announced with the next plan."""
@@ -116,9 +120,9 @@ class Scheduler:
         step.builder.ended.extend(self.sequences.take_ended_slots())
         step.rows.close(self._decode_columns, self.sequences.generation)
         self._decode_columns = step.rows.decode_columns
-        plan = step.builder.build(self._next_step, step.rows)
+        plan = step.builder.build(step.rows)
         self._rows[plan.step_id] = step.rows
-        self.kv.last_planned = plan.step_id
+        self.kv.note_planned(plan.step_id)
         self._next_step += 1
         return plan
 
@@ -175,7 +179,7 @@ class Scheduler:
     def _commit_guarded(self, row: Row, output: Output, error: str | None) -> None:
         if row.seq.state is SeqState.DONE:
             return
-        row.seq.num_expected -= row.samples
+        row.seq.ungrant(row.samples)
         try:
             self._commit_row(row, output, error)
         except Exception as failure:  # one sequence's bookkeeping must not take its neighbours along
@@ -187,7 +191,7 @@ class Scheduler:
             self.sequences.fail(seq, error)
             return
         if row.is_current:
-            seq.num_computed = row.start + row.count
+            seq.commit(row.start + row.count)
             if seq.num_computed >= seq.num_prompt > row.start:
                 # Before the window moves on: a fork recomputes the last prompt token, seeing one token more.
                 self.sequences.fork_siblings(seq)
@@ -206,10 +210,9 @@ class Scheduler:
     def _undo(self, rows: StepRows) -> None:
         """These rows will not be computed."""
         for row in reversed(rows.rows()):
-            row.seq.num_expected -= row.samples
+            row.seq.ungrant(row.samples)
             if row.is_current:
-                row.seq.num_planned = row.start
-                row.seq.bulk_decode_limit = 0
+                row.seq.roll_back(row.start)
             if self.sequences.queue.charges:
                 self.sequences.queue.charge([row.seq], [-row.count])
 
@@ -218,14 +221,14 @@ class Scheduler:
 
         Also returns those the step's budget did not reach: they have to be asked for again.
         """
-        step = PlanDraft(self.config.max_num_batched_tokens, PlanBuilder())
+        step = PlanDraft(self.config.max_num_batched_tokens, PlanBuilder(self._next_step))
         left = self._planner.repeat(sequences, step)
         return (self._freeze(step) if len(step.rows) else None), left
 
     def delta_plan(self, plan: Plan) -> Plan:
         """The state changes of a plan that raised, without rows: applying them again is harmless, missing them is not."""
         self._rows[self._next_step] = StepRows()
-        delta = PlanBuilder.repeating(plan).build(self._next_step, self._rows[self._next_step])
+        delta = PlanBuilder.repeating(plan, self._next_step).build(self._rows[self._next_step])
         self._next_step += 1
         return delta
 

@@ -107,7 +107,7 @@ class SequenceTable:
         for seq in family:
             self.queue.remove(seq)
             self._blocked.pop(seq.seq_id, None)
-            seq.state = SeqState.DONE
+            seq.end()
         del self._families[family[0].request.request_id]
 
     def _refuse_what_never_fits(self, request: EngineRequest) -> None:
@@ -148,7 +148,7 @@ class SequenceTable:
         if seq.missing:
             self._blocked[seq.seq_id] = seq
             return
-        seq.state = SeqState.WAITING
+        seq.wait()
         hits = seq.num_computed or self.kv.num_hit_tokens(seq)
         self.queue.push(seq, seq.num_prompt - min(hits, seq.num_prompt) + seq.limit - seq.num_prompt)
 
@@ -169,12 +169,9 @@ class SequenceTable:
     def start(self, seq: Sequence, now: float) -> None:
         """A waiting sequence runs: it takes a slot."""
         self.queue.remove(seq)
-        seq.slot = self._free_slots.pop()
-        seq.state = SeqState.RUNNING
+        seq.start(self._free_slots.pop(), now)
         self.running.append(seq)
         self.generation += 1
-        if seq.first_scheduled is None:
-            seq.first_scheduled = now
 
     def take_ended_slots(self) -> list[int]:
         """Slots that were given back since the last plan, to be announced to the runner."""
@@ -185,8 +182,7 @@ class SequenceTable:
         """Take everything from a running sequence; it will recompute what the prefix cache does not give back."""
         self._leave_state(seq)
         self.kv.release(seq)
-        seq.incarnation += 1
-        seq.state = SeqState.WAITING
+        seq.preempt()
         self.queue.push(seq, seq.limit)
         self.counters.preemptions += 1
 
@@ -243,7 +239,7 @@ class SequenceTable:
         self.kv.release(seq, keep_tokens=seq.num_prompt + num_outputs)
         self._leave_state(seq)
         self._forget(seq)
-        seq.state = SeqState.DONE
+        seq.end()
         if seq.request.params.stop:
             self.counters.generation_tokens += max(0, num_outputs - len(seq.request.output_ids))
         self.counters.finished[reason.value] = self.counters.finished.get(reason.value, 0) + 1
@@ -287,7 +283,7 @@ class SequenceTable:
         kept = 0
         params = seq.request.params
         for token in output.token_ids:
-            seq.tokens.append(token)
+            seq.append(token)
             kept += 1
             if token in seq.end_ids and seq.num_outputs >= params.min_tokens:
                 reason, stop_token = FinishReason.STOP, token
@@ -295,7 +291,6 @@ class SequenceTable:
                 reason = FinishReason.LENGTH
             if reason is not None:
                 break
-        seq.num_expected += kept
         if not params.stop:
             self.counters.generation_tokens += kept  # with stop strings the text side decides how many count: see _end
         if kept == 0 and not output.prompt_logprobs:
