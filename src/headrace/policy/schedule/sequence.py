@@ -81,7 +81,7 @@ class Sequence:
         """A plan computes its next `count` positions; `samples` tokens come out of them.
 
         `Planner._plan_decodes` and `Scheduler._commit_decodes` write the same fields in place for rows that pass in bulk: a method call per
-        row there makes a step of 64 rows about a tenth dearer (bench/scheduler.py).
+        row there makes a step of 64 rows 7 % dearer (62 us instead of 58, bench/scheduler.py).
         """
         self.num_planned += count
         self.num_expected += samples
