@@ -105,7 +105,9 @@ def test_the_first_sequence_of_a_resumed_request_tells_the_prompts_logprobs() ->
     config = EngineConfig(model="fake", block_size=4)
     part = resumed(whole, 2, fake_answer(whole, 2, 5, OPTIONS))
     for request in (whole, part):
-        entries = [entry for update in heard_of([request], config)[request.request_id, request.first_index] for entry in update.prompt_logprobs]
+        entries = [
+            entry for update in heard_of([request], config)[request.request_id, request.first_index] for entry in update.prompt_logprobs
+        ]
         assert [entry.token_id for entry in entries] == list(PROMPT[1:])
 
 

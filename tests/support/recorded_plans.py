@@ -166,7 +166,7 @@ class Life:
                 stop=draw.choice([(), (), ("end",)]),
                 prompt_logprobs=draw.choice([None, None, None, 0]),
                 prerequisites=frozenset({"thing"}) if draw.random() < 0.1 else frozenset(),
-                deadline_s=draw.choice([None, None, None, 5.0]),
+                deadline_s=draw.choice([None, None, None, self.driven.clock.now + 5]),
                 priority=draw.choice(list(PriorityClass)),
                 tenant=str(family),
                 weight=draw.choice([1.0, 2.0]),

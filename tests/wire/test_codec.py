@@ -43,6 +43,7 @@ from headrace.wire.codec import (
     encode_submit,
     encode_updates,
 )
+from headrace.wire.codec.request import set_remaining
 from headrace.wire.handles import Attempt, Handle, MalformedFrame
 
 tokens = st.integers(0, 2**31 - 1)
@@ -129,26 +130,31 @@ def updates(draw: st.DrawFn) -> SequenceUpdate:
 @settings(deadline=None, max_examples=50)
 @given(requests)
 def test_a_request_survives_the_wire(request: EngineRequest) -> None:
-    command = pb.Command.FromString(encode_submit(request, Handle(7)).SerializeToString())
-    assert decode_submit(command.submit) == request
+    command = encode_submit(request, Handle(7))
+    set_remaining(command.submit, request.deadline_s, 0.0)
+    command = pb.Command.FromString(command.SerializeToString())
+    assert decode_submit(command.submit, 0.0) == request
 
 
+@pytest.mark.parametrize("now", [0.0, 54321.987654321, 9e6])
 @pytest.mark.parametrize(
-    ("deadline_s", "expected_ms"),
+    ("remaining_s", "expected_ms"),
     [
         (524.287, 524287),
         (0.0, 0),
         (-1.0, 0),
-        (1e-12, 1),
+        (2e-9, 1),
         (0.0101, 11),
+        (0.0002, 1),
         (1.0, 1000),
         (999_999.999, 999_999_999),
         (1e6 + 0.0005, 1_000_000_001),
     ],
 )
-def test_a_deadline_is_rounded_up_to_whole_milliseconds(deadline_s: float, expected_ms: int) -> None:
-    request = EngineRequest(request_id=RequestId("r"), prompt_ids=(1,), params=SamplingParams(), deadline_s=deadline_s)
-    assert encode_submit(request, Handle(7)).submit.deadline_remaining_ms == expected_ms
+def test_what_remains_of_a_deadline_is_rounded_up_to_whole_milliseconds(now: float, remaining_s: float, expected_ms: int) -> None:
+    submit = pb.Submit()
+    set_remaining(submit, now + remaining_s, now)
+    assert submit.deadline_remaining_ms == expected_ms
 
 
 @settings(deadline=None, max_examples=30)
@@ -269,10 +275,10 @@ def test_what_the_wire_cannot_carry_is_refused_before_it_is_sent() -> None:
             encode_submit(broken, Handle(1))
 
 
-def test_a_deadline_in_the_future_is_never_sent_as_passed() -> None:
-    request = EngineRequest(request_id=RequestId("r"), prompt_ids=(1,), params=SamplingParams(seed=1), deadline_s=0.0002)
-    assert encode_submit(request, Handle(1)).submit.deadline_remaining_ms == 1
-    assert encode_submit(request, Handle(1), waited_s=5.0).submit.deadline_remaining_ms == 0
+def test_a_deadline_is_measured_by_each_ends_own_clock() -> None:
+    submit = encode_submit(EngineRequest(request_id=RequestId("r"), prompt_ids=(1,), params=SamplingParams(seed=1)), Handle(1)).submit
+    set_remaining(submit, 1000.5, 998.0)
+    assert decode_submit(submit, 7.0).deadline_s == 9.5
 
 
 def _valid_updates() -> pb.Updates:
@@ -344,13 +350,13 @@ def test_submits_that_break_the_format_are_refused() -> None:
         for name, value in change.items():
             setattr(message, name, value)
         with pytest.raises(MalformedFrame):
-            decode_submit(message)
+            decode_submit(message, 0.0)
     good.params.logit_bias_ids.append(3)
     with pytest.raises(MalformedFrame):
-        decode_submit(good)
+        decode_submit(good, 0.0)
     good.ClearField("params")
     with pytest.raises(MalformedFrame):
-        decode_submit(good)
+        decode_submit(good, 0.0)
 
 
 @settings(deadline=None, max_examples=300)
@@ -374,7 +380,7 @@ def test_mutated_frames_never_raise_anything_else(seed: int, num_changes: int) -
     try:
         for part in pb.ClientFrame.FromString(bytes(data)).commands:
             if part.HasField("submit"):
-                decode_submit(part.submit)
+                decode_submit(part.submit, 0.0)
             if part.HasField("finish"):
                 decode_finish(part.finish)
     except (MalformedFrame, DecodeError):

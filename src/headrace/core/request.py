@@ -35,7 +35,8 @@ class EngineRequest:
     priority        class for the priority policy
     salt            separates prefix caches; the gateway derives it from the tenant
     adapter         resident adapter's name, None for the base model
-    deadline_s      remaining seconds at submission; None = no deadline
+    deadline_s      when the answer ends, finished or not, on the clock of the process that holds this value; None = no deadline. Between
+                    processes travels what remains of it
     prerequisites   names that must be `satisfied` before the sequence may take budget (grammar, adapter, KV transfer)
     prefix_caching  False: neither reads nor feeds the prefix cache
     """

@@ -112,6 +112,11 @@ class Engine:
         self._recovery = Recovery(scheduler, self._compute)
         self._stopping = False
 
+    @property
+    def clock(self) -> Clock:
+        """What requests' deadlines are measured by."""
+        return self._clock
+
     # what other threads call
 
     def submit(self, request: EngineRequest) -> None:

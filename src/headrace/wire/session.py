@@ -1,7 +1,7 @@
 """One connection of a ReplicaClient, from dial to loss: hellos, the two pumps, and the watch over silence.
 
-Three tasks run until one of them ends the session: the writer sends queued commands (all that are waiting go into one frame), the
-reader hands frames to streams, the watch ends a connection that was silent for LEASE_S.
+Three tasks run until one of them ends the session: the writer sends the commands that wait (`wire.commands`), the reader hands frames to
+streams, the watch ends a connection that was silent for LEASE_S.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from headrace.core.clock import Clock
-from headrace.core.errors import HeadraceError, RequestTooLarge
+from headrace.core.errors import HeadraceError
 from headrace.core.finish import FinishReason
 from headrace.core.load import LoadSnapshot
 from headrace.core.request import EngineRequest
 from headrace.wire import headrace_pb2 as pb
-from headrace.wire.codec import decode_load, decode_rejected, decode_updates, encode_cancel, encode_finish, encode_submit
+from headrace.wire.codec import decode_load, decode_rejected, decode_updates
+from headrace.wire.commands import UnwrittenCommands
 from headrace.wire.handles import Attempt, Handle, MalformedFrame
 from headrace.wire.service import CHANNEL_OPTIONS, CONNECT, HEARTBEAT_S, LEASE_S, PROTOCOL_VERSION, Expectation
 from headrace.wire.stream import ReplicaStream
 from headrace.wire.target import TOKEN_METADATA, Target
 
 HELLO_TIMEOUT_S = 5.0
-MAX_FRAME_BYTES = 2**20
-"""Of commands put together into one frame; a single larger Submit still goes, alone."""
 
 
 class ConnectionLost(HeadraceError):
@@ -60,7 +59,7 @@ class Session:
         self._on_load = on_load
         self._on_beat = on_beat
         self._clock = clock
-        self._commands: deque[pb.Command] = deque()
+        self._commands = UnwrittenCommands()
         self._has_commands = asyncio.Event()
         self._next_handle = 1
         self._unseen: deque[int] = deque()
@@ -73,28 +72,27 @@ class Session:
     @property
     def num_unseen(self) -> int:
         """Submits sent that no load snapshot has counted yet."""
-        return len(self._unseen)
+        return len(self._unseen) + self._commands.num_submits
 
     @property
     def num_unseen_tokens(self) -> int:
-        return sum(self._unseen)
+        return sum(self._unseen) + self._commands.num_prompt_tokens
 
     def send_submit(self, request: EngineRequest) -> Handle:
         """Raises InvalidRequest for what the wire cannot carry; nothing was sent then."""
         handle = Handle(self._next_handle)
-        command = encode_submit(request, handle)
-        if command.ByteSize() > MAX_FRAME_BYTES * 8:
-            raise RequestTooLarge("prompt", f"at most {MAX_FRAME_BYTES * 8} bytes on the wire", command.ByteSize(), "Shorten the prompt.")
+        self._commands.submit(request, handle)
         self._next_handle += 1
-        self._unseen.append(len(request.prompt_ids))
-        self._send(command)
+        self._has_commands.set()
         return handle
 
     def send_cancel(self, handle: Handle) -> None:
-        self._send(encode_cancel(handle))
+        self._commands.cancel(handle)
+        self._has_commands.set()
 
     def send_finish(self, handle: Handle, index: int, keep_tokens: int, reason: FinishReason) -> None:
-        self._send(encode_finish(handle, index, keep_tokens, reason))
+        self._commands.finish(handle, index, keep_tokens, reason)
+        self._has_commands.set()
 
     async def run(self) -> None:
         """Connects and pumps until the connection ends. Raises ConnectionLost, Mismatch or MalformedFrame; always raises."""
@@ -146,17 +144,11 @@ class Session:
     async def _write(self, call: Any) -> None:
         while True:
             await self._has_commands.wait()
-            await call.write(self._next_commands())
-
-    def _next_commands(self) -> pb.ClientFrame:
-        frame, num_bytes = pb.ClientFrame(), 0
-        while self._commands and num_bytes < MAX_FRAME_BYTES:
-            command = self._commands.popleft()
-            num_bytes += command.ByteSize()
-            frame.commands.append(command)
-        if not self._commands:
             self._has_commands.clear()
-        return frame
+            while self._commands:
+                frame = self._commands.take(self._clock())
+                self._unseen.extend(len(command.submit.prompt_ids) for command in frame.commands if command.HasField("submit"))
+                await call.write(frame)
 
     async def _read(self, call: Any) -> None:
         while (frame := await self._next_frame(call)) is not None:
@@ -212,10 +204,6 @@ class Session:
         while self._num_submits_seen < submits_seen and self._unseen:
             self._num_submits_seen += 1
             self._unseen.popleft()
-
-    def _send(self, command: pb.Command) -> None:
-        self._commands.append(command)
-        self._has_commands.set()
 
 
 def _describe(error: grpc.aio.AioRpcError) -> str:

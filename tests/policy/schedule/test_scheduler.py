@@ -307,7 +307,8 @@ def test_a_stop_found_upstairs_ends_the_sequence_and_its_overrun_is_not_cached()
 
 def test_deadlines_end_waiting_and_running_sequences() -> None:
     driven = DrivenEngine(max_num_seqs=1)
-    driven.submit(request("a", [1], max_tokens=50, deadline_s=5.0), request("b", [2], max_tokens=50, deadline_s=5.0))
+    deadline_s = driven.clock.now + 5
+    driven.submit(request("a", [1], max_tokens=50, deadline_s=deadline_s), request("b", [2], max_tokens=50, deadline_s=deadline_s))
     driven.turn(3)
     driven.clock.now += 6
     driven.run()
@@ -603,7 +604,7 @@ def test_more_sequences_than_may_ever_wait_are_refused_for_good() -> None:
 
 def test_time_in_the_inbox_counts_as_waiting() -> None:
     driven = DrivenEngine()
-    driven.submit(request("r", [1, 2], deadline_s=5.0))
+    driven.submit(request("r", [1, 2], deadline_s=driven.clock.now + 5))
     driven.clock.now += 3
     driven.turn()
     assert [update.queue_time_s for update in driven.updates if update.queue_time_s is not None] == [3.0]

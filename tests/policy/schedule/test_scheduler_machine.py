@@ -91,7 +91,7 @@ class EngineMachine(RuleBasedStateMachine):
                 max_tokens=max_tokens,
                 n=n,
                 prerequisites=needs,
-                deadline_s=deadline,
+                deadline_s=None if deadline is None else self.driven.clock.now + deadline,
                 priority=priority,
                 tenant=str(family),
                 salt=b"s" * family,

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.engine.server.config import ProcessConfig
-from headrace.engine.server.service import AsyncioOutbox, EngineService, ServedEngine, Updates
+from headrace.engine.server.service import AsyncioOutbox, EngineService, ServedEngine, Updates, call_unless_closed
 from headrace.wire.leash import Leash
 from headrace.wire.stop_signals import StopSignals, first_of
 from headrace.wire.target import parse_target
@@ -93,8 +93,7 @@ class LoopThread:
         self.built.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
     def _tell(self, what: Callable[..., None], value: object) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(what, value)
+        call_unless_closed(self._loop, what, value)
 
 
 def run_process(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -> ExitCode:

@@ -11,11 +11,12 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import grpc.aio
 
+from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
@@ -46,12 +47,16 @@ from headrace.wire.target import Target, check_private, token_matches
 log = logging.getLogger(__name__)
 
 Updates = list[SequenceUpdate | Rejected]
+Value = TypeVar("Value")
 
 
 class ServedEngine(Protocol):
     """What the service needs of `engine.loop.Engine`. Every method may be called from any thread and returns at once."""
 
     info: ModelInfo
+
+    @property
+    def clock(self) -> Clock: ...
 
     def submit(self, request: EngineRequest) -> None: ...
 
@@ -63,19 +68,30 @@ class ServedEngine(Protocol):
 
 
 class AsyncioOutbox:
-    """The engine's outbox: carries a step's updates from the loop's thread to the asyncio loop, one call per step."""
+    """The engine's outbox: carries a step's updates from the loop's thread to the asyncio loop, one call per step.
+
+    Once the asyncio loop is closed, updates are dropped: nobody is left to send them.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self.deliver: Callable[[Updates], None] | None = None
 
     def __call__(self, updates: Updates) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._arrive, updates)
+        call_unless_closed(self._loop, self._arrive, updates)
 
     def _arrive(self, updates: Updates) -> None:
         if self.deliver is not None:
             self.deliver(updates)
+
+
+def call_unless_closed(loop: asyncio.AbstractEventLoop, call: Callable[[Value], None], value: Value) -> None:
+    """`call(value)` on the loop, from another thread; nothing when the loop is closed, also when that happens at this very moment."""
+    try:
+        loop.call_soon_threadsafe(call, value)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
 
 
 class EngineService:
@@ -247,7 +263,7 @@ class EngineService:
                 raise MalformedFrame("a command of unknown kind")
 
     def _submit(self, stream: GatewayStream, message: pb.Submit) -> None:
-        request = decode_submit(message)
+        request = decode_submit(message, self._engine.clock())
         handle = Handle(message.handle)
         if self._routes.of_handle(stream, handle) is not None:
             raise MalformedFrame(f"submit: handle {handle} is in use")

@@ -95,7 +95,7 @@ class Run:
             weight=principal.weight,
             priority=self.priority,
             salt=salt.digest(),
-            deadline_s=self._remaining_s(),
+            deadline_s=self._deadline_s(),
         )
         call.engine_request(0).checked(vocab_size=info.vocab_size, max_model_len=info.max_model_len)
         return call
@@ -135,20 +135,22 @@ class Run:
         chosen = self.model.sampling_defaults.get("max_tokens")
         return self.params if self.params.max_tokens is not None else with_room(self.params, chosen, room)
 
-    def _remaining_s(self) -> float | None:
-        deadline_s = self.service.config.timeouts.request_s
-        if deadline_s is None:
+    def _deadline_s(self) -> float | None:
+        """On the service's clock. Raises DeadlineExceeded when it has passed."""
+        request_s = self.service.config.timeouts.request_s
+        if request_s is None:
             return None
-        remaining = deadline_s - (self.service.clock() - self.exchange.arrived_s)
-        if remaining <= 0:
-            raise DeadlineExceeded(f"The request's deadline of {deadline_s:g} s passed before it began.")
-        return remaining
+        deadline_s = self.exchange.arrived_s + request_s
+        if deadline_s <= self.service.clock():
+            raise DeadlineExceeded(f"The request's deadline of {request_s:g} s passed before it began.")
+        return deadline_s
 
     def _deadline(self) -> asyncio.TimerHandle | None:
         """The gateway's own end of a request: an engine whose loop hangs ends nothing."""
-        remaining_s = self._remaining_s()
-        if remaining_s is None:
+        deadline_s = self._deadline_s()
+        if deadline_s is None:
             return None
+        remaining_s = deadline_s - self.service.clock()
         return asyncio.get_running_loop().call_later(remaining_s + DEADLINE_GRACE_S, self.exchange.leave, DeadlineExceeded(DEADLINE_PASSED))
 
     async def _whole(self, answer: Answer, merged: MergedStream, streams: Sequence[EventStream], progress: Progress) -> None:

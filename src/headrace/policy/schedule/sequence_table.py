@@ -98,7 +98,7 @@ class SequenceTable:
 
     def _watch_deadlines(self, seq: Sequence, now: float) -> None:
         if seq.request.deadline_s is not None:
-            self._deadlines.add(now + seq.request.deadline_s, seq, Limit.ANSWER)
+            self._deadlines.add(seq.request.deadline_s, seq, Limit.ANSWER)
         if seq.missing - {FORK}:
             self._deadlines.add(now + self.config.prerequisite_timeout_s, seq, Limit.PREREQUISITES)
 

@@ -16,13 +16,13 @@ from headrace.wire.handles import Handle, MalformedFrame
 MAX_REQUEST_ID_CHARS = 128
 
 
-def encode_submit(request: EngineRequest, handle: Handle, *, waited_s: float = 0.0) -> pb.Command:
-    """The command that starts `request` under `handle`.
+def encode_submit(request: EngineRequest, handle: Handle) -> pb.Command:
+    """The command that starts `request` under `handle`, but for its deadline: `set_remaining` adds that when the command is written.
 
-    waited_s  time the request spent in the client before this call, taken off its deadline
-
-    Raises: InvalidRequest for values the wire cannot carry (a lone surrogate, an integer over 32 bits).
+    Raises: InvalidRequest for values the wire cannot carry (a lone surrogate, an integer over 32 bits, a deadline that is no number).
     """
+    if request.deadline_s is not None and not math.isfinite(request.deadline_s):
+        raise InvalidRequest("deadline_s", "a finite number of seconds", request.deadline_s)
     try:
         return pb.Command(
             submit=pb.Submit(
@@ -38,7 +38,6 @@ def encode_submit(request: EngineRequest, handle: Handle, *, waited_s: float = 0
                 priority=PRIORITY[request.priority],
                 salt=request.salt,
                 adapter=request.adapter,
-                deadline_remaining_ms=_remaining_ms(request.deadline_s, waited_s),
                 prerequisites=sorted(request.prerequisites),
                 prefix_caching=request.prefix_caching,
             )
@@ -49,8 +48,21 @@ def encode_submit(request: EngineRequest, handle: Handle, *, waited_s: float = 0
         ) from error
 
 
-def decode_submit(message: pb.Submit) -> EngineRequest:
-    """Raises MalformedFrame when the message breaks the format; the values' own rules are `EngineRequest.checked`'s."""
+def set_remaining(message: pb.Submit, deadline_s: float | None, now: float) -> None:
+    """The deadline as the milliseconds that remain at `now`, on the same clock.
+
+    Rounded up, so that a deadline in the future is never sent as one that passed; what a float is off by is no millisecond more.
+    """
+    if deadline_s is not None:
+        remaining = (deadline_s - now) * 1000
+        message.deadline_remaining_ms = max(math.ceil(round(remaining, 3)), 1 if remaining > 0 else 0)
+
+
+def decode_submit(message: pb.Submit, now: float) -> EngineRequest:
+    """The request, its deadline on the clock that says `now`.
+
+    Raises MalformedFrame when the message breaks the format; the values' own rules are `EngineRequest.checked`'s.
+    """
     if not message.handle:
         raise MalformedFrame("submit: handle must be positive")
     if not 0 < len(message.request_id) <= MAX_REQUEST_ID_CHARS:
@@ -71,7 +83,7 @@ def decode_submit(message: pb.Submit) -> EngineRequest:
         priority=PriorityClass(PRIORITY_CLASS[message.priority]),
         salt=message.salt,
         adapter=message.adapter if message.HasField("adapter") else None,
-        deadline_s=message.deadline_remaining_ms / 1000 if message.HasField("deadline_remaining_ms") else None,
+        deadline_s=now + message.deadline_remaining_ms / 1000 if message.HasField("deadline_remaining_ms") else None,
         prerequisites=frozenset(message.prerequisites),
         prefix_caching=message.prefix_caching,
     )
@@ -90,14 +102,6 @@ def decode_finish(message: pb.Finish) -> tuple[Handle, int, int, FinishReason]:
     if message.reason not in FINISH_REASON:
         raise MalformedFrame(f"finish: unknown reason {message.reason}")
     return Handle(message.handle), message.index, message.keep_tokens, FINISH_REASON[message.reason]
-
-
-def _remaining_ms(deadline_s: float | None, waited_s: float) -> int | None:
-    """Rounded up, so that a deadline in the future is never sent as one that passed; what a float is off by is no millisecond more."""
-    if deadline_s is None:
-        return None
-    remaining = (deadline_s - waited_s) * 1000
-    return max(math.ceil(round(remaining, 6)), 1 if remaining > 0 else 0)
 
 
 def _encode_params(params: SamplingParams) -> pb.Params:

@@ -1,0 +1,91 @@
+"""Commands that a gateway has not written yet, and the frames they are written in.
+
+Cancels and finishes are written first: they are small, and what they end costs the engine a step each time. Submits follow in order. A
+frame has at most MAX_FRAME_BYTES of commands, or one larger Submit and what fits before it. A cancel of a Submit that was not written
+removes both. Not thread-safe; holds no connection.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from headrace.core.errors import RequestTooLarge
+from headrace.core.finish import FinishReason
+from headrace.core.request import EngineRequest
+from headrace.wire import headrace_pb2 as pb
+from headrace.wire.codec import encode_cancel, encode_finish, encode_submit
+from headrace.wire.codec.request import set_remaining
+from headrace.wire.handles import Handle
+
+MAX_FRAME_BYTES = 2**20
+MAX_SUBMIT_BYTES = 8 * MAX_FRAME_BYTES
+
+
+@dataclass(slots=True)
+class _Submit:
+    """A Submit, and the finishes that must not overtake it."""
+
+    command: pb.Command
+    num_bytes: int
+    num_tokens: int
+    deadline_s: float | None
+    finishes: list[pb.Command] = field(default_factory=list)
+
+
+class UnwrittenCommands:
+    """What waits for the stream of one session.
+
+    num_prompt_tokens  of the Submits that wait
+    """
+
+    def __init__(self) -> None:
+        self._urgent: deque[pb.Command] = deque()
+        self._submits: dict[Handle, _Submit] = {}
+        self.num_prompt_tokens = 0
+
+    @property
+    def num_submits(self) -> int:
+        return len(self._submits)
+
+    def __bool__(self) -> bool:
+        return bool(self._urgent or self._submits)
+
+    def submit(self, request: EngineRequest, handle: Handle) -> None:
+        """Raises InvalidRequest for what the wire cannot carry; it was not taken then."""
+        command = encode_submit(request, handle)
+        num_bytes = command.ByteSize()
+        if num_bytes > MAX_SUBMIT_BYTES:
+            raise RequestTooLarge("prompt", f"at most {MAX_SUBMIT_BYTES} bytes on the wire", num_bytes, "Shorten the prompt.")
+        num_tokens = len(request.prompt_ids)
+        self._submits[handle] = _Submit(command, num_bytes, num_tokens, request.deadline_s)
+        self.num_prompt_tokens += num_tokens
+
+    def cancel(self, handle: Handle) -> None:
+        waiting = self._submits.pop(handle, None)
+        if waiting is None:
+            self._urgent.append(encode_cancel(handle))
+        else:
+            self.num_prompt_tokens -= waiting.num_tokens
+
+    def finish(self, handle: Handle, index: int, keep_tokens: int, reason: FinishReason) -> None:
+        command = encode_finish(handle, index, keep_tokens, reason)
+        waiting = self._submits.get(handle)
+        (self._urgent if waiting is None else waiting.finishes).append(command)
+
+    def take(self, now: float) -> pb.ClientFrame:
+        """The next frame, to be written at `now`: deadlines become what remains of them. Empty when nothing waits."""
+        frame, num_bytes = pb.ClientFrame(), 0
+        while self._urgent and num_bytes < MAX_FRAME_BYTES:
+            num_bytes += self._urgent[0].ByteSize()
+            frame.commands.append(self._urgent.popleft())
+        while self._submits:
+            handle, waiting = next(iter(self._submits.items()))
+            if num_bytes and num_bytes + waiting.num_bytes > MAX_FRAME_BYTES:
+                break
+            del self._submits[handle]
+            self.num_prompt_tokens -= waiting.num_tokens
+            set_remaining(waiting.command.submit, waiting.deadline_s, now)
+            frame.commands.extend((waiting.command, *waiting.finishes))
+            num_bytes += waiting.num_bytes
+        return frame
