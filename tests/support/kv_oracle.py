@@ -12,7 +12,7 @@ from collections import deque
 from hashlib import blake2b
 
 from headrace.core.kvgroup import KvGroup
-from headrace.core.plan import MoveKind, Plan, Result, Started, TokenLogprobs
+from headrace.core.plan import LogprobColumns, MoveKind, Plan, Result, Started, TokenLogprobs, int_column
 
 EMPTY = -1
 
@@ -104,9 +104,22 @@ class OracleRunner:
             self._write(slot, start, count)
         sampled = [self._read_and_sample(*row) for row in rows]
         counts = array("i", [len(tokens) for tokens in sampled])
-        scores = tuple((i, found) for i, row in enumerate(rows) if (found := self._prompt_scores(*row)))
+        rows_scored, counts_scored, scores = int_column(), int_column(), LogprobColumns()
+        for i, row in enumerate(rows):
+            if found := self._prompt_scores(*row):
+                rows_scored.append(i)
+                counts_scored.append(len(found))
+                for entry in found:
+                    scores.append(entry)
         flat = array("i", [token for tokens in sampled for token in tokens])
-        return Result(step_id=plan.step_id, token_counts=counts, token_ids=flat, prompt_logprobs=scores)
+        return Result(
+            step_id=plan.step_id,
+            token_counts=counts,
+            token_ids=flat,
+            prompt_rows=rows_scored,
+            prompt_counts=counts_scored,
+            prompt_logprobs=scores,
+        )
 
     def _apply(self, plan: Plan) -> None:
         for slot in plan.ended:

@@ -20,6 +20,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import accumulate
+from typing import Any
 
 from headrace.core.ids import SlotId
 from headrace.core.sampling import SamplingParams
@@ -28,6 +30,11 @@ from headrace.core.sampling import SamplingParams
 def int_column(values: Sequence[int] = ()) -> array[int]:
     """32-bit column; numpy and torch read it without a copy (`numpy.frombuffer`)."""
     return array("i", values)
+
+
+def float_column(values: Sequence[float] = ()) -> array[float]:
+    """32-bit column."""
+    return array("f", values)
 
 
 class MoveKind(IntEnum):
@@ -129,20 +136,94 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class LogprobColumns:
+    """Many positions' `TokenLogprobs`, flat. Filled by whoever makes it, then never changed.
+
+    Per position (equal lengths): token_ids, logprobs (32-bit float), ranks, top_counts
+      rank 0  nobody asked at this position
+    Flat, sum(top_counts) entries: top_ids, top_logprobs (32-bit float)
+    """
+
+    token_ids: array[int] = field(default_factory=int_column)
+    logprobs: array[float] = field(default_factory=float_column)
+    ranks: array[int] = field(default_factory=int_column)
+    top_counts: array[int] = field(default_factory=int_column)
+    top_ids: array[int] = field(default_factory=int_column)
+    top_logprobs: array[float] = field(default_factory=float_column)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def append(self, entry: TokenLogprobs | None) -> None:
+        """One more position; None: not asked for."""
+        entry = entry or TokenLogprobs(0, 0.0, 0)
+        self.token_ids.append(entry.token_id)
+        self.logprobs.append(entry.logprob)
+        self.ranks.append(entry.rank)
+        self.top_counts.append(len(entry.top_ids))
+        self.top_ids.extend(entry.top_ids)
+        self.top_logprobs.extend(entry.top_logprobs)
+
+    def extend(self, other: LogprobColumns) -> None:
+        """The positions of `other`, after these."""
+        for column, more in zip(self.columns(), other.columns(), strict=True):
+            column.extend(more)
+
+    def picked(self, places: Sequence[int]) -> LogprobColumns:
+        """These positions alone, in this order; of none, none."""
+        entries, found = self.entries(), LogprobColumns()
+        for place in places if entries else ():
+            found.append(entries[place])
+        return found
+
+    def columns(self) -> tuple[array[Any], ...]:
+        """In the order of the fields."""
+        return self.token_ids, self.logprobs, self.ranks, self.top_counts, self.top_ids, self.top_logprobs
+
+    def entries(self) -> list[TokenLogprobs | None]:
+        """The positions as values; None where nobody asked. The one place where columns become objects."""
+        found: list[TokenLogprobs | None] = []
+        begin = 0
+        for token_id, logprob, rank, count in zip(self.token_ids, self.logprobs, self.ranks, self.top_counts, strict=True):
+            span = slice(begin, begin + count)
+            begin += count
+            top = tuple(self.top_ids[span]), tuple(self.top_logprobs[span])
+            found.append(TokenLogprobs(token_id, logprob, rank, *top) if rank else None)
+        return found
+
+
+NO_LOGPROBS = LogprobColumns()
+"""Nobody asked. Shared: never appended to."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """What a step produced, row by row in the plan's order.
 
     token_counts     per row, 0..k tokens
     token_ids        all rows' tokens, flat
-    logprobs         one entry per token in `token_ids`, or empty when no row asked
-    prompt_logprobs  (row, entries for the prompt positions computed this step: position start+1 .. start+count of the row, prompt only)
+    logprobs         one position per token in `token_ids`, or none when no row asked
+    prompt_rows      rows with log-probabilities of prompt positions, ascending
+    prompt_counts    for each of them, how many positions: start+1 .. start+count of the row, prompt only
+    prompt_logprobs  theirs, flat; every position was asked for
+    moves_done       ids of asynchronous moves that ended since the last result, whichever plan began them; each id is reported once.
+                     A step that raises reports none: what ended meanwhile is in the next result
     errors           (row, message): this sequence alone failed; it produced no token
     """
 
     step_id: int
     token_counts: array[int]
     token_ids: array[int]
-    logprobs: tuple[TokenLogprobs | None, ...] = ()
-    prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()
+    logprobs: LogprobColumns = NO_LOGPROBS
+    prompt_rows: array[int] = field(default_factory=int_column)
+    prompt_counts: array[int] = field(default_factory=int_column)
+    prompt_logprobs: LogprobColumns = NO_LOGPROBS
+    moves_done: array[int] = field(default_factory=int_column)
     errors: tuple[tuple[int, str], ...] = ()
+
+    def prompt_entries(self) -> dict[int, tuple[TokenLogprobs, ...]]:
+        """row -> its prompt positions' entries."""
+        entries = [entry for entry in self.prompt_logprobs.entries() if entry is not None]
+        ends = accumulate(self.prompt_counts)
+        return {row: tuple(entries[end - count : end]) for row, count, end in zip(self.prompt_rows, self.prompt_counts, ends, strict=True)}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.errors import EngineFatal
-from headrace.core.plan import Plan, Result, TokenLogprobs
+from headrace.core.plan import NO_LOGPROBS, LogprobColumns, Plan, Result, int_column
 from headrace.engine.failpoints import failpoint
 from headrace.engine.runner_batch import Rows, Wanted, build_batch, find_wanted, num_scored, read_rows, refuse_moves_but_copies
 from headrace.engine.runner_slots import Ints, SlotState, column
@@ -31,7 +32,15 @@ from headrace.tensor.sampling.sampler import NOT_A_DISTRIBUTION
 _PROMPT_LOGITS = 1 << 23
 """Logits computed at once for prompt log-probabilities (32 MiB): a long prompt's whole [T, V] would not fit."""
 
-PromptEntries = tuple[int, tuple[TokenLogprobs, ...]]
+
+@dataclass(slots=True)
+class PromptScores:
+    """Log-probabilities of prompt positions, columns as in `Result`; the rows whose logits were not finite."""
+
+    rows: array[int] = field(default_factory=int_column)
+    counts: array[int] = field(default_factory=int_column)
+    logprobs: LogprobColumns = field(default_factory=LogprobColumns)
+    failed: set[int] = field(default_factory=set)
 
 
 class Model(Protocol):
@@ -132,9 +141,9 @@ class ModelRunner:
         failpoint("runner.forward")
         hidden = self.model.forward(ids, batch, self.kv)
         failed = {int(row) for row in np.flatnonzero(self._state.failed[rows.slots])}
-        prompts, not_finite = self._prompt_logprobs(rows, scored, wanted, hidden)
+        prompts = self._prompt_logprobs(rows, scored, wanted, hidden)
         sampled = self._sample(rows, sampling, wanted, hidden)
-        failed |= not_finite | {int(row) for row in sampling[sampled.failed]}
+        failed |= prompts.failed | {int(row) for row in sampling[sampled.failed]}
         failpoint("runner.commit")
         self._commit(rows, sampling, sampled, failed)
         return _result(plan, sampling, sampled, prompts, failed)
@@ -151,30 +160,31 @@ class ModelRunner:
     def _sample(self, rows: Rows, sampling: Ints, wanted: Wanted, hidden: Tensor) -> Sampled:
         """Tokens for the rows [S] that sample, from their last positions."""
         if not len(sampling):
-            return Sampled(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_), ())
+            return Sampled(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_), NO_LOGPROBS)
         last = torch.from_numpy(wanted.places(rows.row_starts[sampling + 1] - 1)).to(hidden.device)
         failpoint("runner.logits")
         logits = self.model.logits(hidden if len(last) == len(hidden) else hidden[last])
         failpoint("runner.sample")
         return self._sampler.sample(logits, rows.slots[sampling], rows.ends[sampling])
 
-    def _prompt_logprobs(self, rows: Rows, scored: Ints, wanted: Wanted, hidden: Tensor) -> tuple[list[PromptEntries], set[int]]:
-        """Entries per row that asked for them and computed prompt positions; the rows whose logits were not finite."""
-        entries: list[PromptEntries] = []
-        failed: set[int] = set()
+    def _prompt_logprobs(self, rows: Rows, scored: Ints, wanted: Wanted, hidden: Tensor) -> PromptScores:
+        """Of the rows that asked for them and computed prompt positions."""
+        scores = PromptScores()
         asked = np.flatnonzero(scored)
         for row, first in zip(asked.tolist(), wanted.places(rows.row_starts[asked]).tolist(), strict=True):
             found = self._prompt_row(int(rows.slots[row]), int(rows.starts[row]), hidden[first : first + scored[row]])
             if found is None:
-                failed.add(row)
+                scores.failed.add(row)
             else:
-                entries.append((row, tuple(found)))
-        return entries, failed
+                scores.rows.append(row)
+                scores.counts.append(len(found))
+                scores.logprobs.extend(found)
+        return scores
 
-    def _prompt_row(self, slot: int, start: int, hidden: Tensor) -> list[TokenLogprobs] | None:
+    def _prompt_row(self, slot: int, start: int, hidden: Tensor) -> LogprobColumns | None:
         """What the model thought of the tokens after the N from `start` on, whose hidden states [N, E] these are; piece by piece."""
         piece, count = max(1, _PROMPT_LOGITS // self.model.vocab_size), len(hidden)
-        entries: list[TokenLogprobs] = []
+        scores = LogprobColumns()
         for begin in range(0, count, piece):
             end = min(begin + piece, count)
             failpoint("runner.prompt_logprobs")
@@ -183,8 +193,8 @@ class ModelRunner:
             found = prompt_logprobs(logits, next_ids, int(self._state.prompt_logprobs[slot]))
             if found is None:
                 return None
-            entries += found
-        return entries
+            scores.extend(found)
+        return scores
 
     def _commit(self, rows: Rows, sampling: Ints, sampled: Sampled, failed: set[int]) -> None:
         """Point 6 of `core.plan`: from here on the step has happened."""
@@ -212,21 +222,22 @@ class OverlappedRunner:
         self._runner.close()
 
 
-def _result(plan: Plan, sampling: Ints, sampled: Sampled, prompts: list[PromptEntries], failed: set[int]) -> Result:
+def _result(plan: Plan, sampling: Ints, sampled: Sampled, prompts: PromptScores, failed: set[int]) -> Result:
     counts = array("i", bytes(4 * plan.num_rows))
     token_ids = array("i")
-    logprobs: list[TokenLogprobs | None] = []
+    kept: list[int] = []
     for place, (row, token_id) in enumerate(zip(sampling.tolist(), sampled.token_ids.tolist(), strict=True)):
         if row not in failed:
             counts[row] = 1
             token_ids.append(token_id)
-            if sampled.logprobs:
-                logprobs.append(sampled.logprobs[place])
+            kept.append(place)
     return Result(
         step_id=plan.step_id,
         token_counts=counts,
         token_ids=token_ids,
-        logprobs=tuple(logprobs),
-        prompt_logprobs=tuple(prompts),
+        logprobs=sampled.logprobs if len(kept) == len(sampling) else sampled.logprobs.picked(kept),
+        prompt_rows=prompts.rows,
+        prompt_counts=prompts.counts,
+        prompt_logprobs=prompts.logprobs,
         errors=tuple((row, NOT_A_DISTRIBUTION) for row in sorted(failed)),
     )

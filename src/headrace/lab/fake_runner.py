@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from headrace.core.errors import CheckpointError, EngineFatal
 from headrace.core.kvgroup import KvGroup
 from headrace.core.model_info import ModelInfo
-from headrace.core.plan import MoveKind, Plan, Result, Started, TokenLogprobs, int_column
+from headrace.core.plan import NO_LOGPROBS, LogprobColumns, MoveKind, Plan, Result, Started, TokenLogprobs, int_column
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.build import assemble
@@ -151,25 +151,27 @@ class FakeRunner:
     def _compute(self, plan: Plan) -> Result:
         self._apply(plan)
         counts, token_ids = int_column(), int_column()
-        logprobs: list[TokenLogprobs | None] = []
-        prompt_logprobs: list[tuple[int, tuple[TokenLogprobs, ...]]] = []
+        prompt_rows, prompt_counts = int_column(), int_column()
+        logprobs, prompt_logprobs = LogprobColumns(), LogprobColumns()
         for row, (slot_id, start, count, samples) in enumerate(zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True)):
             slot = self._slots[slot_id]
             self._read_and_write(slot_id, slot, start, count)
             if slot.started.params.prompt_logprobs is not None:
-                prompt_logprobs.append((row, self._prompt_logprobs(slot, start, count)))
+                prompt_rows.append(row)
+                prompt_counts.append(self._score_prompt(slot, start, count, prompt_logprobs))
             counts.append(samples)
             if samples:
                 token_id = self._sample(slot, start + count)
                 token_ids.append(token_id)
                 logprobs.append(self._logprobs(token_id, slot.started.params.logprobs))
-        has_logprobs = any(entry is not None for entry in logprobs)
         return Result(
             step_id=plan.step_id,
             token_counts=counts,
             token_ids=token_ids,
-            logprobs=tuple(logprobs) if has_logprobs else (),
-            prompt_logprobs=tuple(prompt_logprobs),
+            logprobs=logprobs if any(logprobs.ranks) else NO_LOGPROBS,
+            prompt_rows=prompt_rows,
+            prompt_counts=prompt_counts,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _apply(self, plan: Plan) -> None:
@@ -201,11 +203,14 @@ class FakeRunner:
         slot.ids.append(token_id)
         return token_id
 
-    def _prompt_logprobs(self, slot: _Slot, start: int, count: int) -> tuple[TokenLogprobs, ...]:
+    def _score_prompt(self, slot: _Slot, start: int, count: int, scores: LogprobColumns) -> int:
+        """Add the entries of the prompt positions after those computed; how many they are."""
         last = min(start + count, slot.started.num_prompt_tokens - 1)
         wanted = slot.started.params.prompt_logprobs
-        entries = (self._logprobs(slot.ids[position], wanted) for position in range(start + 1, last + 1))
-        return tuple(entry for entry in entries if entry is not None)
+        positions = range(start + 1, last + 1)
+        for position in positions:
+            scores.append(self._logprobs(slot.ids[position], wanted))
+        return len(positions)
 
     def _logprobs(self, token_id: int, num_top: int | None) -> TokenLogprobs | None:
         """Made up: the chosen token is the most probable, its neighbours follow."""

@@ -155,9 +155,9 @@ def test_logprobs_stand_beside_the_tokens_of_their_rows(decoder: Decoder, dense:
     planner.start(2, [10, 11, 12])
     result = run(runner, planner.plan((2, 0, 2, 0), (0, 0, 3, 1), (1, 0, 2, 1)))
     assert list(result.token_counts) == [0, 1, 1]
-    assert len(result.logprobs) == 2
-    assert result.logprobs[0] is None
-    entry, wanted = result.logprobs[1], torch.log_softmax(dense.logits([8, 9])[-1], dim=-1)
+    quiet, entry = result.logprobs.entries()
+    assert quiet is None
+    wanted = torch.log_softmax(dense.logits([8, 9])[-1], dim=-1)
     assert entry is not None
     assert (entry.token_id, entry.rank) == (result.token_ids[1], 1)
     assert entry.top_ids == tuple(wanted.topk(3).indices.tolist())
@@ -178,10 +178,10 @@ def test_prompt_logprobs_cover_every_prompt_position_once(
     entries: list[TokenLogprobs] = []
     for begin, count in chunks:
         result = run(runner, planner.plan((0, 0, beside, 1), (1, begin, count, int(begin + count == 12))))
-        for row, found in result.prompt_logprobs:
+        for row, found in result.prompt_entries().items():
             assert row == 1
             entries += found
-    assert run(runner, planner.plan((1, 12, 1, 1))).prompt_logprobs == ()
+    assert not run(runner, planner.plan((1, 12, 1, 1))).prompt_logprobs
     wanted = torch.log_softmax(dense.logits(prompt), dim=-1)
     assert [entry.token_id for entry in entries] == prompt[1:]
     assert [entry.logprob for entry in entries] == pytest.approx([float(wanted[i, t]) for i, t in enumerate(prompt[1:])], abs=1e-4)
@@ -227,7 +227,8 @@ def test_a_prompt_position_that_is_nan_fails_its_row_alone(decoder: Decoder) -> 
     result = run(runner, planner.plan((0, 0, 3, 1), (1, 0, 3, 1)))
     assert [row for row, _ in result.errors] == [0]
     assert list(result.token_counts) == [0, 1]
-    assert [row for row, _ in result.prompt_logprobs] == [1]
+    assert list(result.prompt_rows) == [1]
+    assert len(result.prompt_logprobs) == 2
 
 
 @pytest.mark.parametrize("kind", [MoveKind.HOST_OUT, MoveKind.HOST_IN, MoveKind.SEND, MoveKind.RECEIVE, 99])

@@ -23,7 +23,7 @@ def test_entries_are_torchs_log_softmax_of_the_raw_logits(make_row: Any, sample:
         make_row(SamplingParams(seed=1, logprobs=20, repetition_penalty=2.0, presence_penalty=1.0)),
     ]
     result = sample(logits, rows)
-    for i, entry in enumerate(result.logprobs):
+    for i, entry in enumerate(result.logprobs.entries()):
         assert entry is not None
         assert entry.token_id == result.token_ids[i]
         assert entry.logprob == pytest.approx(float(wanted[i, entry.token_id]), abs=1e-5)
@@ -31,15 +31,15 @@ def test_entries_are_torchs_log_softmax_of_the_raw_logits(make_row: Any, sample:
         best = torch.topk(wanted[i], len(entry.top_ids))
         assert list(entry.top_ids) == best.indices.tolist()
         assert entry.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-5)
-    assert [len(entry.top_ids) for entry in result.logprobs if entry] == [5, 0, 20]
+    assert list(result.logprobs.top_counts) == [5, 0, 20]
     assert result.token_ids[1] == 7
 
 
 def test_rows_that_did_not_ask_have_none(make_row: Any, sample: Callable[..., Sampled]) -> None:
     logits = np.zeros((2, 40), dtype=np.float32)
     quiet = make_row(SamplingParams(seed=1))
-    assert sample(logits, [quiet, quiet]).logprobs == ()
-    entries = sample(logits, [quiet, make_row(SamplingParams(seed=1, logprobs=0))]).logprobs
+    assert not sample(logits, [quiet, quiet]).logprobs
+    entries = sample(logits, [quiet, make_row(SamplingParams(seed=1, logprobs=0))]).logprobs.entries()
     assert entries[0] is None
     assert entries[1] is not None
 
@@ -56,9 +56,9 @@ def test_ties_at_the_end_of_the_list_go_to_the_lower_id() -> None:
 def test_prompt_entries_report_the_token_that_follows() -> None:
     logits = np.random.default_rng(2).normal(size=(4, 30)).astype(np.float32)
     wanted = torch.log_softmax(torch.from_numpy(logits).double(), dim=1)
-    entries = prompt_logprobs(logits, np.array([3, 0, 29, 3]), 2)
-    assert entries is not None
-    assert [entry.token_id for entry in entries] == [3, 0, 29, 3]
-    assert [entry.logprob for entry in entries] == pytest.approx([float(wanted[i, t]) for i, t in enumerate((3, 0, 29, 3))], abs=1e-5)
+    columns = prompt_logprobs(logits, np.array([3, 0, 29, 3]), 2)
+    assert columns is not None
+    assert list(columns.token_ids) == [3, 0, 29, 3]
+    assert list(columns.logprobs) == pytest.approx([float(wanted[i, t]) for i, t in enumerate((3, 0, 29, 3))], abs=1e-5)
     logits[2, 5] = np.nan
     assert prompt_logprobs(logits, np.array([3, 0, 29, 3]), 2) is None

@@ -85,7 +85,7 @@ def test_a_row_alone_and_among_31_others_gives_the_same_token(make_row: Any, sam
         for i in range(32):
             alone = sample(logits[i : i + 1], [rows[i]], slots=[5])
             assert alone.token_ids[0] == together.token_ids[i]
-            assert alone.logprobs[0] == together.logprobs[i], "bit for bit"
+            assert alone.logprobs.entries()[0] == together.logprobs.entries()[i], "bit for bit"
 
 
 def test_the_choice_changes_with_seed_index_and_position_only(make_row: Any, sample: Sample) -> None:
@@ -116,9 +116,8 @@ def test_a_poisoned_row_fails_alone(make_row: Any, sample: Sample, poison: float
     assert poisoned.failed.tolist() == [False, True, False]
     assert poisoned.token_ids[1] == -1
     assert poisoned.token_ids[[0, 2]].tolist() == clean.token_ids[[0, 2]].tolist()
-    assert [poisoned.logprobs[i] if clean.logprobs else None for i in (0, 2)] == [
-        clean.logprobs[i] if clean.logprobs else None for i in (0, 2)
-    ]
+    assert poisoned.logprobs.picked([0, 2]) == clean.logprobs.picked([0, 2])
+    assert not clean.logprobs or poisoned.logprobs.entries()[1] is None
 
 
 def test_a_row_without_any_finite_logit_fails(make_row: Any, sample: Sample) -> None:

@@ -168,11 +168,11 @@ class Scheduler:
         """Commit the rows from `first` on, of any kind; before it every row has one token."""
         if first == len(rows) == len(result.token_counts):
             return
-        errors, prompt_logprobs = dict(result.errors), dict(result.prompt_logprobs)
+        errors, logprobs, prompt_logprobs = dict(result.errors), result.logprobs.entries(), result.prompt_entries()
         offset = first
         for i, (row, count) in enumerate(zip(rows.rows(first), result.token_counts[first:], strict=True), first):
             end = offset + count
-            output = Output(result.token_ids[offset:end], result.logprobs[offset:end], _not_emitted(row, prompt_logprobs.get(i, ())))
+            output = Output(result.token_ids[offset:end], logprobs[offset:end], _not_emitted(row, prompt_logprobs.get(i, ())))
             self._commit_guarded(row, output, errors.get(i))
             offset = end
 
@@ -260,7 +260,7 @@ class Scheduler:
 def _are_plain(rows: StepRows, result: Result) -> bool:
     """Whether each of the leading rows has one token, and there is nothing else about any."""
     count = rows.num_decodes
-    if result.logprobs or any(row < count for row, _ in (*result.errors, *result.prompt_logprobs)):
+    if result.logprobs or any(row < count for row, _ in result.errors) or any(row < count for row in result.prompt_rows):
         return False
     return result.token_counts[:count] == rows.samples[:count]
 

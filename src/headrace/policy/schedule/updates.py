@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ class Output(NamedTuple):
     """What one row of a step produced."""
 
     token_ids: array[int]
-    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    logprobs: Sequence[TokenLogprobs | None] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 

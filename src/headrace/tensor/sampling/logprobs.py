@@ -5,10 +5,12 @@ This is vLLM's default (`raw_logprobs`): what the model thought, not what the re
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.core.plan import TokenLogprobs
+from headrace.core.plan import LogprobColumns
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -32,23 +34,51 @@ def top_tokens(logits: Floats, k: int) -> tuple[Ints, Floats]:
     return ids[chosen], values[chosen]
 
 
-def token_logprobs(logits: Floats, token_ids: Ints, num_top: Ints) -> list[TokenLogprobs]:
-    """One entry per row. logits [N, V] raw and finite somewhere in each row; token_ids [N]; num_top [N] how many best to list."""
+def token_logprobs(logits: Floats, token_ids: Ints, num_top: Ints) -> LogprobColumns:
+    """One position per row. logits [N, V] raw and finite somewhere in each row; token_ids [N]; num_top [N] how many best to list."""
     best_ids, best = top_tokens(logits, int(num_top.max(initial=0)))
     peak = logits.max(axis=1, keepdims=True)
     with np.errstate(all="ignore"):
         log_sum = peak + np.log(np.exp(logits - peak).sum(axis=1, keepdims=True))
     value = np.take_along_axis(logits, token_ids[:, None], axis=1)
     rank = 1 + (logits > value).sum(axis=1)
-    columns = (token_ids, (value - log_sum)[:, 0], rank, best_ids, best - log_sum, num_top)
-    return [
-        TokenLogprobs(token, logprob, place, tuple(ids[:k]), tuple(logprobs[:k]))
-        for token, logprob, place, ids, logprobs, k in zip(*(column.tolist() for column in columns), strict=True)
-    ]
+    is_listed = np.arange(best.shape[1]) < num_top[:, None]
+    return LogprobColumns(
+        _ints(token_ids),
+        _floats((value - log_sum)[:, 0]),
+        _ints(rank),
+        _ints(is_listed.sum(axis=1)),
+        _ints(best_ids[is_listed]),
+        _floats((best - log_sum)[is_listed]),
+    )
 
 
-def prompt_logprobs(logits: Floats, next_ids: Ints, num_top: int) -> list[TokenLogprobs] | None:
-    """Entries for the prompt tokens next_ids [N] that follow the positions of logits [N, V]; None when a row is not a distribution."""
+def _ints(values: Ints) -> array[int]:
+    return array("i", values.astype(np.int32).tobytes())
+
+
+def _floats(values: Floats) -> array[float]:
+    return array("f", values.astype(np.float32).tobytes())
+
+
+def not_asked(num_positions: int) -> LogprobColumns:
+    """That many positions at which nobody asked."""
+    zeros = bytes(4 * num_positions)
+    return LogprobColumns(array("i", zeros), array("f", zeros), array("i", zeros), array("i", zeros))
+
+
+def scattered(columns: LogprobColumns, rows: Ints, num_rows: int) -> LogprobColumns:
+    """Position i of `columns` at place rows[i], ascending, of num_rows; nobody asked at the others."""
+    spread = not_asked(num_rows)
+    for wide, column in zip(spread.columns()[:4], columns.columns(), strict=False):
+        np.frombuffer(wide, dtype=wide.typecode)[rows] = column
+    spread.top_ids.extend(columns.top_ids)
+    spread.top_logprobs.extend(columns.top_logprobs)
+    return spread
+
+
+def prompt_logprobs(logits: Floats, next_ids: Ints, num_top: int) -> LogprobColumns | None:
+    """Positions of the prompt tokens next_ids [N] that follow the positions of logits [N, V]; None when a row is not a distribution."""
     if not np.isfinite(logits.max(axis=1)).all():
         return None
     return token_logprobs(logits, next_ids, np.full(len(next_ids), num_top, dtype=np.int64))

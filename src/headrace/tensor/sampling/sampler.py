@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.core.plan import Started, TokenLogprobs
+from headrace.core.plan import NO_LOGPROBS, LogprobColumns, Started
 from headrace.core.sampling import SamplingParams
 from headrace.tensor.kernels.filters import Draw, FilterLimits, Floats, Ints, draw
-from headrace.tensor.sampling.logprobs import token_logprobs
+from headrace.tensor.sampling.logprobs import not_asked, scattered, token_logprobs
 from headrace.tensor.sampling.penalties import TokenCounts
 from headrace.tensor.sampling.philox import Purpose, uniform
 
@@ -36,11 +36,11 @@ NOT_A_DISTRIBUTION = "the model produced NaN or infinite logits for this sequenc
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """token_ids [N] (-1 where failed), failed [N]; logprobs one per row, or empty when no row asked."""
+    """token_ids [N] (-1 where failed), failed [N]; logprobs one position per row, or none when no row asked."""
 
     token_ids: Ints
     failed: NDArray[np.bool_]
-    logprobs: tuple[TokenLogprobs | None, ...]
+    logprobs: LogprobColumns
 
 
 class _Columns:
@@ -144,17 +144,16 @@ class Sampler:
         """
         host = logits.detach().float().cpu().numpy()
         token_ids = np.full(len(slots), -1, dtype=np.int64)
-        entries: list[TokenLogprobs | None] = []
+        logprobs = LogprobColumns()
         size = max(1, _CHUNK_ELEMENTS // max(1, host.shape[1]))
         with np.errstate(all="ignore"):
             for begin in range(0, len(slots), size):
                 rows = slice(begin, begin + size)
-                token_ids[rows], logprobs = self._sample_chunk(host[rows], slots[rows], positions[rows])
-                entries.extend(logprobs)
-        asked = any(entry is not None for entry in entries)
-        return Sampled(token_ids, token_ids < 0, tuple(entries) if asked else ())
+                token_ids[rows], found = self._sample_chunk(host[rows], slots[rows], positions[rows])
+                logprobs.extend(found)
+        return Sampled(token_ids, token_ids < 0, logprobs if any(logprobs.ranks) else NO_LOGPROBS)
 
-    def _sample_chunk(self, logits: Floats, slots: Ints, positions: Ints) -> tuple[Ints, list[TokenLogprobs | None]]:
+    def _sample_chunk(self, logits: Floats, slots: Ints, positions: Ints) -> tuple[Ints, LogprobColumns]:
         columns = self._columns
         best, peak = _best(logits)
         good = np.isfinite(peak)
@@ -179,13 +178,13 @@ class Sampler:
         limits = FilterLimits(columns.temperature[slots], columns.top_k[slots], columns.top_p[slots], columns.min_p[slots])
         return self._draw(logits, peak, u, limits)
 
-    def _report(self, raw: Floats, asked: Ints, token_ids: Ints, slots: Ints) -> list[TokenLogprobs | None]:
-        entries: list[TokenLogprobs | None] = [None] * len(token_ids)
-        if len(asked):
-            chosen = np.maximum(token_ids[asked], 0)
-            for row, entry in zip(asked.tolist(), token_logprobs(raw, chosen, self._columns.num_top[slots[asked]]), strict=True):
-                entries[row] = entry if token_ids[row] >= 0 else None
-        return entries
+    def _report(self, raw: Floats, asked: Ints, token_ids: Ints, slots: Ints) -> LogprobColumns:
+        """One position per row. raw: the logits of the rows that asked."""
+        if not len(asked):
+            return not_asked(len(token_ids))
+        good = token_ids[asked] >= 0
+        asked = asked[good]
+        return scattered(token_logprobs(raw[good], token_ids[asked], self._columns.num_top[slots[asked]]), asked, len(token_ids))
 
 
 def _best(logits: Floats) -> tuple[Ints, Floats]:
