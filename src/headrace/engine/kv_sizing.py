@@ -46,12 +46,14 @@ class Budget:
 def size_kv(config: EngineConfig, groups: tuple[KvGroup, ...], max_model_len: int, budget: Budget) -> KvSizing:
     """Blocks per group for a model whose longest context is max_model_len.
 
-    Raises: ConfigError when not one sequence fits: of max_model_len if the operator named it, else of a single token.
+    Raises: ConfigError when not one sequence fits: of max_model_len if the operator named it, else of a single token; and when what the
+    operator named is more memory than there is.
     """
     if not groups:
         return KvSizing(num_blocks=(), max_model_len=max_model_len, lines=("KV cache: this model needs none",))
     pools = _Pools(config, groups, max_model_len)
     full_blocks, line = _full_blocks(pools, budget)
+    _check_fits(pools, full_blocks, budget)
     length = pools.longest(full_blocks)
     lines = [line]
     if length < max_model_len:
@@ -138,6 +140,25 @@ def _full_blocks(pools: _Pools, budget: Budget) -> tuple[int, str]:
     if enough < within:
         line += f"; less is taken: max_num_seqs ({config.max_num_seqs}) sequences of max_model_len ({pools.max_model_len:,}) fit"
     return min(within, enough), line
+
+
+def _check_fits(pools: _Pools, full_blocks: int, budget: Budget) -> None:
+    """What was computed from the free memory fits it; what an operator names may not, and is refused before it is reserved."""
+    config, needed = pools.config, pools.num_bytes(full_blocks)
+    if needed <= budget.available_bytes:
+        return
+    if config.num_kv_blocks is not None:
+        option, most = "num_kv_blocks", f"{1 + max(0, pools.within(budget.available_bytes)):,}"
+    elif config.kv_cache_bytes is not None:
+        option, most = "kv_cache_bytes", f"{budget.available_bytes:,}"
+    else:
+        return
+    raise ConfigError(
+        option,
+        f"{needed:,} bytes ({describe_bytes(needed)}) of KV cache do not fit the {budget.available_bytes:,} bytes "
+        f"({describe_bytes(budget.available_bytes)}) that are free by {budget.source}",
+        f"Use at most {most}, leave the option out, or free memory.",
+    )
 
 
 def _too_small(pools: _Pools, length: int, line: str) -> ConfigError:

@@ -138,9 +138,10 @@ def _size(config: EngineConfig, loaded: LoadedModel, groups: tuple[KvGroup, ...]
 def _compile_cache(kernels: str) -> str:
     if kernels != "numba":
         return ""
+    from headrace.tensor.kernels.cpu.jit.disk_cache import DISK
     from headrace.tensor.kernels.cpu.jit.launch import CACHE
 
-    return f"; {CACHE.reason}"
+    return f"; {DISK.refusal or CACHE.reason}"
 
 
 def _make_runner(

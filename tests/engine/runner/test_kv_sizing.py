@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -120,7 +121,24 @@ def test_the_longest_sequence_promised_is_one_the_block_manager_can_hold(
 ) -> None:
     config = replace(CONFIG, max_num_batched_tokens=step, block_size=block_size, num_kv_blocks=blocks + 1, enable_chunked_prefill=chunked)
     groups = tuple(FULL if is_full else replace(WINDOW, window=window) for is_full in kinds)
-    found = size_kv(config, groups, length, budget(0))
+    found = size_kv(config, groups, length, budget(64 * GIB))
     assert 1 <= found.max_model_len <= length
     manager = KvManager(groups, found.num_blocks, block_size)
     assert manager.shortage(found.max_model_len, step if chunked else length) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "named", "needed"),
+    [
+        ({"kv_cache_bytes": 900_000_000_000}, "kv_cache_bytes", "Use at most 2,147,483,648"),
+        ({"num_kv_blocks": 10_000_000}, "num_kv_blocks", f"Use at most {2 * GIB // BLOCK:,}"),
+    ],
+)
+def test_more_than_there_is_is_refused_with_what_there_is(changes: dict[str, Any], named: str, needed: str) -> None:
+    """It was reserved all the same, and numpy's MemoryError came three times before the start was given up."""
+    with pytest.raises(ConfigError, match="2,147,483,648 bytes .2.00 GiB. that are free by MemAvailable") as refused:
+        size(replace(CONFIG, **changes), room=2 * GIB)
+    assert refused.value.where == named
+    assert needed in refused.value.remedy
+    most = {**changes, named: int(needed.split()[-1].replace(",", ""))}
+    assert size(replace(CONFIG, **most), room=2 * GIB).num_blocks[0] == 2 * GIB // BLOCK

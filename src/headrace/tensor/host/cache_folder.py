@@ -50,7 +50,8 @@ def open_private(root: Path, parts: tuple[str, ...]) -> Path:
         path = path / part
         path.mkdir(mode=0o700, exist_ok=True)
         _check_private(path)
-    path.chmod(0o700)
+    if stat.S_IMODE(path.stat().st_mode) != 0o700:  # else it may as well be on a disk that can only be read
+        path.chmod(0o700)
     return path
 
 

@@ -4,8 +4,9 @@ A kernel is a C function `void(arguments, worker, workers)` made by `compile_ker
 (addresses, strides, counts; floats by `float_bits`). A region calls it once per worker, without the GIL. One region for all kernels
 means one slow `parallel=True` compilation instead of one per kernel and element type.
 
-Compiled code is kept on disk by Numba, in the directory of `compile_cache`. Kernels and helpers close over no other compiled function:
-Numba keys its cache by the pickled closure, and a function's identity differs in every process.
+Compiled code is kept on disk by Numba, in the directory of `compile_cache`, as far as the disk takes it (`disk_cache`). Kernels and
+helpers close over no other compiled function: Numba keys its cache by the pickled closure, and a function's identity differs in every
+process.
 """
 
 from __future__ import annotations
@@ -21,33 +22,40 @@ import numba
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import cfunc, njit, prange, types
+from numba import njit, prange, types
+from numba.core.sigutils import normalize_signature
 from numba.extending import intrinsic
 from torch import Tensor
 
 from headrace.tensor.kernels.cpu.jit.compile_cache import numba_cache
+from headrace.tensor.kernels.cpu.jit.disk_cache import KeptCFunc, keep
 
 CACHE = numba_cache()
 numba.config.CACHE_DIR = str(CACHE.directory or "")  # read by every decorator below
 # Regions cost microseconds with OpenMP, tens with the workqueue, which moreover ends the process on concurrent entry.
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 
-OPTIONS: dict[str, Any] = {"nogil": True, "cache": CACHE.directory is not None, "error_model": "numpy"}
-"""Of every helper: no GIL, kept on disk, no checks for division by zero."""
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+"""Of every helper: no GIL, no checks for division by zero."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+def _compiled(function: _Function, **options: bool) -> _Function:
+    dispatcher: _Function = njit(**options, **OPTIONS)(function)
+    if CACHE.directory is not None:
+        keep(dispatcher)
+    return dispatcher
+
+
 def helper(function: _Function) -> _Function:
     """Compile a function that only compiled code calls: no entry from Python is made, which is half the time of a small one."""
-    compiled: _Function = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)(function)
-    return compiled
+    return _compiled(function, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def entry(function: _Function) -> _Function:
     """Compile a function that Python calls."""
-    compiled: _Function = njit(no_cfunc_wrapper=True, **OPTIONS)(function)
-    return compiled
+    return _compiled(function, no_cfunc_wrapper=True)
 
 
 @intrinsic
@@ -98,7 +106,11 @@ def float_bits(value: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
-@njit(parallel=True, **OPTIONS)
+def _region(function: _Function) -> _Function:
+    return _compiled(function, parallel=True)
+
+
+@_region
 def _in_parallel(function: int, arguments: int, workers: int) -> None:
     for worker in prange(workers):
         call(function, arguments, worker, workers)
@@ -161,7 +173,10 @@ def threading_layer() -> str:
 def compile_kernel(function: Callable[[int, int, int], None]) -> int:
     """Address of the compiled kernel. Compiles now, or loads it from the cache on disk. The code lives as long as the process."""
     threading_layer()
-    compiled = cfunc(types.void(types.intp, types.intp, types.intp), **OPTIONS)(function)
+    compiled = KeptCFunc(function, normalize_signature(types.void(types.intp, types.intp, types.intp)), locals={}, options=OPTIONS)
+    if CACHE.directory is not None:
+        compiled.enable_caching()
+    compiled.compile()
     _COMPILED.append(compiled)
     address: int = compiled.address
     return address
