@@ -184,3 +184,45 @@ def test_prompt_entries_start_at_the_second_token(byte_level: Tokenizer) -> None
     assert [e.token_id for e in entries] == ids[1:]
     assert entries[0].text_offset == len("<|begin|>")
     assert entries[-1].text_offset == len("<|begin|>x \u65e5")
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 344), min_size=1, max_size=3), max_size=30),
+    st.lists(st.text("aeht \u00e9", min_size=1, max_size=3), max_size=2),
+    st.integers(0, 4),
+    st.booleans(),
+    st.data(),
+)
+@settings(max_examples=300, deadline=None)
+def test_whole_tokens_taken_without_objects_give_what_feeding_gives(
+    byte_level: Tokenizer, batches: list[list[int]], stops: list[str], min_tokens: int, skip: bool, data: st.DataObject
+) -> None:
+    """Update by update: text, released tokens, counts and the end are the same, whichever updates are tried the short way."""
+    params = SamplingParams(stop=tuple(stops), min_tokens=min_tokens, skip_special_tokens=skip)
+    plain, short = OutputAssembler(byte_level, params), OutputAssembler(byte_level, params)
+    for ids in batches:
+        expected = plain.feed(update(ids))
+        text = short.feed_whole(ids) if data.draw(st.booleans()) else None
+        found = short.feed(update(ids)) if text is None else OutputDelta(text=text, token_ids=tuple(ids))
+        assert found == expected
+        assert (short.num_tokens, short.finish) == (plain.num_tokens, plain.finish)
+    assert short.feed(update(finish=FinishReason.LENGTH)) == plain.feed(update(finish=FinishReason.LENGTH))
+
+
+def test_ordinary_text_is_taken_the_short_way_and_what_must_wait_is_not(byte_level: Tokenizer) -> None:
+    assembler = OutputAssembler(byte_level, SamplingParams(stop=("stop",)))
+    assert assembler.feed_whole(letters(byte_level, "ab")) == "ab"
+    assert assembler.feed_whole(letters(byte_level, "as")) is None
+    assert assembler.num_tokens == 2
+    assert assembler.feed(update(letters(byte_level, "as"))).text == "a"
+    assert assembler.feed_whole(letters(byte_level, "x")) is None, "the held s comes first"
+    assert assembler.feed(update(letters(byte_level, "x"))).text == "sx"
+    half = byte_level.encode("\u00ef", add_special_tokens=False)
+    first = byte_level.token_bytes(half[0])
+    assert len(first) == 1
+    assert assembler.feed_whole(half[:1]) is None
+    assert assembler.feed_whole([eos(byte_level)]) is None
+
+
+def test_without_detokenizing_nothing_is_taken_the_short_way(byte_level: Tokenizer) -> None:
+    assert OutputAssembler(byte_level, SamplingParams(detokenize=False)).feed_whole(letters(byte_level, "a")) is None

@@ -119,6 +119,18 @@ class OutputAssembler:
         self.queue_time_s: float | None = None
         self.finish: FinishReason | None = None
 
+    def feed_whole(self, token_ids: Sequence[int]) -> str | None:
+        """`feed` of an update that has tokens and nothing else, when all their text can be given out at once: the text.
+
+        None otherwise, and nothing has been taken then: the update is to be fed. No objects are made on this way; most tokens take it.
+        """
+        if self._pending or self.finish is not None or not self._params.detokenize:
+            return None
+        text = self._detokenizer.push_whole(token_ids)
+        if text is not None:
+            self.num_tokens += len(token_ids)
+        return text
+
     def feed(self, update: SequenceUpdate) -> OutputDelta:
         """Take one update of this sequence. Updates after the end (tokens the engine ran past a stop string) give an empty delta."""
         if self.finish is not None:

@@ -50,6 +50,7 @@ class Detokenizer:
         min_tokens: int = 0,
     ) -> None:
         self._token_bytes = tokenizer.token_bytes
+        self._whole_text = tokenizer.whole_text
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -57,13 +58,31 @@ class Detokenizer:
         self._matcher = StopMatcher(stop) if stop else None
         self._held = ""
         self._stop_match: str | None = None
+        self.has_partial = False
         self.num_tokens = 0
         self.num_chars = 0
         self.num_released = 0
 
-    @property
-    def has_partial(self) -> bool:
-        return bool(self._decoder.getstate()[0])
+    def push_whole(self, token_ids: Sequence[int]) -> str | None:
+        """`push` for tokens whose whole text can be given out at once. None otherwise, and nothing has been read then.
+
+        That is nearly every push: nothing is held, each token is whole characters, none of them may begin a stop string.
+        """
+        if self.has_partial or self._held or self._stop_match is not None:
+            return None
+        whole_text, skipped = self._whole_text, self._skipped
+        text = ""
+        for token_id in token_ids:
+            chars = "" if token_id in skipped else whole_text(token_id)
+            if not chars:
+                return None
+            text += chars
+        if self._matcher is not None and not self._matcher.ignores(text):
+            return None
+        self.num_tokens += len(token_ids)
+        self.num_chars += len(text)
+        self.num_released = self.num_chars
+        return text
 
     def push(self, token_ids: Sequence[int]) -> Delta:
         """Read tokens and give out what is certain. After a stop string everything is ignored."""
@@ -75,6 +94,7 @@ class Detokenizer:
             if token_id in self._skipped:
                 continue
             chars = self._decoder.decode(self._token_bytes(token_id))
+            self.has_partial = bool(self._decoder.getstate()[0])
             if chars:
                 parts.append(self._take(chars))
                 if self._stop_match is not None:
@@ -85,7 +105,7 @@ class Detokenizer:
         """The end of the output: gives out what was held; an unfinished character becomes U+FFFD. Call it once."""
         if self._stop_match is not None:
             return _NOTHING
-        chars = self._decoder.decode(b"", final=True)
+        chars, self.has_partial = self._decoder.decode(b"", final=True), False
         text = self._take(chars) if chars else ""
         if self._stop_match is not None:
             return Delta(text, self._stop_match, self.num_tokens)

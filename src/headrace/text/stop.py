@@ -33,9 +33,13 @@ class StopMatcher:
         """Length of the longest suffix of the text so far that begins a stop string: what must not be shown yet."""
         return max(self._states, default=0)
 
+    def ignores(self, text: str) -> bool:
+        """No stop string has begun, and none begins in `text`: reading it would change nothing."""
+        return self._first_chars.isdisjoint(text) and not any(self._states)
+
     def push(self, text: str, *, is_armed: bool = True) -> StopMatch | None:
         """Read more text; the first match in it ends the reading. Unarmed, completed matches are passed over."""
-        if not self._stops or (not any(self._states) and self._first_chars.isdisjoint(text)):
+        if self.ignores(text):
             return None
         for position, char in enumerate(text):
             found = self._step(char)

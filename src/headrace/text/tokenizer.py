@@ -49,6 +49,7 @@ class Tokenizer:
             raise CheckpointError("tokenizer.json", "the vocabulary is empty")
         self.vocab_size: int = max(vocab.values()) + 1
         self._bytes: list[bytes | None] = [None] * self.vocab_size
+        self._whole_texts: dict[int, str] = {}
         self.digest: str = sha256(data).hexdigest()
         self.special_tokens: dict[str, str] = _special_tokens(folder)
         self.bos_token_id: int | None = self.token_to_id(self.special_tokens.get("bos_token", ""))
@@ -143,6 +144,18 @@ class Tokenizer:
                 token = self._inner.id_to_token(token_id)
                 known = b"" if token is None else self._spelling.to_bytes(token)
             self._bytes[token_id] = known
+        return known
+
+    def whole_text(self, token_id: int) -> str:
+        """The text of a token that is whole characters by itself; empty for one that has no text or only a part of a character."""
+        known = self._whole_texts.get(token_id)
+        if known is None:
+            try:
+                known = self.token_bytes(token_id).decode()
+            except UnicodeDecodeError:
+                known = ""
+            if 0 <= token_id < self.vocab_size:
+                self._whole_texts[token_id] = known
         return known
 
     def token_text(self, token_id: int) -> str:

@@ -164,7 +164,7 @@ class ReplicaClient:
         if request.request_id in self._streams:
             raise InvalidRequest("request_id", "an id that is not open on this replica", request.request_id)
         handle = self._session.send_submit(request)
-        stream = ReplicaStream(request, handle, on_end=self._ended, on_leave=self.cancel)
+        stream = ReplicaStream(request, handle, on_end=self._ended, on_leave=self.cancel, on_ready=self._session.ready.add)
         self._streams[request.request_id] = stream
         self._session.streams[handle] = stream
         return stream

@@ -1,7 +1,7 @@
 """One connection of a ReplicaClient, from dial to loss: hellos, the two pumps, and the watch over silence.
 
-Three tasks run until one of them ends the session: the writer sends the commands that wait (`wire.commands`), the reader hands frames to
-streams, the watch ends a connection that was silent for LEASE_S.
+Four tasks run until one of them ends the session: the writer sends the commands that wait (`wire.commands`), the reader hands frames to
+streams, those get their turns (`wire.ready`), the watch ends a connection that was silent for LEASE_S.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ from headrace.core.finish import FinishReason
 from headrace.core.load import LoadSnapshot
 from headrace.core.request import EngineRequest
 from headrace.wire import headrace_pb2 as pb
-from headrace.wire.codec import decode_load, decode_rejected, decode_updates
+from headrace.wire.codec import decode_load, decode_rejected
+from headrace.wire.codec.update import UpdateRows, update_of
 from headrace.wire.commands import UnwrittenCommands
-from headrace.wire.handles import Attempt, Handle, MalformedFrame
+from headrace.wire.handles import Handle, MalformedFrame
+from headrace.wire.ready import SLICE_S, ReadyStreams
 from headrace.wire.service import CHANNEL_OPTIONS, CONNECT, HEARTBEAT_S, LEASE_S, PROTOCOL_VERSION, Expectation
 from headrace.wire.stream import ReplicaStream
 from headrace.wire.target import TOKEN_METADATA, Target
 
 HELLO_TIMEOUT_S = 5.0
+CLOCK_ROWS = 64
+"""Rows of a frame between two looks at the clock."""
 
 
 class ConnectionLost(HeadraceError):
@@ -36,7 +40,7 @@ class ConnectionLost(HeadraceError):
 
 
 class Session:
-    """Owns a gRPC channel for the length of `run`. `streams` is shared with the client, which adds and removes."""
+    """Owns a gRPC channel for the length of `run`. `streams` is shared with the client, which adds and removes; theirs is `ready.add`."""
 
     def __init__(
         self,
@@ -65,6 +69,7 @@ class Session:
         self._unseen: deque[int] = deque()
         self._num_submits_seen = 0
         self.streams: dict[Handle, ReplicaStream] = {}
+        self.ready = ReadyStreams(clock)
         self.is_open = False
         self.is_draining = False
         self.last_frame_s = clock()
@@ -116,7 +121,7 @@ class Session:
                 await self._greet(call)
         except TimeoutError:
             raise ConnectionLost(f"no hello within {HELLO_TIMEOUT_S:g} s") from None
-        pumps = [asyncio.create_task(pump) for pump in (self._write(call), self._read(call), self._watch())]
+        pumps = [asyncio.create_task(pump) for pump in (self._write(call), self._read(call), self.ready.run(), self._watch())]
         try:
             done, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
             # One that was cancelled was so by gRPC, whose call ended on this side: nobody here cancels a pump before `finally`.
@@ -128,6 +133,7 @@ class Session:
             for task in pumps:
                 task.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
+            self.ready.deliver_all()
 
     async def _greet(self, call: Any) -> None:
         hello = pb.ClientHello(
@@ -139,7 +145,7 @@ class Session:
             raise MalformedFrame("the engine's first frame is not a hello")
         self.is_open = True
         self._on_hello(frame.hello)
-        self._take(frame)
+        await self._take(frame)
 
     async def _write(self, call: Any) -> None:
         while True:
@@ -152,7 +158,7 @@ class Session:
 
     async def _read(self, call: Any) -> None:
         while (frame := await self._next_frame(call)) is not None:
-            self._take(frame)
+            await self._take(frame)
 
     async def _next_frame(self, call: Any) -> pb.EngineFrame | None:
         """None at the stream's orderly end. Raises AioRpcError when it broke, MalformedFrame for bytes that do not parse."""
@@ -180,14 +186,12 @@ class Session:
             self._on_beat()
         raise ConnectionLost(f"no heartbeat for {LEASE_S:g} s")
 
-    def _take(self, frame: pb.EngineFrame) -> None:
+    async def _take(self, frame: pb.EngineFrame) -> None:
         self.last_frame_s = self._clock()
         if frame.HasField("draining"):
             self.is_draining = True
         if frame.HasField("updates"):
-            for handle, update in decode_updates(frame.updates, self._attempt_of):
-                if (stream := self.streams.get(handle)) is not None:
-                    stream.put(update)
+            await self._take_rows(UpdateRows(frame.updates))
         for rejected in frame.rejected:
             handle, error = decode_rejected(rejected)
             if (stream := self.streams.get(handle)) is not None:
@@ -196,9 +200,19 @@ class Session:
             self._see(frame.submits_seen)
             self._on_load(decode_load(frame.load))
 
-    def _attempt_of(self, handle: Handle) -> Attempt | None:
-        stream = self.streams.get(handle)
-        return stream.attempt if stream is not None else None
+    async def _take_rows(self, rows: UpdateRows) -> None:
+        """To the streams that are still open (others were cancelled meanwhile). A large frame in slices of the event loop."""
+        streams, ends_s = self.streams, self._clock() + SLICE_S
+        for number, (handle, index, token_ids, facts) in enumerate(rows):
+            if (stream := streams.get(handle)) is None:
+                continue
+            if facts is None:
+                stream.put_tokens(index, token_ids)
+            else:
+                stream.put(update_of(stream.attempt, index, token_ids, facts))
+            if number % CLOCK_ROWS == 0 and self._clock() > ends_s:
+                await asyncio.sleep(0)
+                ends_s = self._clock() + SLICE_S
 
     def _see(self, submits_seen: int) -> None:
         while self._num_submits_seen < submits_seen and self._unseen:

@@ -1,16 +1,30 @@
-"""One open request as its reader sees it: an async iterator over updates that ends, or raises, exactly once."""
+"""One open request as its reader sees it: an async iterator over updates that ends, or raises, exactly once.
+
+Most rows of a frame are a token and nothing else. A reader that can take those without being woken says so (`direct`): its task then
+sleeps through them, and no update is made of them. The order stays: a direct reader is asked only while the task waits and nothing is
+unread, and what it declines becomes updates, which the task reads before anything later.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from headrace.core.errors import Unavailable
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.wire.handles import Attempt, Handle
+
+Tokens = tuple[int, tuple[int, ...]]
+"""Sequence index and new token ids: a row that has nothing else."""
+
+DirectReader = Callable[[Sequence[Tokens]], bool]
+"""Takes all of these rows at once, or none of them (False). It must not wait."""
+
+TOKENS_BYTES = 128
+"""What such a row is taken for, beside 8 bytes per token."""
 
 
 class ReplicaStream:
@@ -21,6 +35,8 @@ class ReplicaStream:
 
     Leaving early cancels the request at the engine. The iterator ends after the last sequence's finish or after a Rejected, and raises
     Unavailable when the replica was lost first. What is buffered is bounded by the request's own max_tokens.
+
+    direct  what takes plain rows in the reader's place, set and cleared by the reader
     """
 
     def __init__(
@@ -30,17 +46,25 @@ class ReplicaStream:
         *,
         on_end: Callable[[ReplicaStream], None],
         on_leave: Callable[[RequestId], None],
+        on_ready: Callable[[ReplicaStream], None] | None = None,
     ) -> None:
+        """on_ready  called when something unread begins to wait, and not again before `deliver`, which the callee calls when it is this
+        stream's turn. Without it the turn is at once
+        """
         self.attempt = Attempt(request.request_id, request.epoch)
         self.handle = handle
         self._running = set(request.indices)
         self._on_end = on_end
         self._on_leave = on_leave
-        self._news: deque[SequenceUpdate | Rejected] = deque()
+        self._on_ready = on_ready
+        self._is_ready = False
+        self.direct: DirectReader | None = None
+        self._plain: list[Tokens] = []
+        self._updates: deque[SequenceUpdate | Rejected] = deque()
         self._unread_bytes = 0
-        self._error: Unavailable | None = None
+        self._error: Exception | None = None
         self._is_ended = False
-        self._wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def request_id(self) -> RequestId:
@@ -54,26 +78,26 @@ class ReplicaStream:
     @property
     def unread_bytes(self) -> int:
         """About how much memory the unread updates take: what a reader's reader may make wait is bounded by it."""
-        return self._unread_bytes
+        return self._unread_bytes + sum(TOKENS_BYTES + 8 * len(token_ids) for _, token_ids in self._plain)
 
     def __aiter__(self) -> ReplicaStream:
         return self
 
     async def __anext__(self) -> SequenceUpdate | Rejected:
-        if not await self._has_news():
+        if not await self._has_updates():
             raise StopAsyncIteration
-        update = self._news.popleft()
+        update = self._updates.popleft()
         self._unread_bytes -= unread_size(update)
         return update
 
     async def batch(self) -> list[SequenceUpdate | Rejected]:
         """Everything unread, at least one entry; empty when the stream has ended. Raises Unavailable like the iterator."""
-        if not await self._has_news():
+        if not await self._has_updates():
             return []
-        news = list(self._news)
-        self._news.clear()
+        updates = list(self._updates)
+        self._updates.clear()
         self._unread_bytes = 0
-        return news
+        return updates
 
     async def __aenter__(self) -> ReplicaStream:
         return self
@@ -83,12 +107,37 @@ class ReplicaStream:
             self._on_leave(self.request_id)
 
     def put(self, update: SequenceUpdate) -> None:
-        """News from the session. News of a sequence that has ended is dropped."""
+        """From the session. Updates of a sequence that has ended are dropped."""
         if self._is_ended or update.index not in self._running:
             return
         self._append(update)
         if update.finish is not None:
             self.end_sequence(update.index)
+
+    def put_tokens(self, index: int, token_ids: tuple[int, ...]) -> None:
+        """`put` of an update that has tokens and nothing else."""
+        if self.direct is None or self._updates or self._waiter is None:
+            attempt = self.attempt
+            self.put(SequenceUpdate(request_id=attempt.request_id, epoch=attempt.epoch, index=index, token_ids=token_ids))
+        elif index in self._running and not self._is_ended:
+            self._plain.append((index, token_ids))
+            if not self._is_ready:
+                self._become_ready()
+
+    def deliver(self) -> bool:
+        """What waits goes to the direct reader (True), or the reader's task is woken for it (False)."""
+        self._is_ready = False
+        if self._plain and not self._updates and self.direct is not None and self._waiter is not None:
+            try:
+                is_taken = self.direct(self._plain)
+            except Exception as error:  # a bug of ours above must not take the connection's other streams with it
+                self._give_up(error)
+                return False
+            if is_taken:
+                self._plain = []
+                return True
+        self._wake()
+        return False
 
     def reject(self, error: Exception) -> None:
         if not self._is_ended:
@@ -102,10 +151,11 @@ class ReplicaStream:
                 self.end()
 
     def end(self) -> None:
-        """No more news; what is unread stays readable."""
+        """No more updates; what is unread stays readable."""
         if not self._is_ended:
             self._is_ended = True
-            self._wake.set()
+            if not self._is_ready:  # otherwise its turn comes, and a thousand ends in one frame do not wake a thousand tasks at once
+                self._wake()
             self._on_end(self)
 
     def fail(self, error: Unavailable) -> None:
@@ -114,25 +164,55 @@ class ReplicaStream:
             self._error = error
             self.end()
 
+    def _give_up(self, error: Exception) -> None:
+        """The direct reader failed. What it was given is gone; the task raises its error, the engine is told that nobody reads on."""
+        self._plain, self._error = [], error
+        self._on_leave(self.request_id)
+
     def _append(self, update: SequenceUpdate | Rejected) -> None:
-        self._news.append(update)
+        self._keep_plain()
+        self._updates.append(update)
         self._unread_bytes += unread_size(update)
-        self._wake.set()
+        if not self._is_ready:
+            self._become_ready()
 
-    async def _has_news(self) -> bool:
-        while not self._news and not self._is_ended:
-            self._wake.clear()
-            await self._wake.wait()
-        if not self._news and self._error is not None:
+    def _become_ready(self) -> None:
+        self._is_ready = True
+        if self._on_ready is None:
+            self.deliver()
+        else:
+            self._on_ready(self)
+
+    def _keep_plain(self) -> None:
+        """Plain rows as the updates they would have been, in their place before all that comes later."""
+        for index, token_ids in self._plain:
+            update = SequenceUpdate(request_id=self.request_id, epoch=self.attempt.epoch, index=index, token_ids=token_ids)
+            self._updates.append(update)
+            self._unread_bytes += unread_size(update)
+        self._plain = []
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _has_updates(self) -> bool:
+        while not (self._updates or self._plain or self._is_ended):
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._keep_plain()
+        if not self._updates and self._error is not None:
             raise self._error
-        return bool(self._news)
+        return bool(self._updates)
 
 
-def unread_size(news: SequenceUpdate | Rejected) -> int:
+def unread_size(update: SequenceUpdate | Rejected) -> int:
     """Bytes an update is taken for: an object, 8 per token, and for log-probabilities an object and 16 per alternative."""
-    if isinstance(news, Rejected):
+    if isinstance(update, Rejected):
         return 512
-    if not news.logprobs and not news.prompt_logprobs:
-        return 256 + 8 * len(news.token_ids)
-    entries = sum(96 + 16 * len(entry.top_ids) for entries in (news.logprobs, news.prompt_logprobs) for entry in entries)
-    return 256 + 8 * len(news.token_ids) + entries
+    if not update.logprobs and not update.prompt_logprobs:
+        return 256 + 8 * len(update.token_ids)
+    entries = sum(96 + 16 * len(entry.top_ids) for entries in (update.logprobs, update.prompt_logprobs) for entry in entries)
+    return 256 + 8 * len(update.token_ids) + entries

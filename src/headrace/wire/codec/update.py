@@ -5,8 +5,7 @@ Tokens are columns; what only some rows have (an end, a first token's facts, log
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypedDict, TypeVar
 
 from headrace.core.finish import FinishReason
@@ -38,30 +37,7 @@ def encode_updates(rows: Iterable[tuple[Handle, SequenceUpdate]]) -> pb.Updates:
     return message
 
 
-def decode_updates(message: pb.Updates, attempt_of: Callable[[Handle], Attempt | None]) -> list[tuple[Handle, SequenceUpdate]]:
-    """The rows whose handle is still known; rows of forgotten handles are skipped (an old attempt's last words).
-
-    Raises: MalformedFrame when columns differ in length, a row is named twice or outside, or an enum value is unknown.
-    """
-    _check_columns(message)
-    sparse = _decode_sparse(message)
-    token_ids = list(message.token_ids)
-    updates: list[tuple[Handle, SequenceUpdate]] = []
-    end = 0
-    for row, (number, index, count) in enumerate(zip(message.handles, message.indices, message.token_counts, strict=True)):
-        start, end = end, end + count
-        handle = Handle(number)
-        attempt = attempt_of(handle)
-        if attempt is None:
-            continue
-        facts = sparse.get(row, _NO_FACTS)
-        tokens = tuple(token_ids[start:end])
-        update = SequenceUpdate(request_id=attempt.request_id, epoch=attempt.epoch, index=index, token_ids=tokens, **facts)
-        updates.append((handle, update))
-    return updates
-
-
-class _Facts(TypedDict, total=False):
+class Facts(TypedDict, total=False):
     """What only some rows have, under SequenceUpdate's names."""
 
     logprobs: tuple[TokenLogprobs, ...]
@@ -73,7 +49,71 @@ class _Facts(TypedDict, total=False):
     queue_time_s: float
 
 
-_NO_FACTS = _Facts()
+_NO_FACTS = Facts()
+
+
+def decode_updates(message: pb.Updates, attempt_of: Callable[[Handle], Attempt | None]) -> list[tuple[Handle, SequenceUpdate]]:
+    """The rows whose handle is still known; rows of forgotten handles are skipped (an old attempt's last words).
+
+    Raises: as `UpdateRows` does.
+    """
+    updates: list[tuple[Handle, SequenceUpdate]] = []
+    for handle, index, token_ids, facts in UpdateRows(message):
+        attempt = attempt_of(handle)
+        if attempt is not None:
+            updates.append((handle, update_of(attempt, index, token_ids, facts or _NO_FACTS)))
+    return updates
+
+
+def update_of(attempt: Attempt, index: int, token_ids: tuple[int, ...], facts: Facts) -> SequenceUpdate:
+    return SequenceUpdate(request_id=attempt.request_id, epoch=attempt.epoch, index=index, token_ids=token_ids, **facts)
+
+
+Row = tuple[Handle, int, tuple[int, ...], "Facts | None"]
+"""Handle, sequence index, token ids, and what only some rows have; None: tokens and nothing else, as nearly all rows are."""
+
+
+class UpdateRows:
+    """One frame's rows in order, each decoded when it is asked for: a large frame can be taken in slices.
+
+    Raises: MalformedFrame, here when columns differ in length or a row is named twice or outside, and at its row for an enum value that
+    is unknown or log-probabilities that do not fit their tokens.
+    """
+
+    def __init__(self, message: pb.Updates) -> None:
+        _check_columns(message)
+        self._message = message
+        num_rows = len(message.handles)
+        self._finished = _by_row("finished", message.finished, num_rows)
+        self._first = _by_row("first", message.first, num_rows)
+        self._logprobs = _by_row("logprobs", message.logprobs, num_rows)
+        self._prompt_logprobs = _by_row("prompt_logprobs", message.prompt_logprobs, num_rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        message = self._message
+        token_ids = list(message.token_ids)
+        sparse = {*self._finished, *self._first, *self._logprobs, *self._prompt_logprobs}
+        end = 0
+        for row, (handle, index, count) in enumerate(zip(message.handles, message.indices, message.token_counts, strict=True)):
+            start, end = end, end + count
+            yield Handle(handle), index, tuple(token_ids[start:end]), self._facts(row, count) if row in sparse else None
+
+    def _facts(self, row: int, num_tokens: int) -> Facts:
+        facts = Facts()
+        if (finished := self._finished.get(row)) is not None:
+            _add_finish(facts, finished)
+        if (first := self._first.get(row)) is not None:
+            if first.HasField("num_cached_tokens"):
+                facts["num_cached_tokens"] = first.num_cached_tokens
+            if first.HasField("queue_time_s"):
+                facts["queue_time_s"] = first.queue_time_s
+        if (entry := self._logprobs.get(row)) is not None:
+            facts["logprobs"] = logprobs = _decode_logprobs(entry.values)
+            if len(logprobs) != num_tokens:
+                raise MalformedFrame(f"updates: {len(logprobs)} logprobs for {num_tokens} tokens")
+        if (entry := self._prompt_logprobs.get(row)) is not None:
+            facts["prompt_logprobs"] = _decode_logprobs(entry.values)
+        return facts
 
 
 def _check_columns(message: pb.Updates) -> None:
@@ -83,29 +123,14 @@ def _check_columns(message: pb.Updates) -> None:
         raise MalformedFrame(f"updates: counts sum to {sum(message.token_counts)}, but there are {len(message.token_ids)} token ids")
 
 
-def _decode_sparse(message: pb.Updates) -> dict[int, _Facts]:
-    num_rows = len(message.handles)
-    facts: dict[int, _Facts] = defaultdict(_Facts)
-    for row, end in _by_row("finished", message.finished, num_rows).items():
-        if end.reason not in FINISH_REASON:
-            raise MalformedFrame(f"updates: unknown finish reason {end.reason}")
-        facts[row]["finish"] = FINISH_REASON[end.reason]
-        if end.HasField("stop_token_id"):
-            facts[row]["stop_token_id"] = end.stop_token_id
-        if end.HasField("error"):
-            facts[row]["error"] = end.error
-    for row, first in _by_row("first", message.first, num_rows).items():
-        if first.HasField("num_cached_tokens"):
-            facts[row]["num_cached_tokens"] = first.num_cached_tokens
-        if first.HasField("queue_time_s"):
-            facts[row]["queue_time_s"] = first.queue_time_s
-    for row, entry in _by_row("logprobs", message.logprobs, num_rows).items():
-        facts[row]["logprobs"] = logprobs = _decode_logprobs(entry.values)
-        if len(logprobs) != message.token_counts[row]:
-            raise MalformedFrame(f"updates: {len(logprobs)} logprobs for {message.token_counts[row]} tokens")
-    for row, entry in _by_row("prompt_logprobs", message.prompt_logprobs, num_rows).items():
-        facts[row]["prompt_logprobs"] = _decode_logprobs(entry.values)
-    return facts
+def _add_finish(facts: Facts, finished: pb.RowFinish) -> None:
+    if finished.reason not in FINISH_REASON:
+        raise MalformedFrame(f"updates: unknown finish reason {finished.reason}")
+    facts["finish"] = FINISH_REASON[finished.reason]
+    if finished.HasField("stop_token_id"):
+        facts["stop_token_id"] = finished.stop_token_id
+    if finished.HasField("error"):
+        facts["error"] = finished.error
 
 
 def _add_sparse(message: pb.Updates, row: int, update: SequenceUpdate) -> None:

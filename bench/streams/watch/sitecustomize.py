@@ -1,0 +1,75 @@
+"""Looks into the gateway of `bench.stream_cost`: on PYTHONPATH, read by Python's `site`. The gateway itself is as people start it.
+
+LOOK     begin: every millisecond a timer notes how late it is and how much CPU its thread has used since the last one
+PROFILE  begin to sample stacks: at every tick of this process's CPU time, the functions on the stack of the main thread
+WRITE    stop, and write both to HEADRACE_STREAM_WATCH
+
+CPU between two looks bounds the longest slice of the event loop from above, whatever else runs on the machine; lateness does not.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+LOOK, PROFILE, WRITE = signal.SIGRTMIN + 5, signal.SIGRTMIN + 6, signal.SIGRTMIN + 7
+TICK_S = 0.001
+SAMPLE_S = 0.001
+_looks: list[tuple[float, float]] = []
+_stacks: dict[str, int] = {}
+_is_looking = False
+
+
+def _look(_number: int, _frame: FrameType | None) -> None:
+    import asyncio
+    import time
+
+    loop: Any = asyncio.events._get_running_loop()
+
+    def tick(due: float, used: float) -> None:
+        now, cpu = time.monotonic(), time.thread_time()
+        _looks.append((now - due, cpu - used))
+        if _is_looking:
+            loop.call_later(TICK_S, tick, now + TICK_S, cpu)
+
+    global _is_looking
+    _is_looking = True
+    loop.call_soon_threadsafe(tick, time.monotonic(), time.thread_time())
+
+
+def _profile(_number: int, _frame: FrameType | None) -> None:
+    signal.signal(signal.SIGPROF, _sample)
+    signal.setitimer(signal.ITIMER_PROF, SAMPLE_S, SAMPLE_S)
+
+
+def _sample(_number: int, frame: FrameType | None) -> None:
+    names = []
+    while frame is not None:
+        code = frame.f_code
+        names.append(f"{'/'.join(code.co_filename.split('/')[-2:])}:{code.co_qualname}")
+        frame = frame.f_back
+    stack = ";".join(reversed(names))
+    _stacks[stack] = _stacks.get(stack, 0) + 1
+
+
+def _write(_number: int, _frame: FrameType | None) -> None:
+    import json
+
+    global _is_looking
+    _is_looking = False
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    path = os.environ["HEADRACE_STREAM_WATCH"]
+    with open(path + ".new", "w") as file:
+        json.dump({"looks": _looks, "stacks": _stacks}, file)
+    os.rename(path + ".new", path)
+    _looks.clear()
+    _stacks.clear()
+
+
+if os.environ.get("HEADRACE_STREAM_WATCH") and "gateway" in sys.argv + sys.orig_argv:
+    signal.signal(LOOK, _look)
+    signal.signal(PROFILE, _profile)
+    signal.signal(WRITE, _write)

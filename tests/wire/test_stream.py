@@ -1,0 +1,216 @@
+"""A request's stream as its reader sees it, when tokens are taken directly and when they are not: the same tokens in the same order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wire_kit import request
+
+from headrace.core.finish import FinishReason
+from headrace.core.ids import RequestId
+from headrace.core.update import Rejected, SequenceUpdate
+from headrace.wire.handles import Handle
+from headrace.wire.ready import SLICE_UNITS, WAKE_UNITS, ReadyStreams
+from headrace.wire.stream import ReplicaStream, Tokens
+
+
+def made(n: int = 1, *, on_ready: Callable[[ReplicaStream], None] | None = None, left: list[RequestId] | None = None) -> ReplicaStream:
+    """A stream of its own; leaving is noted and ends it, as a client does."""
+
+    def leave(request_id: RequestId) -> None:
+        if left is not None:
+            left.append(request_id)
+        stream.end()
+
+    stream = ReplicaStream(request("r", n=n), Handle(1), on_end=lambda _: None, on_leave=leave, on_ready=on_ready)
+    return stream
+
+
+def update(index: int, *token_ids: int, finish: FinishReason | None = None) -> SequenceUpdate:
+    return SequenceUpdate(request_id=RequestId("r"), epoch=0, index=index, token_ids=token_ids, finish=finish)
+
+
+class Reader:
+    """Takes what it can directly, while `is_willing`, and reads the rest in a task."""
+
+    def __init__(self, stream: ReplicaStream) -> None:
+        self.stream = stream
+        self.seen: list[Tokens] = []
+        self.num_direct = 0
+        self.is_willing = True
+        self.is_busy = asyncio.Event()
+        self.is_busy.set()
+        stream.direct = self.take
+
+    def take(self, rows: Sequence[Tokens]) -> bool:
+        if self.is_willing:
+            self.num_direct += len(rows)
+            self.seen.extend(rows)
+        return self.is_willing
+
+    async def read(self) -> None:
+        while updates := await self.stream.batch():
+            for each in updates:
+                assert isinstance(each, SequenceUpdate)
+                self.seen.append((each.index, each.token_ids))
+            await self.is_busy.wait()
+
+
+async def turns(count: int = 3) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_a_waiting_reader_takes_plain_tokens_without_being_woken() -> None:
+    reader = Reader(made())
+    task = asyncio.create_task(reader.read())
+    await turns()
+    for token_id in range(3):
+        reader.stream.put_tokens(0, (token_id,))
+    assert reader.seen == [(0, (0,)), (0, (1,)), (0, (2,))]
+    reader.stream.put(update(0, 3, finish=FinishReason.LENGTH))
+    await task
+    assert reader.seen[-1] == (0, (3,))
+    assert reader.num_direct == 3
+    assert reader.stream.unread_bytes == 0
+
+
+async def test_what_a_direct_reader_declines_is_read_in_order_and_counted_as_unread() -> None:
+    reader = Reader(made())
+    task = asyncio.create_task(reader.read())
+    await turns()
+    reader.is_willing = False
+    reader.stream.put_tokens(0, (1,))
+    assert reader.stream.unread_bytes > 0
+    reader.stream.put_tokens(0, (2,))
+    await turns()
+    assert reader.seen == [(0, (1,)), (0, (2,))]
+    reader.is_willing = True
+    reader.stream.put_tokens(0, (3,))
+    assert reader.seen[-1] == (0, (3,))
+    reader.stream.end()
+    await task
+
+
+async def test_a_reader_that_is_busy_is_never_overtaken() -> None:
+    """Its task has taken updates and waits for something else: tokens taken directly now would be out of order."""
+    reader = Reader(made())
+    task = asyncio.create_task(reader.read())
+    await turns()
+    reader.is_busy.clear()
+    reader.stream.put(update(0, 1))
+    await turns()
+    reader.stream.put_tokens(0, (2,))
+    assert reader.num_direct == 0
+    reader.is_busy.set()
+    await turns()
+    reader.stream.end()
+    await task
+    assert reader.seen == [(0, (1,)), (0, (2,))]
+
+
+async def test_a_direct_reader_that_fails_ends_its_own_stream_and_the_engine_is_told() -> None:
+    left: list[RequestId] = []
+    stream = made(left=left)
+
+    def broken(rows: Sequence[Tokens]) -> bool:
+        raise ZeroDivisionError
+
+    stream.direct = broken
+    task = asyncio.create_task(stream.batch())
+    await turns()
+    stream.put_tokens(0, (1,))
+    with pytest.raises(ZeroDivisionError):
+        await task
+    assert left == ["r"]
+
+
+async def test_tokens_of_a_sequence_that_has_ended_are_dropped() -> None:
+    reader = Reader(made(2))
+    task = asyncio.create_task(reader.read())
+    await turns()
+    reader.stream.put(update(0, 1, finish=FinishReason.STOP))
+    await turns()
+    reader.stream.put_tokens(0, (9,))
+    reader.stream.put_tokens(1, (2,))
+    reader.stream.end()
+    reader.stream.put_tokens(1, (9,))
+    await task
+    assert reader.seen == [(0, (1,)), (1, (2,))]
+
+
+@given(st.lists(st.sampled_from(["tokens", "update", "turn", "willing", "unwilling", "busy", "idle", "deliver"]), max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_the_order_is_that_of_arrival_whatever_is_taken_directly(steps: list[str]) -> None:
+    async def run() -> None:
+        waiting: list[ReplicaStream] = []
+        reader = Reader(made(on_ready=waiting.append))
+        task = asyncio.create_task(reader.read())
+        sent: list[Tokens] = []
+        for number, step in enumerate(steps):
+            if step in ("tokens", "update"):
+                sent.append((0, (number,)))
+            if step == "tokens":
+                reader.stream.put_tokens(0, (number,))
+            elif step == "update":
+                reader.stream.put(update(0, number))
+            elif step == "turn":
+                await turns()
+            elif step in ("willing", "unwilling"):
+                reader.is_willing = step == "willing"
+            elif step == "busy":
+                reader.is_busy.clear()
+            elif step == "idle":
+                reader.is_busy.set()
+            elif waiting:
+                waiting.pop().deliver()
+            assert len(waiting) <= 1
+        reader.is_busy.set()
+        reader.stream.put(update(0, 999, finish=FinishReason.LENGTH))
+        for stream in waiting:
+            stream.deliver()
+        await task
+        assert reader.seen == [*sent, (0, (999,))]
+        assert reader.stream.unread_bytes == 0
+
+    asyncio.run(run())
+
+
+async def test_a_thousand_ready_streams_are_served_in_slices_and_all_of_them() -> None:
+    ready = ReadyStreams(lambda: 0.0)
+    readers = [Reader(made(on_ready=ready.add)) for _ in range(1000)]
+    tasks = [asyncio.create_task(reader.read()) for reader in readers]
+    serving = asyncio.create_task(ready.run())
+    await turns()
+    for reader in readers:
+        reader.stream.put_tokens(0, (1,))
+    served: list[int] = []
+    while not served or served[-1] < len(readers):
+        await asyncio.sleep(0)
+        served.append(sum(len(reader.seen) for reader in readers))
+    assert max(b - a for a, b in zip([0, *served], served, strict=False)) <= SLICE_UNITS
+    for reader in readers:
+        reader.stream.put(update(0, 2, finish=FinishReason.LENGTH))
+    served.clear()
+    while not served or served[-1] < 2 * len(readers):
+        await asyncio.sleep(0)
+        served.append(sum(len(reader.seen) for reader in readers))
+    assert max(b - a for a, b in zip([1000, *served], served, strict=False)) <= SLICE_UNITS // WAKE_UNITS
+    await asyncio.gather(*tasks)
+    serving.cancel()
+
+
+async def test_what_came_before_the_connection_was_lost_is_still_delivered() -> None:
+    ready = ReadyStreams(lambda: 0.0)
+    stream = made(on_ready=ready.add)
+    task = asyncio.create_task(stream.batch())
+    await turns()
+    stream.reject(ValueError())
+    await turns()
+    assert not task.done()
+    ready.deliver_all()
+    assert [type(each) for each in await task] == [Rejected]
