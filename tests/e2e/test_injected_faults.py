@@ -18,11 +18,12 @@ from headrace.core.finish import FinishReason
 from headrace.core.plan import Plan, Result
 from headrace.core.request import EngineRequest
 from headrace.engine.failpoints import armed, sites
-from headrace.engine.runner import ModelRunner, OverlappedRunner
+from headrace.engine.runner import ModelRunner
+from headrace.engine.runner_overlapped import OverlappedRunner
 
 COUNT = 8
 CULPRIT = "r2"
-MESSAGE = "the model step failed for this sequence (Injected)"
+MESSAGE = "the model step failed for this sequence"
 
 
 class Poison:

@@ -17,7 +17,13 @@ LOAD = LoadSnapshot(
     kv_blocks_used=2,
     kv_blocks_total=10,
     counters=EngineCounters(
-        prompt_tokens=100, generation_tokens=50, prefix_cache_hit_tokens=30, preemptions=4, steps=20, finished={"stop": 3, "length": 1}
+        prompt_tokens=100,
+        generation_tokens=50,
+        prefix_cache_hit_tokens=30,
+        preemptions=4,
+        steps=20,
+        finished={"stop": 3, "length": 1},
+        failures={"step": 2},
     ),
     step_seconds=(0.01, 0.02),
 )
@@ -29,6 +35,7 @@ PROMISED = {
     "headrace_generation_tokens_total",
     "headrace_prefix_cache_hit_tokens_total",
     "headrace_preemptions_total",
+    "headrace_engine_failures_total",
     "headrace_requests_total",
     "headrace_time_to_first_token_seconds_count",
     "headrace_time_per_output_token_seconds_count",
@@ -74,6 +81,8 @@ def test_engine_counters_are_read_not_added() -> None:
         metrics.page()
     assert value(metrics, "headrace_generation_tokens_total", model="m", replica="r0") == 50
     assert value(metrics, "headrace_sequences_finished_total", model="m", replica="r0", reason="stop") == 3
+    assert value(metrics, "headrace_engine_failures_total", model="m", replica="r0", kind="step") == 2
+    assert value(metrics, "headrace_engine_failures_total", model="m", replica="r0", kind="plan") == 0
 
 
 def test_a_restarted_engine_starts_at_zero() -> None:

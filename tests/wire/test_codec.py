@@ -22,7 +22,7 @@ from headrace.core.errors import (
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.kvgroup import KvGroup
-from headrace.core.load import EngineCounters, LoadSnapshot
+from headrace.core.load import EngineCounters, FailureKind, LoadSnapshot
 from headrace.core.model_info import ModelInfo
 from headrace.core.plan import TokenLogprobs
 from headrace.core.request import EngineRequest, PriorityClass
@@ -202,6 +202,7 @@ def test_finish_survives_the_wire(index: int, keep: int, reason: FinishReason) -
             steps=counts,
             step_seconds=finite,
             finished=st.dictionaries(st.sampled_from([r.value for r in FinishReason]), counts),
+            failures=st.dictionaries(st.sampled_from([kind.value for kind in FailureKind]), counts),
         ),
     )
 )

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+
+class FailureKind(Enum):
+    """What raised inside an engine. Each is logged there with its traceback (`engine.failures`)."""
+
+    STEP = "step"
+    """A step: undone, and repeated in parts."""
+    PLAN = "plan"
+    """The making of a plan: tried again."""
+    MESSAGE = "message"
+    """The handling of a request, a cancel or another message: that request ends."""
+    COMMIT = "commit"
+    """The commit of one sequence's row: that sequence ends."""
 
 
 @dataclass(slots=True)
@@ -18,6 +32,15 @@ class EngineCounters:
     step_seconds: float = 0.0
     finished: dict[str, int] = field(default_factory=dict)
     """FinishReason value -> sequences."""
+    failures: dict[str, int] = field(default_factory=dict)
+    """FailureKind value -> how often."""
+
+    def note_failure(self, kind: FailureKind) -> None:
+        self.failures[kind.value] = self.failures.get(kind.value, 0) + 1
+
+    def copy(self) -> EngineCounters:
+        """These numbers, which do not change any more."""
+        return replace(self, finished=dict(self.finished), failures=dict(self.failures))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

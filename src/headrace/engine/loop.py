@@ -3,7 +3,8 @@
 Imports core and policy only; what computes is behind the `Runner` Protocol. One thread runs the loop and owns the scheduler; everybody
 else talks to it through the inbox. `depth` plans may be uncommitted: 1 is the plain twin, 2 overlaps planning with computing.
 
-A step that raises commits nothing and is repeated in parts until the culprit alone fails (`recovery`). Only `EngineFatal` leaves the loop:
+A step that raises commits nothing and is repeated in parts until the culprit alone fails (`recovery`). What raises is logged with its
+traceback and counted (`failures`); the client gets an error without internals. Only `EngineFatal` leaves the loop:
 the process then ends and is restarted.
 """
 
@@ -12,20 +13,21 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from headrace.core.clock import Clock
 from headrace.core.errors import EngineFatal, HeadraceError, SequenceFailed
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
-from headrace.core.load import LoadSnapshot
+from headrace.core.load import FailureKind, LoadSnapshot
 from headrace.core.model_info import ModelInfo
 from headrace.core.plan import Plan, Result
 from headrace.core.plan_codec import dump_plans
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
+from headrace.engine.failures import Failures
 from headrace.engine.recovery import Recovery
 from headrace.policy.schedule.scheduler import Scheduler
 from headrace.policy.schedule.step_timer import StepTimer
@@ -82,13 +84,29 @@ class _Wake:
     """Nothing but a reason to look up."""
 
 
+@dataclass(frozen=True, slots=True)
+class _RunningStep:
+    """The oldest uncommitted step: when it began, and what the newest is expected to take."""
+
+    started: float
+    predicted_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Published:
+    """The load at one moment between two changes, ages left out, and when that was."""
+
+    load: LoadSnapshot
+    turned: float
+
+
 _Message = _Submit | _Cancel | _Finish | _Satisfied | _Wake
 
 
 class Engine:
     """One engine: a scheduler, a runner and the loop between them.
 
-    outbox is called on the loop's thread with what happened, at most once per turn; it must not block.
+    outbox is called on the loop's thread with what happened; it must not block.
     """
 
     def __init__(
@@ -104,13 +122,13 @@ class Engine:
         self._in_flight: deque[tuple[Plan, Ticket, float]] = deque()
         self._ring: deque[Plan] = deque(maxlen=PLAN_RING)
         self._timer = StepTimer()
-        self._step_started: float | None = None
-        self._step_predicted = 0.0
-        self._last_turn = clock()
+        self._step: _RunningStep | None = None
         self._step_seconds: deque[float] = deque(maxlen=4096)
         self._plan_failures = 0
-        self._recovery = Recovery(scheduler, self._compute)
+        self._failures = Failures(lambda: scheduler.counters, clock)
+        self._recovery = Recovery(scheduler, self._compute, self._failures)
         self._stopping = False
+        self._published = self._load()
 
     @property
     def clock(self) -> Clock:
@@ -139,26 +157,34 @@ class Engine:
         self._inbox.put(_Wake())
 
     def snapshot(self) -> LoadSnapshot:
-        """The replica's load now, from one other thread: reads integers the loop writes. Step durations are told once."""
+        """The replica's load as the loop published it last, at the end of a turn or with the updates of a step; for one other thread.
+
+        Ages are those of now, so that a loop or a step that hangs shows. Each step's duration is in exactly one snapshot.
+        """
         now = self._clock()
-        pools = self.scheduler.kv.pools
-        started = self._step_started
-        durations = []
-        for _ in range(len(self._step_seconds)):
-            durations.append(self._step_seconds.popleft())
-        return LoadSnapshot(
-            num_running=self.scheduler.num_running,
-            num_waiting=self.scheduler.num_waiting + self._inbox.qsize(),
+        published, step = self._published, self._step
+        return replace(
+            published.load,
+            num_waiting=published.load.num_waiting + self._inbox.qsize(),
+            step_age_s=None if step is None else now - step.started,
+            step_predicted_s=0.0 if step is None else step.predicted_s,
+            loop_age_s=now - published.turned,
+            step_seconds=tuple(self._step_seconds.popleft() for _ in range(len(self._step_seconds))),
+        )
+
+    def _load(self) -> _Published:
+        """What `snapshot` reads until the next one is published. Nothing in it changes."""
+        scheduler, pools = self.scheduler, self.scheduler.kv.pools
+        load = LoadSnapshot(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
             kv_blocks_free=sum(pool.num_free for pool in pools),
             kv_blocks_cached=sum(pool.num_cached for pool in pools),
             kv_blocks_used=sum(pool.num_used for pool in pools),
             kv_blocks_total=sum(pool.total for pool in pools),
-            counters=self.scheduler.counters,
-            step_age_s=None if started is None else now - started,
-            step_predicted_s=self._step_predicted,
-            loop_age_s=now - self._last_turn,
-            step_seconds=tuple(durations),
+            counters=scheduler.counters.copy(),
         )
+        return _Published(load, self._clock())
 
     def recent_plans(self) -> bytes:
         """The ring of the last plans, as `headrace replay` reads them. Holds prompts: whoever writes it down keeps it private."""
@@ -176,8 +202,7 @@ class Engine:
             self._runner.close()
 
     def turn(self) -> bool:
-        """One iteration: take messages in, plan, submit, commit what is due. False when there was nothing to do."""
-        self._last_turn = self._clock()
+        """One iteration: handle messages, plan, submit, commit the oldest step. False when there was nothing to do."""
         self._take_messages()
         plan = self._plan()
         if plan is not None:
@@ -186,9 +211,14 @@ class Engine:
         if commits:
             self._commit_oldest()
         updates = self.scheduler.take_updates()
+        self._emit(updates)
+        return plan is not None or commits or bool(updates) or self._plan_failures > 0
+
+    def _emit(self, updates: Sequence[SequenceUpdate | Rejected]) -> None:
+        """Publish the load as it is now, then hand out what led to it: whoever hears an update finds a snapshot that knows of it."""
+        self._published = self._load()
         if updates:
             self._outbox(list(updates))
-        return plan is not None or commits or bool(updates) or self._plan_failures > 0
 
     def _idle(self) -> None:
         """Sleep until a message, a deadline or the next regular wake."""
@@ -233,11 +263,11 @@ class Engine:
                 pass
 
     def _refuse(self, message: _Message, error: Exception) -> None:
+        if not isinstance(error, HeadraceError):
+            self._failures.note(FailureKind.MESSAGE, f"a message could not be handled ({type(message).__name__.strip('_').lower()})", error)
         if isinstance(message, _Submit):
-            known = (
-                error if isinstance(error, HeadraceError) else SequenceFailed(f"the engine could not take the request in: {error!r:.200}")
-            )
-            self._outbox([Rejected(request_id=message.request.request_id, epoch=message.request.epoch, error=known)])
+            known = error if isinstance(error, HeadraceError) else SequenceFailed("the engine could not add the request; its log says why")
+            self._emit([Rejected(request_id=message.request.request_id, epoch=message.request.epoch, error=known)])
         elif isinstance(message, _Wake):
             raise EngineFatal("a wake-up raised") from error
         else:
@@ -249,6 +279,7 @@ class Engine:
             plan = self.scheduler.plan(self._clock())
         except Exception as error:
             self._plan_failures += 1
+            self._failures.note(FailureKind.PLAN, "a plan could not be made", error)
             if self._plan_failures >= MAX_PLAN_FAILURES:
                 raise EngineFatal(f"planning failed {self._plan_failures} times in a row: {error!r:.200}") from error
             return None
@@ -258,9 +289,7 @@ class Engine:
     def _submit_plan(self, plan: Plan) -> None:
         self._ring.append(plan)
         now = self._clock()
-        self._step_predicted = self._timer.predict(plan.num_tokens)
-        if self._step_started is None:
-            self._step_started = now
+        self._step = _RunningStep(now if self._step is None else self._step.started, self._timer.predict(plan.num_tokens))
         try:
             ticket = self._runner.submit(plan)
         except EngineFatal:
@@ -275,11 +304,13 @@ class Engine:
             result = ticket.result()
         except EngineFatal:
             raise
-        except Exception:
+        except Exception as error:
+            self._failures.note(FailureKind.STEP, f"step {plan.step_id} of {plan.num_rows} rows failed: it is repeated in parts", error)
             self._recover(plan)
+            self._step_done(plan, submitted)
         else:
+            self._step_done(plan, submitted)
             self._deliver(plan, result)
-        self._step_done(plan, submitted)
 
     def _recover(self, failed: Plan) -> None:
         """The failed plan and those made after it are undone, and their rows repeated."""
@@ -296,13 +327,15 @@ class Engine:
 
     def _deliver(self, plan: Plan, result: Result) -> None:
         updates = self.scheduler.commit(plan, result)
+        for error in self.scheduler.take_failures():
+            self._failures.note(FailureKind.COMMIT, f"a row of step {plan.step_id} could not be committed: its sequence ends", error)
         if updates:
-            self._outbox(list(updates))
+            self._emit(updates)
 
     def _step_done(self, plan: Plan, submitted: float) -> None:
         now = self._clock()
-        began = max(submitted, self._step_started or submitted)
-        self._step_started = now if self._in_flight else None
+        began = submitted if self._step is None else max(submitted, self._step.started)
+        self._step = replace(self._step, started=now) if self._in_flight and self._step is not None else None
         if plan.num_rows:
             self._timer.observe(plan.num_tokens, now - began)
             self._step_seconds.append(now - began)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headrace.core.errors import EngineFatal
+from headrace.core.load import FailureKind
 from headrace.core.plan import Plan
+from headrace.engine.failures import Failures
 from headrace.policy.schedule.scheduler import Scheduler
 from headrace.policy.schedule.sequence import Sequence
 
@@ -20,9 +22,10 @@ Compute = Callable[[Plan], None]
 class Recovery:
     """Repeats failed plans through `compute`. All methods run on the loop's thread, while no other plan is in flight."""
 
-    def __init__(self, scheduler: Scheduler, compute: Compute) -> None:
+    def __init__(self, scheduler: Scheduler, compute: Compute, failures: Failures) -> None:
         self._scheduler = scheduler
         self._compute = compute
+        self._failures = failures
 
     def recover(self, plans: list[Plan]) -> None:
         """Undo `plans`, the failed one first, make sure the runner knows their state changes, and run their rows again."""
@@ -58,10 +61,11 @@ class Recovery:
             except EngineFatal:
                 raise
             except Exception as error:
+                self._failures.note(FailureKind.STEP, f"step {plan.step_id}, which repeats {plan.num_rows} rows, failed", error)
                 self._scheduler.rollback(plan)
                 self._repeat_changes(plan)
                 if len(group) == 1:
-                    self._scheduler.fail(group[0], f"the model step failed for this sequence ({type(error).__name__})")
+                    self._scheduler.fail(group[0], "the model step failed for this sequence")
                 else:
                     pending += _halves(group)
 

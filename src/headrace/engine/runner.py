@@ -1,6 +1,6 @@
 """Where plans meet tensors: one forward over a ragged batch, then sampling.
 
-`ModelRunner` computes inside `submit`; `OverlappedRunner` wraps one and computes on a thread of its own, so that the next plan can be made
+`ModelRunner` computes inside `submit`; `runner_overlapped` wraps one and computes on a thread of its own, so that the next plan can be made
 meanwhile. Both execute the same `execute`, in the order of submission, on one thread: no lock anywhere.
 
 What a step that raises leaves behind: its state changes (ended, started, tables, moves) may be applied, its tokens are not. KV writes
@@ -11,7 +11,6 @@ is rewound, so that no token is counted twice.
 from __future__ import annotations
 
 from array import array
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -203,23 +202,6 @@ class ModelRunner:
         self._state.append(slots, positions, sampled.token_ids[good])
         self._sampler.commit(slots, sampled.token_ids[good])
         self._state.failed[rows.slots[list(failed)]] = True
-
-
-class OverlappedRunner:
-    """The same runner, computing on one thread of its own, in the order of submission."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-step")
-
-    def submit(self, plan: Plan) -> Future[Result]:
-        """Return at once; `result()` waits for the step and raises what it raised."""
-        return self._thread.submit(self._runner.execute, plan)
-
-    def close(self) -> None:
-        """Finish the step in progress, drop those not begun, end the thread."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
-        self._runner.close()
 
 
 def _result(plan: Plan, sampling: Ints, sampled: Sampled, prompts: PromptScores, failed: set[int]) -> Result:

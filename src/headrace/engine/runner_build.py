@@ -13,7 +13,8 @@ from headrace.core.model_info import ModelInfo
 from headrace.engine.config import EngineConfig
 from headrace.engine.kv_sizing import Budget, KvSizing, activation_bytes, describe_bytes, size_kv
 from headrace.engine.memory import Available, read_available
-from headrace.engine.runner import ModelRunner, OverlappedRunner
+from headrace.engine.runner import ModelRunner
+from headrace.engine.runner_overlapped import OverlappedRunner
 from headrace.engine.warmup import warm_up
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
 from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features, resolve_dtype

@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from headrace.core.load import LoadSnapshot
+from headrace.core.load import FailureKind, LoadSnapshot
 
 LABELS = ("model", "replica")
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -95,6 +95,13 @@ def _counters(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Iterator[Metr
         for reason, count in sorted(snapshot.counters.finished.items()):
             finished.add_metric((reading.model, reading.replica, reason), count)
     yield finished
+    failures = CounterMetricFamily(
+        "headrace_engine_failures", "What raised inside the engine, by kind; its log has the tracebacks.", labels=(*LABELS, "kind")
+    )
+    for reading, snapshot in known:
+        for kind in FailureKind:
+            failures.add_metric((reading.model, reading.replica, kind.value), snapshot.counters.failures.get(kind.value, 0))
+    yield failures
 
 
 class ReplicaMetrics:

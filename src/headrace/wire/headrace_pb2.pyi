@@ -390,8 +390,15 @@ class Load(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., step_age_s: _Optional[float] = ..., step_predicted_s: _Optional[float] = ..., loop_age_s: _Optional[float] = ..., step_seconds: _Optional[_Iterable[float]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("prompt_tokens", "generation_tokens", "prefix_cache_hit_tokens", "prefix_cache_query_tokens", "preemptions", "steps", "step_seconds", "finished")
+    __slots__ = ("prompt_tokens", "generation_tokens", "prefix_cache_hit_tokens", "prefix_cache_query_tokens", "preemptions", "steps", "step_seconds", "finished", "failures")
     class FinishedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class FailuresEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -406,6 +413,7 @@ class Counters(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     generation_tokens: int
     prefix_cache_hit_tokens: int
@@ -414,7 +422,8 @@ class Counters(_message.Message):
     steps: int
     step_seconds: float
     finished: _containers.ScalarMap[str, int]
-    def __init__(self, prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., prefix_cache_hit_tokens: _Optional[int] = ..., prefix_cache_query_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ..., finished: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    failures: _containers.ScalarMap[str, int]
+    def __init__(self, prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., prefix_cache_hit_tokens: _Optional[int] = ..., prefix_cache_query_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ..., finished: _Optional[_Mapping[str, int]] = ..., failures: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("reason",)

@@ -215,6 +215,32 @@ def test_snapshots_count_blocks_by_state_and_steps_once() -> None:
     assert after.counters.finished == {"length": len(PROMPTS)}
 
 
+def test_a_snapshot_is_of_the_end_of_a_turn_while_the_next_one_runs() -> None:
+    """What another thread sees in the midst of a turn is whole: blocks, sequences and counters of one moment."""
+    driven = DrivenEngine()
+    submit_all(driven)
+    driven.turn(2)
+    before, seen = driven.engine.snapshot(), []
+    compute = driven.runner.compute
+
+    def in_the_midst(plan: Any) -> Any:
+        driven.clock.now += 7.0
+        seen.append(driven.engine.snapshot())
+        return compute(plan)
+
+    driven.runner.compute = in_the_midst  # type: ignore[method-assign]
+    driven.submit(request("late", [1, 2, 3]))
+    driven.turn()
+    (during,) = seen
+    assert during.counters == before.counters
+    assert (during.num_running, during.kv_blocks_free) == (before.num_running, before.kv_blocks_free)
+    assert (during.step_age_s, during.loop_age_s) == (7.0, 7.0), "ages are those of the moment of asking: a hang shows"
+    after = driven.engine.snapshot()
+    assert after.counters.steps == before.counters.steps + 1
+    assert during.counters.steps == before.counters.steps, "a snapshot that was taken does not change"
+    assert (after.step_age_s, after.loop_age_s) == (None, 0.0)
+
+
 def test_step_times_are_predicted_from_a_fixed_cost_and_a_cost_per_token() -> None:
     timer = StepTimer()
     assert timer.predict(1) == UNKNOWN_STEP_S

@@ -18,7 +18,7 @@ from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.build import assemble
 from headrace.engine.config import EngineConfig
 from headrace.engine.failpoints import armed, sites
-from headrace.engine.runner import OverlappedRunner
+from headrace.engine.runner_overlapped import OverlappedRunner
 from headrace.tensor.models.decoder import Decoder
 
 RUNNER_SITES = [name for name in sites() if name.startswith("runner.") and name != "runner.prompt_logprobs"]

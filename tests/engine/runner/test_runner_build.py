@@ -17,8 +17,9 @@ from headrace.engine import runner_build
 from headrace.engine.config import EngineConfig
 from headrace.engine.failpoints import Injected, armed
 from headrace.engine.memory import Available
-from headrace.engine.runner import ModelRunner, OverlappedRunner
+from headrace.engine.runner import ModelRunner
 from headrace.engine.runner_build import build_runner
+from headrace.engine.runner_overlapped import OverlappedRunner
 from headrace.tensor.host.cpu_features import CpuFeatures
 from headrace.tensor.kernels.cpu.backend import FEW_TOKENS
 from headrace.tensor.kernels.cpu.jit import launch

@@ -14,8 +14,9 @@ from headrace.core.errors import EngineFatal
 from headrace.core.plan import Plan, Result
 from headrace.core.sampling import SamplingParams
 from headrace.engine.failpoints import Injected, armed, sites
-from headrace.engine.runner import ModelRunner, OverlappedRunner
+from headrace.engine.runner import ModelRunner
 from headrace.engine.runner_batch import UnknownToken
+from headrace.engine.runner_overlapped import OverlappedRunner
 from headrace.tensor.batch import Batch, KvCache
 from headrace.tensor.models.decoder import Decoder
 
@@ -172,3 +173,16 @@ def test_plain_submission_never_raises(decoder: Decoder) -> None:
         ticket = runner.submit(plan)
     with pytest.raises(Injected):
         ticket.result()
+
+
+def test_closing_leaves_a_step_that_hangs_behind(decoder: Decoder, caplog: pytest.LogCaptureFixture) -> None:
+    gate = Gate(decoder)
+    runner = OverlappedRunner(make_runner(decoder, model=gate), close_timeout_s=0.05)
+    ticket = runner.submit(sequence_of_plans()[0])
+    assert gate.entered.wait(timeout=30)
+    runner.close()
+    assert "a step has not ended" in caplog.text
+    with pytest.raises(RuntimeError, match="closed"):
+        runner.submit(sequence_of_plans()[1])
+    gate.opened.set()
+    assert isinstance(ticket.result(timeout=30), Result)

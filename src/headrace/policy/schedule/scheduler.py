@@ -44,6 +44,7 @@ class Scheduler:
         self._decode_columns = NO_ROWS
         self._unsent: PlanBuilder | None = None
         self._next_step = 1
+        self._failures: list[Exception] = []
 
     # the sequences; see `SequenceTable` for what each does
 
@@ -162,7 +163,7 @@ class Scheduler:
         try:
             seq.bulk_commit_limit = min(self.kv.commit(seq), seq.limit - 1)
         except Exception as failure:  # as in `_commit_guarded`
-            self.sequences.fail(seq, f"internal error while committing a step: {type(failure).__name__}")
+            self._fail_commit(seq, failure)
 
     def _commit_rows(self, rows: StepRows, result: Result, first: int) -> None:
         """Commit the rows from `first` on, of any kind; before it every row has one token."""
@@ -183,7 +184,16 @@ class Scheduler:
         try:
             self._commit_row(row, output, error)
         except Exception as failure:  # one sequence's bookkeeping must not take its neighbours along
-            self.sequences.fail(row.seq, f"internal error while committing a step: {type(failure).__name__}")
+            self._fail_commit(row.seq, failure)
+
+    def _fail_commit(self, seq: Sequence, failure: Exception) -> None:
+        self._failures.append(failure)
+        self.sequences.fail(seq, "internal error while a step was committed")
+
+    def take_failures(self) -> list[Exception]:
+        """What raised in `commit` since the last call, one per sequence that ended by it."""
+        failures, self._failures = self._failures, []
+        return failures
 
     def _commit_row(self, row: Row, output: Output, error: str | None) -> None:
         seq = row.seq

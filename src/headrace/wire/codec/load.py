@@ -27,8 +27,8 @@ def encode_load(snapshot: LoadSnapshot) -> pb.Load:
             preemptions=counters.preemptions,
             steps=counters.steps,
             step_seconds=counters.step_seconds,
-            # A copy first: the loop's thread may add a reason while this one reads.
-            finished=dict(counters.finished),
+            finished=counters.finished,
+            failures=counters.failures,
         ),
     )
 
@@ -55,5 +55,6 @@ def decode_load(message: pb.Load) -> LoadSnapshot:
             steps=counters.steps,
             step_seconds=counters.step_seconds,
             finished=dict(counters.finished),
+            failures=dict(counters.failures),
         ),
     )

@@ -1,0 +1,75 @@
+"""A runner that computes on one thread of its own, in the order of submission, so that the next plan can be made meanwhile.
+
+The thread is a daemon, not a pool's: Python waits for a pool's threads when it exits, and a step that hangs would hold it up for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from concurrent.futures import Future
+
+from headrace.core.plan import Plan, Result
+from headrace.engine.runner import ModelRunner
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 10.0
+"""A step in progress has this long to end when the runner is closed."""
+
+
+class OverlappedRunner:
+    """The same runner behind a queue. close_timeout_s: what `close` waits for the step in progress."""
+
+    def __init__(self, runner: ModelRunner, *, close_timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        self._runner = runner
+        self._close_timeout_s = close_timeout_s
+        self._steps: queue.SimpleQueue[tuple[Plan, Future[Result]] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._compute, name="headrace-step", daemon=True)
+        self._thread.start()
+
+    def submit(self, plan: Plan) -> Future[Result]:
+        """Return at once; `result()` waits for the step and raises what it raised. Raises RuntimeError after `close`."""
+        if self._closed:
+            raise RuntimeError("the runner is closed")
+        ticket: Future[Result] = Future()
+        self._steps.put((plan, ticket))
+        return ticket
+
+    def close(self) -> None:
+        """Finish the step in progress, drop those not begun, end the thread. A step that hangs is left behind, with a line in the log.
+
+        The model is then not closed: the step still reads it.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._drop_not_begun()
+        self._steps.put(None)
+        self._thread.join(self._close_timeout_s)
+        if self._thread.is_alive():
+            log.error("a step has not ended %g s after the runner was closed; its thread is left behind", self._close_timeout_s)
+            return
+        self._runner.close()
+
+    def _drop_not_begun(self) -> None:
+        while True:
+            try:
+                item = self._steps.get_nowait()
+            except queue.Empty:
+                return
+            if item is not None:
+                item[1].cancel()
+
+    def _compute(self) -> None:
+        while (item := self._steps.get()) is not None:
+            plan, ticket = item
+            if self._closed or not ticket.set_running_or_notify_cancel():
+                ticket.cancel()
+                continue
+            try:
+                ticket.set_result(self._runner.execute(plan))
+            except BaseException as error:  # whoever waits for the step gets what it raised
+                ticket.set_exception(error)
