@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -155,3 +156,15 @@ def test_engines_divide_the_cpus_of_the_machine() -> None:
     assert [share_of([0, 1], number, 2) for number in range(2)] == [[0], [1]]
     assert [share_of([3, 5, 7, 9, 11], number, 2) for number in range(2)] == [[3, 5], [7, 9, 11]]
     assert [share_of([0, 1], number, 5) for number in range(5)] == [[0], [1], [0], [1], [0]]
+
+
+def test_a_full_disk_is_refused_with_its_path(tmp_path: Path) -> None:
+    """It was a traceback that named no file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with run_dir(tmp_path) as folder:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))  # what is written beyond it fails, as on a disk without room
+        try:
+            with pytest.raises(ConfigError, match=f"run_dir: {folder}/e0.json cannot be written .File too large.*Free space there"):
+                write_engine_files(TWO_MODELS, folder)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 from gateway_kit import TestBench, chat_body, dial, eventually, metric, open_bench, post, serving
 
+from headrace.core.descriptors import num_open
 from headrace.gateway.http import connection as protocol
+from headrace.gateway.http.descriptors import ConnectionLimit
 from headrace.gateway.http.server import Server
 from headrace.text.folder import TextModel
 
@@ -202,7 +205,8 @@ async def test_client_that_does_not_take_the_end_of_the_last_answer_is_cut_off(t
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     theirs.setblocking(False)
     async with open_bench(text, timeouts={"write_s": 0.3}) as bench:
-        server = Server(bench.gateway, bench.gateway.service.config, bench.gateway.refused)
+        config = bench.gateway.service.config
+        server = Server(bench.gateway, config, bench.gateway.refused, ConnectionLimit(config.limits.max_connections, 8))
         server.config.load()
         kind = protocol.protocol_for(bench.gateway.service.config, bench.gateway.refused)
         made = kind(server.config, server.server_state, app_state={})
@@ -261,15 +265,55 @@ async def test_broken_http_behind_a_running_request_is_not_its_answer(bench: Tes
         await eventually(lambda: bench.gateway.service.open_requests.num_open == 0)
 
 
-async def test_connections_beyond_the_cap_are_closed(text: TextModel) -> None:
+async def test_connections_beyond_the_cap_are_told_so(text: TextModel) -> None:
+    """They were closed without a word, which a client cannot tell from a server that crashed."""
     async with open_bench(text, limits={"max_connections": 2}) as bench, serving(bench.gateway) as port:
         async with dial(port) as (reader, writer), dial(port):
             writer.write(GET.replace(b"connection: close\r\n", b""))
             assert b" 200 " in await reader.readline()
-            async with dial(port) as (third, _):
-                with suppress(ConnectionError):
-                    assert await third.read() == b""
+            for asked in (GET, post("/v1/chat/completions", chat_body()), b""):
+                answer = await talk(port, asked)
+                assert status(answer) == 503
+                assert b"retry-after: 1\r\n" in answer
+                assert b'"code":"unavailable"' in answer
+        await eventually(lambda: bench.gateway.service.open_requests.num_open == 0)
         assert status(await talk(port, GET)) == 200
+
+
+async def test_a_burst_beyond_the_cap_is_answered_to_the_last(text: TextModel) -> None:
+    """All at once: as many as there are places for are served, every other one is told 503; none is dropped."""
+    async with open_bench(text, limits={"max_connections": 20}) as bench, serving(bench.gateway) as port:
+        before = num_open()
+        answers = await asyncio.gather(*(talk(port, GET) for _ in range(150)))
+        assert {status(answer) for answer in answers} <= {200, 503}
+        assert sum(status(answer) == 200 for answer in answers) >= 20
+        await eventually(lambda: num_open() <= before + 1)
+
+
+async def test_without_descriptors_accepting_waits_and_goes_on(
+    bench: TestBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither a spin nor a crash: who waits in the kernel's queue is served once there is a descriptor."""
+    monkeypatch.setattr("headrace.gateway.http.listener.PAUSE_S", 0.05)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with serving(bench.gateway) as port:
+        writers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        with socket.socket() as client:
+            client.setblocking(False)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (num_open() - 1, hard))  # the listing itself had one
+            try:
+                with suppress(BlockingIOError):
+                    client.connect(("127.0.0.1", port))
+                await asyncio.sleep(0.3)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            num_pauses = caplog.text.count("no connection can be accepted")
+            assert 1 <= num_pauses <= 8
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(client, GET)
+            assert b" 200 " in await loop.sock_recv(client, 4096)
+        for _, writer in writers:
+            writer.close()
 
 
 async def test_many_aborted_connections_leave_nothing(bench: TestBench) -> None:

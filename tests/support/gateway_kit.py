@@ -25,6 +25,7 @@ from headrace.core.update import SequenceUpdate
 from headrace.gateway.app import Gateway
 from headrace.gateway.compose import open_gateway
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, config_from
+from headrace.gateway.http.descriptors import ConnectionLimit
 from headrace.gateway.http.server import Server
 from headrace.observe.metrics import ReplicaMetrics
 from headrace.text.folder import TextModel
@@ -252,7 +253,7 @@ async def open_bench(text: TextModel, **changes: Any) -> AsyncIterator[TestBench
 @asynccontextmanager
 async def serving(gateway: Gateway) -> AsyncIterator[int]:
     """The gateway behind its real HTTP server on a free loopback port, in this event loop."""
-    server = Server(gateway, gateway.service.config, gateway.refused)
+    server = Server(gateway, gateway.service.config, gateway.refused, ConnectionLimit(gateway.service.config.limits.max_connections, 8))
     port = await server.start()
     stop = asyncio.Event()
     task = asyncio.create_task(server.run_until(stop))

@@ -174,8 +174,10 @@ def run(config: ServeConfig) -> int:
     from headrace.fleet.listening import check_can_listen
     from headrace.fleet.supervisor import run_fleet
     from headrace.fleet.weights import resolve_model
+    from headrace.gateway.http.descriptors import connection_limit
 
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    connection_limit(config.gateway.limits.max_connections, sum(model.replicas for model in config.models))  # children inherit ours
     check_can_listen(config.gateway.host, config.gateway.port)
 
     def on_ready(ready: FleetReady) -> None:

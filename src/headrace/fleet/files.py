@@ -13,7 +13,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,10 +44,8 @@ def run_dir(parent: Path | None) -> Iterator[Path]:
     """
     base = parent or _default_parent()
     _sweep(base)
-    try:
+    with _written(base):
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-    except OSError as error:
-        raise ConfigError("run_dir", f"no directory can be made in {base}: {error.strerror}") from error
     try:
         if len(os.fsencode(path)) > MAX_DIR_BYTES:
             raise ConfigError(
@@ -60,11 +58,24 @@ def run_dir(parent: Path | None) -> Iterator[Path]:
 
 
 @contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """Whatever the disk answers becomes a ConfigError: an error in writing does not say by itself what was written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            "run_dir", f"{path} cannot be written ({error.strerror})", "Free space there, or choose another run_dir."
+        ) from error
+
+
+@contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Says that `folder` is in use, for as long as this process lives. Locked before it gets its name, so nobody sees it unlocked."""
-    with open(folder / "lock.new", "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        os.rename(folder / "lock.new", folder / LOCK)
+    with ExitStack() as stack:
+        with _written(folder):
+            file = stack.enter_context(open(folder / "lock.new", "wb"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+            os.rename(folder / "lock.new", folder / LOCK)
         yield
 
 
@@ -160,9 +171,10 @@ def _with_drain(config: FleetConfig) -> dict[str, object]:
 def _write(path: Path, content: Mapping[str, object]) -> None:
     """Whole or not at all: a process that is being started again may be reading it."""
     new = path.with_suffix(".new")
-    new.touch(mode=0o600)
-    new.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    new.replace(path)
+    with _written(path):
+        new.touch(mode=0o600)
+        new.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        new.replace(path)
 
 
 def _default_parent() -> Path:

@@ -71,7 +71,7 @@ class Limits:
     """Caps at the border. Each is inclusive; what exceeds one is refused with field, limit, value and remedy.
 
     max_body_bytes        a whole request body
-    max_connections       open sockets; one more is closed without a word
+    max_connections       open sockets, as far as open files allow (ulimit -n); one more is refused with 503
     max_header_bytes      request line and headers together; max_headers counts them
     max_json_depth        nesting
     max_messages          of a chat

@@ -22,6 +22,7 @@ from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, Un
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.compose import load_texts, open_gateway
 from headrace.gateway.config import GatewayConfig, load_config
+from headrace.gateway.http.descriptors import connection_limit
 from headrace.gateway.http.server import Server
 from headrace.observe.logs import log_to_stderr
 from headrace.text.folder import TextModel
@@ -80,8 +81,12 @@ async def serve(config: GatewayConfig, texts: dict[str, TextModel], leash: Leash
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    wanted = config.limits.max_connections
+    limit = connection_limit(wanted, sum(len(model.replicas) for model in config.models))
+    if limit.max_connections < wanted:
+        log.warning("limits.max_connections: %d instead of %d, as open files allow (ulimit -n)", limit.max_connections, wanted)
     async with open_gateway(config, texts) as gateway:
-        server = Server(gateway, config, gateway.refused)
+        server = Server(gateway, config, gateway.refused, limit)
         try:
             port = await server.start()
         except OSError as error:

@@ -116,9 +116,6 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._client = ClientTransport(transport, self._hang_up)
         super().connection_made(cast(asyncio.Transport, self._client))
-        if len(self.connections) > self.bounds.limits.max_connections:
-            transport.abort()
-            return
         # One mark for both: with a lower one to resume at, a reader would have to take more than this within `write_s`.
         transport.set_write_buffer_limits(high=SEND_BUFFER_BYTES, low=SEND_BUFFER_BYTES)
         self._head_timer = self._after(self.bounds.timeouts.header_s, self._head_late)

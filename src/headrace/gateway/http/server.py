@@ -10,6 +10,8 @@ import uvicorn
 
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.http.connection import OnRefused, protocol_for
+from headrace.gateway.http.descriptors import ConnectionLimit
+from headrace.gateway.http.listener import Listener
 
 BACKLOG = 2048
 KERNEL_SEND_BYTES = 128 << 10
@@ -22,7 +24,8 @@ LAST_WORDS_S = 1
 class Server(uvicorn.Server):
     """uvicorn's server without its signal handlers: `gateway.main` decides when to stop."""
 
-    def __init__(self, app: Any, config: GatewayConfig, on_refused: OnRefused) -> None:
+    def __init__(self, app: Any, config: GatewayConfig, on_refused: OnRefused, limit: ConnectionLimit) -> None:
+        self._limit, self._on_refused = limit, on_refused
         super().__init__(
             uvicorn.Config(
                 app,
@@ -52,9 +55,18 @@ class Server(uvicorn.Server):
         family = socket.AF_INET6 if ":" in self.config.host else socket.AF_INET
         listener = socket.create_server((self.config.host, self.config.port), family=family, backlog=BACKLOG)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_SEND_BYTES)  # accepted sockets inherit it
-        await self.startup(sockets=[listener])
+        connections = self.server_state.connections
+        self.listener = Listener(listener, self._protocol, self._limit, connections=connections, on_refused=self._on_refused)
+        self.servers = [self.listener]  # type: ignore[list-item]  # what uvicorn closes at the end: it asks for no more
+        self.started = True
         port: int = listener.getsockname()[1]
         return port
+
+    def _protocol(self) -> asyncio.Protocol:
+        """As uvicorn's own `startup` makes it."""
+        make: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        return made
 
     async def run_until(self, stop: asyncio.Event) -> None:
         """Serve until `stop`, then close: idle connections at once, the others after their answer, within a second."""

@@ -1,0 +1,27 @@
+"""Descriptors of this process: how many it may have open, and how many it has. Files, sockets and pipes all count."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+UNKNOWN_OPEN = 32
+"""What is taken for open where the system does not list it."""
+
+
+def raise_limit(wanted: int) -> int:
+    """Raise the soft limit to `wanted`, as far as the hard one allows; it is never lowered. Returns what holds now."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (wanted if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
+    allowed = min(wanted, hard)
+    if soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        return allowed
+    return soft
+
+
+def num_open() -> int:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return UNKNOWN_OPEN

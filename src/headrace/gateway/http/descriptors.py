@@ -1,0 +1,52 @@
+"""How many connections this process can hold, from the descriptors it may open: said at the start, not found out by losing clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.core.descriptors import num_open, raise_limit
+from headrace.core.errors import ConfigError
+
+OWN = 40
+"""Kept for the event loop, gRPC, the request log, the listener, and files read for a moment."""
+PER_REPLICA = 4
+MIN_CONNECTIONS = 8
+MAX_REFUSALS = 64
+"""Connections being told that there is no place; each beyond these closes the oldest."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimit:
+    """max_connections are served; of those beyond, max_refusals at a time are answered 503 and closed."""
+
+    max_connections: int
+    max_refusals: int
+
+
+def connection_limit(max_connections: int, num_replicas: int) -> ConnectionLimit:
+    """What this process, or a child it starts now, can serve of `max_connections`; the soft limit is raised for them.
+
+    Raises: ConfigError, see `divide`.
+    """
+    taken = num_open() + OWN + PER_REPLICA * num_replicas
+    most = raise_limit(taken + max_connections + MAX_REFUSALS)
+    return divide(max_connections, taken, most)
+
+
+def divide(max_connections: int, taken: int, most: int) -> ConnectionLimit:
+    """Descriptors that remain: an eighth for refusals, the rest for connections.
+
+    taken  in use or kept;  most  may be open in all
+    Raises: ConfigError when MIN_CONNECTIONS do not fit.
+    """
+    free = most - taken
+    refusals = max(2, min(MAX_REFUSALS, free // 8))
+    least = min(max_connections, MIN_CONNECTIONS)
+    if free - refusals < least:
+        raise ConfigError(
+            "open files",
+            f"a process may have {most} (ulimit -n), {taken} are in use or kept for replicas and logs, "
+            f"and {least} connections need {taken + 2 + least}",
+            "Raise the limit: ulimit -n 4096, or LimitNOFILE= of the service.",
+        )
+    return ConnectionLimit(min(max_connections, free - refusals), refusals)

@@ -1,0 +1,154 @@
+"""Accepts connections within a limit. Beyond it a client is told so, 503 with Retry-After, instead of losing its connection unanswered.
+
+Accepting is done here and not by the event loop's server, because that takes whatever waits before anybody can count it: at the limit of
+open files it drops connections without a word. Nothing here raises for a lack of descriptors: it pauses and goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+from collections.abc import Callable, Collection
+from contextlib import suppress
+
+import msgspec
+
+from headrace.gateway.http.connection import OnRefused
+from headrace.gateway.http.descriptors import ConnectionLimit
+from headrace.gateway.http.errors import ErrorBody, ErrorObject
+
+log = logging.getLogger(__name__)
+
+ACCEPTS_PER_TURN = 32
+"""Before the event loop sees to those who are connected."""
+PAUSE_S = 0.1
+"""Without a descriptor or memory for another socket. The kernel keeps those who wait."""
+LINGER_S = 1.0
+"""How long a refused client's request is thrown away: closing over unread bytes resets, and the refusal would be lost."""
+RETRY_AFTER_S = 1
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+MESSAGE = "This server has as many connections as it can hold; try again in a moment."
+
+
+class Listener:
+    """Of one socket; uvicorn closes it as it would close the event loop's server.
+
+    num_refused  connections that were answered 503
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        make_protocol: Callable[[], asyncio.Protocol],
+        limit: ConnectionLimit,
+        *,
+        connections: Collection[object],
+        on_refused: OnRefused,
+    ) -> None:
+        """connections  protocols of those who are connected, as the server keeps them"""
+        self.num_refused = 0
+        self._socket, self._make_protocol, self._limit = listening, make_protocol, limit
+        self._connections, self._on_refused = connections, on_refused
+        self._loop = asyncio.get_running_loop()
+        self._connecting: dict[asyncio.Task[object], object] = {}  # to the protocol that will be among the connections
+        self._refused: dict[socket.socket, asyncio.TimerHandle] = {}  # in the order of their coming
+        self._pause: asyncio.TimerHandle | None = None
+        listening.setblocking(False)
+        self._loop.add_reader(listening.fileno(), self._accept)
+
+    def close(self) -> None:
+        """No new connection; those that are there stay."""
+        if self._socket.fileno() < 0:
+            return
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        for client in list(self._refused):
+            self._drop(client)
+
+    async def wait_closed(self) -> None:
+        """uvicorn waits for this after `close`, which leaves nothing to wait for."""
+
+    @property
+    def _is_full(self) -> bool:
+        most, known = self._limit.max_connections, len(self._connections)
+        if known + len(self._connecting) < most:
+            return False
+        return known + sum(protocol not in self._connections for protocol in self._connecting.values()) >= most
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                client, _address = self._socket.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in EXHAUSTED:
+                    self._wait(error)
+                    return
+                continue  # this client left before it was accepted
+            client.setblocking(False)
+            if self._is_full:
+                self._refuse(client)
+            else:
+                self._connect(client)
+
+    def _connect(self, client: socket.socket) -> None:
+        protocol = self._make_protocol()
+        task: asyncio.Task[object] = self._loop.create_task(self._loop.connect_accepted_socket(lambda: protocol, client))
+        self._connecting[task] = protocol
+        task.add_done_callback(self._connected)
+
+    def _connected(self, task: asyncio.Task[object]) -> None:
+        del self._connecting[task]
+        if not task.cancelled() and task.exception() is not None:
+            log.warning("a connection could not be taken: %r", task.exception())
+
+    def _wait(self, error: OSError) -> None:
+        """Readiness would be reported again at once, for ever."""
+        log.warning("no connection can be accepted for %g s: %s", PAUSE_S, error.strerror)
+        self._loop.remove_reader(self._socket.fileno())
+        self._pause = self._loop.call_later(PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._socket.fileno(), self._accept)
+
+    def _refuse(self, client: socket.socket) -> None:
+        if len(self._refused) >= self._limit.max_refusals:
+            self._drop(next(iter(self._refused)))
+        request_id = os.urandom(12).hex()
+        self.num_refused += 1
+        self._refused[client] = self._loop.call_later(LINGER_S, self._drop, client)
+        with suppress(OSError):  # it left; its end is read below
+            client.send(_refusal(request_id))  # an empty socket takes it whole
+            client.shutdown(socket.SHUT_WR)
+        self._loop.add_reader(client.fileno(), self._read, client)
+        self._on_refused(request_id, 503)
+
+    def _read(self, client: socket.socket) -> None:
+        try:
+            is_open = bool(client.recv(64 << 10))
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            is_open = False
+        if not is_open:
+            self._drop(client)
+
+    def _drop(self, client: socket.socket) -> None:
+        self._refused.pop(client).cancel()
+        self._loop.remove_reader(client.fileno())
+        client.close()
+
+
+def _refusal(request_id: str) -> bytes:
+    body = msgspec.json.encode(ErrorBody(ErrorObject(MESSAGE, "service_unavailable_error", None, "unavailable")))
+    return (
+        b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: %d\r\nretry-after: %d\r\n"
+        b"x-request-id: %s\r\nconnection: close\r\n\r\n%s" % (len(body), RETRY_AFTER_S, request_id.encode(), body)
+    )
