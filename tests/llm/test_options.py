@@ -86,6 +86,7 @@ def test_every_keyword_changes_the_configuration(model_folder: Path) -> None:
         "gpu_memory_utilization": 1,
         "scheduling_policy": "fair",
         "kernels": "reference",
+        "deterministic": True,
         "device": "cuda",
         "depth": 2,
         "max_num_batched_tokens": 77,

@@ -41,6 +41,7 @@ FLAG_PATHS = {
     "enable_prefix_caching": "model.engine.enable_prefix_caching",
     "queue_policy": "model.engine.queue_policy",
     "kernels": "model.engine.kernels",
+    "deterministic": "model.engine.deterministic",
     "num_threads": "model.engine.num_threads",
     "device": "model.engine.device",
     "seed": "model.engine.seed",
@@ -106,6 +107,9 @@ def serve(
         bool | None, Flag("--async-scheduling/--no-async-scheduling", help="Plan the next step while one is computed.")
     ] = None,
     kernels: Annotated[str | None, Flag("--kernels", help="auto, numba or reference.")] = None,
+    deterministic: Annotated[
+        bool | None, Flag("--deterministic/--no-deterministic", help="The same bits for a sequence alone and in any batch.")
+    ] = None,
     num_threads: Annotated[int | None, Flag("--num-threads", help="Default: from the cores and the cgroup.")] = None,
     device: Annotated[str | None, Flag("--device", help="cpu; cuda needs --experimental.")] = None,
     seed: Annotated[int | None, Flag("--seed", help="Of random weights (--load-format dummy).")] = None,

@@ -38,6 +38,7 @@ class EngineConfig:
     depth                   plans that may be uncommitted: 1 plain, 2 overlapped
     kernels                 "numba" | "reference" | "auto"
     num_threads             None: from the cores and the cgroup
+    deterministic           the same bits for a sequence alone and in any batch; refused at start where the kernels cannot promise it
     device                  "cpu" | "cuda"
     seed                    of `dummy` weights
     """
@@ -61,6 +62,7 @@ class EngineConfig:
     batching: str = "continuous"
     depth: int = 1
     kernels: str = "auto"
+    deterministic: bool = False
     num_threads: int | None = None
     device: str = "cpu"
     seed: int = 0

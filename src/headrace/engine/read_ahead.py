@@ -34,7 +34,7 @@ def read_ahead(config: EngineConfig) -> PackedFolder | None:
     directory = packed_directory()
     if directory is None:
         return None
-    asked = {name: getattr(config, name) for name in ("quantization", "dtype", "kernels", "num_threads")}
+    asked = {name: getattr(config, name) for name in ("quantization", "dtype", "kernels", "deterministic", "num_threads")}
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     folder = PackedFolder(directory, {"model": str(Path(config.model).resolve()), "num_cpus": len(cpus), **asked})
     folder.read_ahead(int(MOST_SHARE * read_available().num_bytes))

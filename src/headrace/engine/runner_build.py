@@ -42,7 +42,7 @@ def build_runner(
     dtype, why_dtype = resolve_dtype(config.dtype, found.dtype_name, features, device=config.device, is_rounded=is_rounded)
     _check_weights_fit(found, read_memory(config.device), 0 if packed is None else packed.num_bytes_ahead)
     kernels, why_kernels = choose_kernels(config.kernels, config.device)
-    implementation = load_kernels(kernels, features=features)
+    implementation = load_kernels(kernels, deterministic=config.deterministic, features=features)
     threads = plan_threads(config.num_threads)  # after the kernels: Numba's threading layer is known then
     apply_threads(threads)
     loaded = load_model(
@@ -70,7 +70,7 @@ def build_runner(
     decided = (
         f"model: {loaded.architecture} from {config.model}, {describe_bytes(loaded.resident_bytes)} of weights{_rounded(config)}",
         f"dtype: {_name(dtype)}, {why_dtype}",
-        f"kernels: {kernels}, {why_kernels}{_compile_cache(kernels)}",
+        f"kernels: {kernels}, {why_kernels}{_invariant(config)}{_compile_cache(kernels)}",
         f"threads: {threads.num_threads}, {threads.reason}; Numba's layer: {threads.layer}",
         f"KV dtype: {_name(kv_dtype)}, {why_kv}",
         *sizing.lines,
@@ -134,6 +134,10 @@ def _size(config: EngineConfig, loaded: LoadedModel, groups: tuple[KvGroup, ...]
         activation_bytes=step_bytes + model.recorded_bytes,
     )
     return size_kv(config, groups, loaded.max_model_len, budget)
+
+
+def _invariant(config: EngineConfig) -> str:
+    return "; deterministic: a sequence's bits do not depend on its batch" if config.deterministic else ""
 
 
 def _compile_cache(kernels: str) -> str:

@@ -45,7 +45,7 @@ class LLM:
     num_gpu_blocks_override, kv_cache_memory_bytes   fix the KV cache's size instead
     scheduling_policy       "fcfs" | "priority" | "sjf" | "fair"
     seed                    draws the seeds of requests that have none, and dummy weights; None: from the system
-    kernels, num_threads, device, depth   Headrace's own, as in EngineConfig
+    kernels, deterministic, num_threads, device, depth   Headrace's own, as in EngineConfig
     experimental            allow what has not been run where Headrace is tested: hub ids, device "cuda"
 
     Any other keyword is refused by name, unless its value asks for what happens anyway (`tensor_parallel_size=1`).
@@ -73,6 +73,7 @@ class LLM:
         scheduling_policy: str | None = None,
         seed: int | None = None,
         kernels: str | None = None,
+        deterministic: bool | None = None,
         num_threads: int | None = None,
         device: str | None = None,
         depth: int | None = None,
@@ -97,6 +98,7 @@ class LLM:
             "scheduling_policy": scheduling_policy,
             "seed": seed,
             "kernels": kernels,
+            "deterministic": deterministic,
             "num_threads": num_threads,
             "device": device,
             "depth": depth,

@@ -4,7 +4,7 @@ What a kernel is not written for (float16, a head size that is no multiple of a 
 goes to `reference`, operation by operation, with the same result up to rounding.
 
 Batch invariance, to the bit: every operation but a product by oneDNN gives a token the same result whatever else is in the step.
-`DETERMINISTIC` avoids oneDNN wherever strips can hold the weight; `OneDnnLinear` and `reference` remain for shapes they cannot.
+`DETERMINISTIC` avoids oneDNN, and refuses what only a library computes here: its products depend on the number of rows.
 Where to read next: `attention`, `elementwise`, `linear`; below them `launch` (threads, compilation) and `simd` (vector code).
 """
 
@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from headrace.core.errors import ConfigError
 from headrace.tensor.host.cpu_features import CpuFeatures, LinearPath, linear_path, read_cpu_features
 from headrace.tensor.kernels import Kernels, Linear, PackedLinear
 from headrace.tensor.kernels.cpu import cache_write, draw, elementwise
@@ -56,6 +57,11 @@ def _outside() -> Kernels:
     return REFERENCE
 
 
+def _not_invariant(what: str) -> ConfigError:
+    reason = f"{what} is computed by a library here, whose rounding depends on the batch"
+    return ConfigError("deterministic", reason, "Leave it out for this model.")
+
+
 class OutsideLinear:
     """A linear that torch computes."""
 
@@ -89,6 +95,8 @@ class NumbaKernels:
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Linear:
         dtype = dtype or weight.dtype
+        if self.deterministic and weight.numel() > 0 and not (_fits(weight) and dtype in _DTYPES and can_strip(weight)):
+            raise _not_invariant(f"a linear of {list(weight.shape)} in {dtype}")
         if not _fits(weight) or dtype not in _DTYPES:
             return OutsideLinear(REFERENCE.pack_linear(weight, bias, dtype))
         path = LinearPath.STRIPS if self.deterministic else linear_path(self.features, dtype)
@@ -104,6 +112,8 @@ class NumbaKernels:
     def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear:
         if weight.values.device.type == "cpu" and quantized.can_pack(weight):
             return quantized.IntegerLinear.pack(weight, bias)
+        if self.deterministic:
+            raise _not_invariant(f"a rounded linear of {list(weight.values.shape)}")
         return OutsideLinear(REFERENCE.pack_rounded(weight, bias))
 
     def packed_layout(self, precision: Precision) -> str:
@@ -164,6 +174,8 @@ class NumbaKernels:
         kv_scales: Tensor | None = None,
     ) -> Tensor:
         if not _fits(query) or not _fits_cache(query, cache, kv_scales) or not attention.supports(query.shape[2]):
+            if self.deterministic:
+                raise _not_invariant(f"attention with heads of {query.shape[2]} in {query.dtype} over a cache of {cache.dtype}")
             rest = {"scale": scale, "window": window, "softcap": softcap, "kv_scales": kv_scales}
             return _outside().attention(query, cache, block_table, row_starts, context_lens, **rest)  # type: ignore[arg-type]
         out = fresh(query.shape, query.dtype)
