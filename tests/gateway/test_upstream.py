@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
-from gateway_kit import MODEL, SAID, FakeReplica, TestBench, eventually, metric, open_bench, snapshot, two_replicas
+from gateway_kit import MAX_MODEL_LEN, MODEL, SAID, FakeReplica, TestBench, eventually, metric, open_bench, snapshot, two_replicas
 
 from headrace.core.errors import InvalidRequest, Overloaded, Unavailable
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
-from headrace.gateway.upstream.tokens import Call, OutputEvent, TokenStream
+from headrace.core.update import SequenceUpdate
+from headrace.gateway.upstream.seam import OutputEvent
+from headrace.gateway.upstream.token_stream import Call, TokenStream
+from headrace.gateway.upstream.tokens import TokenPrepared, TokenUpstream
 from headrace.text.folder import TextModel
 from headrace.wire.client import ReplicaState, SeenLoad
 from headrace.wire.stream import ReplicaStream
@@ -134,9 +138,16 @@ async def test_a_replica_lost_while_sending_is_passed_over(text: TextModel) -> N
         assert (len(first.requests), len(second.requests)) == (1, 1)
 
 
-def call(text: TextModel, **params: object) -> Call:
+def stream_of(bench: TestBench, text: TextModel, **params: object) -> TokenStream:
+    """One prompt, as the upstream of the bench's model would run it."""
     given = SamplingParams(seed=5, max_tokens=None).with_(**params)
-    return Call(request_id=RequestId("call"), prompt_ids=tuple(text.tokenizer.encode("Hello", add_special_tokens=True)), params=given)
+    ids = tuple(text.tokenizer.encode("Hello", add_special_tokens=True))
+    call = Call(request_id=RequestId("call"), prompt_ids=ids, params=given, max_output_tokens=MAX_MODEL_LEN - len(ids))
+    upstream = bench.gateway.service.models.get(MODEL).upstream
+    assert isinstance(upstream, TokenUpstream)
+    stream = TokenPrepared(upstream._pool, text, (), (call,)).stream()
+    assert isinstance(stream, TokenStream)
+    return stream
 
 
 async def read_all(stream: TokenStream) -> list[OutputEvent]:
@@ -147,9 +158,7 @@ async def read_all(stream: TokenStream) -> list[OutputEvent]:
 
 
 async def test_a_stream_keeps_what_a_replay_needs(bench: TestBench, text: TextModel) -> None:
-    model = bench.gateway.service.models.get(MODEL)
-    stream = model.upstream.stream(call(text, n=2))
-    assert isinstance(stream, TokenStream)
+    stream = stream_of(bench, text, n=2)
     await read_all(stream)
     said = text.tokenizer.encode(SAID, add_special_tokens=False)
     assert [list(ids)[: len(said)] for ids in stream.output_ids] == [said, said]
@@ -158,21 +167,63 @@ async def test_a_stream_keeps_what_a_replay_needs(bench: TestBench, text: TextMo
 
 
 async def test_kept_ids_are_those_before_the_stop_string(bench: TestBench, text: TextModel) -> None:
-    stream = bench.gateway.service.models.get(MODEL).upstream.stream(call(text, stop=("brown",)))
-    assert isinstance(stream, TokenStream)
+    stream = stream_of(bench, text, stop=("brown",))
     await read_all(stream)
-    assert len(stream.output_ids[0]) == bench.replica.finished[0][2] == stream.usage(0).num_tokens
+    assert len(stream.output_ids[0]) == bench.replica.finished[0][2] == stream.usage().completion_tokens
+
+
+async def test_a_replica_that_was_started_anew_may_be_tried_again(text: TextModel) -> None:
+    """Its name is the same, its process is another one: what was lost with the first does not speak against the second."""
+    async with open_bench(text) as bench:
+        replica = bench.replica
+
+        def restarted(request: EngineRequest, stream: ReplicaStream) -> None:
+            if len(replica.requests) == 1:
+                replica.info = replace(replica.info, instance_id="another process") if replica.info else None
+                raise Unavailable("lost just now")
+
+        replica.on_submit = restarted
+        assert (await bench.chat(max_tokens=1)).status_code == 200
+        assert len(replica.requests) == 2
+
+
+async def test_ids_fed_and_a_resume_are_what_the_engine_generated(bench: TestBench, text: TextModel) -> None:
+    """The text of a possible stop string is held back, its tokens are not forgotten: the engine is past them when it is lost."""
+    generated = tuple(text.tokenizer.encode("The quick brown fox jumps over the lazy", add_special_tokens=False))
+    bench.replica.go.clear()
+    bench.replica.on_submit = lambda request, updates: updates.put(
+        SequenceUpdate(request_id=request.request_id, epoch=0, index=0, token_ids=generated)
+    )
+    stream = stream_of(bench, text, stop=("jumps over the lazy cat",), max_tokens=60)
+    (event,) = await stream.events()
+    assert event.text == "The quick brown fox "
+    assert event.num_tokens < len(generated)
+    bench.replica.die()
+    with pytest.raises(Unavailable):
+        await stream.events()
+    resumed = replace(stream.call.engine_request(stream.epoch + 1), output_ids=tuple(stream.output_ids[0]))
+    resumed.checked(vocab_size=text.tokenizer.vocab_size, max_model_len=MAX_MODEL_LEN)
+    assert resumed.prompt_ids == bench.replica.requests[0].prompt_ids
+    assert resumed.output_ids == generated
+    assert resumed.params == bench.replica.requests[0].params
+
+
+async def test_kept_ids_are_bounded_by_what_was_asked_for(bench: TestBench, text: TextModel) -> None:
+    """An engine that says more than it was asked for."""
+    stream = stream_of(bench, text, ignore_eos=True)
+    stream.call = replace(stream.call, max_output_tokens=3)
+    await read_all(stream)
+    assert len(stream.output_ids[0]) == 3
 
 
 async def test_cancel_is_harmless_whenever_it_comes(bench: TestBench, text: TextModel) -> None:
-    upstream = bench.gateway.service.models.get(MODEL).upstream
-    done = upstream.stream(call(text))
+    done = stream_of(bench, text)
     while await done.events():
         pass
     done.cancel()
     assert bench.replica.cancelled == []
     bench.replica.go.clear()
-    held = upstream.stream(call(text))
+    held = stream_of(bench, text)
     reader = asyncio.create_task(held.events())
     await eventually(lambda: len(bench.replica.requests) == 2)
     held.cancel()
@@ -184,7 +235,7 @@ async def test_cancel_is_harmless_whenever_it_comes(bench: TestBench, text: Text
 async def test_a_client_that_leaves_while_a_replica_is_awaited_sends_nothing(bench: TestBench, text: TextModel) -> None:
     """The replica is silent when it is picked and speaks again only after the client has gone."""
     bench.replica.state = ReplicaState.SILENT
-    stream = bench.gateway.service.models.get(MODEL).upstream.stream(call(text))
+    stream = stream_of(bench, text)
     reader = asyncio.create_task(stream.events())
     await asyncio.sleep(0)
     stream.cancel()
@@ -197,7 +248,7 @@ async def test_a_client_that_leaves_during_a_re_route_sends_nothing(text: TextMo
     async with open_bench(text, models=two_replicas()) as bench:
         first, second = bench.replicas.values()
         first.on_submit, second.state = full, ReplicaState.SILENT
-        stream = bench.gateway.service.models.get(MODEL).upstream.stream(call(text))
+        stream = stream_of(bench, text)
         reader = asyncio.create_task(stream.events())
         await eventually(lambda: len(first.requests) == 1)
         await asyncio.sleep(0)

@@ -30,6 +30,15 @@ def _ours(*names: str) -> tuple[str, ...]:
 GROUND = _ours("core", "text", "wire", "observe", "bundled")
 EVERYTHING = ("headrace",)
 
+ABOVE_THE_SEAM = (
+    "gateway.access",
+    "gateway.config",
+    "gateway.http",
+    "gateway.upstream.seam",
+    "gateway.upstream.served_models",
+    "text.assemble",
+)
+
 RUNNER_SIDE = (
     "engine.config",
     "engine.failpoints",
@@ -76,6 +85,13 @@ FLOORS: dict[str, Floor] = {
     ),
     # 4 edges
     "headrace.gateway": Floor((*GROUND, *_ours("policy")), ("starlette", "uvicorn", "msgspec", "aiohttp", "grpc"), ("uvloop", "httptools")),
+    # above the seam nobody knows who answers, nor what a prompt becomes
+    "headrace.gateway.surfaces": Floor(
+        _ours("core", *ABOVE_THE_SEAM, "gateway.generation.run", "gateway.generation.service"), ("msgspec",)
+    ),
+    "headrace.gateway.generation.run": Floor(_ours("core", *ABOVE_THE_SEAM, "gateway.generation", "observe")),
+    "headrace.gateway.generation.progress": Floor(_ours("core", "gateway.upstream.seam", "observe")),
+    "headrace.gateway.upstream.seam": Floor(_ours("core", "text.assemble")),
     "headrace.fleet": Floor((*GROUND, *_ours("policy")), ("grpc",), ("huggingface_hub", "ray", "kubernetes_asyncio", "obstore", "aiohttp")),
     # 5 roof
     "headrace.lab": Floor(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 
+from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.app import Gateway
@@ -15,11 +18,11 @@ from headrace.gateway.generation.service import Service
 from headrace.gateway.generation.text_pool import TextPool
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.upstream.replicas import Connection, Replica, ReplicaPool
-from headrace.gateway.upstream.served_models import ModelTable, ServedModel, now_unix
+from headrace.gateway.upstream.served_models import ModelTable, ServedModel
 from headrace.gateway.upstream.tokens import TokenUpstream
 from headrace.observe.metrics import Metrics, ReplicaMetrics
 from headrace.observe.request_log import RequestLog
-from headrace.policy.routing.choice import ReplicaId
+from headrace.policy.routing.choice import Random, ReplicaId
 from headrace.text.folder import TextModel, load_text
 from headrace.wire.client import ReplicaClient
 from headrace.wire.service import Expectation
@@ -31,6 +34,25 @@ def load_texts(config: GatewayConfig) -> dict[str, TextModel]:
     for text in texts.values():
         text.template.compile()
     return texts
+
+
+MAX_DRAWN_SEED = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What comes from outside a process's own state; tests bring their own.
+
+    clock      monotonic seconds: arrivals, deadlines, latencies, health
+    unix_time  Unix seconds: what clients are told
+    draw_seed  of a request whose client names none
+    random     of routing
+    """
+
+    clock: Clock = time.monotonic
+    unix_time: Clock = time.time
+    draw_seed: Callable[[], int] = field(default=lambda: secrets.randbelow(MAX_DRAWN_SEED))
+    random: Random = field(default_factory=random.SystemRandom)
 
 
 Connect = Callable[[ReplicaConfig, TextModel, ReplicaMetrics], Connection]
@@ -48,17 +70,27 @@ def connect_wire(config: ReplicaConfig, text: TextModel, instruments: ReplicaMet
 
 
 @asynccontextmanager
-async def open_gateway(config: GatewayConfig, texts: Mapping[str, TextModel], *, connect: Connect = connect_wire) -> AsyncIterator[Gateway]:
+async def open_gateway(
+    config: GatewayConfig, texts: Mapping[str, TextModel], *, connect: Connect = connect_wire, sources: Sources | None = None
+) -> AsyncIterator[Gateway]:
     """The application, connected to its replicas (or trying to) until the block ends. Raises ConfigError."""
+    sources = sources or Sources()
     metrics = Metrics()
     request_log = _open_log(config.request_log)
     text_pool = TextPool(max_workers=config.limits.max_text_workers, max_queue=config.limits.max_text_queue)
     async with AsyncExitStack() as stack:
         stack.callback(request_log.close)
         stack.callback(text_pool.close)
-        models = [await stack.enter_async_context(_model(model, texts[model.name], metrics, connect)) for model in config.models]
+        models: list[ServedModel] = []
+        for model in config.models:
+            pool = await stack.enter_async_context(_pool(model, texts[model.name], metrics, connect, sources))
+            upstream = TokenUpstream(texts[model.name], pool, text_pool, draw_seed=sources.draw_seed)
+            models.append(ServedModel(model.name, model.aliases, upstream, int(sources.unix_time())))
         watch = StreamWatch(
-            ping_s=config.timeouts.sse_ping_s, max_pending_bytes=config.limits.max_pending_bytes, on_lag=metrics.loop_lag.observe
+            ping_s=config.timeouts.sse_ping_s,
+            max_pending_bytes=config.limits.max_pending_bytes,
+            on_lag=metrics.loop_lag.observe,
+            clock=sources.clock,
         )
         service = Service(
             config=config,
@@ -68,6 +100,8 @@ async def open_gateway(config: GatewayConfig, texts: Mapping[str, TextModel], *,
             text_pool=text_pool,
             metrics=metrics,
             salt_key=bytes.fromhex(config.salt_key) or secrets.token_bytes(32),
+            clock=sources.clock,
+            unix_time=sources.unix_time,
         )
         metrics.read_engines(service.models.readings)
         metrics.requests_open.set_function(lambda: service.open_requests.num_open)
@@ -82,11 +116,8 @@ def _open_log(target: str) -> RequestLog:
         raise ConfigError("request_log", f"{target} cannot be opened: {error.strerror}") from None
 
 
-@asynccontextmanager
-async def _model(config: ModelConfig, text: TextModel, metrics: Metrics, connect: Connect) -> AsyncIterator[ServedModel]:
-    replicas: list[Replica] = []
-    for replica in config.replicas:
-        instruments = metrics.replica(config.name, replica.name)
-        replicas.append(Replica(ReplicaId(replica.name), connect(replica, text, instruments), instruments))
-    async with ReplicaPool(config.name, replicas, random=random.SystemRandom()) as pool:
-        yield ServedModel(config.name, config.aliases, text, pool, TokenUpstream(pool, text.tokenizer), now_unix())
+def _pool(config: ModelConfig, text: TextModel, metrics: Metrics, connect: Connect, sources: Sources) -> ReplicaPool:
+    replicas = [
+        Replica(ReplicaId(replica.name), connect(replica, text, metrics.replica(config.name, replica.name))) for replica in config.replicas
+    ]
+    return ReplicaPool(config.name, replicas, random=sources.random, clock=sources.clock)

@@ -128,6 +128,7 @@ class Metrics:
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter that nobody reads
         self.registry = registry = CollectorRegistry(auto_describe=False)
+        self._replicas: dict[tuple[str, str], ReplicaMetrics] = {}
         self.requests = Counter("headrace_requests", "Requests by outcome.", (*LABELS, "outcome"), registry=registry)
         self.time_to_first_token = Histogram(
             "headrace_time_to_first_token_seconds",
@@ -168,7 +169,11 @@ class Metrics:
         self.log_dropped = Gauge("headrace_request_log_dropped", "Lines the request log could not write.", registry=registry)
 
     def replica(self, model: str, replica: str) -> ReplicaMetrics:
-        return ReplicaMetrics(self, model, replica)
+        """The instruments of one replica, made once."""
+        made = self._replicas.get((model, replica))
+        if made is None:
+            made = self._replicas[model, replica] = ReplicaMetrics(self, model, replica)
+        return made
 
     def finished(self, model: str, replica: str, outcome: str) -> None:
         """Count one request. model and replica are configured names, or empty where it never got that far."""

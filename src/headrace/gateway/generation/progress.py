@@ -6,12 +6,11 @@ sequence; ITL = every gap, where a chunk of k tokens counts as k gaps of a k-th 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.core.finish import FinishReason
-from headrace.gateway.surfaces.dialect.schemas import PromptTokensDetails, Usage
-from headrace.gateway.upstream.tokens import EventStream, OutputEvent
+from headrace.gateway.upstream.seam import EventStream, OutputEvent
 from headrace.observe.metrics import ReplicaMetrics
 
 
@@ -23,30 +22,26 @@ class _Sequence:
     finish: FinishReason | None = None
 
 
-MetricsOf = Callable[[int], ReplicaMetrics | None]
-"""Sequence -> the instruments of the replica that runs it; None before one is known."""
-
-
 class Progress:
     """ttft_s  seconds from arrival to the first token of any sequence, None before it"""
 
-    def __init__(self, *, num_sequences: int, prompt_tokens: int, arrived_s: float, metrics_of: MetricsOf) -> None:
+    def __init__(self, stream: EventStream, *, num_sequences: int, arrived_s: float, instruments: Callable[[str], ReplicaMetrics]) -> None:
+        """instruments: of a replica, by its name"""
+        self._stream = stream
         self._sequences = [_Sequence() for _ in range(num_sequences)]
         self.num_sequences = num_sequences
-        self.prompt_tokens = prompt_tokens
         self._arrived_s = arrived_s
-        self._metrics_of = metrics_of
+        self._instruments = instruments
         self.ttft_s: float | None = None
 
     def see(self, events: Sequence[OutputEvent], now: float) -> None:
         """Take in events that arrived at `now` (the clock of `arrived_s`)."""
         for event in events:
             sequence = self._sequences[event.index]
-            num_new = len(event.delta.token_ids)
-            if num_new:
-                self._see_tokens(sequence, num_new, now, self._metrics_of(event.index))
-            if event.delta.finish is not None:
-                sequence.finish = event.delta.finish
+            if event.num_tokens:
+                self._see_tokens(sequence, event.num_tokens, now, self._metrics_of(event.index))
+            if event.finish is not None:
+                sequence.finish = event.finish
 
     def _see_tokens(self, sequence: _Sequence, num_new: int, now: float, metrics: ReplicaMetrics | None) -> None:
         if sequence.num_tokens == 0:
@@ -62,12 +57,12 @@ class Progress:
         sequence.num_tokens += num_new
         sequence.last_s = now
 
-    def close(self, now: float, queue_times_s: Mapping[int, float | None]) -> None:
-        """The request ended, however it did: observe what is known only then. queue_times_s: by each prompt's first sequence."""
+    def close(self, now: float, *, n: int) -> None:
+        """The request ended, however it did: observe what is known only then. n: sequences per prompt, which wait together."""
         if (metrics := self._metrics_of(0)) is not None:
             metrics.request_latency.observe(now - self._arrived_s)
-        for index, queue_time_s in queue_times_s.items():
-            metrics = self._metrics_of(index)
+        for index in range(0, self.num_sequences, n):
+            metrics, queue_time_s = self._metrics_of(index), self._stream.queue_time_s(index)
             if metrics is not None and queue_time_s is not None:
                 metrics.queue_time.observe(queue_time_s)
         for index, sequence in enumerate(self._sequences):
@@ -84,10 +79,7 @@ class Progress:
         """stop when every sequence stopped by itself, length when one ran out of room."""
         return "length" if any(sequence.finish is FinishReason.LENGTH for sequence in self._sequences) else "stop"
 
-
-def usage_of(streams: Sequence[EventStream], *, num_sequences: int, prompt_tokens: int) -> Usage:
-    """What a request cost. A prompt counts once whatever n is, and so do its cached tokens."""
-    per_prompt = num_sequences // len(streams)
-    completion = sum(stream.usage(index).num_tokens for stream in streams for index in range(per_prompt))
-    cached = sum(stream.usage(0).num_cached_tokens for stream in streams)
-    return Usage(prompt_tokens, completion, prompt_tokens + completion, PromptTokensDetails(cached))
+    def _metrics_of(self, index: int) -> ReplicaMetrics | None:
+        """The instruments of the replica that runs a sequence: each prompt may have another one. None before one is known."""
+        name = self._stream.replica(index)
+        return None if name is None else self._instruments(name)

@@ -11,19 +11,27 @@ from msgspec import UNSET, Struct, UnsetType, field
 from headrace.core.errors import InvalidRequest
 from headrace.core.finish import FinishReason
 from headrace.core.plan import TokenLogprobs
+from headrace.core.request import PriorityClass
 from headrace.gateway.config import Limits
-from headrace.gateway.generation.run import Run
+from headrace.gateway.generation.run import Ask, Run
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces.body import parsed
-from headrace.gateway.surfaces.dialect.answers import Chunks, Facts, Output, finish_part, wants_usage
+from headrace.gateway.surfaces.dialect import schemas
+from headrace.gateway.surfaces.dialect.answers import Chunks, Facts, Output, finish_part, usage_body, wants_usage
 from headrace.gateway.surfaces.dialect.fields import Surface, honoured_fields
 from headrace.gateway.surfaces.dialect.logprobs import chat_logprobs, prompt_logprobs
-from headrace.gateway.surfaces.dialect.parse import check_messages, check_shared, convert, fields_as_written, template_messages
-from headrace.gateway.surfaces.dialect.schemas import ChatLogprobs, Message, PromptLogprobs, SamplingFields, Usage
-from headrace.gateway.upstream.tokens import Call, OutputEvent
-from headrace.text.assemble import OutputDelta
-from headrace.text.tokenizer import Tokenizer
+from headrace.gateway.surfaces.dialect.parse import (
+    check_messages,
+    check_shared,
+    convert,
+    fields_as_written,
+    given_params,
+    lowered_priority,
+    template_messages,
+)
+from headrace.gateway.surfaces.dialect.schemas import ChatLogprobs, Message, PromptLogprobs, SamplingFields
+from headrace.gateway.upstream.seam import Conversation, OutputEvent, Prepared, Usage
 
 _encode = msgspec.json.encode
 
@@ -32,12 +40,10 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     with service.open_requests.admit(exchange.request_id, exchange.leave):
         request = await parsed(service, exchange, parse_chat)
         with fields_as_written(_names(request)):
-            run = Run(service, exchange, request, _own_params(request))
+            run = Run(service, exchange, _ask(request, exchange.principal.priority))
             async with exchange.watching():
-                calls = await service.text_pool.run(_calls, run, request)
-                facts = Facts.of(f"chatcmpl-{exchange.request_id}", request.model, run.model)
-                answer = ChatAnswer(request, facts, run.model.text.tokenizer, include_usage=wants_usage(request))
-                await run.answer(answer, calls)
+                prepared = await run.prepare()
+                await run.answer(ChatAnswer(request, prepared, Facts.of("chatcmpl-", run)), prepared)
 
 
 def _names(request: ChatRequest) -> dict[str, str]:
@@ -50,21 +56,21 @@ def _names(request: ChatRequest) -> dict[str, str]:
     return names
 
 
-def _own_params(request: ChatRequest) -> dict[str, Any]:
-    return {"max_tokens": request.max_tokens, "logprobs": (request.top_logprobs or 0) if request.logprobs else None}
-
-
-def _calls(run: Run, request: ChatRequest) -> list[Call]:
-    """Runs in the text pool: template, tokens, and the checks that need them."""
-    ids = run.model.text.template.encode(
-        run.model.text.tokenizer,
-        template_messages(request.messages),
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        kwargs=request.chat_template_kwargs,
+def _ask(request: ChatRequest, own_priority: PriorityClass) -> Ask:
+    num_top = (request.top_logprobs or 0) if request.logprobs else None
+    return Ask(
+        model=request.model,
+        prompt=Conversation(
+            messages=template_messages(request.messages),
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            template_kwargs=request.chat_template_kwargs,
+        ),
+        sampling=given_params(request) | {"max_tokens": request.max_tokens, "logprobs": num_top},
+        is_streaming=request.stream,
+        priority=lowered_priority(request.priority, own_priority),
+        cache_salt=request.cache_salt,
     )
-    run.count_prompt_scores("prompt_logprobs", num_tokens=len(ids), num_shown=1)
-    return [run.call(0, tuple(ids))]
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -97,7 +103,7 @@ class ChatCompletion(Struct):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: schemas.Usage
     system_fingerprint: str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
@@ -122,7 +128,7 @@ class ChatChunk(Struct):
     model: str
     choices: list[ChatChunkChoice]
     system_fingerprint: str | None = None
-    usage: Usage | UnsetType | None = UNSET
+    usage: schemas.Usage | UnsetType | None = UNSET
 
 
 def parse_chat(body: dict[str, object], limits: Limits) -> ChatRequest:
@@ -143,42 +149,43 @@ def parse_chat(body: dict[str, object], limits: Limits) -> ChatRequest:
 
 
 class ChatAnswer:
-    def __init__(self, request: ChatRequest, facts: Facts, tokenizer: Tokenizer, *, include_usage: bool) -> None:
+    """A `generation.run.Answer`."""
+
+    def __init__(self, request: ChatRequest, prepared: Prepared, facts: Facts) -> None:
         self._facts = facts
-        self._tokenizer = tokenizer
+        self._prepared = prepared
         self._num_top = request.top_logprobs or 0
         self._has_logprobs = request.logprobs
         self._num_prompt_top = request.prompt_logprobs
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._outputs = [Output() for _ in range(request.n)]
         self._is_opened = [False] * request.n
-        self._chunks = Chunks(facts, "chat.completion.chunk", include_usage=include_usage)
+        self._chunks = Chunks(facts, "chat.completion.chunk", include_usage=wants_usage(request))
 
     def chunk(self, events: Sequence[OutputEvent]) -> bytes:
         parts: list[bytes] = []
         for event in events:
-            delta = event.delta
             if not self._is_opened[event.index]:
                 self._is_opened[event.index] = True
                 opening = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
                 parts.append(self._chunks.chunk(opening % event.index))
-            if delta.text or delta.finish is not None or (self._has_logprobs and delta.logprobs):
-                parts.append(self._chunks.chunk(self._choice(event.index, delta)))
+            if event.text or event.finish is not None or (self._has_logprobs and event.logprobs):
+                parts.append(self._chunks.chunk(self._choice(event)))
         return b"".join(parts)
 
-    def _choice(self, index: int, delta: OutputDelta) -> bytes:
-        content = b'{"content":%s}' % _encode(delta.text) if delta.text or delta.finish is None else b"{}"
-        logprobs = _encode(chat_logprobs(delta.logprobs, self._num_top)) if self._has_logprobs and delta.logprobs else b"null"
-        return b'{"index":%d,"delta":%s,"logprobs":%s%s' % (index, content, logprobs, finish_part(delta))
+    def _choice(self, event: OutputEvent) -> bytes:
+        content = b'{"content":%s}' % _encode(event.text) if event.text or event.finish is None else b"{}"
+        logprobs = _encode(chat_logprobs(event.logprobs, self._num_top)) if self._has_logprobs and event.logprobs else b"null"
+        return b'{"index":%d,"delta":%s,"logprobs":%s%s' % (event.index, content, logprobs, finish_part(event))
 
     def last(self, usage: Usage) -> bytes:
         return self._chunks.last(usage)
 
     def add(self, events: Sequence[OutputEvent]) -> None:
         for event in events:
-            self._outputs[event.index].add(event.delta)
+            self._outputs[event.index].add(event)
             if event.index == 0:
-                self._prompt_logprobs.extend(event.delta.prompt_logprobs)
+                self._prompt_logprobs.extend(event.prompt_logprobs)
 
     def whole(self, usage: Usage) -> bytes:
         answer = ChatCompletion(
@@ -187,11 +194,11 @@ class ChatAnswer:
             created=self._facts.created,
             model=self._facts.model,
             choices=[self._whole_choice(index, output) for index, output in enumerate(self._outputs)],
-            usage=usage,
+            usage=usage_body(usage),
             system_fingerprint=self._facts.fingerprint,
         )
         if self._num_prompt_top is not None:
-            answer.prompt_logprobs = prompt_logprobs(self._tokenizer, self._prompt_logprobs, self._num_prompt_top)
+            answer.prompt_logprobs = prompt_logprobs(self._prepared.prompts[0], self._prompt_logprobs, self._num_prompt_top)
         return _encode(answer)
 
     def _whole_choice(self, index: int, output: Output) -> ChatChoice:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -12,21 +11,20 @@ from msgspec import UNSET, Struct, UnsetType
 from headrace.core.errors import InvalidRequest
 from headrace.core.finish import FinishReason
 from headrace.core.plan import TokenLogprobs
-from headrace.core.sampling import check_token_ids
+from headrace.core.request import PriorityClass
 from headrace.gateway.config import Limits
-from headrace.gateway.generation.run import Run
+from headrace.gateway.generation.run import Ask, Run
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces.body import parsed
-from headrace.gateway.surfaces.dialect.answers import Chunks, Facts, Output, finish_part, wants_usage
+from headrace.gateway.surfaces.dialect import schemas
+from headrace.gateway.surfaces.dialect.answers import Chunks, Facts, Output, finish_part, usage_body, wants_usage
 from headrace.gateway.surfaces.dialect.fields import Surface, honoured_fields
 from headrace.gateway.surfaces.dialect.logprobs import completion_logprobs, echo_logprobs, joined_logprobs, prompt_logprobs
-from headrace.gateway.surfaces.dialect.parse import check_shared, convert
-from headrace.gateway.surfaces.dialect.schemas import CompletionLogprobs, PromptLogprobs, SamplingFields, Usage
-from headrace.gateway.upstream.served_models import ServedModel
-from headrace.gateway.upstream.tokens import Call, OutputEvent
-from headrace.text.assemble import OutputDelta, TokenEntry
-from headrace.text.tokenizer import Tokenizer
+from headrace.gateway.surfaces.dialect.parse import check_shared, convert, given_params, lowered_priority
+from headrace.gateway.surfaces.dialect.schemas import CompletionLogprobs, PromptLogprobs, SamplingFields
+from headrace.gateway.upstream.seam import OutputEvent, PlainPrompts, Prepared, Usage
+from headrace.text.assemble import TokenEntry
 
 _encode = msgspec.json.encode
 
@@ -36,13 +34,24 @@ DEFAULT_MAX_TOKENS = 16
 
 async def completions(service: Service, exchange: Exchange) -> None:
     with service.open_requests.admit(exchange.request_id, exchange.leave):
-        request, given = await parsed(service, exchange, parse_completion)
-        run = Run(service, exchange, request, _own_params(request))
+        request, prompts = await parsed(service, exchange, parse_completion)
+        run = Run(service, exchange, _ask(request, prompts, exchange.principal.priority))
         async with exchange.watching():
-            prompts, calls = await service.text_pool.run(_calls, run, request, given)
-            facts = Facts.of(f"cmpl-{exchange.request_id}", request.model, run.model)
-            answer = CompletionAnswer(request, prompts, facts, run.model.text.tokenizer, include_usage=wants_usage(request))
-            await run.answer(answer, calls)
+            prepared = await run.prepare()
+            await run.answer(CompletionAnswer(request, prepared, Facts.of("cmpl-", run)), prepared)
+
+
+def _ask(request: CompletionRequest, prompts: Sequence[str | list[int]], own_priority: PriorityClass) -> Ask:
+    return Ask(
+        model=request.model,
+        prompt=PlainPrompts(prompts=prompts, add_special_tokens=request.add_special_tokens, needs_text=request.echo),
+        sampling=given_params(request) | _own_params(request),
+        is_streaming=request.stream,
+        priority=lowered_priority(request.priority, own_priority),
+        cache_salt=request.cache_salt,
+        score_field="logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
+        num_shown=request.n,
+    )
 
 
 def _own_params(request: CompletionRequest) -> dict[str, Any]:
@@ -54,23 +63,6 @@ def _own_params(request: CompletionRequest) -> dict[str, Any]:
     if max_tokens == 0 and request.echo:
         max_tokens = 1
     return {"logprobs": request.logprobs, "prompt_logprobs": prompt_logprobs, "max_tokens": max_tokens}
-
-
-def _calls(run: Run, request: CompletionRequest, given: Sequence[str | list[int]]) -> tuple[list[Prompt], list[Call]]:
-    """Runs in the text pool."""
-    prompts = [_encode_prompt(run.model, request, prompt) for prompt in given]
-    field = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
-    run.count_prompt_scores(field, num_tokens=sum(len(prompt.ids) for prompt in prompts), num_shown=request.n)
-    return prompts, [run.call(number, prompt.ids) for number, prompt in enumerate(prompts)]
-
-
-def _encode_prompt(model: ServedModel, request: CompletionRequest, prompt: str | list[int]) -> Prompt:
-    """Text that nobody will read (no echo) is not made."""
-    tokenizer = model.text.tokenizer
-    if isinstance(prompt, str):
-        return Prompt(tuple(tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)), prompt)
-    check_token_ids("prompt", prompt, model.info.vocab_size)
-    return Prompt(tuple(prompt), tokenizer.decode(prompt) if request.echo else "")
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -99,7 +91,7 @@ class Completion(Struct):
     model: str
     choices: list[CompletionChoice]
     system_fingerprint: str | None = None
-    usage: Usage | UnsetType | None = UNSET
+    usage: schemas.Usage | UnsetType | None = UNSET
 
 
 def parse_completion(body: dict[str, object], limits: Limits) -> tuple[CompletionRequest, list[str | list[int]]]:
@@ -129,68 +121,57 @@ def prompt_list(prompt: str | list[Any]) -> list[str | list[int]]:
     raise InvalidRequest("prompt", rule, prompt, "Lists may not be empty or mixed.")
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt of a completions request: its ids, and its text as echo shows it."""
-
-    ids: tuple[int, ...]
-    text: str
-
-
 class CompletionAnswer:
-    """Choices are numbered prompt by prompt: prompt p's sequence i is choice p * n + i.
+    """A `generation.run.Answer`. Choices are numbered prompt by prompt: prompt p's sequence i is choice p * n + i.
 
     With max_tokens 0 (echo only) the one token that was generated is not shown.
     """
 
-    def __init__(
-        self, request: CompletionRequest, prompts: Sequence[Prompt], facts: Facts, tokenizer: Tokenizer, *, include_usage: bool
-    ) -> None:
+    def __init__(self, request: CompletionRequest, prepared: Prepared, facts: Facts) -> None:
         self._request = request
-        self._prompts = prompts
+        self._prompts = prepared.prompts
         self._facts = facts
-        self._tokenizer = tokenizer
         self._num_top = request.logprobs
-        count = len(prompts) * request.n
+        count = prepared.num_sequences
         self._outputs = [Output() for _ in range(count)]
         self._is_opened = [False] * count
-        self._scores: list[list[TokenLogprobs]] = [[] for _ in prompts]
+        self._scores: list[list[TokenLogprobs]] = [[] for _ in prepared.prompts]
         self._echoes: dict[int, CompletionLogprobs] = {}
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
-        self._chunks = Chunks(facts, "text_completion", include_usage=include_usage)
+        self._chunks = Chunks(facts, "text_completion", include_usage=wants_usage(request))
         self._is_echo_only = request.max_tokens == 0
 
     def chunk(self, events: Sequence[OutputEvent]) -> bytes:
         self._collect_scores(events)
-        return b"".join([self._chunk(event.index, event.delta) for event in events])
+        return b"".join([self._chunk(event) for event in events])
 
-    def _chunk(self, index: int, delta: OutputDelta) -> bytes:
-        text, logprobs = self._shown(delta.text, delta.logprobs, index)
+    def _chunk(self, event: OutputEvent) -> bytes:
+        index = event.index
+        text, logprobs = self._shown(event.text, event.logprobs, index)
         if self._request.echo and not self._is_opened[index]:
-            if not (delta.token_ids or delta.finish):
+            if not (event.num_tokens or event.finish):
                 return b""  # only scores of the prompt so far
             prompt = self._prompts[index // self._request.n]
             text = prompt.text + text
             scored = self._echoed(index)
             logprobs = joined_logprobs(scored, logprobs) if scored and logprobs else scored or logprobs
         self._is_opened[index] = True
-        if not (text or delta.finish is not None or logprobs):
+        if not (text or event.finish is not None or logprobs):
             return b""
-        encoded = (index, _encode(text), _encode(logprobs), finish_part(delta))
+        encoded = (index, _encode(text), _encode(logprobs), finish_part(event))
         return self._chunks.chunk(b'{"index":%d,"text":%s,"logprobs":%s%s' % encoded)
 
     def last(self, usage: Usage) -> bytes:
         return self._chunks.last(self._billed(usage))
 
     def _billed(self, usage: Usage) -> Usage:
-        if self._is_echo_only:  # the token that was made is not part of the answer
-            usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
-        return usage
+        """With echo only, the token that was made is not part of the answer."""
+        return usage._replace(completion_tokens=0) if self._is_echo_only else usage
 
     def add(self, events: Sequence[OutputEvent]) -> None:
         self._collect_scores(events)
         for event in events:
-            self._outputs[event.index].add(event.delta)
+            self._outputs[event.index].add(event)
 
     def whole(self, usage: Usage) -> bytes:
         answer = Completion(
@@ -200,7 +181,7 @@ class CompletionAnswer:
             model=self._facts.model,
             choices=[self._whole_choice(index, output) for index, output in enumerate(self._outputs)],
             system_fingerprint=self._facts.fingerprint,
-            usage=self._billed(usage),
+            usage=usage_body(self._billed(usage)),
         )
         return _encode(answer)
 
@@ -225,7 +206,7 @@ class CompletionAnswer:
         """Made once per prompt: its choices show the same."""
         made = self._prompt_logprobs.get(number)
         if made is None:
-            made = self._prompt_logprobs[number] = prompt_logprobs(self._tokenizer, self._scores[number], num_top)
+            made = self._prompt_logprobs[number] = prompt_logprobs(self._prompts[number], self._scores[number], num_top)
         return made
 
     def _shown(self, text: str, entries: Sequence[TokenEntry], index: int) -> tuple[str, CompletionLogprobs | None]:
@@ -243,15 +224,13 @@ class CompletionAnswer:
         number = index // self._request.n
         made = self._echoes.get(number)
         if made is None:
-            prompt = self._prompts[number]
-            made = echo_logprobs(self._tokenizer, prompt.text, prompt.ids, self._scores[number], self._num_top)
-            self._echoes[number] = made
+            made = self._echoes[number] = echo_logprobs(self._prompts[number], self._scores[number], self._num_top)
         return made
 
     def _collect_scores(self, events: Sequence[OutputEvent]) -> None:
         """Every sequence of a prompt may bring the prompt's scores; the first one's are taken."""
         for event in events:
             number, index = divmod(event.index, self._request.n)
-            if event.delta.prompt_logprobs and index == 0:
-                self._scores[number].extend(event.delta.prompt_logprobs)
+            if event.prompt_logprobs and index == 0:
+                self._scores[number].extend(event.prompt_logprobs)
                 self._echoes.pop(number, None)

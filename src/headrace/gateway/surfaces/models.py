@@ -40,7 +40,6 @@ async def one_model(service: Service, exchange: Exchange) -> None:
 
 def _card(model: ServedModel, name: str) -> ModelCard:
     """A model that is still starting is listed with what is known: no context length yet."""
-    info = model.pool.info
     return ModelCard(
         id=name,
         object="model",
@@ -48,6 +47,6 @@ def _card(model: ServedModel, name: str) -> ModelCard:
         owned_by="headrace",
         root=model.name,
         parent=None,
-        max_model_len=info.max_model_len if info else None,
-        status="ready" if any(not reason for _, reason in model.pool.verdicts()) else "starting",
+        max_model_len=model.upstream.max_model_len,
+        status="ready" if any(not replica.reason for replica in model.upstream.replicas()) else "starting",
     )

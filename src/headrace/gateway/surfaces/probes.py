@@ -44,7 +44,7 @@ async def live(service: Service, exchange: Exchange) -> None:
 
 async def health(service: Service, exchange: Exchange) -> None:
     """vLLM's meaning: 200 while every model has a living engine process, else 503."""
-    dead = [model.name for model in service.models.models if not model.pool.is_alive]
+    dead = [model.name for model in service.models.models if not model.is_alive]
     reason = f"no engine for: {', '.join(dead)}" if dead else ""
     await exchange.reply(503 if dead else 200, _encode(ProbeReply(ok=not dead, replicas=[], reason=reason)))
 
@@ -52,9 +52,9 @@ async def health(service: Service, exchange: Exchange) -> None:
 async def ready(service: Service, exchange: Exchange) -> None:
     """200 while this gateway takes requests and every replica of every model answers and its loop turns; else 503 and why."""
     states = [
-        ReplicaState(model=model.name, replica=replica.name, ok=not reason, reason=reason)
+        ReplicaState(model=model.name, replica=replica.name, ok=not replica.reason, reason=replica.reason)
         for model in service.models.models
-        for replica, reason in model.pool.verdicts()
+        for replica in model.upstream.replicas()
     ]
     reason = "draining" if service.open_requests.is_draining else "; ".join(f"{s.model}/{s.replica} {s.reason}" for s in states if not s.ok)
     await exchange.reply(503 if reason else 200, _encode(ProbeReply(ok=not reason, replicas=states, reason=reason)))

@@ -6,14 +6,13 @@ import msgspec
 from msgspec import Struct
 
 from headrace.core.errors import InvalidRequest
-from headrace.core.sampling import check_token_ids
 from headrace.gateway.config import Limits
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces.body import parsed
 from headrace.gateway.surfaces.dialect.parse import check_messages, convert, template_messages
 from headrace.gateway.surfaces.dialect.schemas import Message
-from headrace.gateway.upstream.served_models import ServedModel
+from headrace.gateway.upstream.seam import Conversation, PlainPrompts
 
 _encode = msgspec.json.encode
 
@@ -36,7 +35,7 @@ class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 class TokenizeReply(Struct):
     count: int
-    max_model_len: int
+    max_model_len: int | None
     tokens: list[int]
     token_strs: list[str] | None
 
@@ -61,11 +60,12 @@ def parse_detokenize(body: dict[str, object], limits: Limits) -> DetokenizeReque
 
 
 async def tokenize(service: Service, exchange: Exchange) -> None:
-    """vLLM's /tokenize: a prompt or a conversation as token ids."""
+    """vLLM's /tokenize: a prompt or a conversation as token ids. Its bench reads token_strs, so they are there unless declined."""
     request = await parsed(service, exchange, parse_tokenize)
     model = service.models.only(request.model)
     exchange.record.model = model.name
-    reply = await service.text_pool.run(_tokenized, model, request)
+    ids, texts = await model.upstream.tokenize(_prompt(request), needs_texts=request.return_token_strs is not False)
+    reply = TokenizeReply(count=len(ids), max_model_len=model.upstream.max_model_len, tokens=ids, token_strs=texts)
     await exchange.reply(200, _encode(reply))
 
 
@@ -73,30 +73,13 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
     request = await parsed(service, exchange, parse_detokenize)
     model = service.models.only(request.model)
     exchange.record.model = model.name
-    await exchange.reply(200, _encode(await service.text_pool.run(_detokenized, model, request)))
+    await exchange.reply(200, _encode(DetokenizeReply(prompt=await model.upstream.detokenize(request.tokens))))
 
 
-def _ids(model: ServedModel, request: TokenizeRequest) -> list[int]:
-    tokenizer = model.text.tokenizer
-    if request.messages is not None:
-        if request.add_special_tokens:
-            raise InvalidRequest(
-                "add_special_tokens", "absent, null or false beside messages", True, "The template writes the begin token."
-            )
-        messages = template_messages(request.messages)
-        return model.text.template.encode(tokenizer, messages, add_generation_prompt=request.add_generation_prompt is not False)
-    assert request.prompt is not None
-    return tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
-
-
-def _tokenized(model: ServedModel, request: TokenizeRequest) -> TokenizeReply:
-    """Runs in the text pool. vLLM's bench reads token_strs, so they are there unless declined."""
-    ids = _ids(model, request)
-    tokenizer = model.text.tokenizer
-    strs = [tokenizer.id_to_token(token_id) or "" for token_id in ids] if request.return_token_strs is not False else None
-    return TokenizeReply(count=len(ids), max_model_len=model.info.max_model_len, tokens=ids, token_strs=strs)
-
-
-def _detokenized(model: ServedModel, request: DetokenizeRequest) -> DetokenizeReply:
-    check_token_ids("tokens", request.tokens, model.text.tokenizer.vocab_size)
-    return DetokenizeReply(prompt=model.text.tokenizer.decode(request.tokens, skip_special_tokens=False))
+def _prompt(request: TokenizeRequest) -> Conversation | PlainPrompts:
+    if request.messages is None:
+        assert request.prompt is not None
+        return PlainPrompts(prompts=[request.prompt], add_special_tokens=request.add_special_tokens is not False)
+    if request.add_special_tokens:
+        raise InvalidRequest("add_special_tokens", "absent, null or false beside messages", True, "The template writes the begin token.")
+    return Conversation(messages=template_messages(request.messages), add_generation_prompt=request.add_generation_prompt is not False)

@@ -20,7 +20,7 @@ from headrace.core.ids import RequestId
 from headrace.core.model_info import ModelInfo
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
-from headrace.observe.metrics import ReplicaMetrics, ReplicaReading
+from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.policy.routing.choice import Candidate, Random, ReplicaId, choose
 from headrace.wire.client import ReplicaInfo, ReplicaState, SeenLoad
 
@@ -65,11 +65,19 @@ class Connection(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One replica: its name, its connection and its instruments."""
+    """One replica: its name and its connection."""
 
     name: ReplicaId
     connection: Connection
-    metrics: ReplicaMetrics
+
+    @property
+    def instance(self) -> ReplicaInstance:
+        """Name and process: one that was started anew may be tried again."""
+        info = self.connection.info
+        return self.name, info.instance_id if info is not None else ""
+
+
+ReplicaInstance = tuple[ReplicaId, str]
 
 
 class ReplicaPool:
@@ -100,7 +108,7 @@ class ReplicaPool:
                 break
         return self._last_info
 
-    async def pick(self, *, prompt_tokens: int, tried: Collection[ReplicaId] = ()) -> Replica:
+    async def pick(self, *, prompt_tokens: int, tried: Collection[ReplicaInstance] = ()) -> Replica:
         """The replica to send a request to. Raises Unavailable when none that was not tried takes work.
 
         A replica that is merely silent is given a moment: when this process was busy itself, heartbeats wait unread in its sockets. The
@@ -109,7 +117,7 @@ class ReplicaPool:
         A replica that is not ready although it is connected (a step that hangs: its heartbeats go on) is taken only when no other is.
         """
         for look in range(SILENCE_LOOKS):
-            left = [(replica, reason) for replica, reason in self.verdicts() if replica.name not in tried]
+            left = [(replica, reason) for replica, reason in self.verdicts() if replica.instance not in tried]
             ready = [replica for replica, reason in left if not reason]
             connected = [replica for replica, _ in left if replica.connection.state is ReplicaState.CONNECTED]
             chosen = self._choose(ready, prompt_tokens) or self._choose(connected, prompt_tokens)
@@ -131,21 +139,19 @@ class ReplicaPool:
         )
         return None if chosen is None else next(replica for replica in fit if replica.name == chosen.replica_id)
 
-    @property
-    def is_alive(self) -> bool:
-        """True while at least one engine process is connected."""
-        return any(replica.connection.state is not ReplicaState.DOWN for replica in self.replicas)
-
     def verdicts(self) -> Iterator[tuple[Replica, str]]:
         """Each replica and why it is not ready; an empty reason means ready."""
         now = self._clock()
         for replica in self.replicas:
             yield replica, verdict(replica.connection.state, replica.connection.snapshot, now)
 
-    def readings(self) -> Iterator[ReplicaReading]:
+    def health(self) -> list[ReplicaHealth]:
+        found: list[ReplicaHealth] = []
         for replica, reason in self.verdicts():
             seen = replica.connection.snapshot
-            yield ReplicaReading(self.model, replica.name, not reason, seen.load if seen else None)
+            is_connected = replica.connection.state is not ReplicaState.DOWN
+            found.append(ReplicaHealth(replica.name, is_connected, reason, seen.load if seen else None))
+        return found
 
 
 def verdict(state: ReplicaState, seen: SeenLoad | None, now: float) -> str:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from headrace.core.errors import InvalidRequest, ModelNotFound, Unavailable
-from headrace.core.model_info import ModelInfo
-from headrace.gateway.upstream.replicas import ReplicaPool
-from headrace.gateway.upstream.tokens import Upstream
+from headrace.core.errors import InvalidRequest, ModelNotFound
+from headrace.gateway.upstream.seam import Upstream
 from headrace.observe.metrics import ReplicaReading
-from headrace.text.folder import TextModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,28 +16,17 @@ class ServedModel:
 
     name: str
     aliases: tuple[str, ...]
-    text: TextModel
-    pool: ReplicaPool
     upstream: Upstream
     created: int
 
     @property
-    def info(self) -> ModelInfo:
-        """Raises Unavailable until a replica has said what it is."""
-        info = self.pool.info
-        if info is None:
-            raise Unavailable(f"The model {self.name} is still starting.", retry_after_s=2.0)
-        return info
+    def is_alive(self) -> bool:
+        """True while at least one of its replicas is connected."""
+        return any(replica.is_connected for replica in self.upstream.replicas())
 
-    @property
-    def sampling_defaults(self) -> Mapping[str, Any]:
-        return self.info.sampling_defaults
-
-    @property
-    def fingerprint(self) -> str | None:
-        """OpenAI's system_fingerprint: changes with the weights."""
-        digest = self.info.digests.get("model", "")
-        return f"fp_{digest[:12]}" if digest else None
+    def readings(self) -> Iterator[ReplicaReading]:
+        for replica in self.upstream.replicas():
+            yield ReplicaReading(self.name, replica.name, not replica.reason, replica.load)
 
 
 class ModelTable:
@@ -73,8 +57,4 @@ class ModelTable:
 
     def readings(self) -> Iterator[ReplicaReading]:
         for model in self.models:
-            yield from model.pool.readings()
-
-
-def now_unix() -> int:
-    return int(time.time())
+            yield from model.readings()

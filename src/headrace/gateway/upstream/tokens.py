@@ -1,230 +1,179 @@
-"""The seam between the HTTP surface and whatever makes tokens, and our own implementation of it over the wire.
+"""Our own engines behind the seam: a request becomes token ids here, and nothing above knows of them.
 
-A `Call` is one prompt with everything needed to run it, and to run it again: prompt ids, seed, parameters. `Upstream.stream(call)` gives
-an `EventStream`: text with its tokens, and the end of each sequence. `TokenUpstream` sends token ids to a replica, turns token ids back
-into text, tells the engine when a stop string ended a sequence, and re-routes a request once if a replica is full.
-
-What a later replay needs is kept while the stream is open: the call itself, the epoch, and the output ids given out so far.
+Template, tokenizer and assemblers of one model live here, and its replicas. What needs the tokenizer runs in the text pool.
 """
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from hashlib import blake2b
 
-from headrace.core.errors import HeadraceError, Overloaded, Unavailable
+from headrace.core.errors import Unavailable
 from headrace.core.ids import RequestId
-from headrace.core.request import EngineRequest, PriorityClass
-from headrace.core.sampling import SamplingParams
-from headrace.core.update import Rejected, SequenceUpdate
-from headrace.gateway.upstream.replicas import Replica, ReplicaPool, UpdateStream
-from headrace.policy.routing.choice import ReplicaId
-from headrace.text.assemble import OutputAssembler, OutputDelta
-from headrace.text.tokenizer import Tokenizer
+from headrace.core.model_info import ModelInfo
+from headrace.core.sampling import SamplingParams, check_token_ids, with_room
+from headrace.gateway.generation.text_pool import TextPool
+from headrace.gateway.http.errors import ContextLengthExceeded
+from headrace.gateway.upstream.merge import MergedStream
+from headrace.gateway.upstream.replicas import ReplicaPool
+from headrace.gateway.upstream.seam import (
+    Conversation,
+    EventStream,
+    GenerationRequest,
+    PlainPrompts,
+    PrincipalFacts,
+    ReplicaHealth,
+    Tokenization,
+)
+from headrace.gateway.upstream.token_prompt import TokenPrompt
+from headrace.gateway.upstream.token_stream import Call, TokenStream
+from headrace.text.folder import TextModel
 
-LOST = "The engine that worked on this request was lost; it can be sent again."
-MAX_TRIES = 2
-"""A replica's rejection is re-routed once, then final: under overload more tries only add load."""
+FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Parameters whose default is the model's generation_config.json (vLLM does the same)."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One prompt. Parameters are checked and have their seed; `salt` and tenant come from the key, never from a client's words alone."""
-
-    request_id: RequestId
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    tenant: str = ""
-    weight: float = 1.0
-    priority: PriorityClass = PriorityClass.STANDARD
-    salt: bytes = b""
-    deadline_s: float | None = None
-
-    def engine_request(self, epoch: int) -> EngineRequest:
-        return EngineRequest(
-            request_id=self.request_id,
-            prompt_ids=self.prompt_ids,
-            params=self.params,
-            epoch=epoch,
-            tenant=self.tenant,
-            weight=self.weight,
-            priority=self.priority,
-            salt=self.salt,
-            deadline_s=self.deadline_s,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class OutputEvent:
-    """News of one sequence. index: within the answer (over all prompts of a request)."""
-
-    index: int
-    delta: OutputDelta
-
-
-@dataclass(slots=True)
-class SequenceUsage:
-    """What one sequence cost so far."""
-
-    num_tokens: int = 0
-    num_cached_tokens: int = 0
-    queue_time_s: float | None = None
-
-
-class EventStream(Protocol):
-    """An open call. Ends after the last sequence's finish, or when cancelled."""
-
-    @property
-    def replica(self) -> Replica | None:
-        """Who works on it."""
-        ...
-
-    @property
-    def unread_bytes(self) -> int:
-        """About how much memory the updates take that were not asked for yet."""
-        ...
-
-    async def events(self) -> list[OutputEvent]:
-        """Everything new, at most one event per sequence; empty = ended. Raises a HeadraceError: rejected, or lost."""
-        ...
-
-    def usage(self, index: int) -> SequenceUsage: ...
-
-    def cancel(self) -> None:
-        """Nobody wants the rest: the engine frees everything within its running step. Harmless after the end."""
-        ...
-
-
-class Upstream(Protocol):
-    """Where calls go."""
-
-    def stream(self, call: Call) -> EventStream:
-        """Begin a call; it is under way once its first `events` are asked for."""
-        ...
+ROUTE_KEY_TOKENS = 256
+"""Requests that agree in so many first tokens share a system prompt at least."""
 
 
 class TokenUpstream:
-    """Our own engines, reached over the wire."""
+    """One model's replicas. An `Upstream`."""
 
-    def __init__(self, pool: ReplicaPool, tokenizer: Tokenizer) -> None:
+    def __init__(self, text: TextModel, pool: ReplicaPool, text_pool: TextPool, *, draw_seed: Callable[[], int]) -> None:
+        """draw_seed: for a request whose client names none"""
+        self._text = text
         self._pool = pool
-        self._tokenizer = tokenizer
+        self._text_pool = text_pool
+        self._draw_seed = draw_seed
 
-    def stream(self, call: Call) -> TokenStream:
-        return TokenStream(self._pool, self._tokenizer, call)
+    @property
+    def max_model_len(self) -> int | None:
+        return self._pool.info.max_model_len if self._pool.info else None
+
+    @property
+    def fingerprint(self) -> str | None:
+        digest = self._pool.info.digests.get("model", "") if self._pool.info else ""
+        return f"fp_{digest[:12]}" if digest else None
+
+    def replicas(self) -> list[ReplicaHealth]:
+        return self._pool.health()
+
+    async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> TokenPrepared:
+        info = self._info()
+        params = self._params(request, info)
+
+        def work() -> TokenPrepared:
+            prompts = self._encode(request.prompt, info)
+            calls = [_call(number, prompt.token_ids, params, request, info) for number, prompt in enumerate(prompts)]
+            return TokenPrepared(self._pool, self._text, tuple(prompts), tuple(replace(call, principal=principal) for call in calls))
+
+        return await self._text_pool.run(work)
+
+    async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool) -> Tokenization:
+        return await self._text_pool.run(self._tokenized, prompt, self._info(), needs_texts)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return await self._text_pool.run(self._detokenized, token_ids)
+
+    def _info(self) -> ModelInfo:
+        """Raises Unavailable until a replica has said what it is."""
+        if self._pool.info is None:
+            raise Unavailable(f"The model {self._pool.model} is still starting.", retry_after_s=2.0)
+        return self._pool.info
+
+    def _params(self, request: GenerationRequest, info: ModelInfo) -> SamplingParams:
+        """What the client gave, else what the model's author chose, with a seed. Raises InvalidRequest."""
+        chosen = {name: info.sampling_defaults[name] for name in FROM_MODEL if name in info.sampling_defaults}
+        params = SamplingParams(**{**chosen, **request.sampling})
+        seed = params.seed if params.seed is not None else self._draw_seed()
+        return params.with_(seed=seed).checked(vocab_size=info.vocab_size)
+
+    # -- in the text pool ----------------------------------------------------------------------------------------------------------
+
+    def _encode(self, prompt: Conversation | PlainPrompts, info: ModelInfo) -> list[TokenPrompt]:
+        tokenizer = self._text.tokenizer
+        if isinstance(prompt, Conversation):
+            ids = self._text.template.encode(
+                tokenizer,
+                prompt.messages,
+                add_generation_prompt=prompt.add_generation_prompt,
+                continue_final_message=prompt.continue_final_message,
+                kwargs=prompt.template_kwargs,
+            )
+            return [TokenPrompt(tuple(ids), "", tokenizer)]
+        return [self._encode_plain(prompt, given, info) for given in prompt.prompts]
+
+    def _encode_plain(self, prompt: PlainPrompts, given: str | Sequence[int], info: ModelInfo) -> TokenPrompt:
+        """Text that nobody will read is not made."""
+        tokenizer = self._text.tokenizer
+        if isinstance(given, str):
+            return TokenPrompt(tuple(tokenizer.encode(given, add_special_tokens=prompt.add_special_tokens)), given, tokenizer)
+        check_token_ids("prompt", given, info.vocab_size)
+        return TokenPrompt(tuple(given), tokenizer.decode(given) if prompt.needs_text else "", tokenizer)
+
+    def _tokenized(self, prompt: Conversation | PlainPrompts, info: ModelInfo, needs_texts: bool) -> Tokenization:
+        (made,) = self._encode(prompt, info)
+        texts = [self._text.tokenizer.id_to_token(token_id) or "" for token_id in made.token_ids] if needs_texts else None
+        return Tokenization(list(made.token_ids), texts)
+
+    def _detokenized(self, token_ids: Sequence[int]) -> str:
+        check_token_ids("tokens", token_ids, self._text.tokenizer.vocab_size)
+        return self._text.tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
-    """Where a call is, and what comes back."""
+class TokenPrepared:
+    """Calls that nobody has begun. A `Prepared`."""
 
-    replica: Replica
-    updates: UpdateStream
-
-
-class TokenStream:
-    """One call at one replica (or, after a rejection, at the next)."""
-
-    def __init__(self, pool: ReplicaPool, tokenizer: Tokenizer, call: Call) -> None:
-        self._pool = pool
-        self.call = call
-        self.epoch = 0
-        self.output_ids = [array("i") for _ in range(call.params.n)]
-        self._assemblers = [OutputAssembler(tokenizer, call.params) for _ in range(call.params.n)]
-        self._tried: list[ReplicaId] = []
-        self._sent: _Sent | None = None
-        self._is_over = False
+    _pool: ReplicaPool
+    _text: TextModel
+    prompts: tuple[TokenPrompt, ...]
+    calls: tuple[Call, ...]
 
     @property
-    def replica(self) -> Replica | None:
-        return self._sent.replica if self._sent else None
+    def prompt_tokens(self) -> int:
+        return sum(len(call.prompt_ids) for call in self.calls)
 
     @property
-    def unread_bytes(self) -> int:
-        return self._sent.updates.unread_bytes if self._sent else 0
+    def max_output_tokens(self) -> int:
+        return sum(call.max_output_tokens * call.params.n for call in self.calls)
 
-    async def events(self) -> list[OutputEvent]:
-        while not self._is_over:
-            sent = self._sent or await self._submit()
-            if sent is None:
-                return []
-            try:
-                news = await sent.updates.batch()
-            except Unavailable as error:  # its text names sockets; the operator finds it in the log through the cause
-                self._is_over = True
-                raise Unavailable(LOST) from error
-            if not news:
-                self._is_over = True
-                return []
-            if isinstance(news[0], Rejected):
-                await self._reroute(news[0].error)
-                continue
-            events = self._read(sent, [update for update in news if isinstance(update, SequenceUpdate)])
-            if events:
-                return events
-        return []
+    @property
+    def num_sequences(self) -> int:
+        return sum(call.params.n for call in self.calls)
 
-    def usage(self, index: int) -> SequenceUsage:
-        assembler = self._assemblers[index]
-        return SequenceUsage(assembler.num_tokens, assembler.num_cached_tokens or 0, assembler.queue_time_s)
+    @property
+    def route_key(self) -> bytes:
+        """Of the first prompt: its beginning under its salt, so that no tenant's key is another's."""
+        call = self.calls[0]
+        begin = ",".join(map(str, call.prompt_ids[:ROUTE_KEY_TOKENS]))
+        return blake2b(begin.encode(), key=call.principal.salt, digest_size=16, person=b"headrace-route").digest()
 
-    def cancel(self) -> None:
-        if not self._is_over:
-            self._is_over = True
-            if self._sent is not None:
-                self._sent.replica.connection.cancel(self.call.request_id)
+    @property
+    def seed(self) -> int | None:
+        return self.calls[0].params.seed
 
-    async def _submit(self) -> _Sent | None:
-        """To the replica the router picks; one that went away between picking and sending counts as tried. None: cancelled meanwhile."""
-        while True:
-            replica = await self._pool.pick(prompt_tokens=len(self.call.prompt_ids), tried=self._tried)
-            if self._is_over:  # picking may wait, and `cancel` found nothing to tell an engine
-                return None
-            self._tried.append(replica.name)
-            try:
-                updates = replica.connection.submit(self.call.engine_request(self.epoch))
-            except Unavailable:
-                continue
-            self._sent = _Sent(replica, updates)
-            return self._sent
-
-    async def _reroute(self, error: Exception) -> None:
-        """A request that a full or draining replica turned away goes to another one, once.
-
-        Raises the rejection where there is none, or for any other reason. (Draining: the request crossed its notice on the way.)
-        """
-        if isinstance(error, Overloaded | Unavailable) and len(self._tried) < MAX_TRIES:
-            self.epoch += 1
-            try:
-                await self._submit()
-                return
-            except Unavailable:
-                pass
-        self._is_over = True
-        raise error if isinstance(error, HeadraceError) else Unavailable(LOST)
-
-    def _read(self, sent: _Sent, updates: list[SequenceUpdate]) -> list[OutputEvent]:
-        """Feed the assemblers; several updates of one sequence become one event."""
-        merged: dict[int, OutputDelta] = {}
-        for update in updates:
-            delta = self._assemblers[update.index].feed(update)
-            if delta.engine_finish is not None:
-                end = delta.engine_finish
-                sent.replica.connection.finish(self.call.request_id, update.index, end.keep_tokens, end.reason)
-            if not delta.is_empty:
-                self.output_ids[update.index].extend(delta.token_ids)
-                before = merged.get(update.index)
-                merged[update.index] = delta if before is None else joined(before, delta)
-        return [OutputEvent(index, delta) for index, delta in merged.items()]
+    def stream(self) -> EventStream:
+        n = self.calls[0].params.n
+        streams = [TokenStream(self._pool, self._text.tokenizer, call, first_index=number * n) for number, call in enumerate(self.calls)]
+        return streams[0] if len(streams) == 1 else MergedStream(streams, n)
 
 
-def joined(first: OutputDelta, second: OutputDelta) -> OutputDelta:
-    """Two consecutive deltas of one sequence as one."""
-    return replace(
-        second,
-        text=first.text + second.text,
-        token_ids=first.token_ids + second.token_ids,
-        logprobs=first.logprobs + second.logprobs,
-        prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
+def _call(number: int, prompt_ids: tuple[int, ...], params: SamplingParams, request: GenerationRequest, info: ModelInfo) -> Call:
+    """The request's prompt `number`. Raises InvalidRequest for what the model cannot take, by the rules the engine holds it to."""
+    room = info.max_model_len - len(prompt_ids)
+    if room <= 0:
+        rule = f"prompt tokens + at least 1 output token <= max_model_len ({info.max_model_len})"
+        raise ContextLengthExceeded("prompt", rule, len(prompt_ids), "Shorten the prompt.")
+    if params.max_tokens is None:  # what the model's author chose, if anything, as far as the context leaves room
+        params = with_room(params, info.sampling_defaults.get("max_tokens"), room)
+    call = Call(
+        request_id=RequestId(f"{request.request_id}-{number}"),
+        prompt_ids=prompt_ids,
+        params=params,
+        max_output_tokens=params.max_tokens or room,
+        deadline_s=request.deadline_s,
     )
+    call.engine_request(0).checked(vocab_size=info.vocab_size, max_model_len=info.max_model_len)
+    return call

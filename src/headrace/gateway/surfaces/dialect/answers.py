@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from headrace.core.finish import FinishReason
+from headrace.gateway.generation.run import Run
 from headrace.gateway.http.sse import DONE
 from headrace.gateway.surfaces.dialect import schemas
-from headrace.gateway.upstream.served_models import ServedModel, now_unix
-from headrace.text.assemble import OutputDelta, TokenEntry
+from headrace.gateway.upstream.seam import OutputEvent, Usage
+from headrace.text.assemble import TokenEntry
 
 _encode = msgspec.json.encode
 
@@ -29,9 +30,13 @@ class Facts:
     fingerprint: str | None
 
     @classmethod
-    def of(cls, answer_id: str, name: str, model: ServedModel) -> Facts:
-        """name: the model's name or alias, as the client wrote it"""
-        return cls(id=answer_id, created=now_unix(), model=name, fingerprint=model.fingerprint)
+    def of(cls, prefix: str, run: Run) -> Facts:
+        return cls(
+            id=f"{prefix}{run.exchange.request_id}",
+            created=int(run.service.unix_time()),
+            model=run.ask.model,
+            fingerprint=run.model.upstream.fingerprint,
+        )
 
 
 @dataclass(slots=True)
@@ -43,11 +48,11 @@ class Output:
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
 
-    def add(self, delta: OutputDelta) -> None:
-        self.texts.append(delta.text)
-        self.entries.extend(delta.logprobs)
-        if delta.finish is not None:
-            self.finish, self.stop_reason = delta.finish, delta.stop_reason
+    def add(self, event: OutputEvent) -> None:
+        self.texts.append(event.text)
+        self.entries.extend(event.logprobs)
+        if event.finish is not None:
+            self.finish, self.stop_reason = event.finish, event.stop_reason
 
 
 class Chunks:
@@ -62,17 +67,22 @@ class Chunks:
     def chunk(self, choice: bytes) -> bytes:
         return b"".join((self._head, choice, b"]", self._tail))
 
-    def last(self, usage: schemas.Usage) -> bytes:
+    def last(self, usage: Usage) -> bytes:
         if not self._include_usage:
             return DONE
-        return b"".join((self._head, b'],"usage":', _encode(usage), b"}\n\n", DONE))
+        return b"".join((self._head, b'],"usage":', _encode(usage_body(usage)), b"}\n\n", DONE))
+
+
+def usage_body(usage: Usage) -> schemas.Usage:
+    prompt, completion, cached = usage
+    return schemas.Usage(prompt, completion, prompt + completion, schemas.PromptTokensDetails(cached))
 
 
 def wants_usage(request: schemas.SamplingFields) -> bool:
     return request.stream_options is not None and request.stream_options.include_usage
 
 
-def finish_part(delta: OutputDelta) -> bytes:
-    if delta.finish is None:
+def finish_part(event: OutputEvent) -> bytes:
+    if event.finish is None:
         return b',"finish_reason":null}'
-    return b',"finish_reason":"%s","stop_reason":%s}' % (delta.finish.value.encode(), _encode(delta.stop_reason))
+    return b',"finish_reason":"%s","stop_reason":%s}' % (event.finish.value.encode(), _encode(event.stop_reason))

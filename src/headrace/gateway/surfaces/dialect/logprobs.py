@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from headrace.core.plan import TokenLogprobs
 from headrace.gateway.surfaces.dialect.schemas import (
@@ -13,9 +14,8 @@ from headrace.gateway.surfaces.dialect.schemas import (
     TokenLogprob,
     TopLogprob,
 )
-from headrace.text.assemble import TokenEntry, token_entry
-from headrace.text.detokenize import Detokenizer
-from headrace.text.tokenizer import Tokenizer
+from headrace.gateway.upstream.seam import PreparedPrompt
+from headrace.text.assemble import TokenEntry
 
 LOWEST_LOGPROB = -9999.0
 """JSON has no infinity; clients of this API know this number as "never"."""
@@ -53,35 +53,19 @@ def completion_logprobs(entries: Sequence[TokenEntry], num_top: int, *, offset: 
     )
 
 
-def echo_logprobs(
-    tokenizer: Tokenizer, text: str, token_ids: Sequence[int], scores: Sequence[TokenLogprobs], num_top: int
-) -> CompletionLogprobs:
+def echo_logprobs(prompt: PreparedPrompt, scores: Sequence[TokenLogprobs], num_top: int) -> CompletionLogprobs:
     """Columns over the prompt's tokens. The first one has no probability: null, as OpenAI gives it.
 
-    text    the prompt as it is echoed; offsets count in it (a begin token the tokenizer added has no text there)
     scores  of positions 1.. in order
     """
-    offsets = prompt_offsets(tokenizer, text, token_ids)
-    entries = [token_entry(tokenizer, score, offset) for score, offset in zip(scores, offsets[1:], strict=False)]
-    rest = completion_logprobs(entries, num_top)
-    first = token_ids[0]
+    first, *scored = prompt.entries(scores)
+    rest = completion_logprobs(scored, num_top)
     return CompletionLogprobs(
-        text_offset=[offsets[0], *rest.text_offset],
+        text_offset=[first.text_offset, *rest.text_offset],
         token_logprobs=[None, *rest.token_logprobs],
-        tokens=[token_name(tokenizer.token_text(first), tokenizer.token_bytes(first)), *rest.tokens],
+        tokens=[token_name(first.token, first.raw), *rest.tokens],
         top_logprobs=[None, *rest.top_logprobs],
     )
-
-
-def prompt_offsets(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -> list[int]:
-    """Characters of `text` before each token. A space some tokenizers put before the first word is not in the text: offsets shift by it."""
-    reader = Detokenizer(tokenizer)
-    offsets: list[int] = []
-    for token_id in token_ids:
-        offsets.append(reader.num_chars)
-        reader.push((token_id,))
-    shift = max(0, reader.num_chars - len(text))
-    return [max(0, offset - shift) for offset in offsets]
 
 
 def joined_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
@@ -93,15 +77,14 @@ def joined_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> Co
     )
 
 
-def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], num_top: int) -> PromptLogprobs:
+def prompt_logprobs(prompt: PreparedPrompt, scores: Sequence[TokenLogprobs], num_top: int) -> PromptLogprobs:
     """vLLM's shape: one map per prompt token from token id to its log-probability; null for the first token."""
     made: PromptLogprobs = [None]
-    for entry in entries:
+    for entry in islice(prompt.entries(scores), 1, None):
         ranked = {
-            token_id: PromptLogprob(finite(logprob), rank, tokenizer.token_text(token_id))
-            for rank, (token_id, logprob) in enumerate(zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False), start=1)
+            top.token_id: PromptLogprob(finite(top.logprob), rank, top.token) for rank, top in enumerate(entry.top[:num_top], start=1)
         }
-        ranked[entry.token_id] = PromptLogprob(finite(entry.logprob), entry.rank, tokenizer.token_text(entry.token_id))
+        ranked[entry.token_id] = PromptLogprob(finite(entry.logprob), entry.rank, entry.token)
         made.append(ranked)
     return made
 

@@ -1,7 +1,6 @@
 """A decoded body -> a request that cannot be wrong. Types by msgspec, fields by `dialect.fields`, rules by `core.sampling`.
 
-What surfaces share. Two steps, because a model's own defaults are needed for the second: a surface's `parse` needs the body only;
-`sampling_params` adds what the model's generation_config.json says.
+What surfaces share. Nothing of a model is needed here: its own defaults are added by who answers (`upstream.tokens`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import msgspec
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.request import PriorityClass
-from headrace.core.sampling import SamplingParams
 from headrace.gateway.config import Limits
 from headrace.gateway.surfaces.dialect.fields import unknown_field
 from headrace.gateway.surfaces.dialect.schemas import Message, SamplingFields, StreamOptions, TextPart
@@ -40,7 +38,7 @@ AS_GIVEN: tuple[str, ...] = (
 )
 AS_GIVEN += ("include_stop_str_in_output", "skip_special_tokens")
 FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Parameters whose default is the model's generation_config.json (vLLM does the same)."""
+"""Parameters whose default is the model's own."""
 
 _PATH = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?\Z", re.DOTALL)
 _EXPECTED = re.compile(r"Expected (?P<kinds>`[^`]*`)(?:, got .*)?\Z", re.DOTALL)
@@ -77,24 +75,13 @@ def fields_as_written(names: Mapping[str, str]) -> Iterator[None]:
         raise type(error)(name, limit, error.given, remedy) from error
 
 
-def sampling_params(request: SamplingFields, defaults: Mapping[str, Any], own: dict[str, Any]) -> SamplingParams:
-    """The checked parameters, seed not yet drawn.
-
-    defaults  the model's own: generation_config.json's temperature, top_p, ...
-    own       what the surface words in its own way: max_tokens, logprobs
-
-    Raises: InvalidRequest naming the field as the client wrote it.
-    """
+def given_params(request: SamplingFields) -> dict[str, Any]:
+    """The parameters both surfaces word alike, by the names of `SamplingParams`. What the client left out is left out."""
     given: dict[str, Any] = {name: getattr(request, name) for name in AS_GIVEN}
-    for name in FROM_MODEL:
-        value = getattr(request, name)
-        if value is None:
-            value = defaults.get(name)
-        if value is not None:
-            given[name] = value
+    given |= {name: value for name in FROM_MODEL if (value := getattr(request, name)) is not None}
     given["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
     given["stop_token_ids"] = tuple(request.stop_token_ids)
-    return SamplingParams(**given | own).checked()
+    return given
 
 
 def lowered_priority(given: int | str | None, own: PriorityClass) -> PriorityClass:

@@ -1,15 +1,15 @@
-"""Several calls read as one stream: the prompts of one completions request, whose sequences are numbered through."""
+"""Several streams read as one: the prompts of one completions request, whose sequences are numbered through."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 
-from headrace.gateway.upstream.tokens import EventStream, OutputEvent, SequenceUsage
+from headrace.gateway.upstream.seam import EventStream, OutputEvent, Usage
 
 
 class MergedStream:
-    """Stream s's sequence i is number s * n + i. The first stream's error is everybody's: the rest is cancelled by the caller."""
+    """Streams of n sequences each, numbered over all of them. One stream's error is the request's: closing cancels the rest."""
 
     def __init__(self, streams: Sequence[EventStream], n: int) -> None:
         self._streams = streams
@@ -23,8 +23,6 @@ class MergedStream:
 
     async def events(self) -> list[OutputEvent]:
         """Whatever any stream has; empty once all have ended."""
-        if len(self._streams) == 1:  # the common case needs no tasks
-            return await self._streams[0].events()
         if not self._is_begun:
             self._is_begun = True
             for number in range(len(self._streams)):
@@ -35,23 +33,30 @@ class MergedStream:
                 return found
         return []
 
-    def usage(self, index: int) -> SequenceUsage:
-        return self._streams[index // self._n].usage(index % self._n)
+    def usage(self) -> Usage:
+        parts = [stream.usage() for stream in self._streams]
+        return Usage(*[sum(column) for column in zip(*parts, strict=True)])
+
+    def replica(self, index: int) -> str | None:
+        return self._streams[index // self._n].replica(index)
+
+    def queue_time_s(self, index: int) -> float | None:
+        return self._streams[index // self._n].queue_time_s(index)
 
     def cancel(self) -> None:
         for stream in self._streams:
             stream.cancel()
 
-    async def __aenter__(self) -> MergedStream:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
+    async def close(self) -> None:
         """Nobody reads on: no reader may stay behind."""
+        self.cancel()
         tasks = list(self._waiting)
         self._waiting.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in self._streams:
+            await stream.close()
 
     def _ask(self, number: int) -> None:
         self._waiting[asyncio.create_task(self._streams[number].events())] = number
@@ -62,6 +67,6 @@ class MergedStream:
             number = self._waiting.pop(task)
             events = task.result()
             if events:
-                found += [OutputEvent(number * self._n + event.index, event.delta) for event in events]
+                found += events
                 self._ask(number)
         return found

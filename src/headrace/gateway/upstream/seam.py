@@ -1,0 +1,236 @@
+"""The seam between the HTTP surfaces and whatever answers requests: types and protocols only.
+
+    validated request + facts of its key --Upstream.prepare--> Prepared (counts, to decide on) --stream--> EventStream --> OutputEvents
+
+It lies above templates and tokens: what a prompt is made into is the upstream's own business. `upstream.tokens` is our engines over the
+wire, `upstream.foreign` any OpenAI-compatible server; neither knows the other, and nothing above imports either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from headrace.core.finish import FinishReason
+from headrace.core.ids import RequestId
+from headrace.core.load import LoadSnapshot
+from headrace.core.plan import TokenLogprobs
+from headrace.core.request import PriorityClass
+from headrace.text.assemble import TokenEntry
+
+# ---------------------------------------------------------------------------------------------------------------------- what goes in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """One prompt, to be rendered by a chat template. messages: role, content, perhaps a name (see `headrace.text.messages`)."""
+
+    messages: Sequence[Mapping[str, object]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainPrompts:
+    """Prompts without a template, each a text or token ids; ids are taken as they are.
+
+    needs_text  the text of every prompt will be shown (echo): ids are decoded as well
+    """
+
+    prompts: Sequence[str | Sequence[int]]
+    add_special_tokens: bool = True
+    needs_text: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """What one client wants, checked as far as no model is needed for it.
+
+    prompt      one conversation, or any number of plain prompts
+    sampling    the parameters the client gave, by the names of `SamplingParams`; whoever answers adds defaults of its own
+    deadline_s  when the answer ends, finished or not, on the service's clock; None = no deadline
+    """
+
+    request_id: RequestId
+    prompt: Conversation | PlainPrompts
+    sampling: Mapping[str, Any]
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrincipalFacts:
+    """What a request inherits from its key. `salt` separates prefix caches; no client's words alone make it."""
+
+    tenant: str = ""
+    weight: float = 1.0
+    priority: PriorityClass = PriorityClass.STANDARD
+    salt: bytes = b""
+
+
+# --------------------------------------------------------------------------------------------------------------------- what comes out
+
+
+class ToolCall(NamedTuple):
+    """A piece of a tool call, in OpenAI's terms: `call_id` and `name` come with a call's first piece, `arguments` piece by piece."""
+
+    number: int
+    call_id: str | None
+    name: str | None
+    arguments: str
+
+
+class OutputEvent(NamedTuple):
+    """What is new in one sequence. A tuple, because one is made per sequence and frame; fields are given by name.
+
+    index            of the sequence within the request: sequence i of prompt p is p * n + i
+    num_tokens       output tokens given out with it
+    logprobs         one entry per token, or empty
+    prompt_logprobs  of prompt positions 1.. in order, over one or more events; `PreparedPrompt.entries` adds the texts
+    finish           set exactly once, on the sequence's last event
+    stop_reason      beside FinishReason.STOP: the stop string or stop token id; None for the model's own end token
+    error            beside FinishReason.ERROR: for the operator
+    reasoning, tool_calls  only of servers that tell them apart from text (`upstream.foreign`)
+    """
+
+    index: int  # type: ignore[assignment]  # hides a tuple's search, which means nothing here
+    text: str = ""
+    num_tokens: int = 0
+    logprobs: Sequence[TokenEntry] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    finish: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    reasoning: str = ""
+    tool_calls: Sequence[ToolCall] = ()
+
+
+class Usage(NamedTuple):
+    """What a request cost so far. A prompt counts once, however many sequences continue it."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class EventStream(Protocol):
+    """An open request. Ends after the last sequence's finish, or when cancelled."""
+
+    @property
+    def unread_bytes(self) -> int:
+        """About how much memory that takes which was not asked for yet."""
+        ...
+
+    async def events(self) -> list[OutputEvent]:
+        """Everything new, at most one event per sequence; empty = ended. Raises a HeadraceError: rejected, or lost."""
+        ...
+
+    def usage(self) -> Usage: ...
+
+    def replica(self, index: int) -> str | None:
+        """Who works on a sequence: a configured name. None before that is known."""
+        ...
+
+    def queue_time_s(self, index: int) -> float | None:
+        """How long a sequence waited for its first step, once that was said."""
+        ...
+
+    def cancel(self) -> None:
+        """Nobody wants the rest: whoever works on it stops. `events` ends. Harmless at any time."""
+        ...
+
+    async def close(self) -> None:
+        """As `cancel`; when it returns nothing of the stream runs any more."""
+        ...
+
+
+class PreparedPrompt(Protocol):
+    """One prompt as its upstream understood it."""
+
+    @property
+    def text(self) -> str:
+        """As echo shows it; empty for token ids whose text nobody needs."""
+        ...
+
+    def entries(self, scores: Sequence[TokenLogprobs]) -> Iterator[TokenEntry]:
+        """Every token of the prompt with its text. The first has no probability: its numbers mean nothing.
+
+        scores  of positions 1.. in order, as collected from `OutputEvent.prompt_logprobs`; the entries end with them
+        """
+        ...
+
+
+class Prepared(Protocol):
+    """A request its upstream can take, before anything runs. What admission decides on.
+
+    prompt_tokens      of all prompts; None where only the server that answers can count them
+    max_output_tokens  worst case over all sequences; None as above
+    num_sequences      over all prompts
+    route_key          requests with equal keys begin alike and may share cached blocks; empty where nothing is known
+    seed               that the answer follows from; None where it is not known
+    """
+
+    @property
+    def prompt_tokens(self) -> int | None: ...
+    @property
+    def max_output_tokens(self) -> int | None: ...
+    @property
+    def num_sequences(self) -> int: ...
+    @property
+    def route_key(self) -> bytes: ...
+    @property
+    def seed(self) -> int | None: ...
+    @property
+    def prompts(self) -> Sequence[PreparedPrompt]: ...
+
+    def stream(self) -> EventStream:
+        """Begin; it is under way once its first `events` are asked for."""
+        ...
+
+
+class Tokenization(NamedTuple):
+    """token_texts: as the vocabulary spells them; None when not asked for"""
+
+    token_ids: list[int]
+    token_texts: list[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaHealth:
+    """One of those who work for an upstream, now.
+
+    reason  why it is not ready, in words a client may read; empty = ready
+    load    its last snapshot; None when it told none
+    """
+
+    name: str
+    is_connected: bool
+    reason: str
+    load: LoadSnapshot | None = None
+
+
+class Upstream(Protocol):
+    """Where the requests of one model go."""
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Prompt and output together, at most; None while or where it is not known."""
+        ...
+
+    @property
+    def fingerprint(self) -> str | None:
+        """OpenAI's system_fingerprint: changes with the weights."""
+        ...
+
+    def replicas(self) -> list[ReplicaHealth]: ...
+
+    async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> Prepared:
+        """Raises InvalidRequest for what this model cannot take, Unavailable while it is starting, Overloaded."""
+        ...
+
+    async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool) -> Tokenization:
+        """Token ids of one prompt. Raises as `prepare`."""
+        ...
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str: ...

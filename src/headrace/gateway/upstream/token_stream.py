@@ -1,0 +1,192 @@
+"""One prompt at a replica: token ids out over the wire, text back.
+
+A `Call` is everything needed to run a prompt, and to run it again: prompt ids, seed, parameters. Its `TokenStream` turns token ids back
+into text, tells the engine when a stop string ended a sequence, and re-routes the call once if a replica is full. What a later resume
+needs is kept while the stream is open: the call itself, the epoch, and every output id the engine has sent.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from headrace.core.errors import HeadraceError, Overloaded, Unavailable
+from headrace.core.ids import RequestId
+from headrace.core.request import EngineRequest
+from headrace.core.sampling import SamplingParams
+from headrace.core.update import Rejected, SequenceUpdate
+from headrace.gateway.upstream.replicas import Replica, ReplicaInstance, ReplicaPool, UpdateStream
+from headrace.gateway.upstream.seam import OutputEvent, PrincipalFacts, Usage
+from headrace.text.assemble import OutputAssembler, OutputDelta
+from headrace.text.tokenizer import Tokenizer
+
+LOST = "The engine that worked on this request was lost; it can be sent again."
+MAX_TRIES = 2
+"""A replica's rejection is re-routed once, then final: under overload more tries only add load."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One prompt. Parameters are checked and have their seed; `salt` and tenant come from the key, never from a client's words alone.
+
+    max_output_tokens  per sequence, by the parameters or by what the context leaves
+    deadline_s         when the answer ends, on this process's clock
+    """
+
+    request_id: RequestId
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    max_output_tokens: int
+    principal: PrincipalFacts = field(default_factory=PrincipalFacts)
+    deadline_s: float | None = None
+
+    def engine_request(self, epoch: int) -> EngineRequest:
+        return EngineRequest(
+            request_id=self.request_id,
+            prompt_ids=self.prompt_ids,
+            params=self.params,
+            epoch=epoch,
+            tenant=self.principal.tenant,
+            weight=self.principal.weight,
+            priority=self.principal.priority,
+            salt=self.principal.salt,
+            deadline_s=self.deadline_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """Where a call is, and what comes back."""
+
+    replica: Replica
+    updates: UpdateStream
+
+
+class TokenStream:
+    """One call at one replica (or, after a rejection, at the next). An `EventStream`.
+
+    output_ids  by sequence: every id the engine has sent, held-back text included. With them another engine goes on where this one was
+    """
+
+    def __init__(self, pool: ReplicaPool, tokenizer: Tokenizer, call: Call, *, first_index: int = 0) -> None:
+        """first_index: of the call's sequences within the request"""
+        self._pool = pool
+        self._first_index = first_index
+        self.call = call
+        self.epoch = 0
+        self.output_ids = [array("i") for _ in range(call.params.n)]
+        self._assemblers = [OutputAssembler(tokenizer, call.params) for _ in range(call.params.n)]
+        self._tried: set[ReplicaInstance] = set()
+        self._sent: _Sent | None = None
+        self._is_over = False
+
+    @property
+    def unread_bytes(self) -> int:
+        return self._sent.updates.unread_bytes if self._sent else 0
+
+    async def events(self) -> list[OutputEvent]:
+        while not self._is_over:
+            sent = self._sent or await self._submit()
+            if sent is None:
+                return []
+            try:
+                updates = await sent.updates.batch()
+            except Unavailable as error:  # its text names sockets; the operator finds it in the log through the cause
+                self._is_over = True
+                raise Unavailable(LOST) from error
+            if not updates:
+                self._is_over = True
+                return []
+            if isinstance(updates[0], Rejected):
+                await self._reroute(updates[0].error)
+                continue
+            events = self._read(sent, [update for update in updates if isinstance(update, SequenceUpdate)])
+            if events:
+                return events
+        return []
+
+    def usage(self) -> Usage:
+        completion = sum(assembler.num_tokens for assembler in self._assemblers)
+        return Usage(len(self.call.prompt_ids), completion, self._assemblers[0].num_cached_tokens or 0)
+
+    def replica(self, index: int) -> str | None:
+        return self._sent.replica.name if self._sent else None
+
+    def queue_time_s(self, index: int) -> float | None:
+        return self._assemblers[index - self._first_index].queue_time_s
+
+    def cancel(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            if self._sent is not None:
+                self._sent.replica.connection.cancel(self.call.request_id)
+
+    async def close(self) -> None:
+        self.cancel()
+
+    async def _submit(self) -> _Sent | None:
+        """To the replica the router picks; one that went away between picking and sending counts as tried. None: cancelled meanwhile."""
+        while True:
+            replica = await self._pool.pick(prompt_tokens=len(self.call.prompt_ids), tried=self._tried)
+            if self._is_over:  # picking may wait, and `cancel` found nothing to tell an engine
+                return None
+            self._tried.add(replica.instance)
+            try:
+                updates = replica.connection.submit(self.call.engine_request(self.epoch))
+            except Unavailable:
+                continue
+            self._sent = _Sent(replica, updates)
+            return self._sent
+
+    async def _reroute(self, error: Exception) -> None:
+        """A request that a full or draining replica turned away goes to another one, once.
+
+        Raises the rejection where there is none, or for any other reason. (Draining: the request crossed its notice on the way.)
+        """
+        if isinstance(error, Overloaded | Unavailable) and len(self._tried) < MAX_TRIES:
+            self.epoch += 1
+            try:
+                await self._submit()
+                return
+            except Unavailable:
+                pass
+        self._is_over = True
+        raise error if isinstance(error, HeadraceError) else Unavailable(LOST)
+
+    def _read(self, sent: _Sent, updates: list[SequenceUpdate]) -> list[OutputEvent]:
+        """Feed the assemblers; several updates of one sequence become one event."""
+        found: dict[int, OutputEvent] = {}
+        for update in updates:
+            index = update.index
+            assembler = self._assemblers[index]
+            if assembler.finish is None:
+                kept = self.output_ids[index]
+                kept.extend(update.token_ids[: self.call.max_output_tokens - len(kept)])
+            delta = assembler.feed(update)
+            if (end := delta.engine_finish) is not None:
+                sent.replica.connection.finish(self.call.request_id, index, end.keep_tokens, end.reason)
+            if not delta.is_empty:
+                event = event_of(self._first_index + index, delta)
+                before = found.get(index)
+                found[index] = event if before is None else joined(before, event)
+        return list(found.values())
+
+
+def event_of(index: int, delta: OutputDelta) -> OutputEvent:
+    return OutputEvent(
+        index, delta.text, len(delta.token_ids), delta.logprobs, delta.prompt_logprobs, delta.finish, delta.stop_reason, delta.error
+    )
+
+
+def joined(first: OutputEvent, second: OutputEvent) -> OutputEvent:
+    """Two consecutive events of one sequence, of a server without reasoning or tool calls, as one."""
+    return OutputEvent(
+        second.index,
+        first.text + second.text,
+        first.num_tokens + second.num_tokens,
+        (*first.logprobs, *second.logprobs),
+        (*first.prompt_logprobs, *second.prompt_logprobs),
+        second.finish,
+        second.stop_reason,
+        second.error,
+    )

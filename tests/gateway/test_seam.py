@@ -1,0 +1,51 @@
+"""What an upstream says of a request before anything runs, and what it keeps so that another engine can go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from gateway_kit import MAX_MODEL_LEN, MODEL, TestBench
+
+from headrace.core.errors import InvalidRequest
+from headrace.core.ids import RequestId
+from headrace.gateway.http.errors import ContextLengthExceeded
+from headrace.gateway.upstream.seam import Conversation, GenerationRequest, PlainPrompts, Prepared, PrincipalFacts
+
+
+async def prepared(bench: TestBench, prompt: Conversation | PlainPrompts, salt: bytes = b"s", **sampling: Any) -> Prepared:
+    request = GenerationRequest(request_id=RequestId("r"), prompt=prompt, sampling=sampling)
+    return await bench.gateway.service.models.get(MODEL).upstream.prepare(request, PrincipalFacts(salt=salt))
+
+
+async def test_a_prepared_request_says_what_it_may_cost_and_nothing_has_run(bench: TestBench) -> None:
+    made = await prepared(bench, PlainPrompts(prompts=[[5, 6, 7], [8]]), n=3, max_tokens=10)
+    assert (made.prompt_tokens, made.max_output_tokens, made.num_sequences) == (4, 60, 6)
+    assert bench.replica.requests == []
+
+
+async def test_without_max_tokens_the_context_is_the_worst_case(bench: TestBench) -> None:
+    made = await prepared(bench, PlainPrompts(prompts=[[5] * 12]), n=2, max_tokens=None)
+    assert made.max_output_tokens == 2 * (MAX_MODEL_LEN - 12)
+
+
+async def test_requests_that_begin_alike_share_a_route_key_within_a_salt(bench: TestBench) -> None:
+    begin = [5] * 300
+    keys = [(await prepared(bench, PlainPrompts(prompts=[ids]))).route_key for ids in (begin, [*begin, 6], [6, *begin])]
+    assert keys[0] == keys[1] != keys[2]
+    assert (await prepared(bench, PlainPrompts(prompts=[begin]), b"other")).route_key != keys[0]
+
+
+async def test_a_seed_is_the_clients_or_drawn(bench: TestBench) -> None:
+    assert (await prepared(bench, PlainPrompts(prompts=["Hello"]), seed=3)).seed == 3
+    drawn = {(await prepared(bench, PlainPrompts(prompts=["Hello"]))).seed for _ in range(3)}
+    assert len(drawn) == 3
+
+
+async def test_what_the_model_cannot_take_is_refused_before_anything_runs(bench: TestBench) -> None:
+    with pytest.raises(ContextLengthExceeded):
+        await prepared(bench, PlainPrompts(prompts=[[5] * MAX_MODEL_LEN]))
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        await prepared(bench, PlainPrompts(prompts=[[5] * 500]), max_tokens=100)
+    with pytest.raises(InvalidRequest, match="token ids"):
+        await prepared(bench, PlainPrompts(prompts=[[10**6]]))
