@@ -22,7 +22,6 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(9)
         self.owners: Counter[int] = Counter()
-        self.planned = self.committed = 0
         self.names = 0
 
     @precondition(lambda self: self.pool.num_available > 0)
@@ -43,7 +42,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(sorted(+self.owners)))
-        self.pool.drop(block, until_step=self.planned, committed=self.committed)
+        self.pool.drop(block)
         self.owners[block] -= 1
 
     @precondition(lambda self: +self.owners)
@@ -67,13 +66,13 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def plan(self) -> None:
-        self.planned += 1
+        self.pool.steps.last_planned += 1
 
     @rule()
     def commit(self) -> None:
-        self.committed = self.planned
-        self.pool.settle_until(self.committed)
-        assert self.pool.num_limbo == 0
+        self.pool.steps.last_committed = self.pool.steps.last_planned
+        self.pool.release_pending()
+        assert self.pool.num_pending_free == 0
 
     @rule()
     def forget_everything(self) -> None:
@@ -83,7 +82,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def adds_up(self) -> None:
         assert self.pool.num_free + self.pool.num_cached + self.pool.num_used == self.pool.total
-        self.pool.check(dict(+self.owners))
+        self.pool.check(+self.owners, {})
 
 
 PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -101,7 +100,7 @@ def test_the_oldest_cached_block_is_forgotten_first() -> None:
     for i, block in enumerate(blocks):
         pool.register(block, block_hash(ROOT, [i]))
     for block in (blocks[1], blocks[0], blocks[2]):
-        pool.drop(block, until_step=0, committed=0)
+        pool.drop(block)
     assert pool.take() == blocks[1]
     assert pool.find(block_hash(ROOT, [1])) is None
     assert pool.find(block_hash(ROOT, [0])) == blocks[0]
@@ -110,7 +109,9 @@ def test_the_oldest_cached_block_is_forgotten_first() -> None:
 def test_a_block_named_by_an_uncommitted_plan_is_not_handed_out() -> None:
     pool = BlockPool(2)
     block = pool.take()
-    pool.drop(block, until_step=3, committed=2)
-    assert (pool.num_available, pool.num_limbo, pool.num_used) == (0, 1, 2)
-    pool.settle_until(3)
+    pool.steps.last_planned, pool.steps.last_committed = 3, 2
+    pool.drop(block)
+    assert (pool.num_available, pool.num_pending_free, pool.num_used) == (0, 1, 2)
+    pool.steps.last_committed = 3
+    pool.release_pending()
     assert pool.num_available == 1

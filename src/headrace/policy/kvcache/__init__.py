@@ -1,1 +1,4 @@
-"""KV blocks: who owns which, what may be reused. `pool` is one group's blocks, `manager` a sequence's view over all groups."""
+"""KV blocks: who owns which, what may be reused.
+
+`pool` is one group's blocks, `leases` the owners that are no sequences, `manager` a sequence's view over all groups.
+"""

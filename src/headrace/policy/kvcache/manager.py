@@ -11,7 +11,8 @@ from itertools import pairwise
 
 from headrace.core.hashing import BlockHash, block_hash, chain_root
 from headrace.core.kvgroup import KvGroup
-from headrace.policy.kvcache.pool import PAD_BLOCK, BlockPool
+from headrace.policy.kvcache.leases import Leases
+from headrace.policy.kvcache.pool import PAD_BLOCK, BlockPool, Steps
 from headrace.policy.schedule.plan_builder import PlanBuilder
 from headrace.policy.schedule.sequence import Sequence
 
@@ -28,20 +29,20 @@ class KvManager:
         self, groups: tuple[KvGroup, ...], num_blocks: tuple[int, ...], block_size: int, *, key: bytes = b"", caching: bool = True
     ) -> None:
         self.groups = groups
-        self.pools = [BlockPool(total) for total in num_blocks]
+        self.steps = Steps()
+        self.pools = [BlockPool(total, self.steps) for total in num_blocks]
+        self.leases = Leases(self.pools)
         self.block_size = block_size
         self.caching = caching
-        self.last_planned = 0
-        self.last_committed = 0
         self._key = key
         self._windows = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
 
     # questions
 
     @property
-    def has_limbo(self) -> bool:
-        """Blocks will come free with the next commit, without taking anything from anybody."""
-        return any(pool.num_limbo for pool in self.pools)
+    def has_pending_free(self) -> bool:
+        """Blocks will come free with the next commit, without preempting a sequence."""
+        return any(pool.num_pending_free for pool in self.pools)
 
     def shortage(self, num_tokens: int, step_tokens: int) -> str | None:
         """Why a sequence of num_tokens can never fit; None when it can. step_tokens: what uncommitted steps may hold beyond the window."""
@@ -182,8 +183,8 @@ class KvManager:
         builder.table(group, seq.slot, first, target)
         seq.blocks[group][first] = target
         seq.registered[group] = min(seq.registered[group], first)
-        # The source must outlive the copy: reusable only once the plan that copies is committed.
-        pool.drop(source, until_step=builder.step_id, committed=self.last_committed)
+        pool.name_until(source, builder.step_id)  # the source must outlive the copy, whoever else drops it in this plan
+        pool.drop(source)
 
     def write_tables(self, seq: Sequence, builder: PlanBuilder) -> None:
         """All table entries of a sequence that just took its slot."""
@@ -240,7 +241,7 @@ class KvManager:
         for i in range(min(self._first_live(seq.num_computed, window), len(blocks)) - 1, -1, -1):
             if blocks[i] == PAD_BLOCK:
                 break
-            self.pools[group].drop(blocks[i], until_step=self.last_planned, committed=self.last_committed)
+            self.pools[group].drop(blocks[i])
             blocks[i] = PAD_BLOCK
 
     def release(self, seq: Sequence, *, keep_tokens: int | None = None) -> None:
@@ -253,7 +254,7 @@ class KvManager:
                     continue
                 if (i + 1) * self.block_size > keep:
                     self._unregister_own(pool, blocks[i], seq, i)
-                pool.drop(blocks[i], until_step=self.last_planned, committed=self.last_committed)
+                pool.drop(blocks[i])
             seq.blocks[index] = []
             seq.registered[index] = 0
         seq.reset()
@@ -265,13 +266,19 @@ class KvManager:
 
     def note_planned(self, step_id: int) -> None:
         """Step `step_id` is planned: it may name any block that is held now."""
-        self.last_planned = step_id
+        self.steps.last_planned = step_id
 
-    def settle(self, committed: int) -> None:
+    def begin_plan(self, now: float) -> None:
+        """A plan is about to be made. now: seconds, for last uses and the leases' time limits."""
+        self.steps.now = now
+        if len(self.leases):
+            self.leases.expire(now)
+
+    def release_pending(self, committed: int) -> None:
         """Step `committed` is done: blocks that waited for it become reusable."""
-        self.last_committed = max(self.last_committed, committed)
+        self.steps.last_committed = max(self.steps.last_committed, committed)
         for pool in self.pools:
-            pool.settle_until(self.last_committed)
+            pool.release_pending()
 
     def reset_cache(self) -> None:
         """Forget every reusable block (warm-up, weight reload)."""
@@ -288,12 +295,13 @@ class KvManager:
     # invariants
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless pools and sequences agree on who owns what."""
+        """Raise AssertionError unless pools, sequences and leases agree on who owns what."""
         held: list[Counter[int]] = [Counter() for _ in self.pools]
         for seq in sequences:
             for group, blocks in enumerate(seq.blocks):
                 held[group].update(block for block in blocks if block != PAD_BLOCK)
                 live = [block != PAD_BLOCK for block in blocks]
                 assert not any(a and not b for a, b in pairwise(live)), "a hole in a block table"
-        for pool, owners in zip(self.pools, held, strict=True):
-            pool.check(dict(owners))
+        self.leases.check()
+        for group, pool in enumerate(self.pools):
+            pool.check(held[group], self.leases.owned(group))

@@ -2,41 +2,58 @@
 
 Life of a block:
 
-    free --take--> used --drop--> (limbo until no uncommitted plan names it) --> cached if registered, else free
-                    ^                                                             |
-                    `----------------------- hold (prefix hit) -------------------'
+    free --take--> used --drop--> (pending free until no uncommitted plan names it) --> cached if registered, else free
+                    ^                                                                    |
+                    `----------------------- hold (prefix hit), lend (transfer) ---------'
 
 A registered block is immutable: it holds the KV of one identity of the hash chain. The chain makes a dict a tree: a block's identity
 contains its parent's, so a hit on block i implies hits on all before it. Cached blocks are forgotten least recently used first, and
 `drop` is called tail first, so leaves go before their parents.
 
-`free + cached + used == total`, where used = held by sequences + limbo + the pad block.
+`free + cached + used == total`, where used = owned by sequences or leases (`leases.py`) + pending free + the pad block.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from headrace.core.hashing import BlockHash
 
 PAD_BLOCK = 0
 
 
-class BlockPool:
-    """Blocks 1..total-1; block 0 is the pad block, owned by nobody and never handed out."""
+@dataclass(slots=True)
+class Steps:
+    """What the pools of an engine know of its steps. last_planned: may name any block held now. now: seconds, of the latest plan."""
 
-    def __init__(self, total: int) -> None:
+    last_planned: int = 0
+    last_committed: int = 0
+    now: float = 0.0
+
+
+class BlockPool:
+    """Blocks 1..total-1; block 0 is the pad block, owned by nobody and never handed out. steps: shared, changed by the manager."""
+
+    def __init__(self, total: int, steps: Steps | None = None) -> None:
         if total < 2:
             raise ValueError(f"a pool needs the pad block and at least one more, got {total}")
         self.total = total
+        self.steps = steps or Steps()
         self._free = list(range(total - 1, 0, -1))
-        self._refs = array("i", bytes(4 * total))
+        self._num_owners = array("i", bytes(4 * total))
         self._hash_of: dict[int, BlockHash] = {}
         self._by_hash: dict[BlockHash, int] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()
-        self._limbo: OrderedDict[int, int] = OrderedDict()
+        self._cached: OrderedDict[int, float] = OrderedDict()
+        """block -> when it was last used, in that order."""
+        self._lent: dict[int, float] = {}
+        """Blocks that were cached when a transfer took them, and not used since -> when they were last used."""
+        self._pending_free: OrderedDict[int, int] = OrderedDict()
         """block -> step after which it is reusable, in the order of the steps."""
+        self._named_until: dict[int, int] = {}
+        """Sources of copies that may have other owners -> the step that copies."""
 
     # questions
 
@@ -54,9 +71,9 @@ class BlockPool:
         return len(self._cached)
 
     @property
-    def num_limbo(self) -> int:
-        """Blocks nobody holds but an uncommitted plan still names."""
-        return len(self._limbo)
+    def num_pending_free(self) -> int:
+        """Blocks that nobody owns but an uncommitted plan still names."""
+        return len(self._pending_free)
 
     @property
     def num_used(self) -> int:
@@ -65,12 +82,20 @@ class BlockPool:
     def find(self, identity: BlockHash) -> int | None:
         return self._by_hash.get(identity)
 
+    def identity(self, block: int) -> BlockHash | None:
+        """Of a registered block."""
+        return self._hash_of.get(block)
+
     def is_idle(self, block: int) -> bool:
         """Cached and held by nobody: holding it takes one from `num_available`."""
         return block in self._cached
 
     def is_writable(self, block: int) -> bool:
-        return self._refs[block] == 1 and block not in self._hash_of
+        return self._num_owners[block] == 1 and block not in self._hash_of
+
+    def idle_since(self) -> Iterator[tuple[int, float]]:
+        """Cached blocks and when they were last used, the oldest first. Not to be changed while it is read."""
+        return iter(self._cached.items())
 
     # changes
 
@@ -81,33 +106,52 @@ class BlockPool:
         else:
             block, _ = self._cached.popitem(last=False)
             self._forget(block)
-        self._refs[block] = 1
+        self._num_owners[block] = 1
         return block
 
     def hold(self, block: int) -> None:
-        """One more owner of a used or cached block."""
-        if self._refs[block] == 0 and self._limbo.pop(block, None) is None:
+        """One more owner of a used or cached block, which is a use of it."""
+        if self._num_owners[block] == 0 and self._pending_free.pop(block, None) is None:
             del self._cached[block]
-        self._refs[block] += 1
+        if self._lent:
+            self._lent.pop(block, None)
+        self._num_owners[block] += 1
 
-    def drop(self, block: int, *, until_step: int, committed: int) -> None:
-        """One owner less. The last one's block is reusable once step `until_step` is committed."""
-        self._refs[block] -= 1
-        if self._refs[block]:
+    def lend(self, block: int) -> None:
+        """One more owner, a transfer: a cached block that nobody uses meanwhile is afterwards as old as it was."""
+        last_used = self._cached.get(block)
+        self.hold(block)
+        if last_used is not None:
+            self._lent[block] = last_used
+
+    def name_until(self, block: int, step_id: int) -> None:
+        """The plan being made copies from this block: whoever drops it last, it is not reusable before that step is committed."""
+        self._named_until[block] = step_id
+
+    def drop(self, block: int) -> None:
+        """One owner less. The last one's block is reusable once no uncommitted plan can name it."""
+        self._num_owners[block] -= 1
+        if self._num_owners[block]:
             return
-        if until_step > committed:
-            self._limbo[block] = until_step
+        until_step = self.steps.last_planned
+        if self._named_until:
+            until_step = max(until_step, self._named_until.get(block, 0))
+        if until_step > self.steps.last_committed:
+            self._pending_free[block] = until_step
         else:
-            self._settle(block)
+            self._make_reusable(block)
 
-    def settle_until(self, committed: int) -> None:
-        """Blocks that waited for plans up to `committed` become reusable."""
-        while self._limbo:
-            block, until_step = next(iter(self._limbo.items()))
+    def release_pending(self) -> None:
+        """Blocks that waited for plans committed by now become reusable."""
+        committed = self.steps.last_committed
+        while self._pending_free:
+            block, until_step = next(iter(self._pending_free.items()))
             if until_step > committed:
-                return
-            del self._limbo[block]
-            self._settle(block)
+                break
+            del self._pending_free[block]
+            self._make_reusable(block)
+        if self._named_until:
+            self._named_until = {block: step_id for block, step_id in self._named_until.items() if step_id > committed}
 
     def register(self, block: int, identity: BlockHash) -> bool:
         """Offer a full, computed block to the prefix cache. False when that identity is cached already (the first stays)."""
@@ -128,11 +172,15 @@ class BlockPool:
         for block in list(self._hash_of):
             self.unregister(block)
 
-    def _settle(self, block: int) -> None:
-        if block in self._hash_of:
-            self._cached[block] = None
-        else:
+    def _make_reusable(self, block: int) -> None:
+        last_used = self._lent.pop(block, None) if self._lent else None
+        if block not in self._hash_of:
             self._free.append(block)
+        elif last_used is None:
+            self._cached[block] = self.steps.now
+        else:
+            self._cached[block] = last_used
+            self._cached.move_to_end(block, last=False)
 
     def _forget(self, block: int) -> None:
         identity = self._hash_of.pop(block, None)
@@ -141,17 +189,19 @@ class BlockPool:
 
     # invariants
 
-    def check(self, held: dict[int, int]) -> None:
-        """Raise AssertionError unless every block has exactly one place. held: block -> number of owners, from the sequences."""
-        limbo = set(self._limbo)
-        owned = {block for block in range(self.total) if self._refs[block] > 0}
+    def check(self, held: Mapping[int, int], leased: Mapping[int, int]) -> None:
+        """Raise AssertionError unless every block has exactly one place. held, leased: block -> owners among sequences, leases."""
+        pending = set(self._pending_free)
+        owned = {block for block in range(self.total) if self._num_owners[block] > 0}
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is free twice"
-        places = [free, cached, owned, limbo]
-        assert sum(len(place) for place in places) == len(free | cached | owned | limbo), "a block is in two places"
-        assert len(free) + len(cached) + len(owned) + len(limbo) + 1 == self.total, "free + cached + used != total"
-        assert PAD_BLOCK not in free | cached | owned | limbo, "the pad block was handed out"
-        assert held == {block: self._refs[block] for block in owned}, "owners and reference counts differ"
+        places = [free, cached, owned, pending]
+        assert sum(len(place) for place in places) == len(free | cached | owned | pending), "a block is in two places"
+        assert len(free) + len(cached) + len(owned) + len(pending) + 1 == self.total, "free + cached + used != total"
+        assert PAD_BLOCK not in free | cached | owned | pending, "the pad block was handed out"
+        claimed = {block: held.get(block, 0) + leased.get(block, 0) for block in {*held, *leased}}
+        assert claimed == {block: self._num_owners[block] for block in owned}, "sequences and leases own other blocks than the pool says"
         assert all(block in self._hash_of for block in cached), "a cached block has no identity"
         assert {h: b for b, h in self._hash_of.items()} == self._by_hash, "the hash maps disagree"
         assert not any(block in self._hash_of for block in free), "a free block is still registered"
+        assert self._lent.keys() <= owned | pending, "a lent block came back unseen"

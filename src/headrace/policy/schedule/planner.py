@@ -159,7 +159,7 @@ class Planner:
         if count == 0:
             return
         while not self.kv.grow(seq, seq.num_planned + count, step.builder):
-            if self.kv.has_limbo:
+            if self.kv.has_pending_free:
                 return  # blocks come free with the step in flight
             if self.sequences.drop_waiting_forks():
                 continue
@@ -232,7 +232,7 @@ class Planner:
             return False
         chunks = self.kv.blocks_for(step.budget + step.num_kept) if step.num_kept else 0  # of the long prompts, planned after this
         while not self.kv.can_admit(seq, hits, hits + count, reserve, chunks):
-            if self.sequences.running or self.kv.has_limbo or not self.sequences.drop_waiting_forks():
+            if self.sequences.running or self.kv.has_pending_free or not self.sequences.drop_waiting_forks():
                 return False
             if is_forked:
                 return True  # its own blocks may have been the ones let go: look at the head anew

@@ -92,6 +92,7 @@ class Scheduler:
 
     def plan(self, now: float) -> Plan | None:
         """The next step, or None when nothing can be computed now (all waiting for results, prerequisites or blocks)."""
+        self.kv.begin_plan(now)
         self.sequences.expire(now)
         step = PlanDraft(self.config.max_num_batched_tokens, self._builder())
         try:
@@ -136,7 +137,7 @@ class Scheduler:
         if num_decodes:
             self._commit_decodes(rows, result.token_ids[:num_decodes])
         self._commit_rows(rows, result, num_decodes)
-        self.kv.settle(plan.step_id)
+        self.kv.release_pending(plan.step_id)
         return self.sequences.take_updates()
 
     def _commit_decodes(self, rows: StepRows, token_ids: array[int]) -> None:
@@ -214,7 +215,7 @@ class Scheduler:
         """The step raised: its rows were not computed. Blocks stay, KV writes are idempotent. Returns the rows' live sequences."""
         rows = self._rows.pop(plan.step_id)
         self._undo(rows)
-        self.kv.settle(plan.step_id)
+        self.kv.release_pending(plan.step_id)
         return [row.seq for row in rows.rows() if row.is_current]
 
     def _undo(self, rows: StepRows) -> None:

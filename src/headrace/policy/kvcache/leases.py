@@ -1,0 +1,144 @@
+"""Owners of blocks that are no sequences: transfers, each with a time limit.
+
+    lease --begin_move--> moves in flight --moves_done--> the last one done --release--> its blocks are dropped
+      `-- expire: the time is over --> nothing in flight: released at once
+                                   `-> moves in flight: overdue, still the owner
+
+A block that something reads or writes is never given away because time has passed: whatever was planned may still happen. An overdue lease
+ends when the runner reports its moves, or with the engine; until then its blocks are used, and `num_overdue_blocks` counts them.
+
+A release of what is not leased, or a report of a move that is not in flight, is a bug of ours: `LeaseError`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from headrace.policy.kvcache.pool import PAD_BLOCK, BlockPool
+
+MAX_MOVE_ID = 2**31 - 1
+
+
+class LeaseError(AssertionError):
+    """Leases were used wrongly. Going on could give a block to two owners."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Blocks of one group, owned by a transfer.
+
+    owner     what it is for, in words
+    deadline  seconds, on the clock plans are made with
+    moves     ids of its moves in flight
+    """
+
+    owner: str
+    group: int
+    blocks: tuple[int, ...]
+    deadline: float
+    moves: set[int] = field(default_factory=set)
+    is_overdue: bool = False
+
+
+class Leases:
+    """Every lease on these pools' blocks."""
+
+    def __init__(self, pools: Sequence[BlockPool]) -> None:
+        self._pools = pools
+        self._leases: dict[Lease, None] = {}
+        self._moves: dict[int, Lease] = {}
+        self._last_move_id = 0
+
+    # questions
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    @property
+    def has_moves(self) -> bool:
+        """Moves of leases that are not overdue are in flight: their end is worth asking for."""
+        return any(lease.moves and not lease.is_overdue for lease in self._leases)
+
+    @property
+    def num_overdue_blocks(self) -> int:
+        return sum(len(lease.blocks) for lease in self._leases if lease.is_overdue)
+
+    def is_in_flight(self, move_id: int) -> bool:
+        return move_id in self._moves
+
+    # changes
+
+    def lease(self, group: int, blocks: Iterable[int], owner: str, deadline: float) -> Lease:
+        """One more owner of these blocks, each of them used or cached. It is not a use: what was old stays so."""
+        lease = Lease(owner, group, tuple(blocks), deadline)
+        for block in lease.blocks:
+            self._pools[group].lend(block)
+        self._leases[lease] = None
+        return lease
+
+    def lease_fresh(self, group: int, count: int, owner: str, deadline: float) -> Lease:
+        """`count` blocks to write to. The caller asked `num_available` first."""
+        pool = self._pools[group]
+        lease = Lease(owner, group, tuple(pool.take() for _ in range(count)), deadline)
+        self._leases[lease] = None
+        return lease
+
+    def begin_move(self, lease: Lease) -> int:
+        """The id under which a move of one of the lease's blocks is planned."""
+        self._require(lease)
+        if len(self._moves) >= MAX_MOVE_ID:
+            raise LeaseError("every move id is in flight")
+        while True:
+            self._last_move_id = self._last_move_id % MAX_MOVE_ID + 1
+            if self._last_move_id not in self._moves:
+                break
+        lease.moves.add(self._last_move_id)
+        self._moves[self._last_move_id] = lease
+        return self._last_move_id
+
+    def moves_done(self, move_ids: Iterable[int]) -> list[Lease]:
+        """The runner reports moves. Returns the leases whose last move that was; they are still to be released."""
+        finished: list[Lease] = []
+        for move_id in move_ids:
+            lease = self._moves.pop(move_id, None)
+            if lease is None:
+                raise LeaseError(f"move {move_id} was reported done, and is not in flight")
+            lease.moves.remove(move_id)
+            if not lease.moves:
+                finished.append(lease)
+        return finished
+
+    def release(self, lease: Lease) -> None:
+        """Give the blocks back, tail first. Each is reusable once no sequence owns it and no uncommitted plan names it."""
+        self._require(lease)
+        if lease.moves:
+            raise LeaseError(f"the lease of {lease.owner} on blocks {lease.blocks} was released with moves in flight: {lease.moves}")
+        del self._leases[lease]
+        for block in reversed(lease.blocks):
+            self._pools[lease.group].drop(block)
+
+    def expire(self, now: float) -> None:
+        """Leases past their deadline are released, or overdue while something still moves their blocks."""
+        for lease in [lease for lease in self._leases if lease.deadline <= now]:
+            if lease.moves:
+                lease.is_overdue = True
+            else:
+                self.release(lease)
+
+    def _require(self, lease: Lease) -> None:
+        if lease not in self._leases:
+            raise LeaseError(f"the lease of {lease.owner} on blocks {lease.blocks} is over, or was never made")
+
+    # invariants
+
+    def check(self) -> None:
+        for lease in self._leases:
+            assert PAD_BLOCK not in lease.blocks, "the pad block is leased"
+            assert all(self._moves.get(move_id) is lease for move_id in lease.moves), "a move in flight that nobody would hear of"
+        assert sum(len(lease.moves) for lease in self._leases) == len(self._moves), "a move without a lease"
+
+    def owned(self, group: int) -> Counter[int]:
+        """block -> leases that own it."""
+        return Counter(block for lease in self._leases if lease.group == group for block in lease.blocks)
