@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 from gateway_kit import MAX_MODEL_LEN, MODEL, SAID, FakeReplica, TestBench, eventually, metric, open_bench, snapshot, two_replicas
 
-from headrace.core.errors import InvalidRequest, Overloaded, Unavailable
+from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
@@ -68,6 +68,45 @@ async def test_an_invalid_request_is_not_tried_elsewhere(text: TextModel) -> Non
         response = await bench.chat()
         assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
         assert sum(len(replica.requests) for replica in bench.replicas.values()) == 1
+
+
+def resize(replica: FakeReplica, max_model_len: int) -> None:
+    assert replica.info is not None
+    replica.info = replace(replica.info, model=replace(replica.info.model, max_model_len=max_model_len))
+
+
+async def test_a_request_goes_where_it_fits(text: TextModel) -> None:
+    """Replicas differ in the memory they have. What is refused is what fits none of them, and the largest one is what is told."""
+    async with open_bench(text, models=two_replicas()) as bench:
+        small, large = bench.replicas.values()
+        resize(small, 100)
+        resize(large, 200)
+        large.snapshot = SeenLoad(snapshot(num_running=9), time.monotonic() + 1e6)
+        for num_tokens in (99, 100, 199):
+            assert (await bench.complete(prompt=[5] * (num_tokens - 1), max_tokens=1)).status_code == 200
+        assert (await bench.complete(prompt=[5], max_tokens=150)).status_code == 200
+        assert [len(request.prompt_ids) for request in small.requests] == [98, 99]
+        assert [len(request.prompt_ids) for request in large.requests] == [198, 1]
+        error = (await bench.complete(prompt=[5], max_tokens=200)).json()["error"]
+        assert (error["param"], "max_model_len (200)" in error["message"]) == ("max_tokens", True)
+        assert (await bench.client.get("/v1/models")).json()["data"][0]["max_model_len"] == 200
+        large.state = ReplicaState.DRAINING
+        assert (await bench.complete(prompt=[5] * 150, max_tokens=1)).status_code == 503
+        assert (await bench.complete(prompt=[5] * 50, max_tokens=1)).status_code == 200
+
+
+async def test_what_is_too_large_for_one_replica_is_tried_at_another(text: TextModel) -> None:
+    def too_large(request: EngineRequest, stream: ReplicaStream) -> None:
+        stream.reject(RequestTooLarge("prompt", "blocks that fit", 5))
+
+    async with open_bench(text, models=two_replicas()) as bench:
+        first, second = bench.replicas.values()
+        second.snapshot = SeenLoad(snapshot(num_running=9), time.monotonic() + 1e6)
+        first.on_submit = too_large
+        assert (await bench.chat(max_tokens=1)).status_code == 200
+        assert (len(first.requests), len(second.requests)) == (1, 1)
+        second.on_submit = too_large
+        assert (await bench.chat(max_tokens=1)).status_code == 413
 
 
 async def test_the_less_busy_replica_is_taken(text: TextModel) -> None:
@@ -232,30 +271,14 @@ async def test_cancel_is_harmless_whenever_it_comes(bench: TestBench, text: Text
     assert bench.replica.cancelled == [RequestId("call")]
 
 
-async def test_a_client_that_leaves_while_a_replica_is_awaited_sends_nothing(bench: TestBench, text: TextModel) -> None:
-    """The replica is silent when it is picked and speaks again only after the client has gone."""
+async def test_while_its_replica_is_stopped_a_request_is_refused_at_once(bench: TestBench) -> None:
     bench.replica.state = ReplicaState.SILENT
-    stream = stream_of(bench, text)
-    reader = asyncio.create_task(stream.events())
-    await asyncio.sleep(0)
-    stream.cancel()
-    bench.replica.state = ReplicaState.CONNECTED
-    assert await reader == []
+    await bench.chat()  # the first one pays for imports
+    for _ in range(3):
+        began_s = time.monotonic()
+        assert (await bench.chat()).status_code == 503
+        assert time.monotonic() - began_s < 0.05
     assert bench.replica.requests == []
-
-
-async def test_a_client_that_leaves_during_a_re_route_sends_nothing(text: TextModel) -> None:
-    async with open_bench(text, models=two_replicas()) as bench:
-        first, second = bench.replicas.values()
-        first.on_submit, second.state = full, ReplicaState.SILENT
-        stream = stream_of(bench, text)
-        reader = asyncio.create_task(stream.events())
-        await eventually(lambda: len(first.requests) == 1)
-        await asyncio.sleep(0)
-        stream.cancel()
-        second.state = ReplicaState.CONNECTED
-        assert await reader == []
-        assert second.requests == []
 
 
 async def test_a_deadline_counts_from_the_requests_arrival(text: TextModel) -> None:

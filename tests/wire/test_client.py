@@ -117,6 +117,7 @@ async def test_a_gateway_that_was_held_up_itself_does_not_call_its_replicas_sile
         stream = replica.submit(request("r", max_tokens=60))
         await stream.__anext__()
         time.sleep(2 * SILENT_AFTER_S)  # the event loop of the gateway (and of this engine) stands still
+        assert replica.state is ReplicaState.CONNECTED, "asked at once: nothing that waits could be read yet"
         await asyncio.sleep(2 * HEARTBEAT_S)
         assert replica.state is ReplicaState.CONNECTED
         await read_all(stream)

@@ -7,6 +7,7 @@ streams, those get their turns (`wire.ready`), the watch ends a connection that 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -73,6 +74,7 @@ class Session:
         self.is_open = False
         self.is_draining = False
         self.last_frame_s = clock()
+        self._watch_due_s = math.inf
 
     @property
     def num_unseen(self) -> int:
@@ -175,14 +177,18 @@ class Session:
 
     @property
     def silent_s(self) -> float:
-        """Since the engine's last frame, without the time in which this process itself was held up and could not have read one."""
-        return self._clock() - self.last_frame_s
+        """Since the engine's last frame, without the time in which this process itself was held up and could not have read one.
+
+        Right at any moment: what the watch is late by now is no silence, although it had no turn yet to say so.
+        """
+        return min(self._clock(), self._watch_due_s) - self.last_frame_s
 
     async def _watch(self) -> None:
         while self.silent_s < LEASE_S:
-            due = self._clock() + HEARTBEAT_S
+            self._watch_due_s = self._clock() + HEARTBEAT_S
             await asyncio.sleep(HEARTBEAT_S)
-            self.last_frame_s += max(0.0, self._clock() - due)
+            now = self._clock()
+            self.last_frame_s = min(now, self.last_frame_s + max(0.0, now - self._watch_due_s))
             self._on_beat()
         raise ConnectionLost(f"no heartbeat for {LEASE_S:g} s")
 

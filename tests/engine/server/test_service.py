@@ -22,6 +22,7 @@ from headrace.wire.client import ReplicaClient, ReplicaState
 from headrace.wire.codec import encode_cancel, encode_submit
 from headrace.wire.handles import Handle
 from headrace.wire.service import CHANNEL_OPTIONS, CONNECT, DRAIN, PROTOCOL_VERSION, SNAPSHOT, Expectation
+from headrace.wire.session import Session
 
 SLOW = FakeOptions(step_seconds=0.02)
 ENDLESS = 4000
@@ -228,12 +229,17 @@ async def test_what_was_sent_since_the_snapshot_is_counted_until_one_includes_it
         assert replica.snapshot.load.num_running + replica.snapshot.load.num_waiting == 3
 
 
-async def test_a_replica_without_heartbeats_is_silent_before_a_second_is_over() -> None:
-    now = [0.0]
-    async with served() as engine, connected(engine, clock=lambda: now[0]) as replica:
+async def test_a_replica_without_heartbeats_is_silent_before_a_second_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served() as engine, connected(engine) as replica:
         await until(lambda: replica.snapshot is not None)
-        now[0] += 0.99
-        assert replica.state is ReplicaState.SILENT, "asked at once: no heartbeat can have come in between"
+
+        async def nothing_comes(session: Session, frame: object) -> None: ...
+
+        monkeypatch.setattr(Session, "_take", nothing_comes)
+        stopped_s = time.monotonic()
+        await until(lambda: replica.state is ReplicaState.SILENT)
+        assert time.monotonic() - stopped_s < 1.0
+        monkeypatch.undo()
         await until(lambda: replica.state is ReplicaState.CONNECTED)
 
 

@@ -6,7 +6,6 @@ Health is judged here from facts the wire brings (design promise 5). Thresholds 
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,9 +25,6 @@ from headrace.wire.client import ReplicaInfo, ReplicaState, SeenLoad
 
 IDLE_STALL_S = 0.8
 """An idle loop wakes several times within this; one that did not is stuck."""
-
-SILENCE_LOOKS = 25
-SILENCE_LOOK_S = 0.02
 
 STEP_GRACE_S = 1.0
 STEP_GRACE_FACTOR = 4.0
@@ -76,6 +72,12 @@ class Replica:
         info = self.connection.info
         return self.name, info.instance_id if info is not None else ""
 
+    @property
+    def max_model_len(self) -> int:
+        """0 while it has not said what it is."""
+        info = self.connection.info
+        return info.model.max_model_len if info is not None else 0
+
 
 ReplicaInstance = tuple[ReplicaId, str]
 
@@ -101,33 +103,31 @@ class ReplicaPool:
 
     @property
     def info(self) -> ModelInfo | None:
-        """What the replicas say of the model: of a connected one if there is one, else what was last known."""
-        for replica in self.replicas:
-            if replica.connection.info is not None:
-                self._last_info = replica.connection.info.model
-                break
+        """What the replica that takes the longest requests says of the model; with none connected, what was last known.
+
+        Replicas of one model may differ in `max_model_len`: it follows from the memory each has.
+        """
+        said = [replica.connection.info.model for replica in self.replicas if replica.connection.info is not None]
+        if said:
+            self._last_info = max(said, key=lambda info: info.max_model_len)
         return self._last_info
 
-    async def pick(self, *, prompt_tokens: int, tried: Collection[ReplicaInstance] = ()) -> Replica:
-        """The replica to send a request to. Raises Unavailable when none that was not tried takes work.
+    def pick(self, *, prompt_tokens: int, max_output_tokens: int = 1, tried: Collection[ReplicaInstance] = ()) -> Replica:
+        """The replica to send a request to. Raises Unavailable at once when none takes work that fits it and was not tried.
 
-        A replica that is merely silent is given a moment: when this process was busy itself, heartbeats wait unread in its sockets. The
-        moment is counted in looks, each after a turn of the event loop: a single late wake-up does not use it up.
+        max_output_tokens  of one sequence; 1 where what the context leaves will do
 
-        A replica that is not ready although it is connected (a step that hangs: its heartbeats go on) is taken only when no other is.
+        A silent replica is none: the wire tells its silence from this process's own lag. One that is not ready although it is connected
+        (a step that hangs: its heartbeats go on) is taken only when no other is.
         """
-        for look in range(SILENCE_LOOKS):
-            left = [(replica, reason) for replica, reason in self.verdicts() if replica.instance not in tried]
-            ready = [replica for replica, reason in left if not reason]
-            connected = [replica for replica, _ in left if replica.connection.state is ReplicaState.CONNECTED]
-            chosen = self._choose(ready, prompt_tokens) or self._choose(connected, prompt_tokens)
-            if chosen is not None:
-                return chosen
-            is_silent = any(replica.connection.state is ReplicaState.SILENT for replica, _ in left)
-            if not is_silent or look == SILENCE_LOOKS - 1:
-                break
-            await asyncio.sleep(SILENCE_LOOK_S)
-        raise Unavailable(f"No replica of {self.model} takes requests now.", retry_after_s=1.0)
+        num_tokens = prompt_tokens + max_output_tokens
+        left = [(r, reason) for r, reason in self.verdicts() if r.instance not in tried and r.max_model_len >= num_tokens]
+        ready = [replica for replica, reason in left if not reason]
+        connected = [replica for replica, _ in left if replica.connection.state is ReplicaState.CONNECTED]
+        chosen = self._choose(ready, prompt_tokens) or self._choose(connected, prompt_tokens)
+        if chosen is None:
+            raise Unavailable(f"No replica of {self.model} takes requests now.", retry_after_s=1.0)
+        return chosen
 
     def _choose(self, fit: Sequence[Replica], prompt_tokens: int) -> Replica | None:
         info = self.info

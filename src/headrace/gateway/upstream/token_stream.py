@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from headrace.core.errors import HeadraceError, Overloaded, Unavailable
+from headrace.core.errors import HeadraceError, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
@@ -86,9 +86,7 @@ class TokenStream:
 
     async def events(self) -> list[OutputEvent]:
         while not self._is_over:
-            sent = self._sent or await self._submit()
-            if sent is None:
-                return []
+            sent = self._sent or self._submit()
             try:
                 updates = await sent.updates.batch()
             except Unavailable as error:  # its text names sockets; the operator finds it in the log through the cause
@@ -98,7 +96,7 @@ class TokenStream:
                 self._is_over = True
                 return []
             if isinstance(updates[0], Rejected):
-                await self._reroute(updates[0].error)
+                self._reroute(updates[0].error)
                 continue
             events = self._read(sent, [update for update in updates if isinstance(update, SequenceUpdate)])
             if events:
@@ -124,12 +122,12 @@ class TokenStream:
     async def close(self) -> None:
         self.cancel()
 
-    async def _submit(self) -> _Sent | None:
-        """To the replica the router picks; one that went away between picking and sending counts as tried. None: cancelled meanwhile."""
+    def _submit(self) -> _Sent:
+        """To the replica the router picks; one that went away between picking and sending counts as tried. Raises Unavailable."""
         while True:
-            replica = await self._pool.pick(prompt_tokens=len(self.call.prompt_ids), tried=self._tried)
-            if self._is_over:  # picking may wait, and `cancel` found nothing to tell an engine
-                return None
+            replica = self._pool.pick(
+                prompt_tokens=len(self.call.prompt_ids), max_output_tokens=self.call.params.max_tokens or 1, tried=self._tried
+            )
             self._tried.add(replica.instance)
             try:
                 updates = replica.connection.submit(self.call.engine_request(self.epoch))
@@ -138,15 +136,16 @@ class TokenStream:
             self._sent = _Sent(replica, updates)
             return self._sent
 
-    async def _reroute(self, error: Exception) -> None:
-        """A request that a full or draining replica turned away goes to another one, once.
+    def _reroute(self, error: Exception) -> None:
+        """A request that a full or draining replica turned away, or one it is too large for, goes to another one, once.
 
-        Raises the rejection where there is none, or for any other reason. (Draining: the request crossed its notice on the way.)
+        Raises the rejection where there is none, or for any other reason. (Draining: the request crossed its notice on the way. Too
+        large: replicas differ in the memory they have.)
         """
-        if isinstance(error, Overloaded | Unavailable) and len(self._tried) < MAX_TRIES:
+        if isinstance(error, Overloaded | Unavailable | RequestTooLarge) and len(self._tried) < MAX_TRIES:
             self.epoch += 1
             try:
-                await self._submit()
+                self._submit()
                 return
             except Unavailable:
                 pass
