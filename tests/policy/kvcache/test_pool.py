@@ -9,10 +9,24 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from headrace.core.hashing import block_hash, chain_root
+from headrace.core.hashing import BlockHash, block_hash, chain_root
+from headrace.policy.kvcache.events import EVENT_BYTES, BlockEvent, BlockEvents, EventKind
 from headrace.policy.kvcache.pool import BlockPool
 
 ROOT = chain_root(b"k")
+
+
+def replayed(known: set[BlockHash], events: list[BlockEvent]) -> set[BlockHash]:
+    known = set(known)
+    for kind, identity in events:
+        if kind is EventKind.CLEARED:
+            known.clear()
+        elif kind is EventKind.STORED:
+            assert identity not in known
+            known.add(identity)
+        else:
+            known.remove(identity)
+    return known
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -21,6 +35,10 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(9)
+        self.events = self.pool.record_events(12 * EVENT_BYTES)
+        self.copy: set[BlockHash] = set()
+        """A reader's copy of the identities, and the number up to which it has read."""
+        self.read_until = 0
         self.owners: Counter[int] = Counter()
         self.names = 0
 
@@ -79,6 +97,15 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.reset_cache()
         assert self.pool.num_cached == 0
 
+    @rule()
+    def read_events(self) -> None:
+        """A reader that follows the events, or resyncs when told to, knows what the pool knows."""
+        events = self.events.since(self.read_until)
+        assert (events is None) == (self.events.next_number - self.read_until > 12)
+        self.copy = set(self.pool.identities()) if events is None else replayed(self.copy, events)
+        self.read_until = self.events.next_number
+        assert self.copy == set(self.pool.identities())
+
     @invariant()
     def adds_up(self) -> None:
         assert self.pool.num_free + self.pool.num_cached + self.pool.num_used == self.pool.total
@@ -92,6 +119,33 @@ test_pool_state_machine = PoolMachine.TestCase
 def test_a_pool_needs_a_block_beside_the_pad_block() -> None:
     with pytest.raises(ValueError, match="pad block"):
         BlockPool(1)
+
+
+def test_a_reader_too_far_behind_or_of_another_engine_has_to_resync() -> None:
+    events = BlockEvents(3 * EVENT_BYTES)
+    names = [block_hash(ROOT, [i]) for i in range(5)]
+    for name in names:
+        events.stored(name)
+    assert events.since(1) is None
+    assert events.since(2) == [(EventKind.STORED, name) for name in names[2:]]
+    assert events.since(5) == []
+    assert events.since(6) is None
+    with pytest.raises(ValueError, match="17 bytes"):
+        BlockEvents(EVENT_BYTES - 1)
+
+
+def test_a_cached_block_knows_when_it_was_last_used() -> None:
+    pool = BlockPool(4)
+    first, second = pool.take(), pool.take()
+    for i, block in enumerate((first, second)):
+        pool.register(block, block_hash(ROOT, [i]))
+        pool.steps.now = 10.0 + i
+        pool.drop(block)
+    assert list(pool.idle_since()) == [(first, 10.0), (second, 11.0)]
+    pool.hold(first)
+    pool.steps.now = 20.0
+    pool.drop(first)
+    assert list(pool.idle_since()) == [(second, 11.0), (first, 20.0)]
 
 
 def test_the_oldest_cached_block_is_forgotten_first() -> None:

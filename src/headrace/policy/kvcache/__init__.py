@@ -1,4 +1,5 @@
 """KV blocks: who owns which, what may be reused.
 
-`pool` is one group's blocks, `leases` the owners that are no sequences, `manager` a sequence's view over all groups.
+`pool` is one group's blocks, `events` what it stored and forgot, `leases` the owners that are no sequences, `manager` a sequence's view
+over all groups.
 """

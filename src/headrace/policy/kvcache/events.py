@@ -1,0 +1,67 @@
+"""What a pool stored and forgot, numbered, for those who keep a copy of its prefix tree: routers, host tiers.
+
+A reader asks for what came since the number it knows. The ring is bounded in bytes and keeps the latest; a reader that is too far behind,
+or whose number is of another engine, is told to take the whole tree anew (`BlockPool.identities` beside `next_number`).
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from headrace.core.hashing import DIGEST_BYTES, BlockHash
+
+EVENT_BYTES = 1 + DIGEST_BYTES
+MAX_RING_BYTES = 1 << 20
+
+
+class EventKind(Enum):
+    """The value is the event's first byte in the ring."""
+
+    STORED = b"s"
+    REMOVED = b"r"
+    CLEARED = b"c"
+
+
+class BlockEvent(NamedTuple):
+    """identity: of the block; of no block after CLEARED, which forgets them all."""
+
+    kind: EventKind
+    identity: BlockHash
+
+
+class BlockEvents:
+    """The latest events of one pool. max_bytes: of the ring; memory it has not reached yet is not touched."""
+
+    def __init__(self, max_bytes: int = MAX_RING_BYTES) -> None:
+        self.capacity = max_bytes // EVENT_BYTES
+        if self.capacity < 1:
+            raise ValueError(f"an event takes {EVENT_BYTES} bytes, the ring has {max_bytes}")
+        self.next_number = 0
+        """How many events there have been: the number of the next one."""
+        self._ring = bytearray(self.capacity * EVENT_BYTES)
+
+    def stored(self, identity: BlockHash) -> None:
+        self._add(b"s" + identity)
+
+    def removed(self, identity: BlockHash) -> None:
+        self._add(b"r" + identity)
+
+    def cleared(self) -> None:
+        self._add(b"c" + bytes(DIGEST_BYTES))
+
+    def since(self, number: int) -> list[BlockEvent] | None:
+        """Events from `number` on, in order. None: some are lost, or there is no such number; the reader has to resync."""
+        if not max(0, self.next_number - self.capacity) <= number <= self.next_number:
+            return None
+        return [self._event(at) for at in range(number, self.next_number)]
+
+    def _add(self, event: bytes) -> None:
+        begin = self.next_number % self.capacity * EVENT_BYTES
+        self._ring[begin : begin + EVENT_BYTES] = event
+        self.next_number += 1
+
+    def _event(self, number: int) -> BlockEvent:
+        begin = number % self.capacity * EVENT_BYTES
+        event = bytes(self._ring[begin : begin + EVENT_BYTES])
+        return BlockEvent(EventKind(event[:1]), BlockHash(event[1:]))
