@@ -21,11 +21,12 @@ LOAD = LoadSnapshot(
         generation_tokens=50,
         prefix_cache_hit_tokens=30,
         preemptions=4,
-        steps=20,
+        steps=3,
+        step_seconds=20.03,
+        step_buckets=[0, 0, 0, 0, 1, 1, *[0] * 8, 1],
         finished={"stop": 3, "length": 1},
         failures={"step": 2},
     ),
-    step_seconds=(0.01, 0.02),
 )
 PROMISED = {
     "headrace_requests_running",
@@ -50,8 +51,7 @@ def filled() -> Metrics:
     metrics = Metrics()
     metrics.read_engines(lambda: [ReplicaReading("m", "r0", True, LOAD), ReplicaReading("m", "r1", False, None)])
     metrics.finished("m", "r0", "stop")
-    instruments = metrics.replica("m", "r0")
-    instruments.observe_steps(LOAD)
+    metrics.replica("m", "r0")
     return metrics
 
 
@@ -102,7 +102,11 @@ def test_an_unknown_replica_is_not_ready_and_has_no_numbers() -> None:
 def test_step_durations_are_observed_once_each() -> None:
     metrics = filled()
     metrics.page()
-    assert value(metrics, "headrace_step_seconds_count", model="m", replica="r0") == 2
+    assert value(metrics, "headrace_step_seconds_count", model="m", replica="r0") == 3
+    assert value(metrics, "headrace_step_seconds_sum", model="m", replica="r0") == 20.03
+    bounds = ("0.005", "0.01", "0.02", "10.0", "+Inf")
+    below = [value(metrics, "headrace_step_seconds_bucket", model="m", replica="r0", le=le) for le in bounds]
+    assert below == [0, 1, 2, 2, 3]
 
 
 def test_openmetrics_is_served_to_who_asks() -> None:

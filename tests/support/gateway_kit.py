@@ -13,6 +13,7 @@ from typing import Any
 import httpx2
 import msgspec
 
+from headrace.core.clock import Clock
 from headrace.core.errors import Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
@@ -27,7 +28,6 @@ from headrace.gateway.compose import open_gateway
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, config_from
 from headrace.gateway.http.descriptors import ConnectionLimit
 from headrace.gateway.http.server import Server
-from headrace.observe.metrics import ReplicaMetrics
 from headrace.text.folder import TextModel
 from headrace.wire.client import ReplicaInfo, ReplicaState, SeenLoad
 from headrace.wire.handles import Handle
@@ -237,7 +237,7 @@ async def open_bench(text: TextModel, **changes: Any) -> AsyncIterator[TestBench
     config = gateway_config(**changes)
     replicas: dict[str, FakeReplica] = {}
 
-    def connect(given: ReplicaConfig, text: TextModel, instruments: ReplicaMetrics) -> FakeReplica:
+    def connect(given: ReplicaConfig, text: TextModel, _clock: Clock) -> FakeReplica:
         replicas[given.name] = FakeReplica(text, given.name)
         return replicas[given.name]
 

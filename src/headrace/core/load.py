@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from enum import Enum
+
+STEP_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Buckets of step durations: each holds those up to its bound, the one after the last all others."""
 
 
 class FailureKind(Enum):
@@ -21,7 +25,11 @@ class FailureKind(Enum):
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Monotonic since the engine process started."""
+    """Monotonic since the engine process started, so whoever reads them late or twice misses and repeats nothing.
+
+    step_seconds  sum over the steps' durations
+    step_buckets  how many steps fell between two of STEP_BOUNDS_S, below the first and above the last
+    """
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -30,17 +38,23 @@ class EngineCounters:
     preemptions: int = 0
     steps: int = 0
     step_seconds: float = 0.0
+    step_buckets: list[int] = field(default_factory=lambda: [0] * (len(STEP_BOUNDS_S) + 1))
     finished: dict[str, int] = field(default_factory=dict)
     """FinishReason value -> sequences."""
     failures: dict[str, int] = field(default_factory=dict)
     """FailureKind value -> how often."""
+
+    def note_step(self, seconds: float) -> None:
+        self.steps += 1
+        self.step_seconds += seconds
+        self.step_buckets[bisect_left(STEP_BOUNDS_S, seconds)] += 1
 
     def note_failure(self, kind: FailureKind) -> None:
         self.failures[kind.value] = self.failures.get(kind.value, 0) + 1
 
     def copy(self) -> EngineCounters:
         """These numbers, which do not change any more."""
-        return replace(self, finished=dict(self.finished), failures=dict(self.failures))
+        return replace(self, step_buckets=list(self.step_buckets), finished=dict(self.finished), failures=dict(self.failures))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,5 +77,3 @@ class LoadSnapshot:
     step_age_s: float | None = None
     step_predicted_s: float = 0.0
     loop_age_s: float = 0.0
-    step_seconds: tuple[float, ...] = ()
-    """Durations of the steps committed since the previous snapshot, for the step histogram."""

@@ -17,7 +17,8 @@ class ModelInfo:
     eos_token_ids     from generation_config.json, else config.json
     num_blocks        per KV group, pad block included
     weight_bytes      read by one decode step (for MBU)
-    costly_context    tokens before a prompt token from which its attention takes longer than its matrix products, about; 0: it never does
+    costly_context    tokens before a prompt token from which its attention takes longer than its matrix products, about; 0: it never does.
+                      The engine's own: it does not cross the wire
     sampling_defaults from generation_config.json: temperature, top_p, top_k, repetition_penalty, ...
     digests           hex content digests: model, tokenizer, template
     decided           what was chosen at start and why, one line each, for people

@@ -123,7 +123,6 @@ class Engine:
         self._ring: deque[Plan] = deque(maxlen=PLAN_RING)
         self._timer = StepTimer()
         self._step: _RunningStep | None = None
-        self._step_seconds: deque[float] = deque(maxlen=4096)
         self._plan_failures = 0
         self._failures = Failures(lambda: scheduler.counters, clock)
         self._recovery = Recovery(scheduler, self._compute, self._failures)
@@ -159,7 +158,7 @@ class Engine:
     def snapshot(self) -> LoadSnapshot:
         """The replica's load as the loop published it last, at the end of a turn or with the updates of a step; for one other thread.
 
-        Ages are those of now, so that a loop or a step that hangs shows. Each step's duration is in exactly one snapshot.
+        Ages are those of now, so that a loop or a step that hangs shows.
         """
         now = self._clock()
         published, step = self._published, self._step
@@ -169,7 +168,6 @@ class Engine:
             step_age_s=None if step is None else now - step.started,
             step_predicted_s=0.0 if step is None else step.predicted_s,
             loop_age_s=now - published.turned,
-            step_seconds=tuple(self._step_seconds.popleft() for _ in range(len(self._step_seconds))),
         )
 
     def _load(self) -> _Published:
@@ -338,9 +336,7 @@ class Engine:
         self._step = replace(self._step, started=now) if self._in_flight and self._step is not None else None
         if plan.num_rows:
             self._timer.observe(plan.num_tokens, now - began)
-            self._step_seconds.append(now - began)
-            self.scheduler.counters.steps += 1
-            self.scheduler.counters.step_seconds += now - began
+            self.scheduler.counters.note_step(now - began)
 
 
 class _Failed:

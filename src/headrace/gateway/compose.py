@@ -20,7 +20,7 @@ from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.upstream.replicas import Connection, Replica, ReplicaPool
 from headrace.gateway.upstream.served_models import ModelTable, ServedModel
 from headrace.gateway.upstream.tokens import TokenUpstream
-from headrace.observe.metrics import Metrics, ReplicaMetrics
+from headrace.observe.metrics import Metrics
 from headrace.observe.request_log import RequestLog
 from headrace.policy.routing.choice import Random, ReplicaId
 from headrace.text.folder import TextModel, load_text
@@ -55,17 +55,17 @@ class Sources:
     random: Random = field(default_factory=random.SystemRandom)
 
 
-Connect = Callable[[ReplicaConfig, TextModel, ReplicaMetrics], Connection]
-"""How a replica is reached. `connect_wire` speaks the wire; tests bring their own."""
+Connect = Callable[[ReplicaConfig, TextModel, Clock], Connection]
+"""How a replica is reached; the clock is that of deadlines. `connect_wire` speaks the wire; tests bring their own."""
 
 
-def connect_wire(config: ReplicaConfig, text: TextModel, instruments: ReplicaMetrics) -> Connection:
+def connect_wire(config: ReplicaConfig, text: TextModel, clock: Clock) -> Connection:
     return ReplicaClient(
         config.address,
         name=config.name,
         token=config.token,
         expect=Expectation(digests=text.digests),
-        on_load=instruments.observe_steps,
+        clock=clock,
     )
 
 
@@ -117,7 +117,7 @@ def _open_log(target: str) -> RequestLog:
 
 
 def _pool(config: ModelConfig, text: TextModel, metrics: Metrics, connect: Connect, sources: Sources) -> ReplicaPool:
-    replicas = [
-        Replica(ReplicaId(replica.name), connect(replica, text, metrics.replica(config.name, replica.name))) for replica in config.replicas
-    ]
+    for replica in config.replicas:
+        metrics.replica(config.name, replica.name)  # its series are there before its first request
+    replicas = [Replica(ReplicaId(replica.name), connect(replica, text, sources.clock)) for replica in config.replicas]
     return ReplicaPool(config.name, replicas, random=sources.random, clock=sources.clock)

@@ -117,8 +117,8 @@ def run_offline(
     """
     offsets = [0.0] * len(requests) if arrivals_s is None else list(arrivals_s)
     collector.begin(len(requests))
-    engine.snapshot()  # step durations of what ran before are not ours
-    before = engine.snapshot().counters.preemptions
+    counted = engine.snapshot().counters
+    before = counted.preemptions
     sent: list[float] = []
     step_s: list[float] = []
     peak = 0
@@ -129,7 +129,9 @@ def run_offline(
             sent.append(collector.clock())
         busy = engine.turn()
         snapshot = engine.snapshot()
-        step_s += snapshot.step_seconds
+        if num_steps := snapshot.counters.steps - counted.steps:  # one per turn, but for what a recovery repeats
+            step_s += [(snapshot.counters.step_seconds - counted.step_seconds) / num_steps] * num_steps
+        counted = snapshot.counters
         peak = max(peak, snapshot.num_running)
         if not busy and len(sent) < len(requests):
             time.sleep(max(0.0, began_s + offsets[len(sent)] - collector.clock()))

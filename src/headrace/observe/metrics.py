@@ -1,9 +1,9 @@
 """The metrics page: names, labels, buckets, and where each number comes from.
 
 Two sources. What the gateway saw itself (latencies, outcomes) is counted here as it happens. What an engine says of itself (running,
-waiting, KV blocks, its monotonic counters) is read from its last snapshot when the page is asked for, so it cannot be counted twice; the
-one exception are step durations, which travel as a list with each snapshot and are observed once, on arrival. An engine that restarts
-starts its counters at zero again, which Prometheus' rate() understands.
+waiting, KV blocks, its monotonic counters, the histogram of its steps) is read from its last snapshot when the page is asked for: any
+number of gateways may export it, and each shows the same. An engine that restarts starts its counters at zero again, which Prometheus'
+rate() understands.
 
 Labels are `model` and `replica` (`outcome`, `state` where the name says so): configured names only, never a client's words, so the
 number of series is bounded by the configuration.
@@ -13,20 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from headrace.core.load import FailureKind, LoadSnapshot
+from headrace.core.load import STEP_BOUNDS_S, FailureKind, LoadSnapshot
 
 LABELS = ("model", "replica")
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class EngineCollector(Collector):
         known = [(reading, reading.snapshot) for reading in readings if reading.snapshot is not None]
         yield from _gauges(known)
         yield from _counters(known)
+        yield _steps(known)
 
     def describe(self) -> Iterable[Metric]:
         return ()  # names are fixed above; nothing to collide with in this registry
@@ -104,6 +106,16 @@ def _counters(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Iterator[Metr
     yield failures
 
 
+def _steps(known: list[tuple[ReplicaReading, LoadSnapshot]]) -> Metric:
+    """The engine's own histogram: every gateway shows the same counts."""
+    family = HistogramMetricFamily("headrace_step_seconds", "Duration of a step.", labels=LABELS)
+    for reading, snapshot in known:
+        sums = accumulate(snapshot.counters.step_buckets)
+        bounds = [*map(floatToGoString, STEP_BOUNDS_S), "+Inf"]
+        family.add_metric((reading.model, reading.replica), list(zip(bounds, sums, strict=True)), sum_value=snapshot.counters.step_seconds)
+    return family
+
+
 class ReplicaMetrics:
     """The gateway's own instruments for one replica of one model; label lookups happen once, here."""
 
@@ -114,12 +126,6 @@ class ReplicaMetrics:
         self.inter_token_latency = metrics.inter_token_latency.labels(*labels)
         self.request_latency = metrics.request_latency.labels(*labels)
         self.queue_time = metrics.queue_time.labels(*labels)
-        self.step = metrics.step.labels(*labels)
-
-    def observe_steps(self, snapshot: LoadSnapshot) -> None:
-        """Step durations that came with a snapshot. Call it once per arrival."""
-        for seconds in snapshot.step_seconds:
-            self.step.observe(seconds)
 
 
 class Metrics:
@@ -157,7 +163,6 @@ class Metrics:
         self.queue_time = Histogram(
             "headrace_queue_time_seconds", "Arrival at the engine to the first step.", LABELS, buckets=TTFT_BUCKETS, registry=registry
         )
-        self.step = Histogram("headrace_step_seconds", "Duration of a step.", LABELS, buckets=STEP_BUCKETS, registry=registry)
         self.http_responses = Counter("headrace_http_responses", "Answers by status code.", ("status",), registry=registry)
         self.requests_open = Gauge("headrace_gateway_requests_open", "Generating requests in this gateway.", registry=registry)
         self.loop_lag = Histogram(

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -47,7 +46,12 @@ class ReplicaState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
-    """A replica's hello. `instance_id` changes whenever the engine process starts anew."""
+    """A replica's hello.
+
+    instance_id  drawn at each start of the engine process: the same name with another one is another process, which knows nothing of what
+                 was sent to the first. Whoever keeps a list of replicas that were tried keys it by (name, instance_id), so that one that
+                 was started again may be tried again
+    """
 
     instance_id: str
     replica: str
@@ -72,14 +76,13 @@ class ReplicaClient:
         name: str = "",
         token: str | None = None,
         expect: Expectation | None = None,
-        on_load: Callable[[LoadSnapshot], None] | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """
         target   "unix:/path" or loopback "host:port" (then with a token)
         name     for messages; the target itself by default
         expect   what the replica's hello must match, else it stays DOWN with the mismatch as its reason
-        on_load  called with every snapshot, so that each step's duration is counted once
+        clock    what requests' deadlines are measured by
 
         Raises: ConfigError for a target the wire refuses.
         """
@@ -87,7 +90,6 @@ class ReplicaClient:
         self.name = name or target
         self.reason = "not connected yet"
         self._expect = expect or Expectation()
-        self._on_load = on_load
         self._clock = clock
         self._session: Session | None = None
         self._streams: dict[RequestId, ReplicaStream] = {}
@@ -249,8 +251,6 @@ class ReplicaClient:
 
     def _take_load(self, load: LoadSnapshot) -> None:
         self.snapshot = SeenLoad(load, self._clock())
-        if self._on_load is not None:
-            self._on_load(load)
 
     def _lose(self) -> None:
         """Forgets the connection. The next one may lead to another process: neither hello nor load is carried over."""

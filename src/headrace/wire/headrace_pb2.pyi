@@ -14,6 +14,13 @@ class Priority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PRIORITY_STANDARD: _ClassVar[Priority]
     PRIORITY_BATCH: _ClassVar[Priority]
 
+class Task(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TASK_UNSPECIFIED: _ClassVar[Task]
+    TASK_GENERATE: _ClassVar[Task]
+    TASK_EMBED: _ClassVar[Task]
+    TASK_SCORE: _ClassVar[Task]
+
 class FinishKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_UNSPECIFIED: _ClassVar[FinishKind]
@@ -37,6 +44,10 @@ PRIORITY_UNSPECIFIED: Priority
 PRIORITY_PREMIUM: Priority
 PRIORITY_STANDARD: Priority
 PRIORITY_BATCH: Priority
+TASK_UNSPECIFIED: Task
+TASK_GENERATE: Task
+TASK_EMBED: Task
+TASK_SCORE: Task
 FINISH_UNSPECIFIED: FinishKind
 FINISH_STOP: FinishKind
 FINISH_LENGTH: FinishKind
@@ -83,7 +94,7 @@ class Scalar(_message.Message):
     def __init__(self, number: _Optional[float] = ..., integer: _Optional[int] = ..., flag: bool = ..., text: _Optional[str] = ...) -> None: ...
 
 class ModelFacts(_message.Message):
-    __slots__ = ("architecture", "vocab_size", "max_model_len", "eos_token_ids", "kv_groups", "block_size", "num_blocks", "dtype", "weight_bytes", "sampling_defaults", "digests", "decided", "costly_context")
+    __slots__ = ("architecture", "vocab_size", "max_model_len", "eos_token_ids", "kv_groups", "block_size", "num_blocks", "dtype", "weight_bytes", "sampling_defaults", "digests", "decided", "numerics")
     class SamplingDefaultsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +103,13 @@ class ModelFacts(_message.Message):
         value: Scalar
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Scalar, _Mapping]] = ...) -> None: ...
     class DigestsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class NumericsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -110,7 +128,7 @@ class ModelFacts(_message.Message):
     SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     DECIDED_FIELD_NUMBER: _ClassVar[int]
-    COSTLY_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
     architecture: str
     vocab_size: int
     max_model_len: int
@@ -123,8 +141,8 @@ class ModelFacts(_message.Message):
     sampling_defaults: _containers.MessageMap[str, Scalar]
     digests: _containers.ScalarMap[str, str]
     decided: _containers.RepeatedScalarFieldContainer[str]
-    costly_context: int
-    def __init__(self, architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., kv_groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., sampling_defaults: _Optional[_Mapping[str, Scalar]] = ..., digests: _Optional[_Mapping[str, str]] = ..., decided: _Optional[_Iterable[str]] = ..., costly_context: _Optional[int] = ...) -> None: ...
+    numerics: _containers.ScalarMap[str, str]
+    def __init__(self, architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., kv_groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., sampling_defaults: _Optional[_Mapping[str, Scalar]] = ..., digests: _Optional[_Mapping[str, str]] = ..., decided: _Optional[_Iterable[str]] = ..., numerics: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ClientHello(_message.Message):
     __slots__ = ("protocol_version", "client", "digests", "vocab_size")
@@ -206,7 +224,7 @@ class Params(_message.Message):
     def __init__(self, n: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias_ids: _Optional[_Iterable[int]] = ..., logit_bias_values: _Optional[_Iterable[float]] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., include_stop_str_in_output: bool = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., skip_special_tokens: bool = ..., spaces_between_special_tokens: bool = ..., detokenize: bool = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("handle", "request_id", "epoch", "prompt_ids", "output_ids", "params", "tenant", "weight", "priority", "salt", "adapter", "deadline_remaining_ms", "prerequisites", "prefix_caching", "first_index")
+    __slots__ = ("handle", "request_id", "epoch", "prompt_ids", "output_ids", "params", "tenant", "weight", "priority", "salt", "adapter", "deadline_remaining_ms", "prerequisites", "prefix_caching", "first_index", "task", "grammar", "adapter_digest", "kv_ticket", "modality_digests")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -222,6 +240,11 @@ class Submit(_message.Message):
     PREREQUISITES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHING_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    KV_TICKET_FIELD_NUMBER: _ClassVar[int]
+    MODALITY_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     epoch: int
@@ -237,7 +260,12 @@ class Submit(_message.Message):
     prerequisites: _containers.RepeatedScalarFieldContainer[str]
     prefix_caching: bool
     first_index: int
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[Params, _Mapping]] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., priority: _Optional[_Union[Priority, str]] = ..., salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., prerequisites: _Optional[_Iterable[str]] = ..., prefix_caching: bool = ..., first_index: _Optional[int] = ...) -> None: ...
+    task: Task
+    grammar: bytes
+    adapter_digest: bytes
+    kv_ticket: bytes
+    modality_digests: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[Params, _Mapping]] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., priority: _Optional[_Union[Priority, str]] = ..., salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., prerequisites: _Optional[_Iterable[str]] = ..., prefix_caching: bool = ..., first_index: _Optional[int] = ..., task: _Optional[_Union[Task, str]] = ..., grammar: _Optional[bytes] = ..., adapter_digest: _Optional[bytes] = ..., kv_ticket: _Optional[bytes] = ..., modality_digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("handle",)
@@ -364,7 +392,7 @@ class Rejected(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., kind: _Optional[_Union[RejectKind, str]] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., limit: _Optional[str] = ..., value: _Optional[str] = ..., remedy: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., served: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "kv_blocks_free", "kv_blocks_cached", "kv_blocks_used", "kv_blocks_total", "step_age_s", "step_predicted_s", "loop_age_s", "step_seconds", "counters")
+    __slots__ = ("num_running", "num_waiting", "kv_blocks_free", "kv_blocks_cached", "kv_blocks_used", "kv_blocks_total", "step_age_s", "step_predicted_s", "loop_age_s", "counters")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
@@ -374,7 +402,6 @@ class Load(_message.Message):
     STEP_AGE_S_FIELD_NUMBER: _ClassVar[int]
     STEP_PREDICTED_S_FIELD_NUMBER: _ClassVar[int]
     LOOP_AGE_S_FIELD_NUMBER: _ClassVar[int]
-    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
@@ -385,12 +412,11 @@ class Load(_message.Message):
     step_age_s: float
     step_predicted_s: float
     loop_age_s: float
-    step_seconds: _containers.RepeatedScalarFieldContainer[float]
     counters: Counters
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., step_age_s: _Optional[float] = ..., step_predicted_s: _Optional[float] = ..., loop_age_s: _Optional[float] = ..., step_seconds: _Optional[_Iterable[float]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ...) -> None: ...
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., step_age_s: _Optional[float] = ..., step_predicted_s: _Optional[float] = ..., loop_age_s: _Optional[float] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("prompt_tokens", "generation_tokens", "prefix_cache_hit_tokens", "prefix_cache_query_tokens", "preemptions", "steps", "step_seconds", "finished", "failures")
+    __slots__ = ("prompt_tokens", "generation_tokens", "prefix_cache_hit_tokens", "prefix_cache_query_tokens", "preemptions", "steps", "step_seconds", "finished", "failures", "step_buckets")
     class FinishedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -414,6 +440,7 @@ class Counters(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
+    STEP_BUCKETS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     generation_tokens: int
     prefix_cache_hit_tokens: int
@@ -423,7 +450,8 @@ class Counters(_message.Message):
     step_seconds: float
     finished: _containers.ScalarMap[str, int]
     failures: _containers.ScalarMap[str, int]
-    def __init__(self, prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., prefix_cache_hit_tokens: _Optional[int] = ..., prefix_cache_query_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ..., finished: _Optional[_Mapping[str, int]] = ..., failures: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    step_buckets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., prefix_cache_hit_tokens: _Optional[int] = ..., prefix_cache_query_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ..., finished: _Optional[_Mapping[str, int]] = ..., failures: _Optional[_Mapping[str, int]] = ..., step_buckets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("reason",)
@@ -432,20 +460,22 @@ class Draining(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class EngineFrame(_message.Message):
-    __slots__ = ("hello", "updates", "rejected", "load", "submits_seen", "draining")
+    __slots__ = ("hello", "updates", "rejected", "load", "submits_seen", "draining", "weights_digest")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     SUBMITS_SEEN_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     hello: EngineHello
     updates: Updates
     rejected: _containers.RepeatedCompositeFieldContainer[Rejected]
     load: Load
     submits_seen: int
     draining: Draining
-    def __init__(self, hello: _Optional[_Union[EngineHello, _Mapping]] = ..., updates: _Optional[_Union[Updates, _Mapping]] = ..., rejected: _Optional[_Iterable[_Union[Rejected, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., submits_seen: _Optional[int] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
+    weights_digest: str
+    def __init__(self, hello: _Optional[_Union[EngineHello, _Mapping]] = ..., updates: _Optional[_Union[Updates, _Mapping]] = ..., rejected: _Optional[_Iterable[_Union[Rejected, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., submits_seen: _Optional[int] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., weights_digest: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("reason",)

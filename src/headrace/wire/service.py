@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from headrace.core.errors import HeadraceError
 from headrace.core.model_info import ModelInfo
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised when an older peer would misread a frame; added fields do not raise it."""
 
 INFER = "headrace.wire.v1.Infer"

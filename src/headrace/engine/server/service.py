@@ -263,13 +263,14 @@ class EngineService:
                 raise MalformedFrame("a command of unknown kind")
 
     def _submit(self, stream: GatewayStream, message: pb.Submit) -> None:
-        request = decode_submit(message, self._engine.clock())
         handle = Handle(message.handle)
         if self._routes.of_handle(stream, handle) is not None:
             raise MalformedFrame(f"submit: handle {handle} is in use")
         stream.num_submits += 1
         try:
-            self._admit(stream, handle, request)
+            self._admit(stream, handle, decode_submit(message, self._engine.clock()))
+        except MalformedFrame:
+            raise
         except HeadraceError as error:
             stream.unsent.put_rejected(handle, error)
             stream.wake()
@@ -318,7 +319,7 @@ class EngineService:
         self._note_settled()
 
     def _send_load(self) -> LoadSnapshot:
-        """The one place that takes a snapshot: each step's duration is in exactly one, so every stream must get each of them."""
+        """All streams get the load as of now."""
         load = self._engine.snapshot()
         for stream in self._streams:
             stream.unsent.put_load(load, stream.num_submits)

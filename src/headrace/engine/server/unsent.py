@@ -8,7 +8,6 @@ service's decision, this module only counts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from headrace.core.load import LoadSnapshot
 from headrace.core.plan import TokenLogprobs
@@ -26,8 +25,6 @@ FRAME_UNITS = 2**15
 PAGE_POSITIONS = 1024
 """Prompt positions per update: prompt logprobs travel in pages, so that other sequences' tokens get between them."""
 
-MAX_STEP_SECONDS = 4096
-
 
 class UnsentFrames:
     """Not thread-safe: lives on the server's asyncio loop."""
@@ -37,7 +34,6 @@ class UnsentFrames:
         self._rejected: list[pb.Rejected] = []
         self._load: LoadSnapshot | None = None
         self._submits_seen = 0
-        self._step_seconds: list[float] = []
         self._draining: str | None = None
         self.num_units = 0
 
@@ -63,10 +59,8 @@ class UnsentFrames:
         self.num_units += 1
 
     def put_load(self, load: LoadSnapshot, submits_seen: int) -> None:
-        """Replaces an unsent snapshot; the steps it told of are kept, each is counted once."""
+        """Replaces an unsent snapshot."""
         self._load, self._submits_seen = load, submits_seen
-        self._step_seconds.extend(load.step_seconds)
-        del self._step_seconds[:-MAX_STEP_SECONDS]
 
     def put_draining(self, reason: str) -> None:
         self._draining = reason
@@ -86,9 +80,9 @@ class UnsentFrames:
         if self._waiting:
             frame.updates.CopyFrom(encode_updates(self._take_rows()))
         if self._load is not None:
-            frame.load.CopyFrom(encode_load(replace(self._load, step_seconds=tuple(self._step_seconds))))
+            frame.load.CopyFrom(encode_load(self._load))
             frame.submits_seen = self._submits_seen
-            self._load, self._step_seconds = None, []
+            self._load = None
         if self._draining is not None:
             frame.draining.reason = self._draining
             self._draining = None

@@ -196,9 +196,7 @@ def load_kernels(name: str, *, deterministic: bool = False, features: CpuFeature
     """
     module = import_module(_IMPLEMENTATIONS[name])
     if deterministic and name != "numba":
-        raise ConfigError(
-            "deterministic", f"{name} kernels leave products to a library whose rounding depends on the batch", "Use numba."
-        )
+        raise ConfigError("deterministic", f"{name} kernels leave products to a library whose rounding depends on the batch", "Use numba.")
     kernels: Kernels = module.DETERMINISTIC if deterministic else module.KERNELS
     if features is not None and name == "numba":
         kernels = module.NumbaKernels(deterministic=deterministic, features=features)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from headrace.core.load import EngineCounters, LoadSnapshot
+from headrace.core.load import STEP_BOUNDS_S, EngineCounters, LoadSnapshot
 from headrace.wire import headrace_pb2 as pb
+from headrace.wire.handles import MalformedFrame
 
 
 def encode_load(snapshot: LoadSnapshot) -> pb.Load:
@@ -18,7 +19,6 @@ def encode_load(snapshot: LoadSnapshot) -> pb.Load:
         step_age_s=snapshot.step_age_s,
         step_predicted_s=snapshot.step_predicted_s,
         loop_age_s=snapshot.loop_age_s,
-        step_seconds=snapshot.step_seconds,
         counters=pb.Counters(
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
@@ -27,6 +27,7 @@ def encode_load(snapshot: LoadSnapshot) -> pb.Load:
             preemptions=counters.preemptions,
             steps=counters.steps,
             step_seconds=counters.step_seconds,
+            step_buckets=list(counters.step_buckets),
             finished=counters.finished,
             failures=counters.failures,
         ),
@@ -34,7 +35,10 @@ def encode_load(snapshot: LoadSnapshot) -> pb.Load:
 
 
 def decode_load(message: pb.Load) -> LoadSnapshot:
+    """Raises MalformedFrame when the step histogram has other buckets than ours."""
     counters = message.counters
+    if len(counters.step_buckets) != len(STEP_BOUNDS_S) + 1:
+        raise MalformedFrame(f"load: {len(counters.step_buckets)} step buckets, not {len(STEP_BOUNDS_S) + 1}")
     return LoadSnapshot(
         num_running=message.num_running,
         num_waiting=message.num_waiting,
@@ -45,7 +49,6 @@ def decode_load(message: pb.Load) -> LoadSnapshot:
         step_age_s=message.step_age_s if message.HasField("step_age_s") else None,
         step_predicted_s=message.step_predicted_s,
         loop_age_s=message.loop_age_s,
-        step_seconds=tuple(message.step_seconds),
         counters=EngineCounters(
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
@@ -54,6 +57,7 @@ def decode_load(message: pb.Load) -> LoadSnapshot:
             preemptions=counters.preemptions,
             steps=counters.steps,
             step_seconds=counters.step_seconds,
+            step_buckets=list(counters.step_buckets),
             finished=dict(counters.finished),
             failures=dict(counters.failures),
         ),

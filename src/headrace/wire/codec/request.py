@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from google.protobuf.unknown_fields import UnknownFieldSet
+
 from headrace.core.errors import InvalidRequest
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
@@ -12,8 +14,11 @@ from headrace.core.sampling import SamplingParams
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec.enums import FINISH_KIND, FINISH_REASON, PRIORITY, PRIORITY_CLASS
 from headrace.wire.handles import Handle, MalformedFrame
+from headrace.wire.service import PROTOCOL_VERSION
 
 MAX_REQUEST_ID_CHARS = 128
+_NOT_HONOURED = ("grammar", "adapter_digest", "kv_ticket", "modality_digests")
+_TASKS: dict[int, str] = {pb.TASK_UNSPECIFIED: "none", pb.TASK_EMBED: "embed", pb.TASK_SCORE: "score"}
 
 
 def encode_submit(request: EngineRequest, handle: Handle) -> pb.Command:
@@ -30,6 +35,7 @@ def encode_submit(request: EngineRequest, handle: Handle) -> pb.Command:
                 request_id=request.request_id,
                 epoch=request.epoch,
                 first_index=request.first_index,
+                task=pb.TASK_GENERATE,
                 prompt_ids=request.prompt_ids,
                 output_ids=request.output_ids,
                 params=_encode_params(request.params),
@@ -61,7 +67,8 @@ def set_remaining(message: pb.Submit, deadline_s: float | None, now: float) -> N
 def decode_submit(message: pb.Submit, now: float) -> EngineRequest:
     """The request, its deadline on the clock that says `now`.
 
-    Raises MalformedFrame when the message breaks the format; the values' own rules are `EngineRequest.checked`'s.
+    Raises InvalidRequest for what this version does not honour, MalformedFrame when the message breaks the format; the values' own rules
+    are `EngineRequest.checked`'s.
     """
     if not message.handle:
         raise MalformedFrame("submit: handle must be positive")
@@ -71,6 +78,7 @@ def decode_submit(message: pb.Submit, now: float) -> EngineRequest:
         raise MalformedFrame("submit: params are missing")
     if message.priority not in PRIORITY_CLASS:
         raise MalformedFrame(f"submit: unknown priority {message.priority}")
+    _refuse_others(message)
     return EngineRequest(
         request_id=RequestId(message.request_id),
         epoch=message.epoch,
@@ -87,6 +95,23 @@ def decode_submit(message: pb.Submit, now: float) -> EngineRequest:
         prerequisites=frozenset(message.prerequisites),
         prefix_caching=message.prefix_caching,
     )
+
+
+def _refuse_others(message: pb.Submit) -> None:
+    """Nothing is accepted and ignored: neither a field we know and do not honour nor one of a later version."""
+    release = f"protocol version {PROTOCOL_VERSION}"
+    if message.task != pb.TASK_GENERATE:
+        raise InvalidRequest("task", f"generate, the only task of {release}", _TASKS.get(message.task, message.task))
+    for name in _NOT_HONOURED:
+        if getattr(message, name):
+            raise InvalidRequest(name, f"nothing: {release} does not honour it", remedy="Send this request to a newer engine.")
+    if unknown := [*_unknown_fields(message), *_unknown_fields(message.params)]:
+        raise InvalidRequest("submit", f"the fields of {release}", unknown, "Run the same release on both ends.")
+
+
+def _unknown_fields(message: pb.Submit | pb.Params) -> list[int]:
+    fields = UnknownFieldSet(message)
+    return [fields[i].field_number for i in range(len(fields))]
 
 
 def encode_cancel(handle: Handle) -> pb.Command:
