@@ -141,7 +141,7 @@ class Bench:
         oldest = self.in_flight.pop(0)
         result = self._result(oldest)
         began = clock()
-        self.scheduler.commit(oldest, result)
+        self.scheduler.commit(oldest, result, 1e6)
         return planned, clock() - began
 
     def _result(self, plan: Plan) -> Result:

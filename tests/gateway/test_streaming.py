@@ -303,3 +303,12 @@ async def test_draining_refuses_new_requests_and_finishes_old_ones(bench: TestBe
     bench.replica.go.set()
     assert (await first).status_code == 200
     assert await bench.gateway.service.open_requests.wait_empty(5)
+
+
+async def test_the_record_of_a_request_says_where_its_time_in_the_engine_went(text: TextModel, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with open_bench(text, request_log=str(log)) as bench:
+        assert (await bench.chat(max_tokens=3)).status_code == 200
+    record = json.loads(log.read_text())
+    spent = {name: record[f"{name}_s"] for name in ("queue_time", "prefill", "decode", "preempted", "stalled")}
+    assert spent == {"queue_time": 0.001, "prefill": 0.25, "decode": 0.5, "preempted": 0.0, "stalled": 0.125}

@@ -251,7 +251,7 @@ def test_a_failed_sequence_raises_after_its_neighbours_are_done(make_llm: MakeLL
     def failing(now: float) -> Any:
         steps.append(now)
         if len(steps) == 3:
-            scheduler.fail(next(iter(scheduler.sequences._families.values()))[0], "its step failed")
+            scheduler.fail(next(iter(scheduler.sequences._families.values()))[0], "its step failed", 0.0)
         return plan(now)
 
     monkeypatch.setattr(scheduler, "plan", failing)

@@ -22,7 +22,7 @@ from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.core.model_info import ModelInfo
 from headrace.core.plan import TokenLogprobs
 from headrace.core.request import EngineRequest
-from headrace.core.update import SequenceUpdate
+from headrace.core.update import SequenceUpdate, StageSeconds
 from headrace.gateway.app import Gateway
 from headrace.gateway.compose import open_gateway
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, config_from
@@ -186,6 +186,7 @@ class FakeReplica:
                     stop_token_id=token_id if is_end else None,
                     num_cached_tokens=self.cached_tokens if position == 0 else None,
                     queue_time_s=0.001 if position == 0 else None,
+                    stages=StageSeconds(0.001, 0.25, 0.5, 0.0, 0.125) if is_last else None,
                 )
             if is_end:
                 return

@@ -62,9 +62,9 @@ def check_every_row(scheduler: Scheduler) -> None:
         forget()
         return plan(now)
 
-    def commit_one_by_one(plan: Plan, result: Result) -> list[SequenceUpdate]:
+    def commit_one_by_one(plan: Plan, result: Result, now: float) -> list[SequenceUpdate]:
         forget()
-        return commit(plan, result)
+        return commit(plan, result, now)
 
     scheduler.plan = plan_one_by_one  # type: ignore[method-assign]
     scheduler.commit = commit_one_by_one  # type: ignore[method-assign]
@@ -145,7 +145,7 @@ class Life:
         elif chance < 0.50:
             self.driven.clock.now += draw.choice([0.5, 3.0, 25.0])
         elif chance < 0.53 and self.driven.scheduler.sequences.running:
-            self.driven.scheduler.sequences.preempt(draw.choice(self.driven.scheduler.sequences.running))
+            self.driven.scheduler.sequences.preempt(draw.choice(self.driven.scheduler.sequences.running), self.driven.clock.now)
         else:
             self.driven.turn(draw.randint(1, 6))
         self.driven.scheduler.check()

@@ -27,7 +27,7 @@ from headrace.core.model_info import ModelInfo
 from headrace.core.plan import TokenLogprobs
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.sampling import SamplingParams
-from headrace.core.update import SequenceUpdate
+from headrace.core.update import SequenceUpdate, StageSeconds
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import (
     decode_finish,
@@ -123,6 +123,7 @@ def updates(draw: st.DrawFn) -> SequenceUpdate:
             finish=draw(st.sampled_from(FinishReason)),
             stop_token_id=draw(st.none() | tokens),
             error=draw(st.none() | text),
+            stages=draw(st.none() | st.builds(StageSeconds, finite, finite, finite, finite, finite)),
         )
     return update
 

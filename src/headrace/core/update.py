@@ -10,6 +10,23 @@ from headrace.core.ids import RequestId
 from headrace.core.plan import TokenLogprobs
 
 
+class StageSeconds(NamedTuple):
+    """Where a sequence's time in the engine went, from arrival to end. Each moment is in one stage, so their sum is the whole.
+
+    queue      until it was first given a slot, prerequisites included
+    prefill    from then, or from when it runs again after a preemption, until the next token
+    decode     from that token on
+    preempted  its blocks were taken; until it has a slot again
+    stalled    it has a slot, but a step was made without it: no blocks or no budget; until a step has it again
+    """
+
+    queue: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+    preempted: float = 0.0
+    stalled: float = 0.0
+
+
 class SequenceUpdate(NamedTuple):
     """New tokens of one sequence, or its end. Fields are given by name. A tuple, because one is made per sequence and step: a frozen
     dataclass takes five times as long.
@@ -23,6 +40,7 @@ class SequenceUpdate(NamedTuple):
     error            message beside FinishReason.ERROR
     num_cached_tokens  prompt tokens taken from the prefix cache; set on the update that carries the first token
     queue_time_s     arrival at the engine to first scheduled; set on the same update
+    stages           set on the last update
     """
 
     request_id: RequestId
@@ -36,6 +54,7 @@ class SequenceUpdate(NamedTuple):
     error: str | None = None
     num_cached_tokens: int | None = None
     queue_time_s: float | None = None
+    stages: StageSeconds | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,7 +125,7 @@ class Engine:
         self._step: _RunningStep | None = None
         self._plan_failures = 0
         self._failures = Failures(lambda: scheduler.counters, clock)
-        self._recovery = Recovery(scheduler, self._compute, self._failures)
+        self._recovery = Recovery(scheduler, self._compute, self._failures, clock)
         self._stopping = False
         self._published = self._load()
 
@@ -252,9 +252,9 @@ class Engine:
                 checked = request.checked(vocab_size=self.info.vocab_size, max_model_len=self.info.max_model_len)
                 self.scheduler.add(checked, arrived)
             case _Cancel(request_id):
-                self.scheduler.cancel(request_id)
+                self.scheduler.cancel(request_id, self._clock())
             case _Finish(request_id, index, keep_tokens, reason):
-                self.scheduler.finish(request_id, index, keep_tokens, reason)
+                self.scheduler.finish(request_id, index, keep_tokens, reason, self._clock())
             case _Satisfied(request_id, what):
                 self.scheduler.satisfied(request_id, what)
             case _Wake():
@@ -269,7 +269,7 @@ class Engine:
         elif isinstance(message, _Wake):
             raise EngineFatal("a wake-up raised") from error
         else:
-            self.scheduler.cancel(message.request_id)
+            self.scheduler.cancel(message.request_id, self._clock())
 
     def _plan(self) -> Plan | None:
         """A plan that cannot be made is tried again next turn; when it keeps failing, the scheduler's state is not to be trusted."""
@@ -324,7 +324,7 @@ class Engine:
         self._deliver(plan, self._runner.submit(plan).result())
 
     def _deliver(self, plan: Plan, result: Result) -> None:
-        updates = self.scheduler.commit(plan, result)
+        updates = self.scheduler.commit(plan, result, self._clock())
         for error in self.scheduler.take_failures():
             self._failures.note(FailureKind.COMMIT, f"a row of step {plan.step_id} could not be committed: its sequence ends", error)
         if updates:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from headrace.core.clock import Clock
 from headrace.core.errors import EngineFatal
 from headrace.core.load import FailureKind
 from headrace.core.plan import Plan
@@ -22,10 +23,11 @@ Compute = Callable[[Plan], None]
 class Recovery:
     """Repeats failed plans through `compute`. All methods run on the loop's thread, while no other plan is in flight."""
 
-    def __init__(self, scheduler: Scheduler, compute: Compute, failures: Failures) -> None:
+    def __init__(self, scheduler: Scheduler, compute: Compute, failures: Failures, clock: Clock) -> None:
         self._scheduler = scheduler
         self._compute = compute
         self._failures = failures
+        self._clock = clock
 
     def recover(self, plans: list[Plan]) -> None:
         """Undo `plans`, the failed one first, make sure the runner knows their state changes, and run their rows again."""
@@ -50,7 +52,7 @@ class Recovery:
         pending = _halves(sequences)
         while pending:
             group = pending.pop()
-            plan, left = self._scheduler.replan(group)
+            plan, left = self._scheduler.replan(group, self._clock())
             if plan is None:
                 continue
             if left:
@@ -65,7 +67,7 @@ class Recovery:
                 self._scheduler.rollback(plan)
                 self._repeat_changes(plan)
                 if len(group) == 1:
-                    self._scheduler.fail(group[0], "the model step failed for this sequence")
+                    self._scheduler.fail(group[0], "the model step failed for this sequence", self._clock())
                 else:
                     pending += _halves(group)
 

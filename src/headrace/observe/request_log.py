@@ -22,7 +22,10 @@ class RequestRecord:
     outcome            stop | length | cancelled | deadline | error | rejected | ok (not a generating request)
     error              code of the error body, if one was sent
     detail             our own words for the operator (exception type and text of a server fault)
-    *_s                seconds since arrival, queue_time_s since arrival at the engine
+    ttft_s, latency_s  seconds since arrival at the gateway
+    queue_time_s, prefill_s, decode_s, preempted_s, stalled_s
+                       where the first sequence's time in its engine went (`core.update.StageSeconds`); together from arrival there to its
+                       end. All but the first come with the end, so a stop string, which ends it here, leaves them out
     """
 
     request_id: str
@@ -44,6 +47,10 @@ class RequestRecord:
     seed: int | None = None
     ttft_s: float | None = None
     queue_time_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    preempted_s: float | None = None
+    stalled_s: float | None = None
     latency_s: float | None = None
     error: str | None = None
     detail: str | None = None

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from headrace.core.finish import FinishReason
 from headrace.core.plan import TokenLogprobs
 from headrace.core.sampling import SamplingParams
-from headrace.core.update import SequenceUpdate
+from headrace.core.update import SequenceUpdate, StageSeconds
 from headrace.text.detokenize import Delta, Detokenizer
 from headrace.text.tokenizer import Tokenizer
 
@@ -100,6 +100,7 @@ class OutputAssembler:
     num_tokens         output tokens that count: for usage, and for a resume after a failure
     num_cached_tokens  prompt tokens taken from the prefix cache, once the engine said so
     queue_time_s       time waited in the engine, once it said so
+    stages             where its time in the engine went, once it ended there
     finish             None until the end
     """
 
@@ -117,6 +118,7 @@ class OutputAssembler:
         self.num_tokens = 0
         self.num_cached_tokens: int | None = None
         self.queue_time_s: float | None = None
+        self.stages: StageSeconds | None = None
         self.finish: FinishReason | None = None
 
     def feed_whole(self, token_ids: Sequence[int]) -> str | None:
@@ -139,6 +141,8 @@ class OutputAssembler:
             self.num_cached_tokens = update.num_cached_tokens
         if update.queue_time_s is not None:
             self.queue_time_s = update.queue_time_s
+        if update.stages is not None:
+            self.stages = update.stages
         parts: list[str] = []
         stop = self._read(update, parts)
         if stop is None and update.finish is not None and self._params.detokenize:

@@ -328,16 +328,32 @@ class RowLogprobs(_message.Message):
     def __init__(self, row: _Optional[int] = ..., values: _Optional[_Union[Logprobs, _Mapping]] = ...) -> None: ...
 
 class RowFinish(_message.Message):
-    __slots__ = ("row", "reason", "stop_token_id", "error")
+    __slots__ = ("row", "reason", "stop_token_id", "error", "stages")
     ROW_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
     row: int
     reason: FinishKind
     stop_token_id: int
     error: str
-    def __init__(self, row: _Optional[int] = ..., reason: _Optional[_Union[FinishKind, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    stages: StageSeconds
+    def __init__(self, row: _Optional[int] = ..., reason: _Optional[_Union[FinishKind, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ..., stages: _Optional[_Union[StageSeconds, _Mapping]] = ...) -> None: ...
+
+class StageSeconds(_message.Message):
+    __slots__ = ("queue", "prefill", "decode", "preempted", "stalled")
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    STALLED_FIELD_NUMBER: _ClassVar[int]
+    queue: float
+    prefill: float
+    decode: float
+    preempted: float
+    stalled: float
+    def __init__(self, queue: _Optional[float] = ..., prefill: _Optional[float] = ..., decode: _Optional[float] = ..., preempted: _Optional[float] = ..., stalled: _Optional[float] = ...) -> None: ...
 
 class RowFirst(_message.Message):
     __slots__ = ("row", "num_cached_tokens", "queue_time_s")

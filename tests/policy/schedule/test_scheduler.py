@@ -518,14 +518,14 @@ def test_a_row_planned_before_a_preemption_does_not_count_afterwards() -> None:
     scheduler, runner = driven.scheduler, driven.runner
     scheduler.add(request("r", list(range(40)), max_tokens=4), now=0.0)
     before = scheduler.plan(now=0.0)
-    scheduler.sequences.preempt(scheduler.sequences.running[0])
+    scheduler.sequences.preempt(scheduler.sequences.running[0], 0.0)
     after = scheduler.plan(now=0.0)
     assert before is not None
     assert after is not None
-    scheduler.commit(before, runner.compute(before))
+    scheduler.commit(before, runner.compute(before), 0.0)
     scheduler.check()
     assert scheduler.sequences.running[0].num_computed == 0
-    scheduler.commit(after, runner.compute(after))
+    scheduler.commit(after, runner.compute(after), 0.0)
     assert scheduler.sequences.running[0].num_computed == 16
     driven.run()
     assert driven.tokens["r", 0] == expected_tokens(list(range(40)), 4, VOCAB)
@@ -537,7 +537,7 @@ def test_a_preempted_prompt_is_computed_again_but_told_once(depth: int) -> None:
     driven = DrivenEngine(depth=depth, num_blocks=16, max_num_batched_tokens=7)
     driven.submit(*(request(f"r{i}", prompt, prompt_logprobs=0, max_tokens=14) for i, prompt in enumerate(prompts)))
     driven.turn(9)
-    driven.scheduler.sequences.preempt(driven.scheduler.sequences.running[0])
+    driven.scheduler.sequences.preempt(driven.scheduler.sequences.running[0], driven.clock.now)
     driven.run()
     for i, prompt in enumerate(prompts):
         told = [entry for update in driven.updates if update.request_id == f"r{i}" for entry in update.prompt_logprobs]
@@ -621,6 +621,6 @@ def test_preempting_anybody_at_any_moment_changes_no_token(depth: int, groups: s
     for turn in range(40):
         driven.turn()
         if running := driven.scheduler.sequences.running:
-            driven.scheduler.sequences.preempt(running[turn % len(running)])
+            driven.scheduler.sequences.preempt(running[turn % len(running)], driven.clock.now)
         driven.scheduler.check()
     assert_plain(driven.run())

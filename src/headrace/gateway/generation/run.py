@@ -212,6 +212,9 @@ class Run:
         record.ttft_s = progress.ttft_s
         record.finish_reasons = progress.finish_reasons or None
         record.queue_time_s = stream.queue_time_s(0)
+        if (stages := stream.stages(0)) is not None:
+            record.prefill_s, record.decode_s = stages.prefill, stages.decode
+            record.preempted_s, record.stalled_s = stages.preempted, stages.stalled
         record.replica = stream.replica(0) or record.replica
         progress.close(self.service.clock(), n=self.params.n)
 

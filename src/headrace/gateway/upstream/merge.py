@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from headrace.core.update import StageSeconds
 from headrace.gateway.upstream.seam import EventStream, OutputEvent, Usage
 
 
@@ -42,6 +43,9 @@ class MergedStream:
 
     def queue_time_s(self, index: int) -> float | None:
         return self._streams[index // self._n].queue_time_s(index)
+
+    def stages(self, index: int) -> StageSeconds | None:
+        return self._streams[index // self._n].stages(index)
 
     def cancel(self) -> None:
         for stream in self._streams:

@@ -17,6 +17,7 @@ from headrace.core.ids import RequestId
 from headrace.core.load import LoadSnapshot
 from headrace.core.plan import TokenLogprobs
 from headrace.core.request import PriorityClass
+from headrace.core.update import StageSeconds
 from headrace.text.assemble import TokenEntry
 
 # ---------------------------------------------------------------------------------------------------------------------- what goes in
@@ -134,6 +135,10 @@ class EventStream(Protocol):
 
     def queue_time_s(self, index: int) -> float | None:
         """How long a sequence waited for its first step, once that was said."""
+        ...
+
+    def stages(self, index: int) -> StageSeconds | None:
+        """Where a sequence's time in its engine went, once it ended there. A stop string ends it here first: then None."""
         ...
 
     def cancel(self) -> None:

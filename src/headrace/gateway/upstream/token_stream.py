@@ -14,7 +14,7 @@ from headrace.core.errors import HeadraceError, Overloaded, RequestTooLarge, Una
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
-from headrace.core.update import Rejected, SequenceUpdate
+from headrace.core.update import Rejected, SequenceUpdate, StageSeconds
 from headrace.gateway.upstream.replicas import Replica, ReplicaInstance, ReplicaPool, UpdateStream
 from headrace.gateway.upstream.seam import OutputEvent, PrincipalFacts, Usage
 from headrace.text.assemble import OutputAssembler, OutputDelta
@@ -112,6 +112,9 @@ class TokenStream:
 
     def queue_time_s(self, index: int) -> float | None:
         return self._assemblers[index - self._first_index].queue_time_s
+
+    def stages(self, index: int) -> StageSeconds | None:
+        return self._assemblers[index - self._first_index].stages
 
     def cancel(self) -> None:
         if not self._is_over:

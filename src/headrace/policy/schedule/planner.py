@@ -38,6 +38,7 @@ class PlanDraft:
 
     max_tokens: int
     builder: PlanBuilder
+    now: float
     score_budget: int = MAX_SCORED_TOKENS
     rows: StepRows = field(default_factory=StepRows)
     num_prefills: int = 0
@@ -62,10 +63,10 @@ class Planner:
         self.sequences = sequences
         self._price = ChunkPrice(config.costly_context if config.enable_chunked_prefill else 0)
 
-    def fill(self, step: PlanDraft, now: float) -> None:
+    def fill(self, step: PlanDraft) -> None:
         """Rows for who runs and who can be admitted. On an error the draft says what was granted so far."""
         prefilling = self._plan_decodes(step)
-        self._plan_prefills(prefilling, step, now)
+        self._plan_prefills(prefilling, step)
         self.charge(step)
 
     def repeat(self, sequences: list[Sequence], step: PlanDraft) -> list[Sequence]:
@@ -106,7 +107,7 @@ class Planner:
         step.rows.num_decodes = len(seqs)
         return prefilling
 
-    def _plan_prefills(self, prefilling: list[Sequence], step: PlanDraft, now: float) -> None:
+    def _plan_prefills(self, prefilling: list[Sequence], step: PlanDraft) -> None:
         """Prefills in the queue policy's order, then who waits; those behind the first long prompt have their share before it."""
         if len(prefilling) > 1:
             self.charge(step)
@@ -122,7 +123,7 @@ class Planner:
         for seq in prefilling[num_ahead:]:
             if (seq, seq.incarnation) not in long:
                 self._plan_one(seq, step)
-        self._plan_waiting(step, now)
+        self._plan_waiting(step)
         step.num_kept = 0
         for seq, incarnation in long:
             if seq.incarnation == incarnation:  # or it was preempted, and may have been admitted anew
@@ -143,6 +144,7 @@ class Planner:
         if seq.bulk_decode_limit in (0, last) or step.budget <= 0 or not self.kv.grow(seq, seq.num_planned + 1, step.builder):
             return False
         seq.bulk_decode_limit = min(seq.allocated_until, last)
+        seq.unstall(step.now)
         return True
 
     def _plan_decode(self, seq: Sequence, step: PlanDraft) -> None:
@@ -157,9 +159,11 @@ class Planner:
             return  # preempted earlier in this plan
         count = self._share(seq, seq.num_uncomputed, step)
         if count == 0:
+            seq.stall(step.now)
             return
         while not self.kv.grow(seq, seq.num_planned + count, step.builder):
             if self.kv.has_pending_free:
+                seq.stall(step.now)
                 return  # blocks come free with the step in flight
             if self.sequences.drop_waiting_forks():
                 continue
@@ -167,8 +171,9 @@ class Planner:
             planned = {other.seq_id for other in step.rows.seqs}
             victim = self.sequences.queue.victim(other for other in self.sequences.running if other.seq_id not in planned)
             if victim is seq and seq.is_in_flight:
+                seq.stall(step.now)
                 return  # its own step may move a window on; preempting now would throw that step away, again and again
-            self.sequences.preempt(victim)
+            self.sequences.preempt(victim, step.now)
             if victim is seq:
                 return
         self._grant(seq, count, step)
@@ -198,6 +203,7 @@ class Planner:
         if seq.scores_prompt and start < seq.num_prompt:
             step.score_budget -= count
         seq.grant(count, samples)
+        seq.unstall(step.now)
 
     def charge(self, step: PlanDraft) -> None:
         """Tell the queue policy of the rows it has not heard of; always before it is asked for an opinion."""
@@ -206,7 +212,7 @@ class Planner:
             self.sequences.queue.charge(step.rows.seqs[step.num_charged :], step.rows.counts[step.num_charged :])
             step.num_charged = len(step.rows)
 
-    def _plan_waiting(self, step: PlanDraft, now: float) -> None:
+    def _plan_waiting(self, step: PlanDraft) -> None:
         """Admit in the queue's order. Static batching fills a batch when the last one has ended, and only then."""
         is_static = self.config.static_batching
         if not len(self.sequences.queue) or not self.sequences.has_free_slot or (is_static and self.sequences.running):
@@ -215,7 +221,7 @@ class Planner:
         while self.sequences.has_free_slot and (step.budget > 0 or is_static):
             self.charge(step)
             seq = self.sequences.queue.head()
-            if seq is None or seq.num_in_flight or not self._admit(seq, step, reserve, now):
+            if seq is None or seq.num_in_flight or not self._admit(seq, step, reserve):
                 return
 
     def _reserve(self) -> int:
@@ -223,7 +229,7 @@ class Planner:
         size = self.kv.block_size
         return sum(1 for seq in self.sequences.running if len(seq.blocks[0]) * size < seq.limit)
 
-    def _admit(self, seq: Sequence, step: PlanDraft, reserve: int, now: float) -> bool:
+    def _admit(self, seq: Sequence, step: PlanDraft, reserve: int) -> bool:
         """Start the head of the queue. False when it does not fit yet; nobody behind it is tried then, or it could starve."""
         is_forked = bool(seq.blocks[0])
         hits = seq.num_planned if is_forked else self._hits(seq)
@@ -238,7 +244,7 @@ class Planner:
                 return True  # its own blocks may have been the ones let go: look at the head anew
         if not is_forked:
             self._take_hits(seq, hits)
-        self._start(seq, step.builder, now)
+        self._start(seq, step.builder, step.now)
         if count:
             grown = self.kv.grow(seq, seq.num_planned + count, step.builder)
             assert grown, "can_admit promised these blocks"

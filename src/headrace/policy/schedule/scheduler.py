@@ -1,7 +1,7 @@
 """The scheduler: who gets which positions and which blocks in the next step, and what a finished step means.
 
     plan(now)           -> Plan | None     decides; nothing is computed
-    commit(plan, result) -> updates        appends tokens, finishes, frees
+    commit(plan, result, now) -> updates   appends tokens, finishes, frees
     rollback(plan)                         the step raised: nothing of it happened
 
 Which rows a step has is the planner's (`planner.py`); what becomes of them is said here.
@@ -68,18 +68,18 @@ class Scheduler:
         """Add a checked request. Raises Overloaded, RequestTooLarge, ValueError."""
         self.sequences.add(request, now)
 
-    def cancel(self, request_id: RequestId) -> None:
-        self.sequences.cancel(request_id)
+    def cancel(self, request_id: RequestId, now: float) -> None:
+        self.sequences.cancel(request_id, now)
 
-    def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason) -> None:
-        self.sequences.finish(request_id, index, keep_tokens, reason)
+    def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason, now: float) -> None:
+        self.sequences.finish(request_id, index, keep_tokens, reason, now)
 
     def satisfied(self, request_id: RequestId, what: str) -> None:
         self.sequences.satisfied(request_id, what)
 
-    def fail(self, seq: Sequence, message: str) -> None:
+    def fail(self, seq: Sequence, message: str, now: float) -> None:
         """End one sequence with an error that the client may read."""
-        self.sequences.fail(seq, message)
+        self.sequences.fail(seq, message, now)
 
     def next_deadline(self) -> float | None:
         """When `plan` has to run next at the latest, on the clock its `now` comes from."""
@@ -94,9 +94,9 @@ class Scheduler:
         """The next step, or None when nothing can be computed now (all waiting for results, prerequisites or blocks)."""
         self.kv.begin_plan(now)
         self.sequences.expire(now)
-        step = PlanDraft(self.config.max_num_batched_tokens, self._builder())
+        step = PlanDraft(self.config.max_num_batched_tokens, self._builder(), now)
         try:
-            self._planner.fill(step, now)
+            self._planner.fill(step)
             if not (len(step.rows) or step.builder.has_changes or self.sequences.has_ended_slots):
                 return None
             return self._freeze(step)
@@ -130,17 +130,17 @@ class Scheduler:
 
     # results
 
-    def commit(self, plan: Plan, result: Result) -> list[SequenceUpdate]:
+    def commit(self, plan: Plan, result: Result, now: float) -> list[SequenceUpdate]:
         """Commit a step's result. Returns this step's updates and those of sequences that ended otherwise since the last commit."""
         rows = self._rows.pop(plan.step_id)
         num_decodes = rows.num_decodes if _are_plain(rows, result) else 0
         if num_decodes:
-            self._commit_decodes(rows, result.token_ids[:num_decodes])
-        self._commit_rows(rows, result, num_decodes)
+            self._commit_decodes(rows, result.token_ids[:num_decodes], now)
+        self._commit_rows(rows, result, num_decodes, now)
         self.kv.release_pending(plan.step_id)
         return self.sequences.take_updates()
 
-    def _commit_decodes(self, rows: StepRows, token_ids: array[int]) -> None:
+    def _commit_decodes(self, rows: StepRows, token_ids: array[int], now: float) -> None:
         """Commit the leading rows, one token each: in bulk where the token is all there is, one by one where there is more to do."""
         needs_block_commit: list[int] = []
         needs_full_commit: list[int] = []
@@ -156,17 +156,17 @@ class Scheduler:
         self.sequences.emit_tokens(rows.decode_columns, token_ids.tolist(), needs_full_commit)
         for i in needs_block_commit:  # in the rows' order, which is that of the cache's blocks
             if i in needs_full_commit:
-                self._commit_guarded(rows.row(i), Output(token_ids[i : i + 1]), None)
+                self._commit_guarded(rows.row(i), Output(token_ids[i : i + 1]), None, now)
             else:
-                self._commit_blocks(rows.seqs[i])
+                self._commit_blocks(rows.seqs[i], now)
 
-    def _commit_blocks(self, seq: Sequence) -> None:
+    def _commit_blocks(self, seq: Sequence, now: float) -> None:
         try:
             seq.bulk_commit_limit = min(self.kv.commit(seq), seq.limit - 1)
         except Exception as failure:  # as in `_commit_guarded`
-            self._fail_commit(seq, failure)
+            self._fail_commit(seq, failure, now)
 
-    def _commit_rows(self, rows: StepRows, result: Result, first: int) -> None:
+    def _commit_rows(self, rows: StepRows, result: Result, first: int, now: float) -> None:
         """Commit the rows from `first` on, of any kind; before it every row has one token."""
         if first == len(rows) == len(result.token_counts):
             return
@@ -175,31 +175,31 @@ class Scheduler:
         for i, (row, count) in enumerate(zip(rows.rows(first), result.token_counts[first:], strict=True), first):
             end = offset + count
             output = Output(result.token_ids[offset:end], logprobs[offset:end], _not_emitted(row, prompt_logprobs.get(i, ())))
-            self._commit_guarded(row, output, errors.get(i))
+            self._commit_guarded(row, output, errors.get(i), now)
             offset = end
 
-    def _commit_guarded(self, row: Row, output: Output, error: str | None) -> None:
+    def _commit_guarded(self, row: Row, output: Output, error: str | None, now: float) -> None:
         if row.seq.state is SeqState.DONE:
             return
         row.seq.ungrant(row.samples)
         try:
-            self._commit_row(row, output, error)
+            self._commit_row(row, output, error, now)
         except Exception as failure:  # one sequence's bookkeeping must not take its neighbours along
-            self._fail_commit(row.seq, failure)
+            self._fail_commit(row.seq, failure, now)
 
-    def _fail_commit(self, seq: Sequence, failure: Exception) -> None:
+    def _fail_commit(self, seq: Sequence, failure: Exception, now: float) -> None:
         self._failures.append(failure)
-        self.sequences.fail(seq, "internal error while a step was committed")
+        self.sequences.fail(seq, "internal error while a step was committed", now)
 
     def take_failures(self) -> list[Exception]:
         """What raised in `commit` since the last call, one per sequence that ended by it."""
         failures, self._failures = self._failures, []
         return failures
 
-    def _commit_row(self, row: Row, output: Output, error: str | None) -> None:
+    def _commit_row(self, row: Row, output: Output, error: str | None, now: float) -> None:
         seq = row.seq
         if error is not None:
-            self.sequences.fail(seq, error)
+            self.sequences.fail(seq, error, now)
             return
         if row.is_current:
             seq.commit(row.start + row.count)
@@ -207,7 +207,7 @@ class Scheduler:
                 # Before the window moves on: a fork recomputes the last prompt token, seeing one token more.
                 self.sequences.fork_siblings(seq)
             next_block_commit = self.kv.commit(seq)
-        self.sequences.append_output(seq, output)
+        self.sequences.append_output(seq, output, now)
         if row.is_current and seq.first_token_emitted:
             seq.bulk_commit_limit = min(next_block_commit, seq.limit - 1)
 
@@ -227,12 +227,12 @@ class Scheduler:
             if self.sequences.queue.charges:
                 self.sequences.queue.charge([row.seq], [-row.count])
 
-    def replan(self, sequences: list[Sequence]) -> tuple[Plan | None, list[Sequence]]:
+    def replan(self, sequences: list[Sequence], now: float) -> tuple[Plan | None, list[Sequence]]:
         """A plan of just these sequences (blocks are theirs already): how a failed step is repeated in halves.
 
         Also returns those the step's budget did not reach: they have to be asked for again.
         """
-        step = PlanDraft(self.config.max_num_batched_tokens, PlanBuilder(self._next_step))
+        step = PlanDraft(self.config.max_num_batched_tokens, PlanBuilder(self._next_step), now)
         left = self._planner.repeat(sequences, step)
         return (self._freeze(step) if len(step.rows) else None), left
 

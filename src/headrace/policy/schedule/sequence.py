@@ -11,13 +11,23 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 
 from headrace.core.hashing import BlockHash
 from headrace.core.ids import SeqId
 from headrace.core.request import EngineRequest
 
 NO_SLOT = -1
+
+
+class Stage(IntEnum):
+    """What its time is spent on: places of `core.update.StageSeconds`."""
+
+    QUEUE = 0
+    PREFILL = 1
+    DECODE = 2
+    PREEMPTED = 3
+    STALLED = 4
 
 
 class SeqState(Enum):
@@ -44,6 +54,8 @@ class Sequence:
     end_ids      tokens that end it, `min_tokens` apart
     registered   per KV group, leading blocks already offered to the prefix cache
     num_prompt_logprobs_emitted  a preempted prompt is computed again, its log-probabilities are not emitted again
+    stage, stage_since, stage_seconds  where its time goes: what it does now, since when, and the sums of what is over
+    stage_unstalled  what it returns to from STALLED
     key          the queue policy's order, smaller first; set when it is pushed
     """
 
@@ -71,7 +83,10 @@ class Sequence:
     missing: set[str] = field(default_factory=set)
     key: float = 0.0
     num_cached: int = 0
-    first_scheduled: float | None = None
+    stage: Stage = Stage.QUEUE
+    stage_since: float = 0.0
+    stage_seconds: list[float] = field(default_factory=lambda: [0.0] * len(Stage))
+    stage_unstalled: Stage = Stage.PREFILL
     first_token_emitted: bool = False
     num_prompt_logprobs_emitted: int = 0
 
@@ -123,19 +138,44 @@ class Sequence:
     def start(self, slot: int, now: float) -> None:
         self.slot = slot
         self.state = SeqState.RUNNING
-        if self.first_scheduled is None:
-            self.first_scheduled = now
+        self.enter(Stage.PREFILL, now)
 
     def wait(self) -> None:
         self.state = SeqState.WAITING
 
-    def preempt(self) -> None:
+    def preempt(self, now: float) -> None:
         """It runs again later, from what the prefix cache gives back. Rows planned until now do not count as computed any more."""
         self.incarnation += 1
         self.state = SeqState.WAITING
+        self.enter(Stage.PREEMPTED, now)
 
     def end(self) -> None:
         self.state = SeqState.DONE
+
+    # where its time goes: nothing here runs once per token
+
+    def enter(self, stage: Stage, now: float) -> None:
+        """From `now` on its time is spent on `stage`."""
+        self.stage_seconds[self.stage] += now - self.stage_since
+        self.stage, self.stage_since = stage, now
+
+    def stall(self, now: float) -> None:
+        """A step is made without it."""
+        if self.stage is not Stage.STALLED:
+            self.stage_unstalled = self.stage
+            self.enter(Stage.STALLED, now)
+
+    def unstall(self, now: float) -> None:
+        """A step has it again."""
+        if self.stage is Stage.STALLED:
+            self.enter(self.stage_unstalled, now)
+
+    def end_prefill(self, now: float) -> None:
+        """A token came: the first one, or the first since it runs again."""
+        if self.stage is Stage.PREFILL:
+            self.enter(Stage.DECODE, now)
+        elif self.stage is Stage.STALLED:
+            self.stage_unstalled = Stage.DECODE
 
     # questions
 

@@ -15,12 +15,12 @@ from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId, SeqId
 from headrace.core.load import EngineCounters
 from headrace.core.request import EngineRequest
-from headrace.core.update import SequenceUpdate
+from headrace.core.update import SequenceUpdate, StageSeconds
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.queues import Queue, make_queue
 from headrace.policy.schedule.deadlines import Deadlines, Limit
-from headrace.policy.schedule.sequence import NO_SLOT, SeqState, Sequence
+from headrace.policy.schedule.sequence import NO_SLOT, SeqState, Sequence, Stage
 from headrace.policy.schedule.step_rows import RunningColumns
 from headrace.policy.schedule.updates import NOTHING, Output, token_updates
 
@@ -133,6 +133,7 @@ class SequenceTable:
         seq = Sequence(
             SeqId(self._next_seq), request, index, now, tokens, len(request.prompt_ids), self._limit(request), num_expected=len(tokens)
         )
+        seq.stage_since = now
         seq.end_ids = self._end_ids(request)
         seq.missing = set(request.prerequisites) | (set() if seq.is_first else {FORK})
         self.kv.open(seq)
@@ -178,11 +179,11 @@ class SequenceTable:
         ended, self._ended_slots = self._ended_slots, []
         return ended
 
-    def preempt(self, seq: Sequence) -> None:
+    def preempt(self, seq: Sequence, now: float) -> None:
         """Take everything from a running sequence; it will recompute what the prefix cache does not give back."""
         self._leave_state(seq)
         self.kv.release(seq)
-        seq.preempt()
+        seq.preempt(now)
         self.queue.push(seq, seq.limit)
         self.counters.preemptions += 1
 
@@ -196,27 +197,27 @@ class SequenceTable:
 
     # out
 
-    def cancel(self, request_id: RequestId) -> None:
+    def cancel(self, request_id: RequestId, now: float) -> None:
         """The client left: every sequence of the request ends now, its blocks are free once no uncommitted plan names them."""
         for seq in list(self._families.get(request_id, ())):
-            self._end(seq, FinishReason.CANCELLED)
+            self._end(seq, FinishReason.CANCELLED, now)
 
-    def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason) -> None:
+    def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason, now: float) -> None:
         """The text side ended a sequence (a stop string) after `keep_tokens` output tokens; what was sampled beyond is dropped."""
         for seq in list(self._families.get(request_id, ())):
             if seq.index == index:
-                self._end(seq, reason, keep_tokens=keep_tokens)
+                self._end(seq, reason, now, keep_tokens=keep_tokens)
 
-    def fail(self, seq: Sequence, message: str) -> None:
-        self._end(seq, FinishReason.ERROR, error=message)
+    def fail(self, seq: Sequence, message: str, now: float) -> None:
+        self._end(seq, FinishReason.ERROR, now, error=message)
 
     def expire(self, now: float) -> None:
         """End what is past its deadline or waited too long for a prerequisite."""
         for seq, kind in self._deadlines.take_due(now):
             if kind is Limit.ANSWER:
-                self._end(seq, FinishReason.DEADLINE)
+                self._end(seq, FinishReason.DEADLINE, now)
             elif waiting_for := sorted(seq.missing - {FORK}):
-                self.fail(seq, f"prerequisite not met in {self.config.prerequisite_timeout_s:g} s: {', '.join(waiting_for)}")
+                self.fail(seq, f"prerequisite not met in {self.config.prerequisite_timeout_s:g} s: {', '.join(waiting_for)}", now)
 
     def next_deadline(self) -> float | None:
         return self._deadlines.next()
@@ -225,6 +226,7 @@ class SequenceTable:
         self,
         seq: Sequence,
         reason: FinishReason,
+        now: float,
         *,
         keep_tokens: int | None = None,
         error: str | None = None,
@@ -233,7 +235,7 @@ class SequenceTable:
         """The one way out, from every state. is_emitted: the update that carries the end is emitted by the caller."""
         if seq.state is SeqState.DONE:
             return
-        update = None if is_emitted else self._update(seq, NOTHING, 0, finish=reason, error=error)
+        update = None if is_emitted else self._update(seq, NOTHING, 0, now, finish=reason, error=error)
         num_outputs = seq.num_outputs if keep_tokens is None else min(keep_tokens, seq.num_outputs)
         # Each of these may be repeated: whoever called can end the sequence again if one of them raised.
         self.kv.release(seq, keep_tokens=seq.num_prompt + num_outputs)
@@ -276,7 +278,7 @@ class SequenceTable:
 
     # updates
 
-    def append_output(self, seq: Sequence, output: Output) -> None:
+    def append_output(self, seq: Sequence, output: Output, now: float) -> None:
         """Known tokens grow; the sequence may end; an update is emitted."""
         reason: FinishReason | None = None
         stop_token: int | None = None
@@ -295,9 +297,11 @@ class SequenceTable:
             self.counters.generation_tokens += kept  # with stop strings the text side decides how many count: see _end
         if kept == 0 and not output.prompt_logprobs:
             return
-        update = self._update(seq, output, kept, finish=reason, stop_token_id=stop_token)
+        if kept:
+            seq.end_prefill(now)
+        update = self._update(seq, output, kept, now, finish=reason, stop_token_id=stop_token)
         if reason is not None:
-            self._end(seq, reason, is_emitted=True)
+            self._end(seq, reason, now, is_emitted=True)
         self._updates.append(update)
 
     def emit_tokens(self, columns: RunningColumns, token_ids: list[int], needs_full_commit: list[int]) -> None:
@@ -322,11 +326,14 @@ class SequenceTable:
         seq: Sequence,
         output: Output,
         kept: int,
+        now: float,
         *,
         finish: FinishReason | None,
         stop_token_id: int | None = None,
         error: str | None = None,
     ) -> SequenceUpdate:
+        if finish is not None:
+            seq.enter(seq.stage, now)
         emits_first = kept > 0 and not seq.first_token_emitted
         seq.first_token_emitted = seq.first_token_emitted or emits_first
         return SequenceUpdate(
@@ -340,7 +347,8 @@ class SequenceTable:
             stop_token_id=stop_token_id,
             error=error,
             num_cached_tokens=seq.num_cached if emits_first else None,
-            queue_time_s=seq.first_scheduled - seq.arrival if emits_first and seq.first_scheduled is not None else None,
+            queue_time_s=seq.stage_seconds[Stage.QUEUE] if emits_first else None,
+            stages=None if finish is None else StageSeconds(*seq.stage_seconds),
         )
 
     def take_updates(self) -> list[SequenceUpdate]:

@@ -10,7 +10,7 @@ from typing import TypedDict, TypeVar
 
 from headrace.core.finish import FinishReason
 from headrace.core.plan import TokenLogprobs
-from headrace.core.update import SequenceUpdate
+from headrace.core.update import SequenceUpdate, StageSeconds
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec.enums import FINISH_KIND, FINISH_REASON
 from headrace.wire.codec.text import printable
@@ -18,7 +18,7 @@ from headrace.wire.handles import Attempt, Handle, MalformedFrame
 
 
 def encode_updates(rows: Iterable[tuple[Handle, SequenceUpdate]]) -> pb.Updates:
-    """One message for all rows. `stop_token_id` and `error` travel with `finish` only, as SequenceUpdate says they are set."""
+    """One message for all rows. `stop_token_id`, `error` and `stages` travel with `finish` only, as SequenceUpdate says they are set."""
     message = pb.Updates()
     handles: list[int] = []
     indices: list[int] = []
@@ -47,6 +47,7 @@ class Facts(TypedDict, total=False):
     error: str
     num_cached_tokens: int
     queue_time_s: float
+    stages: StageSeconds
 
 
 _NO_FACTS = Facts()
@@ -131,12 +132,16 @@ def _add_finish(facts: Facts, finished: pb.RowFinish) -> None:
         facts["stop_token_id"] = finished.stop_token_id
     if finished.HasField("error"):
         facts["error"] = finished.error
+    if finished.HasField("stages"):
+        spent = finished.stages
+        facts["stages"] = StageSeconds(spent.queue, spent.prefill, spent.decode, spent.preempted, spent.stalled)
 
 
 def _add_sparse(message: pb.Updates, row: int, update: SequenceUpdate) -> None:
     if update.finish is not None:
         error = None if update.error is None else printable(update.error)
-        message.finished.add(row=row, reason=FINISH_KIND[update.finish], stop_token_id=update.stop_token_id, error=error)
+        stages = None if update.stages is None else pb.StageSeconds(**update.stages._asdict())
+        message.finished.add(row=row, reason=FINISH_KIND[update.finish], stop_token_id=update.stop_token_id, error=error, stages=stages)
     if update.num_cached_tokens is not None or update.queue_time_s is not None:
         message.first.add(row=row, num_cached_tokens=update.num_cached_tokens, queue_time_s=update.queue_time_s)
     if update.logprobs:
