@@ -24,7 +24,7 @@ from bench.machine import results_file
 from headrace.core.kvgroup import KvGroup
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
-from headrace.tensor.kernels.cpu.backend import KERNELS
+from headrace.tensor.kernels.cpu.backend import EXECUTOR, KERNELS
 from headrace.tensor.kernels.cpu.jit.launch import thread_limit
 
 BLOCK_SIZE, LAYERS, CALLS = 16, 4, 5
@@ -75,7 +75,7 @@ def filled_cache(dtype: torch.dtype, blocks: int, kv_heads: int, dim: int) -> Kv
 def one_pass(step: Step, kv: KvCache) -> float:
     """Seconds per layer."""
     began = time.perf_counter()
-    with KERNELS.together(len(step.query)):
+    with EXECUTOR.together(len(step.query)):
         for layer in kv.layers:
             KERNELS.attention(
                 step.query, layer.values, step.table, step.starts, step.contexts, scale=0.1, kv_scales=layer.scales

@@ -30,7 +30,7 @@ from headrace.core.plan import Started
 from headrace.core.sampling import SamplingParams
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.batch import KvCache, allocate_kv
-from headrace.tensor.kernels.cpu.backend import KERNELS
+from headrace.tensor.kernels.cpu.backend import EXECUTOR, KERNELS, draw_tokens
 from headrace.tensor.kernels.cpu.jit.launch import thread_limit
 from headrace.tensor.kernels.filters import Draw, draw
 from headrace.tensor.sampling.sampler import Sampler
@@ -45,7 +45,7 @@ ASKED = {
     "top-k and top-p": SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=1),
 }
 
-DRAWS: dict[str, Draw] = {"numba": KERNELS.draw, "plain": draw}
+DRAWS: dict[str, Draw] = {"numba": draw_tokens, "plain": draw}
 
 Work = tuple[str, Callable[[int], object], int]
 """name, the call of a layer, bytes of a call"""
@@ -75,9 +75,9 @@ def kernels(rows: int) -> Iterator[Work]:
 def kernel_seconds(work: Callable[[int], object], rows: int) -> float:
     """Of one call."""
     began = time.perf_counter()
-    with KERNELS.together(rows):
+    with EXECUTOR.together(rows):
         for layer in range(LAYERS):
-            KERNELS.next_layer()
+            EXECUTOR.next_layer()
             work(layer)
     return (time.perf_counter() - began) / LAYERS
 

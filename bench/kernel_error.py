@@ -20,11 +20,11 @@ from torch.nn import functional as F
 
 from bench.harness import RESULTS, ROOT, replace_block, write_portable
 from headrace.lab.environment import environment
-from headrace.tensor.kernels import Kernels, load_kernels
+from headrace.tensor.kernels import Backend, load_backend
 from headrace.tensor.kernels.reference import gather_context
 from headrace.tensor.kernels.rounding import Precision, round_inputs, round_weight
 
-Case = Callable[[Kernels], tuple[Tensor, Tensor]]
+Case = Callable[[Backend], tuple[Tensor, Tensor]]
 """Runs one operation: (result, float64 result)."""
 Maker = Callable[[int, torch.dtype], Case]
 """(rows, dtype) -> case."""
@@ -43,7 +43,10 @@ def _norm(rows: int, dtype: torch.dtype, *, with_residual: bool = False) -> Case
     residual = torch.randn(rows, HIDDEN).to(dtype) if with_residual else None
     wide = x.double() if residual is None else (x + residual).double()  # the sum is rounded: it is kept in x's dtype
     want = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
-    return lambda kernels: (kernels.rms_norm(x.clone(), weight, 1e-6, residual=None if residual is None else residual.clone()), want)
+    return lambda backend: (
+        backend.kernels.rms_norm(x.clone(), weight, 1e-6, residual=None if residual is None else residual.clone()),
+        want,
+    )
 
 
 def _rotary(rows: int, dtype: torch.dtype) -> Case:
@@ -54,9 +57,9 @@ def _rotary(rows: int, dtype: torch.dtype) -> Case:
     first, second = query.double().chunk(2, dim=-1)
     want = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
-    def run(kernels: Kernels) -> tuple[Tensor, Tensor]:
+    def run(backend: Backend) -> tuple[Tensor, Tensor]:
         turned = query.clone()
-        kernels.rotary(turned, key.clone(), cos_sin, positions)
+        backend.kernels.rotary(turned, key.clone(), cos_sin, positions)
         return turned, want
 
     return run
@@ -66,14 +69,14 @@ def _gate(rows: int, dtype: torch.dtype, *, activation: str) -> Case:
     gate_up = (2 * torch.randn(rows, 2 * HIDDEN)).to(dtype)
     gate, up = gate_up.double().chunk(2, dim=-1)
     want = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
-    return lambda kernels: (kernels.gated_activation(gate_up, activation), want)
+    return lambda backend: (backend.kernels.gated_activation(gate_up, activation), want)
 
 
 def _linear(rows: int, dtype: torch.dtype, *, is_exact: bool = False) -> Case:
     weight, x = torch.randn(OUT, HIDDEN), torch.randn(rows, HIDDEN).to(dtype)
     weight = (weight.bfloat16() if is_exact else weight).to(dtype)
     want = x.double() @ weight.double().T
-    return lambda kernels: (kernels.pack_linear(weight, None)(x), want)
+    return lambda backend: (backend.packing.pack_linear(weight, None)(x), want)
 
 
 def _integers(rows: int, dtype: torch.dtype, *, precision: Precision, is_same: bool) -> Case:
@@ -85,7 +88,7 @@ def _integers(rows: int, dtype: torch.dtype, *, precision: Precision, is_same: b
     stands_for = rounded.values.double().reshape(OUT, -1, group) * rounded.scales.double().reshape(OUT, -1, 1)
     same = (values.double() * scales.double()) @ stands_for.flatten(1).T
     want = same if is_same else x.double() @ weight.double().T
-    return lambda kernels: (kernels.pack_rounded(rounded, None)(x), want)
+    return lambda backend: (backend.packing.pack_rounded(rounded, None)(x), want)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +118,8 @@ class Attention:
         lens = (positions[-1:] if self.is_prefill else positions).int() + 1
         tables = table[None].expand(len(counts), -1).contiguous()
         starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return lambda kernels: (
-            kernels.attention(
+        return lambda backend: (
+            backend.kernels.attention(
                 query,
                 cache,
                 tables,
@@ -136,7 +139,7 @@ class Attention:
         kv_scales = torch.zeros(shape) if cache.dtype == torch.int8 else None
         positions = torch.arange(CONTEXT)
         slots = table.long()[positions // BLOCK] * BLOCK + positions % BLOCK
-        load_kernels("reference").scatter_kv(key, value, cache, slots, kv_scales=kv_scales)
+        load_backend("reference").kernels.scatter_kv(key, value, cache, slots, kv_scales=kv_scales)
         return cache, kv_scales
 
     def _truth(self, query: Tensor, held: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
@@ -184,16 +187,16 @@ def relative_error(result: Tensor, want: Tensor) -> float:
 
 def measure() -> dict[str, dict[str, Errors]]:
     """case -> dtype -> errors. The same inputs for both implementations."""
-    kernels = {name: load_kernels(name) for name in IMPLEMENTATIONS}
-    return {name: {label: _errors(make, dtype, kernels) for label, dtype in DTYPES.items()} for name, make in CASES.items()}
+    backends = {name: load_backend(name) for name in IMPLEMENTATIONS}
+    return {name: {label: _errors(make, dtype, backends) for label, dtype in DTYPES.items()} for name, make in CASES.items()}
 
 
-def _errors(make: Maker, dtype: torch.dtype, kernels: Mapping[str, Kernels]) -> Errors:
-    found: Errors = {name: {} for name in kernels}
+def _errors(make: Maker, dtype: torch.dtype, backends: Mapping[str, Backend]) -> Errors:
+    found: Errors = {name: {} for name in backends}
     for rows in ROWS:
         torch.manual_seed(rows)
         case = make(rows, dtype)
-        for name, implementation in kernels.items():
+        for name, implementation in backends.items():
             if name != "reference" or rows <= MOST_PLAIN_ROWS:
                 found[name][rows] = relative_error(*case(implementation))
     return found

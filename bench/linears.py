@@ -23,7 +23,7 @@ from bench.harness import write_portable
 from bench.machine import results_file
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.kernels import Linear
-from headrace.tensor.kernels.cpu.backend import KERNELS
+from headrace.tensor.kernels.cpu.backend import EXECUTOR
 from headrace.tensor.kernels.cpu.integer.quantized import IntegerLinear
 from headrace.tensor.kernels.cpu.jit.launch import thread_limit
 from headrace.tensor.kernels.cpu.linear import OneDnnLinear, StripLinear
@@ -43,7 +43,7 @@ KINDS: dict[str, Callable[[Tensor], Linear]] = {
 def one_pass(linears: list[Linear], inputs: dict[int, Tensor]) -> float:
     """As a step does it: few rows' products in one parallel region."""
     rows, began = len(inputs[linears[0].in_features]), time.perf_counter()
-    with KERNELS.together(rows):
+    with EXECUTOR.together(rows):
         for linear in linears:
             linear(inputs[linear.in_features])
     return time.perf_counter() - began

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from headrace.tensor.kernels import load_kernels
+from headrace.tensor.kernels import load_backend
 from headrace.tensor.models import load_model
 from headrace.tensor.models.decoder import Decoder
 
@@ -61,16 +61,18 @@ def main() -> None:
     parser.add_argument("--kernels", default="reference", choices=["reference", "numba"])
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="to compute with; default: the checkpoint's")
     options = parser.parse_args()
-    kernels = load_kernels(options.kernels)
+    backend = load_backend(options.kernels)
     for dtype in (torch.float32, torch.bfloat16):
-        kernels.pack_linear(torch.ones((64, 64), dtype=dtype), None)  # libraries and compilers warm up before, not within the measurement
+        backend.packing.pack_linear(
+            torch.ones((64, 64), dtype=dtype), None
+        )  # libraries and compilers warm up before, not within the measurement
     before = anonymous_bytes()
     sampler = PeakSampler()
     sampler.start()
     started = time.monotonic()
     loaded = load_model(
         options.folder,
-        kernels=kernels,
+        backend=backend,
         dtype=DTYPES.get(options.dtype),
         device="cpu",
         load_format="safetensors",

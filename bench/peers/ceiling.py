@@ -19,8 +19,8 @@ from torch import Tensor
 
 from bench.peers.shapes import Products, Shape
 from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features, resolve_dtype
-from headrace.tensor.kernels import load_kernels
-from headrace.tensor.kernels.cpu.backend import FEW_TOKENS, KERNELS
+from headrace.tensor.kernels import load_backend
+from headrace.tensor.kernels.cpu.backend import EXECUTOR, FEW_TOKENS
 from headrace.tensor.kernels.cpu.linear import OneDnnLinear, onednn_takes
 from headrace.tensor.kernels.cpu.together import Recording, settle
 from headrace.tensor.kernels.rounding import Precision, round_weight
@@ -76,10 +76,10 @@ class OneDnnInt8:
 def kinds_of(precision: str, features: CpuFeatures | None = None) -> dict[str, Kind]:
     """Implementations that may answer for weights of `precision`, by name; ours in the dtype that an engine computes in on this CPU."""
     features = features or read_cpu_features()
-    kernels = load_kernels("numba", features=features)
+    packing = load_backend("numba", features=features).packing
     own, _ = resolve_dtype("auto", "bfloat16", features)
     kinds = {
-        "headrace": Kind(lambda weight: kernels.pack_linear(weight.to(own), None), own),
+        "headrace": Kind(lambda weight: packing.pack_linear(weight.to(own), None), own),
         "onednn-float32": Kind(lambda weight: OneDnnLinear(weight.float(), None), torch.float32),
     }
     if onednn_takes(torch.bfloat16):
@@ -88,7 +88,7 @@ def kinds_of(precision: str, features: CpuFeatures | None = None) -> dict[str, K
         kinds["onednn-int8"] = Kind(OneDnnInt8, torch.uint8)
         width = Precision(precision)
         rows, _ = resolve_dtype("auto", "bfloat16", features, is_rounded=True)
-        kinds[f"headrace-{width.value}"] = Kind(lambda weight: kernels.pack_rounded(round_weight(weight, width), None), rows)
+        kinds[f"headrace-{width.value}"] = Kind(lambda weight: packing.pack_rounded(round_weight(weight, width), None), rows)
     return kinds
 
 
@@ -155,7 +155,7 @@ class Product:
 
 def _seconds(copies: Iterable[Multiply], x: Tensor) -> float:
     began = time.perf_counter()
-    with KERNELS.together(len(x)):
+    with EXECUTOR.together(len(x)):
         for multiply in copies:
             multiply(x)
     return time.perf_counter() - began
@@ -198,7 +198,7 @@ class Ceiling:
         return sum(max_tokens)
 
     def _record(self, each: Pass) -> None:
-        recording = KERNELS.recording(each.rows)
+        recording = EXECUTOR.recording(each.rows)
         if recording is None:
             return
         with recording as recorded:
@@ -208,9 +208,9 @@ class Ceiling:
 
     def _multiply(self, each: Pass) -> None:
         before_attention, *others = self.layer
-        with KERNELS.together(each.rows):
+        with EXECUTOR.together(each.rows):
             for layer in range(self._layers):
-                KERNELS.next_layer()
+                EXECUTOR.next_layer()
                 before_attention.run(layer, each.rows)
                 for product in others:  # of the last layer only rows with logits are looked at
                     product.run(layer, each.rows if layer + 1 < self._layers else each.logit_rows)

@@ -19,7 +19,8 @@ from headrace.core.plan import SYNCHRONOUS, Plan, Result, Started
 from headrace.core.sampling import SamplingParams
 from headrace.engine.runner import Model, ModelRunner
 from headrace.tensor.batch import allocate_kv
-from headrace.tensor.kernels import load_kernels
+from headrace.tensor.kernels import load_backend
+from headrace.tensor.kernels.filters import draw
 from headrace.tensor.models import load_model
 from headrace.tensor.models.decoder import Decoder
 
@@ -113,14 +114,14 @@ class DenseLlama:
 
 
 def load_decoder(folder: Path) -> Decoder:
-    kernels = load_kernels("reference")
-    return load_model(folder, kernels=kernels, dtype=torch.float32, device="cpu", load_format="auto", seed=0, max_model_len=None).model
+    backend = load_backend("reference")
+    return load_model(folder, backend=backend, dtype=torch.float32, device="cpu", load_format="auto", seed=0, max_model_len=None).model
 
 
 def make_runner(decoder: Decoder, *, model: Model | None = None, block_size: int = 4, num_blocks: int = 64, slots: int = 8) -> ModelRunner:
     """A runner over the decoder's KV shapes; `model` may stand in front of it."""
     kv = allocate_kv(decoder.kv_shapes, decoder.group_of, (num_blocks,), block_size, torch.float32, "cpu")
-    return ModelRunner(model or decoder, kv, max_num_seqs=slots, max_model_len=CONTEXT, eos_token_ids=(2,))
+    return ModelRunner(model or decoder, kv, max_num_seqs=slots, max_model_len=CONTEXT, draw=draw, eos_token_ids=(2,))
 
 
 @dataclass

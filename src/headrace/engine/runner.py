@@ -24,7 +24,7 @@ from headrace.engine.failpoints import failpoint
 from headrace.engine.runner_batch import Rows, Wanted, build_batch, find_wanted, num_scored, read_rows, refuse_moves_but_copies
 from headrace.engine.runner_slots import Ints, SlotState, column
 from headrace.tensor.batch import Batch, KvCache
-from headrace.tensor.kernels.filters import Draw, draw
+from headrace.tensor.kernels.filters import Draw
 from headrace.tensor.sampling import Sampled, Sampler, prompt_logprobs
 from headrace.tensor.sampling.sampler import NOT_A_DISTRIBUTION
 
@@ -83,9 +83,9 @@ class ModelRunner:
         *,
         max_num_seqs: int,
         max_model_len: int,
+        draw: Draw,
         eos_token_ids: tuple[int, ...] = (),
         device: str = "cpu",
-        draw: Draw = draw,
     ) -> None:
         self.model, self.kv, self._device = model, kv, device
         self._state = SlotState(max_num_seqs, max_model_len, max(kv.group_of, default=-1) + 1, kv.block_size)

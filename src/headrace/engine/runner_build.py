@@ -19,8 +19,9 @@ from headrace.engine.warmup import warm_up
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
 from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features, resolve_dtype
 from headrace.tensor.host.threads import apply_threads, plan_threads
-from headrace.tensor.kernels import Kernels, load_kernels
+from headrace.tensor.kernels import Backend, load_backend
 from headrace.tensor.kernels.choose import choose_kernels
+from headrace.tensor.kernels.filters import draw as plain_draw
 from headrace.tensor.models import LoadedModel, ModelDescription, describe, load_model
 from headrace.tensor.packed.file import PackedFolder
 
@@ -42,12 +43,12 @@ def build_runner(
     dtype, why_dtype = resolve_dtype(config.dtype, found.dtype_name, features, device=config.device, is_rounded=is_rounded)
     _check_weights_fit(found, read_memory(config.device), 0 if packed is None else packed.num_bytes_ahead)
     kernels, why_kernels = choose_kernels(config.kernels, config.device)
-    implementation = load_kernels(kernels, deterministic=config.deterministic, features=features)
+    backend = load_backend(kernels, deterministic=config.deterministic, features=features)
     threads = plan_threads(config.num_threads)  # after the kernels: Numba's threading layer is known then
     apply_threads(threads)
     loaded = load_model(
         folder,
-        kernels=implementation,
+        backend=backend,
         dtype=dtype,
         device=config.device,
         load_format=config.load_format,
@@ -60,7 +61,7 @@ def build_runner(
     groups = tuple(stored_as(group, kv_dtype) for group in loaded.model.kv_groups)
     sizing = _size(config, loaded, groups)
     kv = allocate_kv(loaded.model.kv_shapes, loaded.model.group_of, sizing.num_blocks, config.block_size, kv_dtype, config.device)
-    runner = _make_runner(config, loaded, sizing, kv, implementation)
+    runner = _make_runner(config, loaded, sizing, kv, backend)
     try:
         seconds = warm_up(runner, config, max_model_len=sizing.max_model_len, vocab_size=loaded.vocab_size)
     except BaseException:
@@ -71,6 +72,7 @@ def build_runner(
         f"model: {loaded.architecture} from {config.model}, {describe_bytes(loaded.resident_bytes)} of weights{_rounded(config)}",
         f"dtype: {_name(dtype)}, {why_dtype}",
         f"kernels: {kernels}, {why_kernels}{_invariant(config)}{_compile_cache(kernels)}",
+        f"draw: {'plain NumPy, slow for large vocabularies' if backend.draw is plain_draw else 'compiled'}",
         f"threads: {threads.num_threads}, {threads.reason}; Numba's layer: {threads.layer}",
         f"KV dtype: {_name(kv_dtype)}, {why_kv}",
         *sizing.lines,
@@ -150,7 +152,7 @@ def _compile_cache(kernels: str) -> str:
 
 
 def _make_runner(
-    config: EngineConfig, loaded: LoadedModel, sizing: KvSizing, kv: KvCache, kernels: Kernels
+    config: EngineConfig, loaded: LoadedModel, sizing: KvSizing, kv: KvCache, backend: Backend
 ) -> ModelRunner | OverlappedRunner:
     runner = ModelRunner(
         loaded.model,
@@ -159,7 +161,7 @@ def _make_runner(
         max_model_len=sizing.max_model_len,
         eos_token_ids=loaded.eos_token_ids,
         device=config.device,
-        draw=kernels.draw,
+        draw=backend.draw,
     )
     return OverlappedRunner(runner) if config.depth > 1 else runner
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from runner_kit import DenseLlama, load_decoder, save_tiny_llama
 
+from headrace.tensor.host.fresh_memory import poisoned
 from headrace.tensor.models.decoder import Decoder
 
 
@@ -34,3 +35,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Memory that was made and not written holds NaN."""
+    with poisoned():
+        yield

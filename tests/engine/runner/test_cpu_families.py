@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from cpu_families import ARM, ARM_BF16, AVX2, AVX2_VNNI, AVX512, AVX512_VNNI, BF16, GENERIC
 from runner_kit import Planner, row_tokens
 
 pytest.importorskip("numba")
@@ -19,15 +20,6 @@ from headrace.tensor.kernels.cpu.backend import OutsideLinear
 from headrace.tensor.kernels.cpu.integer.quantized import IntegerLinear
 from headrace.tensor.kernels.cpu.linear import OneDnnLinear, StripLinear
 from headrace.tensor.models.decoder import Decoder
-
-GENERIC = CpuFeatures("x86_64", frozenset({"sse4_2"}))
-AVX2 = CpuFeatures("x86_64", frozenset({"sse4_2", "fma", "avx2"}))
-AVX2_VNNI = CpuFeatures("x86_64", AVX2.flags | {"avx_vnni"})
-AVX512 = CpuFeatures("x86_64", AVX2.flags | {"avx512f", "avx512bw"})
-AVX512_VNNI = CpuFeatures("x86_64", AVX512.flags | {"avx512_vnni"})
-BF16 = CpuFeatures("x86_64", AVX512_VNNI.flags | {"avx512_bf16"})
-ARM = CpuFeatures("aarch64", frozenset({"asimd"}))
-ARM_BF16 = CpuFeatures("aarch64", ARM.flags | {"bf16"})
 
 LIBRARY: frozenset[type[object]] = frozenset({OneDnnLinear, OutsideLinear})
 """oneDNN, or torch where this machine's oneDNN does not take the dtype; neither is recorded."""
@@ -100,7 +92,7 @@ def test_what_is_chosen_on_a_family_of_cpus(cpu: CpuFeatures, choice: Choice, ti
     assert isinstance(model, Decoder)
     layers = [linear for block in model.blocks for linear in (*block.attention.linears, *block.mlp.linears)]
     assert {type(linear) for linear in (*layers, model.head)} <= choice.linears
-    assert bool(model._repeated._kept) == choice.recorded
+    assert bool(model._steps.num_recorded) == choice.recorded
 
 
 def test_every_stored_dtype_has_a_row_for_every_cpu() -> None:

@@ -45,6 +45,7 @@ def test_the_runner_answers_and_its_facts_are_right(tiny_folder: Path, dense: De
     assert {line.partition(":")[0] for line in info.decided} == {
         "model",
         "threads",
+        "draw",
         "dtype",
         "kernels",
         "KV dtype",
@@ -200,3 +201,12 @@ def test_a_warm_up_that_fails_ends_the_thread(tiny_folder: Path) -> None:
     with armed("runner.forward"), pytest.raises(Injected):
         build_runner(config(tiny_folder, depth=2))
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("kernels", "line"), [("reference", "draw: plain NumPy, slow for large vocabularies"), ("numba", "draw: compiled")]
+)
+def test_who_draws_tokens_is_said(tiny_folder: Path, kernels: str, line: str) -> None:
+    if kernels == "numba":
+        pytest.importorskip("numba")
+    assert line in build_runner(config(tiny_folder, kernels=kernels))[1].decided

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from headrace.tensor.kernels import load_kernels
+from headrace.tensor.kernels import load_backend
 from headrace.tensor.models import LoadedModel, load_model
 
 CONFIG: dict[str, Any] = {
@@ -93,7 +93,7 @@ class Folder:
 
     def load(self, **options: Any) -> LoadedModel:
         given: dict[str, Any] = {"dtype": None, "device": "cpu", "load_format": "auto", "seed": 0, "max_model_len": None, **options}
-        return load_model(self.path, kernels=load_kernels("reference"), **given)
+        return load_model(self.path, backend=load_backend("reference"), **given)
 
 
 @pytest.fixture

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_families import AVX2
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.folder import Checkpoint
 from headrace.tensor.host import cache_folder
-from headrace.tensor.kernels import load_kernels
+from headrace.tensor.kernels import load_backend
 from headrace.tensor.kernels.cpu.jit import launch
 from headrace.tensor.kernels.cpu.linear import StripLinear
 from headrace.tensor.kernels.rounding import Precision
@@ -49,7 +50,7 @@ def files(kept: Path) -> list[Path]:
 def loaded(folder: Path, packed: Path | PackedFolder | None, quantization: str = "int8") -> LoadedModel:
     found = load_model(
         folder,
-        kernels=load_kernels("numba"),
+        backend=load_backend("numba", features=AVX2),
         dtype=torch.float32,
         device="cpu",
         load_format="auto",
@@ -186,9 +187,9 @@ def test_the_folder_is_private_and_may_be_missing(
 def test_a_linear_packed_in_a_way_that_is_not_kept_is_made_at_every_start(
     folder: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kernels, width = load_kernels("numba"), loaded(folder, None).vocab_size
-    packed = kernels.packed
-    monkeypatch.setattr(type(kernels), "packed", lambda self, linear: None if linear.out_features == width else packed(linear))
+    packing, width = load_backend("numba").packing, loaded(folder, None).vocab_size
+    packed = packing.packed
+    monkeypatch.setattr(type(packing), "packed", lambda self, linear: None if linear.out_features == width else packed(linear))
     first = loaded(folder, kept)
     [file] = files(kept)
     before = file.read_bytes()
@@ -270,15 +271,15 @@ def test_weights_that_cannot_be_read_back_are_not_kept(
 
 
 def test_the_layout_says_all_that_strips_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels, invariant = load_kernels("numba"), load_kernels("numba", deterministic=True)
+    packing, invariant = (load_backend("numba", deterministic=promised).packing for promised in (False, True))
     for precision in Precision:
-        seen = {kernels.packed_layout(precision)}
+        seen = {packing.packed_layout(precision)}
         with monkeypatch.context() as patch:
             patch.setattr("headrace.tensor.kernels.cpu.backend.DEPTH", 128)
-            seen.add(kernels.packed_layout(precision))
+            seen.add(packing.packed_layout(precision))
         with monkeypatch.context() as patch:
             patch.setattr("headrace.tensor.kernels.cpu.backend.linear_path", lambda features, dtype: "another")
-            seen.add(kernels.packed_layout(precision))
+            seen.add(packing.packed_layout(precision))
             assert "another" not in invariant.packed_layout(precision)
         assert len(seen) == 3
 

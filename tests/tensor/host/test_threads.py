@@ -106,10 +106,10 @@ def test_this_machine_can_be_read() -> None:
 
 def test_a_plan_reaches_torch_and_the_kernels() -> None:
     pytest.importorskip("numba")
-    from headrace.tensor.kernels import load_kernels
+    from headrace.tensor.kernels import load_backend
     from headrace.tensor.kernels.cpu.jit import launch
 
-    load_kernels("numba")
+    load_backend("numba")
     torch_threads, limit = torch.get_num_threads(), launch.thread_limit()
     try:
         plan = plan_threads(1)

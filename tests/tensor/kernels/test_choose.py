@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from headrace.core.errors import ConfigError
-from headrace.tensor.kernels import choose, load_kernels
+from headrace.tensor.kernels import choose, load_backend
 from headrace.tensor.kernels.choose import choose_kernels
 
 WITHOUT_NUMBA = """
@@ -22,7 +22,7 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 import torch
 from headrace.core.errors import ConfigError
-from headrace.tensor.kernels import load_kernels
+from headrace.tensor.kernels import load_backend
 from headrace.tensor.kernels.choose import choose_kernels
 from headrace.tensor.host.threads import apply_threads, plan_threads
 
@@ -31,8 +31,8 @@ assert name == "reference" and "numba cannot be used (ModuleNotFoundError: No mo
 plan = plan_threads(None)
 assert plan.layer == "none"
 apply_threads(plan)
-kernels = load_kernels(name)
-assert kernels.pack_linear(torch.ones(2, 3), None)(torch.ones(1, 3)).tolist() == [[3.0, 3.0]]
+packing = load_backend(name).packing
+assert packing.pack_linear(torch.ones(2, 3), None)(torch.ones(1, 3)).tolist() == [[3.0, 3.0]]
 try:
     choose_kernels("numba", "cpu")
 except ConfigError as error:
@@ -51,7 +51,7 @@ def test_with_numba_it_is_taken() -> None:
     pytest.importorskip("numba")
     name, reason = choose_kernels("auto", "cpu")
     assert (name, reason) == ("numba", "compiled for this CPU")
-    assert load_kernels(name).name == "numba"
+    assert load_backend(name).name == "numba"
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,6 @@ def test_other_devices_have_the_reference_alone() -> None:
 
 def test_only_numba_promises_determinism() -> None:
     pytest.importorskip("numba")
-    assert load_kernels("numba", deterministic=True) is not load_kernels("numba")
+    assert load_backend("numba", deterministic=True).packing is not load_backend("numba").packing
     with pytest.raises(ConfigError, match="deterministic"):
-        load_kernels("reference", deterministic=True)
+        load_backend("reference", deterministic=True)

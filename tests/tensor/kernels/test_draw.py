@@ -11,7 +11,7 @@ from headrace.tensor.kernels.cpu import backend as cpu
 from headrace.tensor.kernels.cpu import draw
 from headrace.tensor.kernels.cpu.jit import launch
 from headrace.tensor.kernels.filters import FilterLimits, Floats
-from headrace.tensor.kernels.reference import KERNELS as REFERENCE
+from headrace.tensor.kernels.filters import draw as plain_draw
 
 NEAR = 1e-5
 """By so little may a running sum miss u times the whole and still be on either side."""
@@ -25,7 +25,7 @@ def limits(rows: int, *, temperature: float = 1.0, top_k: int, top_p: float = 1.
 
 def both(logits: Floats, u: np.ndarray, asked: FilterLimits) -> tuple[np.ndarray, np.ndarray]:
     peak = logits.max(axis=1)
-    return REFERENCE.draw(logits, peak, u, asked), cpu.KERNELS.draw(logits, peak, u, asked)
+    return plain_draw(logits, peak, u, asked), cpu.draw_tokens(logits, peak, u, asked)
 
 
 def shares(logits: Floats, temperature: float) -> np.ndarray:
@@ -132,5 +132,5 @@ def test_the_border_of_a_nucleus_is_the_twins_to_the_token(top_p: float) -> None
 def test_a_draw_is_carried_out_at_once_wherever_it_is_asked_for() -> None:
     logits = np.full((2, 300), -50.0, dtype=np.float32)
     logits[:, 7] = 0.0
-    with cpu.KERNELS.together(1):
-        assert cpu.KERNELS.draw(logits, logits.max(axis=1), np.full(2, 0.5), limits(2, top_k=300)).tolist() == [7, 7]
+    with cpu.EXECUTOR.together(1):
+        assert cpu.draw_tokens(logits, logits.max(axis=1), np.full(2, 0.5), limits(2, top_k=300)).tolist() == [7, 7]

@@ -12,7 +12,7 @@ pytest.importorskip("numba")
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.tensor.batch import Batch, GroupBatch, KvCache, allocate_kv
-from headrace.tensor.kernels import load_kernels
+from headrace.tensor.kernels import load_backend
 from headrace.tensor.models import LoadedModel, load_model
 
 BLOCK_SIZE, BLOCKS_PER_ROW = 16, 8
@@ -25,8 +25,8 @@ def _loaded(dtype: torch.dtype) -> LoadedModel:
     folder = bundled_path(DEFAULT_MODEL)
     if folder is None:
         pytest.skip("no bundled model in this checkout")
-    kernels = load_kernels("numba", deterministic=True)
-    return load_model(folder, kernels=kernels, dtype=dtype, device="cpu", load_format="auto", seed=0, max_model_len=None)
+    backend = load_backend("numba", deterministic=True)
+    return load_model(folder, backend=backend, dtype=dtype, device="cpu", load_format="auto", seed=0, max_model_len=None)
 
 
 def _batch(step: Step, computed: dict[int, int]) -> Batch:

@@ -11,13 +11,15 @@ from torch import Tensor
 pytest.importorskip("numba")
 
 from headrace.core.errors import ConfigError
+from headrace.tensor.kernels import load_backend
 from headrace.tensor.kernels.cpu import backend as cpu
 from headrace.tensor.kernels.cpu import packing
 from headrace.tensor.kernels.cpu.linear import CHUNK_ROWS, MOST_ROWS, OneDnnLinear, StripLinear, onednn_takes
 from headrace.tensor.kernels.cpu.packing import can_strip, padded
-from headrace.tensor.kernels.reference import KERNELS as REFERENCE
+from headrace.tensor.kernels.plain_packing import PACKING as PLAIN
 from headrace.tensor.kernels.rounding import Precision
 
+PACKING, DETERMINISTIC = (load_backend("numba", deterministic=promised).packing for promised in (False, True))
 Error = Callable[[Tensor, Tensor], float]
 
 
@@ -78,7 +80,7 @@ def test_one_dnn_equals_the_reference(relative_error: Error) -> None:
     weight, bias = torch.randn(48, 72), torch.randn(48)
     for rows in (1, 2, 33):
         x = torch.randn(rows, 72)
-        assert relative_error(OneDnnLinear(weight, bias)(x), REFERENCE.pack_linear(weight, bias)(x)) < 1e-5
+        assert relative_error(OneDnnLinear(weight, bias)(x), PLAIN.pack_linear(weight, bias)(x)) < 1e-5
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
@@ -89,7 +91,7 @@ def test_bfloat16_that_strips_cannot_hold_is_multiplied_where_onednn_refuses_it(
     if not has_bf16:
         monkeypatch.setattr(cpu, "onednn_takes", lambda dtype: dtype == torch.float32)
     weight, x = torch.randn(5, 7).bfloat16(), torch.randn(3, 7).bfloat16()
-    got = cpu.KERNELS.pack_linear(weight, None)(x)
+    got = PACKING.pack_linear(weight, None)(x)
     assert got.dtype == torch.bfloat16
     assert relative_error(got.float(), x.float() @ weight.float().T) < 1e-2
 
@@ -98,45 +100,45 @@ def test_bfloat16_that_strips_cannot_hold_is_multiplied_where_onednn_refuses_it(
 def test_shapes_that_strips_cannot_hold_are_multiplied_all_the_same(relative_error: Error, out_features: int, in_features: int) -> None:
     weight, x = torch.randn(out_features, in_features), torch.randn(6, in_features)
     assert not can_strip(weight)
-    got = cpu.KERNELS.pack_linear(weight, None)(x)
+    got = PACKING.pack_linear(weight, None)(x)
     assert got.shape == (6, out_features)
     assert out_features == 0 or relative_error(got, x @ weight.T) < 1e-5
 
 
 def test_deterministic_kernels_take_strips_where_they_can() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        assert isinstance(cpu.DETERMINISTIC.pack_linear(torch.randn(8, 32).to(dtype), None), StripLinear)
+        assert isinstance(DETERMINISTIC.pack_linear(torch.randn(8, 32).to(dtype), None), StripLinear)
 
 
 @pytest.mark.parametrize("weight", [torch.randn(3, 35), torch.randn(64, 1), torch.randn(8, 32).half()])
 def test_deterministic_kernels_refuse_what_only_a_library_can_multiply(weight: Tensor) -> None:
     with pytest.raises(ConfigError, match="deterministic: a linear of"):
-        cpu.DETERMINISTIC.pack_linear(weight, None)
-    cpu.KERNELS.pack_linear(weight, None)
+        DETERMINISTIC.pack_linear(weight, None)
+    PACKING.pack_linear(weight, None)
 
 
 def test_deterministic_kernels_refuse_rounded_widths_and_head_sizes_that_have_no_kernel() -> None:
-    rounded = cpu.DETERMINISTIC.round_weight(torch.randn(8, 36), Precision.INT8)
+    rounded = DETERMINISTIC.round_weight(torch.randn(8, 36), Precision.INT8)
     with pytest.raises(ConfigError, match="a rounded linear"):
-        cpu.DETERMINISTIC.pack_rounded(rounded, None)
+        DETERMINISTIC.pack_rounded(rounded, None)
     query, cache = torch.randn(1, 2, 5), torch.randn(2, 2, 4, 1, 5)
     table, starts, lengths = torch.ones(1, 1, dtype=torch.int32), torch.tensor([0, 1]).int(), torch.ones(1).int()
     with pytest.raises(ConfigError, match="attention with heads of 5"):
-        cpu.DETERMINISTIC.attention(query, cache, table, starts, lengths, scale=1.0)
+        load_backend("numba", deterministic=True).kernels.attention(query, cache, table, starts, lengths, scale=1.0)
 
 
 @pytest.mark.parametrize(("out_features", "in_features"), [(40, 32), (3, 35)])
 def test_a_bfloat16_weight_for_float32_rows_is_its_widened_twin(out_features: int, in_features: int) -> None:
     weight, x = torch.randn(out_features, in_features).bfloat16(), torch.randn(5, in_features)
-    for kernels in (cpu.KERNELS, REFERENCE, *((cpu.DETERMINISTIC,) if in_features % 2 == 0 else ())):
-        narrow, wide = kernels.pack_linear(weight, None, torch.float32), kernels.pack_linear(weight.float(), None)
+    for made in (PACKING, PLAIN, *((DETERMINISTIC,) if in_features % 2 == 0 else ())):
+        narrow, wide = made.pack_linear(weight, None, torch.float32), made.pack_linear(weight.float(), None)
         assert type(narrow) is type(wide)
         assert narrow.weight_bytes == wide.weight_bytes
         assert torch.equal(narrow(x), wide(x))
 
 
 def test_float16_weights_are_left_to_the_reference() -> None:
-    layer = cpu.KERNELS.pack_linear(torch.randn(8, 32).half(), None)
+    layer = PACKING.pack_linear(torch.randn(8, 32).half(), None)
     assert layer(torch.randn(2, 32).half()).dtype == torch.float16
 
 

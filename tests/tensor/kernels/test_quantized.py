@@ -14,13 +14,13 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from headrace.tensor.kernels import load_kernels
+from headrace.tensor.kernels import load_backend
 from headrace.tensor.kernels.cpu.integer import simd as integer_simd
 from headrace.tensor.kernels.cpu.integer.quantized import STRIPS, IntegerLinear, can_pack
 from headrace.tensor.kernels.cpu.integer.simd import STRIP_COLUMNS
 from headrace.tensor.kernels.rounding import GROUPS, Precision, group_for, round_inputs, round_weight
 
-REFERENCE, NUMBA = load_kernels("reference"), load_kernels("numba")
+REFERENCE, NUMBA = load_backend("reference").packing, load_backend("numba").packing
 PRECISIONS = [Precision.INT8, Precision.INT4]
 
 
@@ -35,7 +35,7 @@ def made(out_features: int, in_features: int, *, seed: int = 0) -> tuple[Tensor,
 def test_the_compiled_product_is_the_plain_one(precision: Precision, has_bias: bool, out_features: int, in_features: int) -> None:
     weight, bias = made(out_features, in_features)
     rounded = round_weight(weight, precision)
-    fast, plain = (kernels.pack_rounded(rounded, bias if has_bias else None) for kernels in (NUMBA, REFERENCE))
+    fast, plain = (packing.pack_rounded(rounded, bias if has_bias else None) for packing in (NUMBA, REFERENCE))
     assert isinstance(fast, IntegerLinear)
     assert fast.weight_bytes >= plain.weight_bytes
     for rows in (1, 2, 3, 4, 5, 6, 11):
@@ -68,8 +68,8 @@ def test_a_row_that_is_not_finite_spoils_itself_alone(precision: Precision, bad:
     x = torch.randn(5, 64)
     spoiled = x.clone()
     spoiled[2, 7] = bad
-    for kernels in (NUMBA, REFERENCE):
-        linear = kernels.pack_rounded(rounded, bias)
+    for packing in (NUMBA, REFERENCE):
+        linear = packing.pack_rounded(rounded, bias)
         result = linear(spoiled)
         assert result[2].isnan().all()
         others = [0, 1, 3, 4]
@@ -77,12 +77,12 @@ def test_a_row_that_is_not_finite_spoils_itself_alone(precision: Precision, bad:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("kernels", [NUMBA, REFERENCE], ids=["numba", "reference"])
-def test_zeros_stay_zero(precision: Precision, kernels) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("packing", [NUMBA, REFERENCE], ids=["numba", "reference"])
+def test_zeros_stay_zero(precision: Precision, packing) -> None:  # type: ignore[no-untyped-def]
     weight, bias = made(64, 64)
-    linear = kernels.pack_rounded(round_weight(weight, precision), bias)
+    linear = packing.pack_rounded(round_weight(weight, precision), bias)
     assert torch.equal(linear(torch.zeros(3, 64)), bias.expand(3, 64))
-    nothing = kernels.pack_rounded(round_weight(torch.zeros(64, 64), precision), bias)
+    nothing = packing.pack_rounded(round_weight(torch.zeros(64, 64), precision), bias)
     assert torch.equal(nothing(torch.randn(3, 64)), bias.expand(3, 64))
 
 

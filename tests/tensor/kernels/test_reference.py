@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from headrace.tensor.kernels import Kernels, load_kernels
+from headrace.tensor.kernels import Kernels, load_backend
 from headrace.tensor.kernels.reference import KERNELS
 
 
 def test_reference_is_loadable_by_name_and_fits_the_signature_set() -> None:
     kernels: Kernels = KERNELS
-    assert load_kernels("reference") is kernels
+    assert load_backend("reference").kernels is kernels
 
 
 @pytest.mark.parametrize("group", [1, 2, 7])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from typing import Any
 
 import pytest
@@ -10,10 +11,15 @@ import torch
 
 pytest.importorskip("numba")
 
+from numba import types
+
+from headrace.core.errors import EngineFatal
+from headrace.tensor.host.fresh_memory import poisoned
 from headrace.tensor.kernels.cpu import together
-from headrace.tensor.kernels.cpu.backend import KERNELS
+from headrace.tensor.kernels.cpu.backend import EXECUTOR, KERNELS
 from headrace.tensor.kernels.cpu.integer.quantized import IntegerLinear
-from headrace.tensor.kernels.cpu.jit.launch import CALLER, kernel_names, thread_limit
+from headrace.tensor.kernels.cpu.jit.launch import CALLER, address_of, compile_kernel, fresh, kernel_names, thread_limit, words
+from headrace.tensor.kernels.cpu.jit.simd import as_i64, load
 from headrace.tensor.kernels.cpu.linear import StripLinear
 from headrace.tensor.kernels.rounding import Precision, round_weight
 
@@ -22,7 +28,7 @@ def _block(x: torch.Tensor, layers: list[Any], norm: torch.Tensor, residual: tor
     """A feed-forward block: each operation needs the one before. residual: zeros."""
     residual = torch.zeros_like(x) if residual is None else residual
     for first, second in layers:
-        KERNELS.next_layer()
+        EXECUTOR.next_layer()
         x = second(KERNELS.gated_activation(first(KERNELS.rms_norm(x, norm, 1e-5, residual=residual)), "silu"))
     return KERNELS.rms_norm(x, norm, 1e-5, residual=residual)
 
@@ -32,22 +38,11 @@ def _layers() -> list[Any]:
     return [(make[i % 2](torch.randn(640, 128) * 0.1, None), make[(i + 1) % 2](torch.randn(128, 320) * 0.1, None)) for i in range(4)]
 
 
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory holds NaN or nonsense, so that what was read too early is seen."""
-    empty = torch.empty
-
-    def poisoned(*size: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        made = empty(*size, dtype=dtype)
-        return made.fill_(float("nan") if dtype.is_floating_point else 99)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-
-
 @pytest.mark.parametrize("rows", [1, 2, 7, 40])
-def test_kernels_run_together_give_the_same_bits(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_run_together_give_the_same_bits(rows: int) -> None:
     layers, norm, x = _layers(), torch.randn(128), torch.randn(rows, 128)
-    want = _block(x, layers, norm)
-    _poison(monkeypatch)
+    with poisoned(is_on=False):
+        want = _block(x, layers, norm)
     for _ in range(20):
         with together.together():
             got = _block(x, layers, norm)
@@ -58,7 +53,7 @@ def test_a_list_is_run_early_before_it_holds_too_much(monkeypatch: pytest.Monkey
     layers, norm, x = _layers(), torch.randn(128), torch.randn(3, 128)
     want = _block(x, layers, norm)
     monkeypatch.setattr(together, "MOST_KEPT_BYTES", 4000)
-    monkeypatch.setattr(type(KERNELS), "next_layer", lambda _: None)  # all results take memory of their own
+    monkeypatch.setattr(type(EXECUTOR), "next_layer", lambda _: None)  # all results take memory of their own
     with together.together():
         got = _block(x, layers, norm)
         assert isinstance(CALLER.pending, together.Batched)
@@ -73,7 +68,7 @@ def test_a_layer_takes_the_memory_of_the_one_before_the_last() -> None:
     places, kept = [], []
     with together.together():
         for linear, want in zip((wide, wide, wide, narrow, narrow, narrow), wants, strict=True):
-            KERNELS.next_layer()
+            EXECUTOR.next_layer()
             got = linear(x)
             places.append(got.data_ptr())
             assert isinstance(CALLER.pending, together.Batched)
@@ -84,7 +79,7 @@ def test_a_layer_takes_the_memory_of_the_one_before_the_last() -> None:
     assert (third, first == second) == (first, False)
     assert [count > 0 for count in kept] == [True, True, False, True, True, False]  # what is written over is not counted again
     assert (others[2], others[0] == others[1]) == (others[0], False)
-    KERNELS.next_layer()  # outside of a list it means nothing
+    EXECUTOR.next_layer()  # outside of a list it means nothing
     assert torch.equal(linear(x), wants[-1])
 
 
@@ -135,6 +130,49 @@ def test_a_worker_whose_fellow_does_not_come_does_everything_alone(first: int) -
     assert torch.equal(got, want)
 
 
+_usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+
+
+def _late(arguments: int, worker: int, workers: int) -> None:
+    """Worker 1 is kept elsewhere for arguments[0] microseconds."""
+    if worker == 1:
+        _usleep(load(as_i64(arguments), 0))
+
+
+def test_a_worker_that_does_not_come_to_the_next_kernel_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    if thread_limit() == 1:
+        pytest.skip("one CPU: nobody waits")
+    kernel, late, none = compile_kernel(_late), words([300_000]), words([0])
+    entries = words([kernel, address_of(none), 2, kernel, address_of(late), 2, kernel, address_of(none), 2])
+    together.run_list(entries, 2)
+    monkeypatch.setattr(together, "MOST_WAIT_S", 0.02)
+    began = time.monotonic()
+    with pytest.raises(EngineFatal, match=r"waited 0.02 s for one of them"):
+        together.run_list(entries, 2)
+    assert time.monotonic() - began < 30
+    together.run_list(words([kernel, address_of(none), 2] * 3), 2)
+
+
+def test_memory_that_is_read_before_it_is_written_is_seen() -> None:
+    """By results that are numbers only by chance: also in a layer that takes the memory of the one before the last, and in repeats."""
+    linear, x = StripLinear.pack(torch.randn(128, 128), None), torch.randn(2, 128)
+    assert fresh((3,), torch.float32).isnan().all()
+    assert fresh((3,), torch.bfloat16).isnan().all()
+    assert fresh((3,), torch.int32).tolist() == [-1] * 3
+    with together.recording() as recorded:
+        for _ in range(3):
+            EXECUTOR.next_layer()
+            made = linear(x)
+            unwritten = fresh((4,), torch.float32)
+    assert recorded.is_whole
+    for _ in range(2):
+        assert not made.isnan().any()
+        assert unwritten.isnan().all()
+        made.fill_(1.0)
+        unwritten.fill_(1.0)
+        assert recorded.repeat()
+
+
 # --- recording ---
 
 
@@ -155,7 +193,7 @@ def test_a_recorded_step_is_repeated_over_new_values(rows: int) -> None:
 
 def test_one_kernel_of_a_recorded_step_can_be_run_alone_and_has_a_name() -> None:
     x, norm, linear = torch.randn(3, 128), torch.randn(128), StripLinear.pack(torch.randn(640, 128) * 0.1, None)
-    with together.recording() as recorded:
+    with poisoned(is_on=False), together.recording() as recorded:
         normed = KERNELS.rms_norm(x, norm, 1e-5)
         multiplied = linear(normed)
     want = normed.clone(), multiplied.clone()

@@ -12,7 +12,7 @@ import torch
 from headrace.tensor.batch import Batch, GroupBatch, LayerKv
 from headrace.tensor.checkpoint.config import read_config
 from headrace.tensor.checkpoint.folder import Checkpoint
-from headrace.tensor.kernels import load_kernels
+from headrace.tensor.kernels import load_backend
 from headrace.tensor.layers.weights import WeightReader
 from headrace.tensor.models import ARCHITECTURES
 from headrace.tensor.models.decoder import Decoder
@@ -31,7 +31,7 @@ def decoder(folder: Path, rank: int, world: int) -> Decoder:
     config = read_config(folder)
     spec = ARCHITECTURES[str(config.items("architectures")[0])](config)
     checkpoint = Checkpoint(folder)
-    made = Decoder(WeightReader(checkpoint, load_kernels("reference"), torch.float32, "cpu", rank, world), spec)
+    made = Decoder(WeightReader(checkpoint, load_backend("reference"), torch.float32, "cpu", rank, world), spec)
     checkpoint.check_all_read()
     return made
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from headrace.tensor.kernels import load_kernels
+from headrace.tensor.kernels import load_backend
 from headrace.tensor.models import load_model
 
 TINY = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -39,7 +39,7 @@ OLDER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def ours(folder: Path, paged_run: Callable[..., Any], **options: Any) -> torch.Tensor:
     given: dict[str, Any] = {"dtype": None, "device": "cpu", "load_format": "auto", "seed": 0, "max_model_len": None, **options}
-    loaded = load_model(folder, kernels=load_kernels("reference"), **given)
+    loaded = load_model(folder, backend=load_backend("reference"), **given)
     run = paged_run(loaded.model, dtype=loaded.dtype)
     run.add(TOKENS)
     run.finish(chunk=16)

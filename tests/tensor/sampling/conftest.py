@@ -16,7 +16,7 @@ import torch
 from headrace.core.ids import SlotId
 from headrace.core.plan import Started
 from headrace.core.sampling import SamplingParams
-from headrace.tensor.kernels import load_kernels
+from headrace.tensor.kernels import load_backend
 from headrace.tensor.kernels.filters import Draw
 from headrace.tensor.sampling import Purpose, Sampled, Sampler, uniform
 
@@ -102,7 +102,7 @@ def make_row() -> type[Row]:
 def sample(request: pytest.FixtureRequest) -> Callable[..., Sampled]:
     if request.param == "numba":
         pytest.importorskip("numba")
-    return partial(sample_rows, draw=load_kernels(request.param).draw)
+    return partial(sample_rows, draw=load_backend(request.param).draw)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.core.sampling import SamplingParams
-from headrace.tensor.kernels import Kernels, load_kernels
+from headrace.tensor.kernels import Backend, load_backend
 from headrace.tensor.sampling import Sampler
 
 Floats = NDArray[np.float64]
@@ -23,15 +23,15 @@ PROBABILITIES = np.array([0.02, 0.3, 0.05, 0.2, 0.08, 0.04, 0.15, 0.01, 0.06, 0.
 
 
 @pytest.fixture(params=["reference", "numba"])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
+def backend(request: pytest.FixtureRequest) -> Backend:
     if request.param == "numba":
         pytest.importorskip("numba")
-    return load_kernels(request.param)
+    return load_backend(request.param)
 
 
-def draw(logits: Floats, make_row: Any, kernels: Kernels, **changes: Any) -> Ints:
+def draw(logits: Floats, make_row: Any, backend: Backend, **changes: Any) -> Ints:
     """DRAWS tokens of one sequence, each at another position: logits [V] are the same every time."""
-    sampler = Sampler(len(logits), (), kernels.draw)
+    sampler = Sampler(len(logits), (), backend.draw)
     sampler.start(make_row(SamplingParams(seed=11, **changes)).started(0))
     repeated = torch.from_numpy(logits.astype(np.float32)).repeat(DRAWS, 1)
     return sampler.sample(repeated, np.zeros(DRAWS, dtype=np.int64), np.arange(DRAWS)).token_ids
@@ -59,18 +59,18 @@ CASES: list[tuple[dict[str, Any], list[int]]] = [
 
 
 @pytest.mark.parametrize(("changes", "kept"), CASES)
-def test_frequencies_follow_the_filtered_distribution(make_row: Any, kernels: Kernels, changes: dict[str, Any], kept: list[int]) -> None:
-    observed = np.bincount(draw(np.log(PROBABILITIES), make_row, kernels, **changes), minlength=12)
+def test_frequencies_follow_the_filtered_distribution(make_row: Any, backend: Backend, changes: dict[str, Any], kept: list[int]) -> None:
+    observed = np.bincount(draw(np.log(PROBABILITIES), make_row, backend, **changes), minlength=12)
     wanted = expected(kept, changes.get("temperature", 1.0))
     assert observed[wanted == 0].sum() == 0, "a dropped token was chosen"
     chi_square = ((observed[kept] - wanted[kept]) ** 2 / wanted[kept]).sum()
     assert chi_square < CHI_SQUARE_999[len(kept) - 1]
 
 
-def test_frequencies_hold_across_the_blocks_of_a_large_vocabulary(make_row: Any, kernels: Kernels) -> None:
+def test_frequencies_hold_across_the_blocks_of_a_large_vocabulary(make_row: Any, backend: Backend) -> None:
     """300 equally likely tokens, over two blocks of running sums, among as many impossible ones."""
     logits = np.where(np.arange(600) % 2, 0.0, -np.inf)
-    observed = np.bincount(draw(logits, make_row, kernels), minlength=600)
+    observed = np.bincount(draw(logits, make_row, backend), minlength=600)
     assert observed[::2].sum() == 0
     chi_square = ((observed[1::2] - DRAWS / 300) ** 2 / (DRAWS / 300)).sum()
     assert chi_square < 379.0, "299 degrees of freedom: above with probability 0.001"

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from headrace.core.sampling import SamplingParams
+from headrace.tensor.kernels.filters import draw
 from headrace.tensor.sampling import Sampled, Sampler
 
 Sample = Callable[..., Sampled]
@@ -141,7 +142,7 @@ def test_extreme_but_legal_parameters_stay_finite(make_row: Any, sample: Sample)
 
 
 def test_half_precision_logits_are_widened_first(make_row: Any) -> None:
-    sampler = Sampler(300, ())
+    sampler = Sampler(300, (), draw)
     sampler.start(make_row(SamplingParams(seed=4)).started(0))
     logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
     slots, positions = np.array([0]), np.array([3])
@@ -151,7 +152,7 @@ def test_half_precision_logits_are_widened_first(make_row: Any) -> None:
 
 def test_sampling_twice_without_commit_changes_nothing(make_row: Any) -> None:
     row = make_row(SamplingParams(temperature=0.0, presence_penalty=2.0, seed=0))
-    sampler = Sampler(10, ())
+    sampler = Sampler(10, (), draw)
     sampler.start(row.started(0))
     logits = torch.tensor([[0.0, 3, 2.5, 0, 0, 0, 0, 0, 0, 0]])
     slots, positions = np.array([0]), np.array([3])
@@ -166,11 +167,11 @@ def test_sampling_twice_without_commit_changes_nothing(make_row: Any) -> None:
 def test_incremental_counts_equal_counts_from_the_start(make_row: Any) -> None:
     rng = np.random.default_rng(8)
     params = SamplingParams(temperature=0.0, repetition_penalty=1.4, frequency_penalty=0.3, presence_penalty=-0.4, seed=0)
-    grown, outputs = Sampler(60, ()), rng.integers(0, 60, 80).tolist()
+    grown, outputs = Sampler(60, (), draw), rng.integers(0, 60, 80).tolist()
     grown.start(make_row(params, outputs=[]).started(3))
     for token in outputs:
         grown.commit(np.array([3]), np.array([token]))
-    resumed = Sampler(60, ())
+    resumed = Sampler(60, (), draw)
     resumed.start(make_row(params, outputs=outputs).started(0))
     for _ in range(20):
         logits = torch.from_numpy(rng.normal(0, 2, (1, 60)).astype(np.float32))
@@ -179,7 +180,7 @@ def test_incremental_counts_equal_counts_from_the_start(make_row: Any) -> None:
 
 
 def test_a_slot_forgets_its_former_sequence(make_row: Any) -> None:
-    sampler = Sampler(10, ())
+    sampler = Sampler(10, (), draw)
     logits = torch.tensor([[0.0, 3, 2.5, 0, 0, 0, 0, 0, 0, 0]])
     sampler.start(make_row(SamplingParams(temperature=0.0, logit_bias={1: -50.0}, seed=0)).started(0))
     assert sampler.sample(logits.clone(), np.array([0]), np.array([3])).token_ids.tolist() == [2]

@@ -1,6 +1,11 @@
-"""The one signature set of the compute kernels, and the table of those who implement it.
+"""What a model computes with, in parts, and the table of those who implement them.
 
-`reference` is plain torch and the truth; `cpu` is Numba and a library GEMM. A model is given a `Kernels` and never asks which one.
+Kernels         the operations of a transformer block; all that a new backend has to write
+WeightPacking   weights made ready for products, once, and kept on disk; `plain_packing` does it with torch alone
+StepExecutor    runs a step's kernels later than they are called; optional, see its docstring for who may be run so
+draw            random tokens on the host; optional, `filters.draw` is the plain one
+
+`reference` is plain torch and the truth; `cpu` is Numba and a library GEMM. A model is given a `Backend` and never asks which one.
 Shape letters: see `tensor.batch`; E hidden size, F feed-forward size, V vocabulary. Implementations are compared with `reference` in
 tests/tensor/kernels.
 """
@@ -16,9 +21,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headrace.core.errors import ConfigError
-from headrace.tensor.host.cpu_features import CpuFeatures
-from headrace.tensor.kernels.filters import Doubles, FilterLimits, Floats, Ints
+from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features
+from headrace.tensor.kernels.filters import Draw, draw
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
 
@@ -49,75 +53,8 @@ class PackedLinear:
     tensors: Mapping[str, Tensor]
 
 
-class Recording(Protocol):
-    """Operations that were carried out, and can be once more if `is_whole`; kept_bytes: of their results."""
-
-    is_whole: bool
-    kept_bytes: int
-
-    def repeat(self) -> bool:
-        """Carry them out over what their inputs hold now, into the same outputs. False: this step needs others, nothing was done."""
-        ...
-
-
 class Kernels(Protocol):
-    """Every operation of a transformer block that is worth writing by hand. No argument is kept; outputs are fresh unless said.
-
-    most_recorded_bytes  of results that one recording holds; 0: steps are never recorded
-    """
-
-    name: str
-    most_recorded_bytes: int
-
-    def together(self, num_tokens: int) -> AbstractContextManager[None]:
-        """Operations called inside may be carried out at its end, all at once: their results must not be looked at before.
-
-        What of a step of `num_tokens` tokens is worth it is the implementation's to say. Calling another linear or operation of these
-        kernels is no look; nor is a view.
-        """
-        ...
-
-    def recording(self, num_tokens: int) -> AbstractContextManager[Recording] | None:
-        """As `together`, for steps that come again with other values in the same tensors; None where that is not worth it.
-
-        Unlike elsewhere, arguments are kept, and results are written anew by `repeat`. What torch itself computes inside would not be
-        repeated: whoever does that settles first, as for `together`, and the recording is then not whole.
-        """
-        ...
-
-    def next_layer(self) -> None:
-        """Results of the layer before the last are not needed any more: inside `together` and `recording` theirs may be written over.
-
-        What is to last longer than the next layer was made before the first one, or is copied.
-        """
-        ...
-
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Linear:
-        """Prepare weight [out, in] (and bias [out]) once. The caller may drop its own reference afterwards.
-
-        dtype: of the rows it will be given, and of bias, where that is not the weight's; every value of the weight is exact in it.
-        """
-        ...
-
-    def round_weight(self, weight: Tensor, precision: Precision) -> RoundedWeight:
-        """As `rounding.round_weight`, to the bit; of what is not finite it is only said that the scale is not either."""
-        ...
-
-    def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear:
-        """The same for a weight of small integers; inputs are rounded row by row, see `rounding`."""
-        ...
-
-    def packed_layout(self, precision: Precision) -> str:
-        """Names the form of what `packed` gives, as this process makes it; "": linears of this precision are not kept on disk."""
-        ...
-
-    def packed(self, linear: Linear) -> PackedLinear | None:
-        """What `load_packed` makes this linear from; None where it was packed in another way."""
-        ...
-
-    def load_packed(self, packed: PackedLinear) -> Linear:
-        """The linear again. Raises ValueError for tensors that cannot be one."""
-        ...
+    """Every operation of a transformer block that is worth writing by hand. No argument is kept; outputs are fresh unless said."""
 
     def select(self, x: Tensor, rows: Tensor) -> Tensor:
         """x [T, ...] -> [W, ...], a new tensor: the rows [W] int64."""
@@ -179,15 +116,102 @@ class Kernels(Protocol):
         """act(gate) * up for gate_up [T, 2F] = gate | up; activation "silu" or "gelu_tanh". Returns [T, F]."""
         ...
 
-    def draw(self, logits: Floats, peak: Floats, u: Doubles, limits: FilterLimits) -> Ints:
-        """One token per row by chance, see `filters.draw`; on the host, and carried out at once."""
+
+class WeightPacking(Protocol):
+    """Weights as the products want them. What it gives is called with rows, see `Linear`."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Linear:
+        """Prepare weight [out, in] (and bias [out]) once. The caller may drop its own reference afterwards.
+
+        dtype: of the rows it will be given, and of bias, where that is not the weight's; every value of the weight is exact in it.
+        """
         ...
+
+    def round_weight(self, weight: Tensor, precision: Precision) -> RoundedWeight:
+        """As `rounding.round_weight`, to the bit; of what is not finite it is only said that the scale is not either."""
+        ...
+
+    def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear:
+        """The same for a weight of small integers; inputs are rounded row by row, see `rounding`."""
+        ...
+
+    def packed_layout(self, precision: Precision) -> str:
+        """Names the form of what `packed` gives, as this process makes it; "": linears of this precision are not kept on disk."""
+        ...
+
+    def packed(self, linear: Linear) -> PackedLinear | None:
+        """What `load_packed` makes this linear from; None where it was packed in another way."""
+        ...
+
+    def load_packed(self, packed: PackedLinear) -> Linear:
+        """The linear again. Raises ValueError for tensors that cannot be one."""
+        ...
+
+
+class Recording(Protocol):
+    """Operations that were carried out, and can be once more if `is_whole`; kept_bytes: of their results."""
+
+    is_whole: bool
+    kept_bytes: int
+
+    def repeat(self) -> bool:
+        """Carry them out over what their inputs hold now, into the same outputs. False: this step needs others, nothing was done."""
+        ...
+
+
+class StepExecutor(Protocol):
+    """Carries operations out later than they are called, all at once, and steps that come again without calling them again.
+
+    Only for layers that run nothing but package kernels, and say so (`layers.can_be_deferred`): whatever else computes inside would
+    read results that are not there yet. The plain twin is no executor: every operation is carried out when it is called.
+
+    most_recorded_bytes  of results that one recording holds
+    """
+
+    most_recorded_bytes: int
+
+    def together(self, num_tokens: int) -> AbstractContextManager[None]:
+        """Operations called inside may be carried out at its end: their results must not be looked at before.
+
+        What of a step of `num_tokens` tokens is worth it is the implementation's to say. Calling another linear or operation of its
+        backend is no look; nor is a view.
+        """
+        ...
+
+    def recording(self, num_tokens: int) -> AbstractContextManager[Recording] | None:
+        """As `together`, for steps that come again with other values in the same tensors; None where that is not worth it.
+
+        Unlike elsewhere, arguments are kept, and results are written anew by `repeat`. An operation or linear of the backend that
+        torch computes would not be repeated: the recording is then not whole.
+        """
+        ...
+
+    def next_layer(self) -> None:
+        """Results of the layer before the last are not needed any more: inside `together` and `recording` theirs may be written over.
+
+        What is to last longer than the next layer was made before the first one, or is copied.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """What one engine computes with. A new one brings `kernels`; `plain_packing.PACKING`, no executor and the plain draw serve everyone.
+
+    draw  one token per row by chance, on the host and at once; the plain one sorts, which is slow where vocabularies are large
+    """
+
+    name: str
+    kernels: Kernels
+    packing: WeightPacking
+    executor: StepExecutor | None = None
+    draw: Draw = draw
 
 
 _IMPLEMENTATIONS = {"reference": "headrace.tensor.kernels.reference", "numba": "headrace.tensor.kernels.cpu.backend"}
 
 
-def load_kernels(name: str, *, deterministic: bool = False, features: CpuFeatures | None = None) -> Kernels:
+def load_backend(name: str, *, deterministic: bool = False, features: CpuFeatures | None = None) -> Backend:
     """The named implementation; importing it is what may be slow (Numba).
 
     deterministic  a row's result must not depend on the other rows of its step, to the bit (`cpu.backend`). Raises ConfigError
@@ -195,9 +219,5 @@ def load_kernels(name: str, *, deterministic: bool = False, features: CpuFeature
     features       choose paths as this CPU would have them; None: as this machine. Instructions are this machine's all the same
     """
     module = import_module(_IMPLEMENTATIONS[name])
-    if deterministic and name != "numba":
-        raise ConfigError("deterministic", f"{name} kernels leave products to a library whose rounding depends on the batch", "Use numba.")
-    kernels: Kernels = module.DETERMINISTIC if deterministic else module.KERNELS
-    if features is not None and name == "numba":
-        kernels = module.NumbaKernels(deterministic=deterministic, features=features)
-    return kernels
+    backend: Backend = module.make_backend(deterministic=deterministic, features=features or read_cpu_features())
+    return backend

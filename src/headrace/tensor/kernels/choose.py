@@ -21,7 +21,7 @@ def numba_problem() -> str | None:
 
 
 def choose_kernels(requested: str, device: str) -> tuple[str, str]:
-    """(name for `load_kernels`, reason). requested: "auto" | "numba" | "reference".
+    """(name for `load_backend`, reason). requested: "auto" | "numba" | "reference".
 
     Raises: ConfigError where numba was asked for by name and cannot be had.
     """

@@ -10,15 +10,16 @@ Shape letters: see `tensor.batch`. The fast twin is `tensor.kernels.cpu.backend`
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headrace.tensor.kernels import PackedLinear
-from headrace.tensor.kernels.filters import Doubles, FilterLimits, Floats, Ints, draw
-from headrace.tensor.kernels.rounding import Precision, RoundedWeight, round_inputs, round_weight
+from headrace.core.errors import ConfigError
+from headrace.tensor.host.cpu_features import CpuFeatures
+from headrace.tensor.kernels import Backend
+from headrace.tensor.kernels.plain_packing import PACKING
+from headrace.tensor.kernels.rounding import round_inputs
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -26,71 +27,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class PlainLinear:
-    """y = x @ weight.T + bias, the weight kept as it came."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
-        self.out_features, self.in_features = weight.shape
-        self.weight_bytes = weight.numel() * weight.element_size()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
-class RoundedLinear:
-    """A weight of small integers, multiplied as `rounding` says; sums are exact in float64."""
-
-    def __init__(self, weight: RoundedWeight, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
-        self.out_features, self.in_features = weight.values.shape
-        self.weight_bytes = weight.packed_bytes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        values, scales = round_inputs(x)
-        out = torch.zeros((x.shape[0], self.out_features), dtype=torch.float64, device=x.device)
-        size = self.weight.group or self.in_features
-        own = self.weight.scales.float().reshape(self.out_features, -1)  # [out, groups]
-        for group in range(own.shape[1]):
-            part = slice(group * size, (group + 1) * size)
-            sums = values[:, part].double() @ self.weight.values[:, part].double().T
-            out += sums * own[:, group].double()
-        out *= scales.double()
-        return (out if self.bias is None else out + self.bias.double()).to(x.dtype)
-
-
 class ReferenceKernels:
     """Implements `Kernels`; holds no state."""
-
-    name = "reference"
-    most_recorded_bytes = 0
-
-    def together(self, num_tokens: int) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def recording(self, num_tokens: int) -> None:
-        return None
-
-    def next_layer(self) -> None:
-        pass
-
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> PlainLinear:
-        return PlainLinear(weight.to(dtype or weight.dtype), bias)
-
-    def round_weight(self, weight: Tensor, precision: Precision) -> RoundedWeight:
-        return round_weight(weight, precision)
-
-    def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> RoundedLinear:
-        return RoundedLinear(weight, bias)
-
-    def packed_layout(self, precision: Precision) -> str:
-        return ""
-
-    def packed(self, linear: object) -> None:
-        return None
-
-    def load_packed(self, packed: PackedLinear) -> RoundedLinear:
-        raise ValueError(f"{self.name} kernels keep nothing packed, got {packed.kind}")
 
     def select(self, x: Tensor, rows: Tensor) -> Tensor:
         return x.index_select(0, rows)
@@ -152,9 +90,6 @@ class ReferenceKernels:
             out[start:end] = masked_attention(query[start:end], key, value, mask, scale, softcap)
         return out
 
-    def draw(self, logits: Floats, peak: Floats, u: Doubles, limits: FilterLimits) -> Ints:
-        return draw(logits, peak, u, limits)
-
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return (ACTIVATIONS[activation](gate.float()) * up.float()).to(gate_up.dtype)
@@ -209,3 +144,12 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
 
 
 KERNELS = ReferenceKernels()
+BACKEND = Backend(name="reference", kernels=KERNELS, packing=PACKING)
+
+
+def make_backend(*, deterministic: bool, features: CpuFeatures) -> Backend:
+    if deterministic:
+        raise ConfigError(
+            "deterministic", "reference kernels leave products to a library whose rounding depends on the batch", "Use numba."
+        )
+    return BACKEND

@@ -47,6 +47,8 @@ class AttentionNames:
 class Attention:
     """One layer's attention, this rank's heads. Writes the step's keys and values into the cache it is given."""
 
+    runs_only_kernels = True
+
     def __init__(self, reader: WeightReader, prefix: str, spec: AttentionSpec, names: AttentionNames, hidden_size: int, eps: float,
                  norm_plus: float, cos_sin: Tensor) -> None:  # fmt: skip
         self.spec, self.kernels, self.cos_sin, self.eps = spec, reader.kernels, cos_sin, eps
@@ -60,6 +62,10 @@ class Attention:
     @property
     def linears(self) -> tuple[Linear, ...]:
         return self.qkv, self.output
+
+    @property
+    def parts(self) -> tuple[object, ...]:
+        return self.linears
 
     def __call__(self, x: Tensor, batch: Batch, group: GroupBatch, cache: LayerKv, wanted: Tensor | None = None) -> Tensor:
         """x [T, E] -> [T, E], or [W, E] of the `wanted` tokens alone; to be summed over ranks. The cache is modified in place, for all."""

@@ -30,6 +30,8 @@ class MlpNames:
 class Mlp:
     """This rank's share of the feed-forward features."""
 
+    runs_only_kernels = True
+
     def __init__(self, reader: WeightReader, prefix: str, spec: MlpSpec, names: MlpNames, hidden_size: int) -> None:
         self.kernels, self.activation = reader.kernels, spec.activation
         self.gate_up = reader.column_linear(stacked_parts(prefix, names.gate_up, [spec.size, spec.size]), hidden_size, bias=spec.bias)
@@ -38,6 +40,10 @@ class Mlp:
     @property
     def linears(self) -> tuple[Linear, ...]:
         return self.gate_up, self.down
+
+    @property
+    def parts(self) -> tuple[object, ...]:
+        return self.linears
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, E] -> [T, E], to be summed over ranks."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.tensor.host.fresh_memory import empty
 from headrace.tensor.kernels import Linear
 from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.layers.weights import Part, WeightReader
@@ -42,7 +43,7 @@ class MoeNames:
 
 
 class SparseMoe:
-    """All experts, each rank holding its share of every expert's features.
+    """All experts, each rank holding its share of every expert's features. It looks at its own results, so it is never deferred.
 
     On disk experts are either one tensor each (`names`), or stacked: "{block}.experts.gate_up_proj" [X, 2F, E] and
     "{block}.experts.down_proj" [X, E, F] for X experts.
@@ -71,7 +72,7 @@ class SparseMoe:
         top_k = self.spec.top_k
         order = torch.argsort(experts.view(-1), stable=True)  # (token, choice) pairs, grouped by expert
         tokens = order // top_k
-        outputs = x.new_empty((x.shape[0] * top_k, x.shape[1]))
+        outputs = empty((x.shape[0] * top_k, x.shape[1]), x.dtype, x.device)
         start = 0
         for expert, count in enumerate(torch.bincount(experts.view(-1), minlength=self.spec.num_experts).tolist()):
             if count:

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headrace.tensor.kernels import Kernels, Linear
+from headrace.tensor.kernels import Backend, Kernels, Linear
 from headrace.tensor.kernels.cpu.pages import empty
 from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.layers.table import HeldTable, Table
@@ -86,13 +86,17 @@ class WeightReader:
     """
 
     source: WeightSource
-    kernels: Kernels
+    backend: Backend
     dtype: torch.dtype
     device: str
     rank: int = 0
     world: int = 1
     precision: Precision = Precision.NONE
     keeper: Keeper | None = None
+
+    @property
+    def kernels(self) -> Kernels:
+        return self.backend.kernels
 
     def norm(self, name: str, size: int, *, plus: float = 0.0) -> Tensor:
         """A norm's weight [size]. With `plus` it is w + plus in float32: 1 + w of a small w would be lost in bfloat16."""
@@ -151,10 +155,11 @@ class WeightReader:
         return known
 
     def _packed(self, parts: Sequence[Part], weight: Tensor, bias: Tensor | None, precision: Precision) -> Linear:
+        packing = self.backend.packing
         if precision is Precision.NONE:
-            made = self.kernels.pack_linear(weight, bias, self.dtype)
+            made = packing.pack_linear(weight, bias, self.dtype)
         else:
-            made = self.kernels.pack_rounded(self.kernels.round_weight(weight, precision), bias)
+            made = packing.pack_rounded(packing.round_weight(weight, precision), bias)
         if self.keeper is not None:
             self.keeper.keep(_name(parts), made)
         return made

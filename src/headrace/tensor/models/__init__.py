@@ -20,7 +20,7 @@ from headrace.core.kvgroup import KvGroup
 from headrace.tensor.checkpoint.config import ConfigFile, read_config, read_generation_defaults
 from headrace.tensor.checkpoint.folder import Checkpoint
 from headrace.tensor.checkpoint.random_weights import RandomWeights, WeightShapes
-from headrace.tensor.kernels import Kernels, load_kernels
+from headrace.tensor.kernels import Backend, load_backend
 from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.layers.weights import WeightReader
 from headrace.tensor.models import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
@@ -94,7 +94,7 @@ class ModelDescription:
 def load_model(
     folder: Path,
     *,
-    kernels: Kernels,
+    backend: Backend,
     dtype: torch.dtype | None,
     device: str,
     load_format: str,
@@ -128,18 +128,18 @@ def load_model(
     if load_format == "dummy":
         dtype = dtype or _named_dtype(config) or torch.float32
         source = RandomWeights(seed, dtype, 1.0 - spec.norm_plus)
-        model = Decoder(WeightReader(source, kernels, dtype, device, rank, world, precision), spec)
+        model = Decoder(WeightReader(source, backend, dtype, device, rank, world, precision), spec)
         digest = blake2b(Path(config.file).read_bytes() + f"{seed}".encode(), digest_size=16).hexdigest()
     else:
         checkpoint = Checkpoint(folder)
         dtype = dtype or _named_dtype(config) or _STORED_DTYPES.get(checkpoint.stored_dtype(f"{spec.names.embedding}.weight"))
         digest = checkpoint.digest()
         store = None
-        layout = kernels.packed_layout(precision)
+        layout = backend.packing.packed_layout(precision)
         if packed is not None and layout:
             kind = f"{quantization} {dtype} {rank}/{world}"
-            store = PackedStore(packed, store_name(digest, checkpoint.files, precision=kind, layout=layout), kernels)
-        model = Decoder(WeightReader(checkpoint, kernels, dtype or torch.float32, device, rank, world, precision, store), spec)
+            store = PackedStore(packed, store_name(digest, checkpoint.files, precision=kind, layout=layout), backend.packing)
+        model = Decoder(WeightReader(checkpoint, backend, dtype or torch.float32, device, rank, world, precision, store), spec)
         checkpoint.check_all_read()
         if store is not None:
             keeping = store.save()
@@ -170,7 +170,7 @@ def describe(
     dtype = dtype or _named_dtype(config) or torch.float32
     shapes = WeightShapes(dtype)
     # No positions: rotary tables count for nothing here, and arithmetic on the meta device imports half of torch (seconds).
-    reader = WeightReader(shapes, load_kernels("reference"), dtype, "meta", precision=Precision(quantization))
+    reader = WeightReader(shapes, load_backend("reference"), dtype, "meta", precision=Precision(quantization))
     model = Decoder(reader, replace(spec, max_positions=0))
     return ModelDescription(
         architecture=architecture,

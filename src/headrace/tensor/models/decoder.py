@@ -6,8 +6,8 @@ norm, so a block is handed the branch that has not been added yet. Shape letters
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,19 +15,22 @@ from torch import Tensor
 from headrace.core.kvgroup import KvGroup
 from headrace.tensor.batch import Batch, GroupBatch, KvCache, LayerKv
 from headrace.tensor.kernels import Kernels
+from headrace.tensor.layers import can_be_deferred
 from headrace.tensor.layers.attention import Attention
 from headrace.tensor.layers.memory import return_freed_memory
 from headrace.tensor.layers.mlp import Mlp, MlpSpec
 from headrace.tensor.layers.moe import SparseMoe
 from headrace.tensor.layers.rope import RopeSpec, rope_table
 from headrace.tensor.layers.weights import Part, WeightReader
-from headrace.tensor.models.repeated import Repeated
 from headrace.tensor.models.spec import DecoderSpec, LayerSpec
+from headrace.tensor.models.steps import Steps
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
     """Root-mean-square norm with its weight [E]."""
+
+    runs_only_kernels: ClassVar = True
 
     kernels: Kernels
     weight: Tensor
@@ -40,6 +43,8 @@ class Norm:
 
 class Block:
     """One layer. All weights are read while it is made."""
+
+    runs_only_kernels = True
 
     def __init__(self, reader: WeightReader, spec: DecoderSpec, layer: LayerSpec, index: int, cos_sin: Tensor) -> None:
         names, prefix = spec.names, spec.names.layer.format(index)
@@ -60,6 +65,11 @@ class Block:
             else SparseMoe(reader, prefix, layer.mlp, names.moe, spec.hidden_size)
         )
         self.mlp_output_norm = norm(names.mlp_output_norm) if names.mlp_output_norm else None
+
+    @property
+    def parts(self) -> tuple[object, ...]:
+        norms = (self.attention_norm, self.attention_output_norm, self.mlp_norm, self.mlp_output_norm)
+        return self.attention, self.mlp, *(norm for norm in norms if norm is not None)
 
     def __call__(
         self, branch: Tensor, residual: Tensor, batch: Batch, group: GroupBatch, cache: LayerKv, wanted: Tensor | None = None
@@ -93,11 +103,10 @@ class Decoder:
     resident_bytes  weights held in memory; a tied table counts twice, as rows and as packed head
     """
 
+    runs_only_kernels = True
+
     def __init__(self, reader: WeightReader, spec: DecoderSpec) -> None:
         self.spec, self.dtype, self.vocab_size = spec, reader.dtype, spec.vocab_size
-        self._kernels = reader.kernels
-        self._is_dense = all(isinstance(layer.mlp, MlpSpec) for layer in spec.layers)  # a router looks at its results
-        self._repeated = Repeated(reader.kernels, self._layers)
         names = spec.names
         self.embedding = reader.table(f"{names.embedding}.weight", spec.vocab_size, spec.hidden_size)
         self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(reader.dtype))  # rounded as the checkpoint's authors did
@@ -120,7 +129,12 @@ class Decoder:
         )
         return_freed_memory()
         self.kv_groups, self.group_of = group_layers(spec, reader.world, reader.dtype.itemsize)
+        self._steps = Steps(reader.backend.executor if can_be_deferred(self) else None, self._layers)
         self.kv_shapes = [(block.attention.kv_heads, block.attention.spec.head_dim) for block in self.blocks]
+
+    @property
+    def parts(self) -> tuple[object, ...]:
+        return *self.blocks, self.final_norm
 
     @property
     def weight_bytes(self) -> int:
@@ -134,23 +148,18 @@ class Decoder:
     @property
     def recorded_bytes(self) -> int:
         """Most that recorded steps hold beside the weights."""
-        return self._repeated.most_bytes if self._is_dense else 0
+        return self._steps.most_bytes
 
     def forward(self, ids: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         """ids [T] int64 -> hidden [T, E], of `batch.wanted` [W, E], normed, ready for `logits`. Writes keys and values into `kv`."""
         branch = self.embedding.rows(ids).to(self.dtype)
         if self._embedding_scale != 1.0:
             branch *= self._embedding_scale
-        hidden = self._repeated.run(branch, batch, kv) if self._is_dense else None
-        if hidden is not None:
-            return hidden
-        residual = torch.zeros_like(branch)
-        with self._kernels.together(len(ids)) if self._is_dense else nullcontext():
-            return self._layers(branch, residual, batch, kv)
+        return self._steps.run(branch, batch, kv)
 
     def _layers(self, branch: Tensor, residual: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         for block, group, cache in zip(self.blocks, self.group_of, kv.layers, strict=True):
-            self._kernels.next_layer()
+            self._steps.next_layer()
             wanted = batch.wanted if block is self.blocks[-1] else None
             branch, residual = block(branch, residual, batch, batch.groups[group], cache, wanted)
         return self.final_norm(branch, residual) if len(residual) else residual

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.files import MAX_JSON_BYTES, decode_json
-from headrace.tensor.kernels import Kernels, Linear, PackedLinear
+from headrace.tensor.kernels import Linear, PackedLinear, WeightPacking
 from headrace.tensor.kernels.cpu.pages import read_open
 from headrace.tensor.kernels.cpu.stored_rows import prepare, read_rows
 from headrace.tensor.layers.table import Table
@@ -76,9 +76,9 @@ class StoredTable:
 class PackedStore:
     """The packed linears and the tables of one model by name: found in the folder's file `name`, or kept until `save` writes them there."""
 
-    def __init__(self, folder: PackedFolder, name: str, kernels: Kernels) -> None:
+    def __init__(self, folder: PackedFolder, name: str, packing: WeightPacking) -> None:
         self._folder, self._path = folder, folder.directory / name
-        self._kernels = kernels
+        self._packing = packing
         self._made: dict[str, PackedLinear] = {}
         self._made_tables: dict[str, Tensor] = {}
         self._num_found = 0
@@ -93,7 +93,7 @@ class PackedStore:
         try:
             facts = json.loads(self._found.facts[name])
             tensors = {part: self._tensor(f"{name}/{part}") for part in facts["tensors"]}
-            linear = self._kernels.load_packed(PackedLinear(tensors=tensors, **{key: facts[key] for key in _FACTS}))
+            linear = self._packing.load_packed(PackedLinear(tensors=tensors, **{key: facts[key] for key in _FACTS}))
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             self._refuse(error)
             return None
@@ -101,7 +101,7 @@ class PackedStore:
         return linear
 
     def keep(self, name: str, linear: Linear) -> None:
-        if (packed := self._kernels.packed(linear)) is not None:
+        if (packed := self._packing.packed(linear)) is not None:
             self._made[name] = packed
 
     def find_table(self, name: str, shape: tuple[int, int]) -> Table | None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from headrace.core.plan import NO_LOGPROBS, LogprobColumns, Started
 from headrace.core.sampling import SamplingParams
-from headrace.tensor.kernels.filters import Draw, FilterLimits, Floats, Ints, draw
+from headrace.tensor.kernels.filters import Draw, FilterLimits, Floats, Ints
 from headrace.tensor.sampling.logprobs import not_asked, scattered, token_logprobs
 from headrace.tensor.sampling.penalties import TokenCounts
 from headrace.tensor.sampling.philox import Purpose, uniform
@@ -101,10 +101,10 @@ class _Edits:
 class Sampler:
     """Parameters of every slot, and the choice of tokens. One thread at a time.
 
-    draw  who chooses where chance has a say: the kernels' or the plain one
+    draw  who chooses where chance has a say: the backend's, or the plain `kernels.filters.draw`
     """
 
-    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], draw: Draw = draw) -> None:
+    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], draw: Draw) -> None:
         self._vocab_size, self._eos_token_ids, self._draw = vocab_size, eos_token_ids, draw
         self._columns = _Columns()
         self._edits: dict[int, _Edits] = {}

@@ -4,7 +4,7 @@ What a kernel is not written for (float16, a head size that is no multiple of a 
 goes to `reference`, operation by operation, with the same result up to rounding.
 
 Batch invariance, to the bit: every operation but a product by oneDNN gives a token the same result whatever else is in the step.
-`DETERMINISTIC` avoids oneDNN, and refuses what only a library computes here: its products depend on the number of rows.
+A deterministic backend avoids oneDNN, and refuses what only a library computes here: its products depend on the number of rows.
 Where to read next: `attention`, `elementwise`, `linear`; below them `launch` (threads, compilation) and `simd` (vector code).
 """
 
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from headrace.core.errors import ConfigError
-from headrace.tensor.host.cpu_features import CpuFeatures, LinearPath, linear_path, read_cpu_features
-from headrace.tensor.kernels import Kernels, Linear, PackedLinear
+from headrace.tensor.host.cpu_features import CpuFeatures, LinearPath, linear_path
+from headrace.tensor.kernels import Backend, Kernels, Linear, PackedLinear
 from headrace.tensor.kernels.cpu import cache_write, draw, elementwise
 from headrace.tensor.kernels.cpu.attention import paged as attention
 from headrace.tensor.kernels.cpu.integer import packing as integer_packing
@@ -28,6 +28,7 @@ from headrace.tensor.kernels.cpu.linear import OneDnnLinear, StripLinear, onednn
 from headrace.tensor.kernels.cpu.packing import DEPTH, can_strip
 from headrace.tensor.kernels.cpu.together import MOST_KEPT_BYTES, Recording, next_layer, recording, settle, together
 from headrace.tensor.kernels.filters import Doubles, FilterLimits, Floats, Ints
+from headrace.tensor.kernels.plain_packing import PACKING as PLAIN_PACKING
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
@@ -63,7 +64,9 @@ def _not_invariant(what: str) -> ConfigError:
 
 
 class OutsideLinear:
-    """A linear that torch computes."""
+    """A linear that torch computes, once what was put off is done."""
+
+    runs_only_kernels = True
 
     def __init__(self, linear: Linear) -> None:
         self.in_features, self.out_features, self.weight_bytes = linear.in_features, linear.out_features, linear.weight_bytes
@@ -74,37 +77,28 @@ class OutsideLinear:
         return self._linear(x)
 
 
-class NumbaKernels:
-    """Implements `Kernels`; holds no state but which linear path is taken."""
+class NumbaPacking:
+    """Implements `WeightPacking`.
 
-    name = "numba"
-    most_recorded_bytes = MOST_KEPT_BYTES
+    deterministic  no product by a library: what strips cannot hold is refused
+    features       of the CPU whose linear paths are taken
+    """
 
-    def __init__(self, *, deterministic: bool, features: CpuFeatures | None = None) -> None:
-        """features: of the CPU whose linear paths are taken; None: this machine's."""
-        self.deterministic, self.features = deterministic, features or read_cpu_features()
-
-    def together(self, num_tokens: int) -> AbstractContextManager[None]:
-        return together() if num_tokens <= FEW_TOKENS else nullcontext()
-
-    def recording(self, num_tokens: int) -> AbstractContextManager[Recording] | None:
-        return recording() if num_tokens <= FEW_TOKENS else None
-
-    def next_layer(self) -> None:
-        next_layer()
+    def __init__(self, *, deterministic: bool, features: CpuFeatures) -> None:
+        self.deterministic, self.features = deterministic, features
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Linear:
         dtype = dtype or weight.dtype
         if self.deterministic and weight.numel() > 0 and not (_fits(weight) and dtype in _DTYPES and can_strip(weight)):
             raise _not_invariant(f"a linear of {list(weight.shape)} in {dtype}")
         if not _fits(weight) or dtype not in _DTYPES:
-            return OutsideLinear(REFERENCE.pack_linear(weight, bias, dtype))
+            return OutsideLinear(PLAIN_PACKING.pack_linear(weight, bias, dtype))
         path = LinearPath.STRIPS if self.deterministic else linear_path(self.features, dtype)
         if path is LinearPath.STRIPS and can_strip(weight):
             return StripLinear.pack(weight, bias)
         if onednn_takes(dtype) and weight.numel() > 0:
             return OneDnnLinear(weight.to(dtype), bias)
-        return OutsideLinear(REFERENCE.pack_linear(weight, bias, dtype))
+        return OutsideLinear(PLAIN_PACKING.pack_linear(weight, bias, dtype))
 
     def round_weight(self, weight: Tensor, precision: Precision) -> RoundedWeight:
         return integer_packing.round_weight(weight, precision)
@@ -114,7 +108,7 @@ class NumbaKernels:
             return quantized.IntegerLinear.pack(weight, bias)
         if self.deterministic:
             raise _not_invariant(f"a rounded linear of {list(weight.values.shape)}")
-        return OutsideLinear(REFERENCE.pack_rounded(weight, bias))
+        return OutsideLinear(PLAIN_PACKING.pack_rounded(weight, bias))
 
     def packed_layout(self, precision: Precision) -> str:
         paths = ["strips"] if self.deterministic else [linear_path(self.features, dtype) for dtype in _DTYPES]
@@ -126,6 +120,28 @@ class NumbaKernels:
 
     def load_packed(self, packed: PackedLinear) -> Linear:
         return (StripLinear if packed.kind == StripLinear.KIND else quantized.IntegerLinear).of(packed)
+
+
+class NumbaExecutor:
+    """Implements `StepExecutor`, see `together`. A step of more than FEW_TOKENS tokens is run as it is called."""
+
+    most_recorded_bytes = MOST_KEPT_BYTES
+
+    def together(self, num_tokens: int) -> AbstractContextManager[None]:
+        return together() if num_tokens <= FEW_TOKENS else nullcontext()
+
+    def recording(self, num_tokens: int) -> AbstractContextManager[Recording] | None:
+        return recording() if num_tokens <= FEW_TOKENS else None
+
+    def next_layer(self) -> None:
+        next_layer()
+
+
+class NumbaKernels:
+    """Implements `Kernels`. deterministic: attention that only the reference has is refused; one that depends on no batch is ours."""
+
+    def __init__(self, *, deterministic: bool) -> None:
+        self.deterministic = deterministic
 
     def select(self, x: Tensor, rows: Tensor) -> Tensor:
         settle()
@@ -184,16 +200,24 @@ class NumbaKernels:
         )  # fmt: skip
         return out
 
-    def draw(self, logits: Floats, peak: Floats, u: Doubles, limits: FilterLimits) -> Ints:
-        tokens = draw.draw(logits, peak, u, limits)
-        settle()
-        return tokens
-
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
         if not _fits(gate_up) or activation not in elementwise.ACTIVATIONS:
             return _outside().gated_activation(gate_up, activation)
         return elementwise.gated_activation(gate_up, activation)
 
 
+def draw_tokens(logits: Floats, peak: Floats, u: Doubles, limits: FilterLimits) -> Ints:
+    """See `Backend.draw`: what was put off, this draw included, is done when it returns."""
+    tokens = draw.draw(logits, peak, u, limits)
+    settle()
+    return tokens
+
+
 KERNELS = NumbaKernels(deterministic=False)
 DETERMINISTIC = NumbaKernels(deterministic=True)
+EXECUTOR = NumbaExecutor()
+
+
+def make_backend(*, deterministic: bool, features: CpuFeatures) -> Backend:
+    kernels, packing = DETERMINISTIC if deterministic else KERNELS, NumbaPacking(deterministic=deterministic, features=features)
+    return Backend(name="numba", kernels=kernels, packing=packing, executor=EXECUTOR, draw=draw_tokens)

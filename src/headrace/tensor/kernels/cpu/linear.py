@@ -166,6 +166,7 @@ class StripLinear:
     """See the module. x may be float32 or bfloat16; sums are float32 and rounded to x's dtype once."""
 
     KIND = "strips"
+    runs_only_kernels = True
 
     def __init__(self, strips: Tensor, bias: Tensor, *, out_features: int, in_features: int, block: int) -> None:
         """strips, bias: packed, see `pack`. block: strips in each of the blocks that they lie in."""
@@ -252,6 +253,7 @@ def onednn_takes(dtype: torch.dtype) -> bool:
 class OneDnnLinear:
     """oneDNN's product with a weight reordered once for this CPU. weight float32 or bfloat16, x of the same dtype; `onednn_takes` it."""
 
+    runs_only_kernels = True
     ROW_HINT = 32
     """Row count the layout is chosen for; 32 was best or equal at every measured count (docs/experiments.md)."""
 

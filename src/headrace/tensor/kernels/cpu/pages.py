@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headrace.tensor.host import fresh_memory
 from headrace.tensor.host.file_memory import FileReading, map_pages
 
 LEAST_BYTES = 8 << 20
@@ -18,7 +19,7 @@ def empty(num_elements: int, dtype: torch.dtype) -> Tensor:
     """A flat tensor, its memory not written yet and its own."""
     num_bytes = num_elements * dtype.itemsize
     if num_bytes < LEAST_BYTES:
-        return torch.empty(num_elements, dtype=dtype)
+        return fresh_memory.empty((num_elements,), dtype)
     return torch.frombuffer(map_pages(num_bytes), dtype=dtype, count=num_elements)
 
 

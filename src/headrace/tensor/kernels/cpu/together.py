@@ -6,6 +6,7 @@ one call: its inputs are written where the first one's lay, and no Python runs p
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import torch
 from numba import types
 from torch import Tensor
 
+from headrace.core.errors import EngineFatal
 from headrace.tensor.kernels.cpu.jit.launch import CALLER, address_of, call, compile_kernel, guarded, helper, run_now, words
 from headrace.tensor.kernels.cpu.jit.simd import arrive, as_i64, at, current, decide, load, pause
 
@@ -29,33 +31,58 @@ SPINS_PER_KERNEL = 1 << 11
 """So many more for each kernel on the list: who gives up does all of them alone, and may wait for about as long as that would take."""
 MOST_SPINS = 1 << 18
 SPINS_BEFORE_YIELD = 1 << 12
+MOST_WAIT_S = 60.0
+"""A worker waits so long for the others in the middle of a list, where a kernel takes milliseconds; then the list is given up."""
 MOST_KEPT_BYTES = 32 << 20
 """Of the memory that a list holds before it is run, and most that one recording holds."""
 _yield = types.ExternalFunction("sched_yield", types.int32())
+_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
+_CLOCK = time.CLOCK_MONOTONIC
+ARRIVED, VERDICT, PASSED, GAVE_UP, CLOCKS = 0, 1, 2, 3, 4
+"""Places in a list's state; from CLOCKS on, two numbers per worker to read the time into."""
 
 
 @helper
-def wait_until(counter: Any, value: int) -> None:
-    """Until counter[0] >= value. The processor is left to others now and then: a worker that waits may hold up the one it waits for."""
-    spins = 0
-    while current(counter) < value:
+def read_ns(place: int) -> int:
+    """The monotonic clock, by way of two numbers at the address `place`."""
+    _clock_gettime(_CLOCK, place)
+    clock = as_i64(place)
+    return int(load(clock, 0) * 1_000_000_000 + load(clock, 1))
+
+
+@helper
+def wait_until(state: Any, value: int, clock: int, limit_ns: int) -> bool:
+    """Until all have passed, or, which is False, until somebody has waited for limit_ns. clock: see `read_ns`.
+
+    The processor is left to others now and then: a worker that waits may hold up the one it waits for.
+    """
+    spins, began = 0, 0
+    while current(at(state, PASSED)) < value:
         pause()
         spins += 1
         if spins % SPINS_BEFORE_YIELD == 0:
             _yield()
+            now = read_ns(clock)
+            if began == 0:
+                began = now
+            if now - began > limit_ns:
+                decide(at(state, GAVE_UP), 1)
+            if current(at(state, GAVE_UP)) != 0:
+                return False
+    return True
 
 
 @helper
 def meet(state: Any, worker: int, workers: int, patience: int) -> int:
     """How many workers there are: all of them when they came together in time; else the one that gave up is alone, the others are 0."""
-    arrive(state)
+    arrive(at(state, ARRIVED))
     spins = 0
-    while current(state) < workers and current(at(state, 1)) == 0 and spins < patience:
+    while current(at(state, ARRIVED)) < workers and current(at(state, VERDICT)) == 0 and spins < patience:
         pause()
         spins += 1
         if spins % SPINS_BEFORE_YIELD == 0:
             _yield()
-    verdict = decide(at(state, 1), 1 if current(state) >= workers else 2 + worker)
+    verdict = decide(at(state, VERDICT), 1 if current(at(state, ARRIVED)) >= workers else 2 + worker)
     if verdict == 1:
         return workers
     return 1 if verdict == 2 + worker else 0
@@ -64,7 +91,8 @@ def meet(state: Any, worker: int, workers: int, patience: int) -> int:
 def _run_list(arguments: int, worker: int, workers: int) -> None:
     """Kernels one after the other, each worker waiting for all others in between. A list entry: kernel, arguments, workers."""
     a = as_i64(arguments)
-    entries, count, state = as_i64(load(a, 0)), load(a, 1), as_i64(load(a, 2))
+    entries, count, state, limit_ns = as_i64(load(a, 0)), load(a, 1), as_i64(load(a, 2)), load(a, 3)
+    clock = load(a, 2) + 8 * (CLOCKS + 2 * worker)
     team = workers if workers == 1 else meet(state, worker, workers, min(SPINS_TO_MEET + SPINS_PER_KERNEL * count, MOST_SPINS))
     me, passed, before = (0 if team == 1 else worker), 0, 0
     if team == 0:
@@ -73,8 +101,9 @@ def _run_list(arguments: int, worker: int, workers: int) -> None:
         own = min(load(entries, 3 * index + 2), team)
         if index > 0 and max(own, before) > 1:  # what one worker alone does in a row needs no meeting
             passed += team
-            arrive(at(state, 2))
-            wait_until(at(state, 2), passed)
+            arrive(at(state, PASSED))
+            if not wait_until(state, passed, clock, limit_ns):
+                return
         if me < own:
             call(load(entries, 3 * index), load(entries, 3 * index + 1), me, own)
         before = own
@@ -196,9 +225,16 @@ class Recording(Batched):
 
 
 def run_list(entries: array[int], workers: int) -> None:
-    state = words((0, 0, 0))
-    arguments = words((address_of(entries), len(entries) // 3, address_of(state)))
+    """Raises EngineFatal where a worker did not come to the end of an entry in MOST_WAIT_S: results are incomplete, memory half written.
+
+    Who never comes back from its kernel keeps the parallel region open, and this call with it: that is for those to see who watch the
+    loop from outside.
+    """
+    state = words([0] * (CLOCKS + 2 * workers))
+    arguments = words((address_of(entries), len(entries) // 3, address_of(state), int(MOST_WAIT_S * 1e9)))
     guarded(run_now, _list_kernel(), address_of(arguments), workers)
+    if state[GAVE_UP]:
+        raise EngineFatal(f"kernel threads waited {MOST_WAIT_S:g} s for one of them in the middle of a step, and gave up")
 
 
 @cache

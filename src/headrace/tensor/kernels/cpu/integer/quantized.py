@@ -211,6 +211,8 @@ def _kernels(is_int4: bool) -> tuple[int, int]:
 class IntegerLinear:
     """See the module. x float32 or bfloat16; results are rounded to x's dtype once."""
 
+    runs_only_kernels = True
+
     def __init__(self, words: Tensor, scales: Tensor, bias: Tensor | None, *, out_features: int, in_features: int, group: int) -> None:
         """words, scales: packed, see `pack`. group: 0 for int8."""
         self.out_features, self.in_features, self.group = out_features, in_features, group

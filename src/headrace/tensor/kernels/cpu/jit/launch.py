@@ -27,8 +27,10 @@ from numba.core.sigutils import normalize_signature
 from numba.extending import intrinsic
 from torch import Tensor
 
+from headrace.tensor.host.fresh_memory import POISON, is_poisoned
 from headrace.tensor.kernels.cpu.jit.compile_cache import numba_cache
 from headrace.tensor.kernels.cpu.jit.disk_cache import KeptCFunc, keep
+from headrace.tensor.kernels.cpu.jit.simd import as_i64, load
 
 CACHE = numba_cache()
 numba.config.CACHE_DIR = str(CACHE.directory or "")  # read by every decorator below
@@ -37,6 +39,8 @@ numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 """Of every helper: no GIL, no checks for division by zero."""
+
+_memset = types.ExternalFunction("memset", types.intp(types.intp, types.int32, types.intp))
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -235,7 +239,21 @@ def with_counter(arguments: Sequence[int], place: int) -> array[int]:
 def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Memory for a result, not written yet. Inside `together` it may be a result's of the layer before the last: see `next_layer`."""
     pending = CALLER.pending
-    return torch.empty(shape, dtype=dtype) if pending is None else pending.fresh(shape, dtype)
+    made = torch.empty(shape, dtype=dtype) if pending is None else pending.fresh(shape, dtype)
+    if is_poisoned() and made.nbytes:  # when its turn comes: what was put off may still write and read this memory
+        launch(_poison_kernel(), [made.data_ptr(), made.nbytes], 1, made)
+    return made
+
+
+def _poison(arguments: int, worker: int, workers: int) -> None:
+    """Arguments: address, bytes."""
+    a = as_i64(arguments)
+    _memset(load(a, 0), POISON, load(a, 1))
+
+
+@cache
+def _poison_kernel() -> int:
+    return compile_kernel(_poison)
 
 
 def address_of(memory: array[int]) -> int:

@@ -8,17 +8,20 @@ from functools import cache
 
 import pytest
 import torch
+from cpu_families import AVX2
 from torch import Tensor
 
 pytest.importorskip("numba")
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.tensor.batch import Batch, GroupBatch, KvCache, allocate_kv
-from headrace.tensor.kernels import load_kernels
+from headrace.tensor.kernels import load_backend
 from headrace.tensor.kernels.cpu import backend as cpu
 from headrace.tensor.models import LoadedModel, load_model
-from headrace.tensor.models import repeated as module
+from headrace.tensor.models import steps as module
 
+STRIPS = load_backend("numba", features=AVX2)
+"""Products that can be recorded, also where this CPU's own choice would be oneDNN."""
 BLOCK_SIZE, BLOCKS_PER_ROW, MOST_ROWS = 4, 400, 20
 
 
@@ -28,7 +31,7 @@ def _loaded(quantization: str) -> LoadedModel:
     if folder is None:
         pytest.skip("no bundled model in this checkout")
     return load_model(
-        folder, kernels=load_kernels("numba"), dtype=torch.float32, device="cpu", load_format="auto", seed=0, max_model_len=None,
+        folder, backend=STRIPS, dtype=torch.float32, device="cpu", load_format="auto", seed=0, max_model_len=None,
         quantization=quantization,
     )  # fmt: skip
 
@@ -40,7 +43,7 @@ def _cache(loaded: LoadedModel, dtype: torch.dtype, num_blocks: int = 1 + MOST_R
     heads, dim = model.kv_shapes[0]
     filling = torch.randn(num_blocks * BLOCK_SIZE, heads, dim, generator=generator)
     for layer in kv.layers:
-        load_kernels("numba").scatter_kv(filling, filling, layer.values, torch.arange(len(filling)), kv_scales=layer.scales)
+        STRIPS.kernels.scatter_kv(filling, filling, layer.values, torch.arange(len(filling)), kv_scales=layer.scales)
     return kv
 
 
@@ -80,7 +83,7 @@ def test_steps_have_the_bits_of_layers_called_one_by_one(quantization: str, stor
         assert torch.equal(got, _plain(loaded, ids, batch, twins[which]))
         results.append((got, got.clone()))
     assert all(torch.equal(kept, then) for kept, then in results), "a later step wrote into an earlier one's result"
-    kept = loaded.model._repeated._kept
+    kept = loaded.model._steps._kept
     assert all(step.recording.is_whole for step in kept.values())
     assert 0 < sum(step.recording.kept_bytes for step in kept.values()) <= loaded.model.recorded_bytes
 
@@ -95,16 +98,18 @@ def test_steps_of_as_many_rows_as_are_recorded_have_the_same_bits(quantization: 
         batch = _batch(rows, [rng.randint(1, BLOCK_SIZE * blocks) for _ in rows], blocks)
         ids = torch.tensor([rng.randrange(4, loaded.vocab_size) for _ in rows])
         assert torch.equal(loaded.model.forward(ids, batch, kv), _plain(loaded, ids, batch, twin))
-    assert {count for _, count, cache in loaded.model._repeated._kept if cache == id(kv)} == {20, 33, cpu.FEW_TOKENS}
+    assert {count for _, count, cache in loaded.model._steps._kept if cache == id(kv)} == {20, 33, cpu.FEW_TOKENS}
 
 
 @torch.inference_mode()
 def test_rows_with_adapters_are_not_recorded() -> None:
     loaded = _loaded("none")
-    repeated = module.Repeated(load_kernels("numba"), loaded.model._layers)
-    batch = _batch([0], [20])
-    batch.adapter_slots = torch.tensor([1], dtype=torch.int32)
-    assert repeated.run(torch.zeros(1, loaded.model.spec.hidden_size), batch, _cache(loaded, torch.float32)) is None
+    steps = module.Steps(STRIPS.executor, loaded.model._layers)
+    batch, branch = _batch([0], [20]), torch.zeros(1, loaded.model.spec.hidden_size)
+    steps.run(branch, replace(batch, adapter_slots=torch.tensor([1], dtype=torch.int32)), _cache(loaded, torch.float32))
+    assert steps.num_recorded == 0
+    steps.run(branch, batch, _cache(loaded, torch.float32))
+    assert steps.num_recorded == 1
 
 
 @torch.inference_mode()
@@ -112,45 +117,46 @@ def test_a_step_like_the_last_is_repeated_and_a_long_one_is_not(monkeypatch: pyt
     loaded = _loaded("none")
     kv, model = _cache(loaded, torch.float32), loaded.model
     calls: list[int] = []
-    layers = model._repeated._layers
+    layers = model._steps._layers
 
     def counted(branch: Tensor, residual: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         calls.append(batch.num_tokens)
         return layers(branch, residual, batch, kv)
 
-    monkeypatch.setattr(model._repeated, "_layers", counted)
+    monkeypatch.setattr(model._steps, "_layers", counted)
     for context in range(20, 40):
         model.forward(torch.tensor([5, 6]), _batch([0, 1], [context, 2 * context]), kv)
     assert len(calls) == 1
     monkeypatch.setattr(cpu, "FEW_TOKENS", 8)
-    model.forward(torch.arange(9) + 5, _batch(list(range(9)), [20] * 9), kv)
-    assert len(calls) == 1
+    for _ in range(2):
+        model.forward(torch.arange(9) + 5, _batch(list(range(9)), [20] * 9), kv)
+    assert calls == [2, 9, 9]
 
 
 @torch.inference_mode()
 def test_as_many_shapes_are_kept_as_their_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = _loaded("none")
-    kv, repeated = _cache(loaded, torch.float32), module.Repeated(load_kernels("numba"), loaded.model._layers)
-    monkeypatch.setattr(loaded.model, "_repeated", repeated)
+    kv, steps = _cache(loaded, torch.float32), module.Steps(STRIPS.executor, loaded.model._layers)
+    monkeypatch.setattr(loaded.model, "_steps", steps)
 
     def run(count: int) -> None:
         loaded.model.forward(torch.arange(count) + 5, _batch(list(range(count)), [20] * count), kv)
 
     for count in range(1, 13):
         run(count)
-    assert [key[0] for key in repeated._kept] == list(range(1, 13))
-    largest = max(step.recording.kept_bytes for step in repeated._kept.values())
-    monkeypatch.setattr(repeated._kernels, "most_recorded_bytes", largest, raising=False)
+    assert [key[0] for key in steps._kept] == list(range(1, 13))
+    largest = max(step.recording.kept_bytes for step in steps._kept.values())
+    monkeypatch.setattr(steps._executor, "most_recorded_bytes", largest, raising=False)
     run(1)
     run(11)
-    held = [step.recording.kept_bytes for step in repeated._kept.values()]
-    assert sum(held) <= repeated.most_bytes - largest
-    assert list(repeated._kept)[-1][0] == 11
+    held = [step.recording.kept_bytes for step in steps._kept.values()]
+    assert sum(held) <= steps.most_bytes - largest
+    assert list(steps._kept)[-1][0] == 11
     assert len(held) > 4
     monkeypatch.setattr(module, "MOST_KEPT", 3)
     run(2)
-    assert [key[0] for key in repeated._kept][-2:] == [11, 2]
-    assert len(repeated._kept) == 3
+    assert [key[0] for key in steps._kept][-2:] == [11, 2]
+    assert len(steps._kept) == 3
 
 
 @torch.inference_mode()
@@ -158,14 +164,14 @@ def test_what_cannot_be_recorded_is_not_tried_again(monkeypatch: pytest.MonkeyPa
     from headrace.tensor.kernels.cpu import together
 
     loaded = _loaded("none")
-    kv, repeated = _cache(loaded, torch.float32), module.Repeated(load_kernels("numba"), loaded.model._layers)
-    monkeypatch.setattr(loaded.model, "_repeated", repeated)
+    kv, steps = _cache(loaded, torch.float32), module.Steps(STRIPS.executor, loaded.model._layers)
+    monkeypatch.setattr(loaded.model, "_steps", steps)
     monkeypatch.setattr(together, "MOST_KEPT_BYTES", 1000)
     batch, ids = _batch([3], [50]), torch.tensor([7])
     first, second = loaded.model.forward(ids, batch, kv), loaded.model.forward(ids, batch, kv)
     assert torch.equal(first, second)
-    assert repeated._most_tokens == 0
-    assert not repeated._kept
+    assert steps._most_tokens == 0
+    assert not steps._kept
 
 
 @torch.inference_mode()

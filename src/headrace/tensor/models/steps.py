@@ -1,8 +1,8 @@
-"""Decode steps of few sequences, recorded once per shape and then repeated over new inputs (`kernels.cpu.together`).
+"""How a model's layers are run for a step: as they are called, or put off by the backend's `StepExecutor` and recorded.
 
 A decode step asks for the same operations every time; only token ids, positions, block tables and lengths differ. So these are written
-into tensors of their own, the step that reads them is recorded, and the next of its shape is a few copies and one call. The plain twin is
-calling the layers.
+into tensors of their own, the step that reads them is recorded once per shape, and the next of its shape is a few copies and one call.
+The plain twin is no executor: calling the layers.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from headrace.tensor.batch import Batch, GroupBatch, KvCache
-from headrace.tensor.kernels import Kernels, Recording
+from headrace.tensor.kernels import Recording, StepExecutor
 
 MOST_KEPT = 32
 """Shapes that are kept: under load the number of sequences goes up and down with every arrival."""
 LARGEST_KEPT = 4
-"""So many of the largest size there is (`Kernels.most_recorded_bytes`) may be among them; the one used longest ago goes first."""
+"""So many of the largest size there is (`StepExecutor.most_recorded_bytes`) may be among them; the one used longest ago goes first."""
 TABLE_MULTIPLE = 64
 """Block tables are recorded with room to grow, so that a new block does not mean a new recording."""
 
@@ -29,27 +30,45 @@ Layers = Callable[[Tensor, Tensor, Batch, KvCache], Tensor]
 """(branch, residual, batch, cache) -> hidden."""
 
 
-class Repeated:
-    """The recorded steps of one model."""
+class Steps:
+    """The steps of one model. executor: None where there is none, or where a layer does not say that it may be deferred."""
 
-    def __init__(self, kernels: Kernels, layers: Layers) -> None:
-        self._kernels, self._layers = kernels, layers
+    def __init__(self, executor: StepExecutor | None, layers: Layers) -> None:
+        self._executor, self._layers = executor, layers
         self._kept: OrderedDict[tuple[object, ...], _Step] = OrderedDict()
         self._most_tokens = sys.maxsize
 
     @property
     def most_bytes(self) -> int:
         """Of results that are kept, and of one recording more: what a longer block table replaces is there until its successor is made."""
-        return (LARGEST_KEPT + 1) * self._kernels.most_recorded_bytes
+        return 0 if self._executor is None else (LARGEST_KEPT + 1) * self._executor.most_recorded_bytes
 
-    def run(self, branch: Tensor, batch: Batch, kv: KvCache) -> Tensor | None:
-        """The layers' result, a new tensor; None where this step is not for recording."""
-        is_possible = (
-            batch.max_count == 1 and batch.num_tokens <= self._most_tokens and batch.adapter_slots is None and batch.wanted is None
-        )
-        recording = self._kernels.recording(batch.num_tokens) if is_possible else None
-        if recording is None:
-            return None
+    @property
+    def num_recorded(self) -> int:
+        return len(self._kept)
+
+    def next_layer(self) -> None:
+        """The layers say where one begins."""
+        if self._executor is not None:
+            self._executor.next_layer()
+
+    def run(self, branch: Tensor, batch: Batch, kv: KvCache) -> Tensor:
+        """The layers' result, a new tensor. branch may be written over."""
+        if self._executor is None:
+            return self._layers(branch, torch.zeros_like(branch), batch, kv)
+        recording = self._executor.recording(batch.num_tokens) if self._is_repeatable(batch) else None
+        if recording is not None:
+            return self._repeat(recording, branch, batch, kv)
+        residual = torch.zeros_like(branch)
+        with self._executor.together(batch.num_tokens):
+            return self._layers(branch, residual, batch, kv)
+
+    def _is_repeatable(self, batch: Batch) -> bool:
+        is_plain = batch.adapter_slots is None and batch.wanted is None
+        return batch.max_count == 1 and batch.num_tokens <= self._most_tokens and is_plain
+
+    def _repeat(self, recording: AbstractContextManager[Recording], branch: Tensor, batch: Batch, kv: KvCache) -> Tensor:
+        """A recorded step of this shape, or this one recorded with `recording`."""
         key = (len(batch.context_lens), batch.num_tokens, id(kv))
         step = self._kept.pop(key, None)
         if step is None or not step.load(branch, batch) or not step.recording.repeat():
@@ -65,7 +84,8 @@ class Repeated:
         return step.out.clone()
 
     def _forget(self) -> None:
-        most = LARGEST_KEPT * self._kernels.most_recorded_bytes
+        assert self._executor is not None
+        most = LARGEST_KEPT * self._executor.most_recorded_bytes
         held = sum(step.recording.kept_bytes for step in self._kept.values())
         while len(self._kept) > MOST_KEPT or held > most:
             held -= self._kept.popitem(last=False)[1].recording.kept_bytes

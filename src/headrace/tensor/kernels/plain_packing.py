@@ -1,0 +1,71 @@
+"""Weights for products that torch computes: the packing of every backend that brings none of its own, and the plain twin of the others.
+
+Nothing is reordered and nothing is kept on disk. What `RoundedLinear` computes is defined in `rounding`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headrace.tensor.kernels import PackedLinear
+from headrace.tensor.kernels.rounding import Precision, RoundedWeight, round_inputs, round_weight
+
+
+class PlainLinear:
+    """y = x @ weight.T + bias, the weight kept as it came."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        self.out_features, self.in_features = weight.shape
+        self.weight_bytes = weight.numel() * weight.element_size()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class RoundedLinear:
+    """A weight of small integers, multiplied as `rounding` says; sums are exact in float64."""
+
+    def __init__(self, weight: RoundedWeight, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        self.out_features, self.in_features = weight.values.shape
+        self.weight_bytes = weight.packed_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        values, scales = round_inputs(x)
+        out = torch.zeros((x.shape[0], self.out_features), dtype=torch.float64, device=x.device)
+        size = self.weight.group or self.in_features
+        own = self.weight.scales.float().reshape(self.out_features, -1)  # [out, groups]
+        for group in range(own.shape[1]):
+            part = slice(group * size, (group + 1) * size)
+            sums = values[:, part].double() @ self.weight.values[:, part].double().T
+            out += sums * own[:, group].double()
+        out *= scales.double()
+        return (out if self.bias is None else out + self.bias.double()).to(x.dtype)
+
+
+class PlainPacking:
+    """Implements `WeightPacking`; holds no state."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> PlainLinear:
+        return PlainLinear(weight.to(dtype or weight.dtype), bias)
+
+    def round_weight(self, weight: Tensor, precision: Precision) -> RoundedWeight:
+        return round_weight(weight, precision)
+
+    def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> RoundedLinear:
+        return RoundedLinear(weight, bias)
+
+    def packed_layout(self, precision: Precision) -> str:
+        return ""
+
+    def packed(self, linear: object) -> None:
+        return None
+
+    def load_packed(self, packed: PackedLinear) -> RoundedLinear:
+        raise ValueError(f"plain linears are not kept packed, got {packed.kind}")
+
+
+PACKING = PlainPacking()
