@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from headrace.core.errors import CheckpointError
+from headrace.tensor.batch import Batch
 from headrace.tensor.checkpoint.folder import Checkpoint
 from headrace.tensor.checkpoint.random_weights import RandomWeights
 from headrace.tensor.kernels import load_backend
@@ -146,6 +147,12 @@ def reader(source: Any, rank: int, world: int) -> WeightReader:
     return WeightReader(source, BACKEND, torch.float32, "cpu", rank, world)
 
 
+def batch_of(num_tokens: int) -> Batch:
+    """A prompt without a cache."""
+    starts, context = torch.tensor([0, num_tokens], dtype=torch.int32), torch.tensor([num_tokens], dtype=torch.int32)
+    return Batch(torch.arange(num_tokens), starts, context, num_tokens, ())
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_slices_add_up_to_the_whole(folder: Any, world: int) -> None:
     folder.tensors = {
@@ -177,7 +184,7 @@ def test_ranks_of_a_mixture_add_up_to_the_whole(folder: Any, stacked: bool) -> N
     checkpoint = Checkpoint(folder.path)
 
     def moe(rank: int, world: int) -> torch.Tensor:
-        return SparseMoe(reader(checkpoint, rank, world), "model.layers.0.", spec, MoeNames(), 8)(x)
+        return SparseMoe(reader(checkpoint, rank, world), "model.layers.0.", spec, MoeNames(), 8)(x, batch_of(7))
 
     assert torch.allclose(moe(0, 2) + moe(1, 2), moe(0, 1), atol=1e-5)
 
@@ -195,6 +202,6 @@ def test_a_neighbour_in_the_batch_does_not_change_a_tokens_experts(folder: Any) 
     checkpoint = Checkpoint(folder.path)
     moe = SparseMoe(reader(checkpoint, 0, 1), "model.layers.0.", spec, MoeNames(), 8)
     x = torch.randn(9, 8)
-    together = moe(x)
+    together = moe(x, batch_of(9))
     for token in range(9):
-        assert torch.allclose(moe(x[token : token + 1])[0], together[token], atol=1e-6)
+        assert torch.allclose(moe(x[token : token + 1], batch_of(1))[0], together[token], atol=1e-6)

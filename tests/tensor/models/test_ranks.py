@@ -1,19 +1,23 @@
-"""Each rank's slice of a whole decoder: blocks of all ranks, run side by side and summed, are the unsliced block."""
+"""Each rank's slice of a whole decoder: blocks of all ranks, summed, are the unsliced block, and ranks that sum answer as the whole."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from headrace.tensor.batch import Batch, GroupBatch, LayerKv
+from headrace.tensor.batch import Batch, GroupBatch, LayerKv, allocate_kv
 from headrace.tensor.checkpoint.config import read_config
 from headrace.tensor.checkpoint.folder import Checkpoint
 from headrace.tensor.kernels import load_backend
-from headrace.tensor.layers.weights import WeightReader
+from headrace.tensor.layers.weights import Reduce, WeightReader, alone
 from headrace.tensor.models import ARCHITECTURES
 from headrace.tensor.models.decoder import Decoder
 
@@ -27,11 +31,30 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def decoder(folder: Path, rank: int, world: int) -> Decoder:
+class Ranks:
+    """Two ranks in one process, each on a thread: `reduce` waits for both, and both get the same sum."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = [torch.empty(0)] * 2
+        self._barrier = threading.Barrier(2, timeout=60)
+
+    def reduce(self, rank: int, x: Tensor) -> Tensor:
+        self._parts[rank] = x
+        self._barrier.wait()
+        total = self._parts[0] + self._parts[1]
+        self._barrier.wait()
+        return total
+
+
+def own_part(x: Tensor) -> Tensor:
+    return x
+
+
+def decoder(folder: Path, rank: int, world: int, reduce: Reduce = alone) -> Decoder:
     config = read_config(folder)
     spec = ARCHITECTURES[str(config.items("architectures")[0])](config)
     checkpoint = Checkpoint(folder)
-    made = Decoder(WeightReader(checkpoint, load_backend("reference"), torch.float32, "cpu", rank, world), spec)
+    made = Decoder(WeightReader(checkpoint, load_backend("reference"), torch.float32, "cpu", rank, world, reduce=reduce), spec)
     checkpoint.check_all_read()
     return made
 
@@ -39,7 +62,7 @@ def decoder(folder: Path, rank: int, world: int) -> Decoder:
 @pytest.mark.parametrize("family", CASES)
 def test_ranks_blocks_sum_to_the_whole_block(family: str, make_oracle: Callable[..., Any], tmp_path: Path) -> None:
     make_oracle(family, tmp_path, **{**TINY, **CASES[family]})
-    whole, ranks = decoder(tmp_path, 0, 1), [decoder(tmp_path, rank, 2) for rank in range(2)]
+    whole, ranks = decoder(tmp_path, 0, 1), [decoder(tmp_path, rank, 2, own_part) for rank in range(2)]
     assert [rank.kv_groups[0].kv_heads for rank in ranks] == [1, 1]
     assert torch.equal(whole.embedding.whole(), ranks[1].embedding.whole())
     x = torch.randn(9, 48, generator=torch.Generator().manual_seed(1))
@@ -52,4 +75,40 @@ def test_ranks_blocks_sum_to_the_whole_block(family: str, make_oracle: Callable[
             return model.blocks[at].attention(x, batch, group, LayerKv(torch.zeros(4, 2, 4, heads, dim)))
 
         assert torch.allclose(attention(ranks[0]) + attention(ranks[1]), attention(whole), atol=1e-4)
-        assert torch.allclose(ranks[0].blocks[index].mlp(x) + ranks[1].blocks[index].mlp(x), block.mlp(x), atol=1e-4)
+        assert torch.allclose(ranks[0].blocks[index].mlp(x, batch) + ranks[1].blocks[index].mlp(x, batch), block.mlp(x, batch), atol=1e-4)
+
+
+def forward(model: Decoder) -> Tensor:
+    """Logits [11, V] of a prompt of 9 tokens and 2 decode steps."""
+    kv = allocate_kv(model.kv_shapes, model.group_of, (4,) * len(model.kv_groups), 4, torch.float32, "cpu")
+    table, found = torch.tensor([[2, 1, 3]], dtype=torch.int32), []
+    slots = torch.tensor([8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14])
+    for first, last in ((0, 9), (9, 10), (10, 11)):
+        starts, context = torch.tensor([0, last - first], dtype=torch.int32), torch.tensor([last], dtype=torch.int32)
+        groups = tuple(GroupBatch(table, slots[first:last]) for _ in model.kv_groups)
+        batch = Batch(torch.arange(first, last), starts, context, last - first, groups)
+        found.append(model.logits(model.forward(torch.arange(first, last) + 3, batch, kv)))
+    return torch.cat(found)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", CASES)
+def test_ranks_that_sum_their_parts_answer_as_the_whole(family: str, make_oracle: Callable[..., Any], tmp_path: Path) -> None:
+    make_oracle(family, tmp_path, **{**TINY, **CASES[family]})
+    together = Ranks()
+    ranks = [decoder(tmp_path, rank, 2, partial(together.reduce, rank)) for rank in range(2)]
+
+    def answer(rank: int) -> Tensor:
+        with torch.inference_mode():
+            return forward(ranks[rank])
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(answer, range(2))
+    assert torch.equal(first, second)
+    assert torch.allclose(first, forward(decoder(tmp_path, 0, 1)), atol=1e-4)
+
+
+def test_several_ranks_whose_parts_nobody_sums_are_refused(make_oracle: Callable[..., Any], tmp_path: Path) -> None:
+    make_oracle("Llama", tmp_path, **TINY)
+    with pytest.raises(AssertionError, match="nobody sums"):
+        decoder(tmp_path, 0, 2)

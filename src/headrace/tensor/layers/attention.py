@@ -51,7 +51,7 @@ class Attention:
 
     def __init__(self, reader: WeightReader, prefix: str, spec: AttentionSpec, names: AttentionNames, hidden_size: int, eps: float,
                  norm_plus: float, cos_sin: Tensor) -> None:  # fmt: skip
-        self.spec, self.kernels, self.cos_sin, self.eps = spec, reader.kernels, cos_sin, eps
+        self.spec, self.kernels, self.cos_sin, self.eps, self.reduce = spec, reader.kernels, cos_sin, eps, reader.reduce
         self.heads, self.kv_heads = spec.heads // reader.world, spec.kv_heads // reader.world
         rows = [n * spec.head_dim for n in (spec.heads, spec.kv_heads, spec.kv_heads)]
         self.qkv = reader.column_linear(stacked_parts(prefix, names.qkv, rows), hidden_size, bias=spec.qkv_bias)
@@ -68,7 +68,7 @@ class Attention:
         return self.linears
 
     def __call__(self, x: Tensor, batch: Batch, group: GroupBatch, cache: LayerKv, wanted: Tensor | None = None) -> Tensor:
-        """x [T, E] -> [T, E], or [W, E] of the `wanted` tokens alone; to be summed over ranks. The cache is modified in place, for all."""
+        """x [T, E] -> [T, E], or [W, E] of the `wanted` tokens alone, of all ranks. The cache is modified in place, for all tokens."""
         kernels, spec = self.kernels, self.spec
         qkv = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, spec.head_dim)
         query, key, value = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
@@ -91,4 +91,4 @@ class Attention:
         )
         if wanted is not None:
             seen = kernels.select(seen, wanted)
-        return self.output(seen.reshape(-1, self.heads * spec.head_dim))
+        return self.reduce(self.output(seen.reshape(-1, self.heads * spec.head_dim)))

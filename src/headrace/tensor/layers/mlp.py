@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from headrace.tensor.batch import Batch
 from headrace.tensor.kernels import Linear
 from headrace.tensor.layers.weights import Part, WeightReader, stacked_parts
 
@@ -33,7 +34,7 @@ class Mlp:
     runs_only_kernels = True
 
     def __init__(self, reader: WeightReader, prefix: str, spec: MlpSpec, names: MlpNames, hidden_size: int) -> None:
-        self.kernels, self.activation = reader.kernels, spec.activation
+        self.kernels, self.activation, self.reduce = reader.kernels, spec.activation, reader.reduce
         self.gate_up = reader.column_linear(stacked_parts(prefix, names.gate_up, [spec.size, spec.size]), hidden_size, bias=spec.bias)
         self.down = reader.row_linear(Part(f"{prefix}{names.down}.weight", hidden_size), spec.size, bias=spec.bias)
 
@@ -45,9 +46,9 @@ class Mlp:
     def parts(self) -> tuple[object, ...]:
         return self.linears
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, E] -> [T, E], to be summed over ranks."""
-        return self.down(self.kernels.gated_activation(self.gate_up(x), self.activation))
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """x [T, E], or [W, E] of the `wanted` tokens of the batch, -> the same shape, of all ranks."""
+        return self.reduce(self.down(self.kernels.gated_activation(self.gate_up(x), self.activation)))
 
     def weight_bytes(self, *, one_token: bool) -> int:
         """Bytes held; a dense block reads all of them for one token too."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.tensor.batch import Batch
 from headrace.tensor.host.fresh_memory import empty
 from headrace.tensor.kernels import Linear
 from headrace.tensor.kernels.rounding import Precision
@@ -50,7 +51,7 @@ class SparseMoe:
     """
 
     def __init__(self, reader: WeightReader, prefix: str, spec: MoeSpec, names: MoeNames, hidden_size: int) -> None:
-        self.spec, self.kernels = spec, reader.kernels
+        self.spec, self.kernels, self.reduce = spec, reader.kernels, reader.reduce
         present = [block for block in names.blocks if reader.source.has(f"{prefix}{block}.gate.weight")]
         block = prefix + (present or names.blocks)[0]
         self.router = reader.whole_linear(Part(f"{block}.gate.weight", spec.num_experts), hidden_size, precision=Precision.NONE)
@@ -66,8 +67,8 @@ class SparseMoe:
     def linears(self) -> tuple[Linear, ...]:
         return self.router, *self.gate_up, *self.down
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, E] -> [T, E], to be summed over ranks."""
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """x [T, E], or [W, E] of the `wanted` tokens of the batch, -> the same shape, of all ranks."""
         weights, experts = self.route(x)
         top_k = self.spec.top_k
         order = torch.argsort(experts.view(-1), stable=True)  # (token, choice) pairs, grouped by expert
@@ -80,7 +81,7 @@ class SparseMoe:
                 gated = self.kernels.gated_activation(self.gate_up[expert](x[tokens[chosen]]), self.spec.activation)
                 outputs[order[chosen]] = self.down[expert](gated)
                 start += count
-        return (outputs.view(-1, top_k, x.shape[1]) * weights[:, :, None]).sum(dim=1)
+        return self.reduce((outputs.view(-1, top_k, x.shape[1]) * weights[:, :, None]).sum(dim=1))
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights [T, top_k] in x's dtype and expert indices [T, top_k] int64. The softmax is over all experts, in float32."""

@@ -7,7 +7,7 @@ most one unpacked weight, and its parts, exist at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -49,6 +49,15 @@ class Keeper(Protocol):
     def keep_table(self, name: str, table: Tensor) -> None: ...
 
 
+Reduce = Callable[[Tensor], Tensor]
+"""[T, E] of which every rank has computed a part -> their sum, the same on all of them. Every rank calls it equally often."""
+
+
+def alone(x: Tensor) -> Tensor:
+    """`Reduce` of the only rank."""
+    return x
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """`rows` output rows of one stored weight, from row `first`.
@@ -83,6 +92,7 @@ class WeightReader:
 
     precision  of the linears' weights; norms, embeddings and routers stay as they are
     keeper     gives linears of that precision, and tables, back without reading their weights
+    reduce     for the layers: what they compute with row-parallel linears is a part of a sum
     """
 
     source: WeightSource
@@ -93,6 +103,7 @@ class WeightReader:
     world: int = 1
     precision: Precision = Precision.NONE
     keeper: Keeper | None = None
+    reduce: Reduce = alone
 
     @property
     def kernels(self) -> Kernels:
@@ -123,7 +134,7 @@ class WeightReader:
         return self._stacked(parts, shares, in_features, bias)
 
     def whole_linear(self, part: Part, in_features: int, *, bias: bool = False, precision: Precision | None = None) -> Linear:
-        """The same on every rank (routers, the head). precision: where it is not the reader's."""
+        """The same on every rank, so that nothing is summed (routers, the head). precision: where it is not the reader's."""
         return self._stacked([part], [range(part.rows)], in_features, bias, precision)
 
     def row_linear(self, part: Part, in_features: int, *, bias: bool) -> Linear:

@@ -21,7 +21,7 @@ from headrace.tensor.layers.memory import return_freed_memory
 from headrace.tensor.layers.mlp import Mlp, MlpSpec
 from headrace.tensor.layers.moe import SparseMoe
 from headrace.tensor.layers.rope import RopeSpec, rope_table
-from headrace.tensor.layers.weights import Part, WeightReader
+from headrace.tensor.layers.weights import Part, WeightReader, alone
 from headrace.tensor.models.spec import DecoderSpec, LayerSpec
 from headrace.tensor.models.steps import Steps
 
@@ -85,7 +85,7 @@ class Block:
                 return branch, residual
         if self.attention_output_norm is not None:
             branch = self.attention_output_norm(branch)
-        branch = self.mlp(self.mlp_norm(branch, residual))
+        branch = self.mlp(self.mlp_norm(branch, residual), batch)
         return branch if self.mlp_output_norm is None else self.mlp_output_norm(branch), residual
 
     def weight_bytes(self, *, one_token: bool) -> int:
@@ -106,6 +106,7 @@ class Decoder:
     runs_only_kernels = True
 
     def __init__(self, reader: WeightReader, spec: DecoderSpec) -> None:
+        assert reader.world == 1 or reader.reduce is not alone, "several ranks, and nobody sums what they compute"
         self.spec, self.dtype, self.vocab_size = spec, reader.dtype, spec.vocab_size
         names = spec.names
         self.embedding = reader.table(f"{names.embedding}.weight", spec.vocab_size, spec.hidden_size)
@@ -129,7 +130,8 @@ class Decoder:
         )
         return_freed_memory()
         self.kv_groups, self.group_of = group_layers(spec, reader.world, reader.dtype.itemsize)
-        self._steps = Steps(reader.backend.executor if can_be_deferred(self) else None, self._layers)
+        is_deferred = reader.world == 1 and can_be_deferred(self)  # a sum over ranks is no kernel
+        self._steps = Steps(reader.backend.executor if is_deferred else None, self._layers)
         self.kv_shapes = [(block.attention.kv_heads, block.attention.spec.head_dim) for block in self.blocks]
 
     @property
