@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -62,3 +63,38 @@ def test_links_into_a_hub_caches_blobs_are_followed(tmp_path: Path) -> None:
         path.rename(blobs / str(number))
         path.symlink_to(Path("..", "..", "blobs", str(number)))
     assert load_text(snapshot).template.exists
+
+
+def limited(folder: Path, vocab_size: int) -> Path:
+    """A folder of text files whose config.json gives the model so many rows."""
+    text_kit.save_byte_level(folder)
+    text_kit.write_json(folder / "config.json", {"vocab_size": vocab_size})
+    return folder
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(tmp_path: Path) -> None:
+    """It loaded, and requests failed that happened to hold one of those ids."""
+    size = load_text(text_kit.save_byte_level(tmp_path / "free")).tokenizer.vocab_size
+    assert load_text(limited(tmp_path / "exact", size)).tokenizer.vocab_size == size
+    assert load_text(limited(tmp_path / "padded", size + 64)).tokenizer.vocab_size == size
+    with pytest.raises(CheckpointError) as refused:
+        load_text(limited(tmp_path / "short", size - 1))
+    assert f"token '</think>' has id {size - 1}, and config.json's vocab_size = {size - 1} ends at {size - 2}" in str(refused.value)
+    assert "fetch both from one place" in str(refused.value)
+    with pytest.raises(CheckpointError, match=r"token .* has id 300,"):
+        load_text(limited(tmp_path / "other", 300))
+
+
+def test_a_control_token_beyond_the_rows_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    """Fine-tunes add a padding token and no row for it; nothing gives it to the model."""
+    folder = text_kit.save_byte_level(tmp_path)
+    document = json.loads((folder / "tokenizer.json").read_text())
+    size = load_text(folder).tokenizer.vocab_size
+    added = {"id": size, "content": "<pad>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    document["added_tokens"].append(added)
+    text_kit.write_json(folder / "tokenizer.json", document)
+    text_kit.write_json(folder / "config.json", {"vocab_size": size})
+    assert load_text(folder).tokenizer.vocab_size == size + 1
+    text_kit.write_json(folder / "tokenizer_config.json", {"bos_token": "<pad>"})  # what opens every prompt does need its row
+    with pytest.raises(CheckpointError, match=r"token .<pad>. has id"):
+        load_text(folder)

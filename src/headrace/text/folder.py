@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.core.digests import TEXT_FILES, text_digests
-from headrace.text.files import read_bytes
+from headrace.core.errors import CheckpointError, shorten
+from headrace.text.files import read_bytes, read_optional_object
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
@@ -27,5 +28,20 @@ def load_text(folder: str | Path) -> TextModel:
     """Tokenizer and template of a local model folder. Raises CheckpointError naming the file and the reason."""
     path = Path(folder)
     tokenizer = Tokenizer.load(path)
+    _check_vocabulary(path, tokenizer)
     names = [name for names in TEXT_FILES.values() for name in names if (path / name).is_file()]
     return TextModel(tokenizer, ChatTemplate.load(path, tokenizer), text_digests({name: read_bytes(path / name) for name in names}))
+
+
+def _check_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
+    """Ids that a prompt may be given must have a row in the model's embedding table. Without a config.json there is no limit."""
+    limit = read_optional_object(folder / "config.json").get("vocab_size")
+    if isinstance(limit, bool) or not isinstance(limit, int):
+        return
+    if (found := tokenizer.first_id_beyond(limit)) is not None:
+        token, token_id = found
+        raise CheckpointError(
+            "tokenizer.json",
+            f"token {shorten(token)} has id {token_id}, and config.json's vocab_size = {limit} ends at {limit - 1}",
+            "Tokenizer and model belong to different models, or the embeddings were not resized: fetch both from one place.",
+        )

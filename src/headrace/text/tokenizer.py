@@ -74,6 +74,21 @@ class Tokenizer:
             raise CheckpointError("tokenizer.json", "is missing from the model folder")
         return cls(path, read_bytes(path / "tokenizer.json"))
 
+    def first_id_beyond(self, limit: int) -> tuple[str, int] | None:
+        """(token, id): the least id from `limit` on that a text can be given, or that opens one; None when there is none.
+
+        Other control tokens may lie beyond: some folders add a padding token the model has no row for, and nothing asks for it.
+        """
+        if self.vocab_size <= limit:
+            return None
+        vocab = self._inner.get_vocab(with_added_tokens=True)
+        asked = ((token_id, token) for token, token_id in vocab.items() if token_id >= limit and self._is_asked(token_id))
+        found = min(asked, default=None)
+        return None if found is None else (found[1], found[0])
+
+    def _is_asked(self, token_id: int) -> bool:
+        return token_id not in self.special_ids or token_id == self.bos_token_id
+
     # -- text to ids -------------------------------------------------------------------------------------------------------------
 
     def encode(self, text: str, *, add_special_tokens: bool, allow_control_tokens: bool = False, field: str = "prompt") -> list[int]:

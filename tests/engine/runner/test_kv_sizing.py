@@ -136,7 +136,7 @@ def test_the_longest_sequence_promised_is_one_the_block_manager_can_hold(
 )
 def test_more_than_there_is_is_refused_with_what_there_is(changes: dict[str, Any], named: str, needed: str) -> None:
     """It was reserved all the same, and numpy's MemoryError came three times before the start was given up."""
-    with pytest.raises(ConfigError, match="2,147,483,648 bytes .2.00 GiB. that are free by MemAvailable") as refused:
+    with pytest.raises(ConfigError, match=r"2,147,483,648 bytes .2.00 GiB. that are free by MemAvailable") as refused:
         size(replace(CONFIG, **changes), room=2 * GIB)
     assert refused.value.where == named
     assert needed in refused.value.remedy

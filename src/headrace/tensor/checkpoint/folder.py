@@ -21,7 +21,8 @@ from headrace.core.errors import CheckpointError, shorten
 from headrace.core.folders import inside
 from headrace.tensor.checkpoint.config import ConfigFile
 from headrace.tensor.checkpoint.files import read_json
-from headrace.tensor.checkpoint.header import Header, read_header
+from headrace.tensor.checkpoint.header import DAMAGED, Header, read_header
+from headrace.tensor.checkpoint.values import Sample, num_not_finite
 from headrace.tensor.kernels.cpu.pages import read_bytes
 
 SINGLE = "model.safetensors"
@@ -57,7 +58,10 @@ class Checkpoint:
         return self._headers[self._file(name)].tensors[name].dtype
 
     def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
-        """The tensor, or the `region` of it, as stored, in memory of its own. Raises: as `expect`, and when the file cannot be read."""
+        """The tensor, or the `region` of it, as stored, in memory of its own.
+
+        Raises: as `expect`; when the file cannot be read; when a value of what was read is NaN or infinite.
+        """
         self.expect(name, shape)
         file = self._file(name)
         header = self._headers[file]
@@ -69,7 +73,10 @@ class Checkpoint:
             data = read_bytes(self.folder / file, start, prod(part) * dtype.itemsize)
         except OSError as error:
             raise CheckpointError(str(self.folder / file), f"tensor {name} cannot be read ({error})") from error
-        return data.view(dtype).reshape(part)[rest]
+        values = data.view(dtype)
+        if (number := num_not_finite(values)) > 0:
+            self._refuse(file, f"tensor {name} holds {number} values that are NaN or infinite", DAMAGED)
+        return values.reshape(part)[rest]
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
         """Check a tensor without reading it; it counts as asked for.
@@ -103,7 +110,10 @@ class Checkpoint:
 
         A sample: reading gigabytes twice would double the start-up time. It tells apart models whose tensors differ at an end, as
         fine-tunes of one base do; it is no protection against a forger.
+
+        Raises: CheckpointError when the sampled values cannot be of the dtype they are called (`checkpoint.values`).
         """
+        sample = Sample()
         state = blake2b((self.folder / "config.json").read_bytes(), digest_size=16, person=b"headrace-model")
         for file, header in sorted(self._headers.items()):
             state.update(header.digest)
@@ -111,7 +121,12 @@ class Checkpoint:
                 for tensor in sorted(header.tensors.values(), key=lambda t: t.begin):
                     for position in {tensor.begin, max(tensor.begin, tensor.end - _SAMPLE_BYTES)}:
                         stream.seek(header.data_start + position)
-                        state.update(stream.read(min(_SAMPLE_BYTES, tensor.end - position)))
+                        data = stream.read(min(_SAMPLE_BYTES, tensor.end - position))
+                        state.update(data)
+                        if len(tensor.shape) > 1:
+                            sample.add(tensor.dtype, data)
+        if (reason := sample.contradiction()) is not None:
+            raise CheckpointError(str(self.folder), reason, DAMAGED)
         return state.hexdigest()
 
     def _add_shard(self, file: str) -> None:

@@ -32,7 +32,7 @@ from headrace.tensor.packed.file import NOTE_SUFFIX, SUFFIX, TABLE, PackedFile, 
 
 log = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 MAX_FILES = 6
 """Files kept at a time; the one read longest ago goes first."""
 MAX_DISK_SHARE = 0.5
