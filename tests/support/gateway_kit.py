@@ -160,7 +160,7 @@ class FakeReplica:
             await asyncio.sleep(self.token_delay_s)
             if stream.is_ended:
                 return
-            stream.put(update)
+            say(stream, update)
 
     def _updates(self, request: EngineRequest) -> Iterator[SequenceUpdate]:
         words = self.text.tokenizer.encode(self.said, add_special_tokens=False)
@@ -190,6 +190,14 @@ class FakeReplica:
                 )
             if is_end:
                 return
+
+
+def say(stream: ReplicaStream, update: SequenceUpdate) -> None:
+    """As the wire's session does: a row of tokens and nothing else is not made into an update unless its reader wants one."""
+    if update == SequenceUpdate(request_id=update.request_id, epoch=update.epoch, index=update.index, token_ids=update.token_ids):
+        stream.put_tokens(update.index, update.token_ids)
+    else:
+        stream.put(update)
 
 
 def gateway_config(**changes: Any) -> GatewayConfig:

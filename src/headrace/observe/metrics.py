@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from headrace.core.load import STEP_BOUNDS_S, FailureKind, LoadSnapshot
+from headrace.observe.tally import TallyCollector
 
 LABELS = ("model", "replica")
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -150,13 +151,10 @@ class Metrics:
             buckets=TOKEN_BUCKETS,
             registry=registry,
         )
-        self.inter_token_latency = Histogram(
-            "headrace_inter_token_latency_seconds",
-            "Every gap between tokens of a sequence.",
-            LABELS,
-            buckets=TOKEN_BUCKETS,
-            registry=registry,
+        self.inter_token_latency = TallyCollector(
+            "headrace_inter_token_latency_seconds", "Every gap between tokens of a sequence.", LABELS, TOKEN_BUCKETS
         )
+        registry.register(self.inter_token_latency)
         self.request_latency = Histogram(
             "headrace_request_latency_seconds", "Arrival to the end of the answer.", LABELS, buckets=LATENCY_BUCKETS, registry=registry
         )

@@ -51,9 +51,7 @@ class Progress:
                 if metrics is not None:
                     metrics.time_to_first_token.observe(self.ttft_s)
         elif metrics is not None:
-            gap = (now - sequence.last_s) / num_new
-            for _ in range(num_new):
-                metrics.inter_token_latency.observe(gap)
+            metrics.inter_token_latency.observe((now - sequence.last_s) / num_new, num_new)
         sequence.num_tokens += num_new
         sequence.last_s = now
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from headrace.core.clock import Clock
 from headrace.core.errors import DeadlineExceeded, SequenceFailed, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.request import PriorityClass
@@ -24,6 +25,7 @@ from headrace.gateway.generation.progress import Progress
 from headrace.gateway.generation.score_limits import MAX_INLINE_SCORES, PROMPT_SCORE_BYTES, check_output_scores, num_prompt_scores
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
+from headrace.gateway.http.sse import SseStream
 from headrace.gateway.upstream.seam import (
     Conversation,
     EventStream,
@@ -76,6 +78,24 @@ class Answer(Protocol):
     def add(self, events: Sequence[OutputEvent]) -> None: ...
 
     def whole(self, usage: Usage) -> bytes: ...
+
+
+class DirectChunks:
+    """What `Run._stream` does with events, done at once while its task sleeps and the socket has room. An `EventListener`."""
+
+    __slots__ = ("_answer", "_clock", "_progress", "_sse")
+
+    def __init__(self, answer: Answer, progress: Progress, sse: SseStream, clock: Clock) -> None:
+        self._answer, self._progress, self._sse, self._clock = answer, progress, sse, clock
+
+    @property
+    def has_room(self) -> bool:
+        return self._sse.has_room
+
+    def take(self, events: Sequence[OutputEvent]) -> None:
+        self._progress.see(events, self._clock())
+        if payload := self._answer.chunk(events):
+            self._sse.write_now(payload)
 
 
 class Run:
@@ -181,11 +201,14 @@ class Run:
         score_bytes = self.num_prompt_scores * PROMPT_SCORE_BYTES
         async with self.service.watch.open(self.exchange, lambda: stream.unread_bytes, score_bytes=score_bytes) as sse:
             events = first if first is not None else await self._events(stream, progress)
+            if self.num_prompt_scores <= MAX_INLINE_SCORES:
+                stream.listen(DirectChunks(answer, progress, sse, self.service.clock))
             while events:
                 payload = await self._made(self.num_prompt_scores, answer.chunk, events)
                 if payload:
                     await sse.write(payload)
                 events = await self._events(stream, progress)
+            stream.listen(None)
             await sse.end(answer.last(stream.usage()))
 
     async def _events(self, stream: EventStream, progress: Progress) -> list[OutputEvent]:

@@ -7,6 +7,7 @@ uvicorn parses and frames; what it leaves open and a public server must close is
     leftover  a body nobody reads any more, because the answer is out: thrown away for a moment, then the connection goes
     answer    a client that does not catch up with 64 KiB of unsent bytes
     abort     `scope["extensions"]["headrace.abort"]` drops the connection, unsent bytes included; "headrace.lost" tells that it is gone
+    events    "headrace.direct" there is a `ClientTransport`, which writes a stream's events without a turn of its task
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.http.errors import BAD_HTTP, ClientLeft, ErrorBody, ErrorObject, SlowReader
-from headrace.gateway.http.exchange import ABORT_EXTENSION, LOST_EXTENSION
+from headrace.gateway.http.exchange import ABORT_EXTENSION, DIRECT_EXTENSION, LOST_EXTENSION, Scope
 
 SEND_BUFFER_BYTES = 64 << 10
 """The transport asks writers to wait beyond this much unsent data."""
@@ -62,7 +63,10 @@ class ClientTransport:
     close           what uvicorn calls after the last answer, be the client's body complete or not
     is_half_closed  everything was said and some of the client's bytes are still awaited: for uvicorn that is closed
     has_left        the client closed the connection or its half of it
+    cycle           uvicorn's state of the request that came last
     """
+
+    cycle: RequestResponseCycle | None = None
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.transport = transport
@@ -77,6 +81,19 @@ class ClientTransport:
 
     def is_closing(self) -> bool:
         return self.is_half_closed or self.transport.is_closing()
+
+    def has_room(self, scope: Scope) -> bool:
+        """Whether the next bytes of this request's answer could be written at once: `RequestResponseCycle.send` would not wait, would
+        not drop them, and would send them as one HTTP chunk. False while a later request waits behind this one.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.scope is not scope or not cycle.chunked_encoding:
+            return False
+        return not (cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or self.is_closing())
+
+    def write_chunk(self, body: bytes) -> None:
+        """Right after `has_room`. body: not empty."""
+        self.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def cut(self) -> None:
         """Drop a client that does not read, with whatever waits for it."""
@@ -123,6 +140,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timers("_head_timer", "_linger_timer", "_write_timer")
         self._client.has_left = True
+        self._client.cycle = None
         self._client.close = self._client.transport.close  # nothing is left to time, and what outlives this object does not hold it
         super().connection_lost(exc)
 
@@ -167,7 +185,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._wire_bytes, self._body_bytes = self._read_bytes, 0  # at most: an earlier message's end may be in the same read
         self._stop_timers("_head_timer")
         self._head_timer = self._after(self.bounds.timeouts.header_s, self._head_late)
-        self.scope["extensions"] = {ABORT_EXTENSION: self._client.cut, LOST_EXTENSION: self._client.lost}  # type: ignore[dict-item]
+        extensions: dict[str, Any] = {
+            ABORT_EXTENSION: self._client.cut,
+            LOST_EXTENSION: self._client.lost,
+            DIRECT_EXTENSION: self._client,
+        }
+        self.scope["extensions"] = extensions
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_in_head:  # trailers are read over: nobody would look at them
@@ -187,6 +210,7 @@ class BoundedProtocol(HttpToolsProtocol):
         else:
             self._is_in_body = True
             super().on_headers_complete()
+            self._client.cycle = self.cycle
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)

@@ -8,8 +8,9 @@ their size, bounded when the request is admitted, is allowed on top. (The time a
 
 Errors after the first byte are `Exchange.fail`'s: an event with the error body, then the end, without [DONE].
 
-Coalescing needs no timer: while a stream's task waits for the socket or for its turn on a busy event loop, the engine's updates pile up
-and leave as one chunk, so chunks grow with the backlog.
+Coalescing needs no timer: while a stream waits for the socket or for its turn on a busy event loop, the engine's updates pile up and
+leave as one chunk, so chunks grow with the backlog. Where the socket has room, events are written without waking the stream's task
+(`write_now`).
 """
 
 from __future__ import annotations
@@ -74,6 +75,20 @@ class SseStream:
         await self._exchange.write(payload, is_last=is_last)
         self.last_write_s = self._clock()
 
+    @property
+    def has_room(self) -> bool:
+        """Whether `write` would return at once."""
+        return (self._ping is None or self._ping.done()) and self._exchange.has_room
+
+    def write_now(self, payload: bytes) -> None:
+        """`write` without waiting, right after `has_room`."""
+        self._exchange.write_now(payload)
+        self.last_write_s = self._clock()
+
+    def needs_look(self, quiet_since_s: float) -> bool:
+        """Something waits for the client, or nothing was written after `quiet_since_s`."""
+        return self._exchange.pending_bytes > 0 or self.last_write_s < quiet_since_s
+
     def look(self, now: float, *, ping_s: float, max_pending_bytes: int) -> None:
         """What the watch does with this stream: nothing, a comment line, or the end."""
         if self._exchange.pending_bytes:
@@ -119,7 +134,7 @@ class StreamWatch:
     def look(self) -> None:
         """One round. Separate from the timer for tests."""
         now = self._clock()
-        for stream in list(self.streams):
+        for stream in [stream for stream in self.streams if stream.needs_look(now - self._ping_s)]:
             stream.look(now, ping_s=self._ping_s, max_pending_bytes=self._max_pending_bytes)
 
     async def _run(self) -> None:

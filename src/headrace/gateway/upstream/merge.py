@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from headrace.core.update import StageSeconds
-from headrace.gateway.upstream.seam import EventStream, OutputEvent, Usage
+from headrace.gateway.upstream.seam import EventListener, EventStream, OutputEvent, Usage
 
 
 class MergedStream:
@@ -33,6 +33,9 @@ class MergedStream:
             if found := self._take(done):
                 return found
         return []
+
+    def listen(self, listener: EventListener | None) -> None:
+        """Not used: several streams that write as they please would cut into each other's events."""
 
     def usage(self) -> Usage:
         parts = [stream.usage() for stream in self._streams]

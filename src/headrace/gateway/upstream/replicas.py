@@ -22,6 +22,7 @@ from headrace.core.update import Rejected, SequenceUpdate
 from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.policy.routing.choice import Candidate, Random, ReplicaId, choose
 from headrace.wire.client import ReplicaInfo, ReplicaState, SeenLoad
+from headrace.wire.stream import DirectReader
 
 IDLE_STALL_S = 0.8
 """An idle loop wakes several times within this; one that did not is stuck."""
@@ -33,6 +34,8 @@ STEP_GRACE_FACTOR = 4.0
 
 class UpdateStream(Protocol):
     """An open request at a replica (`wire.stream.ReplicaStream`)."""
+
+    direct: DirectReader | None
 
     @property
     def unread_bytes(self) -> int: ...

@@ -115,6 +115,17 @@ class Usage(NamedTuple):
     cached_tokens: int
 
 
+class EventListener(Protocol):
+    """Takes events at once, where the stream has them, instead of being woken for them."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `take` can be done without waiting."""
+        ...
+
+    def take(self, events: Sequence[OutputEvent]) -> None: ...
+
+
 class EventStream(Protocol):
     """An open request. Ends after the last sequence's finish, or when cancelled."""
 
@@ -125,6 +136,12 @@ class EventStream(Protocol):
 
     async def events(self) -> list[OutputEvent]:
         """Everything new, at most one event per sequence; empty = ended. Raises a HeadraceError: rejected, or lost."""
+        ...
+
+    def listen(self, listener: EventListener | None) -> None:
+        """From now on events without log-probabilities and errors may go to `listener` while somebody waits for `events`, who then sleeps
+        on; order and content are the same. None: no more. A stream need not make use of it.
+        """
         ...
 
     def usage(self) -> Usage: ...

@@ -8,6 +8,7 @@ needs is kept while the stream is open: the call itself, the epoch, and every ou
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.core.errors import HeadraceError, Overloaded, RequestTooLarge, Unavailable
@@ -16,9 +17,10 @@ from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import Rejected, SequenceUpdate, StageSeconds
 from headrace.gateway.upstream.replicas import Replica, ReplicaInstance, ReplicaPool, UpdateStream
-from headrace.gateway.upstream.seam import OutputEvent, PrincipalFacts, Usage
+from headrace.gateway.upstream.seam import EventListener, OutputEvent, PrincipalFacts, Usage
 from headrace.text.assemble import OutputAssembler, OutputDelta
 from headrace.text.tokenizer import Tokenizer
+from headrace.wire.stream import Tokens
 
 LOST = "The engine that worked on this request was lost; it can be sent again."
 MAX_TRIES = 2
@@ -78,6 +80,7 @@ class TokenStream:
         self._assemblers = [OutputAssembler(tokenizer, call.params) for _ in range(call.params.n)]
         self._tried: set[ReplicaInstance] = set()
         self._sent: _Sent | None = None
+        self._listener: EventListener | None = None
         self._is_over = False
 
     @property
@@ -98,10 +101,15 @@ class TokenStream:
             if isinstance(updates[0], Rejected):
                 self._reroute(updates[0].error)
                 continue
-            events = self._read(sent, [update for update in updates if isinstance(update, SequenceUpdate)])
+            events = self._read([update for update in updates if isinstance(update, SequenceUpdate)])
             if events:
                 return events
         return []
+
+    def listen(self, listener: EventListener | None) -> None:
+        self._listener = listener
+        if self._sent is not None:
+            self._sent.updates.direct = self._take_tokens if listener is not None else None
 
     def usage(self) -> Usage:
         completion = sum(assembler.num_tokens for assembler in self._assemblers)
@@ -137,6 +145,7 @@ class TokenStream:
             except Unavailable:
                 continue
             self._sent = _Sent(replica, updates)
+            self.listen(self._listener)
             return self._sent
 
     def _reroute(self, error: Exception) -> None:
@@ -155,23 +164,49 @@ class TokenStream:
         self._is_over = True
         raise error if isinstance(error, HeadraceError) else Unavailable(LOST)
 
-    def _read(self, sent: _Sent, updates: list[SequenceUpdate]) -> list[OutputEvent]:
+    def _read(self, updates: Iterable[SequenceUpdate]) -> list[OutputEvent]:
         """Feed the assemblers; several updates of one sequence become one event."""
-        found: dict[int, OutputEvent] = {}
-        for update in updates:
-            index = update.index
-            assembler = self._assemblers[index]
-            if assembler.finish is None:
-                kept = self.output_ids[index]
-                kept.extend(update.token_ids[: self.call.max_output_tokens - len(kept)])
-            delta = assembler.feed(update)
-            if (end := delta.engine_finish) is not None:
-                sent.replica.connection.finish(self.call.request_id, index, end.keep_tokens, end.reason)
-            if not delta.is_empty:
-                event = event_of(self._first_index + index, delta)
-                before = found.get(index)
-                found[index] = event if before is None else joined(before, event)
-        return list(found.values())
+        return merged(event for update in updates if (event := self._fed(update)) is not None)
+
+    def _fed(self, update: SequenceUpdate) -> OutputEvent | None:
+        """What one update makes a client hear, if anything. An engine that does not know yet that the sequence is over is told."""
+        assembler = self._assemblers[update.index]
+        if assembler.finish is None:
+            self._keep(update.index, update.token_ids)
+        delta = assembler.feed(update)
+        if (end := delta.engine_finish) is not None and self._sent is not None:
+            self._sent.replica.connection.finish(self.call.request_id, update.index, end.keep_tokens, end.reason)
+        return None if delta.is_empty else event_of(self._first_index + update.index, delta)
+
+    def _take_tokens(self, rows: Sequence[Tokens]) -> bool:
+        """The `DirectReader` of what the replica sends. As `_read` of the same rows, and given to the listener at once."""
+        listener = self._listener
+        if listener is None or not listener.has_room:
+            return False
+        events = [event for row in rows if (event := self._fed_tokens(*row)) is not None]
+        if events:
+            listener.take(events if len(events) == 1 else merged(events))
+        return True
+
+    def _fed_tokens(self, index: int, token_ids: tuple[int, ...]) -> OutputEvent | None:
+        text = self._assemblers[index].feed_whole(token_ids)
+        if text is None:
+            return self._fed(SequenceUpdate(request_id=self.call.request_id, epoch=self.epoch, index=index, token_ids=token_ids))
+        self._keep(index, token_ids)
+        return OutputEvent(self._first_index + index, text, len(token_ids))
+
+    def _keep(self, index: int, token_ids: tuple[int, ...]) -> None:
+        kept = self.output_ids[index]
+        kept.extend(token_ids[: self.call.max_output_tokens - len(kept)])
+
+
+def merged(events: Iterable[OutputEvent]) -> list[OutputEvent]:
+    """At most one event per sequence."""
+    found: dict[int, OutputEvent] = {}
+    for event in events:
+        before = found.get(event.index)
+        found[event.index] = event if before is None else joined(before, event)
+    return list(found.values())
 
 
 def event_of(index: int, delta: OutputDelta) -> OutputEvent:

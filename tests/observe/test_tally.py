@@ -1,0 +1,37 @@
+"""Tallies show what the library's own histogram shows."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics
+from prometheus_client.exposition import generate_latest
+
+from headrace.observe.tally import TallyCollector
+
+BOUNDS = (0.01, 0.1, 1, 2.5, 10)
+values = st.sampled_from(BOUNDS) | st.floats(0, 20)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["r0", "r1"]), values, st.integers(1, 3)), max_size=20))
+def test_the_page_is_the_same_as_with_a_histogram(observed: list[tuple[str, float, int]]) -> None:
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    plain, ours = CollectorRegistry(), CollectorRegistry()
+    histogram = Histogram("gap_seconds", "Gaps.", ("model", "replica"), buckets=BOUNDS, registry=plain)
+    tallies = TallyCollector("gap_seconds", "Gaps.", ("model", "replica"), BOUNDS)
+    ours.register(tallies)
+    for replica, value, count in observed:
+        tallies.labels("m", replica).observe(value, count)
+        for _ in range(count):
+            histogram.labels("m", replica).observe(value)
+    shown, expected = _samples(ours), _samples(plain)
+    assert shown.keys() == expected.keys()
+    assert all(abs(shown[name] - expected[name]) < 1e-9 * (1 + expected[name]) for name in expected)
+    assert [line for line in generate_latest(ours).splitlines() if b"#" in line] == [
+        line for line in generate_latest(plain).splitlines() if b"#" in line
+    ]
+
+
+def _samples(registry: CollectorRegistry) -> dict[str, float]:
+    lines = generate_latest(registry).decode().splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))}
