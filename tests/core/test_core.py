@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from array import array
@@ -21,18 +22,25 @@ from headrace.core.sampling import SamplingParams, params_from_mapping
 
 
 def test_block_hashes_are_the_same_in_every_process() -> None:
-    code = "from headrace.core.hashing import *; print(block_hash(chain_root(b'k', salt=b's'), [1, 2, 3]).hex())"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "7"})
-    assert out.stdout.strip() == block_hash(chain_root(b"k", salt=b"s"), [1, 2, 3]).hex()
+    root = "chain_root(b'k', model_digest=b'm', kv_dtype='int8', salt=b's')"
+    code = f"from headrace.core.hashing import *; print(block_hash({root}, [1, 2, 3]).hex())"
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": "7"}
+    )
+    assert out.stdout.strip() == block_hash(chain_root(b"k", model_digest=b"m", kv_dtype="int8", salt=b"s"), [1, 2, 3]).hex()
 
 
 def test_everything_that_should_separate_blocks_does() -> None:
+    plain: dict[str, Any] = {"model_digest": b"m", "kv_dtype": "bfloat16"}
     roots = [
-        chain_root(b"k"),
-        chain_root(b"j"),
-        chain_root(b"k", salt=b"a"),
-        chain_root(b"k", adapter_digest=b"a"),
-        chain_root(b"k", salt=b"a", adapter_digest=b"a"),
+        chain_root(b"k", **plain),
+        chain_root(b"j", **plain),
+        chain_root(b"k", **plain, salt=b"a"),
+        chain_root(b"k", **plain, adapter_digest=b"a"),
+        chain_root(b"k", **plain, salt=b"a", adapter_digest=b"a"),
+        chain_root(b"k", model_digest=b"n", kv_dtype="bfloat16"),
+        chain_root(b"k", model_digest=b"m", kv_dtype="int8"),
+        chain_root(b"k", model_digest=b"mb", kv_dtype="float16"),
     ]
     hashes = [block_hash(root, tokens) for root in roots for tokens in ([1, 2], [2, 1], [1, 2, 0])]
     hashes += [block_hash(roots[0], [1, 2], [b"image"]), block_hash(hashes[0], [1, 2])]

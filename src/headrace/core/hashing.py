@@ -1,6 +1,7 @@
 """Block identity: a keyed 128-bit hash chain, the same in every process.
 
-H(parent, salt, adapter digest, tokens, modality digests). One function for the prefix tree, host and disk tiers, disaggregation and
+H(parent, tokens, modality digests), whose first parent is H(model digest, KV dtype, salt, adapter digest): equal identities hold equal
+bytes, whichever process computed them. One function for the prefix tree, host and disk tiers, disaggregation and
 the router. Keyed so that a client who can choose tokens cannot choose hashes; the salt separates tenants. Never Python's `hash()`,
 which differs between processes and is 64 bits.
 """
@@ -18,17 +19,19 @@ _BLOCK = blake2b(digest_size=DIGEST_BYTES, person=b"headrace-block")
 """Copied for each block: half the time of setting one up."""
 
 
-def chain_root(key: bytes, *, salt: bytes = b"", adapter_digest: bytes = b"") -> BlockHash:
+def chain_root(key: bytes, *, model_digest: bytes, kv_dtype: str, salt: bytes = b"", adapter_digest: bytes = b"") -> BlockHash:
     """The parent of a sequence's first block. Everything but the tokens enters here, once.
 
     key             secret of the deployment, at most 64 bytes; replicas that share blocks share it
+    model_digest    content digest of the weights and the configuration
+    kv_dtype        name of the cache's element type, as rounded: "bfloat16", "int8"
     salt            tenant's salt; equal salts share blocks
     adapter_digest  content digest of the LoRA adapter, empty without one
     """
     if len(key) > 64:
         raise ValueError("key must be at most 64 bytes")
     state = blake2b(digest_size=DIGEST_BYTES, key=key, person=b"headrace-root")
-    for part in (salt, adapter_digest):
+    for part in (model_digest, kv_dtype.encode(), salt, adapter_digest):
         state.update(len(part).to_bytes(8, "little"))
         state.update(part)
     return BlockHash(state.digest())

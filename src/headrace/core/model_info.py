@@ -20,7 +20,7 @@ class ModelInfo:
     costly_context    tokens before a prompt token from which its attention takes longer than its matrix products, about; 0: it never does.
                       The engine's own: it does not cross the wire
     sampling_defaults from generation_config.json: temperature, top_p, top_k, repetition_penalty, ...
-    digests           hex content digests: model, tokenizer, template
+    digests           hex content digests: model, tokenizer, template; and kv_dtype, the name of the KV cache's element type, as it is
     decided           what was chosen at start and why, one line each, for people
     """
 

@@ -16,7 +16,15 @@ from headrace.policy.schedule.scheduler import Scheduler
 def make_scheduler(config: EngineConfig, info: ModelInfo, *, cache_key: bytes | None = None) -> Scheduler:
     """The policy side of an engine for a model already known."""
     key = secrets.token_bytes(32) if cache_key is None else cache_key
-    kv = KvManager(info.kv_groups, info.num_blocks, info.block_size, key=key, caching=config.enable_prefix_caching)
+    kv = KvManager(
+        info.kv_groups,
+        info.num_blocks,
+        info.block_size,
+        key=key,
+        model_digest=info.digests.get("model", "").encode(),
+        kv_dtype=info.digests.get("kv_dtype", ""),
+        caching=config.enable_prefix_caching,
+    )
     return Scheduler(
         SchedulerConfig(
             max_num_seqs=config.max_num_seqs,

@@ -78,7 +78,7 @@ def build_runner(
         *sizing.lines,
         f"warm-up: {seconds:.1f} s",
     )
-    return runner, _model_info(config, folder, loaded, groups, sizing, decided)
+    return runner, _model_info(config, folder, loaded, groups, sizing, _name(kv_dtype), decided)
 
 
 def _kv_dtype(config: EngineConfig, computed: torch.dtype, stored: str, features: CpuFeatures) -> tuple[torch.dtype, str]:
@@ -167,7 +167,13 @@ def _make_runner(
 
 
 def _model_info(
-    config: EngineConfig, folder: Path, loaded: LoadedModel, groups: tuple[KvGroup, ...], sizing: KvSizing, decided: tuple[str, ...]
+    config: EngineConfig,
+    folder: Path,
+    loaded: LoadedModel,
+    groups: tuple[KvGroup, ...],
+    sizing: KvSizing,
+    kv_dtype: str,
+    decided: tuple[str, ...],
 ) -> ModelInfo:
     texts = {name: (folder / name).read_bytes() for names in TEXT_FILES.values() for name in names if (folder / name).is_file()}
     return ModelInfo(
@@ -182,6 +188,6 @@ def _model_info(
         weight_bytes=loaded.weight_bytes,
         costly_context=loaded.model.spec.costly_context(),
         sampling_defaults=loaded.sampling_defaults,
-        digests={"model": loaded.model_digest, **text_digests(texts)},
+        digests={"model": loaded.model_digest, "kv_dtype": kv_dtype, **text_digests(texts)},
         decided=decided,
     )

@@ -158,6 +158,8 @@ def test_text_files_are_part_of_the_identity(tiny_folder: Path, tmp_path: Path) 
     (folder / "tokenizer.json").write_text("{}")
     digests = [build_runner(config(f))[1].digests for f in (tiny_folder, folder)]
     assert digests[0]["model"] == digests[1]["model"]
+    assert digests[0]["kv_dtype"] == "float32"
+    assert build_runner(replace(config(tiny_folder), kv_cache_dtype="int8"))[1].digests["kv_dtype"] == "int8"
     assert (digests[0]["tokenizer"], bool(digests[1]["tokenizer"])) == ("", True)
 
 

@@ -15,7 +15,7 @@ from headrace.policy.kvcache.leases import Lease, LeaseError, Leases
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.kvcache.pool import BlockPool, Steps
 
-ROOT = chain_root(b"k")
+ROOT = chain_root(b"k", model_digest=b"", kv_dtype="")
 
 
 class LeaseMachine(RuleBasedStateMachine):

@@ -13,7 +13,7 @@ from headrace.core.hashing import BlockHash, block_hash, chain_root
 from headrace.policy.kvcache.events import EVENT_BYTES, BlockEvent, BlockEvents, EventKind
 from headrace.policy.kvcache.pool import BlockPool
 
-ROOT = chain_root(b"k")
+ROOT = chain_root(b"k", model_digest=b"", kv_dtype="")
 
 
 def replayed(known: set[BlockHash], events: list[BlockEvent]) -> set[BlockHash]:

@@ -21,7 +21,7 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         depth=st.sampled_from([1, 2]),
         caching=st.booleans(),
-        groups=st.sampled_from([(FULL,), (FULL, WINDOW), (WINDOW,)]),
+        groups=st.sampled_from([(FULL,), (FULL, WINDOW), (WINDOW,), ()]),
         policy=st.sampled_from(["fcfs", "priority", "sjf", "fair"]),
         num_blocks=st.integers(10, 30),
         chunked=st.booleans(),

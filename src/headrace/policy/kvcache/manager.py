@@ -6,7 +6,8 @@ Every method that may fail asks first and changes everything or nothing. Table w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import pairwise
 
 from headrace.core.hashing import BlockHash, block_hash, chain_root
@@ -22,11 +23,22 @@ class KvManager:
 
     groups, num_blocks  the model's groups and their pools' sizes, pad block included
     key                 secret of the block hashes
+    model_digest, kv_dtype  as in `chain_root`
+    adapter_digests     name -> content digest, of the adapters that requests may name; a name is no identity, it may be loaded anew
     caching             False: nothing is registered, nothing is found (the plain twin)
     """
 
     def __init__(
-        self, groups: tuple[KvGroup, ...], num_blocks: tuple[int, ...], block_size: int, *, key: bytes = b"", caching: bool = True
+        self,
+        groups: tuple[KvGroup, ...],
+        num_blocks: tuple[int, ...],
+        block_size: int,
+        *,
+        key: bytes = b"",
+        model_digest: bytes = b"",
+        kv_dtype: str = "",
+        adapter_digests: Mapping[str, bytes] | None = None,
+        caching: bool = True,
     ) -> None:
         self.groups = groups
         self.steps = Steps()
@@ -34,7 +46,8 @@ class KvManager:
         self.leases = Leases(self.pools)
         self.block_size = block_size
         self.caching = caching
-        self._key = key
+        self._chain_root = partial(chain_root, key, model_digest=model_digest, kv_dtype=kv_dtype)
+        self._adapter_digests = adapter_digests or {}
         self._windows = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
 
     # questions
@@ -56,6 +69,14 @@ class KvManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def num_allocated(self, seq: Sequence) -> int:
+        """Positions its blocks have room for; a model without KV needs none for any."""
+        return min(map(len, seq.blocks)) * self.block_size if seq.blocks else seq.limit
+
+    def may_grow(self, seq: Sequence) -> bool:
+        """Whether it may have to take another block before it ends."""
+        return bool(seq.blocks) and len(seq.blocks[0]) * self.block_size < seq.limit
+
     def num_hit_tokens(self, seq: Sequence) -> int:
         """Leading tokens whose KV could be reused. At least one token is always computed: it gives the logits."""
         if not (self.caching and seq.uses_prefix_cache):
@@ -68,7 +89,7 @@ class KvManager:
     def _chain_hits(self, seq: Sequence, limit: int) -> int:
         """Largest number of leading blocks every group can supply: all of them in a full group, the window's in a windowed one."""
         full = [pool for group, pool in zip(self.groups, self.pools, strict=True) if group.window is None]
-        hits = limit
+        hits = limit if self.pools else 0
         for pool in full:
             hits = next((i for i in range(hits) if pool.find(seq.hashes[i]) is None), hits)
         windowed = [(group.window, pool) for group, pool in zip(self.groups, self.pools, strict=True) if group.window is not None]
@@ -89,7 +110,8 @@ class KvManager:
     def open(self, seq: Sequence) -> None:
         """Prepare a new sequence's bookkeeping."""
         request = seq.request
-        seq.root = chain_root(self._key, salt=request.salt, adapter_digest=(request.adapter or "").encode())
+        adapter_digest = b"" if request.adapter is None else self._adapter_digests[request.adapter]
+        seq.root = self._chain_root(salt=request.salt, adapter_digest=adapter_digest)
         seq.blocks = [[] for _ in self.groups]
         seq.registered = [0 for _ in self.groups]
 
@@ -138,7 +160,7 @@ class KvManager:
         Full groups take blocks for everything known at once, so that an admitted prompt is never stopped halfway.
         """
         size, known = self.block_size, max(end, len(seq.tokens))
-        if known == seq.num_planned + 1 == len(seq.blocks[0]) * size + 1 and len(self.pools) == 1:
+        if len(self.pools) == 1 and known == seq.num_planned + 1 == len(seq.blocks[0]) * size + 1:
             return self._add_block(seq, builder)
         first = seq.num_planned // size
         targets = [-(-(known if group.window is None else end) // size) for group in self.groups]
@@ -155,7 +177,7 @@ class KvManager:
                 block = pool.take()
                 builder.table(index, seq.slot, place, block)
                 blocks.append(block)
-        seq.allocate(min(map(len, seq.blocks)) * size)
+        seq.allocate(self.num_allocated(seq))
         return True
 
     def _add_block(self, seq: Sequence, builder: PlanBuilder) -> bool:
@@ -199,6 +221,8 @@ class KvManager:
         The parent may go on writing behind the prompt in the shared last block: the child copies that block before it writes, and reads
         nothing beyond its own positions.
         """
+        if not self.pools:
+            return  # without KV there is nothing to share
         num_prompt = parent.num_prompt
         for index, pool in enumerate(self.pools):
             child.blocks[index] = parent.blocks[index][: self.blocks_for(num_prompt)]
@@ -221,6 +245,8 @@ class KvManager:
 
     def bulk_commit_limit(self, seq: Sequence) -> int:
         """Computed count from which `commit` has something to do: one more block is full, or the window has passed one."""
+        if not seq.registered:
+            return seq.limit
         until = (min(seq.registered) + 1) * self.block_size
         for _, window in self._windows:
             first = self._first_live(seq.num_computed, window)

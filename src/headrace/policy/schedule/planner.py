@@ -74,7 +74,7 @@ class Planner:
         left: list[Sequence] = []
         for seq in sequences:
             if seq.state is SeqState.RUNNING and not (seq.num_uncomputed == 1 and seq.is_complete):
-                held = min(len(blocks) for blocks in seq.blocks) * self.kv.block_size - seq.num_planned
+                held = self.kv.num_allocated(seq) - seq.num_planned
                 if seq.num_uncomputed > 0 and held > 0:
                     count = min(self._share(seq, seq.num_uncomputed, step), held)
                     if count:
@@ -226,12 +226,11 @@ class Planner:
 
     def _reserve(self) -> int:
         """Blocks left to the running ones: one each for who may still grow, or admitting would only lead to preempting."""
-        size = self.kv.block_size
-        return sum(1 for seq in self.sequences.running if len(seq.blocks[0]) * size < seq.limit)
+        return sum(map(self.kv.may_grow, self.sequences.running))
 
     def _admit(self, seq: Sequence, step: PlanDraft, reserve: int) -> bool:
         """Start the head of the queue. False when it does not fit yet; nobody behind it is tried then, or it could starve."""
-        is_forked = bool(seq.blocks[0])
+        is_forked = any(seq.blocks)
         hits = seq.num_planned if is_forked else self._hits(seq)
         count = self._share(seq, len(seq.tokens) - hits, step)
         if count == 0 and not self.config.static_batching:

@@ -190,7 +190,7 @@ class SequenceTable:
     def drop_waiting_forks(self) -> bool:
         """Free the prompt blocks that one waiting sibling holds; it prefills by itself. True when something was freed."""
         for seq in self.alive():
-            if seq.state is SeqState.WAITING and seq.blocks[0]:
+            if seq.state is SeqState.WAITING and any(seq.blocks):
                 self.kv.release(seq)
                 return True
         return False

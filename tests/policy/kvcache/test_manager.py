@@ -1,0 +1,70 @@
+"""What makes two sequences share blocks, and a model that has no KV at all."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+from engine_kit import FULL, VOCAB, DrivenEngine, request
+from kv_oracle import expected_tokens
+
+from headrace.core.ids import SeqId
+from headrace.engine.build import make_scheduler
+from headrace.engine.config import EngineConfig
+from headrace.lab.fake_runner import FakeOptions, fake_info
+from headrace.policy.kvcache.manager import KvManager
+from headrace.policy.schedule.sequence import Sequence
+
+PLAIN: dict[str, Any] = {"key": b"k", "model_digest": b"m", "kv_dtype": "bfloat16", "adapter_digests": {"a": b"1", "b": b"2", "same": b"1"}}
+
+
+def root_of(kv: KvManager, **changes: Any) -> bytes:
+    """The identity under which a new sequence's blocks would be known."""
+    asked = request("r", [1, 2, 3], **changes)
+    seq = Sequence(SeqId(1), asked, 0, 0.0, array("i", asked.prompt_ids), 3, 8)
+    kv.open(seq)
+    return seq.root
+
+
+def manager(**changes: Any) -> KvManager:
+    return KvManager((FULL,), (8,), 4, **{**PLAIN, **changes})
+
+
+@pytest.mark.parametrize("change", [{"key": b"j"}, {"model_digest": b"n"}, {"kv_dtype": "int8"}])
+def test_key_model_and_kv_dtype_each_separate_blocks(change: dict[str, Any]) -> None:
+    assert root_of(manager()) == root_of(manager())
+    assert root_of(manager(**change)) != root_of(manager())
+
+
+def test_an_adapter_is_known_by_its_content_not_by_its_name() -> None:
+    roots = [root_of(manager(), adapter=name) for name in (None, "a", "b", "same")]
+    assert len(set(roots)) == 3
+    assert roots[1] == roots[3]
+    assert root_of(manager(adapter_digests={"a": b"9"}), adapter="a") != roots[1], "the name was loaded anew"
+
+
+def test_the_engine_gives_its_model_and_kv_dtype_to_the_blocks() -> None:
+    roots = []
+    for digests in ({}, {"model": "ab"}, {"kv_dtype": "int8"}):
+        info = fake_info(FakeOptions(digests=digests))
+        roots.append(root_of(make_scheduler(EngineConfig(model="fake"), info, cache_key=b"k").kv))
+    assert len(set(roots)) == 3
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_model_without_kv_groups_is_scheduled(depth: int, chunked: bool) -> None:
+    """An encoder: no pool, no block, no hit; forks and preempted sequences compute their prompts themselves."""
+    driven = DrivenEngine(groups=(), depth=depth, enable_chunked_prefill=chunked, max_num_batched_tokens=8)
+    prompts = {"a": list(range(13)), "b": [5], "c": list(range(13))}
+    driven.submit(*(request(name, prompt, n=2 if name == "a" else 1) for name, prompt in prompts.items()))
+    driven.turn(3)
+    driven.scheduler.sequences.preempt(driven.scheduler.sequences.running[0], driven.clock.now)
+    driven.run()
+    for (name, index), tokens in driven.tokens.items():
+        assert tokens == expected_tokens(prompts[name], 8, VOCAB, index)
+    assert len(driven.tokens) == 4
+    assert {u.num_cached_tokens for u in driven.updates if u.num_cached_tokens is not None} == {0}
+    snapshot = driven.engine.snapshot()
+    assert (snapshot.kv_blocks_total, snapshot.kv_blocks_used) == (0, 0)
