@@ -92,6 +92,10 @@ FLOORS: dict[str, Floor] = {
     "headrace.gateway.generation.run": Floor(_ours("core", *ABOVE_THE_SEAM, "gateway.generation", "observe")),
     "headrace.gateway.generation.progress": Floor(_ours("core", "gateway.upstream.seam", "observe")),
     "headrace.gateway.upstream.seam": Floor(_ours("core", "text.assemble")),
+    "headrace.gateway.upstream.foreign*": Floor(
+        _ours("core", "gateway.config", "gateway.http.errors", "gateway.upstream.foreign*", "gateway.upstream.seam", "text.assemble"),
+        ("aiohttp", "msgspec"),
+    ),
     "headrace.fleet": Floor((*GROUND, *_ours("policy")), ("grpc",), ("huggingface_hub", "ray", "kubernetes_asyncio", "obstore", "aiohttp")),
     # 5 roof
     "headrace.lab": Floor(

@@ -17,7 +17,9 @@ from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig
 from headrace.gateway.generation.service import Service
 from headrace.gateway.generation.text_pool import TextPool
 from headrace.gateway.http.sse import StreamWatch
+from headrace.gateway.upstream.foreign import open_upstream
 from headrace.gateway.upstream.replicas import Connection, Replica, ReplicaPool
+from headrace.gateway.upstream.seam import Upstream
 from headrace.gateway.upstream.served_models import ModelTable, ServedModel
 from headrace.gateway.upstream.tokens import TokenUpstream
 from headrace.observe.metrics import Metrics
@@ -30,7 +32,7 @@ from headrace.wire.service import Expectation
 
 def load_texts(config: GatewayConfig) -> dict[str, TextModel]:
     """Tokenizer and template of every model, by name, with templates compiled. Raises CheckpointError; takes a moment."""
-    texts = {model.name: load_text(model.folder) for model in config.models}
+    texts = {model.name: load_text(model.folder) for model in config.models if model.upstream is None}
     for text in texts.values():
         text.template.compile()
     return texts
@@ -83,8 +85,12 @@ async def open_gateway(
         stack.callback(text_pool.close)
         models: list[ServedModel] = []
         for model in config.models:
-            pool = await stack.enter_async_context(_pool(model, texts[model.name], metrics, connect, sources))
-            upstream = TokenUpstream(texts[model.name], pool, text_pool, draw_seed=sources.draw_seed)
+            upstream: Upstream
+            if model.upstream is not None:
+                upstream = await stack.enter_async_context(open_upstream(model.name, model.upstream))
+            else:
+                pool = await stack.enter_async_context(_pool(model, texts[model.name], metrics, connect, sources))
+                upstream = TokenUpstream(texts[model.name], pool, text_pool, draw_seed=sources.draw_seed)
             models.append(ServedModel(model.name, model.aliases, upstream, int(sources.unix_time())))
         watch = StreamWatch(
             ping_s=config.timeouts.sse_ping_s,

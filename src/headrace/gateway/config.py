@@ -1,6 +1,7 @@
 """What the gateway is told at start: one JSON file, written by the supervisor, decoded once into these values.
 
-Unknown keys are errors with a suggestion. Nothing here is read from the environment or the command line; the roof does that.
+Unknown keys are errors with a suggestion. Nothing here is read from the environment or the command line; the roof does that
+(the key of a foreign server is only named here and read when the gateway opens: `upstream.foreign`).
 Secrets: keys are kept as SHA-256 digests from the moment the file is decoded, and no repr of these values shows one.
 """
 
@@ -11,6 +12,7 @@ import re
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -53,17 +55,59 @@ class ReplicaConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignConfig:
+    """An OpenAI-compatible server that answers for a model.
+
+    url           of its API, http or https, up to and with /v1
+    model         what it calls the model; default: the name here
+    api_key_file  a file that holds the key it wants; api_key_env: or the variable of this process's environment that does
+    cache_salt    each tenant's salt is sent, so that it shares no cached prefix between tenants (vLLM and Headrace know the field). Off
+                  where the server refuses fields it does not know: then what it caches is shared by everybody who asks through here
+    connect_s     until it takes a connection
+    read_s        between two pieces of an answer, the first one included
+    """
+
+    url: str
+    model: str = ""
+    api_key_file: str = ""
+    api_key_env: str = ""
+    cache_salt: bool = True
+    connect_s: float = 5.0
+    read_s: float = 120.0
+
+    def checked(self) -> ForeignConfig:
+        """This value if its rules hold. Raises ConfigError."""
+        try:
+            parts = urlsplit(self.url)
+            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and self.url.isprintable()
+        except ValueError:
+            is_url = False
+        if not is_url or " " in self.url:
+            raise ConfigError("url", f"{self.url!r} is not the address of a server", "Write http://HOST:PORT/v1.")
+        if parts.username is not None or parts.query or parts.fragment:
+            raise ConfigError("url", "holds more than host and path", "Keys go into api_key_file or api_key_env.")
+        if self.api_key_file and self.api_key_env:
+            raise ConfigError("api_key_file", "is given beside api_key_env", "Give one of them.")
+        for name in ("connect_s", "read_s"):
+            if not 0 < getattr(self, name) <= 86400:
+                raise ConfigError(name, f"{getattr(self, name)} is outside 0 < {name} <= 86400 seconds")
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One served model.
+    """One served model: either our replicas or a foreign server.
 
     name      what `GET /v1/models` shows; aliases answer as well
-    folder    local folder with tokenizer.json, tokenizer_config.json and the chat template
+    folder    local folder with tokenizer.json, tokenizer_config.json and the chat template; beside `replicas`
+    upstream  the server that answers for it instead
     """
 
     name: str
-    folder: str
-    replicas: tuple[ReplicaConfig, ...]
+    folder: str = ""
+    replicas: tuple[ReplicaConfig, ...] = ()
     aliases: tuple[str, ...] = ()
+    upstream: ForeignConfig | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,12 +264,26 @@ def _check_models(models: tuple[ModelConfig, ...]) -> None:
             if name in names:
                 raise ConfigError(f"{where}.name", f"{name!r} is served twice")
             names.add(name)
+        if model.upstream is not None:
+            _check_foreign(where, model, model.upstream)
+            continue
         replicas = [replica.name for replica in model.replicas]
+        if not model.folder:
+            raise ConfigError(f"{where}.folder", "is missing", "A model needs folder and replicas, or upstream.")
         if not replicas or len(set(replicas)) != len(replicas):
             raise ConfigError(f"{where}.replicas", "must name at least one replica, each name once")
         for replica in model.replicas:
             if REPLICA_NAME.fullmatch(replica.name) is None:
                 raise ConfigError(f"{where}.replicas", f"{replica.name!r} is not a replica name")
+
+
+def _check_foreign(where: str, model: ModelConfig, upstream: ForeignConfig) -> None:
+    if model.folder or model.replicas:
+        raise ConfigError(f"{where}.upstream", "is given beside folder or replicas", "A model is answered by one or the other.")
+    try:
+        upstream.checked()
+    except ConfigError as error:
+        raise ConfigError(f"{where}.upstream.{error.where}", error.reason, error.remedy) from error
 
 
 def _check_unknown(data: object, kind: type, where: str) -> None:
@@ -250,4 +308,5 @@ _NESTED: dict[tuple[type, str], type] = {
     (GatewayConfig, "limits"): Limits,
     (GatewayConfig, "timeouts"): Timeouts,
     (ModelConfig, "replicas"): ReplicaConfig,
+    (ModelConfig, "upstream"): ForeignConfig,
 }

@@ -9,7 +9,6 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
 from headrace.core.errors import InvalidRequest
-from headrace.core.finish import FinishReason
 from headrace.core.plan import TokenLogprobs
 from headrace.core.request import PriorityClass
 from headrace.gateway.config import Limits
@@ -83,10 +82,28 @@ class ChatRequest(SamplingFields, kw_only=True):
     top_logprobs: int | None = None
 
 
+class FunctionCall(Struct, omit_defaults=True):
+    name: str | None = None
+    arguments: str = ""
+
+
+class ToolCallPart(Struct, omit_defaults=True):
+    """A tool call, whole or, in a stream, a piece of one: `index` is a stream's alone."""
+
+    function: FunctionCall
+    index: int | None = None
+    id: str | None = None
+    type: str | None = None
+
+
 class AssistantMessage(Struct):
+    """reasoning_content and tool_calls come only from foreign servers that tell them apart from text."""
+
     role: str
     content: str
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallPart] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -111,6 +128,8 @@ class ChatCompletion(Struct):
 class ChatDelta(Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallPart] | None = None
 
 
 class ChatChunkChoice(Struct):
@@ -169,14 +188,26 @@ class ChatAnswer:
                 self._is_opened[event.index] = True
                 opening = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
                 parts.append(self._chunks.chunk(opening % event.index))
-            if event.text or event.finish is not None or (self._has_logprobs and event.logprobs):
-                parts.append(self._chunks.chunk(self._choice(event)))
+            has_parts = bool(event.reasoning or event.tool_calls)
+            if event.text or has_parts or event.finish is not None or (self._has_logprobs and event.logprobs):
+                parts.append(self._chunks.chunk(self._choice(event, self._delta_of_parts(event) if has_parts else None)))
         return b"".join(parts)
 
-    def _choice(self, event: OutputEvent) -> bytes:
-        content = b'{"content":%s}' % _encode(event.text) if event.text or event.finish is None else b"{}"
+    def _delta_of_parts(self, event: OutputEvent) -> bytes:
+        """What a foreign server tells apart from text, and the text beside it."""
+        if event.tool_calls:
+            self._outputs[event.index].has_tool_calls = True
+        pieces = [
+            ToolCallPart(FunctionCall(call.name, call.arguments), call.number, call.call_id, "function" if call.call_id else None)
+            for call in event.tool_calls
+        ]
+        return _encode(ChatDelta(content=event.text or None, reasoning_content=event.reasoning or None, tool_calls=pieces or None))
+
+    def _choice(self, event: OutputEvent, delta: bytes | None) -> bytes:
+        content = delta or (b'{"content":%s}' % _encode(event.text) if event.text or event.finish is None else b"{}")
         logprobs = _encode(chat_logprobs(event.logprobs, self._num_top)) if self._has_logprobs and event.logprobs else b"null"
-        return b'{"index":%d,"delta":%s,"logprobs":%s%s' % (event.index, content, logprobs, finish_part(event))
+        is_tool_turn = self._outputs[event.index].has_tool_calls
+        return b'{"index":%d,"delta":%s,"logprobs":%s%s' % (event.index, content, logprobs, finish_part(event, is_tool_turn=is_tool_turn))
 
     def last(self, usage: Usage) -> bytes:
         return self._chunks.last(usage)
@@ -204,8 +235,19 @@ class ChatAnswer:
     def _whole_choice(self, index: int, output: Output) -> ChatChoice:
         return ChatChoice(
             index=index,
-            message=AssistantMessage(role="assistant", content="".join(output.texts)),
+            message=_message(output),
             logprobs=chat_logprobs(output.entries, self._num_top) if self._has_logprobs else None,
-            finish_reason=(output.finish or FinishReason.STOP).value,
+            finish_reason=output.finish_word,
             stop_reason=output.stop_reason,
         )
+
+
+def _message(output: Output) -> AssistantMessage:
+    message = AssistantMessage(role="assistant", content="".join(output.texts))
+    if output.reasoning:
+        message.reasoning_content = "".join(output.reasoning)
+    if output.tool_calls:
+        message.tool_calls = [
+            ToolCallPart(FunctionCall(call.name, call.arguments), id=call.call_id, type="function") for call in output.tool_calls.values()
+        ]
+    return message

@@ -9,7 +9,6 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from headrace.core.errors import InvalidRequest
-from headrace.core.finish import FinishReason
 from headrace.core.plan import TokenLogprobs
 from headrace.core.request import PriorityClass
 from headrace.gateway.config import Limits
@@ -195,7 +194,7 @@ class CompletionAnswer:
             index=index,
             text=text,
             logprobs=logprobs or (CompletionLogprobs([], [], [], []) if self._num_top is not None else None),
-            finish_reason=(output.finish or FinishReason.STOP).value,
+            finish_reason=output.finish_word,
             stop_reason=output.stop_reason,
         )
         if self._request.prompt_logprobs is not None:

@@ -106,6 +106,21 @@ class OutputEvent(NamedTuple):
     reasoning: str = ""
     tool_calls: Sequence[ToolCall] = ()
 
+    def then(self, later: OutputEvent) -> OutputEvent:
+        """This event and the same sequence's next one as one."""
+        return OutputEvent(
+            self.index,
+            self.text + later.text,
+            self.num_tokens + later.num_tokens,
+            (*self.logprobs, *later.logprobs),
+            (*self.prompt_logprobs, *later.prompt_logprobs),
+            later.finish,
+            later.stop_reason,
+            later.error,
+            self.reasoning + later.reasoning,
+            (*self.tool_calls, *later.tool_calls),
+        )
+
 
 class Usage(NamedTuple):
     """What a request cost so far. A prompt counts once, however many sequences continue it."""

@@ -205,25 +205,11 @@ def merged(events: Iterable[OutputEvent]) -> list[OutputEvent]:
     found: dict[int, OutputEvent] = {}
     for event in events:
         before = found.get(event.index)
-        found[event.index] = event if before is None else joined(before, event)
+        found[event.index] = event if before is None else before.then(event)
     return list(found.values())
 
 
 def event_of(index: int, delta: OutputDelta) -> OutputEvent:
     return OutputEvent(
         index, delta.text, len(delta.token_ids), delta.logprobs, delta.prompt_logprobs, delta.finish, delta.stop_reason, delta.error
-    )
-
-
-def joined(first: OutputEvent, second: OutputEvent) -> OutputEvent:
-    """Two consecutive events of one sequence, of a server without reasoning or tool calls, as one."""
-    return OutputEvent(
-        second.index,
-        first.text + second.text,
-        first.num_tokens + second.num_tokens,
-        (*first.logprobs, *second.logprobs),
-        (*first.prompt_logprobs, *second.prompt_logprobs),
-        second.finish,
-        second.stop_reason,
-        second.error,
     )

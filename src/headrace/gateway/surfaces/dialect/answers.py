@@ -14,7 +14,7 @@ from headrace.core.finish import FinishReason
 from headrace.gateway.generation.run import Run
 from headrace.gateway.http.sse import DONE
 from headrace.gateway.surfaces.dialect import schemas
-from headrace.gateway.upstream.seam import OutputEvent, Usage
+from headrace.gateway.upstream.seam import OutputEvent, ToolCall, Usage
 from headrace.text.assemble import TokenEntry
 
 _encode = msgspec.json.encode
@@ -41,18 +41,36 @@ class Facts:
 
 @dataclass(slots=True)
 class Output:
-    """One sequence, collected."""
+    """One sequence, collected. tool_calls: by number, their pieces joined; has_tool_calls: also in a stream, where none is collected"""
 
     texts: list[str] = field(default_factory=list)
     entries: list[TokenEntry] = field(default_factory=list)
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
+    reasoning: list[str] = field(default_factory=list)
+    tool_calls: dict[int, ToolCall] = field(default_factory=dict)
+    has_tool_calls: bool = False
+
+    @property
+    def finish_word(self) -> str:
+        return finish_word(self.finish or FinishReason.STOP, is_tool_turn=self.has_tool_calls)
 
     def add(self, event: OutputEvent) -> None:
         self.texts.append(event.text)
         self.entries.extend(event.logprobs)
+        if event.reasoning:
+            self.reasoning.append(event.reasoning)
+        for piece in event.tool_calls:
+            self._add_tool_call(piece)
         if event.finish is not None:
             self.finish, self.stop_reason = event.finish, event.stop_reason
+
+    def _add_tool_call(self, piece: ToolCall) -> None:
+        self.has_tool_calls = True
+        known = self.tool_calls.get(piece.number, ToolCall(piece.number, None, None, ""))
+        self.tool_calls[piece.number] = ToolCall(
+            piece.number, known.call_id or piece.call_id, known.name or piece.name, known.arguments + piece.arguments
+        )
 
 
 class Chunks:
@@ -82,7 +100,13 @@ def wants_usage(request: schemas.SamplingFields) -> bool:
     return request.stream_options is not None and request.stream_options.include_usage
 
 
-def finish_part(event: OutputEvent) -> bytes:
+def finish_part(event: OutputEvent, *, is_tool_turn: bool = False) -> bytes:
     if event.finish is None:
         return b',"finish_reason":null}'
-    return b',"finish_reason":"%s","stop_reason":%s}' % (event.finish.value.encode(), _encode(event.stop_reason))
+    word = finish_word(event.finish, is_tool_turn=is_tool_turn)
+    return b',"finish_reason":"%s","stop_reason":%s}' % (word.encode(), _encode(event.stop_reason))
+
+
+def finish_word(finish: FinishReason, *, is_tool_turn: bool) -> str:
+    """OpenAI's: a sequence that stopped after calling tools waits for their answers."""
+    return "tool_calls" if is_tool_turn and finish is FinishReason.STOP else finish.value

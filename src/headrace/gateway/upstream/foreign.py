@@ -1,0 +1,335 @@
+"""Any OpenAI-compatible server behind the seam: chat and completions over HTTP, always streamed from it.
+
+Where it is comes from the operator's configuration alone: no client's word becomes part of a URL, no redirect is followed, no proxy is
+taken from the environment. What it sends is bounded and never shown as it is: its errors become ours, its events are decoded into typed
+values or the stream is broken. Before its first token a failure has a status; afterwards it is a retryable error at the stream's end.
+
+What only that server knows stays unknown here: prompt tokens before it counted them, its context length, its template.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from headrace.core.errors import ConfigError, HeadraceError, InvalidRequest, Overloaded, Unavailable
+from headrace.core.plan import TokenLogprobs
+from headrace.core.sampling import SamplingParams
+from headrace.core.update import StageSeconds
+from headrace.gateway.config import ForeignConfig
+from headrace.gateway.http.errors import ContextLengthExceeded
+from headrace.gateway.upstream.foreign_events import MAX_ERROR_BYTES, BrokenStream, EventReader, error_code
+from headrace.gateway.upstream.seam import (
+    Conversation,
+    EventListener,
+    GenerationRequest,
+    OutputEvent,
+    PlainPrompts,
+    PrincipalFacts,
+    ReplicaHealth,
+    Tokenization,
+    Usage,
+)
+from headrace.text.assemble import TokenEntry
+
+log = logging.getLogger("headrace.gateway")
+
+REPLICA = "foreign"
+"""What stands for the server where a replica's name is wanted."""
+
+NOT_NOW = "The server behind this model does not answer now; the request can be sent again."
+BROKE = "The server behind this model broke off its answer; the request can be sent again."
+MAX_UNREAD_BYTES = 64 << 10
+"""Read ahead of a slow client; beyond it the server is made to wait."""
+
+_DEFAULTS = SamplingParams(max_tokens=None)
+_TOKENIZER = "a model that this server runs itself"
+
+
+class HttpUpstream:
+    """One model of one server. An `Upstream`."""
+
+    def __init__(self, name: str, config: ForeignConfig, session: aiohttp.ClientSession, api_key: str) -> None:
+        """name: of the model here, for the log; config.model is what the server calls it"""
+        self._name = name
+        self._config = config
+        self._session = session
+        self._headers = {"accept": "text/event-stream", "content-type": "application/json", "accept-encoding": "identity"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
+
+    @property
+    def max_model_len(self) -> int | None:
+        return None
+
+    @property
+    def fingerprint(self) -> str | None:
+        return None
+
+    def replicas(self) -> list[ReplicaHealth]:
+        """It is not asked how it is: it counts as ready, and a request finds out."""
+        return [ReplicaHealth(REPLICA, is_connected=True, reason="")]
+
+    async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> HttpPrepared:
+        params = SamplingParams(**request.sampling).checked()
+        _check_scores(request, params)
+        body = {"model": self._config.model or self._name, "stream": True, "stream_options": {"include_usage": True}}
+        body |= _prompt_fields(request.prompt) | _sampling_fields(request)
+        if self._config.cache_salt:
+            body["cache_salt"] = principal.salt.hex()
+        return HttpPrepared(self, request, params, msgspec.json.encode(body))
+
+    async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool) -> Tokenization:
+        raise InvalidRequest("model", _TOKENIZER, self._name, "The server behind this model keeps its tokenizer.")
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        raise InvalidRequest("model", _TOKENIZER, self._name, "The server behind this model keeps its tokenizer.")
+
+    @asynccontextmanager
+    async def post(self, path: str, body: bytes, request_id: str) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The server's answer, once its status is 200. Raises its refusal in our words."""
+        url = f"{self._config.url.rstrip('/')}/{path}"
+        headers = {**self._headers, "x-request-id": request_id}
+        async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
+            if response.status != 200:
+                raise await self._refusal(response)
+            yield response
+
+    def told(self, what: str) -> None:
+        """For the operator; of the server's own words nothing is kept."""
+        log.warning("model %s: its server %s", self._name, what)
+
+    async def _refusal(self, response: aiohttp.ClientResponse) -> HeadraceError:
+        status = response.status
+        if status == 429:
+            return Overloaded("The server behind this model has too much to do.", retry_after_s=_retry_after_s(response))
+        if status in (400, 413, 422):
+            if error_code(await response.content.read(MAX_ERROR_BYTES)) == "context_length_exceeded":
+                return ContextLengthExceeded("prompt", "what fits the context of the server behind this model", None, "Shorten the prompt.")
+            return InvalidRequest("body", f"what the server behind this model accepts (it said {status})", None, "Leave out rare fields.")
+        self.told(f"answered with status {status}")
+        return Unavailable(NOT_NOW, retry_after_s=_retry_after_s(response))
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignPrompt:
+    """A prompt that only the server reads. Its scores are refused before anything runs."""
+
+    text: str
+
+    def entries(self, scores: Sequence[TokenLogprobs]) -> Iterator[TokenEntry]:
+        return iter(())
+
+
+@dataclass(frozen=True, slots=True)
+class HttpPrepared:
+    """A body that was not sent yet. A `Prepared`."""
+
+    _upstream: HttpUpstream
+    _request: GenerationRequest
+    _params: SamplingParams
+    _body: bytes
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        return None
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        return None if self._params.max_tokens is None else self._params.max_tokens * self.num_sequences
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompts) * self._params.n
+
+    @property
+    def route_key(self) -> bytes:
+        return b""
+
+    @property
+    def seed(self) -> int | None:
+        return self._params.seed
+
+    @property
+    def prompts(self) -> Sequence[ForeignPrompt]:
+        prompt = self._request.prompt
+        if isinstance(prompt, Conversation):
+            return [ForeignPrompt("")]
+        return [ForeignPrompt(given if isinstance(given, str) else "") for given in prompt.prompts]
+
+    def stream(self) -> HttpStream:
+        path = "chat/completions" if isinstance(self._request.prompt, Conversation) else "completions"
+        return HttpStream(self._upstream, path, self._body, self._request.request_id, EventReader(self.num_sequences))
+
+
+class HttpStream:
+    """One request at the server. An `EventStream`: a task of its own reads, so that cancelling ends it wherever it waits."""
+
+    def __init__(self, upstream: HttpUpstream, path: str, body: bytes, request_id: str, reader: EventReader) -> None:
+        self._upstream = upstream
+        self._path = path
+        self._body = body
+        self._request_id = request_id
+        self._reader = reader
+        self._task: asyncio.Task[None] | None = None
+        self._unread: dict[int, OutputEvent] = {}
+        self.unread_bytes = 0
+        self._error: HeadraceError | None = None
+        self._is_ended = False
+        self._has_more = asyncio.Event()
+        self._has_room = asyncio.Event()
+
+    async def events(self) -> list[OutputEvent]:
+        if self._task is None and not self._is_ended:
+            self._task = asyncio.create_task(self._read())
+        while not self._unread and not self._is_ended:
+            self._has_more.clear()
+            await self._has_more.wait()
+        events = list(self._unread.values())
+        self._unread.clear()
+        self.unread_bytes = 0
+        self._has_room.set()
+        if not events and self._error is not None:
+            raise self._error
+        return events
+
+    def listen(self, listener: EventListener | None) -> None:
+        """Not used: the task that reads is not the one that may write."""
+
+    def usage(self) -> Usage:
+        return self._reader.usage
+
+    def replica(self, index: int) -> str | None:
+        return REPLICA
+
+    def queue_time_s(self, index: int) -> float | None:
+        return None
+
+    def stages(self, index: int) -> StageSeconds | None:
+        return None
+
+    def cancel(self) -> None:
+        """The connection is closed, which is how the server hears of it."""
+        self._is_ended = True
+        self._unread.clear()
+        self._has_more.set()
+        if self._task is not None:
+            self._task.cancel()
+
+    async def close(self) -> None:
+        self.cancel()
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _read(self) -> None:
+        has_begun = False
+        try:
+            async with self._upstream.post(self._path, self._body, self._request_id) as response:
+                async for events in self._reader.batches(response):
+                    has_begun = True
+                    await self._put(events)
+        except HeadraceError as error:
+            self._error = error
+        except BrokenStream as error:
+            self._upstream.told(f"broke off an answer: {error}")
+            self._error = Unavailable(BROKE)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            self._upstream.told(f"was lost: {type(error).__name__}")
+            self._error = Unavailable(BROKE if has_begun else NOT_NOW)
+        finally:
+            self._is_ended = True
+            self._has_more.set()
+
+    async def _put(self, events: list[OutputEvent]) -> None:
+        for event in events:
+            before = self._unread.get(event.index)
+            self._unread[event.index] = event if before is None else before.then(event)
+            self.unread_bytes += 256 + 4 * (len(event.text) + len(event.reasoning)) + 256 * len(event.logprobs)
+        self._has_more.set()
+        while self.unread_bytes > MAX_UNREAD_BYTES:
+            self._has_room.clear()
+            await self._has_room.wait()
+
+
+@asynccontextmanager
+async def open_upstream(name: str, config: ForeignConfig) -> AsyncIterator[HttpUpstream]:
+    """Connections to one server: nothing of the environment, no cookies, nothing unpacked. Raises ConfigError where its key is not."""
+    api_key = read_key(config)
+    session = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.connect_s, sock_read=config.read_s),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        trust_env=False,
+    )
+    async with session:
+        yield HttpUpstream(name, config, session, api_key)
+
+
+def read_key(config: ForeignConfig) -> str:
+    """The key the server wants; empty: none. Raises ConfigError, never showing what was read."""
+    where = "api_key_env" if config.api_key_env else "api_key_file"
+    try:
+        key = os.environ[config.api_key_env] if config.api_key_env else config.api_key_file and Path(config.api_key_file).read_text("ascii")
+    except KeyError:
+        raise ConfigError(where, f"the variable {config.api_key_env} is not set") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(where, f"{config.api_key_file} cannot be read ({getattr(error, 'strerror', None) or 'not ASCII'})") from None
+    key = key.strip()
+    if (config.api_key_env or config.api_key_file) and (not key or not key.isascii() or not key.isprintable()):
+        raise ConfigError(where, "does not hold a key", "One line of printable ASCII.")
+    return key
+
+
+def _prompt_fields(prompt: Conversation | PlainPrompts) -> dict[str, Any]:
+    """The body's own fields; what is as usual is left out, so that servers that do not know it need not."""
+    if isinstance(prompt, Conversation):
+        fields: dict[str, Any] = {"messages": prompt.messages}
+        if not prompt.add_generation_prompt:
+            fields["add_generation_prompt"] = False
+        if prompt.continue_final_message:
+            fields["continue_final_message"] = True
+        if prompt.template_kwargs:
+            fields["chat_template_kwargs"] = dict(prompt.template_kwargs)
+        return fields
+    if prompt.needs_text and not all(isinstance(given, str) for given in prompt.prompts):
+        raise InvalidRequest("echo", "prompts of text", None, "The server behind this model keeps its tokenizer: ids cannot be shown.")
+    prompts = list(prompt.prompts)
+    return {"prompt": prompts[0] if len(prompts) == 1 else prompts} | ({} if prompt.add_special_tokens else {"add_special_tokens": False})
+
+
+def _sampling_fields(request: GenerationRequest) -> dict[str, Any]:
+    """Parameters the client gave. Values that are everybody's default are left out; the server's own defaults hold then."""
+    given: Mapping[str, Any] = request.sampling
+    fields = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in given.items()
+        if value != getattr(_DEFAULTS, name) or name in ("temperature", "top_p")
+    }
+    num_top = fields.pop("logprobs", None)
+    if num_top is not None:
+        fields |= {"logprobs": True, "top_logprobs": num_top}
+    return fields
+
+
+def _check_scores(request: GenerationRequest, params: SamplingParams) -> None:
+    """Of log-probabilities only a chat's answer has a form that carries over."""
+    remedy = "The server behind this model gives them for a chat's answer only."
+    if params.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs", "absent or null", params.prompt_logprobs, remedy)
+    if params.logprobs is not None and not isinstance(request.prompt, Conversation):
+        raise InvalidRequest("logprobs", "absent or null", params.logprobs, remedy)
+
+
+def _retry_after_s(response: aiohttp.ClientResponse) -> float:
+    given = response.headers.get("retry-after", "")
+    return float(min(int(given), 3600)) if given.isascii() and given.isdigit() and len(given) < 9 else 1.0

@@ -1,0 +1,245 @@
+"""What an OpenAI-compatible server streams -> output events. Every byte of it is a stranger's: bounded, typed, or refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Annotated
+
+import aiohttp
+import msgspec
+from msgspec import Meta, Struct
+
+from headrace.core.finish import FinishReason
+from headrace.gateway.upstream.seam import OutputEvent, ToolCall, Usage
+from headrace.text.assemble import TokenEntry, TopToken
+
+MAX_LINE_BYTES = 1 << 20
+MAX_ANSWER_BYTES = 64 << 20
+MAX_ERROR_BYTES = 64 << 10
+"""Of an error's body, read for its code alone."""
+
+LAST_WORDS_S = 5.0
+"""How long a server may take for its usage and [DONE] once every sequence has ended."""
+
+NO_ID = -1
+"""Token id of an entry whose server tells texts only."""
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class BrokenStream(Exception):
+    """What came is no answer. Says what was wrong, never what came."""
+
+
+class _Function(Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _ToolCall(Struct):
+    index: Count = 0
+    id: str | None = None
+    function: _Function | None = None
+
+
+class _Top(Struct):
+    token: str
+    logprob: float
+    bytes: list[Annotated[int, Meta(ge=0, le=255)]] | None = None
+
+
+class _Score(_Top):
+    top_logprobs: list[_Top] = []
+
+
+class _Logprobs(Struct):
+    content: list[_Score] | None = None
+
+
+class _Delta(Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+class _Choice(Struct):
+    index: Count = 0
+    delta: _Delta | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Details(Struct):
+    cached_tokens: Count | None = None
+
+
+class _Usage(Struct):
+    prompt_tokens: Count
+    completion_tokens: Count = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Chunk(Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: msgspec.Raw = msgspec.Raw()
+
+
+class _ErrorObject(Struct):
+    code: str | int | None = None
+
+
+class _ErrorBody(Struct):
+    error: _ErrorObject | None = None
+
+
+_decode_chunk = msgspec.json.Decoder(_Chunk).decode
+_decode_error = msgspec.json.Decoder(_ErrorBody).decode
+
+
+class EventReader:
+    """One answer.
+
+    usage  as the server counts, once it said so; before that, output tokens as they came and nothing of the prompt
+    """
+
+    def __init__(self, num_sequences: int) -> None:
+        self._is_running = [True] * num_sequences
+        self._num_chars = [0] * num_sequences
+        self.usage = Usage(0, 0, 0)
+
+    async def batches(self, response: aiohttp.ClientResponse) -> AsyncIterator[list[OutputEvent]]:
+        """Its events as they come. Raises BrokenStream for anything that is no complete answer, and what reading raises."""
+        kind = response.headers.get("content-type", "").split(";")[0].strip().lower()
+        if kind != "text/event-stream" or response.headers.get("content-encoding", "identity") != "identity":
+            raise BrokenStream("it is no event stream")
+        buffer, num_bytes = bytearray(), 0
+        while piece := await self._piece(response):
+            num_bytes += len(piece)
+            if num_bytes > MAX_ANSWER_BYTES:
+                raise BrokenStream(f"it is longer than {MAX_ANSWER_BYTES} bytes")
+            buffer += piece
+            if b"\n" not in piece and len(buffer) <= MAX_LINE_BYTES:
+                continue  # so that a line in many pieces is looked through once
+            events: list[OutputEvent] = []
+            try:
+                is_done = self._take(buffer, events)
+            except BrokenStream:
+                if events:
+                    yield events  # what came before it counts
+                raise
+            if events:
+                yield events
+            if is_done:
+                break
+        if any(self._is_running):
+            raise BrokenStream("it ended before it was complete")
+
+    async def _piece(self, response: aiohttp.ClientResponse) -> bytes:
+        """The next bytes; empty at the end, or when a server that has said everything says nothing more."""
+        if any(self._is_running):
+            return await response.content.readany()
+        try:
+            async with asyncio.timeout(LAST_WORDS_S):
+                return await response.content.readany()
+        except TimeoutError:
+            return b""
+
+    def _take(self, buffer: bytearray, events: list[OutputEvent]) -> bool:
+        """Add the events of the complete lines in `buffer`, which keeps the rest. True when [DONE] was among them."""
+        for line in _lines(buffer):
+            if not line.startswith(b"data:"):
+                continue  # comments, and fields of other users of event streams
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return True
+            if data:
+                events.extend(self._chunk(data))
+        return False
+
+    def _chunk(self, data: bytes) -> Iterator[OutputEvent]:
+        try:
+            chunk = _decode_chunk(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise BrokenStream("an event is no chunk of an answer") from None
+        if bytes(chunk.error) not in (b"", b"null"):
+            raise BrokenStream("it ended with an error")
+        if chunk.usage is not None:
+            details = chunk.usage.prompt_tokens_details
+            cached = details.cached_tokens if details is not None else None
+            self.usage = Usage(chunk.usage.prompt_tokens, chunk.usage.completion_tokens, cached or 0)
+        for choice in chunk.choices:
+            if choice.index >= len(self._is_running):
+                raise BrokenStream("a choice was not asked for")
+            if self._is_running[choice.index]:
+                yield self._event(choice)
+
+    def _event(self, choice: _Choice) -> OutputEvent:
+        delta = choice.delta or _Delta()
+        text = delta.content or choice.text or ""
+        reasoning = delta.reasoning_content or delta.reasoning or ""
+        calls = [_tool_call(call) for call in delta.tool_calls or ()]
+        scores = (choice.logprobs and choice.logprobs.content) or []
+        num_tokens = len(scores) or int(bool(text or reasoning or calls))
+        entries = self._entries(choice.index, scores)
+        self.usage = self.usage._replace(completion_tokens=self.usage.completion_tokens + num_tokens)
+        if choice.finish_reason is not None:
+            self._is_running[choice.index] = False
+        finish, stop_reason = _finish(choice)
+        return OutputEvent(
+            choice.index, text, num_tokens, entries, finish=finish, stop_reason=stop_reason, reasoning=reasoning, tool_calls=calls
+        )
+
+    def _entries(self, index: int, scores: list[_Score]) -> list[TokenEntry]:
+        entries: list[TokenEntry] = []
+        for score in scores:
+            top = tuple([TopToken(NO_ID, each.token, _raw(each), each.logprob) for each in score.top_logprobs])
+            entries.append(TokenEntry(NO_ID, score.token, _raw(score), score.logprob, 0, top, self._num_chars[index]))
+            self._num_chars[index] += len(score.token)
+        return entries
+
+
+def error_code(body: bytes) -> str | None:
+    """OpenAI's `error.code`, for comparing: it is the server's word and not shown."""
+    try:
+        error = _decode_error(body).error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return error.code if error is not None and isinstance(error.code, str) else None
+
+
+def _lines(buffer: bytearray) -> Iterator[bytes]:
+    """The complete lines at the beginning of `buffer`, taken out of it. Raises BrokenStream for one without an end."""
+    begin = 0
+    while (end := buffer.find(b"\n", begin)) >= 0:
+        yield bytes(buffer[begin:end])
+        begin = end + 1
+    del buffer[:begin]
+    if len(buffer) > MAX_LINE_BYTES:
+        raise BrokenStream(f"a line is longer than {MAX_LINE_BYTES} bytes")
+
+
+def _tool_call(call: _ToolCall) -> ToolCall:
+    function = call.function or _Function()
+    return ToolCall(call.index, call.id, function.name, function.arguments or "")
+
+
+def _raw(score: _Top) -> bytes:
+    return bytes(score.bytes) if score.bytes is not None else score.token.encode("utf-8", "surrogatepass")
+
+
+def _finish(choice: _Choice) -> tuple[FinishReason | None, int | str | None]:
+    """Reasons we have no word for end a sequence as a stop does."""
+    match choice.finish_reason:
+        case None:
+            return None, None
+        case "length":
+            return FinishReason.LENGTH, None
+        case "content_filter":
+            return FinishReason.STOP, "content_filter"
+        case _:
+            return FinishReason.STOP, choice.stop_reason

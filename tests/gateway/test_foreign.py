@@ -1,0 +1,456 @@
+"""A foreign server behind the seam: our own gateway as one, and scripted ones that send what no server should."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_kit import MAX_MODEL_LEN, MODEL, SAID, TestBench, chat_body, dial, events_of, eventually, metric, open_bench, post, serving
+
+from headrace.core.errors import ConfigError
+from headrace.core.ids import RequestId
+from headrace.gateway.config import ForeignConfig, config_from
+from headrace.gateway.upstream import foreign, foreign_events
+from headrace.gateway.upstream.foreign import HttpStream, read_key
+from headrace.gateway.upstream.seam import GenerationRequest, PlainPrompts, PrincipalFacts
+from headrace.text.folder import TextModel
+
+FAR = "far"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def far_models(port: int, **fields: Any) -> list[dict[str, Any]]:
+    return [{"name": FAR, "upstream": {"url": f"http://127.0.0.1:{port}/v1", "model": MODEL, **fields}}]
+
+
+@asynccontextmanager
+async def two_hops(text: TextModel, **fields: Any) -> AsyncIterator[tuple[TestBench, TestBench]]:
+    """A gateway over a gateway: the near one, and the far one with its engine."""
+    async with open_bench(text) as far, serving(far.gateway) as port, open_bench(text, models=far_models(port, **fields)) as near:
+        yield near, far
+
+
+def comparable(response: Any) -> Any:
+    """An answer without what names the server, the moment, or counts what the other one cached."""
+    if response.headers["content-type"].startswith("application/json"):
+        body = response.json()
+        return body.get("choices"), body.get("usage")
+    choices: dict[int, dict[str, Any]] = {}
+    usage = None
+    for event in events_of(response.text):
+        usage = event.get("usage") or usage
+        for choice in event["choices"]:
+            seen = choices.setdefault(choice["index"], {"text": "", "logprobs": [], "finish": None})
+            seen["text"] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+            seen["logprobs"] += ((choice.get("logprobs") or {}).get("content")) or []
+            seen["finish"] = (choice["finish_reason"], choice.get("stop_reason")) if choice["finish_reason"] else seen["finish"]
+    return choices, usage
+
+
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("chat", {"messages": HELLO}),
+    ("chat", {"messages": HELLO, "max_tokens": 5, "temperature": 0}),
+    ("chat", {"messages": HELLO, "n": 3, "seed": 7, "max_tokens": 9, "top_p": 0.5, "top_k": 3, "logit_bias": {"5": 1.5}}),
+    ("chat", {"messages": HELLO, "stop": ["lazy"]}),
+    ("chat", {"messages": HELLO, "stop": "lazy", "include_stop_str_in_output": True}),
+    ("chat", {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "max_tokens": 6}),
+    (
+        "chat",
+        {"messages": [*HELLO, {"role": "assistant", "content": "The"}], "continue_final_message": True, "add_generation_prompt": False},
+    ),
+    ("completions", {"prompt": "Hello", "max_tokens": 4}),
+    ("completions", {"prompt": "Hello"}),
+    ("completions", {"prompt": [5, 6, 7], "max_tokens": 4, "stop_token_ids": [3]}),
+    ("completions", {"prompt": ["Hello", "Bye"], "n": 2, "max_tokens": 4, "ignore_eos": True}),
+    ("completions", {"prompt": "Hello", "echo": True, "max_tokens": 4}),
+    ("completions", {"prompt": "Hello", "echo": True, "max_tokens": 0}),
+]
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+@pytest.mark.parametrize(("kind", "body"), BODIES)
+async def test_two_hops_answer_as_one_does(text: TextModel, kind: str, body: dict[str, Any], is_streaming: bool) -> None:
+    path = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}[kind]
+    more = {"stream": True, "stream_options": {"include_usage": True}} if is_streaming else {}
+    async with two_hops(text) as (near, far):
+        one = await far.client.post(path, json={"model": MODEL, **body, **more})
+        two = await near.client.post(path, json={"model": FAR, **body, **more})
+        assert (one.status_code, two.status_code) == (200, 200), two.text
+        assert comparable(two) == comparable(one)
+        half = len(far.replica.requests) // 2
+        for first, second in zip(far.replica.requests[:half], far.replica.requests[half:], strict=True):
+            assert first.prompt_ids == second.prompt_ids
+            seed = body.get("seed")
+            assert first.params.with_(seed=seed) == second.params.with_(seed=seed)
+
+
+async def test_a_foreign_model_is_listed_ready_and_keeps_its_tokenizer(text: TextModel) -> None:
+    async with two_hops(text) as (near, _):
+        (card,) = (await near.client.get("/v1/models")).json()["data"]
+        assert (card["id"], card["max_model_len"], card["status"]) == (FAR, None, "ready")
+        assert (await near.client.get("/ready")).status_code == 200
+        for path, field in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
+            error = (await near.client.post(path, json={"model": FAR, **field})).json()["error"]
+            assert (error["param"], error["code"]) == ("model", "invalid_value")
+
+
+async def test_what_only_the_server_knows_is_unknown_to_admission(text: TextModel) -> None:
+    async with two_hops(text) as (near, _):
+        upstream = near.gateway.service.models.get(FAR).upstream
+        request = GenerationRequest(request_id=RequestId("r"), prompt=PlainPrompts(prompts=["a", "b"]), sampling={"n": 2, "max_tokens": 5})
+        made = await upstream.prepare(request, PrincipalFacts())
+        assert (made.prompt_tokens, made.max_output_tokens, made.num_sequences, made.route_key) == (None, 20, 4, b"")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"prompt": "x", "logprobs": 1}, "logprobs"),
+        ("/v1/completions", {"prompt": "x", "prompt_logprobs": 1}, "prompt_logprobs"),
+        ("/v1/completions", {"prompt": [5], "echo": True}, "echo"),
+        ("/v1/chat/completions", {"messages": HELLO, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ("/v1/chat/completions", {"messages": HELLO, "tools": [{"type": "function"}]}, "tools"),
+        ("/v1/chat/completions", {"messages": HELLO, "temperature": 9}, "temperature"),
+    ],
+)
+async def test_what_does_not_carry_over_is_refused_by_name(text: TextModel, path: str, fields: dict[str, Any], param: str) -> None:
+    async with two_hops(text) as (near, far):
+        response = await near.client.post(path, json={"model": FAR, **fields})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+        assert far.replica.requests == []
+
+
+async def test_the_servers_refusals_become_ours(text: TextModel) -> None:
+    async with two_hops(text) as (near, far):
+        response = await near.client.post("/v1/completions", json={"model": FAR, "prompt": [5] * MAX_MODEL_LEN})
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+        far.gateway.service.open_requests.drain()
+        response = await near.client.post("/v1/chat/completions", json={"model": FAR, "messages": HELLO})
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+        assert response.headers["retry-after"] == "5"
+
+
+async def test_tenants_share_no_cached_prefix_at_the_server(text: TextModel) -> None:
+    keys = [{"key": "first-key-of-acme", "tenant": "acme"}, {"key": "other-key-of-beta", "tenant": "beta"}]
+    async with open_bench(text) as far, serving(far.gateway) as port, open_bench(text, models=far_models(port), api_keys=keys) as near:
+        for key in keys:
+            headers = {"authorization": f"Bearer {key['key']}"}
+            response = await near.client.post("/v1/chat/completions", json={"model": FAR, "messages": HELLO}, headers=headers)
+            assert response.status_code == 200
+        first, second = far.replica.requests
+        assert first.salt != second.salt
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+async def test_a_client_that_leaves_ends_the_servers_work(text: TextModel, is_streaming: bool) -> None:
+    async with two_hops(text) as (near, far), serving(near.gateway) as port:
+        far.replica.token_delay_s = 0.01
+        async with dial(port) as (reader, writer):
+            body = {"model": FAR, "messages": HELLO, "stream": is_streaming, "ignore_eos": True}
+            writer.write(post("/v1/chat/completions", body))
+            if is_streaming:
+                await reader.readuntil(b'"content":"')
+            else:
+                await eventually(lambda: bool(far.replica.requests))
+        await eventually(lambda: len(far.replica.cancelled) == 1)
+        await eventually(lambda: near.gateway.service.open_requests.num_open == 0)
+
+
+async def test_a_deadline_ends_the_servers_work(text: TextModel) -> None:
+    timeouts = {"request_s": 0.1}
+    async with (
+        open_bench(text) as far,
+        serving(far.gateway) as port,
+        open_bench(text, models=far_models(port), timeouts=timeouts) as near,
+    ):
+        far.replica.go.clear()
+        response = await near.client.post("/v1/chat/completions", json={"model": FAR, "messages": HELLO})
+        assert response.status_code == 504
+        await eventually(lambda: len(far.replica.cancelled) == 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------- scripted servers
+
+
+class ScriptedServer:
+    """Answers every request with the same bytes.
+
+    hangs  the connection stays open afterwards
+    """
+
+    def __init__(self, *pieces: bytes, hangs: bool = False, repeat: bytes = b"") -> None:
+        self.pieces = pieces
+        self.hangs = hangs
+        self.repeat = repeat
+        self.heads: list[bytes] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.num_sent = 0
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+            self.heads.append(head)
+            self.bodies.append(json.loads(await reader.readexactly(length)))
+            for piece in self.pieces:
+                writer.write(piece)
+                await writer.drain()
+            while self.repeat:
+                writer.write(self.repeat)
+                await writer.drain()
+                self.num_sent += len(self.repeat)
+            if self.hangs:
+                await reader.read()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def scripted(text: TextModel, server: ScriptedServer, **fields: Any) -> AsyncIterator[TestBench]:
+    listening = await asyncio.start_server(server, "127.0.0.1", 0)
+    async with listening:
+        port = listening.sockets[0].getsockname()[1]
+        async with open_bench(text, models=far_models(port, **fields)) as near:
+            yield near
+
+
+def head(status: str = "200 OK", kind: str = "text/event-stream", *more: str) -> bytes:
+    return "\r\n".join([f"HTTP/1.1 {status}", f"content-type: {kind}", "connection: close", *more, "", ""]).encode()
+
+
+def event(**fields: Any) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def said(text: str, finish: str | None = None, index: int = 0, **delta: Any) -> bytes:
+    return event(choices=[{"index": index, "delta": {"content": text, **delta}, "finish_reason": finish}])
+
+
+SECRET = "secret-of-the-server at 10.0.0.7"
+DONE = b"data: [DONE]\n\n"
+
+REFUSED = {
+    "status 500": (head("500 Internal Server Error", "text/plain") + SECRET.encode(), 503, "unavailable"),
+    "redirect": (head("302 Found", "text/html", f"location: http://127.0.0.1:1/{SECRET}".replace(" ", "-")), 503, "unavailable"),
+    "unauthorized": (head("401 Unauthorized", "text/plain") + SECRET.encode(), 503, "unavailable"),
+    "not found": (head("404 Not Found", "text/plain") + SECRET.encode(), 503, "unavailable"),
+    "bad request": (
+        head("400 Bad Request", "application/json") + json.dumps({"error": {"message": SECRET}}).encode(),
+        400,
+        "invalid_value",
+    ),
+    "overloaded": (head("429 Too Many Requests", "text/plain", "retry-after: 7") + SECRET.encode(), 429, "overloaded"),
+    "no http": (b"\x00\xff" + SECRET.encode() + b"\r\n\r\n", 503, "unavailable"),
+    "no answer": (b"", 503, "unavailable"),
+    "no event stream": (head("200 OK", "application/json") + json.dumps({"choices": [], "x": SECRET}).encode(), 503, "unavailable"),
+    "packed": (head("200 OK", "text/event-stream", "content-encoding: gzip") + b"\x1f\x8b" + SECRET.encode(), 503, "unavailable"),
+    "garbage": (head() + b"data: {" + SECRET.encode() + b"\n\n", 503, "unavailable"),
+    "not UTF-8": (head() + b'data: {"choices": [{"delta": {"content": "\xff"}}]}\n\n', 503, "unavailable"),
+    "deep": (head() + b'data: {"x": ' + b"[" * 100_000 + b"\n\n", 503, "unavailable"),
+    "wrong types": (head() + event(choices=[{"index": "0", "delta": SECRET}]), 503, "unavailable"),
+    "a choice too many": (head() + said("x", index=1) + DONE, 503, "unavailable"),
+    "negative usage": (head() + event(choices=[], usage={"prompt_tokens": -1}), 503, "unavailable"),
+    "an error": (head() + event(error={"message": SECRET, "code": 500}), 503, "unavailable"),
+    "nothing": (head() + DONE, 503, "unavailable"),
+}
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+async def test_a_server_that_answers_wrongly_is_an_error_of_ours_without_its_words(
+    text: TextModel, name: str, is_streaming: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent, status, code = REFUSED[name]
+    server = ScriptedServer(sent)
+    async with scripted(text, server) as near:
+        response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR, stream=is_streaming))
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+        assert "secret" not in response.text + str(response.headers) + caplog.text
+        assert len(server.heads) == 1, "nothing is followed or tried again"
+        if status in (429, 503):
+            assert response.headers["retry-after"] == ("7" if status == 429 else "1")
+
+
+BROKEN = {
+    "lost": b"",
+    "garbage": b"data: garbage\n\n",
+    "an error": event(error={"message": SECRET}),
+    "the end": DONE,
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+async def test_a_stream_that_breaks_after_its_first_token_ends_in_a_retryable_error(text: TextModel, name: str) -> None:
+    server = ScriptedServer(head() + said("one "), BROKEN[name])
+    async with scripted(text, server) as near:
+        response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR, stream=True))
+        *_, last = events_of(response.text)
+        assert response.status_code == 200
+        assert "[DONE]" not in response.text
+        assert last["error"]["code"] == "unavailable"
+        assert "sent again" in last["error"]["message"]
+        assert "secret" not in response.text
+        assert metric(near.gateway, "headrace_requests_total", model=FAR, replica="foreign", outcome="error") == 1
+
+
+async def test_a_silent_server_is_given_up(text: TextModel) -> None:
+    for pieces in ((), (head(),), (head(), b": ping\n\n")):
+        async with scripted(text, ScriptedServer(*pieces, hangs=True), read_s=0.1) as near:
+            began_s = time.monotonic()
+            response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))
+            assert response.status_code == 503
+            assert time.monotonic() - began_s < 5
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "begin", "repeat"),
+    [
+        ("MAX_LINE_BYTES", 200_000, b"data: ", b"x" * 10_000),
+        ("MAX_ANSWER_BYTES", 300_000, b"", said("x" * 1000)),
+        ("MAX_ANSWER_BYTES", 300_000, b"", b": " + b"x" * 1000 + b"\n"),
+    ],
+)
+async def test_an_endless_answer_is_cut_off(
+    text: TextModel, monkeypatch: pytest.MonkeyPatch, name: str, limit: int, begin: bytes, repeat: bytes
+) -> None:
+    monkeypatch.setattr(foreign_events, name, limit)
+    server = ScriptedServer(head() + begin, repeat=repeat)
+    async with scripted(text, server) as near:
+        response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))
+        assert response.status_code == 503
+
+
+async def test_a_server_is_read_no_faster_than_its_client_reads(text: TextModel) -> None:
+    server = ScriptedServer(head(), repeat=said("x" * 1000))
+    async with scripted(text, server) as near:
+        upstream = near.gateway.service.models.get(FAR).upstream
+        request = GenerationRequest(request_id=RequestId("r"), prompt=PlainPrompts(prompts=["a"]), sampling={})
+        stream = (await upstream.prepare(request, PrincipalFacts())).stream()
+        assert isinstance(stream, HttpStream)
+        assert await stream.events()
+        num_sent = -1
+        while num_sent != server.num_sent:
+            num_sent = server.num_sent
+            await asyncio.sleep(0.1)
+        assert foreign.MAX_UNREAD_BYTES < stream.unread_bytes < 16 * foreign.MAX_UNREAD_BYTES
+        assert await stream.events()
+        await stream.close()
+        assert await stream.events() == []
+
+
+async def test_reasoning_and_tool_calls_of_the_server_are_passed_on(text: TextModel) -> None:
+    calls = [{"index": 0, "id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at"'}}]
+    more = [{"index": 0, "function": {"arguments": ': "me"}'}}]
+    pieces = (
+        head(),
+        event(choices=[{"index": 0, "delta": {"role": "assistant", "reasoning_content": "Let me "}}]),
+        event(choices=[{"index": 0, "delta": {"reasoning": "see."}}]),
+        event(choices=[{"index": 0, "delta": {"tool_calls": calls}}]),
+        event(choices=[{"index": 0, "delta": {"tool_calls": more}, "finish_reason": "tool_calls"}]),
+        event(choices=[], usage={"prompt_tokens": 11, "completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}),
+        DONE,
+    )
+    async with scripted(text, ScriptedServer(*pieces)) as near:
+        whole = (await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))).json()
+        (choice,) = whole["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["reasoning_content"] == "Let me see."
+        assert choice["message"]["tool_calls"] == [
+            {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at": "me"}'}}
+        ]
+        assert (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"]) == (11, 9)
+        assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 4
+        streamed = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR, stream=True))
+        choices = [each["choices"][0] for each in events_of(streamed.text)]
+        assert "".join(each["delta"].get("reasoning_content", "") for each in choices) == "Let me see."
+        pieces_of_calls = [call for each in choices for call in each["delta"].get("tool_calls", [])]
+        assert "".join(call["function"].get("arguments", "") for call in pieces_of_calls) == '{"at": "me"}'
+        assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+async def test_what_the_server_is_asked(text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own name of the model, our request id, its key; what the client did not say is not said."""
+    file = tmp_path / "key"
+    file.write_text("key-of-the-server\n")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    server = ScriptedServer(head() + said("Hello", "stop") + DONE)
+    async with scripted(text, server, api_key_file=str(file), cache_salt=False) as near:
+        headers = {"authorization": "Bearer of-the-client", "x-request-id": "mine", "cookie": "a=b"}
+        response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR), headers=headers)
+        assert response.status_code == 200
+        assert response.json()["usage"] == {
+            "prompt_tokens": 0,
+            "completion_tokens": 1,
+            "total_tokens": 1,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+    (sent,) = server.heads
+    assert sent.startswith(b"POST /v1/chat/completions HTTP/1.1\r\n")
+    assert b"authorization: bearer key-of-the-server" in sent.lower()
+    assert f"x-request-id: {response.headers['x-request-id']}".encode() in sent.lower()
+    assert b"of-the-client" not in sent
+    assert b"cookie" not in sent.lower()
+    assert server.bodies == [{"model": MODEL, "messages": HELLO, "stream": True, "stream_options": {"include_usage": True}}]
+
+
+async def test_a_server_that_never_says_done_ends_with_its_last_sequence(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign_events, "LAST_WORDS_S", 0.05)
+    async with scripted(text, ScriptedServer(head() + said(SAID, "stop"), hangs=True)) as near:
+        response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))
+        assert response.json()["choices"][0]["message"]["content"] == SAID
+
+
+# ------------------------------------------------------------------------------------------------------------------- configuration
+
+
+@pytest.mark.parametrize(
+    ("upstream", "where"),
+    [
+        ({"url": "ftp://host/v1"}, "url"),
+        ({"url": "http://"}, "url"),
+        ({"url": "/v1"}, "url"),
+        ({"url": "http://user:key@host/v1"}, "url"),
+        ({"url": "http://host/v1?x=1"}, "url"),
+        ({"url": "http://host:99999/v1"}, "url"),
+        ({"url": "http://ho st/v1"}, "url"),
+        ({"url": "http://[::1/v1"}, "url"),
+        ({"url": "http://host/v1", "api_key_file": "a", "api_key_env": "B"}, "api_key_file"),
+        ({"url": "http://host/v1", "read_s": 0}, "read_s"),
+        ({"url": "http://host/v1", "ulr": "x"}, "ulr"),
+    ],
+)
+def test_a_wrong_upstream_is_refused_by_its_place(upstream: dict[str, Any], where: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_from({"models": [{"name": FAR, "upstream": upstream}]})
+    assert refused.value.where == f"models[0].upstream.{where}"
+
+
+def test_a_model_has_replicas_or_a_foreign_server() -> None:
+    url = {"url": "http://host/v1"}
+    for model in ({"folder": "/x", "upstream": url}, {"replicas": [{"name": "r", "address": "unix:/r"}]}, {}):
+        with pytest.raises(ConfigError):
+            config_from({"models": [{"name": FAR, **model}]})
+
+
+def test_a_key_is_where_the_configuration_says_or_the_start_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAR_KEY", "from-the-environment")
+    assert read_key(ForeignConfig(url="http://h/v1")) == ""
+    assert read_key(ForeignConfig(url="http://h/v1", api_key_env="FAR_KEY")) == "from-the-environment"
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "two").write_text("secret one\nsecret two")
+    wrong: list[dict[str, Any]] = [
+        {"api_key_env": "NO_KEY"},
+        *({"api_key_file": str(tmp_path / name)} for name in ("none", "empty", "two")),
+    ]
+    for fields in wrong:
+        with pytest.raises(ConfigError) as refused:
+            read_key(ForeignConfig(url="http://h/v1", **fields))
+        assert "secret" not in str(refused.value)
