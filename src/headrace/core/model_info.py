@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.core.kvgroup import KvGroup
+from headrace.core.numerics import WEIGHTS, numerics_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +21,9 @@ class ModelInfo:
     costly_context    tokens before a prompt token from which its attention takes longer than its matrix products, about; 0: it never does.
                       The engine's own: it does not cross the wire
     sampling_defaults from generation_config.json: temperature, top_p, top_k, repetition_penalty, ...
-    digests           hex content digests: model, tokenizer, template; and kv_dtype, the name of the KV cache's element type, as it is
+    digests           hex content digests: model (a sample of the weights), tokenizer, template; and kv_dtype, the name of the KV cache's
+                      element type, as it is
+    numerics          what equal results depend on, by name (`core.numerics`); "weights" is empty until all weight bytes are hashed
     decided           what was chosen at start and why, one line each, for people
     """
 
@@ -36,4 +39,13 @@ class ModelInfo:
     costly_context: int = 0
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
+    numerics: dict[str, str] = field(default_factory=dict)
     decided: tuple[str, ...] = ()
+
+    @property
+    def numerics_digest(self) -> str:
+        """Equal where results are; "" while the weights' digest is not known."""
+        return numerics_digest(self.numerics)
+
+    def with_weights_digest(self, digest: str) -> ModelInfo:
+        return replace(self, numerics={**self.numerics, WEIGHTS: digest})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
+from threading import Thread
 
 from headrace.core.model_info import ModelInfo
 from headrace.engine.config import EngineConfig
@@ -52,9 +54,26 @@ def build_engine(config: EngineConfig, outbox: Outbox) -> Engine:
 
     Raises: ConfigError, CheckpointError.
     """
+    return _build(config, outbox)[0]
+
+
+def build_served_engine(config: EngineConfig, outbox: Outbox) -> Engine:
+    """`build_engine` for gateways, which must know whether a stream of another replica may go on here: where no record has the digest of
+    all weight bytes, a thread begins to hash them now, and changes the engine's `info` when it has it."""
+    engine, weights = _build(config, outbox)
+    if weights is not None:
+        Thread(target=_learn_weights, args=(engine, weights), name="headrace-digest", daemon=True).start()
+    return engine
+
+
+def _learn_weights(engine: Engine, weights: Callable[[], str]) -> None:
+    engine.info = engine.info.with_weights_digest(weights())
+
+
+def _build(config: EngineConfig, outbox: Outbox) -> tuple[Engine, Callable[[], str] | None]:
     config = config.checked()
     with reading_ahead(config) as packed:
-        from headrace.engine.runner_build import build_runner
+        from headrace.engine.runner_build import build
 
-        runner, info = build_runner(config, packed)
-    return assemble(config, runner, info, outbox)
+        runner, info, weights = build(config, packed)
+    return assemble(config, runner, info, outbox), weights

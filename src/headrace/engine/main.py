@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
-from headrace.engine.build import build_engine
+from headrace.engine.build import build_served_engine
 from headrace.engine.server.config import load_process_config
 from headrace.engine.server.process import ExitCode, leave, run_process
 from headrace.tensor.host.openmp import prepare_openmp
@@ -32,4 +32,4 @@ def run_engine(config_path: str | Path, parent_fd: int | None = None) -> None:
         leash.failed(str(error), can_retry=False)
         leave(ExitCode.REFUSED)
         return
-    leave(run_process(lambda outbox: build_engine(engine, outbox), process, leash))
+    leave(run_process(lambda outbox: build_served_engine(engine, outbox), process, leash))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from headrace import __version__
 from headrace.core.digests import TEXT_FILES, text_digests
 from headrace.core.errors import ConfigError
 from headrace.core.kvgroup import KvGroup
 from headrace.core.model_info import ModelInfo
+from headrace.core.numerics import WEIGHTS
 from headrace.engine.config import EngineConfig
 from headrace.engine.kv_sizing import Budget, KvSizing, activation_bytes, describe_bytes, size_kv
 from headrace.engine.memory import Available, read_available
@@ -22,13 +26,27 @@ from headrace.tensor.host.threads import apply_threads, plan_threads
 from headrace.tensor.kernels import Backend, load_backend
 from headrace.tensor.kernels.choose import choose_kernels
 from headrace.tensor.kernels.filters import draw as plain_draw
+from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.models import LoadedModel, ModelDescription, describe, load_model
 from headrace.tensor.packed.file import PackedFolder
+
+
+class Built(NamedTuple):
+    """weights  gives the digest of all weight bytes, hashing them where they are not known; None: `info` has it already"""
+
+    runner: ModelRunner | OverlappedRunner
+    info: ModelInfo
+    weights: Callable[[], str] | None
 
 
 def build_runner(
     config: EngineConfig, packed: PackedFolder | None = None, features: CpuFeatures | None = None
 ) -> tuple[ModelRunner | OverlappedRunner, ModelInfo]:
+    """`build`, for whoever asks for no digest."""
+    return build(config, packed, features)[:2]
+
+
+def build(config: EngineConfig, packed: PackedFolder | None = None, features: CpuFeatures | None = None) -> Built:
     """Choose threads, dtype and kernels, load the weights, size and reserve the KV cache, warm up.
 
     packed    where packed weights are kept, if they are; reading may have begun (`engine.read_ahead`)
@@ -78,7 +96,22 @@ def build_runner(
         *sizing.lines,
         f"warm-up: {seconds:.1f} s",
     )
-    return runner, _model_info(config, folder, loaded, groups, sizing, _name(kv_dtype), decided)
+    known = loaded.model_digest if loaded.weights is None else loaded.weights.known
+    numerics = {
+        WEIGHTS: known,
+        "quantization": config.quantization,
+        "dtype": _name(loaded.dtype),
+        "KV dtype": _name(kv_dtype),
+        "kernels": f"{kernels} {backend.packing.packed_layout(Precision.INT8)}".strip(),  # that of INT8 says nothing of threads
+        "device": config.device if config.device == "cpu" else torch.cuda.get_device_name(),
+        "CPU": f"{features.machine} {features.family}",
+        # Our own kernels give the same bits with any number of threads, a library's may not.
+        "threads": "any" if config.deterministic else str(threads.num_threads),
+        "deterministic": str(config.deterministic),
+        "versions": f"headrace {__version__}, torch {torch.__version__}",
+    }
+    weights = None if known or loaded.weights is None else loaded.weights.compute
+    return Built(runner, _model_info(config, folder, loaded, groups, sizing, _name(kv_dtype), decided, numerics), weights)
 
 
 def _kv_dtype(config: EngineConfig, computed: torch.dtype, stored: str, features: CpuFeatures) -> tuple[torch.dtype, str]:
@@ -174,6 +207,7 @@ def _model_info(
     sizing: KvSizing,
     kv_dtype: str,
     decided: tuple[str, ...],
+    numerics: dict[str, str],
 ) -> ModelInfo:
     texts = {name: (folder / name).read_bytes() for names in TEXT_FILES.values() for name in names if (folder / name).is_file()}
     return ModelInfo(
@@ -190,4 +224,5 @@ def _model_info(
         sampling_defaults=loaded.sampling_defaults,
         digests={"model": loaded.model_digest, "kv_dtype": kv_dtype, **text_digests(texts)},
         decided=decided,
+        numerics=numerics,
     )

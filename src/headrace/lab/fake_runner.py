@@ -39,7 +39,7 @@ class FakeOptions:
     die_after_steps   the n-th step raises EngineFatal
     refuse            loading fails with this reason, as a broken checkpoint does
     verify            keep and check the paged memory
-    digests           of the hello, as a real model folder would have them
+    digests, numerics of the hello, as a real model folder would have them
     """
 
     vocab_size: int = 4096
@@ -55,6 +55,7 @@ class FakeOptions:
     refuse: str | None = None
     verify: bool = True
     digests: dict[str, str] = field(default_factory=dict)
+    numerics: dict[str, str] = field(default_factory=dict)
 
     @property
     def eos_token_id(self) -> int:
@@ -74,6 +75,7 @@ def fake_info(options: FakeOptions) -> ModelInfo:
         dtype="float32",
         weight_bytes=0,
         digests=dict(options.digests),
+        numerics=dict(options.numerics),
         decided=("a fake runner: tokens are a function of seed and position, no model is loaded",),
     )
 

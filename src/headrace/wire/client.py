@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from headrace.core.clock import Clock
@@ -201,6 +201,7 @@ class ReplicaClient:
                     self._expect,
                     on_hello=self._take_hello,
                     on_load=self._take_load,
+                    on_weights_digest=self._take_weights_digest,
                     on_beat=self._tell_state,
                     clock=self._clock,
                 )
@@ -248,6 +249,10 @@ class ReplicaClient:
                 log.info("replica %s is not up yet: %s", self.name, self.reason)
             else:
                 log.warning("replica %s is down: %s", self.name, self.reason)
+
+    def _take_weights_digest(self, digest: str) -> None:
+        if self.info is not None:
+            self.info = replace(self.info, model=self.info.model.with_weights_digest(digest))
 
     def _take_load(self, load: LoadSnapshot) -> None:
         self.snapshot = SeenLoad(load, self._clock())

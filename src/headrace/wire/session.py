@@ -50,18 +50,21 @@ class Session:
         *,
         on_hello: Callable[[pb.EngineHello], None],
         on_load: Callable[[LoadSnapshot], None],
+        on_weights_digest: Callable[[str], None],
         on_beat: Callable[[], None],
         clock: Clock,
     ) -> None:
         """
         on_hello  called once with the engine's hello; may raise Mismatch, which ends the session
         on_load   called with every load snapshot
+        on_weights_digest  called when the engine has hashed its weights after its hello
         on_beat   called every HEARTBEAT_S while connected
         """
         self._target = target
         self._expect = expect
         self._on_hello = on_hello
         self._on_load = on_load
+        self._on_weights_digest = on_weights_digest
         self._on_beat = on_beat
         self._clock = clock
         self._commands = UnwrittenCommands()
@@ -196,6 +199,8 @@ class Session:
         self.last_frame_s = self._clock()
         if frame.HasField("draining"):
             self.is_draining = True
+        if frame.weights_digest:
+            self._on_weights_digest(frame.weights_digest)
         if frame.HasField("updates"):
             await self._take_rows(UpdateRows(frame.updates))
         for rejected in frame.rejected:

@@ -58,6 +58,17 @@ async def test_hello_tells_the_model_and_a_new_process_is_a_new_instance() -> No
         assert replica.info.instance_id != instance
 
 
+async def test_a_weights_digest_that_is_learnt_later_reaches_every_gateway() -> None:
+    async with served(FakeOptions(numerics={"weights": "", "dtype": "float32"})) as engine, connected(engine) as early:
+        assert early.info is not None
+        assert early.info.model.numerics_digest == ""
+        engine.engine.info = engine.engine.info.with_weights_digest("ab")
+        await until(lambda: early.info is not None and early.info.model == engine.engine.info)
+        async with connected(engine) as late:
+            assert late.info is not None
+            assert late.info.model.numerics_digest == engine.engine.info.numerics_digest != ""
+
+
 async def test_first_update_carries_queue_time_and_cached_tokens_and_the_last_one_the_end() -> None:
     async with served(FakeOptions(eos_after=4)) as engine, connected(engine) as replica:
         updates = await read_updates(replica.submit(request("r", max_tokens=100)))

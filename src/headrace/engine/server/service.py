@@ -22,6 +22,7 @@ from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.load import LoadSnapshot
 from headrace.core.model_info import ModelInfo
+from headrace.core.numerics import WEIGHTS
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.server.gateway_stream import GatewayStream, StreamLost
@@ -329,9 +330,20 @@ class EngineService:
     async def _beat(self) -> None:
         while True:
             self._send_load()
+            self._send_weights_digest()
             for stream in self._streams:
                 stream.check_lease(HEARTBEAT_S, self._lease_s, self._max_unread)
             await asyncio.sleep(HEARTBEAT_S)
+
+    def _send_weights_digest(self) -> None:
+        """Once, when the engine has learnt it after the service began."""
+        digest = self._engine.info.numerics.get(WEIGHTS, "")
+        if digest == self.hello.model.numerics.get(WEIGHTS, ""):
+            return
+        self.hello.model.CopyFrom(encode_model_info(self._engine.info))
+        for stream in self._streams:
+            stream.unsent.put_weights_digest(digest)
+            stream.wake()
 
     def _note_settled(self) -> None:
         if self._draining is not None and not self._routes:

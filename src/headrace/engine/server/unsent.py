@@ -35,11 +35,12 @@ class UnsentFrames:
         self._load: LoadSnapshot | None = None
         self._submits_seen = 0
         self._draining: str | None = None
+        self._weights_digest = ""
         self.num_units = 0
 
     @property
     def is_empty(self) -> bool:
-        return not self._waiting and not self._rejected and self._load is None and self._draining is None
+        return not self._waiting and not self._rejected and self._load is None and self._draining is None and not self._weights_digest
 
     @property
     def has_answers(self) -> bool:
@@ -65,6 +66,9 @@ class UnsentFrames:
     def put_draining(self, reason: str) -> None:
         self._draining = reason
 
+    def put_weights_digest(self, digest: str) -> None:
+        self._weights_digest = digest
+
     def forget(self, handle: Handle) -> None:
         """The request was cancelled by its gateway: what waits for it is dropped."""
         for key in [key for key in self._waiting if key[0] == handle]:
@@ -86,6 +90,7 @@ class UnsentFrames:
         if self._draining is not None:
             frame.draining.reason = self._draining
             self._draining = None
+        frame.weights_digest, self._weights_digest = self._weights_digest, ""
         return frame
 
     def _take_rows(self) -> Iterator[tuple[Handle, SequenceUpdate]]:

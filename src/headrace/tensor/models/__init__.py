@@ -20,6 +20,7 @@ from headrace.core.kvgroup import KvGroup
 from headrace.tensor.checkpoint.config import ConfigFile, read_config, read_generation_defaults
 from headrace.tensor.checkpoint.folder import Checkpoint
 from headrace.tensor.checkpoint.random_weights import RandomWeights, WeightShapes
+from headrace.tensor.checkpoint.weights_digest import WeightsDigest
 from headrace.tensor.kernels import Backend, load_backend
 from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.layers.weights import WeightReader
@@ -53,6 +54,7 @@ class LoadedModel:
     eos_token_ids      end tokens; empty when the checkpoint names none
     sampling_defaults  SamplingParams fields the checkpoint's author chose
     model_digest       hex; see `Checkpoint.digest`. Of random weights: of config.json and the seed
+    weights            digest of all weight bytes, known now or later; None: of random weights, which `model_digest` says all of
     weight_bytes       read by one decode step of one sequence
     resident_bytes     held in memory
     keeping            writes the packed weights to disk; None: there is nothing to write
@@ -65,6 +67,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     sampling_defaults: dict[str, Any]
     model_digest: str
+    weights: WeightsDigest | None
     weight_bytes: int
     resident_bytes: int
     dtype: torch.dtype
@@ -120,7 +123,7 @@ def load_model(
         raise ConfigError("load_format", f"{load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     if world != 1:
         raise ConfigError("tensor_parallel_size", f"{world}: one model on several ranks is not supported yet", "Use 1.")
-    precision, keeping = Precision(quantization), None
+    precision, keeping, weights = Precision(quantization), None, None
     config = read_config(folder)
     architecture, spec = _read_spec(config)
     spec = spec.within(_resolve_max_model_len(max_model_len, spec.max_positions))
@@ -133,15 +136,20 @@ def load_model(
     else:
         checkpoint = Checkpoint(folder)
         dtype = dtype or _named_dtype(config) or _STORED_DTYPES.get(checkpoint.stored_dtype(f"{spec.names.embedding}.weight"))
+        weights = WeightsDigest([Path(config.file), *checkpoint.files], None if packed is None else packed.directory)
         digest = checkpoint.digest()
         store = None
         layout = backend.packing.packed_layout(precision)
         if packed is not None and layout:
             kind = f"{quantization} {dtype} {rank}/{world}"
-            store = PackedStore(packed, store_name(digest, checkpoint.files, precision=kind, layout=layout), backend.packing)
+            store = PackedStore(
+                packed, store_name(digest, checkpoint.files, precision=kind, layout=layout), backend.packing, weights.content
+            )
         model = Decoder(WeightReader(checkpoint, backend, dtype or torch.float32, device, rank, world, precision, store), spec)
         checkpoint.check_all_read()
         if store is not None:
+            if (made_from := store.made_from) is not None:
+                weights.packed_from(made_from)
             keeping = store.save()
     if precision is not Precision.NONE:
         digest = blake2b(f"{digest} {quantization}".encode(), digest_size=16).hexdigest()
@@ -153,6 +161,7 @@ def load_model(
         eos_token_ids=defaults.eos_token_ids,
         sampling_defaults=defaults.sampling,
         model_digest=digest,
+        weights=weights,
         weight_bytes=model.weight_bytes,
         resident_bytes=model.resident_bytes,
         dtype=model.dtype,

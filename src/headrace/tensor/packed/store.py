@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from math import prod
@@ -76,14 +76,20 @@ class StoredTable:
 class PackedStore:
     """The packed linears and the tables of one model by name: found in the folder's file `name`, or kept until `save` writes them there."""
 
-    def __init__(self, folder: PackedFolder, name: str, packing: WeightPacking) -> None:
+    def __init__(self, folder: PackedFolder, name: str, packing: WeightPacking, content: Callable[[], str] | None = None) -> None:
+        """content: digest of the weight files that are packed, hashed where it must be; "" when they have changed. It is kept with them."""
         self._folder, self._path = folder, folder.directory / name
-        self._packing = packing
+        self._packing, self._content = packing, content
         self._made: dict[str, PackedLinear] = {}
         self._made_tables: dict[str, Tensor] = {}
         self._num_found = 0
         self._damaged: PackedFile | None = None
         self._found = self._open()
+
+    @property
+    def made_from(self) -> str | None:
+        """Digest of the files that what was found here was packed from; None when nothing of it is used."""
+        return self._found.facts.get(_MADE_FROM) if self._found is not None and self._num_found > 0 else None
 
     def find(self, name: str) -> Linear | None:
         """A linear kept by an earlier start; the file's memory lives as long as any of them. Raises nothing: one that cannot be read is
@@ -155,6 +161,10 @@ class PackedStore:
                 if descriptor is None:
                     log.info("packed weights are being written by another process")
                     return
+                if self._content is not None:
+                    facts[_MADE_FROM] = self._content()
+                    if not facts[_MADE_FROM]:
+                        raise OSError("the checkpoint has changed since it was read")
                 log.info("writing %d MiB of packed weights to %s", size >> 20, self._path)
                 try:
                     write_tensors(descriptor, tensors, tables, facts)
@@ -267,6 +277,7 @@ def write_tensors(descriptor: int, linears: Mapping[str, Tensor], tables: Mappin
 
 
 _MADE_FOR = "made for"
+_MADE_FROM = "made from"
 _DTYPES = {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _FACTS = ("kind", "out_features", "in_features", "group", "block")

@@ -23,6 +23,7 @@ def encode_model_info(info: ModelInfo) -> pb.ModelFacts:
         weight_bytes=info.weight_bytes,
         sampling_defaults={key: _encode_scalar(key, value) for key, value in info.sampling_defaults.items()},
         digests=info.digests,
+        numerics=info.numerics,
         decided=info.decided,
     )
 
@@ -45,6 +46,7 @@ def decode_model_info(message: pb.ModelFacts) -> ModelInfo:
         weight_bytes=message.weight_bytes,
         sampling_defaults={key: _decode_scalar(key, value) for key, value in message.sampling_defaults.items()},
         digests=dict(message.digests),
+        numerics=dict(message.numerics),
         decided=tuple(message.decided),
     )
 

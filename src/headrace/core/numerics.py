@@ -1,0 +1,39 @@
+"""What equal results depend on, by name, and whether a stream that began at one replica may go on at another.
+
+A replica's facts stand in its hello (`ModelInfo.numerics`); the digest over them is equal only where every fact is. "weights" is a digest
+of all weight bytes and config.json: hashing them takes seconds per gigabyte and happens while the engine already answers, so it is empty
+until it is known. Until then nothing may be resumed there: what is not known to be equal is not taken for equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+
+WEIGHTS = "weights"
+
+
+def numerics_digest(facts: Mapping[str, str]) -> str:
+    """Hex, over all facts; "" while the weights' digest is not known."""
+    if not facts.get(WEIGHTS):
+        return ""
+    state = blake2b(digest_size=16, person=b"headrace-numeric")
+    for name, value in sorted(facts.items()):
+        for part in (name.encode(), value.encode()):
+            state.update(len(part).to_bytes(8, "little") + part)
+    return state.hexdigest()
+
+
+def why_not_resume(first: Mapping[str, str], second: Mapping[str, str]) -> str:
+    """Why a stream of a replica with the `first` facts may not go on at one with the `second`; "" when it may."""
+    for name, facts in (("first", first), ("second", second)):
+        if not facts.get(WEIGHTS):
+            return f"the weights of the {name} replica are not hashed yet"
+    differing = sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
+    return "; ".join(f"{name}: {first.get(name, 'not said')} and {second.get(name, 'not said')}" for name in differing)
+
+
+def may_resume(first: Mapping[str, str], second: Mapping[str, str]) -> bool:
+    """Whether the continuation at the second replica is the one the first would have made. `why_not_resume` has the words."""
+    digest = numerics_digest(first)
+    return bool(digest) and digest == numerics_digest(second)

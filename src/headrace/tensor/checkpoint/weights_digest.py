@@ -1,0 +1,126 @@
+"""One digest of all of a model's weight bytes and its config.json: not a sample, so that equal digests mean equal weights.
+
+Hashing takes about half a second per gigabyte. It is done once per content and remembered in a record beside the packed weights, under
+what the system says of every file: size, times of change, inode. A file that says otherwise is hashed again; the time of the inode's
+change is among them, which no copy that keeps a file's times keeps.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from hashlib import blake2b, file_digest, sha256
+from pathlib import Path
+from threading import Lock
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".weights"
+MAX_RECORDS = 64
+
+Stamps = list[list[object]]
+
+
+class WeightsDigest:
+    """Made before the weights are read: whatever changes after that moment shows.
+
+    known  hex; "" until `compute`, unless an earlier start has left a record
+    """
+
+    def __init__(self, files: Sequence[Path], directory: Path | None) -> None:
+        """
+        files      config.json and the weight files
+        directory  where records are kept; None: they are not
+
+        Raises: OSError for a file that is not there.
+        """
+        self._files = sorted(files)
+        self._stamps = _stamps(self._files)
+        self._record = None if directory is None else directory / f"{_key(self._files)}{SUFFIX}"
+        self._packed_from: str | None = None
+        self._lock = Lock()
+        self._content = self._recorded()
+
+    @property
+    def known(self) -> str:
+        if not self._content or self._packed_from in (None, self._content):
+            return self._content
+        # Some of what is computed with comes from other files than lie there now; neither digest says all.
+        return sha256(f"{self._packed_from} {self._content}".encode()).hexdigest()
+
+    def packed_from(self, content: str) -> None:
+        """Part of the weights were read in a packed form made from the files that had this digest then."""
+        self._packed_from = content
+
+    def content(self) -> str:
+        """Of the files as they lie there, hashed now unless it is known; "" when they have changed since they were read or cannot be read.
+        May be called by several threads; one hashes."""
+        with self._lock:
+            if not self._content:
+                try:
+                    found = _hashed(self._files)
+                    if _stamps(self._files) == self._stamps:
+                        self._content = found
+                        self._write_record()
+                    else:
+                        log.warning("weight files have changed since they were read: no stream will be resumed here")
+                except OSError as error:
+                    log.warning("weight files cannot be hashed (%s): no stream will be resumed here", error)
+            return self._content
+
+    def compute(self) -> str:
+        """`known`, after hashing."""
+        self.content()
+        return self.known
+
+    def _recorded(self) -> str:
+        if self._record is None:
+            return ""
+        try:
+            record = json.loads(self._record.read_bytes()[: 1 << 20])
+            return str(record["digest"]) if record["stamps"] == self._stamps else ""
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
+
+    def _write_record(self) -> None:
+        if self._record is None:
+            return
+        new = self._record.with_suffix(f".{os.getpid()}")
+        try:
+            new.write_text(json.dumps({"stamps": self._stamps, "digest": self._content}), encoding="ascii")
+            os.replace(new, self._record)
+        except OSError as error:
+            log.warning("the next start will hash the weights again: %s", error)
+            with suppress(OSError):
+                new.unlink(missing_ok=True)
+            return
+        for old in sorted(self._record.parent.glob(f"*{SUFFIX}"), key=_changed)[:-MAX_RECORDS]:
+            old.unlink(missing_ok=True)
+
+
+def _stamps(files: Sequence[Path]) -> Stamps:
+    found = [(path.name, path.stat()) for path in files]
+    return [[name, info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino, info.st_dev] for name, info in found]
+
+
+def _hashed(files: Sequence[Path]) -> str:
+    state = sha256()
+    for path in files:
+        with path.open("rb") as stream:
+            state.update(f"{path.name}\0{file_digest(stream, 'sha256').hexdigest()}\0".encode())
+    return state.hexdigest()
+
+
+def _key(files: Sequence[Path]) -> str:
+    names = "\0".join(str(path.absolute()) for path in files)
+    return blake2b(os.fsencode(names), digest_size=16, person=b"headrace-weights").hexdigest()
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # another start has just removed it
+        return 0.0

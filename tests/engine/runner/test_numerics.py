@@ -1,0 +1,76 @@
+"""What an engine says its results depend on: equal for equal starts, different for whatever changes a bit, known at a warm start."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numba")
+
+from headrace.bundled import bundled_path
+from headrace.core.numerics import may_resume, why_not_resume
+from headrace.engine.build import build_served_engine
+from headrace.engine.config import EngineConfig
+
+DEPENDS = [
+    {"quantization": "int8"},
+    {"dtype": "bfloat16"},
+    {"kv_cache_dtype": "bfloat16"},
+    {"deterministic": True},
+    {"kernels": "reference"},
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model of this test's own, and a cache in which nothing is."""
+    bundled = bundled_path("headrace-tiny")
+    assert bundled is not None
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("HEADRACE_KEEP_PACKED", raising=False)
+    return Path(shutil.copytree(bundled, tmp_path / "model"))
+
+
+def numerics(folder: Path, **changes: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """As at the start, and when the weights have been hashed and packed."""
+    config = EngineConfig(model=str(folder), **{"dtype": "float32", "num_threads": 1, "num_kv_blocks": 40, **changes})
+    engine = build_served_engine(config, lambda updates: None)
+    first = engine.info.numerics
+    for thread in threading.enumerate():
+        if thread.name.startswith("headrace-"):
+            thread.join(60.0)
+    engine.stop()
+    engine.run()
+    return first, engine.info.numerics
+
+
+def test_a_first_start_learns_the_weights_digest_and_a_warm_one_has_it(folder: Path) -> None:
+    before, learnt = numerics(folder)
+    assert (before["weights"], len(learnt["weights"])) == ("", 64)
+    assert why_not_resume(before, learnt) == "the weights of the first replica are not hashed yet"
+    warm, last = numerics(folder)
+    assert warm == last == learnt
+    assert may_resume(warm, learnt)
+
+
+@pytest.mark.parametrize("changes", DEPENDS, ids=lambda value: next(iter(value)))
+def test_what_changes_a_bit_is_named(folder: Path, changes: dict[str, Any]) -> None:
+    _, plain = numerics(folder)
+    _, other = numerics(folder, **changes)
+    assert not may_resume(plain, other)
+    assert why_not_resume(plain, other).split(":")[0].lower().startswith(("quant", "dtype", "kv dtype", "deterministic", "kernels"))
+
+
+def test_a_byte_in_the_middle_of_the_weights_is_another_model(folder: Path) -> None:
+    _, plain = numerics(folder)
+    path = next(folder.glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    before, changed = numerics(folder)
+    assert before["weights"] == ""
+    assert why_not_resume(plain, changed).startswith("weights: ")

@@ -1,0 +1,96 @@
+"""The digest of all weight bytes: what it depends on, when it is known, and what a changed file does to it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from headrace.tensor.checkpoint import weights_digest
+from headrace.tensor.checkpoint.weights_digest import WeightsDigest
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    made = [tmp_path / "model" / name for name in ("config.json", "a.safetensors", "b.safetensors")]
+    made[0].parent.mkdir()
+    for number, path in enumerate(made):
+        path.write_bytes(bytes([number]) * 100_000)
+    return made
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Path:
+    folder = tmp_path / "records"
+    folder.mkdir()
+    return folder
+
+
+def flip(path: Path, at: int) -> None:
+    """One byte in the middle, with the file's size, inode and times of change kept as far as they can be."""
+    before = path.stat()
+    with path.open("r+b") as stream:
+        stream.seek(at)
+        stream.write(b"\xff")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("at", [0, 50_000, 99_999])
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_every_byte_of_every_file_counts(files: list[Path], number: int, at: int) -> None:
+    before = WeightsDigest(files, None).compute()
+    assert before == WeightsDigest(list(reversed(files)), None).compute()
+    flip(files[number], at)
+    assert WeightsDigest(files, None).compute() != before != ""
+
+
+def test_a_record_makes_it_known_at_once_and_only_for_the_files_it_was_made_of(files: list[Path], records: Path) -> None:
+    first = WeightsDigest(files, records)
+    assert first.known == ""
+    assert first.compute() == first.known != ""
+    assert WeightsDigest(files, records).known == first.known
+    flip(files[1], 50_000)
+    changed = WeightsDigest(files, records)
+    assert changed.known == "", "size and time of change are the same: the inode's own time is not"
+    assert changed.compute() != first.known
+    assert WeightsDigest(files, records).known == changed.known
+    assert len(list(records.iterdir())) == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"digest": "ab"}', '{"digest": "ab", "stamps": []}'])
+def test_a_damaged_record_is_no_record(files: list[Path], records: Path, text: str) -> None:
+    WeightsDigest(files, records).compute()
+    [record] = records.iterdir()
+    record.write_text(text)
+    assert WeightsDigest(files, records).known == ""
+
+
+def test_files_that_change_after_they_were_read_have_no_digest(files: list[Path], records: Path) -> None:
+    digest = WeightsDigest(files, records)
+    flip(files[2], 7)
+    assert digest.compute() == digest.known == ""
+    assert not list(records.iterdir())
+    files[2].unlink()
+    assert digest.compute() == ""
+
+
+def test_what_was_packed_from_other_files_counts_as_those(files: list[Path]) -> None:
+    plain = WeightsDigest(files, None).compute()
+    same, other, another = (WeightsDigest(files, None) for _ in range(3))
+    same.packed_from(plain)
+    other.packed_from("of other files")
+    another.packed_from("of other files still")
+    assert (same.known, other.known) == ("", "")
+    assert same.compute() == plain
+    assert len({plain, other.compute(), another.compute()}) == 3
+
+
+def test_old_records_make_room(files: list[Path], records: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_digest, "MAX_RECORDS", 2)
+    for number in range(4):
+        (records / f"{number}.weights").touch()
+        os.utime(records / f"{number}.weights", (number, number))
+    WeightsDigest(files, records).compute()
+    assert len(list(records.iterdir())) == 2
+    assert not (records / "2.weights").exists()
