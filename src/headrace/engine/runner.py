@@ -88,7 +88,7 @@ class ModelRunner:
         device: str = "cpu",
     ) -> None:
         self.model, self.kv, self._device = model, kv, device
-        self._state = SlotState(max_num_seqs, max_model_len, max(kv.group_of, default=-1) + 1, kv.block_size)
+        self._state = SlotState(max_num_seqs, max_model_len, len(kv.pools), kv.block_size)
         self._sampler = Sampler(model.vocab_size, eos_token_ids, draw)
 
     def submit(self, plan: Plan) -> Done:

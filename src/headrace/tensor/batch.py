@@ -7,6 +7,7 @@ D head dimension, B blocks of a pool, S block size, M block-table width.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -57,25 +58,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class LayerKv:
-    """One layer's paged cache on one rank. A block, scales included, is one contiguous piece of memory.
+    """One layer's paged cache on one rank: views into its group's pool, so that a block's stride is that of all the group's layers.
 
-    values  [B, 2, S, K, D]; 0 = key, 1 = value. int8: an element is values * its vector's scale
-    scales  [B, 2, S, K] float32 where values are int8, else None
+    values  [B, 2, S, K, D]; 0 = key, 1 = value; a block of it is contiguous. int8: an element is values * its vector's scale
+    scales  [B, 2, S, K] float32 where values are int8, else None; a block of it is contiguous, too
     """
 
     values: Tensor
     scales: Tensor | None = None
-
-    def copy_block(self, source: int, target: int) -> None:
-        for part in self._parts():
-            part[target].copy_(part[source])
-
-    def clear_block(self, block: int) -> None:
-        for part in self._parts():
-            part[block].zero_()
-
-    def _parts(self) -> tuple[Tensor, ...]:
-        return (self.values,) if self.scales is None else (self.values, self.scales)
 
 
 @dataclass(slots=True)
@@ -83,21 +73,25 @@ class KvCache:
     """All layers' paged caches of one rank.
 
     group_of  per model layer: index of its KV group (into Batch.groups)
+    pools     per KV group: uint8 [B, bytes of a block]. A block is one piece of memory: layer by layer, each its values, then its scales
     """
 
     layers: list[LayerKv]
     group_of: tuple[int, ...]
     block_size: int
+    pools: tuple[Tensor, ...]
+
+    def block_bytes(self, group: int, block: int) -> Tensor:
+        """All that one block holds, of all the group's layers: uint8, contiguous, the cache's own memory."""
+        return self.pools[group][block]
 
     def copy_block(self, group: int, source: int, target: int) -> None:
-        for layer, owner in zip(self.layers, self.group_of, strict=True):
-            if owner == group:
-                layer.copy_block(source, target)
+        self.block_bytes(group, target).copy_(self.block_bytes(group, source))
 
     def clear_pad_block(self) -> None:
         """Zero block 0 of every pool, after it took the keys and values of made-up sequences."""
-        for layer in self.layers:
-            layer.clear_block(0)
+        for group in range(len(self.pools)):
+            self.block_bytes(group, 0).zero_()
 
 
 def stored_as(group: KvGroup, dtype: torch.dtype) -> KvGroup:
@@ -106,31 +100,45 @@ def stored_as(group: KvGroup, dtype: torch.dtype) -> KvGroup:
 
 
 def allocate_kv(
-    shapes: list[tuple[int, int]], group_of: tuple[int, ...], num_blocks: tuple[int, ...], block_size: int, dtype: torch.dtype, device: str
+    shapes: Sequence[tuple[int, int]],
+    group_of: tuple[int, ...],
+    num_blocks: tuple[int, ...],
+    block_size: int,
+    dtype: torch.dtype,
+    device: str,
 ) -> KvCache:
     """Zeroed caches. shapes: per layer (kv_heads, head_dim); num_blocks: per group, pad block included. int8: with scales.
 
     On the host the pages are reserved and not touched: a large cache costs neither start-up time nor memory before it is used.
+    A model that keeps nothing of a sequence has no layers here and no groups.
     """
-    allocate = _allocate_scaled if dtype == torch.int8 else _allocate_plain
-    layers = [
-        allocate((num_blocks[group], 2, block_size, heads, dim), dtype, device)
-        for (heads, dim), group in zip(shapes, group_of, strict=True)
-    ]
-    return KvCache(layers, group_of, block_size)
+    pools: list[Tensor] = []
+    layers: dict[int, LayerKv] = {}
+    for group, blocks in enumerate(num_blocks):
+        members = [layer for layer, owner in enumerate(group_of) if owner == group]
+        pool, views = _allocate_pool(blocks, [(block_size, *shapes[layer]) for layer in members], dtype, device)
+        pools.append(pool)
+        layers.update(zip(members, views, strict=True))
+    return KvCache([layers[layer] for layer in range(len(shapes))], group_of, block_size, tuple(pools))
 
 
-def _allocate_plain(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> LayerKv:
-    return LayerKv(_zeros(shape, dtype, device))
+def _allocate_pool(blocks: int, shapes: list[tuple[int, int, int]], dtype: torch.dtype, device: str) -> tuple[Tensor, list[LayerKv]]:
+    """The pool of one group and its layers' views; shapes: per layer (S, K, D). Sizes keep all aligned: there are keys and values, and
+    heads of int8 have an even size."""
+    scale_bytes = SCALE_BYTES if dtype == torch.int8 else 0
+    sizes = [2 * math.prod(shape[:-1]) * (shape[-1] * dtype.itemsize + scale_bytes) for shape in shapes]
+    pool = _zeros((blocks, sum(sizes)), device)
+    pieces = torch.split(pool, sizes, dim=1)
+    return pool, [_layer_of(piece, (2, *shape), dtype) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
-def _allocate_scaled(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> LayerKv:
-    """A block's values, then its scales. The blocks' size keeps both aligned: head sizes are even."""
-    blocks, vectors, dim = shape[0], math.prod(shape[1:-1]), shape[-1]
-    memory = _zeros((blocks, vectors * (dim + SCALE_BYTES)), dtype, device)
-    values = torch.unflatten(memory[:, : vectors * dim], 1, shape[1:])
-    scales = torch.unflatten(memory[:, vectors * dim :].view(torch.float32), 1, shape[1:-1])
-    return LayerKv(values, scales)
+def _layer_of(piece: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> LayerKv:
+    """A layer's part of every block, uint8 [B, bytes]; shape (2, S, K, D)."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    values = torch.unflatten(piece[:, :num_bytes].view(dtype), 1, shape)
+    if dtype != torch.int8:
+        return LayerKv(values)
+    return LayerKv(values, torch.unflatten(piece[:, num_bytes:].view(torch.float32), 1, shape[:-1]))
 
 
 SCALE_BYTES = 4
@@ -139,11 +147,11 @@ _ALIGNMENT = 64
 """One cache line, and the widest vector."""
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    """torch.zeros that leaves the host's pages untouched (torch writes them: seconds per GiB where page faults are slow)."""
+def _zeros(shape: tuple[int, int], device: str) -> Tensor:
+    """torch.zeros of bytes that leaves the host's pages untouched (torch writes them: seconds per GiB where page faults are slow)."""
     if device != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+    num_bytes = math.prod(shape)
     memory = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
     skip = -memory.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(memory[skip : skip + num_bytes]).view(dtype).view(shape)
+    return torch.from_numpy(memory[skip : skip + num_bytes]).view(shape)

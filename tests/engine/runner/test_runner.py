@@ -8,13 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from runner_kit import CONTEXT, GREEDY, VOCAB, DenseLlama, Planner, make_runner, row_tokens
+from runner_kit import CONTEXT, GREEDY, VOCAB, DenseLlama, Planner, Row, make_runner, row_tokens
 from torch import Tensor
 
 from headrace.core.plan import MoveKind, Plan, Result, TokenLogprobs
 from headrace.core.sampling import SamplingParams
 from headrace.engine.runner import ModelRunner
-from headrace.tensor.batch import Batch, KvCache
+from headrace.tensor.batch import Batch, KvCache, allocate_kv
+from headrace.tensor.kernels.filters import draw
 from headrace.tensor.models.decoder import Decoder
 
 
@@ -252,3 +253,38 @@ def test_what_this_runner_does_not_have_is_refused_by_name(decoder: Decoder, col
     getattr(plan, column)[0] = value
     with pytest.raises(ValueError, match=column):
         run(runner, plan)
+
+
+class NextWord:
+    """A model that keeps nothing of a sequence: what follows a token is decided by that token."""
+
+    vocab_size = VOCAB
+
+    def forward(self, ids: Tensor, batch: Batch, kv: KvCache) -> Tensor:
+        assert (batch.groups, kv.layers) == ((), [])
+        hidden = torch.nn.functional.one_hot((3 * ids + 1) % VOCAB, VOCAB).float()
+        return hidden if batch.wanted is None else hidden[batch.wanted]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
+
+def test_a_model_without_kv_groups_is_run_like_any_other() -> None:
+    """Prompts in pieces, several sequences a step, a slot that is used again."""
+    kv = allocate_kv([], (), (), 4, torch.float32, "cpu")
+    runner = ModelRunner(NextWord(), kv, max_num_seqs=4, max_model_len=CONTEXT, draw=draw)
+    planner = Planner()
+
+    def step(*rows: Row) -> list[list[int]]:
+        none = array("i")
+        plan = replace(planner.plan(*rows), table_groups=none, table_slots=none, table_indices=none, table_blocks=none)
+        return row_tokens(runner.submit(plan).result())
+
+    planner.start(0, [5, 6, 7, 8, 9, 10])
+    planner.start(2, [20])
+    assert step((0, 0, 4, 0), (2, 0, 1, 1)) == [[], [61]]
+    assert step((0, 4, 2, 1), (2, 1, 1, 1)) == [[31], [(3 * 61 + 1) % VOCAB]]
+    assert step((0, 6, 1, 1)) == [[94]]
+    planner.end(0)
+    planner.start(0, [1, 2])
+    assert step((0, 0, 2, 1)) == [[7]]
