@@ -22,7 +22,7 @@ from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features, re
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.kernels.cpu.backend import EXECUTOR, FEW_TOKENS
 from headrace.tensor.kernels.cpu.linear import OneDnnLinear, onednn_takes
-from headrace.tensor.kernels.cpu.together import Recording, settle
+from headrace.tensor.kernels.cpu.together import Recording, run_pending
 from headrace.tensor.kernels.rounding import Precision, round_weight
 
 STEP_ROWS = 2048
@@ -33,7 +33,7 @@ PROBED_COPIES = 2
 
 
 class Multiply(Protocol):
-    """What computes at once, instead of putting itself on the list, calls `settle`."""
+    """What computes at once, instead of putting itself on the list, calls `run_pending`."""
 
     in_features: int
 
@@ -66,7 +66,7 @@ class OneDnnInt8:
         self._zeros = torch.zeros(len(weight), dtype=torch.int64)
 
     def __call__(self, x: Tensor) -> Tensor:
-        settle()
+        run_pending()
         made: Tensor = torch.ops.onednn.qlinear_pointwise(
             x, 1.0, self.ZERO, self._packed, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )

@@ -16,7 +16,7 @@ from bench.peers.engines import WORKERS, Launch, launch_of, running
 from bench.peers.rows import row_names
 from bench.peers.run import rows_of
 from bench.peers.shapes import Products
-from headrace.tensor.kernels.cpu.together import settle
+from headrace.tensor.kernels.cpu.together import run_pending
 
 TINY = Products(layer=((128, 64), (64, 128)), layers=3, head=(192, 64), kv_numbers=1)
 
@@ -28,7 +28,7 @@ class Counted:
         self.in_features, self._calls, self._seconds = weight.shape[1], calls, seconds
 
     def __call__(self, x: Tensor) -> Tensor:
-        settle()
+        run_pending()
         self._calls.append(len(x))
         time.sleep(self._seconds)
         return x

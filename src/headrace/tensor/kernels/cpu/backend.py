@@ -26,7 +26,7 @@ from headrace.tensor.kernels.cpu.integer.simd import STRIP_COLUMNS
 from headrace.tensor.kernels.cpu.jit.launch import fresh, thread_limit
 from headrace.tensor.kernels.cpu.linear import OneDnnLinear, StripLinear, onednn_takes
 from headrace.tensor.kernels.cpu.packing import DEPTH, can_strip
-from headrace.tensor.kernels.cpu.together import MOST_KEPT_BYTES, Recording, next_layer, recording, settle, together
+from headrace.tensor.kernels.cpu.together import MOST_KEPT_BYTES, Recording, next_layer, recording, run_pending, together
 from headrace.tensor.kernels.filters import Doubles, FilterLimits, Floats, Ints
 from headrace.tensor.kernels.plain_packing import PACKING as PLAIN_PACKING
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
@@ -54,7 +54,7 @@ def _fits_cache(x: Tensor, cache: Tensor, kv_scales: Tensor | None) -> bool:
 
 def _outside() -> Kernels:
     """The plain twin, for one operation: it looks at tensors, so all that was asked for is done first."""
-    settle()
+    run_pending()
     return REFERENCE
 
 
@@ -73,7 +73,7 @@ class OutsideLinear:
         self._linear = linear
 
     def __call__(self, x: Tensor) -> Tensor:
-        settle()
+        run_pending()
         return self._linear(x)
 
 
@@ -144,7 +144,7 @@ class NumbaKernels:
         self.deterministic = deterministic
 
     def select(self, x: Tensor, rows: Tensor) -> Tensor:
-        settle()
+        run_pending()
         return x.index_select(0, rows)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Tensor:
@@ -209,7 +209,7 @@ class NumbaKernels:
 def draw_tokens(logits: Floats, peak: Floats, u: Doubles, limits: FilterLimits) -> Ints:
     """See `Backend.draw`: what was put off, this draw included, is done when it returns."""
     tokens = draw.draw(logits, peak, u, limits)
-    settle()
+    run_pending()
     return tokens
 
 

@@ -23,7 +23,7 @@ from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, fresh, helper
 from headrace.tensor.kernels.cpu.jit.simd import as_f32, as_i32, as_i64, at, load, panel_block, store, take_ticket
 from headrace.tensor.kernels.cpu.jit.vector_ir import LANES, STRIP_COLUMNS
 from headrace.tensor.kernels.cpu.packing import DEPTH, pack_strips, padded
-from headrace.tensor.kernels.cpu.together import settle
+from headrace.tensor.kernels.cpu.together import run_pending
 
 Pointer = Any
 
@@ -232,14 +232,14 @@ def as_float32(x: Tensor) -> Tensor:
     """x as contiguous float32: itself if it is that."""
     if x.dtype == torch.float32 and x.is_contiguous():
         return x
-    settle()
+    run_pending()
     return x.float().contiguous()
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.dtype == dtype:
         return x
-    settle()
+    run_pending()
     return x.to(dtype)
 
 
@@ -264,6 +264,6 @@ class OneDnnLinear:
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        settle()
+        run_pending()
         result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return result

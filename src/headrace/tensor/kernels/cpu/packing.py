@@ -2,7 +2,7 @@
 
 A transposition of items of four bytes: two bfloat16 that are neighbours in a row, or one float32. Whether float32 weights are exact in
 bfloat16 is found out while they are packed as if they were. Plain twin, equal to the bit: `plain_strips` in
-tests/tensor/kernels/test_packing.py.
+tests/tensor/kernels/cpu/test_packing.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headrace.tensor.kernels.cpu import pages
 from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, helper, launch, thread_limit, with_counter
 from headrace.tensor.kernels.cpu.jit.simd import as_i32, as_i64, at, current, load, store, take_ticket
 from headrace.tensor.kernels.cpu.jit.vector_ir import I32, I64, LANES, STRIP_COLUMNS, Emit, constant, step, transpose
-from headrace.tensor.kernels.cpu.together import settle
+from headrace.tensor.kernels.cpu.together import run_pending
 
 Pointer = Any
 _WORDS = ir.VectorType(I32, LANES)
@@ -72,7 +72,7 @@ def _packed(weight: Tensor, block: int, dtype: torch.dtype) -> tuple[Tensor, boo
     narrow, copy = _kernels()
     kernel = narrow if weight.dtype != dtype and weight.dtype == torch.float32 else copy
     launch(kernel, memory, max(1, min(thread_limit(), target.numel() // WORK_PER_THREAD)), target, weight)
-    settle()
+    run_pending()
     return target, bool(memory[7])
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.core.errors import EngineFatal
 from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, launch, words
 from headrace.tensor.kernels.cpu.jit.simd import as_i64, load, store
-from headrace.tensor.kernels.cpu.together import settle
+from headrace.tensor.kernels.cpu.together import run_pending
 
 TRIES = 8
 """A signal may end a call that has read nothing yet."""
@@ -59,7 +59,7 @@ def read_rows(descriptor: int, start: int, num_rows: int, columns: int, dtype: t
     out = torch.empty((len(ids), columns), dtype=dtype)
     memory = words((descriptor, start, columns * dtype.itemsize, ids.data_ptr(), len(ids), out.data_ptr(), 1))
     launch(_kernel(), memory, 1, out, ids)
-    settle()
+    run_pending()
     if memory[6]:
         raise EngineFatal("rows of a table cannot be read from the file of packed weights any more")
     return out

@@ -130,7 +130,7 @@ class Batched:
         self.workers = max(self.workers, workers)
         self.kept += (memory, touched)
         if self.kept_bytes > MOST_KEPT_BYTES:
-            self.settle()
+            self.run_pending()
 
     def counted(self, memory: array[int]) -> None:
         pass  # used once, and new
@@ -159,7 +159,7 @@ class Batched:
         self.kept_bytes += made.nbytes
         return made
 
-    def settle(self) -> None:
+    def run_pending(self) -> None:
         """Run what is on the list."""
         if self.entries:
             run_list(words(self.entries), self.workers)
@@ -179,9 +179,9 @@ class Recording(Batched):
     def counted(self, memory: array[int]) -> None:
         self._counters.append(memory)
 
-    def settle(self) -> None:
+    def run_pending(self) -> None:
         self.is_whole = False
-        super().settle()
+        super().run_pending()
 
     def renewal(self, key: Hashable, make: Callable[[], _Renewal]) -> _Renewal:
         """What is called before the list is run again, made once per key: it brings arguments up to date, or says that it cannot."""
@@ -245,14 +245,14 @@ def _list_kernel() -> int:
 @contextmanager
 def together() -> Iterator[None]:
     """Kernels launched inside run at its end, in order, in one parallel region: no thread is woken per kernel, and Python is done before
-    the weights drive it out of the caches. Whoever looks at a result inside calls `settle` first. After an exception nothing is run."""
+    the weights drive it out of the caches. `run_pending` comes before a look at a result inside. After an exception nothing is run."""
     if CALLER.pending is not None:
         yield
         return
     CALLER.pending = batched = Batched()
     try:
         yield
-        batched.settle()
+        batched.run_pending()
     finally:
         CALLER.pending = None
 
@@ -291,7 +291,7 @@ def once(key: Hashable, make: Callable[[], _Made]) -> _Made:
     return cast("_Made", pending.known[key])
 
 
-def settle() -> None:
+def run_pending() -> None:
     """Run what has been asked for so far inside `together`; elsewhere nothing is ever left to do."""
     if isinstance(CALLER.pending, Batched):
-        CALLER.pending.settle()
+        CALLER.pending.run_pending()

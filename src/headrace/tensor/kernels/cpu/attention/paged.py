@@ -54,7 +54,7 @@ from headrace.tensor.kernels.cpu.jit.launch import (
 )
 from headrace.tensor.kernels.cpu.jit.simd import as_bf16, as_f32, as_i8, as_i32, as_i64, at, load, take_ticket
 from headrace.tensor.kernels.cpu.jit.vector_ir import LANES
-from headrace.tensor.kernels.cpu.together import Recording, current_recording, once, settle
+from headrace.tensor.kernels.cpu.together import Recording, current_recording, once, run_pending
 
 Pointer = Any
 """A typed pointer of `simd`, inside compiled code."""
@@ -266,7 +266,7 @@ def paged_attention(
     kind = (row_starts.data_ptr(), context_lens.data_ptr(), context_lens.shape[0], kv_heads, group, head_dim, reach, thread_limit())
     plan = once(kind, lambda: make_plan(kind))
     if plan.tokens < tokens:
-        settle()  # an earlier layer may still have to read this memory
+        run_pending()  # an earlier layer may still have to read this memory
         out[plan.tokens :] = 0.0
     block, value, slot, head, _ = cache_.stride()
     arguments = [query.data_ptr(), cache_.data_ptr(), out.data_ptr(), query.stride(0), query.stride(1), block, value, slot, head]

@@ -38,7 +38,7 @@ from headrace.tensor.kernels.cpu.jit.vector_ir import (
     step,
 )
 from headrace.tensor.kernels.cpu.packing import item_row, shuffled, store_square
-from headrace.tensor.kernels.cpu.together import settle
+from headrace.tensor.kernels.cpu.together import run_pending
 from headrace.tensor.kernels.rounding import DEFAULT_GROUP, Precision, RoundedWeight
 
 Pointer = Any
@@ -67,7 +67,7 @@ def round_weight(weight: Tensor, precision: Precision, *, group: int = DEFAULT_G
     arguments = [weight.data_ptr(), values.data_ptr(), scales.data_ptr(), rows, inputs, group]
     kernel = _rounding_kernel(bool(group), weight.element_size())
     launch(kernel, arguments, _workers(weight.numel()), values, weight, scales)
-    settle()
+    run_pending()
     return RoundedWeight(values, scales, group)
 
 
@@ -201,7 +201,7 @@ def _packed(values: Tensor, per_word: int) -> Tensor:
     target = pages.empty(strips * items * STRIP_COLUMNS, torch.int32)
     memory = with_counter([values.data_ptr(), target.data_ptr(), rows, items, 0], 4)
     launch(_packing_kernels()[per_word == 8], memory, _workers(values.numel()), target, values)
-    settle()
+    run_pending()
     return target.view(strips, items, STRIP, LANES)
 
 

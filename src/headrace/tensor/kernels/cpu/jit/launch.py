@@ -139,13 +139,13 @@ class _Threads:
 
     def __init__(self) -> None:
         self.limit = int(numba.config.NUMBA_NUM_THREADS)
-        self.told = threading.local()
+        self.applied = threading.local()
 
-    def tell_numba(self) -> None:
-        """Numba keeps the size of a region per calling thread; tell it once per thread and limit."""
-        if getattr(self.told, "limit", None) != self.limit:
+    def apply_limit(self) -> None:
+        """Numba keeps the size of a region per calling thread; it is set once per thread and limit."""
+        if getattr(self.applied, "limit", None) != self.limit:
             numba.set_num_threads(self.limit)
-            self.told.limit = self.limit
+            self.applied.limit = self.limit
 
 
 _THREADS = _Threads()
@@ -188,7 +188,7 @@ def compile_kernel(function: Callable[[int, int, int], None]) -> int:
 
 def guarded(function: Callable[..., None], *arguments: Any) -> None:
     """Call compiled code that contains a region. Where the layer ends the process on concurrent entry, callers take turns."""
-    _THREADS.tell_numba()
+    _THREADS.apply_limit()
     if threading_layer() == "workqueue":
         with _REGION:
             function(*arguments)

@@ -190,7 +190,7 @@ def test_the_path_of_cpus_that_have_it_gives_the_same_results(tmp_path: Path) ->
     tests = ["plain_one", "neighbours", "not_finite", "largest", "gives_the_same"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.emulated_dots", "-k", " or ".join(tests), __file__]
     environment = {**os.environ, "HEADRACE_CACHE_DIR": str(tmp_path), "HEADRACE_EMULATES_DOTS": "1"}
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "passed" in done.stdout

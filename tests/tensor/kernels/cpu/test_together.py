@@ -73,7 +73,7 @@ def test_a_layer_takes_the_memory_of_the_one_before_the_last() -> None:
             places.append(got.data_ptr())
             assert isinstance(CALLER.pending, together.Batched)
             kept.append(CALLER.pending.kept_bytes)
-            together.settle()
+            together.run_pending()
             assert torch.equal(got, want)
     first, second, third, *others = places
     assert (third, first == second) == (first, False)
@@ -83,14 +83,14 @@ def test_a_layer_takes_the_memory_of_the_one_before_the_last() -> None:
     assert torch.equal(linear(x), wants[-1])
 
 
-def test_results_may_be_looked_at_after_settling() -> None:
+def test_results_may_be_looked_at_once_what_is_pending_was_run() -> None:
     layers, norm, x = _layers(), torch.randn(128), torch.randn(2, 128)
     want = _block(x, layers, norm)
     with together.together(), together.together():  # the inner one joins the outer one
         got = _block(x, layers, norm)
-        together.settle()
+        together.run_pending()
         assert torch.equal(got, want)
-    together.settle()
+    together.run_pending()
 
 
 def test_nothing_is_run_after_an_exception() -> None:
@@ -125,7 +125,7 @@ def test_a_worker_whose_fellow_does_not_come_does_everything_alone(first: int) -
     with pytest.MonkeyPatch.context() as patch, together.together():
         got = _block(x, layers, norm)
         patch.setattr(together, "guarded", alone)
-        together.settle()
+        together.run_pending()
     assert calls
     assert torch.equal(got, want)
 
@@ -246,7 +246,7 @@ def test_what_was_looked_at_in_between_cannot_be_repeated(monkeypatch: pytest.Mo
     want = _block(x, layers, norm)
     with together.recording() as recorded:
         got = _block(x, layers[:2], norm)
-        together.settle()
+        together.run_pending()
         got = _block(x, layers, norm)
     assert not recorded.is_whole
     assert torch.equal(got, want)
