@@ -146,7 +146,7 @@ def test_as_many_shapes_are_kept_as_their_memory_allows(monkeypatch: pytest.Monk
         run(count)
     assert [key[0] for key in steps._kept] == list(range(1, 13))
     largest = max(step.recording.kept_bytes for step in steps._kept.values())
-    monkeypatch.setattr(steps._executor, "most_recorded_bytes", largest, raising=False)
+    monkeypatch.setattr(steps._executor, "max_recorded_bytes", largest, raising=False)
     run(1)
     run(11)
     held = [step.recording.kept_bytes for step in steps._kept.values()]

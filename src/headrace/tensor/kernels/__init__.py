@@ -165,10 +165,10 @@ class StepExecutor(Protocol):
     Only for layers that run nothing but package kernels, and say so (`layers.can_be_deferred`): whatever else computes inside would
     read results that are not there yet. The plain twin is no executor: every operation is carried out when it is called.
 
-    most_recorded_bytes  of results that one recording holds
+    max_recorded_bytes  of results that one recording holds
     """
 
-    most_recorded_bytes: int
+    max_recorded_bytes: int
 
     def together(self, num_tokens: int) -> AbstractContextManager[None]:
         """Operations called inside may be carried out at its end: their results must not be looked at before.

@@ -22,7 +22,7 @@ from headrace.tensor.kernels import Recording, StepExecutor
 MOST_KEPT = 32
 """Shapes that are kept: under load the number of sequences goes up and down with every arrival."""
 LARGEST_KEPT = 4
-"""So many of the largest size there is (`StepExecutor.most_recorded_bytes`) may be among them; the one used longest ago goes first."""
+"""So many of the largest size there is (`StepExecutor.max_recorded_bytes`) may be among them; the one used longest ago goes first."""
 TABLE_MULTIPLE = 64
 """Block tables are recorded with room to grow, so that a new block does not mean a new recording."""
 
@@ -41,7 +41,7 @@ class Steps:
     @property
     def most_bytes(self) -> int:
         """Of results that are kept, and of one recording more: what a longer block table replaces is there until its successor is made."""
-        return 0 if self._executor is None else (LARGEST_KEPT + 1) * self._executor.most_recorded_bytes
+        return 0 if self._executor is None else (LARGEST_KEPT + 1) * self._executor.max_recorded_bytes
 
     @property
     def num_recorded(self) -> int:
@@ -85,7 +85,7 @@ class Steps:
 
     def _forget(self) -> None:
         assert self._executor is not None
-        most = LARGEST_KEPT * self._executor.most_recorded_bytes
+        most = LARGEST_KEPT * self._executor.max_recorded_bytes
         held = sum(step.recording.kept_bytes for step in self._kept.values())
         while len(self._kept) > MOST_KEPT or held > most:
             held -= self._kept.popitem(last=False)[1].recording.kept_bytes

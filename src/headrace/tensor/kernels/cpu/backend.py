@@ -125,7 +125,7 @@ class NumbaPacking:
 class NumbaExecutor:
     """Implements `StepExecutor`, see `together`. A step of more than FEW_TOKENS tokens is run as it is called."""
 
-    most_recorded_bytes = MOST_KEPT_BYTES
+    max_recorded_bytes = MOST_KEPT_BYTES
 
     def together(self, num_tokens: int) -> AbstractContextManager[None]:
         return together() if num_tokens <= FEW_TOKENS else nullcontext()
