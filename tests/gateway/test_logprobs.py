@@ -49,8 +49,8 @@ async def test_many_scores_are_written_off_the_event_loop(bench: TestBench, monk
         response = await bench.complete(prompt=prompt, echo=True, logprobs=20, max_tokens=1, stream=is_streaming)
         assert response.status_code == 200
     small, large = (getattr(thread, "name", "") for thread in threads)
-    assert not small.startswith("text")
-    assert large.startswith("text")
+    assert not small.startswith("answers")
+    assert large.startswith("answers")
 
 
 async def test_scores_of_prompts_are_capped_before_anything_runs(bench: TestBench) -> None:

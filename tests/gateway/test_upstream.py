@@ -184,7 +184,7 @@ def stream_of(bench: TestBench, text: TextModel, **params: object) -> TokenStrea
     call = Call(request_id=RequestId("call"), prompt_ids=ids, params=given, max_output_tokens=MAX_MODEL_LEN - len(ids))
     upstream = bench.gateway.service.models.get(MODEL).upstream
     assert isinstance(upstream, TokenUpstream)
-    stream = TokenPrepared(upstream._pool, text, (), (call,)).stream()
+    stream = TokenPrepared(upstream._pool, text.tokenizer, (), (call,)).stream()
     assert isinstance(stream, TokenStream)
     return stream
 

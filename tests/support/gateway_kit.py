@@ -28,6 +28,8 @@ from headrace.gateway.compose import open_gateway
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, config_from
 from headrace.gateway.http.descriptors import ConnectionLimit
 from headrace.gateway.http.server import Server
+from headrace.gateway.text_workers.local import LocalWorkers
+from headrace.gateway.text_workers.work import Desk
 from headrace.text.folder import TextModel
 from headrace.wire.client import ReplicaInfo, ReplicaState, SeenLoad
 from headrace.wire.handles import Handle
@@ -250,12 +252,15 @@ async def open_bench(text: TextModel, **changes: Any) -> AsyncIterator[TestBench
         replicas[given.name] = FakeReplica(text, given.name)
         return replicas[given.name]
 
-    async with open_gateway(config, {model.name: text for model in config.models}, connect=connect) as gateway:
+    texts = {model.name: text for model in config.models}
+    workers = LocalWorkers(Desk(texts, config.limits))
+    async with open_gateway(config, texts, workers, connect=connect) as gateway:
         transport = httpx2.ASGITransport(app=gateway)
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield TestBench(gateway, replicas, client)
         assert gateway.service.open_requests.num_open == 0
         assert not gateway.service.watch.streams
+        gateway.service.text_pool.check()
         assert not any(replica.num_open for replica in replicas.values())
 
 

@@ -14,9 +14,13 @@ from headrace.core.errors import ConfigError
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.app import Gateway
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig
+from headrace.gateway.generation.answer_pool import AnswerPool
 from headrace.gateway.generation.service import Service
-from headrace.gateway.generation.text_pool import TextPool
 from headrace.gateway.http.sse import StreamWatch
+from headrace.gateway.text_workers.frames import HostConfig
+from headrace.gateway.text_workers.model_text import ModelText
+from headrace.gateway.text_workers.pool import TextPool
+from headrace.gateway.text_workers.processes import HostProcess, Workers
 from headrace.gateway.upstream.foreign import open_upstream
 from headrace.gateway.upstream.replicas import Connection, Replica, ReplicaPool
 from headrace.gateway.upstream.seam import Upstream
@@ -31,11 +35,14 @@ from headrace.wire.service import Expectation
 
 
 def load_texts(config: GatewayConfig) -> dict[str, TextModel]:
-    """Tokenizer and template of every model, by name, with templates compiled. Raises CheckpointError; takes a moment."""
-    texts = {model.name: load_text(model.folder) for model in config.models if model.upstream is None}
-    for text in texts.values():
-        text.template.compile()
-    return texts
+    """Tokenizer and template of every model of ours, by name. Templates are compiled by the text workers only. Raises CheckpointError."""
+    return {model.name: load_text(model.folder) for model in config.models if model.upstream is None}
+
+
+def text_workers(config: GatewayConfig) -> HostProcess:
+    """The processes that read text, not yet started. They parse large bodies of foreign servers' models as well, and know no text of these."""
+    folders = {model.name: model.folder for model in config.models if model.upstream is None}
+    return HostProcess(HostConfig(folders, config.limits))
 
 
 MAX_DRAWN_SEED = 2**63
@@ -73,16 +80,30 @@ def connect_wire(config: ReplicaConfig, text: TextModel, clock: Clock) -> Connec
 
 @asynccontextmanager
 async def open_gateway(
-    config: GatewayConfig, texts: Mapping[str, TextModel], *, connect: Connect = connect_wire, sources: Sources | None = None
+    config: GatewayConfig,
+    texts: Mapping[str, TextModel],
+    workers: Workers,
+    *,
+    connect: Connect = connect_wire,
+    sources: Sources | None = None,
 ) -> AsyncIterator[Gateway]:
-    """The application, connected to its replicas (or trying to) until the block ends. Raises ConfigError."""
+    """The application, connected to its replicas (or trying to) until the block ends. Raises ConfigError and CheckpointError.
+
+    workers  of `text_workers`, perhaps on their way already
+    """
     sources = sources or Sources()
     metrics = Metrics()
     request_log = _open_log(config.request_log)
-    text_pool = TextPool(max_workers=config.limits.max_text_workers, max_queue=config.limits.max_text_queue)
+    answer_pool = AnswerPool()
+    limits = config.limits
     async with AsyncExitStack() as stack:
         stack.callback(request_log.close)
-        stack.callback(text_pool.close)
+        stack.callback(answer_pool.close)
+        text_pool = await stack.enter_async_context(
+            TextPool(
+                workers, max_workers=limits.max_text_workers, max_queue=limits.max_text_queue, max_queue_bytes=limits.max_text_queue_bytes
+            )
+        )
         models: list[ServedModel] = []
         for model in config.models:
             upstream: Upstream
@@ -90,7 +111,8 @@ async def open_gateway(
                 upstream = await stack.enter_async_context(open_upstream(model.name, model.upstream))
             else:
                 pool = await stack.enter_async_context(_pool(model, texts[model.name], metrics, connect, sources))
-                upstream = TokenUpstream(texts[model.name], pool, text_pool, draw_seed=sources.draw_seed)
+                text = ModelText(text_pool, model.name, texts[model.name].tokenizer)
+                upstream = TokenUpstream(text, pool, draw_seed=sources.draw_seed)
             models.append(ServedModel(model.name, model.aliases, upstream, int(sources.unix_time())))
         watch = StreamWatch(
             ping_s=config.timeouts.sse_ping_s,
@@ -104,12 +126,14 @@ async def open_gateway(
             open_requests=OpenRequests(config.limits.max_requests),
             watch=await stack.enter_async_context(watch),
             text_pool=text_pool,
+            answer_pool=answer_pool,
             metrics=metrics,
             salt_key=bytes.fromhex(config.salt_key) or secrets.token_bytes(32),
             clock=sources.clock,
             unix_time=sources.unix_time,
         )
         metrics.read_engines(service.models.readings)
+        metrics.read_text(text_pool.reading)
         metrics.requests_open.set_function(lambda: service.open_requests.num_open)
         metrics.log_dropped.set_function(lambda: request_log.num_dropped)
         yield Gateway(service, request_log)

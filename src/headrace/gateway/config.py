@@ -124,8 +124,8 @@ class Limits:
     max_prompts           of one completions request
     max_sequences         prompts times n
     max_requests          in the gateway at once; one more is refused with 429
-    max_text_workers      threads that render templates and tokenize
-    max_text_queue        requests waiting for such a thread; one more is refused with 429
+    max_text_workers      processes that render templates and tokenize
+    max_text_queue        jobs waiting for one of them, and max_text_queue_bytes of these together; beyond it 429 for the tenant with most
     max_pending_bytes     an answer made but not yet read by its client; beyond it the request is cancelled
     """
 
@@ -139,7 +139,8 @@ class Limits:
     max_sequences: int = 128
     max_requests: int = 4096
     max_text_workers: int = 2
-    max_text_queue: int = 256
+    max_text_queue: int = 8192
+    max_text_queue_bytes: int = 64 << 20
     max_pending_bytes: int = 256 << 10
 
 

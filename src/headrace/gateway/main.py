@@ -20,10 +20,11 @@ from typing import Any
 
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, Unavailable
 from headrace.gateway.access.open_requests import OpenRequests
-from headrace.gateway.compose import load_texts, open_gateway
+from headrace.gateway.compose import load_texts, open_gateway, text_workers
 from headrace.gateway.config import GatewayConfig, load_config
 from headrace.gateway.http.descriptors import connection_limit
 from headrace.gateway.http.server import Server
+from headrace.gateway.text_workers.processes import Workers
 from headrace.observe.logs import log_to_stderr
 from headrace.text.folder import TextModel
 from headrace.wire.leash import Leash
@@ -48,7 +49,9 @@ def run_gateway(config_path: str | Path, parent_fd: int | None = None) -> int:
     leash.watch()
     try:
         config = load_config(config_path)
-        is_complete = run_loop(serve(config, load_texts(config), leash))
+        workers = text_workers(config)
+        workers.spawn()  # it loads while this process does
+        is_complete = run_loop(serve(config, load_texts(config), workers, leash))
     except (ConfigError, CheckpointError) as error:
         print(f"headrace gateway: {error}", file=sys.stderr)
         leash.failed(str(error), can_retry=False)
@@ -72,10 +75,10 @@ def run_loop(main: Coroutine[Any, Any, bool]) -> bool:
         return runner.run(main)
 
 
-async def serve(config: GatewayConfig, texts: dict[str, TextModel], leash: Leash) -> bool:
+async def serve(config: GatewayConfig, texts: dict[str, TextModel], workers: Workers, leash: Leash) -> bool:
     """Listen, say so, serve, drain; False when the drain cut requests off.
 
-    Raises CannotBind, or ConfigError for what only opening it shows.
+    Raises CannotBind, ConfigError for what only opening it shows, or CheckpointError for a template that the workers refuse.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -86,13 +89,13 @@ async def serve(config: GatewayConfig, texts: dict[str, TextModel], leash: Leash
     limit = connection_limit(wanted, sum(len(model.replicas) for model in config.models), num_foreign)
     if limit.max_connections < wanted:
         log.warning("limits.max_connections: %d instead of %d, as open files allow (ulimit -n)", limit.max_connections, wanted)
-    async with open_gateway(config, texts) as gateway:
+    async with open_gateway(config, texts, workers) as gateway:
         server = Server(gateway, config, gateway.refused, limit)
         try:
             port = await server.start()
         except OSError as error:
             raise CannotBind(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
-        # Everything made so far stays: without this each full collection walks it (transformers alone is a million objects).
+        # Everything made so far stays: without this each full collection walks it.
         gc.collect()
         gc.freeze()
         log.info("listening on http://%s:%d", config.host, port)

@@ -11,7 +11,7 @@ number of series is bounded by the configuration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -29,6 +29,7 @@ TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75
 LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+TEXT_KILL_REASONS = ("cpu", "memory", "time", "left", "lost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,44 @@ class ReplicaReading:
     replica: str
     is_ready: bool
     snapshot: LoadSnapshot | None
+
+
+@dataclass(frozen=True, slots=True)
+class TextReading:
+    """The queue of text jobs and their workers at the moment the page is asked for. killed: by reason."""
+
+    num_waiting: int
+    num_waiting_bytes: int
+    num_running: int
+    num_refused: int
+    killed: Mapping[str, int]
+    busy_s: float
+
+
+class TextCollector(Collector):
+    """Prompts on their way to token ids, as metric families."""
+
+    def __init__(self, reading: Callable[[], TextReading]) -> None:
+        self._reading = reading
+
+    def collect(self) -> Iterator[Metric]:
+        reading = self._reading()
+        jobs = GaugeMetricFamily("headrace_text_jobs", "Jobs of text workers by state.", labels=("state",))
+        jobs.add_metric(("waiting",), reading.num_waiting)
+        jobs.add_metric(("running",), reading.num_running)
+        yield jobs
+        yield GaugeMetricFamily("headrace_text_waiting_bytes", "Size of the jobs that wait for a text worker.", reading.num_waiting_bytes)
+        yield CounterMetricFamily("headrace_text_refused", "Jobs for which there was no room.", reading.num_refused)
+        killed = CounterMetricFamily(
+            "headrace_text_workers_killed", "Text workers ended in the middle of a job, by what it exceeded.", labels=("reason",)
+        )
+        for reason in TEXT_KILL_REASONS:
+            killed.add_metric((reason,), reading.killed.get(reason, 0))
+        yield killed
+        yield CounterMetricFamily("headrace_text_busy_seconds", "Seconds that text workers had a job.", reading.busy_s)
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
 
 
 class EngineCollector(Collector):
@@ -184,6 +223,9 @@ class Metrics:
 
     def read_engines(self, readings: Callable[[], Iterable[ReplicaReading]]) -> None:
         self.registry.register(EngineCollector(readings))
+
+    def read_text(self, reading: Callable[[], TextReading]) -> None:
+        self.registry.register(TextCollector(reading))
 
     def page(self, accept: str = "") -> tuple[bytes, str]:
         """The page and its content type, in the text format the scraper asked for."""

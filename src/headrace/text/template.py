@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,14 +16,14 @@ from headrace.core.errors import CheckpointError, InvalidRequest, RequestTooLarg
 from headrace.text.control import Marks, marked_objects, strings_in
 from headrace.text.files import read_optional_object, read_text
 from headrace.text.messages import Message, normal_messages
-from headrace.text.time_limit import TimedOut, time_limit
 from headrace.text.tokenizer import SPECIAL_TOKEN_NAMES, Tokenizer, any_of
 
 MAX_CHAT_CHARS = 4 * 2**20
 """Characters a rendered conversation may have: far beyond any context that is served, small enough to hold in memory many times."""
 MAX_KWARG_CHARS = 4096
-MAX_RENDER_S = 5.0
-"""A thousand times what a long conversation takes on an idle machine: only a loop that grows with itself gets there."""
+MAX_GROWTH = 4
+"""A template writes every string about once; beside that it has words of its own:"""
+OWN_CHARS, OWN_CHARS_PER_MESSAGE = 64 << 10, 1024
 
 _RESERVED = frozenset(
     {"messages", "tools", "documents", "conversations", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message"}
@@ -55,18 +56,19 @@ class ChatTemplate:
         return bool(self._sources)
 
     def compile(self) -> None:
-        """Import the engine and compile now, so that no request waits for it. Raises CheckpointError for a template that is no Jinja."""
+        """Import the engine and compile now, so that no request waits for it. Raises CheckpointError for a template that is no Jinja.
+
+        Templates are programs: one that does not end, or makes gigabytes, does so here. Whoever must go on bounds the process.
+        """
         from jinja2.exceptions import TemplateError, TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         for source in self._sources.values():
+            _names_in(source)
             try:
-                with time_limit(MAX_RENDER_S):
-                    render_jinja_template([[]], chat_template=source)
+                render_jinja_template([[]], chat_template=source)
             except TemplateSyntaxError as error:
                 raise _broken(error) from error
-            except TimedOut as error:
-                raise CheckpointError("chat_template", f"runs for more than {MAX_RENDER_S:g} s over an empty conversation") from error
             except (TemplateError, *_CANNOT_COPE):
                 pass  # it compiled; an empty conversation is not what it expects
 
@@ -106,6 +108,28 @@ class ChatTemplate:
 
         For a conversation without such text: the ids of `render`'s text. Same arguments and errors as `render`.
         """
+        return self.rendered(
+            tokenizer,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            documents=documents,
+            kwargs=kwargs,
+        ).encode(tokenizer)
+
+    def rendered(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, object]] | None = None,
+        kwargs: Mapping[str, object] | None = None,
+    ) -> RenderedChat:
+        """The first half of `encode`: everything but the tokens. Same arguments and errors."""
         chat = _Chat(normal_messages(messages), tools, documents, dict(kwargs or {}))
         strings = chat.strings()
         if hidden := next((text for text in strings if tokenizer.hides_control_token(text)), None):
@@ -118,9 +142,7 @@ class ChatTemplate:
         else:
             marks = None
         text = self._render(chat, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
-        if marks is None:
-            return tokenizer.encode(text, add_special_tokens=False, allow_control_tokens=True, field="messages")
-        return tokenizer.encode_pieces(marks.split(text, tokens), field="messages")
+        return RenderedChat(text) if marks is None else RenderedChat(text, marks.split(text, tokens))
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
 
@@ -150,20 +172,16 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            with time_limit(MAX_RENDER_S):
-                rendered, _ = render_jinja_template(
-                    [chat.messages],
-                    tools=list(chat.tools) if chat.tools else None,
-                    documents=list(chat.documents) if chat.documents else None,
-                    chat_template=source,
-                    continue_final_message=continue_final_message,
-                    add_generation_prompt=add_generation_prompt,
-                    **self._special_tokens,
-                    **chat.kwargs,
-                )
-        except TimedOut as error:
-            limit = f"a conversation this model's chat template renders within {MAX_RENDER_S:g} s"
-            raise RequestTooLarge("messages", limit, None, "Send a shorter conversation.") from error
+            rendered, _ = render_jinja_template(
+                [chat.messages],
+                tools=list(chat.tools) if chat.tools else None,
+                documents=list(chat.documents) if chat.documents else None,
+                chat_template=source,
+                continue_final_message=continue_final_message,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+                **chat.kwargs,
+            )
         except TemplateSyntaxError as error:
             raise _broken(error) from error
         except TemplateError as error:
@@ -171,11 +189,38 @@ class ChatTemplate:
         except _CANNOT_COPE as error:  # their texts may quote the whole conversation
             raise _refused(f"{type(error).__name__} in the template") from error
         text = str(rendered[0])
-        if len(text) > MAX_CHAT_CHARS:
+        if len(text) > chat.max_rendered_chars:
             raise RequestTooLarge(
-                "messages", f"at most {MAX_CHAT_CHARS} characters once rendered", len(text), "Send a shorter conversation."
+                "messages", f"at most {chat.max_rendered_chars} characters once rendered", len(text), "Send a shorter conversation."
             )
         return text
+
+
+def import_engine() -> None:
+    """What renders templates: half a second and 40 MB, the first time."""
+    import transformers.utils.chat_template_utils  # noqa: F401
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A conversation as its template writes it.
+
+    text    with the marks around users' control tokens, if there are any
+    pieces  the text cut at them, as `Tokenizer.encode_pieces` takes it; None without any
+    """
+
+    text: str
+    pieces: Sequence[tuple[str, bool]] | None = None
+
+    @property
+    def plain_text(self) -> str:
+        """Without marks."""
+        return self.text if self.pieces is None else "".join(piece for piece, _ in self.pieces)
+
+    def encode(self, tokenizer: Tokenizer) -> list[int]:
+        if self.pieces is None:
+            return tokenizer.encode(self.text, add_special_tokens=False, allow_control_tokens=True, field="messages")
+        return tokenizer.encode_pieces(self.pieces, field="messages")
 
 
 class _Chat:
@@ -192,6 +237,13 @@ class _Chat:
         self.tools = _objects(tools, "tools")
         self.documents = _objects(documents, "documents")
         self.kwargs = kwargs
+        self._num_chars = 0
+
+    @property
+    def max_rendered_chars(self) -> int:
+        """A template that writes more than its input explains is a bomb, or broken. `strings` was called before."""
+        own_chars = OWN_CHARS + OWN_CHARS_PER_MESSAGE * len(self.messages)
+        return min(MAX_CHAT_CHARS, MAX_GROWTH * self._num_chars + own_chars)
 
     def strings(self) -> list[str]:
         """Every string of the client, checked. Raises InvalidRequest, or RequestTooLarge for too many characters in all."""
@@ -199,7 +251,7 @@ class _Chat:
         found += strings_in(self.tools, "tools")
         found += strings_in(self.documents, "documents")
         found += strings_in(self.kwargs, "chat_template_kwargs")
-        total = sum(map(len, found))
+        total = self._num_chars = sum(map(len, found))
         if total > MAX_CHAT_CHARS:
             raise RequestTooLarge("messages", f"at most {MAX_CHAT_CHARS} characters in all", total, "Send a shorter conversation.")
         return found
@@ -211,12 +263,14 @@ class _Chat:
         turn's prompt has the same tokens and hits the prefix cache. Its control tokens proper are marked like everyone's.
         """
         patterns = [control if message["role"] == "assistant" else everything for message in self.messages]
-        return _Chat(
+        made = _Chat(
             marked_objects(marks, self.messages, patterns),
             marked_objects(marks, self.tools, [everything] * len(self.tools)),
             marked_objects(marks, self.documents, [everything] * len(self.documents)),
             marked_objects(marks, [self.kwargs], [everything])[0],
         )
+        made._num_chars = self._num_chars
+        return made
 
 
 def _objects(given: object, name: str) -> list[Mapping[str, object]]:

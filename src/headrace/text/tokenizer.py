@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from headrace.core.errors import CheckpointError, InvalidRequest
 from headrace.text.files import id_list, parse_object, read_bytes, read_optional_object, token_content
+from headrace.text.token_bounds import TokenBound, token_bound
 from headrace.text.token_bytes import Spelling, spelling_of
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Tokenizer:
     special_tokens  bos_token, eos_token, ... as templates read them
     special_ids     control tokens that `skip_special_tokens` leaves out
     digest          SHA-256 of tokenizer.json, hex
+    bound           how few tokens a text can have, by its bytes; None for a tokenizer whose rules allow no bound
     """
 
     def __init__(self, folder: Path, data: bytes) -> None:
@@ -48,6 +50,7 @@ class Tokenizer:
         if not vocab:
             raise CheckpointError("tokenizer.json", "the vocabulary is empty")
         self.vocab_size: int = max(vocab.values()) + 1
+        self.bound: TokenBound | None = token_bound(document, vocab.keys(), [token.content for token in self._added.values()])
         self._bytes: list[bytes | None] = [None] * self.vocab_size
         self._whole_texts: dict[int, str] = {}
         self.digest: str = sha256(data).hexdigest()

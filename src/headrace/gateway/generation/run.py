@@ -188,7 +188,7 @@ class Run:
         """Bytes of the answer; where they hold many log-probabilities the event loop does not wait for them."""
         if num_scores <= MAX_INLINE_SCORES:
             return make(given)
-        return await self.service.text_pool.finish(make, given)
+        return await self.exchange.unless_left(self.service.answer_pool.run(make, given))
 
     async def _stream(self, answer: Answer, stream: EventStream, progress: Progress) -> None:
         """Nothing is sent before the first event, so that a refusal still has its status code; but not for longer than a ping's time."""

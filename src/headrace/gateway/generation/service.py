@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from headrace.core.clock import Clock
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.config import GatewayConfig
-from headrace.gateway.generation.text_pool import TextPool
+from headrace.gateway.generation.answer_pool import AnswerPool
 from headrace.gateway.http.sse import StreamWatch
+from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.upstream.served_models import ModelTable
 from headrace.observe.metrics import Metrics
 
@@ -26,6 +27,7 @@ class Service:
     open_requests: OpenRequests
     watch: StreamWatch
     text_pool: TextPool
+    answer_pool: AnswerPool
     metrics: Metrics
     salt_key: bytes
     clock: Clock

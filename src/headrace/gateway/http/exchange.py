@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from headrace.core.errors import HeadraceError, InvalidRequest
 from headrace.core.ids import RequestId
@@ -17,6 +17,7 @@ from headrace.gateway.access.auth import ANYBODY, Principal
 from headrace.gateway.http.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, SlowReader, UnsupportedMediaType
 from headrace.observe.request_log import RequestRecord
 
+T = TypeVar("T")
 Scope = MutableMapping[str, Any]
 AsgiMessage = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[AsgiMessage]]
@@ -148,6 +149,21 @@ class Exchange:
             callback()
         else:
             self._on_left.append(callback)
+
+    async def unless_left(self, work: Awaitable[T]) -> T:
+        """What `work` gives. A client that leaves first cancels it: `left` is raised then, and so at once when it has left already."""
+        waiting = asyncio.ensure_future(work)
+
+        def cancel() -> None:
+            waiting.cancel()
+
+        self.on_left(cancel)
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            if self.left is not None and waiting.cancelled():
+                raise self.left from None
+            raise
 
     def leave(self, error: HeadraceError) -> None:
         """The answer ends here. The first reason stays; a client that still reads is told it."""

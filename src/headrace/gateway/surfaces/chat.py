@@ -41,7 +41,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         with fields_as_written(_names(request)):
             run = Run(service, exchange, _ask(request, exchange.principal.priority))
             async with exchange.watching():
-                prepared = await run.prepare()
+                prepared = await exchange.unless_left(run.prepare())
                 await run.answer(ChatAnswer(request, prepared, Facts.of("chatcmpl-", run)), prepared)
 
 

@@ -36,7 +36,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
         request, prompts = await parsed(service, exchange, parse_completion)
         run = Run(service, exchange, _ask(request, prompts, exchange.principal.priority))
         async with exchange.watching():
-            prepared = await run.prepare()
+            prepared = await exchange.unless_left(run.prepare())
             await run.answer(CompletionAnswer(request, prepared, Facts.of("cmpl-", run)), prepared)
 
 
@@ -104,6 +104,7 @@ def parse_completion(body: dict[str, object], limits: Limits) -> tuple[Completio
     if len(prompts) > limits.max_prompts:
         raise InvalidRequest("prompt", f"at most {limits.max_prompts} prompts", len(prompts), "Send several requests.")
     check_shared(request, limits, num_prompts=len(prompts))
+    request.prompt = ""  # the list has it: a large one shall not travel twice
     return request, prompts
 
 

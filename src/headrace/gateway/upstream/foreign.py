@@ -86,10 +86,10 @@ class HttpUpstream:
             body["cache_salt"] = principal.salt.hex()
         return HttpPrepared(self, request, params, msgspec.json.encode(body))
 
-    async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool) -> Tokenization:
+    async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
         raise InvalidRequest("model", _TOKENIZER, self._name, "The server behind this model keeps its tokenizer.")
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
+    async def detokenize(self, token_ids: Sequence[int], *, tenant: str) -> str:
         raise InvalidRequest("model", _TOKENIZER, self._name, "The server behind this model keeps its tokenizer.")
 
     @asynccontextmanager

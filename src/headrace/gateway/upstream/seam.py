@@ -227,10 +227,14 @@ class Prepared(Protocol):
 
 
 class Tokenization(NamedTuple):
-    """token_texts: as the vocabulary spells them; None when not asked for"""
+    """A prompt's tokens as JSON, for there may be a million.
 
-    token_ids: list[int]
-    token_texts: list[str] | None
+    texts_json  a list of them as the vocabulary spells them; null when not asked for
+    """
+
+    num_tokens: int
+    ids_json: bytes
+    texts_json: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +270,8 @@ class Upstream(Protocol):
         """Raises InvalidRequest for what this model cannot take, Unavailable while it is starting, Overloaded."""
         ...
 
-    async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool) -> Tokenization:
-        """Token ids of one prompt. Raises as `prepare`."""
+    async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
+        """Token ids of one conversation or one text, of any length. Raises as `prepare`."""
         ...
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str: ...
+    async def detokenize(self, token_ids: Sequence[int], *, tenant: str) -> str: ...

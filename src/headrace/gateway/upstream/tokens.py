@@ -1,20 +1,21 @@
 """Our own engines behind the seam: a request becomes token ids here, and nothing above knows of them.
 
-Template, tokenizer and assemblers of one model live here, and its replicas. What needs the tokenizer runs in the text pool.
+Templates and tokens are the text workers' (`text_workers`); here are the assemblers of one model, and its replicas.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from headrace.core.errors import Unavailable
 from headrace.core.ids import RequestId
 from headrace.core.model_info import ModelInfo
-from headrace.core.sampling import SamplingParams, check_token_ids, with_room
-from headrace.gateway.generation.text_pool import TextPool
+from headrace.core.sampling import SamplingParams, with_room
 from headrace.gateway.http.errors import ContextLengthExceeded
+from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.upstream.merge import MergedStream
 from headrace.gateway.upstream.replicas import ReplicaPool
 from headrace.gateway.upstream.seam import (
@@ -28,10 +29,13 @@ from headrace.gateway.upstream.seam import (
 )
 from headrace.gateway.upstream.token_prompt import TokenPrompt
 from headrace.gateway.upstream.token_stream import Call, TokenStream
-from headrace.text.folder import TextModel
+from headrace.text.tokenizer import Tokenizer
 
 FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters whose default is the model's generation_config.json (vLLM does the same)."""
+
+MAX_TOKENS_AT_ONCE = 16_384
+"""A prompt's checks take some 80 ns per token."""
 
 ROUTE_KEY_TOKENS = 256
 """Requests that agree in so many first tokens share a system prompt at least."""
@@ -40,11 +44,10 @@ ROUTE_KEY_TOKENS = 256
 class TokenUpstream:
     """One model's replicas. An `Upstream`."""
 
-    def __init__(self, text: TextModel, pool: ReplicaPool, text_pool: TextPool, *, draw_seed: Callable[[], int]) -> None:
+    def __init__(self, text: ModelText, pool: ReplicaPool, *, draw_seed: Callable[[], int]) -> None:
         """draw_seed: for a request whose client names none"""
         self._text = text
         self._pool = pool
-        self._text_pool = text_pool
         self._draw_seed = draw_seed
 
     @property
@@ -62,19 +65,27 @@ class TokenUpstream:
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> TokenPrepared:
         info = self._info()
         params = self._params(request, info)
+        prompts = await self._encode(request.prompt, info, principal.tenant)
+        calls: list[Call] = []
+        for number, prompt in enumerate(prompts):
+            if number or len(prompt.token_ids) > MAX_TOKENS_AT_ONCE:
+                await asyncio.sleep(0)  # each call's checks take up to milliseconds: others have their turn between them
+            calls.append(_call(number, prompt.token_ids, params, request, info, principal))
+        return TokenPrepared(self._pool, self._text.tokenizer, tuple(prompts), tuple(calls))
 
-        def work() -> TokenPrepared:
-            prompts = self._encode(request.prompt, info)
-            calls = [_call(number, prompt.token_ids, params, request, info) for number, prompt in enumerate(prompts)]
-            return TokenPrepared(self._pool, self._text, tuple(prompts), tuple(replace(call, principal=principal) for call in calls))
+    async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
+        if isinstance(prompt, Conversation):
+            made = self._text.tokenize_chat(
+                prompt.messages, add_generation_prompt=prompt.add_generation_prompt, needs_texts=needs_texts, tenant=tenant
+            )
+        else:
+            (text,) = prompt.prompts
+            assert isinstance(text, str), "ids are tokenized"
+            made = self._text.tokenize(text, add_special_tokens=prompt.add_special_tokens, needs_texts=needs_texts, tenant=tenant)
+        return Tokenization(*await made)
 
-        return await self._text_pool.run(work)
-
-    async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool) -> Tokenization:
-        return await self._text_pool.run(self._tokenized, prompt, self._info(), needs_texts)
-
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        return await self._text_pool.run(self._detokenized, token_ids)
+    async def detokenize(self, token_ids: Sequence[int], *, tenant: str) -> str:
+        return await self._text.decode(token_ids, field="tokens", skip_special_tokens=False, tenant=tenant)
 
     def _info(self) -> ModelInfo:
         """Raises Unavailable until a replica has said what it is."""
@@ -89,37 +100,39 @@ class TokenUpstream:
         seed = params.seed if params.seed is not None else self._draw_seed()
         return params.with_(seed=seed).checked(vocab_size=info.vocab_size)
 
-    # -- in the text pool ----------------------------------------------------------------------------------------------------------
+    # -- prompts -------------------------------------------------------------------------------------------------------------------
 
-    def _encode(self, prompt: Conversation | PlainPrompts, info: ModelInfo) -> list[TokenPrompt]:
-        tokenizer = self._text.tokenizer
+    async def _encode(self, prompt: Conversation | PlainPrompts, info: ModelInfo, tenant: str) -> list[TokenPrompt]:
         if isinstance(prompt, Conversation):
-            ids = self._text.template.encode(
-                tokenizer,
+            ids = await self._text.encode_chat(
                 prompt.messages,
                 add_generation_prompt=prompt.add_generation_prompt,
                 continue_final_message=prompt.continue_final_message,
                 kwargs=prompt.template_kwargs,
+                max_model_len=info.max_model_len,
+                tenant=tenant,
             )
-            return [TokenPrompt(tuple(ids), "", tokenizer)]
-        return [self._encode_plain(prompt, given, info) for given in prompt.prompts]
+            return [TokenPrompt(tuple(ids), "", self._text.tokenizer)]
+        return await self._encode_plain(prompt, info, tenant)
 
-    def _encode_plain(self, prompt: PlainPrompts, given: str | Sequence[int], info: ModelInfo) -> TokenPrompt:
-        """Text that nobody will read is not made."""
-        tokenizer = self._text.tokenizer
-        if isinstance(given, str):
-            return TokenPrompt(tuple(tokenizer.encode(given, add_special_tokens=prompt.add_special_tokens)), given, tokenizer)
-        check_token_ids("prompt", given, info.vocab_size)
-        return TokenPrompt(tuple(given), tokenizer.decode(given) if prompt.needs_text else "", tokenizer)
-
-    def _tokenized(self, prompt: Conversation | PlainPrompts, info: ModelInfo, needs_texts: bool) -> Tokenization:
-        (made,) = self._encode(prompt, info)
-        texts = [self._text.tokenizer.id_to_token(token_id) or "" for token_id in made.token_ids] if needs_texts else None
-        return Tokenization(list(made.token_ids), texts)
-
-    def _detokenized(self, token_ids: Sequence[int]) -> str:
-        check_token_ids("tokens", token_ids, self._text.tokenizer.vocab_size)
-        return self._text.tokenizer.decode(token_ids, skip_special_tokens=False)
+    async def _encode_plain(self, prompt: PlainPrompts, info: ModelInfo, tenant: str) -> list[TokenPrompt]:
+        """Texts in one job. Ids are taken as they are; text that nobody will read is not made of them."""
+        texts = [given for given in prompt.prompts if isinstance(given, str)]
+        encoded = iter(
+            await self._text.encode(texts, add_special_tokens=prompt.add_special_tokens, max_model_len=info.max_model_len, tenant=tenant)
+            if texts
+            else ()
+        )
+        made: list[TokenPrompt] = []
+        for given in prompt.prompts:
+            if isinstance(given, str):
+                ids, text = tuple(next(encoded)), given
+            else:
+                check_room(len(given), info)
+                text = await self._text.decode(given, field="prompt", tenant=tenant) if prompt.needs_text else ""
+                ids = tuple(given)
+            made.append(TokenPrompt(ids, text, self._text.tokenizer))
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +140,7 @@ class TokenPrepared:
     """Calls that nobody has begun. A `Prepared`."""
 
     _pool: ReplicaPool
-    _text: TextModel
+    _tokenizer: Tokenizer
     prompts: tuple[TokenPrompt, ...]
     calls: tuple[Call, ...]
 
@@ -156,16 +169,24 @@ class TokenPrepared:
 
     def stream(self) -> EventStream:
         n = self.calls[0].params.n
-        streams = [TokenStream(self._pool, self._text.tokenizer, call, first_index=number * n) for number, call in enumerate(self.calls)]
+        streams = [TokenStream(self._pool, self._tokenizer, call, first_index=number * n) for number, call in enumerate(self.calls)]
         return streams[0] if len(streams) == 1 else MergedStream(streams, n)
 
 
-def _call(number: int, prompt_ids: tuple[int, ...], params: SamplingParams, request: GenerationRequest, info: ModelInfo) -> Call:
-    """The request's prompt `number`. Raises InvalidRequest for what the model cannot take, by the rules the engine holds it to."""
-    room = info.max_model_len - len(prompt_ids)
+def check_room(num_tokens: int, info: ModelInfo) -> int:
+    """Tokens the context leaves for output. Raises ContextLengthExceeded when there are none."""
+    room = info.max_model_len - num_tokens
     if room <= 0:
         rule = f"prompt tokens + at least 1 output token <= max_model_len ({info.max_model_len})"
-        raise ContextLengthExceeded("prompt", rule, len(prompt_ids), "Shorten the prompt.")
+        raise ContextLengthExceeded("prompt", rule, num_tokens, "Shorten the prompt.")
+    return room
+
+
+def _call(
+    number: int, prompt_ids: tuple[int, ...], params: SamplingParams, request: GenerationRequest, info: ModelInfo, principal: PrincipalFacts
+) -> Call:
+    """The request's prompt `number`. Raises InvalidRequest for what the model cannot take, by the rules the engine holds it to."""
+    room = check_room(len(prompt_ids), info)
     if params.max_tokens is None:  # what the model's author chose, if anything, as far as the context leaves room
         params = with_room(params, info.sampling_defaults.get("max_tokens"), room)
     call = Call(
@@ -174,6 +195,7 @@ def _call(number: int, prompt_ids: tuple[int, ...], params: SamplingParams, requ
         params=params,
         max_output_tokens=params.max_tokens or room,
         deadline_s=request.deadline_s,
+        principal=principal,
     )
     call.engine_request(0).checked(vocab_size=info.vocab_size, max_model_len=info.max_model_len)
     return call

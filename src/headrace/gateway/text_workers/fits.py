@@ -1,0 +1,21 @@
+"""Prompts that cannot fit a model's context, seen by their bytes before anything is tokenized."""
+
+from __future__ import annotations
+
+from headrace.gateway.http.errors import ContextLengthExceeded
+from headrace.text.token_bounds import TokenBound
+
+
+def check_fits(field: str, text: str, bound: TokenBound | None, max_model_len: int | None) -> None:
+    """Raise ContextLengthExceeded for a text that has too many tokens however it is tokenized.
+
+    bound          None: nothing is known before
+    max_model_len  None: nothing to fit into
+    """
+    if bound is None or max_model_len is None or 4 * len(text) < max_model_len:
+        return
+    least = bound.least_tokens(text)
+    if least >= max_model_len:
+        rule = f"prompt tokens + at least 1 output token <= max_model_len ({max_model_len})"
+        why = f"It has at least {least} tokens: none of this model's stands for more than {bound.max_bytes} bytes."
+        raise ContextLengthExceeded(field, rule, least, f"{why} Shorten the prompt.")

@@ -1,0 +1,194 @@
+"""What goes between the gateway and a worker: one frame each way per job, nothing that could name code.
+
+4 bytes  length of the head, little endian
+4 bytes  length of the tail
+head     JSON: a `Job` or an `Answer`, decoded against these types only
+tail     bytes beside it: a request's body, or token ids as 32-bit integers of this machine
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.core.errors import HeadraceError, InvalidRequest, RequestTooLarge
+from headrace.core.sampling import check_token_ids
+from headrace.gateway.config import Limits
+from headrace.gateway.http.errors import ContextLengthExceeded, UnsupportedMediaType
+from headrace.gateway.text_workers.limits import START_CPU_S
+
+SIZES = struct.Struct("<II")
+TYPECODE = "i"
+
+
+class HostConfig(msgspec.Struct):
+    """What the host process is started with.
+
+    models       name to folder
+    start_cpu_s  for compiling one model's templates and rendering a greeting
+    """
+
+    models: dict[str, str]
+    limits: Limits
+    start_cpu_s: float = START_CPU_S
+
+
+class Job(msgspec.Struct, tag_field="job"):
+    """What a worker is asked."""
+
+
+class ParseBody(Job, tag="parse"):
+    """The tail is a request's body; `parser` is a row of `work.PARSERS`."""
+
+    parser: str
+
+
+class EncodeChat(Job, tag="chat"):
+    """A conversation as token ids. max_model_len: what cannot fit into it is refused; None: any length."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool
+    continue_final_message: bool
+    kwargs: dict[str, Any]
+    max_model_len: int | None
+
+
+class EncodeTexts(Job, tag="texts"):
+    """Texts as token ids."""
+
+    model: str
+    texts: list[str]
+    add_special_tokens: bool
+    max_model_len: int | None
+
+
+class DecodeIds(Job, tag="decode"):
+    """The tail is token ids, `field` of a request; their text."""
+
+    model: str
+    field: str
+    skip_special_tokens: bool
+
+
+class Tokenize(Job, tag="tokenize"):
+    """One prompt's ids as a client reads them, and how the vocabulary spells each, if that is wanted."""
+
+    prompt: EncodeChat | EncodeTexts
+    needs_texts: bool
+
+
+class Answer(msgspec.Struct, tag_field="answer"):
+    """What a worker says. is_last: it leaves after this one; there is more memory in it than it should keep."""
+
+    is_last: bool = False
+
+
+class Ids(Answer, tag="ids", kw_only=True):
+    """The tail is the ids of all texts; counts: how many of each."""
+
+    counts: list[int]
+
+
+class Text(Answer, tag="text", kw_only=True):
+    text: str
+
+
+class Tokens(Answer, tag="tokens", kw_only=True):
+    """The tail is two pieces of JSON: a list of ids, num_id_bytes long, then a list of strings or null."""
+
+    count: int
+    num_id_bytes: int
+
+
+class Json(Answer, tag="json"):
+    """The tail is JSON whose type the asker knows."""
+
+
+class Refused(Answer, tag="refused", kw_only=True):
+    """An error of `REFUSALS`, for the client."""
+
+    kind: str
+    message: str = ""
+    field: str = ""
+    limit: str = ""
+    value: str | None = None
+    remedy: str = ""
+
+
+class NoMemory(Answer, tag="no memory"):
+    """The job met its bound on memory."""
+
+
+class Failed(Answer, tag="failed", kw_only=True):
+    """A fault of ours or of the model's files: `detail` says where, without a client's words."""
+
+    detail: str
+
+
+AnyJob = ParseBody | EncodeChat | EncodeTexts | DecodeIds | Tokenize
+AnyAnswer = Ids | Text | Tokens | Json | Refused | NoMemory | Failed
+REFUSALS: dict[str, type[InvalidRequest]] = {kind.__name__: kind for kind in (InvalidRequest, RequestTooLarge, ContextLengthExceeded)}
+_jobs = msgspec.json.Decoder(AnyJob)
+_answers = msgspec.json.Decoder(AnyAnswer)
+
+
+def frame(head: Job | Answer, tail: bytes | memoryview = b"") -> bytes:
+    data = msgspec.json.encode(head)
+    return b"".join((SIZES.pack(len(data), len(tail)), data, tail))
+
+
+def read_job(head: bytes) -> AnyJob:
+    job: AnyJob = _jobs.decode(head)
+    return job
+
+
+def read_answer(head: bytes | memoryview) -> AnyAnswer:
+    answer: AnyAnswer = _answers.decode(head)
+    return answer
+
+
+def ids_to_bytes(field: str, token_ids: Sequence[int]) -> bytes:
+    """Raises InvalidRequest, naming `field`, for what no vocabulary has."""
+    try:
+        return array(TYPECODE, token_ids).tobytes()
+    except (OverflowError, TypeError):
+        check_token_ids(field, token_ids, None)
+        raise
+
+
+def ids_from_bytes(data: bytes | memoryview) -> array[int]:
+    ids = array(TYPECODE)
+    ids.frombytes(data)
+    return ids
+
+
+def refusal(error: InvalidRequest | UnsupportedMediaType) -> Refused:
+    """An error as it travels."""
+    if isinstance(error, UnsupportedMediaType):
+        return Refused(kind=UnsupportedMediaType.__name__, message=str(error))
+    kind = next(name for name, kind in reversed(REFUSALS.items()) if isinstance(error, kind))
+    value = None if error.given is None else error.value
+    return Refused(kind=kind, field=error.field, limit=error.limit, value=value, remedy=error.remedy)
+
+
+def refused(answer: Refused) -> HeadraceError:
+    """The error it was."""
+    if answer.kind == UnsupportedMediaType.__name__:
+        return UnsupportedMediaType(answer.message)
+    value = None if answer.value is None else _Shown(answer.value)
+    return REFUSALS[answer.kind](answer.field, answer.limit, value, answer.remedy)
+
+
+class _Shown:
+    """A client's value of which only the shortened form came across: shown as it is, again and again."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text

@@ -1,0 +1,183 @@
+"""`python -m headrace.gateway.text_workers.host`: loads the models' text once and forks workers from itself.
+
+Why a process between the gateway and the workers: a fork of what is loaded takes milliseconds and shares its memory, so that a worker
+which met its bounds is cheap to replace; and a fork is only safe in a process without threads, which the gateway is not.
+
+Its standard input is the socket of `processes.Host`; messages are JSON lines.
+
+    from the gateway   {"config": {...}}            once: which models, which limits
+                       {"fork": 7} + a descriptor   worker 7 takes its jobs from that socket
+                       {"kill": 7}
+    to the gateway     {"loading": "fox"}           before each model, {"ready": true} after the last
+                       {"refused": {...}}           a CheckpointError; this process ends
+                       {"ended": 7, "signal": 27}   worker 7 is gone; signal 0: it left by itself
+
+When the socket closes, all workers are killed and this process ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from headrace.core.errors import CheckpointError, HeadraceError
+from headrace.gateway.text_workers import frames
+from headrace.gateway.text_workers.limits import MIB, START_MEMORY_BYTES
+from headrace.gateway.text_workers.work import Desk
+from headrace.gateway.text_workers.worker import bound_memory, memory_bytes, unbound_memory, work
+from headrace.text.folder import TextModel, load_text
+from headrace.text.template import import_engine
+
+MAX_FDS = 64
+
+
+def main() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library's threads would not survive a fork
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a terminal's Ctrl-C reaches everyone: the gateway decides when it ends
+    control = Control(socket.socket(fileno=os.dup(sys.stdin.fileno())))
+    try:
+        config = msgspec.convert(control.first()["config"], frames.HostConfig)
+        texts = {name: load(name, folder, config.start_cpu_s, control) for name, folder in config.models.items()}
+    except CheckpointError as error:
+        control.say({"refused": {"file": error.file, "reason": error.reason, "remedy": error.remedy}})
+        sys.exit(2)
+    gc.collect()
+    gc.freeze()
+    control.say({"ready": True})
+    Host(control, Desk(texts, config.limits)).run()
+
+
+def load(name: str, folder: str, cpu_s: float, control: Control) -> TextModel:
+    """One model's text, its template compiled and used once. Raises CheckpointError; may be ended by its bounds."""
+    control.say({"loading": name})
+    text = load_text(folder)
+    if not text.template.exists:
+        return text
+    import_engine()  # not on the template's account
+    bound_memory(memory_bytes()[0] + START_MEMORY_BYTES)
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    try:
+        text.template.compile()
+        text.template.encode(text.tokenizer, [{"role": "user", "content": "Hello"}])
+    except MemoryError as error:
+        limit = f"needs more than {START_MEMORY_BYTES // MIB} MiB of memory to be compiled and to render a greeting"
+        raise CheckpointError("chat_template", limit) from error
+    except HeadraceError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        # it refuses the greeting: other conversations may be to its taste
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        unbound_memory()
+    return text
+
+
+class Control:
+    """The socket to the gateway, as lines and descriptors."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.channel = channel
+        self._rest = b""
+        self._fds: list[int] = []
+
+    def say(self, message: Mapping[str, object]) -> None:
+        """Raises OSError when the gateway is gone."""
+        self.channel.sendall(json.dumps(message).encode() + b"\n")
+
+    def first(self) -> dict[str, Any]:
+        while True:
+            messages = self.receive()
+            if messages is None:
+                sys.exit(0)
+            if messages:
+                return messages[0]
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """What has come; None when the gateway is gone."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self.channel, 1 << 16, MAX_FDS)
+        except OSError:
+            return None
+        if not data:
+            return None
+        self._fds += fds
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def take_fd(self) -> int:
+        """The descriptor that came with the oldest message not yet asked for one."""
+        return self._fds.pop(0)
+
+
+class Host:
+    """Forks and buries."""
+
+    def __init__(self, control: Control, desk: Desk) -> None:
+        self._control = control
+        self._desk = desk
+        self._pid_of: dict[int, int] = {}
+
+    def run(self) -> None:
+        """Until the gateway is gone."""
+        woken, waker = os.pipe()
+        os.set_blocking(waker, False)
+        os.set_blocking(woken, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(waker)
+        try:
+            while True:
+                ready, _, _ = select.select([self._control.channel.fileno(), woken], [], [])
+                if woken in ready:
+                    os.read(woken, 4096)
+                    self._bury()
+                if self._control.channel.fileno() in ready:
+                    messages = self._control.receive()
+                    if messages is None:
+                        return
+                    for message in messages:
+                        self._do(message)
+        except OSError:
+            return  # nobody hears us
+        finally:
+            for pid in self._pid_of.values():
+                os.kill(pid, signal.SIGKILL)
+
+    def _do(self, message: dict[str, Any]) -> None:
+        if (number := message.get("fork")) is not None:
+            self._fork(number, self._control.take_fd())
+        elif (pid := self._pid_of.get(message["kill"])) is not None:
+            os.kill(pid, signal.SIGKILL)
+
+    def _fork(self, number: int, fd: int) -> None:
+        parent = os.getpid()
+        channel = socket.socket(fileno=fd)
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._control.channel.close()
+            os.close(sys.stdin.fileno())
+            work(channel, self._desk, parent)
+        channel.close()
+        self._pid_of[number] = pid
+
+    def _bury(self) -> None:
+        for number, pid in list(self._pid_of.items()):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                del self._pid_of[number]
+                self._control.say({"ended": number, "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The plain twin of the worker processes, for tests: the same jobs and frames, done in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+from headrace.gateway.text_workers import frames
+from headrace.gateway.text_workers.processes import Owner, Worker
+from headrace.gateway.text_workers.work import Desk
+
+
+class LocalWorkers:
+    """Jobs are done on the event loop itself, bounded by nothing."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    async def start(self) -> None:
+        return
+
+    async def add(self, owner: Owner) -> Worker:
+        return LocalWorker(self._desk, owner)
+
+    async def close(self) -> None:
+        return
+
+
+class LocalWorker:
+    def __init__(self, desk: Desk, owner: Owner) -> None:
+        self._desk = desk
+        self._owner = owner
+        self._is_killed = False
+
+    def send(self, data: bytes) -> None:
+        asyncio.get_running_loop().call_soon(self._work, data)
+
+    def kill(self) -> None:
+        self._is_killed = True
+        asyncio.get_running_loop().call_soon(self._owner.ended, self, int(signal.SIGKILL))
+
+    def _work(self, data: bytes) -> None:
+        if self._is_killed:
+            return
+        size = frames.SIZES.size
+        num_head, _ = frames.SIZES.unpack_from(data)
+        answer, tail = self._desk.answer(data[size : size + num_head], data[size + num_head :])
+        self._owner.answered(self, answer, memoryview(tail))

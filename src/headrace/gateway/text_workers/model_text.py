@@ -1,0 +1,104 @@
+"""One model's templates and tokens, asked of the workers: what an upstream calls where text becomes tokens, or many tokens text.
+
+Every call names the tenant whose share of the queue it takes, raises Overloaded when there is no room, and frees its place when its task
+is cancelled.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace.gateway.text_workers import frames
+from headrace.gateway.text_workers.fits import check_fits
+from headrace.gateway.text_workers.pool import TextPool
+from headrace.text.tokenizer import Tokenizer
+
+
+class ModelText:
+    """
+    name       the model's, as the workers know it
+    tokenizer  for what is small: detokenizing token by token, single names
+    """
+
+    def __init__(self, pool: TextPool, name: str, tokenizer: Tokenizer) -> None:
+        self._pool = pool
+        self._name = name
+        self.tokenizer = tokenizer
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: Mapping[str, object] | None = None,
+        max_model_len: int | None,
+        tenant: str,
+    ) -> array[int]:
+        """A conversation as token ids. Raises as `ChatTemplate.encode` and `check_fits` do."""
+        job = self._chat_job(messages, add_generation_prompt, continue_final_message, kwargs or {}, max_model_len)
+        (ids,) = _split(*await self._pool.submit(job, tenant=tenant, field="messages"))
+        return ids
+
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool, max_model_len: int | None, tenant: str) -> list[array[int]]:
+        """Texts as token ids. One that cannot fit is refused here, before it travels. Raises as `Tokenizer.encode` does."""
+        for text in texts:
+            check_fits("prompt", text, self.tokenizer.bound, max_model_len)
+        job = frames.EncodeTexts(self._name, list(texts), add_special_tokens, max_model_len)
+        return _split(*await self._pool.submit(job, tenant=tenant, field="prompt"))
+
+    async def tokenize_chat(
+        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool, needs_texts: bool, tenant: str
+    ) -> TokensJson:
+        job = self._chat_job(messages, add_generation_prompt, False, {}, None)
+        return _tokens(*await self._pool.submit(frames.Tokenize(job, needs_texts), tenant=tenant, field="messages"))
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool, needs_texts: bool, tenant: str) -> TokensJson:
+        job = frames.EncodeTexts(self._name, [text], add_special_tokens, None)
+        return _tokens(*await self._pool.submit(frames.Tokenize(job, needs_texts), tenant=tenant, field="prompt"))
+
+    async def decode(self, token_ids: Sequence[int], *, field: str, skip_special_tokens: bool = True, tenant: str) -> str:
+        """The ids' text. Raises InvalidRequest, naming `field`, for an id outside the vocabulary."""
+        job = frames.DecodeIds(self._name, field, skip_special_tokens)
+        answer, _ = await self._pool.submit(job, frames.ids_to_bytes(field, token_ids), tenant=tenant, field=field)
+        assert isinstance(answer, frames.Text)
+        return answer.text
+
+    def _chat_job(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        kwargs: Mapping[str, Any],
+        max_model_len: int | None,
+    ) -> frames.EncodeChat:
+        return frames.EncodeChat(
+            model=self._name,
+            messages=[dict(message) for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            kwargs=dict(kwargs),
+            max_model_len=max_model_len,
+        )
+
+
+TokensJson = tuple[int, bytes, bytes]
+"""(count, JSON list of ids, JSON list of strings or null)."""
+
+
+def _split(answer: frames.AnyAnswer, tail: memoryview) -> list[array[int]]:
+    assert isinstance(answer, frames.Ids)
+    ids = frames.ids_from_bytes(tail)
+    found: list[array[int]] = []
+    first = 0
+    for count in answer.counts:
+        found.append(ids[first : first + count])
+        first += count
+    return found
+
+
+def _tokens(answer: frames.AnyAnswer, tail: memoryview) -> TokensJson:
+    assert isinstance(answer, frames.Tokens)
+    return answer.count, bytes(tail[: answer.num_id_bytes]), bytes(tail[answer.num_id_bytes :])

@@ -1,0 +1,257 @@
+"""Who waits for a worker and who has one: jobs in fair order, within bounds, given up as soon as nobody wants them.
+
+A job is a future. Cancelled while it waits, it leaves the queue unrun; cancelled while it runs, its worker is killed if the job was heavy,
+else its answer is dropped. Heavy jobs never hold the last worker, so a short conversation waits behind short jobs only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+
+from headrace.core.clock import Clock
+from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, Unavailable
+from headrace.gateway.text_workers import frames
+from headrace.gateway.text_workers.limits import MIB, Budget
+from headrace.gateway.text_workers.processes import HOST_LOST, Worker, Workers
+from headrace.gateway.text_workers.queue import Entry, FairQueue
+from headrace.observe.metrics import TextReading
+
+log = logging.getLogger("headrace.gateway")
+
+LOST = "The process that read this prompt was lost; it can be sent again."
+CROWDED_OUT = "This key has more prompts waiting to be read than any other; its newest give way."
+RETRY_S = 0.5
+FAULT = "If short ones meet this too, the model's chat template is at fault: tell whoever serves it."
+
+Done = tuple[frames.AnyAnswer, memoryview]
+
+
+class WorkerFault(HeadraceError):
+    """A job failed by a fault of ours or of the model's files; the log says more. Clients get the fixed sentence."""
+
+
+@dataclass(eq=False, slots=True)
+class _Task:
+    """One job on its way.
+
+    name  of the job, for the log; field: of the request, for refusals
+    """
+
+    data: bytes
+    name: str
+    field: str
+    future: asyncio.Future[Done]
+    budget: Budget
+    is_waiting: bool = True
+    worker: Worker | None = None
+    began_s: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+    is_late: bool = False
+
+
+class TextPool:
+    """`async with` starts and ends the workers.
+
+    num_refused  jobs for which there was no room
+    num_killed   jobs that cost their worker, by reason: cpu, memory, time (their budgets), left (nobody waited any more), lost
+    busy_s       seconds that workers had a job
+    """
+
+    def __init__(self, workers: Workers, *, max_workers: int, max_queue: int, max_queue_bytes: int, clock: Clock = time.monotonic) -> None:
+        self._workers = workers
+        self._max_workers = max_workers
+        self._queue: FairQueue[_Task] = FairQueue(max_entries=max_queue, max_bytes=max_queue_bytes)
+        self._clock = clock
+        self._idle: list[Worker] = []
+        self._running: dict[Worker, _Task] = {}
+        self._starts: set[asyncio.Task[None]] = set()
+        self._num_starting = 0
+        self._is_closed = False
+        self.num_refused = 0
+        self.num_killed: Counter[str] = Counter()
+        self.busy_s = 0.0
+
+    async def __aenter__(self) -> TextPool:
+        await self._workers.start()
+        for _ in range(self._max_workers):
+            self._start_worker()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._is_closed = True
+        for start in self._starts:
+            start.cancel()
+        for task in list(self._running.values()):
+            self._finish(task)
+        await self._workers.close()
+
+    def reading(self) -> TextReading:
+        """For the metrics page."""
+        queue, killed = self._queue, dict(self.num_killed)
+        return TextReading(len(queue), queue.num_bytes, len(self._running), self.num_refused, killed, self.busy_s)
+
+    def submit(self, job: frames.Job, tail: bytes | memoryview = b"", *, tenant: str, field: str) -> asyncio.Future[Done]:
+        """Queue a job. The future has its answer, or raises what became of it; cancel it when nobody wants it any more.
+
+        field  of the request, named where the job exceeds its budget
+
+        Raises: Overloaded.
+        """
+        data = frames.frame(job, tail)
+        task = _Task(data, type(job).__name__, field, asyncio.get_running_loop().create_future(), Budget(len(data)))
+        entry = Entry(task, tenant, len(data), task.budget.is_heavy)
+        try:
+            evicted = self._queue.push(entry)
+        except Overloaded:
+            self.num_refused += 1
+            raise
+        for other in evicted:
+            self.num_refused += 1
+            other.item.is_waiting = False
+            if not other.item.future.done():
+                other.item.future.set_exception(Overloaded(CROWDED_OUT))
+        task.future.add_done_callback(partial(self._given_up, entry))
+        self._dispatch()
+        return task.future
+
+    def parse_body(self, parser: str, body: bytes, *, tenant: str) -> asyncio.Future[Done]:
+        """A request's body parsed by a row of `work.PARSERS`; the answer's tail is JSON of what it was parsed into. Raises as `submit`."""
+        return self.submit(frames.ParseBody(parser), body, tenant=tenant, field="body")
+
+    def check(self) -> None:
+        """Every worker is idle, or has one task that has one worker."""
+        self._queue.check()
+        assert len(self._idle) == len(set(self._idle))
+        assert not set(self._idle) & set(self._running)
+        assert all(task.worker is worker for worker, task in self._running.items())
+        assert len(self._idle) + len(self._running) + self._num_starting == self._max_workers
+
+    # -- workers -----------------------------------------------------------------------------------------------------------------
+
+    def answered(self, worker: Worker, answer: frames.AnyAnswer, tail: memoryview) -> None:
+        """Called by a worker."""
+        task = self._running.pop(worker)
+        self._finish(task)
+        if answer.is_last:
+            self._start_worker()
+        else:
+            self._idle.append(worker)
+        if not task.future.done():
+            self._resolve(task, answer, tail)
+        self._dispatch()
+
+    def ended(self, worker: Worker, number: int) -> None:
+        """Called by a worker that is gone."""
+        task = self._running.pop(worker, None)
+        if task is not None:
+            self._finish(task)
+            self._explain(task, number)
+            self._start_worker()
+        elif worker in self._idle:
+            self._idle.remove(worker)
+            self._start_worker(delay_s=RETRY_S)  # it never had a job, or was ended from outside: not as fast as it can
+
+    def _start_worker(self, delay_s: float = 0.0) -> None:
+        if not self._is_closed:
+            start = asyncio.get_running_loop().create_task(self._add_worker(delay_s))
+            self._starts.add(start)
+            self._num_starting += 1
+            start.add_done_callback(self._starts.discard)
+
+    async def _add_worker(self, delay_s: float) -> None:
+        while True:
+            await asyncio.sleep(delay_s)
+            try:
+                worker = await self._workers.add(self)
+                break
+            except OSError as error:
+                log.warning("no text worker could be started: %s", error.strerror)
+                delay_s = RETRY_S
+        self._num_starting -= 1
+        self._idle.append(worker)
+        self._dispatch()
+
+    # -- jobs --------------------------------------------------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        while self._idle:
+            num_heavy = sum(task.budget.is_heavy for task in self._running.values())
+            entry = self._queue.pop(may_be_heavy=num_heavy < max(1, self._max_workers - 1))
+            if entry is None:
+                return
+            task = entry.item
+            task.is_waiting = False
+            if task.future.done():  # given up a moment ago
+                continue
+            task.worker = worker = self._idle.pop()
+            task.began_s = self._clock()
+            self._running[worker] = task
+            task.timer = asyncio.get_running_loop().call_later(task.budget.wall_s, self._late, task)
+            worker.send(task.data)
+            task.data = b""
+
+    def _given_up(self, entry: Entry[_Task], future: asyncio.Future[Done]) -> None:
+        if not future.cancelled():
+            return
+        task = entry.item
+        if task.is_waiting:
+            task.is_waiting = False
+            self._queue.remove(entry)
+        elif task.worker is not None and task.timer is not None and task.budget.is_heavy:
+            task.worker.kill()
+
+    def _late(self, task: _Task) -> None:
+        task.is_late = True
+        if task.worker is not None:
+            task.worker.kill()
+
+    def _finish(self, task: _Task) -> None:
+        self.busy_s += self._clock() - task.began_s
+        if task.timer is not None:
+            task.timer.cancel()
+            task.timer = None
+
+    def _resolve(self, task: _Task, answer: frames.AnyAnswer, tail: memoryview) -> None:
+        match answer:
+            case frames.Refused():
+                task.future.set_exception(frames.refused(answer))
+            case frames.NoMemory():
+                task.future.set_exception(self._exceeded(task, "memory"))
+            case frames.Failed():
+                log.error("a text worker failed at %s: %s", task.name, answer.detail)
+                task.future.set_exception(WorkerFault(answer.detail))
+            case _:
+                task.future.set_result((answer, tail))
+
+    def _explain(self, task: _Task, number: int) -> None:
+        """A worker ended under its job."""
+        if task.future.cancelled():
+            self.num_killed["left"] += 1
+        elif number == HOST_LOST or (number == 0 and not task.is_late):
+            self.num_killed["lost"] += 1
+            task.future.set_exception(Unavailable(LOST))
+        elif not task.future.done():
+            reason = "time" if task.is_late else "cpu" if number == signal.SIGPROF else "memory"
+            task.future.set_exception(self._exceeded(task, reason))
+
+    def _exceeded(self, task: _Task, reason: str) -> InvalidRequest:
+        """The budget grows with the request, so the request is the one to change: a 400, which clients do not send again by themselves.
+
+        Where the template is at fault the operator hears of it: each time in the log, and in a counter.
+        """
+        budget = task.budget
+        spent = {
+            "cpu": f"{budget.cpu_s:.3g} s of CPU time",
+            "time": f"{budget.wall_s:.3g} s",
+            "memory": f"{budget.memory_bytes // MIB} MiB of memory",
+        }[reason]
+        self.num_killed[reason] += 1
+        log.warning("a text worker met its bound at %s (%d bytes): %s", task.name, budget.num_bytes, spent)
+        limit = f"what this server can read within {spent}, its bound for a request of {budget.num_bytes} bytes"
+        return InvalidRequest(task.field, limit, None, "Send a shorter one. " + FAULT)

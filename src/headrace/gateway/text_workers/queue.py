@@ -1,0 +1,146 @@
+"""The jobs that wait for a worker: bounded in number and bytes, fair between tenants, open to removal anywhere.
+
+Two rings of tenants, one with their light jobs and one with their heavy ones. A ring gives every tenant one job in turn; `pop` takes from
+the rings alternately. Where a bound is reached, the tenant that holds most gives way: its newest jobs are pushed out for another's, so a
+flood is refused to the one who makes it. Pure: no clock, no event loop.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from headrace.core.errors import Overloaded
+
+T = TypeVar("T")
+
+FULL = "Too many prompts wait to be read."
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class Entry(Generic[T]):
+    """One waiting job; two are equal only if they are the same."""
+
+    item: T
+    tenant: str
+    num_bytes: int
+    is_heavy: bool
+
+
+@dataclass(slots=True)
+class _Held:
+    """What one tenant has waiting."""
+
+    num_entries: int = 0
+    num_bytes: int = 0
+
+
+class FairQueue(Generic[T]):
+    """
+    num_bytes  of all jobs that wait; their number is `len`
+    """
+
+    def __init__(self, *, max_entries: int, max_bytes: int) -> None:
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._rings: tuple[dict[str, deque[Entry[T]]], ...] = ({}, {})
+        self._held: dict[str, _Held] = {}
+        self._num_entries = 0
+        self._is_heavy_next = False
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return self._num_entries
+
+    def push(self, entry: Entry[T]) -> list[Entry[T]]:
+        """Add a job. Returns the jobs that were pushed out for it: they are not in the queue any more.
+
+        Raises: Overloaded when there is no room and no other tenant holds more than this one would.
+        """
+        evicted = self._to_evict(entry)
+        for other in evicted:
+            self.remove(other)
+        self._rings[entry.is_heavy].setdefault(entry.tenant, deque()).append(entry)
+        self._count(entry, +1)
+        return evicted
+
+    def pop(self, *, may_be_heavy: bool) -> Entry[T] | None:
+        """The next job: of the rings that have one in turn, of a ring's tenants in turn, of a tenant's the oldest."""
+        order = (self._is_heavy_next, not self._is_heavy_next)
+        for is_heavy in order:
+            if self._rings[is_heavy] and (may_be_heavy or not is_heavy):
+                self._is_heavy_next = not is_heavy
+                return self._pop_ring(self._rings[is_heavy])
+        return None
+
+    def remove(self, entry: Entry[T]) -> None:
+        """Take out a job that is in the queue."""
+        ring = self._rings[entry.is_heavy]
+        ring[entry.tenant].remove(entry)
+        if not ring[entry.tenant]:
+            del ring[entry.tenant]
+        self._count(entry, -1)
+
+    def check(self) -> None:
+        """Every count is the sum of what is there, and nothing empty is kept."""
+        entries = [entry for ring in self._rings for waiting in ring.values() for entry in waiting]
+        assert all(waiting for ring in self._rings for waiting in ring.values()), "an empty turn"
+        assert len(entries) == self._num_entries <= self._max_entries
+        assert sum(entry.num_bytes for entry in entries) == self.num_bytes <= self._max_bytes
+        by_tenant: dict[str, _Held] = {}
+        for entry in entries:
+            held = by_tenant.setdefault(entry.tenant, _Held())
+            held.num_entries += 1
+            held.num_bytes += entry.num_bytes
+        assert by_tenant == self._held
+
+    # -- inside ------------------------------------------------------------------------------------------------------------------
+
+    def _pop_ring(self, ring: dict[str, deque[Entry[T]]]) -> Entry[T]:
+        tenant = next(iter(ring))
+        waiting = ring.pop(tenant)
+        entry = waiting.popleft()
+        if waiting:
+            ring[tenant] = waiting  # behind the others
+        self._count(entry, -1)
+        return entry
+
+    def _count(self, entry: Entry[T], sign: int) -> None:
+        held = self._held.setdefault(entry.tenant, _Held())
+        held.num_entries += sign
+        held.num_bytes += sign * entry.num_bytes
+        if held.num_entries == 0:
+            del self._held[entry.tenant]
+        self._num_entries += sign
+        self.num_bytes += sign * entry.num_bytes
+
+    def _to_evict(self, entry: Entry[T]) -> list[Entry[T]]:
+        """The newest jobs of the tenant that holds most, as few as make room. Raises Overloaded; changes nothing."""
+        num_entries, num_bytes = self._num_entries + 1 - self._max_entries, self.num_bytes + entry.num_bytes - self._max_bytes
+        if num_entries <= 0 and num_bytes <= 0:
+            return []
+        own = self._held.get(entry.tenant, _Held())
+        allowed = self._share(own.num_entries + 1, own.num_bytes + entry.num_bytes)
+        victim = max(self._held, key=lambda tenant: self._share_of(self._held[tenant]), default=entry.tenant)
+        if victim == entry.tenant:
+            raise Overloaded(FULL)
+        left = self._held[victim]
+        left = _Held(left.num_entries, left.num_bytes)
+        evicted: list[Entry[T]] = []
+        waiting = [other for is_heavy in (False, True) for other in self._rings[is_heavy].get(victim, ())]
+        while (num_entries > 0 or num_bytes > 0) and self._share_of(left) > allowed:
+            other = waiting.pop()
+            evicted.append(other)
+            left.num_entries, left.num_bytes = left.num_entries - 1, left.num_bytes - other.num_bytes
+            num_entries, num_bytes = num_entries - 1, num_bytes - other.num_bytes
+        if num_entries > 0 or num_bytes > 0:
+            raise Overloaded(FULL)
+        return evicted
+
+    def _share_of(self, held: _Held) -> float:
+        return self._share(held.num_entries, held.num_bytes)
+
+    def _share(self, num_entries: int, num_bytes: int) -> float:
+        """Of the bound that is nearer."""
+        return max(num_entries / self._max_entries, num_bytes / self._max_bytes)

@@ -1,0 +1,102 @@
+"""What a worker does with a job: pure functions from a job to its answer. Also the plain twin of the processes: tests call it in their own.
+
+Everything that can take long for a client's words is here: decoding large bodies, templates, tokenizing, decoding many ids.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from headrace.core.errors import HeadraceError, InvalidRequest
+from headrace.core.sampling import check_token_ids
+from headrace.gateway.config import Limits
+from headrace.gateway.http.errors import UnsupportedMediaType
+from headrace.gateway.http.json_border import Caps, decode_object
+from headrace.gateway.surfaces.chat import parse_chat
+from headrace.gateway.surfaces.completions import parse_completion
+from headrace.gateway.surfaces.tokenize import parse_detokenize, parse_tokenize
+from headrace.gateway.text_workers import frames
+from headrace.gateway.text_workers.fits import check_fits
+from headrace.text.folder import TextModel
+
+Parse = Callable[[dict[str, object], Limits], Any]
+
+PARSERS: Mapping[str, Parse] = {parse.__name__: parse for parse in (parse_chat, parse_completion, parse_tokenize, parse_detokenize)}
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What a worker knows. texts: by model name."""
+
+    texts: Mapping[str, TextModel]
+    limits: Limits
+
+    def answer(self, head: bytes, tail: bytes) -> tuple[frames.AnyAnswer, bytes]:
+        """A job's answer and its tail. Never raises for what a client or a model's folder can cause."""
+        try:
+            return self._do(frames.read_job(head), tail)
+        except MemoryError:
+            return frames.NoMemory(is_last=True), b""
+        except (InvalidRequest, UnsupportedMediaType) as error:
+            return frames.refusal(error), b""
+        except HeadraceError as error:  # a damaged folder: its message is the operator's
+            return frames.Failed(detail=f"{type(error).__name__}: {error}"), b""
+        except Exception as error:  # the outermost border; texts of foreign exceptions may quote a client's words
+            return frames.Failed(detail="".join(traceback.format_tb(error.__traceback__)) + type(error).__name__), b""
+
+    def _do(self, job: frames.AnyJob, tail: bytes) -> tuple[frames.AnyAnswer, bytes]:
+        match job:
+            case frames.ParseBody():
+                return frames.Json(), msgspec.json.encode(parse_body(job.parser, tail, self.limits))
+            case frames.EncodeChat() | frames.EncodeTexts():
+                return _ids(self._encode(job))
+            case frames.Tokenize():
+                return self._tokenize(job)
+            case frames.DecodeIds():
+                tokenizer = self.texts[job.model].tokenizer
+                ids = frames.ids_from_bytes(tail)
+                check_token_ids(job.field, ids, tokenizer.vocab_size)
+                return frames.Text(text=tokenizer.decode(ids, skip_special_tokens=job.skip_special_tokens)), b""
+
+    def _encode(self, job: frames.EncodeChat | frames.EncodeTexts) -> list[list[int]]:
+        text = self.texts[job.model]
+        return [encode_chat(text, job)] if isinstance(job, frames.EncodeChat) else encode_texts(text, job)
+
+    def _tokenize(self, job: frames.Tokenize) -> tuple[frames.AnyAnswer, bytes]:
+        (ids,) = self._encode(job.prompt)
+        ids_json = msgspec.json.encode(ids)
+        spell = self.texts[job.prompt.model].tokenizer.id_to_token
+        strings_json = msgspec.json.encode([spell(token_id) or "" for token_id in ids] if job.needs_texts else None)
+        return frames.Tokens(count=len(ids), num_id_bytes=len(ids_json)), ids_json + strings_json
+
+
+def parse_body(parser: str, body: bytes, limits: Limits) -> Any:
+    """What a surface reads in a request's body. Raises InvalidRequest or UnsupportedMediaType."""
+    return PARSERS[parser](decode_object(body, Caps(depth=limits.max_json_depth)), limits)
+
+
+def encode_chat(text: TextModel, job: frames.EncodeChat) -> list[int]:
+    rendered = text.template.rendered(
+        text.tokenizer,
+        job.messages,
+        add_generation_prompt=job.add_generation_prompt,
+        continue_final_message=job.continue_final_message,
+        kwargs=job.kwargs,
+    )
+    check_fits("messages", rendered.plain_text, text.tokenizer.bound, job.max_model_len)
+    return rendered.encode(text.tokenizer)
+
+
+def encode_texts(text: TextModel, job: frames.EncodeTexts) -> list[list[int]]:
+    for given in job.texts:
+        check_fits("prompt", given, text.tokenizer.bound, job.max_model_len)
+    return [text.tokenizer.encode(given, add_special_tokens=job.add_special_tokens) for given in job.texts]
+
+
+def _ids(encoded: Sequence[Sequence[int]]) -> tuple[frames.Ids, bytes]:
+    return frames.Ids(counts=[len(ids) for ids in encoded]), b"".join([frames.ids_to_bytes("prompt", ids) for ids in encoded])

@@ -1,0 +1,119 @@
+"""How few tokens a text can possibly have, known from its bytes alone: what cannot fit a context is refused before it is tokenized.
+
+A token covers at most so many bytes of the text. That holds only where no rule of the tokenizer lets text vanish, so the rules are read
+from tokenizer.json, and a tokenizer with a rule that is not known here has no bound: its texts are tokenized, whatever their length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from headrace.text.token_bytes import BYTE_OF_CHAR, METASPACE
+
+NORMAL_FORM_SHRINKS = 8
+"""Bytes of text per byte of its normal form (NFC, NFD, NFKC, NFKD), more than Unicode's worst: tests/text/test_token_bounds.py counts."""
+
+LOWERCASE_SHRINKS = 4
+_KEEPS_TEXT = ("ByteLevel", "Digits", "Metaspace")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBound:
+    """
+    max_bytes      of a text in one of its tokens
+    counts_spaces  False where tokens swallow the white space beside them, any amount
+    """
+
+    max_bytes: int
+    counts_spaces: bool = True
+
+    def least_tokens(self, text: str) -> int:
+        """A text has at least so many tokens. Linear, about 1 ms per MiB."""
+        if not self.counts_spaces:
+            text = "".join(text.split())
+        num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+        return -(-num_bytes // self.max_bytes)
+
+
+def token_bound(document: Mapping[str, object], vocab: Collection[str], added: Collection[str]) -> TokenBound | None:
+    """The bound of a tokenizer; None where its rules allow none.
+
+    document  tokenizer.json
+    vocab     every token as it is spelled there, added ones included
+    added     spellings of the added tokens
+    """
+    shrinks = _normalizer_shrinks(document.get("normalizer"))
+    if shrinks is None or not _pre_tokenizer_keeps_text(document.get("pre_tokenizer")):
+        return None
+    longest = _longest(document, vocab, added)
+    if longest is None:
+        return None
+    tokens = document.get("added_tokens")
+    swallows = any(token.get("lstrip") or token.get("rstrip") for token in _objects(tokens))
+    return TokenBound(longest * shrinks, counts_spaces=not swallows)
+
+
+def _longest(document: Mapping[str, object], vocab: Collection[str], added: Collection[str]) -> int | None:
+    """Bytes of the longest token; None when the model's rules may drop text, or cover any amount of it by one unknown token."""
+    model = document.get("model")
+    if not isinstance(model, Mapping) or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+        return None
+    own = set(vocab) - set(added)
+    longest_added = max((len(token.replace(" ", METASPACE).encode()) for token in added), default=1)
+    if any(part.get("type") == "ByteLevel" for part in _parts(document.get("pre_tokenizer"), "pretokenizers")):
+        if model.get("type") != "BPE" or not set(BYTE_OF_CHAR) <= own:
+            return None
+        return max(longest_added, *map(len, vocab))  # a character of the spelling is a byte of the text
+    if model.get("type") not in ("BPE", "Unigram") or not model.get("byte_fallback"):
+        return None
+    if not {f"<0x{byte:02X}>" for byte in range(256)} <= own:
+        return None
+    return max(longest_added, *(len(token.encode()) for token in vocab))
+
+
+def _normalizer_shrinks(normalizer: object) -> int | None:
+    """Bytes of text per byte of what the normalizer makes of it, at most; None: no bound."""
+    shrinks = 1
+    for part in _parts(normalizer, "normalizers"):
+        match part:
+            case {"type": "NFC" | "NFD" | "NFKC" | "NFKD"}:
+                shrinks *= NORMAL_FORM_SHRINKS
+            case {"type": "Lowercase"}:
+                shrinks *= LOWERCASE_SHRINKS
+            case {"type": "Prepend"}:
+                pass
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if new:
+                shrinks *= max(1, -(-len(old.encode()) // len(new.encode())))
+            case _:
+                return None
+    return shrinks
+
+
+def _pre_tokenizer_keeps_text(pre_tokenizer: object) -> bool:
+    for part in _parts(pre_tokenizer, "pretokenizers"):
+        kind = part.get("type")
+        is_split = kind in ("Split", "Punctuation") and part.get("behavior") not in (None, "Removed")
+        if not is_split and kind not in _KEEPS_TEXT:
+            return False
+    return True
+
+
+def _parts(section: object, inner: str) -> Iterator[Mapping[str, object]]:
+    """The steps of a section of tokenizer.json, which may be absent, one step, or a sequence. What is no step has no type."""
+    if section is None:
+        return
+    if not isinstance(section, Mapping):
+        yield {}
+    elif section.get("type") != "Sequence":
+        yield section
+    else:
+        steps = section.get(inner)
+        for part in steps if isinstance(steps, list) else [{}]:
+            yield from _parts(part if part is not None else {}, inner)
+
+
+def _objects(value: object) -> Iterator[Mapping[str, object]]:
+    for item in value if isinstance(value, list) else []:
+        if isinstance(item, Mapping):
+            yield item

@@ -1,0 +1,120 @@
+"""The queue of text jobs: bounded, fair between tenants, and as good as its plain twin after anything that can happen to it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from headrace.core.errors import Overloaded
+from headrace.gateway.text_workers.queue import Entry, FairQueue
+
+MAX_ENTRIES, MAX_BYTES = 12, 100
+
+
+def entry(number: int, tenant: str = "a", num_bytes: int = 1, *, is_heavy: bool = False) -> Entry[int]:
+    return Entry(number, tenant, num_bytes, is_heavy)
+
+
+def drained(queue: FairQueue[int]) -> list[int]:
+    found: list[int] = []
+    while (popped := queue.pop(may_be_heavy=True)) is not None:
+        found.append(popped.item)
+    return found
+
+
+def test_tenants_take_turns_and_each_keeps_its_order() -> None:
+    queue: FairQueue[int] = FairQueue(max_entries=100, max_bytes=100)
+    for number in range(6):
+        queue.push(entry(number, "flood"))
+    queue.push(entry(10, "other"))
+    queue.push(entry(11, "other"))
+    assert drained(queue) == [0, 10, 1, 11, 2, 3, 4, 5]
+
+
+def test_heavy_and_light_jobs_take_turns_unless_heavy_ones_must_wait() -> None:
+    queue: FairQueue[int] = FairQueue(max_entries=100, max_bytes=100)
+    for number in range(4):
+        queue.push(entry(number, is_heavy=True))
+        queue.push(entry(10 + number))
+    assert [popped.item for _ in range(2) if (popped := queue.pop(may_be_heavy=False))] == [10, 11]
+    assert drained(queue) == [0, 12, 1, 13, 2, 3]
+
+
+def test_a_flood_is_refused_to_the_one_who_makes_it() -> None:
+    """One tenant's prompts filled the queue, and everybody else's got 429."""
+    queue: FairQueue[int] = FairQueue(max_entries=10, max_bytes=1000)
+    flood = [entry(number, "flood") for number in range(10)]
+    for one in flood:
+        queue.push(one)
+    with pytest.raises(Overloaded):
+        queue.push(entry(99, "flood"))
+    assert queue.push(entry(20, "other")) == [flood[9]]
+    assert queue.push(entry(21, "other")) == [flood[8]]
+    queue.check()
+    assert drained(queue) == [0, 20, 1, 21, *range(2, 8)]
+
+
+def test_room_in_bytes_is_made_by_the_tenant_with_most_bytes_and_only_as_far_as_it_has_more() -> None:
+    queue: FairQueue[int] = FairQueue(max_entries=100, max_bytes=100)
+    heavy = [entry(number, "flood", 30, is_heavy=True) for number in range(3)]
+    for one in heavy:
+        queue.push(one)
+    assert queue.push(entry(10, "other", 20)) == [heavy[2]]
+    with pytest.raises(Overloaded):
+        queue.push(entry(11, "third", 90))
+    queue.check()
+    assert sorted(drained(queue)) == [0, 1, 10]
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Beside a list: what was pushed and is not out in any of three ways must be there, and every tenant's light jobs leave in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: FairQueue[int] = FairQueue(max_entries=MAX_ENTRIES, max_bytes=MAX_BYTES)
+        self.waiting: list[Entry[int]] = []
+        self.number = 0
+
+    @rule(tenant=st.sampled_from("abc"), num_bytes=st.integers(1, 60), is_heavy=st.booleans())
+    def push(self, tenant: str, num_bytes: int, is_heavy: bool) -> None:
+        self.number += 1
+        new = entry(self.number, tenant, num_bytes, is_heavy=is_heavy)
+        before = list(self.waiting)
+        try:
+            evicted = self.queue.push(new)
+        except Overloaded:
+            assert len(before) == MAX_ENTRIES or sum(one.num_bytes for one in before) + num_bytes > MAX_BYTES
+            return
+        assert len({one.tenant for one in evicted}) <= 1
+        assert all(one.tenant != tenant for one in evicted)
+        self.waiting = [one for one in before if one not in evicted] + [new]
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        one = data.draw(st.sampled_from(self.waiting))
+        self.queue.remove(one)
+        self.waiting.remove(one)
+
+    @rule(may_be_heavy=st.booleans())
+    def pop(self, may_be_heavy: bool) -> None:
+        popped = self.queue.pop(may_be_heavy=may_be_heavy)
+        allowed = [one for one in self.waiting if may_be_heavy or not one.is_heavy]
+        if popped is None:
+            assert not allowed
+            return
+        mine = [one for one in allowed if (one.tenant, one.is_heavy) == (popped.tenant, popped.is_heavy)]
+        assert popped is mine[0]
+        self.waiting.remove(popped)
+
+    @invariant()
+    def holds(self) -> None:
+        self.queue.check()
+        assert len(self.queue) == len(self.waiting)
+        assert self.queue.num_bytes == sum(one.num_bytes for one in self.waiting)
+
+
+TestQueueMachine = QueueMachine.TestCase
+TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,267 @@
+"""Real worker processes: what a template or a text may take is bounded, a worker that exceeds it is replaced, and nobody else is hurt."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import text_kit
+from gateway_kit import eventually
+
+from headrace.core.errors import CheckpointError, InvalidRequest, Overloaded, Unavailable
+from headrace.gateway.config import Limits
+from headrace.gateway.text_workers import frames
+from headrace.gateway.text_workers.limits import HEAVY_BYTES
+from headrace.gateway.text_workers.model_text import ModelText
+from headrace.gateway.text_workers.pool import TextPool
+from headrace.gateway.text_workers.processes import HostProcess
+from headrace.text.folder import TextModel, load_text
+
+LOOP = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
+STEERED = (
+    "{% set said = messages[0].content %}"
+    "{% if said == 'loop' %}" + LOOP + "{% endif %}"
+    "{% if said == 'multiply' %}{{ (said * 10 ** 9) | length }}{% endif %}"
+    "{% if said == 'double' %}{% set ns = namespace(s=said) %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{% endif %}"
+    "{% if said == 'write' %}{% for i in range(90000) %}{{ said * 100 }}{% endfor %}{% endif %}" + text_kit.CHATML
+)
+"""A template that a client's words lead astray."""
+
+
+def says(content: str) -> list[dict[str, object]]:
+    return [{"role": "user", "content": content}]
+
+
+@asynccontextmanager
+async def workers(
+    folder: Path, *, max_workers: int = 2, max_queue: int = 100
+) -> AsyncIterator[tuple[ModelText, TextPool, HostProcess, TextModel]]:
+    text = load_text(folder)
+    host = HostProcess(frames.HostConfig({"fox": str(folder)}, Limits()))
+    async with TextPool(host, max_workers=max_workers, max_queue=max_queue, max_queue_bytes=8 << 20) as pool:
+        yield ModelText(pool, "fox", text.tokenizer), pool, host, text
+        pool.check()
+    assert host._process is None
+
+
+async def encode(text: ModelText, content: str, tenant: str = "t") -> list[int]:
+    return list(await text.encode_chat(says(content), max_model_len=None, tenant=tenant))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return text_kit.save_byte_level(tmp_path / "m", chat_template=STEERED)
+
+
+async def test_workers_answer_as_the_plain_twin_does(folder: Path) -> None:
+    async with workers(folder) as (text, _, _, own):
+        for content in ("Hello", "<|im_end|>", "caf\u00e9 \U0001f389" * 5000, ""):
+            assert await encode(text, content) == own.template.encode(own.tokenizer, says(content))
+        texts = ["one", "<|im_start|>", "x" * 100_000, "four"]
+        got = await text.encode(texts, add_special_tokens=True, max_model_len=None, tenant="t")
+        assert [list(ids) for ids in got] == [own.tokenizer.encode(one, add_special_tokens=True) for one in texts]
+        ids = own.tokenizer.encode("The quick brown fox", add_special_tokens=True)
+        assert await text.decode(ids, field="tokens", tenant="t") == own.tokenizer.decode(ids)
+        count, ids_json, texts_json = await text.tokenize("The fox", add_special_tokens=False, needs_texts=True, tenant="t")
+        assert json.loads(ids_json) == own.tokenizer.encode("The fox", add_special_tokens=False)
+        assert [own.tokenizer.token_to_id(one) for one in json.loads(texts_json)] == json.loads(ids_json)
+        assert count == len(json.loads(ids_json))
+
+
+async def test_refusals_come_across_whole(folder: Path) -> None:
+    async with workers(folder) as (text, _, _, own):
+        for messages in ([{"role": "nobody", "content": "x"}], [{"role": "user", "content": 5}], []):
+            with pytest.raises(InvalidRequest) as plain:
+                own.template.encode(own.tokenizer, messages)
+            with pytest.raises(InvalidRequest) as caught:
+                await text.encode_chat(messages, max_model_len=None, tenant="t")
+            assert str(caught.value) == str(plain.value)
+            assert caught.value.field == plain.value.field
+        for wrong in (10**6, 2**40, -1):
+            with pytest.raises(InvalidRequest) as caught:
+                await text.decode([5, wrong], field="tokens", tenant="t")
+            assert caught.value.field == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("content", "what", "reason"), [("loop", "CPU time", "cpu"), ("multiply", "memory", "memory"), ("double", "memory", "memory")]
+)
+async def test_a_template_led_astray_costs_its_own_request_only(folder: Path, content: str, what: str, reason: str) -> None:
+    async with workers(folder) as (text, pool, _, own):
+        expected = own.template.encode(own.tokenizer, says("Hello"))
+        results = await asyncio.gather(encode(text, content), *(encode(text, "Hello") for _ in range(20)), return_exceptions=True)
+        assert isinstance(results[0], InvalidRequest)
+        assert results[0].field == "messages"
+        assert what in str(results[0])
+        assert "chat template is at fault" in str(results[0])
+        assert results[1:] == [expected] * 20
+        assert pool.num_killed == {reason: 1}
+        assert await encode(text, "Hello") == expected
+        await eventually(lambda: len(pool._idle) == 2)
+
+
+async def test_a_template_that_writes_too_much_is_refused(folder: Path) -> None:
+    async with workers(folder) as (text, _, _, _):
+        with pytest.raises(InvalidRequest, match=r"once rendered|memory|CPU time"):
+            await encode(text, "write")
+
+
+@pytest.mark.parametrize(
+    ("template", "what"),
+    [
+        ("{{ 'A' * 10**10 }}", "memory"),
+        ("{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}", "memory"),
+        (LOOP, "CPU time"),
+        ("{% if %}", "not a valid template"),
+    ],
+)
+async def test_a_template_that_is_a_bomb_is_refused_at_the_start(tmp_path: Path, template: str, what: str) -> None:
+    """`{{ 'A' * 10**10 }}` is folded while it is compiled: the gateway itself grew to 9.6 GB."""
+    folder = text_kit.save_byte_level(tmp_path / "m", chat_template=template)
+    host = HostProcess(frames.HostConfig({"fox": str(folder)}, Limits(), start_cpu_s=0.5))
+    host.spawn()
+    assert host._process is not None
+    process = psutil.Process(host._process.pid)
+    peak = 0
+
+    async def watch() -> None:
+        nonlocal peak
+        while True:
+            peak = max(peak, process.memory_info().rss)
+            await asyncio.sleep(0.005)
+
+    watching = asyncio.create_task(watch())
+    with pytest.raises(CheckpointError, match=what) as caught:
+        await host.start()
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert caught.value.file == "fox/chat_template"
+    assert peak < 512 << 20
+
+
+async def test_who_leaves_frees_its_place_and_its_worker(folder: Path) -> None:
+    async with workers(folder, max_workers=1) as (text, pool, _, _):
+        heavy = asyncio.create_task(text.encode(["fox " * (HEAVY_BYTES * 4)], add_special_tokens=False, max_model_len=None, tenant="t"))
+        await eventually(lambda: len(pool._running) == 1)
+        waiting = [asyncio.create_task(encode(text, "Hello")) for _ in range(10)]
+        await eventually(lambda: pool.reading().num_waiting == 10)
+        for task in waiting[:9]:
+            task.cancel()
+        await eventually(lambda: pool.reading().num_waiting == 1)
+        heavy.cancel()
+        assert await waiting[9]
+        assert pool.num_killed == {"left": 1}
+        assert pool.reading().num_waiting_bytes == 0
+
+
+async def test_heavy_jobs_leave_one_worker_to_short_ones(folder: Path) -> None:
+    async with workers(folder) as (text, pool, _, _):
+        big = ["fox " * (HEAVY_BYTES * 2)]
+        heavy = [asyncio.create_task(text.encode(big, add_special_tokens=False, max_model_len=None, tenant="t")) for _ in range(4)]
+        await eventually(lambda: len(pool._running) == 1 and pool.reading().num_waiting == 3)
+        for _ in range(5):
+            assert await encode(text, "Hello")
+        assert not all(task.done() for task in heavy)
+        assert [len(ids) for ids in await asyncio.gather(*heavy)] == [1] * 4
+
+
+async def test_a_burst_of_a_thousand_short_prompts_is_read(folder: Path) -> None:
+    """The pool refused 670 of them for its 256 places although the engine queues 1,024."""
+    async with workers(folder, max_queue=Limits().max_text_queue) as (text, pool, _, _):
+        got = await asyncio.gather(*(encode(text, f"Hello {number}") for number in range(1000)))
+        assert len(got) == 1000
+        assert pool.num_refused == 0
+
+
+async def test_a_full_queue_refuses(folder: Path) -> None:
+    async with workers(folder, max_workers=1, max_queue=5) as (text, pool, _, _):
+        got = await asyncio.gather(*(encode(text, "Hello") for _ in range(20)), return_exceptions=True)
+        refused = [one for one in got if isinstance(one, Overloaded)]
+        assert pool.num_refused == len(refused) >= 10
+        assert await encode(text, "Hello")
+
+
+async def test_a_lost_host_fails_what_ran_and_is_started_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.gateway.text_workers.processes.RESTART_S", 0.01)
+    async with workers(folder, max_workers=1) as (text, pool, host, _):
+        await encode(text, "Hello")
+        running = asyncio.create_task(text.encode(["fox " * (HEAVY_BYTES * 4)], add_special_tokens=False, max_model_len=None, tenant="t"))
+        waiting = asyncio.create_task(encode(text, "Hello"))
+        await eventually(lambda: len(pool._running) == 1)
+        assert host._process is not None
+        host._process.kill()
+        with pytest.raises(Unavailable):
+            await running
+        assert await waiting
+        assert pool.num_killed == {"lost": 1}
+
+
+ORPHANS = """
+import asyncio, os, sys
+from headrace.gateway.config import Limits
+from headrace.gateway.text_workers import frames
+from headrace.gateway.text_workers.model_text import ModelText
+from headrace.gateway.text_workers.pool import TextPool
+from headrace.gateway.text_workers.processes import HostProcess
+from headrace.text.folder import load_text
+
+async def main():
+    host = HostProcess(frames.HostConfig({"fox": sys.argv[1]}, Limits()))
+    async with TextPool(host, max_workers=2, max_queue=9, max_queue_bytes=1 << 24) as pool:
+        text = ModelText(pool, "fox", load_text(sys.argv[1]).tokenizer)
+        await text.encode(["x"], add_special_tokens=False, max_model_len=None, tenant="t")
+        asyncio.create_task(text.encode(["fox " * 400_000], add_special_tokens=False, max_model_len=None, tenant="t"))
+        await asyncio.sleep(0.05)
+        print(host._process.pid, flush=True)
+        await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_no_worker_outlives_the_gateway(folder: Path) -> None:
+    """Not even one in the middle of a job, and not when the gateway is killed."""
+    process = subprocess.Popen([sys.executable, "-c", ORPHANS, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    host = psutil.Process(int(process.stdout.readline()))
+    family = [host, *host.children()]
+    assert len(family) == 3
+    process.kill()
+    process.wait(30)
+    process.stdout.close()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive
+
+
+async def test_a_worker_that_grew_is_replaced(folder: Path) -> None:
+    async with workers(folder, max_workers=1) as (text, pool, host, _):
+        assert host._process is not None
+        parent = psutil.Process(host._process.pid)
+        await eventually(lambda: len(pool._idle) == 1)
+        await eventually(lambda: len(parent.children()) == 1)  # the host takes a moment to fork
+        before = {child.pid for child in parent.children()}
+        await text.encode(["fox " * 250_000], add_special_tokens=False, max_model_len=None, tenant="t")
+        assert await encode(text, "Hello")
+        await eventually(lambda: before.isdisjoint(child.pid for child in parent.children()))
+        assert sum(child.memory_info().rss for child in parent.children()) < 256 << 20
+        assert not pool.num_killed
+
+
+async def test_a_signal_from_outside_costs_one_job(folder: Path) -> None:
+    async with workers(folder, max_workers=1) as (text, pool, host, _):
+        assert host._process is not None
+        await eventually(lambda: len(pool._idle) == 1)
+        parent = psutil.Process(host._process.pid)
+        await eventually(lambda: len(parent.children()) == 1)  # the host takes a moment to fork
+        os.kill(parent.children()[0].pid, signal.SIGKILL)
+        await eventually(lambda: not pool._idle)
+        assert await encode(text, "Hello")
