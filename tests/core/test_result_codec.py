@@ -39,6 +39,7 @@ def results(draw: st.DrawFn) -> Result:
     rows = sorted(draw(st.sets(st.integers(0, len(counts) - 1)))) if counts else []
     prompts = [draw(st.lists(entries(), min_size=1, max_size=3)) for _ in rows]
     errors = draw(st.lists(st.tuples(st.integers(0, len(counts) - 1), st.text(max_size=5)), max_size=2)) if counts else []
+    drafted = draw(st.just([]) | st.lists(st.integers(0, 2), min_size=len(counts), max_size=len(counts)))
     return Result(
         step_id=draw(st.integers(0, 2**40)),
         token_counts=array("i", counts),
@@ -47,6 +48,8 @@ def results(draw: st.DrawFn) -> Result:
         prompt_rows=array("i", rows),
         prompt_counts=array("i", [len(found) for found in prompts]),
         prompt_logprobs=columns_of([entry for found in prompts for entry in found]),
+        draft_counts=array("i", drafted),
+        drafts=array("i", draw(st.lists(ids, min_size=sum(drafted), max_size=sum(drafted)))),
         moves_done=array("i", draw(st.lists(st.integers(1, 2**31 - 1), max_size=3))),
         errors=tuple(errors),
     )
@@ -107,6 +110,8 @@ WHOLE = Result(
     [
         ({"token_counts": array("i", [2, 0])}, "counts of tokens"),
         ({"token_counts": array("i", [2, -1])}, "counts of tokens"),
+        ({"draft_counts": array("i", [1, 0])}, "counts of drafted tokens"),
+        ({"draft_counts": array("i", [1]), "drafts": array("i", [3])}, "drafts of some rows"),
         ({"logprobs": columns_of([None, None])}, "differ in number"),
         ({"logprobs": replace(WHOLE.logprobs, ranks=array("i"))}, "differ in length"),
         ({"logprobs": replace(WHOLE.logprobs, top_counts=array("i", [1]))}, "listed tokens"),

@@ -71,12 +71,12 @@ def check_every_row(scheduler: Scheduler) -> None:
 
 
 def recorded_bytes(plan: Plan) -> bytes:
-    """A plan as it was written when the digests were made. What plans have had since (ids of moves) does not change them."""
+    """A plan as it was written when the digests were made. Columns that came later (ids of moves, drafts) do not change them."""
     started = [
         {"slot": s.slot, "num_prompt_tokens": s.num_prompt_tokens, "index": s.index, "params": _params_to_json(s.params)}
         for s in plan.started
     ]
-    columns = [getattr(plan, name) for name in COLUMNS if name != "move_ids"] + [s.token_ids for s in plan.started]
+    columns = [getattr(plan, name) for name in COLUMNS if name not in ("move_ids", "drafts")] + [s.token_ids for s in plan.started]
     header = {"step_id": plan.step_id, "columns": [len(column) for column in columns], "started": started}
     text = json.dumps(header, separators=(",", ":")).encode()
     return struct.pack("<I", len(text)) + text + b"".join(column.tobytes() for column in columns)

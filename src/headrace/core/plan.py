@@ -7,7 +7,7 @@ tables) in per-slot state; a plan carries only the changes.
 Order in which a runner applies a plan:
   1. `ended` slots are forgotten          4. block moves are made, in order
   2. `started` slots are filled           5. one forward over all rows, KV written
-  3. block-table entries are written      6. rows with `samples` = 1 sample their next token, which the slot remembers
+  3. block-table entries are written      6. rows with `samples` sample their next tokens, which the slot remembers
 
 Moves other than COPY are asynchronous: point 4 only begins them. They read and write at any time until a Result names their ids in
 `moves_done`. A plan without rows, made while moves are in flight, asks for nothing but that news: a runner may wait a little with its
@@ -81,8 +81,13 @@ class Plan:
       slots          sequence slot
       starts         absolute position of the first token computed
       counts         tokens computed, >= 1
-      samples        1: sample one token after the row's last position. The tokens come from the slot's ids; position p of a slot
-                     is either known since `started` or was sampled by an earlier plan, so a plan never needs the ids themselves
+      samples        positions at the row's end whose logits are looked at: 0, 1, or 1 + the row's drafted tokens. One token is
+                     sampled after the first of them, and one after each drafted token that is what was sampled before it; the
+                     first that is not ends the row. So a row gives up to `samples` tokens. It may give none: then it is planned
+                     again, and a row planned meanwhile on its promise gives none either
+                     The tokens come from the slot's ids; position p of a slot is either known since `started` or was sampled by
+                     an earlier plan, so a plan never needs the ids themselves, but for those that are only drafted:
+      drafts         flat, row by row: samples - 1 ids of each row with samples > 1, which stand at its last positions
       adapter_slots  0 = base model
       mask_slots     -1 = no grammar mask
 
@@ -97,6 +102,7 @@ class Plan:
     starts: array[int] = field(default_factory=int_column)
     counts: array[int] = field(default_factory=int_column)
     samples: array[int] = field(default_factory=int_column)
+    drafts: array[int] = field(default_factory=int_column)
     adapter_slots: array[int] = field(default_factory=int_column)
     mask_slots: array[int] = field(default_factory=int_column)
     table_groups: array[int] = field(default_factory=int_column)
@@ -201,12 +207,15 @@ NO_LOGPROBS = LogprobColumns()
 class Result:
     """What a step produced, row by row in the plan's order.
 
-    token_counts     per row, 0..k tokens
+    token_counts     per row, 0..samples tokens
     token_ids        all rows' tokens, flat
     logprobs         one position per token in `token_ids`, or none when no row asked
     prompt_rows      rows with log-probabilities of prompt positions, ascending
     prompt_counts    for each of them, how many positions: start+1 .. start+count of the row, prompt only
     prompt_logprobs  theirs, flat; every position was asked for
+    draft_counts     per row, tokens drafted to follow those it gave; empty when nothing is drafted. They are the next plan's choice:
+                     it may take fewer, or none
+    drafts           theirs, flat
     moves_done       ids of asynchronous moves that ended since the last result, whichever plan began them; each id is reported once.
                      A step that raises reports none: what ended meanwhile is in the next result
     errors           (row, message): this sequence alone failed; it produced no token
@@ -219,6 +228,8 @@ class Result:
     prompt_rows: array[int] = field(default_factory=int_column)
     prompt_counts: array[int] = field(default_factory=int_column)
     prompt_logprobs: LogprobColumns = NO_LOGPROBS
+    draft_counts: array[int] = field(default_factory=int_column)
+    drafts: array[int] = field(default_factory=int_column)
     moves_done: array[int] = field(default_factory=int_column)
     errors: tuple[tuple[int, str], ...] = ()
 

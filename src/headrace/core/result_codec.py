@@ -16,7 +16,7 @@ from headrace.core.columns import FLOAT, INT, Unpacked, pack
 from headrace.core.errors import HeadraceError
 from headrace.core.plan import LogprobColumns, Result
 
-OWN_COLUMNS = ("token_counts", "token_ids", "prompt_rows", "prompt_counts", "moves_done")
+OWN_COLUMNS = ("token_counts", "token_ids", "prompt_rows", "prompt_counts", "draft_counts", "drafts", "moves_done")
 LOGPROB_TYPES = (INT, FLOAT, INT, INT, INT, FLOAT)
 """Of the columns of `LogprobColumns`, once for the tokens and once for the prompt."""
 NUM_COLUMNS = len(OWN_COLUMNS) + 2 * len(LOGPROB_TYPES)
@@ -64,6 +64,9 @@ def _check(result: Result) -> None:
     """Raises ValueError where the columns do not fit together."""
     _check_counts(result.token_counts, len(result.token_ids), "tokens")
     _check_counts(result.prompt_counts, len(result.prompt_logprobs), "prompt positions")
+    _check_counts(result.draft_counts, len(result.drafts), "drafted tokens")
+    if len(result.draft_counts) not in (0, len(result.token_counts)):
+        raise ValueError("drafts of some rows only")
     if len(result.logprobs) not in (0, len(result.token_ids)):
         raise ValueError("log-probabilities and tokens differ in number")
     _check_logprobs(result.logprobs)

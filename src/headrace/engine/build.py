@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable
 from threading import Thread
 
+from headrace.core.clock import Clock
 from headrace.core.model_info import ModelInfo
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox, Runner
@@ -44,9 +46,9 @@ def make_scheduler(config: EngineConfig, info: ModelInfo, *, cache_key: bytes | 
     )
 
 
-def assemble(config: EngineConfig, runner: Runner, info: ModelInfo, outbox: Outbox) -> Engine:
-    """An engine around any runner (the simulator's and the tests' fake one included)."""
-    return Engine(make_scheduler(config, info), runner, info=info, outbox=outbox, depth=config.depth)
+def assemble(config: EngineConfig, runner: Runner, info: ModelInfo, outbox: Outbox, *, clock: Clock = time.monotonic) -> Engine:
+    """An engine around any runner (the simulator's and the tests' fake one included), on any clock."""
+    return Engine(make_scheduler(config, info), runner, info=info, outbox=outbox, clock=clock, depth=config.depth)
 
 
 def build_engine(config: EngineConfig, outbox: Outbox) -> Engine:

@@ -21,7 +21,16 @@ from torch import Tensor
 from headrace.core.errors import EngineFatal
 from headrace.core.plan import NO_LOGPROBS, LogprobColumns, Plan, Result, int_column
 from headrace.engine.failpoints import failpoint
-from headrace.engine.runner_batch import Rows, Wanted, build_batch, find_wanted, num_scored, read_rows, refuse_moves_but_copies
+from headrace.engine.runner_batch import (
+    Rows,
+    Wanted,
+    build_batch,
+    find_wanted,
+    num_scored,
+    read_rows,
+    refuse_drafts,
+    refuse_moves_but_copies,
+)
 from headrace.engine.runner_slots import Ints, SlotState, column
 from headrace.tensor.batch import Batch, KvCache
 from headrace.tensor.kernels.filters import Draw
@@ -116,9 +125,10 @@ class ModelRunner:
             raise EngineFatal(f"the {self._device} device failed") from error
 
     def _apply(self, plan: Plan) -> None:
-        """Points 1 to 4 of `core.plan`. Repeating it is harmless. Raises ValueError, with nothing applied, for moves it cannot make."""
+        """Points 1 to 4 of `core.plan`. Repeating it is harmless. Raises ValueError, with nothing applied, for what it cannot do."""
         failpoint("runner.apply")
         refuse_moves_but_copies(plan)
+        refuse_drafts(plan)
         ended = column(plan.ended)
         self._state.end(ended)
         self._sampler.end(ended.tolist())

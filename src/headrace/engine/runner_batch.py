@@ -54,6 +54,12 @@ def refuse_moves_but_copies(plan: Plan) -> None:
             raise ValueError(f"move_kinds: this runner has no memory but the device's; every move must be COPY, got {name}")
 
 
+def refuse_drafts(plan: Plan) -> None:
+    """Raises ValueError for rows with drafted tokens, which this runner cannot verify. It drafts none itself, so none are planned."""
+    if plan.drafts:
+        raise ValueError(f"drafts: this runner verifies no drafted tokens; samples must be 0 or 1, got {max(plan.samples)}")
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """Tokens of the step [W], ascending, whose hidden states are looked at; None: all, as leaving a few out gains nothing."""

@@ -14,7 +14,9 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
+from headrace.core.clock import Clock
 from headrace.core.errors import CheckpointError, EngineFatal
 from headrace.core.kvgroup import KvGroup
 from headrace.core.model_info import ModelInfo
@@ -26,6 +28,9 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine
 
 MASK = 2**64 - 1
+
+Wait = Callable[[float], object]
+"""Lets so many seconds pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +45,8 @@ class FakeOptions:
     refuse            loading fails with this reason, as a broken checkpoint does
     verify            keep and check the paged memory
     digests, numerics of the hello, as a real model folder would have them
+    max_drafts        most tokens drafted to follow a row; how many, and which of them are wrong, is drawn from seed and position
+    withhold_every    about one row in so many that samples gives no token at its first try; 0: none
     """
 
     vocab_size: int = 4096
@@ -56,6 +63,8 @@ class FakeOptions:
     verify: bool = True
     digests: dict[str, str] = field(default_factory=dict)
     numerics: dict[str, str] = field(default_factory=dict)
+    max_drafts: int = 0
+    withhold_every: int = 0
 
     @property
     def eos_token_id(self) -> int:
@@ -81,14 +90,22 @@ def fake_info(options: FakeOptions) -> ModelInfo:
 
 
 def fake_engine(
-    outbox: Callable[[list[SequenceUpdate | Rejected]], None], options: FakeOptions | None = None, config: EngineConfig | None = None
+    outbox: Callable[[list[SequenceUpdate | Rejected]], None],
+    options: FakeOptions | None = None,
+    config: EngineConfig | None = None,
+    *,
+    clock: Clock = time.monotonic,
+    wait: Wait | None = None,
 ) -> Engine:
-    """The real scheduler and loop over a FakeRunner. Raises CheckpointError when the options say so."""
+    """The real scheduler and loop over a FakeRunner, on real time or on a clock that `wait` moves on.
+
+    Raises CheckpointError when the options say so.
+    """
     options = options or FakeOptions()
     if options.refuse is not None:
         raise CheckpointError("fake", options.refuse)
     config = (config or EngineConfig(model="fake")).checked()
-    return assemble(config, FakeRunner(options), fake_info(options), outbox)
+    return assemble(config, FakeRunner(options, clock=clock, wait=wait), fake_info(options), outbox, clock=clock)
 
 
 def fake_token(seed: int, index: int, position: int, previous: int, vocab_size: int) -> int:
@@ -116,18 +133,27 @@ class _Slot:
 
     started: Started
     ids: array[int]
+    withheld: int | None = None
+    """The position whose token was withheld last."""
+
+    @property
+    def seed(self) -> int:
+        return self.started.params.seed or 0
 
 
 class FakeRunner:
     """Implements `engine.loop.Runner`. Steps follow one another in submission order, as on a device."""
 
-    def __init__(self, options: FakeOptions) -> None:
+    def __init__(self, options: FakeOptions, *, clock: Clock = time.monotonic, wait: Wait | None = None) -> None:
+        """clock, wait: real time, or a virtual clock and what moves it on; `close` ends a real wait."""
         self.options = options
+        self._clock = clock
         self.num_steps = 0
         self._slots: dict[int, _Slot] = {}
         self._memory = PagedIds(options.block_size) if options.verify else None
         self._free_at = 0.0
         self._closed = threading.Event()
+        self._wait: Wait = wait or self._closed.wait
 
     def submit(self, plan: Plan) -> FakeTicket:
         """Computes at once, hands the result out when its time has come. Raises EngineFatal at the step chosen for it."""
@@ -136,8 +162,8 @@ class FakeRunner:
         if self.options.die_after_steps is not None and self.num_steps >= self.options.die_after_steps:
             raise EngineFatal("the fake device is gone")
         result = self._compute(plan)
-        self._free_at = max(self._free_at, time.monotonic()) + self._duration(plan)
-        return FakeTicket(result, self._free_at, self._closed)
+        self._free_at = max(self._free_at, self._clock()) + self._duration(plan)
+        return FakeTicket(result, self._free_at, self._clock, self._wait)
 
     def close(self) -> None:
         """Lets go of whoever waits for a step."""
@@ -155,17 +181,24 @@ class FakeRunner:
         counts, token_ids = int_column(), int_column()
         prompt_rows, prompt_counts = int_column(), int_column()
         logprobs, prompt_logprobs = LogprobColumns(), LogprobColumns()
+        draft_counts, next_drafts, given_drafts = int_column(), int_column(), iter(plan.drafts)
         for row, (slot_id, start, count, samples) in enumerate(zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True)):
             slot = self._slots[slot_id]
-            self._read_and_write(slot_id, slot, start, count)
-            if slot.started.params.prompt_logprobs is not None:
-                prompt_rows.append(row)
-                prompt_counts.append(self._score_prompt(slot, start, count, prompt_logprobs))
-            counts.append(samples)
-            if samples:
-                token_id = self._sample(slot, start + count)
-                token_ids.append(token_id)
+            drafts = list(islice(given_drafts, max(samples - 1, 0)))
+            tokens: list[int] = []
+            if not self._is_behind(slot, start + count - len(drafts)):
+                self._read_and_write(slot_id, slot, start, count, drafts)
+                tokens = self._sample(slot, start + count - len(drafts), drafts) if samples else []
+                if slot.started.params.prompt_logprobs is not None:
+                    prompt_rows.append(row)
+                    prompt_counts.append(self._score_prompt(slot, start, count, prompt_logprobs))
+            counts.append(len(tokens))
+            token_ids.extend(tokens)
+            for token_id in tokens:
                 logprobs.append(self._logprobs(token_id, slot.started.params.logprobs))
+            following = self._draft(slot) if tokens else []
+            draft_counts.append(len(following))
+            next_drafts.extend(following)
         return Result(
             step_id=plan.step_id,
             token_counts=counts,
@@ -174,7 +207,14 @@ class FakeRunner:
             prompt_rows=prompt_rows,
             prompt_counts=prompt_counts,
             prompt_logprobs=prompt_logprobs,
+            draft_counts=draft_counts if next_drafts else int_column(),
+            drafts=next_drafts,
         )
+
+    @staticmethod
+    def _is_behind(slot: _Slot, num_needed: int) -> bool:
+        """Whether a row was planned on the promise of a token that was withheld since: it gives none either."""
+        return slot.withheld is not None and num_needed > len(slot.ids) == slot.withheld
 
     def _apply(self, plan: Plan) -> None:
         """State changes, in the order core.plan gives."""
@@ -185,25 +225,58 @@ class FakeRunner:
         if self._memory is not None:
             self._memory.apply(plan)
 
-    def _read_and_write(self, slot_id: int, slot: _Slot, start: int, count: int) -> None:
-        if start + count > len(slot.ids):
-            raise AssertionError(f"slot {slot_id}: asked for positions up to {start + count}, knows {len(slot.ids)} ids")
+    def _read_and_write(self, slot_id: int, slot: _Slot, start: int, count: int, drafts: list[int]) -> None:
+        """drafts stand at the row's last positions, in place of what an undone step left there."""
+        known = start + count - len(drafts)
+        if known > len(slot.ids):
+            raise AssertionError(f"slot {slot_id}: asked for positions up to {known}, knows {len(slot.ids)} ids")
+        if drafts:
+            del slot.ids[known:]
+            slot.ids.extend(drafts)
         if self._memory is not None:
             self._memory.write(slot_id, start, slot.ids[start : start + count])
             self._memory.check(slot_id, slot.ids[: start + count])
 
-    def _sample(self, slot: _Slot, position: int) -> int:
-        """The id at `position`, remembered. What an undone step sampled there before is replaced."""
-        started = slot.started
-        seed = started.params.seed or 0
-        num_outputs = position - started.num_prompt_tokens
-        if self.options.eos_after is not None and num_outputs >= self.options.eos_after:
-            token_id = self.options.eos_token_id
-        else:
-            token_id = fake_token(seed, started.index, position, slot.ids[position - 1], self.options.vocab_size)
+    def _sample(self, slot: _Slot, position: int, drafts: list[int]) -> list[int]:
+        """The ids from `position` on, remembered: one, and one more for each draft that is what would have been sampled.
+
+        What an undone step sampled there before is replaced.
+        """
         del slot.ids[position:]
-        slot.ids.append(token_id)
-        return token_id
+        if self._is_withheld(slot, position):
+            return []
+        for draft in [*drafts, None]:
+            slot.ids.append(self._token(slot, len(slot.ids)))
+            if slot.ids[-1] != draft:
+                break
+        return slot.ids[position:].tolist()
+
+    def _is_withheld(self, slot: _Slot, position: int) -> bool:
+        every = self.options.withhold_every
+        is_again, slot.withheld = slot.withheld == position, None
+        if not every or is_again or fake_token(slot.seed, slot.started.index, position, 1, every + 1):
+            return False
+        slot.withheld = position
+        return True
+
+    def _token(self, slot: _Slot, position: int) -> int:
+        """What stands at `position`, behind the ids before it."""
+        started = slot.started
+        if self.options.eos_after is not None and position - started.num_prompt_tokens >= self.options.eos_after:
+            return self.options.eos_token_id
+        return fake_token(slot.seed, started.index, position, slot.ids[position - 1], self.options.vocab_size)
+
+    def _draft(self, slot: _Slot) -> list[int]:
+        """Ids that may follow. The first wrong one, if any is, is drawn as well."""
+        known = len(slot.ids)
+        count = fake_token(slot.seed, slot.started.index, known, 2, self.options.max_drafts + 2) if self.options.max_drafts else 0
+        for place in range(count):
+            token_id = self._token(slot, known + place)
+            is_wrong = fake_token(slot.seed, slot.started.index, known + place, 3, 5) == 0
+            slot.ids.append((token_id + 1) % self.options.vocab_size if is_wrong else token_id)
+        drafts = slot.ids[known:].tolist()
+        del slot.ids[known:]
+        return drafts
 
     def _score_prompt(self, slot: _Slot, start: int, count: int, scores: LogprobColumns) -> int:
         """Add the entries of the prompt positions after those computed; how many they are."""
@@ -223,17 +296,16 @@ class FakeRunner:
 
 
 class FakeTicket:
-    """A step that is over at `ready_at` (monotonic seconds). The wait ends early when the runner is closed."""
+    """A step that is over at `ready_at`, a time of `clock`. A real wait ends early when the runner is closed."""
 
-    def __init__(self, result: Result, ready_at: float, closed: threading.Event) -> None:
-        self._result = result
-        self._ready_at = ready_at
-        self._closed = closed
+    def __init__(self, result: Result, ready_at: float, clock: Clock, wait: Wait) -> None:
+        self._result, self._ready_at = result, ready_at
+        self._clock, self._wait = clock, wait
 
     def result(self) -> Result:
-        remaining = self._ready_at - time.monotonic()
+        remaining = self._ready_at - self._clock()
         if remaining > 0:
-            self._closed.wait(remaining)
+            self._wait(remaining)
         return self._result
 
 

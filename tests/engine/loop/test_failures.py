@@ -57,7 +57,7 @@ def test_a_failing_step_is_logged_with_its_traceback_and_counted(depth: int, cap
     [
         (Scheduler, "plan", FailureKind.PLAN),
         (SequenceTable, "add", FailureKind.MESSAGE),
-        (SequenceTable, "append_output", FailureKind.COMMIT),
+        (SequenceTable, "emit_output", FailureKind.COMMIT),
     ],
 )
 def test_a_failing_plan_message_or_commit_is_logged_and_counted(

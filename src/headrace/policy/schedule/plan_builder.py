@@ -59,6 +59,7 @@ class PlanBuilder:
             starts=rows.starts,
             counts=rows.counts,
             samples=rows.samples,
+            drafts=rows.drafts,
             adapter_slots=array("i", [0]) * num_rows,
             mask_slots=array("i", [-1]) * num_rows,
             table_groups=self.table_groups,

@@ -65,7 +65,9 @@ class Planner:
 
     def fill(self, step: PlanDraft) -> None:
         """Rows for who runs and who can be admitted. On an error the draft says what was granted so far."""
-        prefilling = self._plan_decodes(step)
+        prefilling, drafted = self._plan_decodes(step)
+        for seq in drafted:
+            self._plan_drafted(seq, step)
         self._plan_prefills(prefilling, step)
         self.charge(step)
 
@@ -84,12 +86,13 @@ class Planner:
         self.charge(step)
         return left
 
-    def _plan_decodes(self, step: PlanDraft) -> list[Sequence]:
-        """One token for each that decodes. Returns those that run and want more than one.
+    def _plan_decodes(self, step: PlanDraft) -> tuple[list[Sequence], list[Sequence]]:
+        """One token for each that decodes. Returns those that run and want more than one, and those with drafted tokens to verify.
 
         The loop is the hottest place of the policy floor: a sequence below `bulk_decode_limit` has nothing to ask.
         """
         prefilling: list[Sequence] = []
+        drafted: list[Sequence] = []
         seqs, starts = step.rows.seqs, step.rows.starts
         for seq in list(self.sequences.running):
             start = seq.num_planned
@@ -102,10 +105,23 @@ class Planner:
                 num_uncomputed = seq.num_uncomputed
                 if num_uncomputed > 1:
                     prefilling.append(seq)
+                elif num_uncomputed == 1 and seq.drafts:
+                    drafted.append(seq)
                 elif num_uncomputed == 1 and not seq.is_complete:
                     self._plan_decode(seq, step)
         step.rows.num_decodes = len(seqs)
-        return prefilling
+        return prefilling, drafted
+
+    def _plan_drafted(self, seq: Sequence, step: PlanDraft) -> None:
+        """One row over the last token and those drafted to follow it, as far as budget, length and blocks reach."""
+        if seq.state is not SeqState.RUNNING:
+            return  # preempted earlier in this plan
+        drafts = seq.drafts[: max(0, min(step.budget - 1, seq.limit - 1 - len(seq.tokens)))]
+        if drafts and self.kv.grow(seq, seq.num_planned + 1 + len(drafts), step.builder):
+            step.rows.drafts.extend(drafts)
+            self._grant(seq, 1 + len(drafts), step, samples=1 + len(drafts))
+        else:
+            self._plan_decode(seq, step)
 
     def _plan_prefills(self, prefilling: list[Sequence], step: PlanDraft) -> None:
         """Prefills in the queue policy's order, then who waits; those behind the first long prompt have their share before it."""
@@ -194,12 +210,14 @@ class Planner:
         is_oversized = num_uncomputed > self.config.max_num_batched_tokens
         return num_uncomputed if is_oversized and step.num_prefills == 0 else 0
 
-    def _grant(self, seq: Sequence, count: int, step: PlanDraft) -> None:
+    def _grant(self, seq: Sequence, count: int, step: PlanDraft, samples: int | None = None) -> None:
+        """samples: given for a row with drafted tokens; else it samples one token when it reaches the end of what is expected."""
         start = seq.num_planned
-        samples = int(start + count == seq.num_expected)
+        if samples is None:
+            samples = int(start + count == seq.num_expected)
         step.rows.add(seq, start, count, samples)
         step.num_more += count - 1 + self._price.surcharge(start, count)
-        step.num_prefills += count > 1
+        step.num_prefills += count > max(samples, 1)
         if seq.scores_prompt and start < seq.num_prompt:
             step.score_budget -= count
         seq.grant(count, samples)

@@ -15,6 +15,7 @@ No torch, no clock, no lock: the loop owns the one thread that calls this.
 from __future__ import annotations
 
 from array import array
+from itertools import accumulate
 
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
@@ -26,10 +27,10 @@ from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.plan_builder import PlanBuilder
 from headrace.policy.schedule.planner import PlanDraft, Planner
-from headrace.policy.schedule.sequence import SeqState, Sequence
+from headrace.policy.schedule.sequence import NO_DRAFTS, SeqState, Sequence
 from headrace.policy.schedule.sequence_table import SequenceTable
 from headrace.policy.schedule.step_rows import NO_ROWS, Row, StepRows
-from headrace.policy.schedule.updates import Output
+from headrace.policy.schedule.updates import NOTHING, Output
 
 
 class Scheduler:
@@ -171,10 +172,12 @@ class Scheduler:
         if first == len(rows) == len(result.token_counts):
             return
         errors, logprobs, prompt_logprobs = dict(result.errors), result.logprobs.entries(), result.prompt_entries()
+        drafts = _drafts_of(result)
         offset = first
         for i, (row, count) in enumerate(zip(rows.rows(first), result.token_counts[first:], strict=True), first):
             end = offset + count
-            output = Output(result.token_ids[offset:end], logprobs[offset:end], _not_emitted(row, prompt_logprobs.get(i, ())))
+            prompt = _not_emitted(row, prompt_logprobs.get(i, ()))
+            output = Output(result.token_ids[offset:end], logprobs[offset:end], prompt, drafts.get(i, NO_DRAFTS))
             self._commit_guarded(row, output, errors.get(i), now)
             offset = end
 
@@ -201,15 +204,30 @@ class Scheduler:
         if error is not None:
             self.sequences.fail(seq, error, now)
             return
+        if output.token_ids and row.first_sampled != len(seq.tokens):
+            output = output._replace(token_ids=NOTHING.token_ids, logprobs=())  # it was planned on the promise of a token that did not come
+        appended = self.sequences.append_tokens(seq, output)
         if row.is_current:
-            seq.commit(row.start + row.count)
+            seq.commit(row.num_computed(appended.kept))
             if seq.num_computed >= seq.num_prompt > row.start:
                 # Before the window moves on: a fork recomputes the last prompt token, seeing one token more.
                 self.sequences.fork_siblings(seq)
             next_block_commit = self.kv.commit(seq)
-        self.sequences.append_output(seq, output, now)
-        if row.is_current and seq.first_token_emitted:
-            seq.bulk_commit_limit = min(next_block_commit, seq.limit - 1)
+        self.sequences.emit_output(seq, output, appended, now)
+        if row.is_current:
+            if seq.first_token_emitted:
+                seq.bulk_commit_limit = min(next_block_commit, seq.limit - 1)
+            self._look_ahead(seq, row, appended.kept, output.drafts)
+
+    def _look_ahead(self, seq: Sequence, row: Row, kept: int, drafts: array[int]) -> None:
+        """After a current row: what was planned beyond what it computed does not count, and what was drafted is verified next."""
+        seq.waits_for_commit = False
+        if kept < row.samples:
+            is_last = seq.num_planned == row.start + row.count
+            seq.roll_back(seq.num_computed)
+            if not is_last:
+                self.sequences.disown_rows(seq)
+        seq.draft(drafts)
 
     def rollback(self, plan: Plan) -> list[Sequence]:
         """The step raised: its rows were not computed. Blocks stay, KV writes are idempotent. Returns the rows' live sequences."""
@@ -254,7 +272,8 @@ class Scheduler:
 
     def _check_sequence(self, seq: Sequence, in_flight: list[Row]) -> None:
         """Counts agree with the rows in flight; the limits that let a row pass in bulk are what a full check would find."""
-        assert seq.num_in_flight == sum(row.samples for row in in_flight), "pending ids and planned rows differ"
+        assert seq.num_in_flight == sum(row.samples for row in in_flight), "ids in flight and planned rows differ"
+        assert seq.num_expected <= seq.limit or seq.state is SeqState.DONE, "more is expected of it than its limit"
         current = sum(row.count for row in in_flight if row.incarnation == seq.incarnation)
         assert seq.state is not SeqState.RUNNING or seq.num_planned == seq.num_computed + current, "planned and computed differ"
         if seq.num_planned < seq.bulk_decode_limit:
@@ -273,7 +292,13 @@ def _are_plain(rows: StepRows, result: Result) -> bool:
     count = rows.num_decodes
     if result.logprobs or any(row < count for row, _ in result.errors) or any(row < count for row in result.prompt_rows):
         return False
-    return result.token_counts[:count] == rows.samples[:count]
+    return result.token_counts[:count] == rows.samples[:count] and not any(result.draft_counts[:count])
+
+
+def _drafts_of(result: Result) -> dict[int, array[int]]:
+    """row -> the tokens drafted to follow it."""
+    ends = accumulate(result.draft_counts)
+    return {row: result.drafts[end - count : end] for row, (count, end) in enumerate(zip(result.draft_counts, ends, strict=True)) if count}
 
 
 def _goes_on(seq: Sequence, computed: int, token: int) -> bool:

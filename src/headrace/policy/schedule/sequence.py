@@ -18,6 +18,8 @@ from headrace.core.ids import SeqId
 from headrace.core.request import EngineRequest
 
 NO_SLOT = -1
+NO_DRAFTS = array("i")
+"""Shared: never appended to."""
 
 
 class Stage(IntEnum):
@@ -52,6 +54,8 @@ class Sequence:
     bulk_decode_limit  positions below it are planned in bulk: it decodes, has blocks and is not complete; 0 = check it
     bulk_commit_limit  computed counts below it bring a token and nothing else: no end, no full block, no window passed; 0 = check it
     end_ids      tokens that end it, `min_tokens` apart
+    drafts       ids drafted to follow its last known one; the next row that computes it verifies them
+    waits_for_commit  it is planned only while no row of it is in flight: it is drafted for, or one of its rows gave too few tokens
     registered   per KV group, leading blocks already offered to the prefix cache
     num_prompt_logprobs_emitted  a preempted prompt is computed again, its log-probabilities are not emitted again
     stage, stage_since, stage_seconds  where its time goes: what it does now, since when, and the sums of what is over
@@ -77,6 +81,8 @@ class Sequence:
     bulk_decode_limit: int = 0
     bulk_commit_limit: int = 0
     end_ids: frozenset[int] = frozenset()
+    drafts: array[int] = field(default_factory=lambda: NO_DRAFTS)
+    waits_for_commit: bool = False
     registered: list[int] = field(default_factory=list)
     root: BlockHash = field(default_factory=lambda: BlockHash(b""))
     hashes: list[BlockHash] = field(default_factory=list)
@@ -100,7 +106,8 @@ class Sequence:
         """
         self.num_planned += count
         self.num_expected += samples
-        self.bulk_decode_limit = min(self.allocated_until, self.limit - 1) if samples else 0
+        self.drafts = NO_DRAFTS
+        self.bulk_decode_limit = min(self.allocated_until, self.limit - 1) if samples == 1 and not self.waits_for_commit else 0
 
     def ungrant(self, samples: int) -> None:
         """A row that would have given `samples` tokens is over: committed (what it gave is appended next), or rolled back."""
@@ -120,6 +127,19 @@ class Sequence:
         self.tokens.append(token)
         self.num_expected += 1
 
+    def draft(self, drafts: array[int]) -> None:
+        """Its last committed row came with these. They follow its last token, and are of no use when another row is in flight already."""
+        self.waits_for_commit = self.waits_for_commit or bool(drafts)
+        self.drafts = NO_DRAFTS if self.is_in_flight or self.num_in_flight else drafts
+        if self.waits_for_commit:
+            self.bulk_decode_limit = self.bulk_commit_limit = 0
+
+    def disown_rows(self) -> None:
+        """A row gave fewer tokens than the rows in flight were planned on: these do not count as computed, and come first."""
+        self.incarnation += 1
+        self.waits_for_commit = True
+        self.bulk_commit_limit = 0
+
     def start_behind(self, num_tokens: int) -> None:
         """Its first `num_tokens` positions are computed already, by another sequence."""
         self.num_computed = self.num_planned = num_tokens
@@ -131,6 +151,7 @@ class Sequence:
     def reset(self) -> None:
         """It holds no block any more: nothing of it is computed."""
         self.start_behind(0)
+        self.drafts, self.waits_for_commit = NO_DRAFTS, False
         self.allocated_until = self.bulk_decode_limit = self.bulk_commit_limit = 0
 
     # what changes its state
@@ -186,7 +207,9 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens that could be computed now."""
+        """Tokens that could be computed now, drafted ones apart."""
+        if self.waits_for_commit and (self.is_in_flight or self.num_in_flight):
+            return 0
         return self.num_expected - self.num_planned
 
     @property

@@ -9,6 +9,7 @@ There is one way in (`add`) and one way out (`end`), from every state. What a st
 from __future__ import annotations
 
 from array import array
+from typing import NamedTuple
 
 from headrace.core.errors import Overloaded, RequestTooLarge
 from headrace.core.finish import FinishReason
@@ -26,6 +27,14 @@ from headrace.policy.schedule.updates import NOTHING, Output, token_updates
 
 FORK = "headrace.fork"
 """Prerequisite of the 2nd..nth sequence of a request: the first one's prompt has been computed."""
+
+
+class Appended(NamedTuple):
+    """What became of a row's tokens: how many were kept, and whether the last one ends the sequence."""
+
+    kept: int
+    reason: FinishReason | None
+    stop_token_id: int | None
 
 
 class SequenceTable:
@@ -174,6 +183,11 @@ class SequenceTable:
         self.running.append(seq)
         self.generation += 1
 
+    def disown_rows(self, seq: Sequence) -> None:
+        """Rows of a running sequence that are in flight will not count: see `Sequence.disown_rows`."""
+        seq.disown_rows()
+        self.generation += 1  # the columns of those that run name its incarnation
+
     def take_ended_slots(self) -> list[int]:
         """Slots that were given back since the last plan, to be announced to the runner."""
         ended, self._ended_slots = self._ended_slots, []
@@ -278,8 +292,8 @@ class SequenceTable:
 
     # updates
 
-    def append_output(self, seq: Sequence, output: Output, now: float) -> None:
-        """Known tokens grow; the sequence may end; an update is emitted."""
+    def append_tokens(self, seq: Sequence, output: Output) -> Appended:
+        """Known tokens grow, as far as they reach before one ends the sequence."""
         reason: FinishReason | None = None
         stop_token: int | None = None
         kept = 0
@@ -295,6 +309,11 @@ class SequenceTable:
                 break
         if not params.stop:
             self.counters.generation_tokens += kept  # with stop strings the text side decides how many count: see _end
+        return Appended(kept, reason, stop_token)
+
+    def emit_output(self, seq: Sequence, output: Output, appended: Appended, now: float) -> None:
+        """An update says what was appended; the sequence may end."""
+        kept, reason, stop_token = appended
         if kept == 0 and not output.prompt_logprobs:
             return
         if kept:
@@ -305,7 +324,7 @@ class SequenceTable:
         self._updates.append(update)
 
     def emit_tokens(self, columns: RunningColumns, token_ids: list[int], needs_full_commit: list[int]) -> None:
-        """What `append_output` emits of one token each, for all sequences of the columns but those at `needs_full_commit` (ascending)."""
+        """What `emit_output` emits of one token each, for all sequences of the columns but those at `needs_full_commit` (ascending)."""
         updates = token_updates(columns, token_ids)
         for i in reversed(needs_full_commit):
             del updates[i]

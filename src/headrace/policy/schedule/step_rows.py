@@ -15,13 +15,25 @@ from headrace.policy.schedule.sequence import SeqState, Sequence
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """What one planned row meant. samples: 1 when a token is sampled after its last position, else 0."""
+    """What one planned row meant. samples: most tokens it can give, from as many positions at its end."""
 
     seq: Sequence
     incarnation: int
     start: int
     count: int
     samples: int
+
+    @property
+    def first_sampled(self) -> int:
+        """Position of the first token it gives."""
+        return self.start + self.count - self.samples + 1
+
+    def num_computed(self, num_tokens: int) -> int:
+        """Positions computed for good once it gave so many tokens: drafted ones count as far as they were right.
+
+        A row that was to give a token and gave none has to compute its last position again.
+        """
+        return self.start + self.count - (self.samples - num_tokens)
 
     @property
     def is_current(self) -> bool:
@@ -65,19 +77,21 @@ class StepRows:
 
     seqs, starts     one entry per row
     counts, samples  entries may be missing at the end until `fill`: they are 1
+    drafts           flat: samples - 1 for each row with samples > 1
     num_decodes      leading rows of one token that sample one
     After `close`:
     slots, incarnations  of the rows' sequences
     decode_columns       the leading rows' other columns
     """
 
-    __slots__ = ("counts", "decode_columns", "incarnations", "num_decodes", "samples", "seqs", "slots", "starts")
+    __slots__ = ("counts", "decode_columns", "drafts", "incarnations", "num_decodes", "samples", "seqs", "slots", "starts")
 
     def __init__(self) -> None:
         self.seqs: list[Sequence] = []
         self.starts = array("i")
         self.counts = array("i")
         self.samples = array("i")
+        self.drafts = array("i")
         self.num_decodes = 0
         self.slots = array("i")
         self.incarnations: list[int] = []

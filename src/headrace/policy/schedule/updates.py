@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from headrace.core.plan import TokenLogprobs
 from headrace.core.update import SequenceUpdate
+from headrace.policy.schedule.sequence import NO_DRAFTS
 from headrace.policy.schedule.step_rows import RunningColumns
 
 
@@ -18,6 +19,7 @@ class Output(NamedTuple):
     token_ids: array[int]
     logprobs: Sequence[TokenLogprobs | None] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    drafts: array[int] = NO_DRAFTS
 
 
 NOTHING = Output(array("i"))

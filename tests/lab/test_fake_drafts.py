@@ -1,0 +1,191 @@
+"""Rows that give 0..k tokens: whatever is drafted, withheld, preempted or cancelled, the answers are the plain twin's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.core.finish import FinishReason
+from headrace.core.ids import RequestId, SlotId
+from headrace.core.plan import Plan, Result, Started, int_column
+from headrace.core.request import EngineRequest
+from headrace.core.sampling import SamplingParams
+from headrace.core.update import Rejected, SequenceUpdate
+from headrace.engine.config import EngineConfig
+from headrace.lab.fake_runner import FakeOptions, FakeRunner, fake_answer, fake_engine
+
+OPTIONS = FakeOptions(block_size=4, num_blocks=20, max_model_len=48, vocab_size=50, max_drafts=4)
+
+
+@dataclass
+class Driven:
+    """A fake engine turned by hand, its plans watched."""
+
+    options: FakeOptions
+    config: EngineConfig
+    tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    ends: dict[tuple[str, int], SequenceUpdate] = field(default_factory=dict)
+    most: int = 0
+    num_drafted_rows: int = 0
+
+    def __post_init__(self) -> None:
+        self.engine = fake_engine(self.take, self.options, self.config, clock=lambda: 0.0)
+        submit, commit = self.engine._runner.submit, self.engine.scheduler.commit
+        in_flight: dict[int, set[int]] = {}
+
+        def seen(plan: Plan) -> object:
+            drafted = {slot for slot, samples in zip(plan.slots, plan.samples, strict=True) if samples > 1}
+            assert len(plan.drafts) == sum(max(samples - 1, 0) for samples in plan.samples)
+            assert not any(drafted & earlier for earlier in in_flight.values()), "verified while another row of it is in flight"
+            self.num_drafted_rows += len(drafted)
+            in_flight[plan.step_id] = set(plan.slots) - set(plan.ended)
+            return submit(plan)
+
+        def committed(plan: Plan, result: Result, now: float) -> list[SequenceUpdate]:
+            del in_flight[plan.step_id]
+            return commit(plan, result, now)
+
+        self.engine._runner.submit = seen  # type: ignore[method-assign, assignment]
+        self.engine.scheduler.commit = committed  # type: ignore[method-assign]
+
+    def take(self, updates: list[SequenceUpdate | Rejected]) -> None:
+        for update in updates:
+            assert isinstance(update, SequenceUpdate), update
+            self.tokens.setdefault((update.request_id, update.index), []).extend(update.token_ids)
+            self.most = max(self.most, len(update.token_ids))
+            if update.finish is not None:
+                self.ends[update.request_id, update.index] = update
+
+    def run(self) -> None:
+        for _ in range(3000):
+            busy = self.engine.turn()
+            self.engine.scheduler.check()
+            if not busy and not self.engine.scheduler.has_work:
+                return
+        raise AssertionError("the engine did not come to rest")
+
+
+def request(number: int, length: int, **params: object) -> EngineRequest:
+    given = {"seed": number, "max_tokens": 20, **params}
+    prompt = tuple((number % 3 * 7 + i) % 49 for i in range(length))
+    return EngineRequest(request_id=RequestId(f"r{number}"), prompt_ids=prompt, params=SamplingParams(**given))  # type: ignore[arg-type]
+
+
+def expected(one: EngineRequest, index: int, options: FakeOptions) -> list[int]:
+    """The plain twin's answer: one token after the other, until one of its own ends it."""
+    answer = fake_answer(one, index, one.params.max_tokens or 20, options)
+    stops = [place for place, token in enumerate(answer) if token in one.params.stop_token_ids]
+    return answer[: stops[0] + 1] if stops else answer
+
+
+requests = st.builds(
+    lambda length, n, max_tokens, stop, scored: {
+        "length": length,
+        "n": n,
+        "max_tokens": max_tokens,
+        "stop_token_ids": (3, 11, 19) if stop else (),
+        "prompt_logprobs": 1 if scored else None,
+        "logprobs": 1 if scored else None,
+    },
+    st.integers(1, 20),
+    st.integers(1, 3),
+    st.integers(1, 24),
+    st.booleans(),
+    st.booleans(),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    depth=st.sampled_from([1, 2]),
+    drawn=st.lists(requests, min_size=1, max_size=7),
+    cancels=st.dictionaries(st.integers(0, 6), st.integers(1, 25), max_size=2),
+    options=st.builds(
+        lambda blocks, drafts, withhold, eos: replace(
+            OPTIONS, num_blocks=blocks, max_drafts=drafts, withhold_every=withhold, eos_after=eos
+        ),
+        st.integers(14, 40),
+        st.integers(0, 5),
+        st.sampled_from([0, 2, 5]),
+        st.none() | st.integers(1, 12),
+    ),
+    batched=st.sampled_from([5, 8, 64]),
+    caching=st.booleans(),
+)
+def test_drafted_answers_are_the_plain_twins(
+    depth: int, drawn: list[dict[str, int]], cancels: dict[int, int], options: FakeOptions, batched: int, caching: bool
+) -> None:
+    config = EngineConfig(
+        model="fake", max_num_seqs=5, max_num_batched_tokens=batched, block_size=4, depth=depth, enable_prefix_caching=caching
+    )
+    driven = Driven(options, config)
+    asked = [request(number, **one) for number, one in enumerate(drawn)]
+    for one in asked:
+        driven.engine.submit(one)
+    for turn in range(26):
+        for number, when in cancels.items():
+            if when == turn:
+                driven.engine.cancel(RequestId(f"r{number}"))
+        driven.engine.turn()
+        driven.engine.scheduler.check()
+    driven.run()
+    for one in asked:
+        for index in range(one.params.n):
+            tokens, end = driven.tokens[one.request_id, index], driven.ends[one.request_id, index]
+            answer = expected(one, index, options)
+            assert tokens == answer[: len(tokens)]
+            assert len(tokens) == len(answer) or end.finish is FinishReason.CANCELLED
+    counters = driven.engine.snapshot()
+    assert (counters.num_running, counters.num_waiting) == (0, 0)
+    assert counters.kv_blocks_used == 1
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_drafts_save_steps(depth: int) -> None:
+    steps = {}
+    for max_drafts in (0, 4):
+        driven = Driven(replace(OPTIONS, num_blocks=200, max_drafts=max_drafts), EngineConfig(model="fake", block_size=4, depth=depth))
+        for number in range(4):
+            driven.engine.submit(request(number, 6, max_tokens=40))
+        driven.run()
+        assert [len(driven.tokens[f"r{number}", 0]) for number in range(4)] == [40] * 4
+        steps[max_drafts] = driven.engine.snapshot().counters.steps
+        assert (driven.most > 1) == (driven.num_drafted_rows > 0) == (max_drafts > 0)
+    if depth == 1:
+        assert steps[4] < 0.7 * steps[0]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_memory_that_is_short_preempts_sequences_with_drafts(depth: int) -> None:
+    config = EngineConfig(model="fake", max_num_seqs=5, max_num_batched_tokens=32, block_size=4, depth=depth)
+    driven = Driven(replace(OPTIONS, num_blocks=18, withhold_every=4), config)
+    asked = [request(number, 8, max_tokens=30) for number in range(6)]
+    for one in asked:
+        driven.engine.submit(one)
+    driven.run()
+    assert driven.engine.snapshot().counters.preemptions > 0
+    assert driven.num_drafted_rows > 10
+    assert all(driven.tokens[one.request_id, 0] == fake_answer(one, 0, 30, driven.options) for one in asked)
+
+
+def test_a_row_behind_a_withheld_token_gives_none_and_the_token_comes_when_asked_again() -> None:
+    runner = FakeRunner(replace(OPTIONS, max_drafts=0, withhold_every=1))
+    started = Started(SlotId(0), int_column([1, 2, 3]), 3, SamplingParams(seed=0), 0)
+    one = Plan(
+        step_id=1,
+        slots=int_column([0]),
+        starts=int_column([0]),
+        counts=int_column([3]),
+        samples=int_column([1]),
+        table_groups=int_column([0]),
+        table_slots=int_column([0]),
+        table_indices=int_column([0]),
+        table_blocks=int_column([1]),
+        started=(started,),
+    )
+    again = Plan(step_id=2, slots=one.slots, starts=int_column([3]), counts=int_column([1]), samples=one.samples)
+    plans = [one, again, replace(again, step_id=3, starts=int_column([2]))]
+    assert [list(runner.submit(plan).result().token_counts) for plan in plans] == [[0], [0], [1]]
