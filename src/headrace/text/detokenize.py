@@ -40,6 +40,22 @@ class Detokenizer:
     num_released  characters given out
     """
 
+    __slots__ = (
+        "_decoder",
+        "_held",
+        "_include_stop",
+        "_matcher",
+        "_min_tokens",
+        "_skipped",
+        "_stop_match",
+        "_token_bytes",
+        "_whole_texts",
+        "has_partial",
+        "num_chars",
+        "num_released",
+        "num_tokens",
+    )
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -50,7 +66,7 @@ class Detokenizer:
         min_tokens: int = 0,
     ) -> None:
         self._token_bytes = tokenizer.token_bytes
-        self._whole_text = tokenizer.whole_text
+        self._whole_texts = tokenizer.whole_texts
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -70,11 +86,11 @@ class Detokenizer:
         """
         if self.has_partial or self._held or self._stop_match is not None:
             return None
-        whole_text, skipped = self._whole_text, self._skipped
+        whole_texts, skipped = self._whole_texts, self._skipped
         text = ""
         for token_id in token_ids:
-            chars = "" if token_id in skipped else whole_text(token_id)
-            if not chars:
+            chars = whole_texts[token_id]
+            if not chars or token_id in skipped:
                 return None
             text += chars
         if self._matcher is not None and not self._matcher.ignores(text):

@@ -37,6 +37,7 @@ class Tokenizer:
     special_ids     control tokens that `skip_special_tokens` leaves out
     digest          SHA-256 of tokenizer.json, hex
     bound           how few tokens a text can have, by its bytes; None for a tokenizer whose rules allow no bound
+    whole_texts     token id -> its text, for tokens that are whole characters by themselves
     """
 
     def __init__(self, folder: Path, data: bytes) -> None:
@@ -52,7 +53,7 @@ class Tokenizer:
         self.vocab_size: int = max(vocab.values()) + 1
         self.bound: TokenBound | None = token_bound(document, vocab.keys(), [token.content for token in self._added.values()])
         self._bytes: list[bytes | None] = [None] * self.vocab_size
-        self._whole_texts: dict[int, str] = {}
+        self.whole_texts = WholeTexts(self)
         self.digest: str = sha256(data).hexdigest()
         self.special_tokens: dict[str, str] = _special_tokens(folder)
         self.bos_token_id: int | None = self.token_to_id(self.special_tokens.get("bos_token", ""))
@@ -162,18 +163,6 @@ class Tokenizer:
                 token = self._inner.id_to_token(token_id)
                 known = b"" if token is None else self._spelling.to_bytes(token)
             self._bytes[token_id] = known
-        return known
-
-    def whole_text(self, token_id: int) -> str:
-        """The text of a token that is whole characters by itself; empty for one that has no text or only a part of a character."""
-        known = self._whole_texts.get(token_id)
-        if known is None:
-            try:
-                known = self.token_bytes(token_id).decode()
-            except UnicodeDecodeError:
-                known = ""
-            if 0 <= token_id < self.vocab_size:
-                self._whole_texts[token_id] = known
         return known
 
     def token_text(self, token_id: int) -> str:
@@ -287,6 +276,24 @@ class Tokenizer:
             if full[start : start + len(bare)] == bare:
                 return full[:start], full[start + len(bare) :]
         raise CheckpointError("tokenizer.json", "the post-processor changes the tokens of the text itself")
+
+
+class WholeTexts(dict[int, str]):
+    """Texts of tokens that are whole characters by themselves, each made when it is first asked for. Empty for a token that has no text, or
+    only a part of a character. A dictionary, because one is looked up per token that is streamed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str:
+        try:
+            text = self._tokenizer.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            text = ""
+        if 0 <= token_id < self._tokenizer.vocab_size:
+            self[token_id] = text
+        return text
 
 
 def check_text(text: str, field: str) -> None:

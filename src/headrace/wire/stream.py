@@ -39,6 +39,23 @@ class ReplicaStream:
     direct  what takes plain rows in the reader's place, set and cleared by the reader
     """
 
+    __slots__ = (
+        "_error",
+        "_is_ended",
+        "_is_ready",
+        "_on_end",
+        "_on_leave",
+        "_on_ready",
+        "_plain",
+        "_running",
+        "_unread_bytes",
+        "_updates",
+        "_waiter",
+        "attempt",
+        "direct",
+        "handle",
+    )
+
     def __init__(
         self,
         request: EngineRequest,

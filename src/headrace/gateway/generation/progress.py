@@ -20,10 +20,14 @@ class _Sequence:
     first_s: float = 0.0
     last_s: float = 0.0
     finish: FinishReason | None = None
+    metrics: ReplicaMetrics | None = None
+    """Of the replica that gave the first token."""
 
 
 class Progress:
     """ttft_s  seconds from arrival to the first token of any sequence, None before it"""
+
+    __slots__ = ("_arrived_s", "_instruments", "_sequences", "_stream", "num_sequences", "ttft_s")
 
     def __init__(self, stream: EventStream, *, num_sequences: int, arrived_s: float, instruments: Callable[[str], ReplicaMetrics]) -> None:
         """instruments: of a replica, by its name"""
@@ -39,21 +43,21 @@ class Progress:
         for event in events:
             sequence = self._sequences[event.index]
             if event.num_tokens:
-                self._see_tokens(sequence, event.num_tokens, now, self._metrics_of(event.index))
+                if sequence.num_tokens == 0:
+                    self._see_first(sequence, now, self._metrics_of(event.index))
+                elif sequence.metrics is not None:
+                    sequence.metrics.inter_token_latency.observe((now - sequence.last_s) / event.num_tokens, event.num_tokens)
+                sequence.num_tokens += event.num_tokens
+                sequence.last_s = now
             if event.finish is not None:
                 sequence.finish = event.finish
 
-    def _see_tokens(self, sequence: _Sequence, num_new: int, now: float, metrics: ReplicaMetrics | None) -> None:
-        if sequence.num_tokens == 0:
-            sequence.first_s = now
-            if self.ttft_s is None:
-                self.ttft_s = now - self._arrived_s
-                if metrics is not None:
-                    metrics.time_to_first_token.observe(self.ttft_s)
-        elif metrics is not None:
-            metrics.inter_token_latency.observe((now - sequence.last_s) / num_new, num_new)
-        sequence.num_tokens += num_new
-        sequence.last_s = now
+    def _see_first(self, sequence: _Sequence, now: float, metrics: ReplicaMetrics | None) -> None:
+        sequence.first_s, sequence.metrics = now, metrics
+        if self.ttft_s is None:
+            self.ttft_s = now - self._arrived_s
+            if metrics is not None:
+                metrics.time_to_first_token.observe(self.ttft_s)
 
     def close(self, now: float, *, n: int) -> None:
         """The request ended, however it did: observe what is known only then. n: sequences per prompt, which wait together."""

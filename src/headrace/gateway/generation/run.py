@@ -93,9 +93,10 @@ class DirectChunks:
         return self._sse.has_room
 
     def take(self, events: Sequence[OutputEvent]) -> None:
-        self._progress.see(events, self._clock())
+        now = self._clock()
+        self._progress.see(events, now)
         if payload := self._answer.chunk(events):
-            self._sse.write_now(payload)
+            self._sse.write_now(payload, now)
 
 
 class Run:

@@ -72,7 +72,11 @@ class SseStream:
     async def _send(self, payload: bytes, *, is_last: bool) -> None:
         if self._ping is not None and not self._ping.done():
             await self._ping  # a comment that waits for the socket goes first
-        await self._exchange.write(payload, is_last=is_last)
+        self._watch.writing.add(self)
+        try:
+            await self._exchange.write(payload, is_last=is_last)
+        finally:
+            self._watch.writing.discard(self)
         self.last_write_s = self._clock()
 
     @property
@@ -80,21 +84,20 @@ class SseStream:
         """Whether `write` would return at once."""
         return (self._ping is None or self._ping.done()) and self._exchange.has_room
 
-    def write_now(self, payload: bytes) -> None:
-        """`write` without waiting, right after `has_room`."""
+    def write_now(self, payload: bytes, now: float) -> None:
+        """`write` without waiting, right after `has_room`. now: on the watch's clock"""
         self._exchange.write_now(payload)
-        self.last_write_s = self._clock()
+        self.last_write_s = now
 
-    def needs_look(self, quiet_since_s: float) -> bool:
-        """Something waits for the client, or nothing was written after `quiet_since_s`."""
-        return self._exchange.pending_bytes > 0 or self.last_write_s < quiet_since_s
+    def bound(self, max_pending_bytes: int) -> None:
+        """The end of a stream for whose client too much waits."""
+        pending_bytes = self._exchange.pending_bytes
+        if pending_bytes and pending_bytes + self.unread_bytes() > max_pending_bytes + self.score_bytes:
+            self._exchange.abort(SlowReader(f"More than {max_pending_bytes} bytes of the answer waited for the client."))
 
-    def look(self, now: float, *, ping_s: float, max_pending_bytes: int) -> None:
-        """What the watch does with this stream: nothing, a comment line, or the end."""
-        if self._exchange.pending_bytes:
-            if self._exchange.pending_bytes + self.unread_bytes() > max_pending_bytes + self.score_bytes:
-                self._exchange.abort(SlowReader(f"More than {max_pending_bytes} bytes of the answer waited for the client."))
-        elif now - self.last_write_s > ping_s:
+    def ping(self, now: float) -> None:
+        """A comment line, unless something waits for the client anyway."""
+        if not self._exchange.pending_bytes:
             self.last_write_s = now
             self._ping = asyncio.create_task(self._send_ping())
 
@@ -106,6 +109,8 @@ class SseStream:
 class StreamWatch:
     """All open streams, looked at every TICK_S. `async with` runs it.
 
+    writing  those whose task or comment is being written: only they may have something that waits for the client
+
     on_lag  called with how late each look came: what everybody on this event loop had to wait just then
     """
 
@@ -113,6 +118,7 @@ class StreamWatch:
         self, *, ping_s: float, max_pending_bytes: int, on_lag: Callable[[float], None] = lambda _: None, clock: Clock = time.monotonic
     ) -> None:
         self.streams: set[SseStream] = set()
+        self.writing: set[SseStream] = set()
         self._ping_s = ping_s
         self._max_pending_bytes = max_pending_bytes
         self._on_lag = on_lag
@@ -134,8 +140,11 @@ class StreamWatch:
     def look(self) -> None:
         """One round. Separate from the timer for tests."""
         now = self._clock()
-        for stream in [stream for stream in self.streams if stream.needs_look(now - self._ping_s)]:
-            stream.look(now, ping_s=self._ping_s, max_pending_bytes=self._max_pending_bytes)
+        for stream in list(self.writing):
+            stream.bound(self._max_pending_bytes)
+        quiet_since_s = now - self._ping_s
+        for stream in [stream for stream in self.streams if stream.last_write_s < quiet_since_s]:
+            stream.ping(now)
 
     async def _run(self) -> None:
         while True:

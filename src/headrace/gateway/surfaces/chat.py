@@ -167,6 +167,9 @@ def parse_chat(body: dict[str, object], limits: Limits) -> ChatRequest:
     return request
 
 
+TEXT_CHOICE = b'{"index":%d,"delta":{"content":%s},"logprobs":null,"finish_reason":null}'
+
+
 class ChatAnswer:
     """A `generation.run.Answer`."""
 
@@ -179,7 +182,7 @@ class ChatAnswer:
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._outputs = [Output() for _ in range(request.n)]
         self._is_opened = [False] * request.n
-        self._chunks = Chunks(facts, "chat.completion.chunk", include_usage=wants_usage(request))
+        self._chunks = Chunks(facts, "chat.completion.chunk", TEXT_CHOICE, include_usage=wants_usage(request))
 
     def chunk(self, events: Sequence[OutputEvent]) -> bytes:
         parts: list[bytes] = []
@@ -189,8 +192,10 @@ class ChatAnswer:
                 opening = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
                 parts.append(self._chunks.chunk(opening % event.index))
             has_parts = bool(event.reasoning or event.tool_calls)
-            if event.text or has_parts or event.finish is not None or (self._has_logprobs and event.logprobs):
+            if has_parts or event.finish is not None or (self._has_logprobs and event.logprobs):
                 parts.append(self._chunks.chunk(self._choice(event, self._delta_of_parts(event) if has_parts else None)))
+            elif event.text:
+                parts.append(self._chunks.text(event.index, event.text))
         return b"".join(parts)
 
     def _delta_of_parts(self, event: OutputEvent) -> bytes:

@@ -121,6 +121,9 @@ def prompt_list(prompt: str | list[Any]) -> list[str | list[int]]:
     raise InvalidRequest("prompt", rule, prompt, "Lists may not be empty or mixed.")
 
 
+TEXT_CHOICE = b'{"index":%d,"text":%s,"logprobs":null,"finish_reason":null}'
+
+
 class CompletionAnswer:
     """A `generation.run.Answer`. Choices are numbered prompt by prompt: prompt p's sequence i is choice p * n + i.
 
@@ -138,7 +141,7 @@ class CompletionAnswer:
         self._scores: list[list[TokenLogprobs]] = [[] for _ in prepared.prompts]
         self._echoes: dict[int, CompletionLogprobs] = {}
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
-        self._chunks = Chunks(facts, "text_completion", include_usage=wants_usage(request))
+        self._chunks = Chunks(facts, "text_completion", TEXT_CHOICE, include_usage=wants_usage(request))
         self._is_echo_only = request.max_tokens == 0
 
     def chunk(self, events: Sequence[OutputEvent]) -> bytes:
@@ -158,6 +161,8 @@ class CompletionAnswer:
         self._is_opened[index] = True
         if not (text or event.finish is not None or logprobs):
             return b""
+        if event.finish is None and not logprobs:
+            return self._chunks.text(index, text)
         encoded = (index, _encode(text), _encode(logprobs), finish_part(event))
         return self._chunks.chunk(b'{"index":%d,"text":%s,"logprobs":%s%s' % encoded)
 

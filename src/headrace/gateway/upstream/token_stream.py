@@ -197,7 +197,8 @@ class TokenStream:
 
     def _keep(self, index: int, token_ids: tuple[int, ...]) -> None:
         kept = self.output_ids[index]
-        kept.extend(token_ids[: self.call.max_output_tokens - len(kept)])
+        room = self.call.max_output_tokens - len(kept)
+        kept.extend(token_ids if len(token_ids) <= room else token_ids[:room])
 
 
 def merged(events: Iterable[OutputEvent]) -> list[OutputEvent]:

@@ -6,7 +6,7 @@ Tokens are columns; what only some rows have (an end, a first token's facts, log
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypedDict, TypeVar
+from typing import TypedDict, TypeVar, cast
 
 from headrace.core.finish import FinishReason
 from headrace.core.plan import TokenLogprobs
@@ -92,12 +92,13 @@ class UpdateRows:
 
     def __iter__(self) -> Iterator[Row]:
         message = self._message
-        token_ids = list(message.token_ids)
+        handles = cast("Iterable[Handle]", message.handles)
+        token_ids = tuple(message.token_ids)
         sparse = {*self._finished, *self._first, *self._logprobs, *self._prompt_logprobs}
         end = 0
-        for row, (handle, index, count) in enumerate(zip(message.handles, message.indices, message.token_counts, strict=True)):
+        for row, (handle, index, count) in enumerate(zip(handles, message.indices, message.token_counts, strict=True)):
             start, end = end, end + count
-            yield Handle(handle), index, tuple(token_ids[start:end]), self._facts(row, count) if row in sparse else None
+            yield handle, index, token_ids[start:end], self._facts(row, count) if row in sparse else None
 
     def _facts(self, row: int, num_tokens: int) -> Facts:
         facts = Facts()

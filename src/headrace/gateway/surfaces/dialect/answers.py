@@ -76,11 +76,22 @@ class Output:
 class Chunks:
     """The constant parts of a stream's chunks."""
 
-    def __init__(self, facts: Facts, kind: str, *, include_usage: bool) -> None:
+    __slots__ = ("_after_text", "_before_index", "_before_text", "_head", "_include_usage", "_tail")
+
+    def __init__(self, facts: Facts, kind: str, text_choice: bytes, *, include_usage: bool) -> None:
+        """text_choice: a choice with nothing but text, as a format of its index and the text's JSON"""
         head = {"id": facts.id, "object": kind, "created": facts.created, "model": facts.model, "system_fingerprint": facts.fingerprint}
         self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
         self._tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
         self._include_usage = include_usage
+        before_index, after_index = text_choice.split(b"%d")
+        before_text, after_text = after_index.split(b"%s")
+        self._before_index = self._head + before_index
+        self._before_text, self._after_text = before_text, after_text + b"]" + self._tail
+
+    def text(self, index: int, text: str) -> bytes:
+        """What most chunks are: text of one choice and nothing else."""
+        return b"%b%d%b%b%b" % (self._before_index, index, self._before_text, _encode(text), self._after_text)
 
     def chunk(self, choice: bytes) -> bytes:
         return b"".join((self._head, choice, b"]", self._tail))
