@@ -29,6 +29,7 @@ from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, c
 from headrace.gateway.http.descriptors import ConnectionLimit
 from headrace.gateway.http.server import Server
 from headrace.gateway.text_workers.local import LocalWorkers
+from headrace.gateway.text_workers.processes import Workers
 from headrace.gateway.text_workers.work import Desk
 from headrace.text.folder import TextModel
 from headrace.wire.client import ReplicaInfo, ReplicaState, SeenLoad
@@ -243,8 +244,8 @@ class TestBench:
 
 
 @asynccontextmanager
-async def open_bench(text: TextModel, **changes: Any) -> AsyncIterator[TestBench]:
-    """A bench for a configuration; afterwards nothing may be left over."""
+async def open_bench(text: TextModel, *, workers: Workers | None = None, **changes: Any) -> AsyncIterator[TestBench]:
+    """A bench for a configuration; afterwards nothing may be left over. workers: by default text is read in this process."""
     config = gateway_config(**changes)
     replicas: dict[str, FakeReplica] = {}
 
@@ -253,8 +254,7 @@ async def open_bench(text: TextModel, **changes: Any) -> AsyncIterator[TestBench
         return replicas[given.name]
 
     texts = {model.name: text for model in config.models}
-    workers = LocalWorkers(Desk(texts, config.limits))
-    async with open_gateway(config, texts, workers, connect=connect) as gateway:
+    async with open_gateway(config, texts, workers or LocalWorkers(Desk(texts, config.limits)), connect=connect) as gateway:
         transport = httpx2.ASGITransport(app=gateway)
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield TestBench(gateway, replicas, client)

@@ -40,7 +40,7 @@ def load_texts(config: GatewayConfig) -> dict[str, TextModel]:
 
 
 def text_workers(config: GatewayConfig) -> HostProcess:
-    """The processes that read text, not yet started. They parse large bodies of foreign servers' models as well, and know no text of these."""
+    """The processes that read text, not yet started. Of foreign servers' models they know no text, and parse large bodies only."""
     folders = {model.name: model.folder for model in config.models if model.upstream is None}
     return HostProcess(HostConfig(folders, config.limits))
 

@@ -1,7 +1,7 @@
 """Answers with many log-probabilities are encoded here: off the event loop, one at a time, and not for clients that have left.
 
 One thread: encoding is Python, which runs once per process however many threads there are. What waits is bounded by the admitted
-requests. A job given up before its turn never runs; one that runs ends at its next prompt token (see `Run.prepare`).
+requests. A job given up before its turn never runs; one that runs ends at its next prompt token (see `generation.wanted`).
 """
 
 from __future__ import annotations

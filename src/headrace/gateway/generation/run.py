@@ -24,6 +24,7 @@ from headrace.core.sampling import SamplingParams
 from headrace.gateway.generation.progress import Progress
 from headrace.gateway.generation.score_limits import MAX_INLINE_SCORES, PROMPT_SCORE_BYTES, check_output_scores, num_prompt_scores
 from headrace.gateway.generation.service import Service
+from headrace.gateway.generation.wanted import WantedPrepared
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.sse import SseStream
 from headrace.gateway.upstream.seam import (
@@ -126,7 +127,7 @@ class Run:
         )
         if not ask.is_streaming and self.params.max_tokens is not None:
             check_output_scores(self.params.logprobs, num_tokens=prepared.num_sequences * self.params.max_tokens)
-        return prepared
+        return WantedPrepared(prepared, self._raise_if_left)
 
     async def answer(self, answer: Answer, prepared: Prepared) -> None:
         """Run it and write the answer."""

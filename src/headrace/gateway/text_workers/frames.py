@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 
 from headrace.core.errors import HeadraceError, InvalidRequest, RequestTooLarge
-from headrace.core.sampling import check_token_ids
 from headrace.gateway.config import Limits
 from headrace.gateway.http.errors import ContextLengthExceeded, UnsupportedMediaType
 from headrace.gateway.text_workers.limits import START_CPU_S
 
 SIZES = struct.Struct("<II")
 TYPECODE = "i"
+MAX_ID = 2**31 - 1
 
 
 class HostConfig(msgspec.Struct):
@@ -156,9 +156,9 @@ def ids_to_bytes(field: str, token_ids: Sequence[int]) -> bytes:
     """Raises InvalidRequest, naming `field`, for what no vocabulary has."""
     try:
         return array(TYPECODE, token_ids).tobytes()
-    except (OverflowError, TypeError):
-        check_token_ids(field, token_ids, None)
-        raise
+    except OverflowError:
+        low, high = min(token_ids), max(token_ids)
+        raise InvalidRequest(field, f"token ids with 0 <= id <= {MAX_ID}", low if low < 0 else high) from None
 
 
 def ids_from_bytes(data: bytes | memoryview) -> array[int]:
