@@ -23,7 +23,9 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write(tmp_path: Path, model_folder: Path) -> Path:
     file = tmp_path / "h.yaml"
-    file.write_text(f"models: [{{engine: {{model: {model_folder}}}}}]\ngateway: {{api_keys: [{{key: {KEY}}}], salt_key: abcd}}\n")
+    file.write_text(
+        f"models: [{{engine: {{model: {model_folder}}}}}]\ngateway: {{api_keys: [{{key: {KEY}}}], salt_key: abcd}}\nblock_key: abcd\n"
+    )
     return file
 
 
@@ -38,7 +40,7 @@ def test_show_prints_everything_but_secrets(tmp_path: Path, model_folder: Path, 
     assert KEY not in text
     assert "abcd" not in text
     data = yaml.safe_load(text)
-    assert data["gateway"]["salt_key"] == "(hidden)"
+    assert data["gateway"]["salt_key"] == data["block_key"] == "(hidden)"
     assert len(data["gateway"]["api_keys"][0]["sha256"]) == 11
     assert data["models"][0]["engine"]["max_num_seqs"] == 64
 

@@ -8,6 +8,7 @@ import resource
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,28 @@ def test_each_replica_gets_a_file_of_its_own_and_the_gateway_knows_them_all(tmp_
         ["small-0"],
     ]
     assert (gateway["port"], gateway["models"][0]["aliases"], gateway["models"][1]["folder"]) == (0, ["big"], "/m/small")
+
+
+def test_every_process_of_a_site_is_given_the_same_keys(tmp_path: Path) -> None:
+    config = TWO_MODELS.checked().with_keys()
+    replicas = write_engine_files(config, tmp_path)
+    [key] = {json.loads(replica.config.read_text())["block_key"] for replica in replicas}
+    gateways = [json.loads(write_gateway_file(config, replicas, tmp_path, taken={"port": port}).read_text()) for port in (1, 2)]
+    assert len(bytes.fromhex(key)) == 32
+    assert len(bytes.fromhex(gateways[0]["salt_key"])) == 32
+    assert gateways[0]["salt_key"] == gateways[1]["salt_key"] != key, "a gateway that is started again is told the same"
+    assert TWO_MODELS.with_keys().block_key != key, "another start draws others"
+    assert key not in repr(config)
+    assert gateways[0]["salt_key"] not in repr(config)
+
+
+def test_configured_keys_are_kept_and_must_be_hex(tmp_path: Path) -> None:
+    config = replace(TWO_MODELS, block_key="ab" * 16, gateway={"salt_key": "cd" * 16}).checked().with_keys()
+    assert (config.block_key, config.gateway["salt_key"]) == ("ab" * 16, "cd" * 16)
+    for wrong in ("abc", "xy", "ab" * 65):
+        with pytest.raises(ConfigError, match="block_key: is not an even number of at most 128 hex digits") as refused:
+            replace(TWO_MODELS, block_key=wrong).checked()
+        assert wrong not in str(refused.value)
 
 
 def test_the_directory_is_private_and_gone_afterwards(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ SECRETS = {
     "HEADRACE_GATEWAY__API_KEYS": "[{key: a-secret-key}]",
     "HEADRACE_GATEWAY__API_KEYS__0__KEY": "a-secret-key",
     "HEADRACE_GATEWAY__SALT_KEY": "ab" * 16,
+    "HEADRACE_BLOCK_KEY": "cd" * 16,
 }
 """In the environment of every supervisor here, as somebody's shell may have them."""
 
@@ -117,7 +118,12 @@ async def test_everything_serves_in_a_private_directory_and_a_drain_leaves_nothi
     written = json.loads((run_dir / "gateway.json").read_text())
     assert [model["name"] for model in written["models"]] == ["org/fake"]
     assert len(written["models"][0]["replicas"]) == 2
+    [key] = {json.loads(path.read_text())["block_key"] for path in run_dir.glob("e*.json")}
+    secrets = {key, written["salt_key"]}
+    assert all(secrets), "one of each, the same for all"
     for pid in fleet.pids.values():
+        told = " ".join((*psutil.Process(pid).cmdline(), *psutil.Process(pid).environ().values()))
+        assert not any(secret in told for secret in secrets)
         environment = psutil.Process(pid).environ()
         assert not set(environment) & set(SECRETS)
         assert environment["PYTHONPATH"] == SUPPORT

@@ -56,6 +56,7 @@ class ServeConfig:
     drain_timeout_s  after SIGTERM: how long running requests may take
     run_dir          parent of the private directory for sockets; None: XDG_RUNTIME_DIR, else the temporary directory
     allow_open       listen beyond loopback without API keys
+    block_key        secret (hex) of block hashes: engines that share blocks share it; empty: drawn at start, one for all engines
     experimental     allow what has not been run where Headrace is tested (device cuda)
     """
 
@@ -64,6 +65,7 @@ class ServeConfig:
     drain_timeout_s: float = 30.0
     run_dir: str | None = None
     allow_open: bool = False
+    block_key: str = field(default="", repr=False)
     experimental: bool = False
 
     def checked(self) -> ServeConfig:
@@ -112,7 +114,9 @@ class ServeConfig:
             folder = resolve(engine.pop("model"))
             models.append(ModelSpec(name=model.served_name, folder=folder, aliases=model.aliases, replicas=model.replicas, engine=engine))
         run_dir = None if self.run_dir is None else Path(self.run_dir).expanduser()
-        return FleetConfig(models=tuple(models), gateway=gateway, drain_timeout_s=self.drain_timeout_s, run_dir=run_dir)
+        return FleetConfig(
+            models=tuple(models), gateway=gateway, block_key=self.block_key, drain_timeout_s=self.drain_timeout_s, run_dir=run_dir
+        )
 
 
 def load(

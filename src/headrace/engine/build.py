@@ -17,9 +17,12 @@ from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.scheduler import Scheduler
 
 
-def make_scheduler(config: EngineConfig, info: ModelInfo, *, cache_key: bytes | None = None) -> Scheduler:
-    """The policy side of an engine for a model already known."""
-    key = secrets.token_bytes(32) if cache_key is None else cache_key
+def make_scheduler(config: EngineConfig, info: ModelInfo, *, block_key: str = "") -> Scheduler:
+    """The policy side of an engine for a model already known.
+
+    block_key  secret (hex) of block hashes; empty: drawn here, and blocks have other names in every process
+    """
+    key = bytes.fromhex(block_key) or secrets.token_bytes(32)
     kv = KvManager(
         info.kv_groups,
         info.num_blocks,
@@ -46,9 +49,12 @@ def make_scheduler(config: EngineConfig, info: ModelInfo, *, cache_key: bytes | 
     )
 
 
-def assemble(config: EngineConfig, runner: Runner, info: ModelInfo, outbox: Outbox, *, clock: Clock = time.monotonic) -> Engine:
-    """An engine around any runner (the simulator's and the tests' fake one included), on any clock."""
-    return Engine(make_scheduler(config, info), runner, info=info, outbox=outbox, clock=clock, depth=config.depth)
+def assemble(
+    config: EngineConfig, runner: Runner, info: ModelInfo, outbox: Outbox, *, block_key: str = "", clock: Clock = time.monotonic
+) -> Engine:
+    """An engine around any runner (the simulator's and the tests' fake one included), on any clock. block_key: see `make_scheduler`."""
+    scheduler = make_scheduler(config, info, block_key=block_key)
+    return Engine(scheduler, runner, info=info, outbox=outbox, clock=clock, depth=config.depth)
 
 
 def build_engine(config: EngineConfig, outbox: Outbox) -> Engine:
@@ -59,10 +65,10 @@ def build_engine(config: EngineConfig, outbox: Outbox) -> Engine:
     return _build(config, outbox)[0]
 
 
-def build_served_engine(config: EngineConfig, outbox: Outbox) -> Engine:
+def build_served_engine(config: EngineConfig, outbox: Outbox, block_key: str = "") -> Engine:
     """`build_engine` for gateways, which must know whether a stream of another replica may go on here: where no record has the digest of
     all weight bytes, a thread begins to hash them now, and changes the engine's `info` when it has it."""
-    engine, weights = _build(config, outbox)
+    engine, weights = _build(config, outbox, block_key)
     if weights is not None:
         Thread(target=_learn_weights, args=(engine, weights), name="headrace-digest", daemon=True).start()
     return engine
@@ -72,10 +78,10 @@ def _learn_weights(engine: Engine, weights: Callable[[], str]) -> None:
     engine.info = engine.info.with_weights_digest(weights())
 
 
-def _build(config: EngineConfig, outbox: Outbox) -> tuple[Engine, Callable[[], str] | None]:
+def _build(config: EngineConfig, outbox: Outbox, block_key: str = "") -> tuple[Engine, Callable[[], str] | None]:
     config = config.checked()
     with reading_ahead(config) as packed:
         from headrace.engine.runner_build import build
 
         runner, info, weights = build(config, packed)
-    return assemble(config, runner, info, outbox), weights
+    return assemble(config, runner, info, outbox, block_key=block_key), weights

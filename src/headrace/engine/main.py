@@ -32,4 +32,4 @@ def run_engine(config_path: str | Path, parent_fd: int | None = None) -> None:
         leash.failed(str(error), can_retry=False)
         leave(ExitCode.REFUSED)
         return
-    leave(run_process(lambda outbox: build_served_engine(engine, outbox), process, leash))
+    leave(run_process(lambda outbox: build_served_engine(engine, outbox, process.block_key), process, leash))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import secrets
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
+from headrace.core.hashing import check_secret
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,255}")
 MAX_REPLICAS = 64
+KEY_BYTES = 32
 COMMAND = (sys.executable, "-P", "-m", "headrace.cli.main")
 """This program. -P: modules are not looked for in the current directory, which may be a downloaded model's folder."""
 
@@ -40,13 +43,15 @@ class FleetConfig:
 
     models           at least one
     gateway          keys of the gateway's own file beside `models` (host, port, api_keys, limits, ...)
+    block_key        secret (hex) that keys block hashes, the same in every engine; empty: `with_keys` draws one
     drain_timeout_s  after SIGTERM: how long running requests may take
     run_dir          parent of this deployment's private directory; None: XDG_RUNTIME_DIR, else the temporary directory
     engine_command, gateway_command   started with `--config FILE --parent-fd N` appended
     """
 
     models: tuple[ModelSpec, ...]
-    gateway: Mapping[str, object] = field(default_factory=dict)
+    gateway: Mapping[str, object] = field(default_factory=dict, repr=False)
+    block_key: str = field(default="", repr=False)
     drain_timeout_s: float = 30.0
     run_dir: Path | None = None
     engine_command: tuple[str, ...] = (*COMMAND, "engine")
@@ -63,7 +68,14 @@ class FleetConfig:
             raise ConfigError("gateway.models", "is not a key of this file", "Models are declared once, under `models`.")
         if not 0 <= self.drain_timeout_s <= 86400:
             raise ConfigError("drain_timeout_s", f"{self.drain_timeout_s} is outside 0..86400 seconds")
+        check_secret("block_key", self.block_key)
         return self
+
+    def with_keys(self) -> FleetConfig:
+        """This value with the secrets that all processes of a site share, drawn where they were not configured: of block hashes, and of
+        the salts that gateways turn tenants into."""
+        gateway = {**self.gateway, "salt_key": self.gateway.get("salt_key") or secrets.token_hex(KEY_BYTES)}
+        return replace(self, block_key=self.block_key or secrets.token_hex(KEY_BYTES), gateway=gateway)
 
 
 def _check_model(where: str, model: ModelSpec, names: set[str]) -> None:

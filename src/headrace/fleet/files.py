@@ -123,6 +123,7 @@ def write_engine_files(config: FleetConfig, folder: Path) -> list[ReplicaFiles]:
                 # Whoever chose a number of threads has divided the machine by hand.
                 "cpus": "" if model.engine.get("num_threads") is not None else ",".join(map(str, share_of(cpus, number, total))),
                 "num_neighbours": total - 1,
+                "block_key": config.block_key,
                 "engine": {**model.engine, "model": str(model.folder)},
             }
             _write(replica.config, content)

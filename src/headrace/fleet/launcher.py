@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol, TextIO
 
 MAX_LINE_BYTES = 2**16
-SECRET_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_GATEWAY__API_KEYS", "HEADRACE_GATEWAY__SALT_KEY")
+SECRET_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_GATEWAY__API_KEYS", "HEADRACE_GATEWAY__SALT_KEY", "HEADRACE_BLOCK_KEY")
 """Beginnings of names."""
 LAST_WORDS_S = 2.0
 """How long the output and the leash of a child that ended are read on."""

@@ -54,7 +54,7 @@ class Supervisor:
         self, config: FleetConfig, *, launcher: Launcher | None = None, on_ready: Callable[[FleetReady], None] | None = None
     ) -> None:
         """on_ready  called once, when the gateway and every replica have served for the first time"""
-        self._config = config.checked()
+        self._config = config.checked().with_keys()
         self._launcher = launcher or ProcessLauncher()
         self._on_ready = on_ready
         self.engines: list[Keeper] = []

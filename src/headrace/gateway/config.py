@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from headrace.core.errors import ConfigError
+from headrace.core.hashing import check_secret
 from headrace.core.request import PriorityClass
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,255}")
@@ -173,7 +174,8 @@ class GatewayConfig:
     open_metrics   /metrics without a key although keys exist
     allowed_hosts  names a Host header may carry. Empty: localhost names when bound to loopback, anything otherwise
     request_log    where the one line per request goes: "stdout", "stderr", "none" or a file's path
-    salt_key       secret (hex) that turns tenants into cache salts; empty: drawn at start, then gateways share no cached prefixes
+    salt_key       secret (hex) that turns tenants into cache salts; empty: drawn by this process, which then shares no cached
+                   prefixes with other gateways; the supervisor draws one for its whole site
     """
 
     models: tuple[ModelConfig, ...]
@@ -194,8 +196,7 @@ class GatewayConfig:
             _check_key(f"api_keys[{index}]", key)
         if not 0 <= self.port <= 65535:
             raise ConfigError("port", f"{self.port} is outside 0..65535")
-        if re.fullmatch(r"(?:[0-9a-f]{2}){0,64}", self.salt_key) is None:
-            raise ConfigError("salt_key", "is not an even number of at most 128 hex digits")
+        check_secret("salt_key", self.salt_key)
         for part, value in (("limits", self.limits), ("timeouts", self.timeouts)):
             for item in fields(value):
                 given = getattr(value, item.name)

@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"fake engine: {error}", file=sys.stderr)
         leave(ExitCode.REFUSED)
         return
-    leave(run_process(lambda outbox: fake_engine(outbox, options, engine), process, leash))
+    leave(run_process(lambda outbox: fake_engine(outbox, options, engine, block_key=process.block_key), process, leash))
 
 
 if __name__ == "__main__":

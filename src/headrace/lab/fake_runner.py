@@ -94,6 +94,7 @@ def fake_engine(
     options: FakeOptions | None = None,
     config: EngineConfig | None = None,
     *,
+    block_key: str = "",
     clock: Clock = time.monotonic,
     wait: Wait | None = None,
 ) -> Engine:
@@ -105,7 +106,8 @@ def fake_engine(
     if options.refuse is not None:
         raise CheckpointError("fake", options.refuse)
     config = (config or EngineConfig(model="fake")).checked()
-    return assemble(config, FakeRunner(options, clock=clock, wait=wait), fake_info(options), outbox, clock=clock)
+    runner = FakeRunner(options, clock=clock, wait=wait)
+    return assemble(config, runner, fake_info(options), outbox, block_key=block_key, clock=clock)
 
 
 def fake_token(seed: int, index: int, position: int, previous: int, vocab_size: int) -> int:

@@ -9,12 +9,13 @@ import json
 import os
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeVar, Union, get_args, get_origin, get_type_hints
 
 from headrace.core.errors import ConfigError
+from headrace.core.hashing import check_secret
 from headrace.engine.config import EngineConfig
 
 Value = TypeVar("Value")
@@ -30,6 +31,7 @@ class ProcessConfig:
     drain_timeout_s  after SIGTERM: how long running requests may take
     cpus             CPUs this engine keeps to, "0,1"; empty = all it may use
     num_neighbours   other engines on this machine: each takes an equal part of its memory
+    block_key        secret (hex) that keys block hashes, shared by all engines of a site; empty: drawn by this process
     """
 
     replica: str
@@ -38,6 +40,7 @@ class ProcessConfig:
     drain_timeout_s: float = 30.0
     cpus: str = ""
     num_neighbours: int = 0
+    block_key: str = field(default="", repr=False)
 
     def keep_to_share(self, engine: EngineConfig) -> EngineConfig:
         """Bind this process to its CPUs, and reduce the engine's memory share. Before anything counts CPUs or starts threads."""
@@ -50,7 +53,9 @@ def load_process_config(path: str | Path) -> tuple[ProcessConfig, EngineConfig]:
     """Raises ConfigError naming the file or the key."""
     data = load_json(path)
     engine = decode(EngineConfig, section(data, "engine"), "engine").checked()
-    return decode(ProcessConfig, data, ""), engine
+    process = decode(ProcessConfig, data, "")
+    check_secret("block_key", process.block_key)
+    return process, engine
 
 
 def load_json(path: str | Path) -> dict[str, object]:
