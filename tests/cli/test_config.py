@@ -42,6 +42,7 @@ gateway:
     config = load_text(tmp_path, text)
     small, other = config.models
     assert (small.served_name, small.aliases, small.replicas) == ("small", ("s", "tiny"), 2)
+    assert small.engine is not None
     assert (small.engine.max_num_seqs, small.engine.queue_policy) == (8, "fair")
     assert other.served_name == "some-model"
     assert (config.gateway.port, config.gateway.limits.max_messages, config.gateway.limits.max_prompts) == (9000, 5, 64)
@@ -62,6 +63,32 @@ def test_supervisor_is_told_resolved_folders_and_no_plain_key(tmp_path: Path, mo
     assert config_from({**fleet.gateway, "models": [{"name": "m", "folder": "/", "replicas": [{"name": "r", "address": "unix:/r"}]}]})
 
 
+def test_a_model_may_be_answered_by_a_foreign_server(tmp_path: Path, model_folder: Path) -> None:
+    text = f"""
+models:
+  - upstream: {{url: "http://127.0.0.1:9000/v1", model: its-name, api_key_env: ITS_KEY, read_s: 30}}
+    aliases: [far]
+  - engine: {{model: {model_folder}}}
+"""
+    config = load_text(tmp_path, text)
+    assert ([model.served_name for model in config.models], [model.num_engines for model in config.models]) == (
+        ["its-name", "some-model"],
+        [0, 1],
+    )
+    far, near = config.fleet(lambda model: Path(model)).checked().models
+    assert (far.folder, far.replicas, far.aliases) == (None, 0, ("far",))
+    assert far.upstream is not None
+    assert (far.upstream["url"], far.upstream["api_key_env"], far.upstream["read_s"]) == ("http://127.0.0.1:9000/v1", "ITS_KEY", 30.0)
+    assert (near.folder, near.upstream) == (model_folder, None)
+    assert config_from({"models": [{"name": far.name, "upstream": dict(far.upstream)}]})
+
+
+def test_a_foreign_server_can_be_named_by_the_environment_alone() -> None:
+    environment = {"HEADRACE_MODELS__0__UPSTREAM__URL": "http://h/v1", "HEADRACE_MODELS__0__NAME": "far"}
+    (model,) = load(None, environment, default_model="headrace-tiny").models
+    assert (model.served_name, model.engine) == ("far", None)
+
+
 def test_environment_wins_over_the_file_and_flags_over_both(tmp_path: Path, model_folder: Path) -> None:
     text = f"models: [{{engine: {{model: {model_folder}, seed: 1, max_num_seqs: 4}}}}]\ngateway: {{port: 1000}}"
     environment = {
@@ -72,13 +99,17 @@ def test_environment_wins_over_the_file_and_flags_over_both(tmp_path: Path, mode
         "OTHER__PORT": "1",
     }
     config = load_text(tmp_path, text, environment, gateway__port=3000, model__engine__max_num_seqs=None)
-    assert (config.models[0].engine.seed, config.models[0].engine.max_num_seqs, config.gateway.port) == (2, 4, 3000)
+    engine = config.models[0].engine
+    assert engine is not None
+    assert (engine.seed, engine.max_num_seqs, config.gateway.port) == (2, 4, 3000)
     assert config.gateway.api_keys[0].sha256 == hashlib.sha256(b"1234567890").hexdigest()  # digits stay a string where one is wanted
 
 
 def test_default_model_is_served_when_nothing_names_one(tmp_path: Path, model_folder: Path) -> None:
     config = load(None, {}, {"model.engine.seed": 5}, default_model=str(model_folder))
-    assert (config.models[0].engine.model, config.models[0].engine.seed) == (str(model_folder), 5)
+    engine = config.models[0].engine
+    assert engine is not None
+    assert (engine.model, engine.seed) == (str(model_folder), 5)
     assert config.models[0].served_name == "some-model"
     named = load(None, {}, {"model.engine.model": str(model_folder), "model.name": "mine"}, default_model="/nowhere")
     assert named.models[0].served_name == "mine"
@@ -88,6 +119,12 @@ def test_default_model_is_served_when_nothing_names_one(tmp_path: Path, model_fo
     ("text", "where", "what"),
     [
         ("models: [{engine: {model: M, max_num_seq: 1}}]", "models[0].engine.max_num_seq", "Did you mean max_num_seqs?"),
+        ("models: [{engine: {model: M}, upstream: {url: 'http://h/v1'}}]", "models[0]", "exactly one of engine and upstream"),
+        ("models: [{name: x}]", "models[0]", "exactly one of engine and upstream"),
+        ("models: [{name: x, upstream: {url: 'file:///etc'}}]", "models[0].upstream.url", "not the address of a server"),
+        ("models: [{name: x, upstream: {ulr: 'http://h/v1'}}]", "models[0].upstream.ulr", "Did you mean url?"),
+        ("models: [{name: x, replicas: 2, upstream: {url: 'http://h/v1'}}]", "models[0].replicas", "this model has none"),
+        ("models: [{upstream: {url: 'http://h/v1'}}]", "models[0].name", "not a model name"),
         ("gatway: {}", "gatway", "Did you mean gateway?"),
         ("models: [{engine: {model: M}}]\ngateway: {limits: {max_body: 1}}", "gateway.limits.max_body", "Did you mean max_body_bytes?"),
         ("models: [{engine: {model: M, max_num_seqs: many}}]", "models[0].engine.max_num_seqs", "expected int, got str"),

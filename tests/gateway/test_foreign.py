@@ -175,6 +175,18 @@ async def test_a_deadline_ends_the_servers_work(text: TextModel) -> None:
         await eventually(lambda: len(far.replica.cancelled) == 1)
 
 
+async def test_no_more_connections_are_opened_than_were_reckoned_with(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "MAX_FOREIGN_CONNECTIONS", 2)
+    async with two_hops(text) as (near, far):
+        far.replica.go.clear()
+        held = [asyncio.create_task(near.chat(model=FAR)) for _ in range(2)]
+        await eventually(lambda: len(far.replica.requests) == 2)
+        assert (await near.chat(model=FAR)).status_code == 429
+        far.replica.go.set()
+        assert [(await each).status_code for each in held] == [200, 200]
+        assert (await near.chat(model=FAR)).status_code == 200
+
+
 # ---------------------------------------------------------------------------------------------------------------- scripted servers
 
 

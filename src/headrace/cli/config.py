@@ -22,30 +22,38 @@ from headrace.core.hosts import is_loopback
 from headrace.engine.config import EngineConfig
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.weights import HUB_ID
-from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, config_from
+from headrace.gateway.config import ForeignConfig, GatewayConfig, ModelConfig, ReplicaConfig, config_from
 
 ENV_PREFIX = "HEADRACE_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
-    """One served model and the engines that serve it.
+    """One served model: the engines that serve it, or the foreign server that answers for it.
 
     engine    of every replica; `engine.model` is a folder, the name of a bundled model, or a hub id
-    name      what clients ask for; default: the hub id, or the folder's name
+    upstream  an OpenAI-compatible server instead of engines
+    name      what clients ask for; default: the hub id, the folder's name, or what the foreign server calls it
     aliases   further names for it
     replicas  engine processes, each with its own copy of the weights
     """
 
-    engine: EngineConfig
+    engine: EngineConfig | None = None
+    upstream: ForeignConfig | None = None
     name: str = ""
     aliases: tuple[str, ...] = ()
     replicas: int = 1
 
     @property
+    def num_engines(self) -> int:
+        return self.replicas if self.engine is not None else 0
+
+    @property
     def served_name(self) -> str:
+        if self.name or self.engine is None:
+            return self.name or (self.upstream.model if self.upstream is not None else "")
         model = self.engine.model
-        return self.name or (model if is_fetched(model) else Path(model).expanduser().resolve().name)
+        return model if is_fetched(model) else Path(model).expanduser().resolve().name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,20 +91,30 @@ class ServeConfig:
         return self
 
     def _check_model(self, where: str, model: ModelSection) -> None:
+        if (model.engine is None) == (model.upstream is None):
+            raise ConfigError(
+                where, "needs exactly one of engine and upstream", "engine runs the model here, upstream asks a server for it."
+            )
+        if model.engine is None:
+            if model.replicas != 1:
+                raise ConfigError(f"{where}.replicas", "is of engines, and this model has none", "Leave it out beside upstream.")
+            return
+        self._check_engine(where, model.engine)
+
+    def _check_engine(self, where: str, engine: EngineConfig) -> None:
         try:
-            model.engine.checked()
+            engine.checked()
         except ConfigError as error:
             raise ConfigError(f"{where}.engine.{error.where}", error.reason, error.remedy) from error
-        name = model.engine.model
+        name = engine.model
         if not (is_fetched(name) or bundled_path(name) or (Path(name).expanduser() / "config.json").is_file()):
             raise ConfigError(f"{where}.engine.model", f"{name!r} is neither a folder with a config.json nor a model's name")
-        if model.engine.device != "cpu" and not self.experimental:
-            reason = f"{model.engine.device} has not been run where Headrace is tested"
+        if engine.device != "cpu" and not self.experimental:
+            reason = f"{engine.device} has not been run where Headrace is tested"
             raise ConfigError(f"{where}.engine.device", reason, "Say --experimental (or experimental: true) to try it.")
 
     def _check_gateway(self) -> None:
-        replica = ReplicaConfig(name="replica", address="unix:/run/replica")
-        models = [ModelConfig(name=m.served_name, aliases=m.aliases, folder="/", replicas=(replica,)) for m in self.models]
+        models = [_as_gateway_model(model) for model in self.models]
         try:
             # As the gateway itself will decode it: what it would refuse at its start is refused here.
             config_from(asdict(replace(self.gateway, models=tuple(models))))
@@ -110,13 +128,25 @@ class ServeConfig:
         del gateway["models"], gateway["timeouts"]["drain_s"]
         models = []
         for model in self.models:
-            engine = asdict(model.engine)
-            folder = resolve(engine.pop("model"))
-            models.append(ModelSpec(name=model.served_name, folder=folder, aliases=model.aliases, replicas=model.replicas, engine=engine))
+            spec = ModelSpec(name=model.served_name, aliases=model.aliases, replicas=model.num_engines)
+            if model.engine is not None:
+                engine = asdict(model.engine)
+                spec = replace(spec, folder=resolve(engine.pop("model")), engine=engine)
+            elif model.upstream is not None:
+                spec = replace(spec, upstream=asdict(model.upstream))
+            models.append(spec)
         run_dir = None if self.run_dir is None else Path(self.run_dir).expanduser()
         return FleetConfig(
             models=tuple(models), gateway=gateway, block_key=self.block_key, drain_timeout_s=self.drain_timeout_s, run_dir=run_dir
         )
+
+
+def _as_gateway_model(model: ModelSection) -> ModelConfig:
+    """As the gateway's own file will name it; where its replicas will listen is not known yet."""
+    if model.upstream is not None:
+        return ModelConfig(name=model.served_name, aliases=model.aliases, upstream=model.upstream)
+    replica = ReplicaConfig(name="replica", address="unix:/run/replica")
+    return ModelConfig(name=model.served_name, aliases=model.aliases, folder="/", replicas=(replica,))
 
 
 def load(
@@ -159,8 +189,9 @@ def _fill(raw: Raw, default_model: str | None) -> None:
     if default_model is not None and not raw.get("models"):
         raw["models"] = [{}]
     models = raw.get("models")
-    if isinstance(models, list) and len(models) == 1 and isinstance(models[0], dict) and default_model is not None:
-        engine = models[0].setdefault("engine", {})
+    only = models[0] if isinstance(models, list) and len(models) == 1 else None
+    if isinstance(only, dict) and "upstream" not in only and default_model is not None:
+        engine = only.setdefault("engine", {})
         if isinstance(engine, dict):
             engine.setdefault("model", default_model)
     gateway = raw.setdefault("gateway", {})

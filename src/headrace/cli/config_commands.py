@@ -26,6 +26,8 @@ models:
       # max_num_seqs: 64              # sequences computed in one step
       # memory_fraction: 0.5          # share of the available memory for weights and KV cache
       # queue_policy: fcfs            # fcfs | priority | sjf | fair
+  # - name: elsewhere                 # a model that another OpenAI-compatible server answers for
+  #   upstream: {{url: "http://127.0.0.1:9000/v1", model: its-name-there, api_key_env: ITS_KEY}}
 
 gateway:
   host: 127.0.0.1                     # beyond loopback wants api_keys
@@ -45,7 +47,7 @@ def check(file: Annotated[Path, typer.Argument(help="YAML file.")]) -> None:
     from headrace.cli.config import load
 
     config = load(file, os.environ)
-    replicas = sum(model.replicas for model in config.models)
+    replicas = sum(model.num_engines for model in config.models)
     names = ", ".join(model.served_name for model in config.models)
     print(f"{file}: ok. {len(config.models)} model(s) ({names}), {replicas} replica(s), {config.gateway.host}:{config.gateway.port}")
 

@@ -181,7 +181,8 @@ def run(config: ServeConfig) -> int:
     from headrace.gateway.http.descriptors import connection_limit
 
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
-    connection_limit(config.gateway.limits.max_connections, sum(model.replicas for model in config.models))  # children inherit ours
+    num_engines, num_foreign = sum(model.num_engines for model in config.models), sum(model.upstream is not None for model in config.models)
+    connection_limit(config.gateway.limits.max_connections, num_engines, num_foreign)  # children inherit ours
     check_can_listen(config.gateway.host, config.gateway.port)
 
     def on_ready(ready: FleetReady) -> None:

@@ -26,15 +26,17 @@ class ModelSpec:
     name      what clients call it
     folder    its local folder, resolved (`fleet.weights.resolve_model`)
     aliases   other names for it
-    replicas  engine processes, each with its own copy of the weights
+    replicas  engine processes, each with its own copy of the weights; none beside `upstream`
     engine    options of `engine.config.EngineConfig` beside `model`, checked by whoever decoded them and again by the engine
+    upstream  the foreign server that answers instead of engines: the gateway's own options of it
     """
 
     name: str
-    folder: Path
+    folder: Path | None = None
     aliases: tuple[str, ...] = ()
     replicas: int = 1
     engine: Mapping[str, object] = field(default_factory=dict)
+    upstream: Mapping[str, object] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,12 @@ def _check_model(where: str, model: ModelSpec, names: set[str]) -> None:
         if name in names:
             raise ConfigError(f"{where}.name", f"{name!r} is served twice")
         names.add(name)
+    if (model.folder is None) == (model.upstream is None):
+        raise ConfigError(where, "needs exactly one of folder and upstream")
+    if model.upstream is not None:
+        if model.replicas:
+            raise ConfigError(f"{where}.replicas", f"{model.replicas} is not 0 beside upstream")
+        return
     if not 1 <= model.replicas <= MAX_REPLICAS:
         raise ConfigError(f"{where}.replicas", f"{model.replicas} is outside 1..{MAX_REPLICAS}")
     if "model" in model.engine:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
-from headrace.fleet.config import FleetConfig
+from headrace.fleet.config import FleetConfig, ModelSpec
 
 PREFIX = "headrace-"
 LOCK = "lock"
@@ -147,18 +147,18 @@ def write_gateway_file(
 
     taken  options as an earlier gateway found them: the port it was given in place of 0 stays the deployment's own
     """
-    models = [
-        {
-            "name": model.name,
-            "folder": str(model.folder),
-            "aliases": list(model.aliases),
-            "replicas": [{"name": replica.name, "address": replica.address} for replica in replicas if replica.model == model.name],
-        }
-        for model in config.models
-    ]
+    models = [_gateway_model(model, replicas) for model in config.models]
     path = folder / "gateway.json"
     _write(path, {**config.gateway, **(taken or {}), "models": models, "timeouts": _with_drain(config)})
     return path
+
+
+def _gateway_model(model: ModelSpec, replicas: list[ReplicaFiles]) -> dict[str, object]:
+    named: dict[str, object] = {"name": model.name, "aliases": list(model.aliases)}
+    if model.upstream is not None:
+        return {**named, "upstream": dict(model.upstream)}
+    listening = [{"name": replica.name, "address": replica.address} for replica in replicas if replica.model == model.name]
+    return {**named, "folder": str(model.folder), "replicas": listening}
 
 
 def _with_drain(config: FleetConfig) -> dict[str, object]:

@@ -24,6 +24,8 @@ MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,255}")
 REPLICA_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 MIN_KEY_CHARS = 8
+MAX_FOREIGN_CONNECTIONS = 256
+"""To one foreign server: each request under way has its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

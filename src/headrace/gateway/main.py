@@ -85,7 +85,8 @@ async def serve(config: GatewayConfig, texts: dict[str, TextModel], workers: Wor
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     wanted = config.limits.max_connections
-    limit = connection_limit(wanted, sum(len(model.replicas) for model in config.models))
+    num_foreign = sum(model.upstream is not None for model in config.models)
+    limit = connection_limit(wanted, sum(len(model.replicas) for model in config.models), num_foreign)
     if limit.max_connections < wanted:
         log.warning("limits.max_connections: %d instead of %d, as open files allow (ulimit -n)", limit.max_connections, wanted)
     async with open_gateway(config, texts, workers) as gateway:

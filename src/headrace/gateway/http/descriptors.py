@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from headrace.core.descriptors import num_open, raise_limit
 from headrace.core.errors import ConfigError
+from headrace.gateway.config import MAX_FOREIGN_CONNECTIONS
 
 OWN = 40
 """Kept for the event loop, gRPC, the request log, the listener, and files read for a moment."""
@@ -23,12 +24,14 @@ class ConnectionLimit:
     max_refusals: int
 
 
-def connection_limit(max_connections: int, num_replicas: int) -> ConnectionLimit:
+def connection_limit(max_connections: int, num_replicas: int, num_foreign: int = 0) -> ConnectionLimit:
     """What this process, or a child it starts now, can serve of `max_connections`; the soft limit is raised for them.
+
+    num_foreign  servers of others that answer for models
 
     Raises: ConfigError, see `divide`.
     """
-    taken = num_open() + OWN + PER_REPLICA * num_replicas
+    taken = num_open() + OWN + PER_REPLICA * num_replicas + MAX_FOREIGN_CONNECTIONS * num_foreign
     most = raise_limit(taken + max_connections + MAX_REFUSALS)
     return divide(max_connections, taken, most)
 

@@ -12,11 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -25,8 +24,9 @@ from headrace.core.errors import ConfigError, HeadraceError, InvalidRequest, Ove
 from headrace.core.plan import TokenLogprobs
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import StageSeconds
-from headrace.gateway.config import ForeignConfig
+from headrace.gateway.config import MAX_FOREIGN_CONNECTIONS, ForeignConfig
 from headrace.gateway.http.errors import ContextLengthExceeded
+from headrace.gateway.upstream.foreign_body import foreign_body
 from headrace.gateway.upstream.foreign_events import MAX_ERROR_BYTES, BrokenStream, EventReader, error_code
 from headrace.gateway.upstream.seam import (
     Conversation,
@@ -51,7 +51,6 @@ BROKE = "The server behind this model broke off its answer; the request can be s
 MAX_UNREAD_BYTES = 64 << 10
 """Read ahead of a slow client; beyond it the server is made to wait."""
 
-_DEFAULTS = SamplingParams(max_tokens=None)
 _TOKENIZER = "a model that this server runs itself"
 
 
@@ -63,6 +62,7 @@ class HttpUpstream:
         self._name = name
         self._config = config
         self._session = session
+        self._num_open = 0
         self._headers = {"accept": "text/event-stream", "content-type": "application/json", "accept-encoding": "identity"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
@@ -81,9 +81,7 @@ class HttpUpstream:
 
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> HttpPrepared:
         params = SamplingParams(**request.sampling).checked()
-        _check_scores(request, params)
-        body = {"model": self._config.model or self._name, "stream": True, "stream_options": {"include_usage": True}}
-        body |= _prompt_fields(request.prompt) | _sampling_fields(request)
+        body = foreign_body(request, params) | {"model": self._config.model or self._name}
         if self._config.cache_salt:
             body["cache_salt"] = principal.salt.hex()
         return HttpPrepared(self, request, params, msgspec.json.encode(body))
@@ -96,13 +94,19 @@ class HttpUpstream:
 
     @asynccontextmanager
     async def post(self, path: str, body: bytes, request_id: str) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The server's answer, once its status is 200. Raises its refusal in our words."""
+        """The server's answer, once its status is 200. Raises its refusal in our words, or Overloaded at our own bound."""
+        if self._num_open >= MAX_FOREIGN_CONNECTIONS:
+            raise Overloaded(f"The server behind this model already works on {MAX_FOREIGN_CONNECTIONS} requests from here.")
         url = f"{self._config.url.rstrip('/')}/{path}"
         headers = {**self._headers, "x-request-id": request_id}
-        async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
-            if response.status != 200:
-                raise await self._refusal(response)
-            yield response
+        self._num_open += 1
+        try:
+            async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
+                if response.status != 200:
+                    raise await self._refusal(response)
+                yield response
+        finally:
+            self._num_open -= 1
 
     def told(self, what: str) -> None:
         """For the operator; of the server's own words nothing is kept."""
@@ -288,46 +292,6 @@ def read_key(config: ForeignConfig) -> str:
     if (config.api_key_env or config.api_key_file) and (not key or not key.isascii() or not key.isprintable()):
         raise ConfigError(where, "does not hold a key", "One line of printable ASCII.")
     return key
-
-
-def _prompt_fields(prompt: Conversation | PlainPrompts) -> dict[str, Any]:
-    """The body's own fields; what is as usual is left out, so that servers that do not know it need not."""
-    if isinstance(prompt, Conversation):
-        fields: dict[str, Any] = {"messages": prompt.messages}
-        if not prompt.add_generation_prompt:
-            fields["add_generation_prompt"] = False
-        if prompt.continue_final_message:
-            fields["continue_final_message"] = True
-        if prompt.template_kwargs:
-            fields["chat_template_kwargs"] = dict(prompt.template_kwargs)
-        return fields
-    if prompt.needs_text and not all(isinstance(given, str) for given in prompt.prompts):
-        raise InvalidRequest("echo", "prompts of text", None, "The server behind this model keeps its tokenizer: ids cannot be shown.")
-    prompts = list(prompt.prompts)
-    return {"prompt": prompts[0] if len(prompts) == 1 else prompts} | ({} if prompt.add_special_tokens else {"add_special_tokens": False})
-
-
-def _sampling_fields(request: GenerationRequest) -> dict[str, Any]:
-    """Parameters the client gave. Values that are everybody's default are left out; the server's own defaults hold then."""
-    given: Mapping[str, Any] = request.sampling
-    fields = {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in given.items()
-        if value != getattr(_DEFAULTS, name) or name in ("temperature", "top_p")
-    }
-    num_top = fields.pop("logprobs", None)
-    if num_top is not None:
-        fields |= {"logprobs": True, "top_logprobs": num_top}
-    return fields
-
-
-def _check_scores(request: GenerationRequest, params: SamplingParams) -> None:
-    """Of log-probabilities only a chat's answer has a form that carries over."""
-    remedy = "The server behind this model gives them for a chat's answer only."
-    if params.prompt_logprobs is not None:
-        raise InvalidRequest("prompt_logprobs", "absent or null", params.prompt_logprobs, remedy)
-    if params.logprobs is not None and not isinstance(request.prompt, Conversation):
-        raise InvalidRequest("logprobs", "absent or null", params.logprobs, remedy)
 
 
 def _retry_after_s(response: aiohttp.ClientResponse) -> float:

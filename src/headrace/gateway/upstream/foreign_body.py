@@ -1,0 +1,59 @@
+"""A request in the words of an OpenAI-compatible server: what the client gave, and nothing that is as usual."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.core.errors import InvalidRequest
+from headrace.core.sampling import SamplingParams
+from headrace.gateway.upstream.seam import Conversation, GenerationRequest, PlainPrompts
+
+_DEFAULTS = SamplingParams(max_tokens=None)
+_ALWAYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sent whenever the client names them: a model may have defaults of its own."""
+
+
+def foreign_body(request: GenerationRequest, params: SamplingParams) -> dict[str, Any]:
+    """The body but for its model. Raises InvalidRequest naming what does not carry over."""
+    _check_scores(request, params)
+    begin: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    return begin | _prompt_fields(request.prompt) | _sampling_fields(request)
+
+
+def _prompt_fields(prompt: Conversation | PlainPrompts) -> dict[str, Any]:
+    """The body's own fields; what is as usual is left out, so that servers that do not know it need not."""
+    if isinstance(prompt, Conversation):
+        fields: dict[str, Any] = {"messages": prompt.messages}
+        if not prompt.add_generation_prompt:
+            fields["add_generation_prompt"] = False
+        if prompt.continue_final_message:
+            fields["continue_final_message"] = True
+        if prompt.template_kwargs:
+            fields["chat_template_kwargs"] = dict(prompt.template_kwargs)
+        return fields
+    if prompt.needs_text and not all(isinstance(given, str) for given in prompt.prompts):
+        raise InvalidRequest("echo", "prompts of text", None, "The server behind this model keeps its tokenizer: ids cannot be shown.")
+    prompts = list(prompt.prompts)
+    return {"prompt": prompts[0] if len(prompts) == 1 else prompts} | ({} if prompt.add_special_tokens else {"add_special_tokens": False})
+
+
+def _sampling_fields(request: GenerationRequest) -> dict[str, Any]:
+    """Parameters the client gave. Values that are everybody's default are left out; the server's own defaults hold then."""
+    fields = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in request.sampling.items()
+        if value != getattr(_DEFAULTS, name) or name in _ALWAYS
+    }
+    num_top = fields.pop("logprobs", None)
+    if num_top is not None:
+        fields |= {"logprobs": True, "top_logprobs": num_top}
+    return fields
+
+
+def _check_scores(request: GenerationRequest, params: SamplingParams) -> None:
+    """Of log-probabilities only a chat's answer has a form that carries over."""
+    remedy = "The server behind this model gives them for a chat's answer only."
+    if params.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs", "absent or null", params.prompt_logprobs, remedy)
+    if params.logprobs is not None and not isinstance(request.prompt, Conversation):
+        raise InvalidRequest("logprobs", "absent or null", params.logprobs, remedy)
