@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import queue
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -315,7 +316,7 @@ class Engine:
         later = [(plan, ticket) for plan, ticket, _ in self._in_flight]
         self._in_flight.clear()
         for _, ticket in later:
-            _discard(ticket)
+            self.scheduler.end_moves(_moves_done(ticket))
         self._recovery.recover([failed, *(plan for plan, _ in later)])
 
     def _compute(self, plan: Plan) -> None:
@@ -349,11 +350,11 @@ class _Failed:
         raise self._error
 
 
-def _discard(ticket: Ticket) -> None:
-    """Wait for a step whose outcome does not matter any more."""
+def _moves_done(ticket: Ticket) -> array[int]:
+    """Wait for a step whose rows do not count any more. What it says of moves does."""
     try:
-        ticket.result()
+        return ticket.result().moves_done
     except EngineFatal:
         raise
     except Exception:
-        return
+        return array("i")

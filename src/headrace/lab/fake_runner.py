@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -20,12 +20,13 @@ from headrace.core.clock import Clock
 from headrace.core.errors import CheckpointError, EngineFatal
 from headrace.core.kvgroup import KvGroup
 from headrace.core.model_info import ModelInfo
-from headrace.core.plan import NO_LOGPROBS, LogprobColumns, MoveKind, Plan, Result, Started, TokenLogprobs, int_column
+from headrace.core.plan import NO_LOGPROBS, LogprobColumns, Plan, Result, Started, TokenLogprobs, int_column
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.build import assemble
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine
+from headrace.lab.fake_moves import Moves, PagedIds
 
 MASK = 2**64 - 1
 
@@ -44,6 +45,8 @@ class FakeOptions:
     die_after_steps   the n-th step raises EngineFatal
     refuse            loading fails with this reason, as a broken checkpoint does
     verify            keep and check the paged memory
+    host_slots        blocks of host memory; 0: moves to and from it are refused. Needs `verify`
+    move_steps        bounds of how many later steps such a move takes, drawn for each from move_seed
     digests, numerics of the hello, as a real model folder would have them
     max_drafts        most tokens drafted to follow a row; how many, and which of them are wrong, is drawn from seed and position
     withhold_every    about one row in so many that samples gives no token at its first try; 0: none
@@ -61,6 +64,9 @@ class FakeOptions:
     die_after_steps: int | None = None
     refuse: str | None = None
     verify: bool = True
+    host_slots: int = 0
+    move_steps: tuple[int, int] = (0, 0)
+    move_seed: int = 0
     digests: dict[str, str] = field(default_factory=dict)
     numerics: dict[str, str] = field(default_factory=dict)
     max_drafts: int = 0
@@ -152,7 +158,10 @@ class FakeRunner:
         self._clock = clock
         self.num_steps = 0
         self._slots: dict[int, _Slot] = {}
-        self._memory = PagedIds(options.block_size) if options.verify else None
+        if options.host_slots and not options.verify:
+            raise ValueError("host_slots: blocks that move need contents; set verify")
+        self._memory = PagedIds(options.block_size)
+        self._moves = Moves(self._memory, options.block_size, options.host_slots, options.move_steps, options.move_seed)
         self._free_at = 0.0
         self._closed = threading.Event()
         self._wait: Wait = wait or self._closed.wait
@@ -201,6 +210,7 @@ class FakeRunner:
             following = self._draft(slot) if tokens else []
             draft_counts.append(len(following))
             next_drafts.extend(following)
+        self._moves.advance()
         return Result(
             step_id=plan.step_id,
             token_counts=counts,
@@ -211,6 +221,7 @@ class FakeRunner:
             prompt_logprobs=prompt_logprobs,
             draft_counts=draft_counts if next_drafts else int_column(),
             drafts=next_drafts,
+            moves_done=self._moves.take_done(),
         )
 
     @staticmethod
@@ -224,8 +235,9 @@ class FakeRunner:
             self._slots.pop(slot_id, None)
         for started in plan.started:
             self._slots[started.slot] = _Slot(started, array("i", started.token_ids))
-        if self._memory is not None:
+        if self.options.verify:
             self._memory.apply(plan)
+        self._moves.apply(plan)
 
     def _read_and_write(self, slot_id: int, slot: _Slot, start: int, count: int, drafts: list[int]) -> None:
         """drafts stand at the row's last positions, in place of what an undone step left there."""
@@ -235,7 +247,7 @@ class FakeRunner:
         if drafts:
             del slot.ids[known:]
             slot.ids.extend(drafts)
-        if self._memory is not None:
+        if self.options.verify:
             self._memory.write(slot_id, start, slot.ids[start : start + count])
             self._memory.check(slot_id, slot.ids[: start + count])
 
@@ -309,44 +321,3 @@ class FakeTicket:
         if remaining > 0:
             self._wait(remaining)
         return self._result
-
-
-class PagedIds:
-    """Token ids where a model would keep keys and values: blocks found through the block tables plans write, for every KV group."""
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._blocks: dict[tuple[int, int], array[int]] = {}
-        self._tables: dict[tuple[int, int], dict[int, int]] = {}
-        self._groups: set[int] = {0}
-
-    def apply(self, plan: Plan) -> None:
-        gone = {*plan.ended, *(started.slot for started in plan.started)}
-        for key in [key for key in self._tables if key[1] in gone]:
-            del self._tables[key]
-        columns = zip(plan.table_groups, plan.table_slots, plan.table_indices, plan.table_blocks, strict=True)
-        for group, slot, index, block in columns:
-            self._groups.add(group)
-            self._tables.setdefault((group, slot), {})[index] = block
-        for kind, group, source, target in zip(plan.move_kinds, plan.move_groups, plan.move_sources, plan.move_targets, strict=True):
-            if kind != MoveKind.COPY:
-                raise ValueError(f"move_kinds: this runner has nothing but blocks; every move must be COPY, got {MoveKind(kind).name}")
-            self._blocks[group, target] = array("i", self._block(group, source))
-
-    def write(self, slot: int, start: int, ids: Sequence[int]) -> None:
-        for group in self._groups:
-            for position, token_id in enumerate(ids, start):
-                index, offset = divmod(position, self._block_size)
-                self._block(group, self._tables[group, slot][index])[offset] = token_id
-
-    def check(self, slot: int, ids: Sequence[int]) -> None:
-        """Raises AssertionError unless the slot's blocks hold exactly `ids`."""
-        for group in self._groups:
-            table = self._tables[group, slot]
-            for index in range(-(-len(ids) // self._block_size)):
-                known = ids[index * self._block_size : (index + 1) * self._block_size]
-                held = self._block(group, table[index])[: len(known)]
-                assert held == known, f"slot {slot}, group {group}, block {table[index]} at {index}: holds {held}, not {known}"
-
-    def _block(self, group: int, block: int) -> array[int]:
-        return self._blocks.setdefault((group, block), array("i", [-1] * self._block_size))

@@ -117,7 +117,7 @@ class LeaseMachine(RuleBasedStateMachine):
         late = [lease for lease in self.live if lease.deadline <= self.steps.now]
         assert all(lease.is_overdue == bool(lease.moves) for lease in late)
         self.live = [lease for lease in self.live if lease not in late or lease.moves]
-        assert self.leases.num_overdue_blocks == sum(len(lease.blocks) for lease in late if lease.moves)
+        assert self.leases.num_overdue_blocks(0) == sum(len(lease.blocks) for lease in late if lease.moves)
 
     @rule()
     def plan(self) -> None:
@@ -158,11 +158,11 @@ def test_a_move_that_never_ends_keeps_its_block_after_the_deadline() -> None:
     lease = kv.leases.lease_fresh(0, 2, "a transfer", 10.0)
     move_id = kv.leases.begin_move(lease)
     kv.begin_plan(1000.0)
-    assert (kv.pools[0].num_available, kv.leases.num_overdue_blocks, kv.leases.has_moves) == (0, 2, False)
+    assert (kv.pools[0].num_available, kv.leases.num_overdue_blocks(0), kv.leases.has_moves) == (0, 2, False)
     kv.check([])
     assert kv.leases.moves_done([move_id]) == [lease], "however late, the runner's word ends it"
     kv.leases.release(lease)
-    assert (kv.pools[0].num_available, kv.leases.num_overdue_blocks) == (2, 0)
+    assert (kv.pools[0].num_available, kv.leases.num_overdue_blocks(0)) == (2, 0)
     kv.check([])
 
 

@@ -61,9 +61,9 @@ class Leases:
         """Moves of leases that are not overdue are in flight: their end is worth asking for."""
         return any(lease.moves and not lease.is_overdue for lease in self._leases)
 
-    @property
-    def num_overdue_blocks(self) -> int:
-        return sum(len(lease.blocks) for lease in self._leases if lease.is_overdue)
+    def num_overdue_blocks(self, group: int) -> int:
+        """Blocks that may never come back: what needs them is not admitted."""
+        return sum(len(lease.blocks) for lease in self._leases if lease.is_overdue and lease.group == group)
 
     def is_in_flight(self, move_id: int) -> bool:
         return move_id in self._moves

@@ -59,11 +59,12 @@ class KvManager:
 
     def shortage(self, num_tokens: int, step_tokens: int) -> str | None:
         """Why a sequence of num_tokens can never fit; None when it can. step_tokens: what uncommitted steps may hold beyond the window."""
-        for group, pool in zip(self.groups, self.pools, strict=True):
+        for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             resident = num_tokens if group.window is None else min(num_tokens, group.window + step_tokens)
             needed = self.blocks_for(resident) + (group.window is not None)
-            if needed > pool.total - 1:
-                return f"{resident} tokens need {needed} KV blocks of {self.block_size}, the pool has {pool.total - 1}"
+            usable = pool.total - 1 - self.leases.num_overdue_blocks(index)
+            if needed > usable:
+                return f"{resident} tokens need {needed} KV blocks of {self.block_size}, the pool has {usable}"
         return None
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -85,6 +86,13 @@ class KvManager:
         self._extend_hashes(seq, limit)
         hits = self._chain_hits(seq, limit)
         return hits * self.block_size
+
+    def hashes_behind_hits(self, seq: Sequence) -> list[BlockHash]:
+        """Identities of the leading full blocks that could be reused and are not here."""
+        if not (self.caching and seq.uses_prefix_cache):
+            return []
+        hits = self.num_hit_tokens(seq) // self.block_size
+        return seq.hashes[hits : (len(seq.tokens) - 1) // self.block_size]
 
     def _chain_hits(self, seq: Sequence, limit: int) -> int:
         """Largest number of leading blocks every group can supply: all of them in a full group, the window's in a windowed one."""

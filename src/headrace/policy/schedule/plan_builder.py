@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 from headrace.core.plan import SYNCHRONOUS, MoveKind, Plan, Started, int_column
 from headrace.policy.schedule.step_rows import StepRows
@@ -19,13 +20,15 @@ class PlanBuilder:
         self.ended = int_column()
 
     @classmethod
-    def repeating(cls, plan: Plan, step_id: int) -> PlanBuilder:
-        """The changes of a plan that was built already, for another step."""
+    def repeating(cls, plan: Plan, step_id: int, is_in_flight: Callable[[int], bool]) -> PlanBuilder:
+        """The changes of a plan that was built already, for another step. is_in_flight: of a move's id; what has moved stays so."""
         builder = cls(step_id)
         builder.table_groups, builder.table_slots = plan.table_groups, plan.table_slots
         builder.table_indices, builder.table_blocks = plan.table_indices, plan.table_blocks
-        builder.move_kinds, builder.move_ids, builder.move_groups = plan.move_kinds, plan.move_ids, plan.move_groups
-        builder.move_sources, builder.move_targets = plan.move_sources, plan.move_targets
+        moves = zip(plan.move_kinds, plan.move_ids, plan.move_groups, plan.move_sources, plan.move_targets, strict=True)
+        for kind, move_id, group, source, target in moves:
+            if move_id == SYNCHRONOUS or is_in_flight(move_id):
+                builder.move(MoveKind(kind), move_id, group, source, target)
         builder.started, builder.ended = list(plan.started), plan.ended
         return builder
 

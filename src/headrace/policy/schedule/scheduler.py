@@ -24,6 +24,7 @@ from headrace.core.plan import Plan, Result, TokenLogprobs
 from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate
 from headrace.policy.config import SchedulerConfig
+from headrace.policy.kvcache.host_tier import HostTier
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.plan_builder import PlanBuilder
 from headrace.policy.schedule.planner import PlanDraft, Planner
@@ -36,10 +37,11 @@ from headrace.policy.schedule.updates import NOTHING, Output
 class Scheduler:
     """Decides steps over a `SequenceTable`. All methods run on the loop's thread."""
 
-    def __init__(self, config: SchedulerConfig, kv: KvManager) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KvManager, tier: HostTier | None = None) -> None:
         self.config = config
         self.kv = kv
-        self.sequences = SequenceTable(config, kv)
+        self.tier = tier
+        self.sequences = SequenceTable(config, kv, tier)
         self._rows: dict[int, StepRows] = {}
         self._planner = Planner(config, kv, self.sequences)
         self._decode_columns = NO_ROWS
@@ -97,13 +99,20 @@ class Scheduler:
         self.sequences.expire(now)
         step = PlanDraft(self.config.max_num_batched_tokens, self._builder(), now)
         try:
+            if self.tier is not None:
+                self.sequences.end_host_waits(self.tier.plan(step.builder, now))
             self._planner.fill(step)
-            if not (len(step.rows) or step.builder.has_changes or self.sequences.has_ended_slots):
+            if not (len(step.rows) or step.builder.has_changes or self.sequences.has_ended_slots or self._waits_for_moves):
                 return None
             return self._freeze(step)
         except Exception:
             self._unplan(step)
             raise
+
+    @property
+    def _waits_for_moves(self) -> bool:
+        """Whether a plan without rows is to ask for moves in flight: no other result is to come that would tell of them."""
+        return not self._rows and len(self.kv.leases) > 0 and self.kv.leases.has_moves
 
     def _builder(self) -> PlanBuilder:
         """Of the next plan; it begins with the changes that a plan which could not be made has left."""
@@ -139,6 +148,7 @@ class Scheduler:
             self._commit_decodes(rows, result.token_ids[:num_decodes], now)
         self._commit_rows(rows, result, num_decodes, now)
         self.kv.release_pending(plan.step_id)
+        self.end_moves(result.moves_done)
         return self.sequences.take_updates()
 
     def _commit_decodes(self, rows: StepRows, token_ids: array[int], now: float) -> None:
@@ -229,6 +239,14 @@ class Scheduler:
                 self.sequences.disown_rows(seq)
         seq.draft(drafts)
 
+    def end_moves(self, move_ids: array[int]) -> None:
+        """The runner reports moves. They have ended whatever becomes of the step that tells of it. Raises LeaseError: see `Leases`."""
+        if not move_ids:
+            return
+        finished = self.kv.leases.moves_done(move_ids)
+        if self.tier is not None:
+            self.sequences.end_host_waits(self.tier.moves_done(finished))
+
     def rollback(self, plan: Plan) -> list[Sequence]:
         """The step raised: its rows were not computed. Blocks stay, KV writes are idempotent. Returns the rows' live sequences."""
         rows = self._rows.pop(plan.step_id)
@@ -257,7 +275,7 @@ class Scheduler:
     def delta_plan(self, plan: Plan) -> Plan:
         """The state changes of a plan that raised, without rows: applying them again is harmless, missing them is not."""
         self._rows[self._next_step] = StepRows()
-        delta = PlanBuilder.repeating(plan, self._next_step).build(self._rows[self._next_step])
+        delta = PlanBuilder.repeating(plan, self._next_step, self.kv.leases.is_in_flight).build(self._rows[self._next_step])
         self._next_step += 1
         return delta
 
@@ -266,6 +284,8 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError unless sequences, slots and blocks add up. Cheap; runs when idle and after every test."""
         self.sequences.check()
+        if self.tier is not None:
+            self.tier.check()
         in_flight = [row for rows in self._rows.values() for row in rows.rows()]
         for seq in self.sequences.alive():
             self._check_sequence(seq, [row for row in in_flight if row.seq is seq])

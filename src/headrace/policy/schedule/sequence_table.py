@@ -18,6 +18,7 @@ from headrace.core.load import EngineCounters
 from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate, StageSeconds
 from headrace.policy.config import SchedulerConfig
+from headrace.policy.kvcache.host_tier import HostTier
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.queues import Queue, make_queue
 from headrace.policy.schedule.deadlines import Deadlines, Limit
@@ -27,6 +28,10 @@ from headrace.policy.schedule.updates import NOTHING, Output, token_updates
 
 FORK = "headrace.fork"
 """Prerequisite of the 2nd..nth sequence of a request: the first one's prompt has been computed."""
+HOST_KV = "headrace.host_kv"
+"""Prerequisite of a sequence whose prompt goes on in the host tier: its blocks are here, or will not come."""
+OURS = frozenset({FORK, HOST_KV})
+"""Prerequisites that the scheduler satisfies itself, each with a time limit of its own: that of the first sequence, of the transfer."""
 
 
 class Appended(NamedTuple):
@@ -40,9 +45,10 @@ class Appended(NamedTuple):
 class SequenceTable:
     """Owns the sequences, the slots and the waiting queue. All methods run on the loop's thread."""
 
-    def __init__(self, config: SchedulerConfig, kv: KvManager) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KvManager, tier: HostTier | None = None) -> None:
         self.config = config
         self.kv = kv
+        self.tier = tier
         self.queue: Queue = make_queue(config.queue_policy)
         self.running: list[Sequence] = []
         self.generation = 0
@@ -108,7 +114,7 @@ class SequenceTable:
     def _watch_deadlines(self, seq: Sequence, now: float) -> None:
         if seq.request.deadline_s is not None:
             self._deadlines.add(seq.request.deadline_s, seq, Limit.ANSWER)
-        if seq.missing - {FORK}:
+        if seq.missing - OURS:
             self._deadlines.add(now + self.config.prerequisite_timeout_s, seq, Limit.PREREQUISITES)
 
     def _remove(self, family: list[Sequence]) -> None:
@@ -153,8 +159,10 @@ class SequenceTable:
         ends = frozenset() if request.params.ignore_eos else self._eos
         return ends.union(request.params.stop_token_ids) if request.params.stop_token_ids else ends
 
-    def _place(self, seq: Sequence) -> None:
-        """Into the queue, or aside while prerequisites are missing."""
+    def _place(self, seq: Sequence, *, may_fetch: bool = True) -> None:
+        """Into the queue, or aside while prerequisites are missing. may_fetch: it may have to wait for the host tier first."""
+        if may_fetch and not seq.missing and self.tier is not None and self.tier.fetch(seq):
+            seq.missing.add(HOST_KV)
         if seq.missing:
             self._blocked[seq.seq_id] = seq
             return
@@ -167,12 +175,17 @@ class SequenceTable:
         for seq in self._families.get(request_id, ()):
             self._satisfy(seq, what)
 
+    def end_host_waits(self, sequences: list[Sequence]) -> None:
+        """These wait for the host tier no longer; some may have ended meanwhile."""
+        for seq in sequences:
+            self._satisfy(seq, HOST_KV)
+
     def _satisfy(self, seq: Sequence, what: str) -> None:
         if what not in seq.missing:
             return
         seq.missing.discard(what)
         if not seq.missing and self._blocked.pop(seq.seq_id, None) is not None:
-            self._place(seq)
+            self._place(seq, may_fetch=what != HOST_KV)
 
     # slots
 
@@ -230,7 +243,7 @@ class SequenceTable:
         for seq, kind in self._deadlines.take_due(now):
             if kind is Limit.ANSWER:
                 self._end(seq, FinishReason.DEADLINE, now)
-            elif waiting_for := sorted(seq.missing - {FORK}):
+            elif waiting_for := sorted(seq.missing - OURS):
                 self.fail(seq, f"prerequisite not met in {self.config.prerequisite_timeout_s:g} s: {', '.join(waiting_for)}", now)
 
     def next_deadline(self) -> float | None:

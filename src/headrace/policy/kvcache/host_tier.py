@@ -1,0 +1,249 @@
+"""Cached blocks that nobody used for a while, copied to host slots, and back when a prompt begins with them.
+
+    cached block, idle for idle_s --HOST_OUT under a lease--> stored in a host slot; the block stays cached until it is needed
+    prompt that begins with stored blocks --HOST_IN under a lease--> cached blocks; the sequence waits meanwhile, as for a prerequisite
+
+What a sequence waits for here is an offer, never a duty: when blocks are short, when the transfer's time is over or its slots were needed,
+it goes on and computes its prompt. No engine is composed with a tier: no runner but the simulator's has memory to move blocks to. The
+driver shows that plans, leases and results carry such moves; looking for idle blocks reads past all that are stored already.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from headrace.core.hashing import BlockHash
+from headrace.core.plan import MoveKind
+from headrace.policy.kvcache.leases import Lease
+from headrace.policy.kvcache.manager import KvManager
+from headrace.policy.schedule.plan_builder import PlanBuilder
+from headrace.policy.schedule.sequence import SeqState, Sequence
+
+GROUP = 0
+
+
+@dataclass(slots=True)
+class _Out:
+    """A block on its way to a slot. is_void: what it holds is not to be stored any more."""
+
+    identity: BlockHash
+    slot: int
+    is_void: bool = False
+
+
+@dataclass(slots=True)
+class _In:
+    """Slots on their way to blocks, in the lease's order. waiting: None when the sequence went on without them."""
+
+    identities: list[BlockHash]
+    slots: list[int]
+    waiting: Sequence | None
+    is_void: bool = False
+
+
+@dataclass(slots=True)
+class TierCounters:
+    blocks_out: int = 0
+    blocks_in: int = 0
+    waits_given_up: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTierConfig:
+    """num_slots: blocks of host memory. idle_s: since a block's last use. lease_s: of a transfer. max_outs: blocks leaving at once, each of
+    which is not available meanwhile."""
+
+    num_slots: int
+    idle_s: float = 1.0
+    lease_s: float = 10.0
+    max_outs: int = 4
+
+
+@dataclass(slots=True)
+class _Slots:
+    """The host's memory.
+
+    stored   identity -> slot that holds it, about in the order of their last use
+    used_at  slot -> when its block was last used
+    readers  slot -> transfers that read it: it is given to nobody until they end
+    doomed   being read, and holding nothing that anybody may ask for any more
+    """
+
+    free: list[int]
+    stored: OrderedDict[BlockHash, int] = field(default_factory=OrderedDict)
+    used_at: dict[int, float] = field(default_factory=dict)
+    readers: Counter[int] = field(default_factory=Counter)
+    doomed: set[int] = field(default_factory=set)
+
+    def take(self, used_at: float) -> int | None:
+        """A slot for a block last used then: a free one, else that of the first block nobody reads, if it was used before.
+
+        Of two blocks as old as each other the second does not push the first out, or they would take turns for ever.
+        """
+        if self.free:
+            return self.free.pop()
+        identity = next((identity for identity, slot in self.stored.items() if not self.readers[slot]), None)
+        if identity is None or self.used_at[self.stored[identity]] >= used_at:
+            return None
+        return self.stored.pop(identity)
+
+    def end_read(self, slot: int) -> None:
+        self.readers[slot] -= 1
+        if slot in self.doomed and not self.readers[slot]:
+            self.doomed.remove(slot)
+            self.free.append(slot)
+
+    def clear(self) -> None:
+        """Nothing is stored any more."""
+        for slot in self.stored.values():
+            if self.readers[slot]:
+                self.doomed.add(slot)
+            else:
+                self.free.append(slot)
+        self.stored.clear()
+
+
+class HostTier:
+    """Decides what moves. All methods run on the loop's thread, those that take a builder while a plan is being made."""
+
+    def __init__(self, kv: KvManager, config: HostTierConfig) -> None:
+        if len(kv.groups) != 1 or kv.groups[GROUP].window is not None:
+            raise ValueError("a host tier needs exactly one KV group, without a window")
+        self.kv = kv
+        self.config = config
+        self.counters = TierCounters()
+        self._pool = kv.pools[GROUP]
+        self._slots = _Slots(list(range(config.num_slots - 1, -1, -1)))
+        self._outs: dict[Lease, _Out] = {}
+        self._ins: dict[Lease, _In] = {}
+        self._asking: list[Sequence] = []
+
+    # what a sequence waits for
+
+    def fetch(self, seq: Sequence) -> bool:
+        """Whether a new sequence waits: its prompt goes on in host slots where the device's cache ends. Then it is among those that `plan`
+        or `moves_done` returns, once."""
+        if seq.scores_prompt or any(seq.blocks) or not self._stored_behind_hits(seq):
+            return False
+        self._asking.append(seq)
+        return True
+
+    def _stored_behind_hits(self, seq: Sequence) -> list[BlockHash]:
+        """Identities to bring in: behind the device's hits, as far as the device or the host holds the next block."""
+        if not self._slots.stored:
+            return []
+        found: list[BlockHash] = []
+        for identity in self.kv.hashes_behind_hits(seq):
+            if self._pool.find(identity) is None:
+                if identity not in self._slots.stored:
+                    break
+                found.append(identity)
+        return found
+
+    # what moves
+
+    def plan(self, builder: PlanBuilder, now: float) -> list[Sequence]:
+        """Begin transfers in the plan being made. Returns sequences that need not wait any more."""
+        ready = self._give_up_overdue()
+        asking, self._asking = self._asking, []
+        ready += [seq for seq in asking if seq.state is SeqState.BLOCKED and not self._begin_in(seq, builder, now)]
+        self._begin_outs(builder, now)
+        return ready
+
+    def _give_up_overdue(self) -> list[Sequence]:
+        """Sequences whose transfer's time is over; its blocks are cached all the same should it ever end."""
+        ready = []
+        for lease, move in self._ins.items():
+            if lease.is_overdue and move.waiting is not None:
+                ready.append(move.waiting)
+                move.waiting = None
+        self.counters.waits_given_up += len(ready)
+        return ready
+
+    def _begin_in(self, seq: Sequence, builder: PlanBuilder, now: float) -> bool:
+        """False: there is nothing to wait for, or no blocks to bring it to."""
+        identities = self._stored_behind_hits(seq)
+        if not identities or len(identities) > self._pool.num_available:
+            return False
+        lease = self.kv.leases.lease_fresh(GROUP, len(identities), "host in", now + self.config.lease_s)
+        slots = [self._slots.stored[identity] for identity in identities]
+        for identity, slot, block in zip(identities, slots, lease.blocks, strict=True):
+            self._slots.readers[slot] += 1
+            self._slots.stored.move_to_end(identity)
+            self._slots.used_at[slot] = now
+            builder.move(MoveKind.HOST_IN, self.kv.leases.begin_move(lease), GROUP, slot, block)
+        self._ins[lease] = _In(identities, slots, seq)
+        return True
+
+    def _begin_outs(self, builder: PlanBuilder, now: float) -> None:
+        for block, last_used in self._idle_blocks(now):
+            if len(self._outs) >= self.config.max_outs:
+                return
+            slot = self._slots.take(last_used)
+            if slot is None:
+                continue  # a newer one may still find an older one's slot
+            self._slots.used_at[slot] = last_used
+            identity = self._pool.identity(block)
+            assert identity is not None, "a cached block has an identity"
+            lease = self.kv.leases.lease(GROUP, [block], "host out", now + self.config.lease_s)
+            builder.move(MoveKind.HOST_OUT, self.kv.leases.begin_move(lease), GROUP, block, slot)
+            self._outs[lease] = _Out(identity, slot)
+
+    def _idle_blocks(self, now: float) -> list[tuple[int, float]]:
+        """Cached blocks old enough that no slot holds or will hold, the oldest first, and when each was last used."""
+        known = {*self._slots.stored, *(move.identity for move in self._outs.values())}
+        old = takewhile(lambda entry: now - entry[1] >= self.config.idle_s, self._pool.idle_since())
+        return [(block, last_used) for block, last_used in old if self._pool.identity(block) not in known]
+
+    # what has moved
+
+    def moves_done(self, leases: Iterable[Lease]) -> list[Sequence]:
+        """These transfers have ended. Returns sequences that need not wait any more."""
+        ready: list[Sequence] = []
+        for lease in leases:
+            if lease in self._outs:
+                self._end_out(self._outs.pop(lease))
+            else:
+                ready += self._end_in(lease, self._ins.pop(lease))
+            self.kv.leases.release(lease)
+        return ready
+
+    def _end_out(self, move: _Out) -> None:
+        if move.is_void:
+            self._slots.free.append(move.slot)
+        else:
+            self._slots.stored[move.identity] = move.slot
+            self.counters.blocks_out += 1
+
+    def _end_in(self, lease: Lease, move: _In) -> list[Sequence]:
+        """The blocks are cached, unless the same was computed meanwhile: then they come free with the lease."""
+        for identity, slot, block in zip(move.identities, move.slots, lease.blocks, strict=True):
+            if not move.is_void:
+                self._pool.register(block, identity)
+            self._slots.end_read(slot)
+        self.counters.blocks_in += len(move.identities)
+        return [] if move.waiting is None else [move.waiting]
+
+    def reset_cache(self) -> None:
+        """Forget every reusable block, here and on the device; what is moving is not stored, and not cached, when it arrives."""
+        self.kv.reset_cache()
+        self._slots.clear()
+        for out in self._outs.values():
+            out.is_void = True
+        for arriving in self._ins.values():
+            arriving.is_void = True
+
+    # invariants
+
+    def check(self) -> None:
+        """Raise AssertionError unless every slot has one place and every transfer a lease in flight."""
+        held = self._slots
+        slots = [*held.free, *held.stored.values(), *held.doomed, *(move.slot for move in self._outs.values())]
+        assert sorted(slots) == list(range(self.config.num_slots)), "a host slot was lost, or is in two places"
+        assert all(lease.moves for lease in (*self._outs, *self._ins)), "a transfer without a move in flight"
+        readers = Counter(slot for move in self._ins.values() for slot in move.slots)
+        assert +held.readers == readers, "a slot is read that nobody counts"
+        assert readers.keys() <= {*held.stored.values(), *held.doomed}, "a slot that is being read was given away"
