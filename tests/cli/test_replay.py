@@ -11,6 +11,7 @@ import typer
 
 from headrace.cli.exits import ExitCode
 from headrace.cli.replay import replay
+from headrace.core.errors import ConfigError
 from headrace.core.plan_codec import PlanCodecError, dump_plans, load_plans
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.build import build_engine
@@ -74,6 +75,11 @@ def test_plans_run_again_to_the_same_tokens(model: Path, dumped: tuple[Path, lis
     replay(dump, model=str(model), load_format="dummy", seed=4, kernels="reference", as_json=True)
     others = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [token for line in others for token in line["sampled"]] != tokens  # other weights
+
+
+def test_deterministic_kernels_are_asked_for_and_refused_where_there_are_none(model: Path, dumped: tuple[Path, list[int]]) -> None:
+    with pytest.raises(ConfigError, match="deterministic: reference kernels"):
+        replay(dumped[0], model=str(model), load_format="dummy", kernels="reference", deterministic=True)
 
 
 def test_rows_of_sequences_begun_before_the_dump_are_counted_not_run(

@@ -32,6 +32,7 @@ def replay(
     quantization: Annotated[str, typer.Option("--quantization", "-q", help="none, int8 or int4, as when the plans were dumped.")] = "none",
     kv_cache_dtype: Annotated[str, typer.Option("--kv-cache-dtype", help="auto, bfloat16 or int8, as then.")] = "auto",
     kernels: Annotated[str, typer.Option("--kernels", help="auto, numba or reference.")] = "auto",
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Where the engine that made the dump was.")] = False,
     block_size: Annotated[int, typer.Option("--block-size", help="Tokens per block of the engine that made the dump.")] = 16,
 ) -> None:
     """Show a dumped ring of plans, or run it again."""
@@ -46,7 +47,12 @@ def replay(
     else:
         _say_left_out(plans)
         options: dict[str, object] = {"load_format": load_format, "quantization": quantization, "seed": seed, "kernels": kernels}
-        options |= {"kv_cache_dtype": kv_cache_dtype, "block_size": block_size, "num_kv_blocks": num_kv_blocks}
+        options |= {
+            "kv_cache_dtype": kv_cache_dtype,
+            "block_size": block_size,
+            "num_kv_blocks": num_kv_blocks,
+            "deterministic": deterministic,
+        }
         lines = _run(plans, model, options, as_json=as_json)
     for line in lines:
         print(line, flush=True)
