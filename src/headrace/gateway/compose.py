@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import secrets
 import time
@@ -11,12 +12,14 @@ from dataclasses import dataclass, field
 
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError
+from headrace.gateway.access.budget import ByteBudget, HeldLimits
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.app import Gateway
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig
 from headrace.gateway.generation.answer_pool import AnswerPool
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.sse import StreamWatch
+from headrace.gateway.memory import give_back_when_idle
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.text_workers.pool import TextPool
@@ -114,7 +117,10 @@ async def open_gateway(
                 text = ModelText(text_pool, model.name, texts[model.name].tokenizer)
                 upstream = TokenUpstream(text, pool, draw_seed=sources.draw_seed)
             models.append(ServedModel(model.name, model.aliases, upstream, int(sources.unix_time())))
+        limits = config.limits
+        budget = ByteBudget(HeldLimits(limits.max_request_held_bytes, limits.max_tenant_held_bytes, limits.max_held_bytes))
         watch = StreamWatch(
+            left_bytes=lambda: budget.left,
             ping_s=config.timeouts.sse_ping_s,
             max_pending_bytes=config.limits.max_pending_bytes,
             on_lag=metrics.loop_lag.observe,
@@ -127,6 +133,7 @@ async def open_gateway(
             watch=await stack.enter_async_context(watch),
             text_pool=text_pool,
             answer_pool=answer_pool,
+            budget=budget,
             metrics=metrics,
             salt_key=bytes.fromhex(config.salt_key) or secrets.token_bytes(32),
             clock=sources.clock,
@@ -136,6 +143,11 @@ async def open_gateway(
         metrics.read_text(text_pool.reading)
         metrics.requests_open.set_function(lambda: service.open_requests.num_open)
         metrics.log_dropped.set_function(lambda: request_log.num_dropped)
+        metrics.held_bytes.set_function(lambda: budget.held)
+        metrics.held_refused.set_function(lambda: budget.num_refused)
+        metrics.streams_cut.set_function(lambda: service.watch.num_cut)
+        giving_back = asyncio.create_task(give_back_when_idle(service.open_requests), name="memory given back")
+        stack.callback(giving_back.cancel)
         yield Gateway(service, request_log)
 
 

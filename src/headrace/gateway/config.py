@@ -128,6 +128,9 @@ class Limits:
     max_text_workers      processes that render templates and tokenize
     max_text_queue        jobs waiting for one of them, and max_text_queue_bytes of these together; beyond it 429 for the tenant with most
     max_pending_bytes     an answer made but not yet read by its client; beyond it the request is cancelled
+    max_held_bytes        of all requests: bodies, prompts, log-probabilities, answers until they are written; one more is refused with 429
+    max_tenant_held_bytes   the same of one tenant
+    max_request_held_bytes  the same of one request; more is refused with 413
     """
 
     max_body_bytes: int = 1 << 20
@@ -143,6 +146,9 @@ class Limits:
     max_text_queue: int = 8192
     max_text_queue_bytes: int = 64 << 20
     max_pending_bytes: int = 256 << 10
+    max_held_bytes: int = 40 << 20
+    max_tenant_held_bytes: int = 40 << 20
+    max_request_held_bytes: int = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

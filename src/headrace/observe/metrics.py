@@ -208,6 +208,9 @@ class Metrics:
             buckets=LAG_BUCKETS,
             registry=registry,
         )
+        self.held_bytes = Gauge("headrace_gateway_held_bytes", "Bodies, prompts and answers that requests hold.", registry=registry)
+        self.held_refused = Gauge("headrace_gateway_held_refused", "Requests refused because of them.", registry=registry)
+        self.streams_cut = Gauge("headrace_gateway_streams_cut", "Streams cut because their clients did not read.", registry=registry)
         self.log_dropped = Gauge("headrace_request_log_dropped", "Lines the request log could not write.", registry=registry)
 
     def replica(self, model: str, replica: str) -> ReplicaMetrics:

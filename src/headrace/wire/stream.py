@@ -41,6 +41,7 @@ class ReplicaStream:
 
     __slots__ = (
         "_error",
+        "_first_index",
         "_is_ended",
         "_is_ready",
         "_on_end",
@@ -71,6 +72,7 @@ class ReplicaStream:
         self.attempt = Attempt(request.request_id, request.epoch)
         self.handle = handle
         self._running = set(request.indices)
+        self._first_index = min(self._running)
         self._on_end = on_end
         self._on_leave = on_leave
         self._on_ready = on_ready
@@ -127,6 +129,8 @@ class ReplicaStream:
         """From the session. Updates of a sequence that has ended are dropped."""
         if self._is_ended or update.index not in self._running:
             return
+        if update.prompt_logprobs and update.index != self._first_index:
+            update = update._replace(prompt_logprobs=())  # every sequence has its prompt's scores, all the same ones
         self._append(update)
         if update.finish is not None:
             self.end_sequence(update.index)

@@ -11,21 +11,29 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from headrace.core.clock import Clock
 from headrace.core.errors import DeadlineExceeded, SequenceFailed, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.request import PriorityClass
 from headrace.core.sampling import SamplingParams
+from headrace.gateway.access.budget import Held
 from headrace.gateway.generation.progress import Progress
-from headrace.gateway.generation.score_limits import MAX_INLINE_SCORES, PROMPT_SCORE_BYTES, check_output_scores, num_prompt_scores
+from headrace.gateway.generation.score_limits import (
+    MAX_INLINE_SCORES,
+    OUTPUT_SCORE_BYTES,
+    PROMPT_SCORE_BYTES,
+    check_output_scores,
+    num_prompt_scores,
+    unread_score_bytes,
+)
 from headrace.gateway.generation.service import Service
 from headrace.gateway.generation.wanted import WantedPrepared
-from headrace.gateway.http.exchange import Exchange
+from headrace.gateway.http.exchange import PIECE_BYTES, Exchange
 from headrace.gateway.http.sse import SseStream
 from headrace.gateway.upstream.seam import (
     Conversation,
@@ -38,8 +46,15 @@ from headrace.gateway.upstream.seam import (
     Usage,
 )
 
-U = TypeVar("U")
+P = ParamSpec("P")
+T = TypeVar("T")
 DEADLINE_PASSED = "The request's deadline passed before it was complete."
+
+PROMPT_TOKEN_BYTES = 36
+"""A token id in a tuple, and the integer."""
+
+HOLD_STEP_BYTES = 16 << 10
+"""What an answer that is collected grows by before the budget is asked."""
 
 DEADLINE_GRACE_S = 0.5
 """An engine ends a request at its deadline itself; this much later the gateway does, whatever the engine does."""
@@ -66,10 +81,11 @@ class Ask:
 
 
 class Answer(Protocol):
-    """How one request's events become bytes. Either `chunk`s and `last`, or `add`s and `whole`."""
+    """How one request's events become bytes. Either `chunks` and `last`, or `add`s and `whole`."""
 
-    def chunk(self, events: Sequence[OutputEvent]) -> bytes:
-        """Server-sent events for what is new; empty when there is nothing a client should hear of."""
+    def chunks(self, events: Sequence[OutputEvent]) -> list[bytes]:
+        """Server-sent events for what is new, in pieces; empty when there is nothing a client should hear of. What several events show
+        alike is the same piece: joined, they may take far more memory."""
         ...
 
     def last(self, usage: Usage) -> bytes:
@@ -78,7 +94,9 @@ class Answer(Protocol):
 
     def add(self, events: Sequence[OutputEvent]) -> None: ...
 
-    def whole(self, usage: Usage) -> bytes: ...
+    def whole(self, usage: Usage) -> Iterator[list[bytes]]:
+        """The answer, a part at a time, each in pieces."""
+        ...
 
 
 class DirectChunks:
@@ -96,23 +114,28 @@ class DirectChunks:
     def take(self, events: Sequence[OutputEvent]) -> None:
         now = self._clock()
         self._progress.see(events, now)
-        if payload := self._answer.chunk(events):
-            self._sse.write_now(payload, now)
+        if pieces := self._answer.chunks(events):
+            self._sse.write_now(b"".join(pieces), now)
 
 
 class Run:
     """One admitted request of a known model."""
 
-    def __init__(self, service: Service, exchange: Exchange, ask: Ask) -> None:
-        """Raises ModelNotFound or InvalidRequest: everything that can be refused without asking the upstream."""
+    def __init__(self, service: Service, exchange: Exchange, held: Held, ask: Ask) -> None:
+        """held: what this request takes in memory is added to it.
+
+        Raises: ModelNotFound or InvalidRequest, for everything that can be refused without asking the upstream.
+        """
         self.service = service
         self.exchange = exchange
+        self.held = held
         self.ask = ask
         self.model = service.models.get(ask.model)
         record = exchange.record
         record.model, record.stream, record.n = self.model.name, ask.is_streaming, ask.sampling.get("n")
         self.params = SamplingParams(**ask.sampling).checked()
         self.num_prompt_scores = 0
+        self.unread_score_bytes = 0
 
     async def prepare(self) -> Prepared:
         """Raises what `Upstream.prepare` raises, and RequestTooLarge for more log-probabilities than an answer may hold."""
@@ -127,6 +150,11 @@ class Run:
         )
         if not ask.is_streaming and self.params.max_tokens is not None:
             check_output_scores(self.params.logprobs, num_tokens=prepared.num_sequences * self.params.max_tokens)
+        self.unread_score_bytes = unread_score_bytes(self.params.logprobs, num_tokens=prepared.max_output_tokens or 0)
+        if self.num_prompt_scores:
+            self.unread_score_bytes += 2 * PIECE_BYTES  # the piece of them that is on its way
+        self.held.add(PROMPT_TOKEN_BYTES * (prepared.prompt_tokens or 0))
+        self.held.add(self.num_prompt_scores // ask.num_shown * PROMPT_SCORE_BYTES + self.unread_score_bytes)
         return WantedPrepared(prepared, self._raise_if_left)
 
     async def answer(self, answer: Answer, prepared: Prepared) -> None:
@@ -178,19 +206,31 @@ class Run:
         return asyncio.get_running_loop().call_later(remaining_s + DEADLINE_GRACE_S, self.exchange.leave, DeadlineExceeded(DEADLINE_PASSED))
 
     async def _whole(self, answer: Answer, stream: EventStream, progress: Progress) -> None:
-        num_tokens = 0
+        num_tokens, not_held = 0, 0
+        num_top = (self.params.logprobs or 0) + 1
         while events := await self._events(stream, progress):
             answer.add(events)
-            num_tokens += sum([len(event.logprobs) for event in events])
+            num_new = sum([len(event.logprobs) for event in events])
+            num_tokens += num_new
             check_output_scores(self.params.logprobs, num_tokens=num_tokens)
-        num_scores = self.num_prompt_scores + num_tokens * ((self.params.logprobs or 0) + 1)
-        await self.exchange.reply(200, await self._made(num_scores, answer.whole, stream.usage()))
+            not_held += sum([len(event.text) for event in events]) + num_new * num_top * OUTPUT_SCORE_BYTES
+            if not_held >= HOLD_STEP_BYTES:
+                self.held.add(not_held)
+                not_held = 0
+        parts = answer.whole(stream.usage())
+        if self.num_prompt_scores + num_tokens * num_top <= MAX_INLINE_SCORES:
+            await self.exchange.reply(200, b"".join([piece for part in parts for piece in part]))
+        else:
+            await self.exchange.reply_in_pieces(self._made(parts))
 
-    async def _made(self, num_scores: int, make: Callable[[U], bytes], given: U) -> bytes:
-        """Bytes of the answer; where they hold many log-probabilities the event loop does not wait for them."""
-        if num_scores <= MAX_INLINE_SCORES:
-            return make(given)
-        return await self.exchange.unless_left(self.service.answer_pool.run(make, given))
+    async def _made(self, parts: Iterator[list[bytes]]) -> AsyncIterator[list[bytes]]:
+        """Parts that hold many log-probabilities, made off the event loop, each when it is asked for."""
+        while (part := await self._off_loop(next, parts, None)) is not None:
+            yield part
+
+    async def _off_loop(self, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Not made at all for a client that has left by then."""
+        return await self.exchange.unless_left(self.service.answer_pool.run(make, *args, **kwargs))
 
     async def _stream(self, answer: Answer, stream: EventStream, progress: Progress) -> None:
         """Nothing is sent before the first event, so that a refusal still has its status code; but not for longer than a ping's time."""
@@ -200,15 +240,16 @@ class Run:
                 first = await self._events(stream, progress)
         except TimeoutError:
             pass
-        score_bytes = self.num_prompt_scores * PROMPT_SCORE_BYTES
-        async with self.service.watch.open(self.exchange, lambda: stream.unread_bytes, score_bytes=score_bytes) as sse:
+        async with self.service.watch.open(self.exchange, lambda: stream.unread_bytes, score_bytes=self.unread_score_bytes) as sse:
             events = first if first is not None else await self._events(stream, progress)
             if self.num_prompt_scores <= MAX_INLINE_SCORES:
                 stream.listen(DirectChunks(answer, progress, sse, self.service.clock))
             while events:
-                payload = await self._made(self.num_prompt_scores, answer.chunk, events)
-                if payload:
-                    await sse.write(payload)
+                if self.num_prompt_scores <= MAX_INLINE_SCORES:
+                    if pieces := answer.chunks(events):
+                        await sse.write(b"".join(pieces))
+                else:
+                    await sse.write_pieces(await self._off_loop(answer.chunks, events))
                 events = await self._events(stream, progress)
             stream.listen(None)
             await sse.end(answer.last(stream.usage()))

@@ -7,11 +7,18 @@ from headrace.core.errors import RequestTooLarge
 MAX_PROMPT_SCORES = 1 << 20
 """Log-probabilities of prompt tokens in one answer, some 60 bytes each: tokens x (alternatives + 1) x choices that show them."""
 
-PROMPT_SCORE_BYTES = 128
-"""What one of them may take on its way to the client, encoded or not."""
+PROMPT_SCORE_BYTES = 48
+"""What one of them takes until the answer is written, choices that show the same counted once."""
+
+OUTPUT_SCORE_BYTES = 16
+"""What one of an output token takes while an answer is collected."""
+
+UNREAD_SCORE_BYTES = 24
+MAX_UNREAD_SCORE_BYTES = 2 << 20
+"""How much the output's log-probabilities may make wait for a client, beside all else that may."""
 
 MAX_OUTPUT_SCORES = 1 << 18
-"""Log-probabilities of output tokens in one answer that is not streamed, some 250 bytes each until it is written."""
+"""Log-probabilities of output tokens in one answer that is not streamed."""
 
 MAX_INLINE_SCORES = 4096
 """An answer with so many log-probabilities is encoded on the event loop: a few milliseconds."""
@@ -41,3 +48,8 @@ def check_output_scores(num_top: int | None, *, num_tokens: int) -> None:
     if num_top is not None and num_tokens * (num_top + 1) > MAX_OUTPUT_SCORES:
         rule = f"tokens of all choices ({num_tokens}) x (alternatives + 1) <= {MAX_OUTPUT_SCORES} without stream"
         raise RequestTooLarge("logprobs", rule, num_top, "Stream the answer, or lower max_tokens, n or the alternatives.")
+
+
+def unread_score_bytes(num_top: int | None, *, num_tokens: int) -> int:
+    """What of a stream's log-probabilities may wait for its client. num_tokens: of all sequences, at most."""
+    return 0 if num_top is None else min(MAX_UNREAD_SCORE_BYTES, num_tokens * (num_top + 1) * UNREAD_SCORE_BYTES)

@@ -7,7 +7,7 @@ everything else the gateway does with it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
@@ -99,16 +99,21 @@ class Exchange:
         values = [value for key, value in self.headers if key == name]
         return values[0] if len(values) == 1 else None
 
-    async def json_body(self, *, max_bytes: int, timeout_s: float) -> bytes:
-        """The bytes of a body that says it is JSON. Raises UnsupportedMediaType, BodyTooLarge, ReadTimeout or ClientLeft."""
+    async def json_body(self, *, max_bytes: int, timeout_s: float, hold: Callable[[int], None]) -> bytes:
+        """The bytes of a body that says it is JSON.
+
+        hold  told of each part that came; may refuse it
+
+        Raises: UnsupportedMediaType, BodyTooLarge, ReadTimeout or ClientLeft.
+        """
         media_type = (self.header(b"content-type") or b"").split(b";")[0].strip().lower()
         if media_type != b"application/json":
             raise UnsupportedMediaType("The body must be JSON: send 'Content-Type: application/json'.")
         if self.header(b"content-encoding") not in (None, b"identity"):
             raise UnsupportedMediaType("Compressed bodies are not read: send the body without Content-Encoding.")
-        return await self.body(max_bytes=max_bytes, timeout_s=timeout_s)
+        return await self.body(max_bytes=max_bytes, timeout_s=timeout_s, hold=hold)
 
-    async def body(self, *, max_bytes: int, timeout_s: float) -> bytes:
+    async def body(self, *, max_bytes: int, timeout_s: float, hold: Callable[[int], None]) -> bytes:
         """The whole body. Stops reading at the first byte beyond the cap, and before the first one if its length was announced."""
         announced = self.header(b"content-length")
         if announced is not None and announced.isdigit() and int(announced[:20]) > max_bytes:
@@ -125,6 +130,7 @@ class Exchange:
                     size += len(chunk)
                     if size > max_bytes:
                         raise _too_large(size, max_bytes)
+                    hold(len(chunk))
                     chunks.append(chunk)
                     if not message.get("more_body", False):
                         return b"".join(chunks)
@@ -164,6 +170,9 @@ class Exchange:
             if self.left is not None and waiting.cancelled():
                 raise self.left from None
             raise
+        finally:
+            if cancel in self._on_left:  # it would keep what `work` gave for as long as the request runs
+                self._on_left.remove(cancel)
 
     def leave(self, error: HeadraceError) -> None:
         """The answer ends here. The first reason stays; a client that still reads is told it."""
@@ -191,6 +200,15 @@ class Exchange:
         """The whole answer. Returns and raises as `write` does."""
         await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
         await self.write(body, is_last=True)
+
+    async def reply_in_pieces(self, parts: AsyncIterator[list[bytes]]) -> None:
+        """A whole answer (200) of a length that is not known yet; each part is made when the one before it has left."""
+        await self.start(200, [_JSON])
+        async for part in parts:
+            for piece in joined_pieces(part):
+                await self.write(piece)
+                await asyncio.sleep(0)
+        await self.write(b"", is_last=True)
 
     async def fail(self, error: ErrorReply) -> None:
         """The answer is an error: with its status before the first byte, as an event in a stream that has begun."""
@@ -240,6 +258,20 @@ class Exchange:
         assert self._direct is not None
         if body:
             self._direct.write_chunk(body)
+
+
+def joined_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in parts of about PIECE_BYTES: small pieces are joined, large ones stay."""
+    found: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        found.append(piece)
+        size += len(piece)
+        if size >= PIECE_BYTES:
+            yield b"".join(found)
+            found, size = [], 0
+    if found:
+        yield b"".join(found)
 
 
 def _too_large(size: int, max_bytes: int) -> InvalidRequest:

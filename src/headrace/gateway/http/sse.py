@@ -2,9 +2,9 @@
 
 A stream is written by its own task; `StreamWatch` looks at all streams a few times per second, which is cheaper than a timer each. What
 may wait for a client is bounded in bytes: what is left of the encoded chunk being sent plus what the engine has produced meanwhile.
-Beyond it the connection is dropped and the request cancelled. Prompt log-probabilities come all at once, however fast a client reads:
-their size, bounded when the request is admitted, is allowed on top. (The time a client may take is bounded for every answer alike, by
-`gateway.http.server`.)
+Beyond it the connection is dropped and the request cancelled. Log-probabilities come faster than many a client reads: what of them was
+held in the budget when the request was admitted is allowed on top. All streams together are bounded by what the budget has left. (The
+time a client may take is bounded for every answer alike, by `gateway.http.server`.)
 
 Errors after the first byte are `Exchange.fail`'s: an event with the error body, then the end, without [DONE].
 
@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError
 from headrace.gateway.http.errors import SlowReader
-from headrace.gateway.http.exchange import Exchange
+from headrace.gateway.http.exchange import Exchange, joined_pieces
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
@@ -38,7 +38,7 @@ HEADERS = (
 class SseStream:
     """One event stream. Made by `StreamWatch.open`; leave it by scope."""
 
-    __slots__ = ("_clock", "_exchange", "_ping", "_watch", "last_write_s", "score_bytes", "unread_bytes")
+    __slots__ = ("_clock", "_exchange", "_is_inside", "_ping", "_watch", "last_write_s", "score_bytes", "unread_bytes")
 
     def __init__(self, exchange: Exchange, watch: StreamWatch, unread_bytes: Callable[[], int], score_bytes: int, clock: Clock) -> None:
         """unread_bytes  size of what was produced for this stream and not yet encoded
@@ -51,6 +51,7 @@ class SseStream:
         self.score_bytes = score_bytes
         self.last_write_s = clock()
         self._ping: asyncio.Task[None] | None = None
+        self._is_inside = False
 
     async def __aenter__(self) -> SseStream:
         await self._exchange.start(200, HEADERS, is_event_stream=True)
@@ -65,6 +66,16 @@ class SseStream:
     async def write(self, payload: bytes) -> None:
         """Send whole events. Returns and raises as `Exchange.write` does."""
         await self._send(payload, is_last=False)
+
+    async def write_pieces(self, pieces: Iterable[bytes]) -> None:
+        """`write` of events that are larger than what should wait for a client: a piece is taken up when the one before it has left."""
+        self._is_inside = True
+        try:
+            for piece in joined_pieces(pieces):
+                await self.write(piece)
+                await asyncio.sleep(0)  # a socket with room does not wait, and others have their turn all the same
+        finally:
+            self._is_inside = False
 
     async def end(self, payload: bytes = DONE) -> None:
         await self._send(payload, is_last=True)
@@ -89,17 +100,29 @@ class SseStream:
         self._exchange.write_now(payload)
         self.last_write_s = now
 
-    def bound(self, max_pending_bytes: int) -> None:
-        """The end of a stream for whose client too much waits."""
-        pending_bytes = self._exchange.pending_bytes
-        if pending_bytes and pending_bytes + self.unread_bytes() > max_pending_bytes + self.score_bytes:
-            self._exchange.abort(SlowReader(f"More than {max_pending_bytes} bytes of the answer waited for the client."))
+    def bound(self, max_pending_bytes: int) -> bool:
+        """The end of a stream for whose client too much waits: True."""
+        if self.waiting_bytes <= max_pending_bytes + self.score_bytes:
+            return False
+        return self.cut(f"More than {max_pending_bytes} bytes of the answer waited for the client.")
 
     def ping(self, now: float) -> None:
         """A comment line, unless something waits for the client anyway."""
-        if not self._exchange.pending_bytes:
+        if not (self._exchange.pending_bytes or self._is_inside):
             self.last_write_s = now
             self._ping = asyncio.create_task(self._send_ping())
+
+    @property
+    def waiting_bytes(self) -> int:
+        """For the client; what was made while it read at once is on its way."""
+        return self._exchange.pending_bytes + self.unread_bytes() if self._exchange.pending_bytes else 0
+
+    def cut(self, reason: str) -> bool:
+        """Drop the client, unless something else has ended this stream already."""
+        if self._exchange.left is not None:
+            return False
+        self._exchange.abort(SlowReader(reason))
+        return True
 
     async def _send_ping(self) -> None:
         with suppress(HeadraceError):  # the stream's own task hears of it
@@ -115,12 +138,20 @@ class StreamWatch:
     """
 
     def __init__(
-        self, *, ping_s: float, max_pending_bytes: int, on_lag: Callable[[float], None] = lambda _: None, clock: Clock = time.monotonic
+        self,
+        *,
+        ping_s: float,
+        max_pending_bytes: int,
+        left_bytes: Callable[[], int] = lambda: 1 << 62,
+        on_lag: Callable[[float], None] = lambda _: None,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.streams: set[SseStream] = set()
         self.writing: set[SseStream] = set()
         self._ping_s = ping_s
         self._max_pending_bytes = max_pending_bytes
+        self._left_bytes = left_bytes
+        self.num_cut = 0
         self._on_lag = on_lag
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
@@ -141,10 +172,22 @@ class StreamWatch:
         """One round. Separate from the timer for tests."""
         now = self._clock()
         for stream in list(self.writing):
-            stream.bound(self._max_pending_bytes)
+            self.num_cut += stream.bound(self._max_pending_bytes)
+        self._cut_largest(list(self.writing))
         quiet_since_s = now - self._ping_s
         for stream in [stream for stream in self.streams if stream.last_write_s < quiet_since_s]:
             stream.ping(now)
+
+    def _cut_largest(self, writing: list[SseStream]) -> None:
+        """What all streams make wait is bounded too: the one that makes most wait goes first."""
+        waiting = sorted((stream.waiting_bytes, number) for number, stream in enumerate(writing))
+        excess = sum(size for size, _ in waiting) - max(0, self._left_bytes())
+        while excess > 0 and waiting:
+            size, number = waiting.pop()
+            if not writing[number].cut("The memory for answers that wait for their clients is used up."):
+                continue
+            self.num_cut += 1
+            excess -= size
 
     async def _run(self) -> None:
         while True:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
 from headrace.core.errors import InvalidRequest
-from headrace.core.plan import TokenLogprobs
+from headrace.core.plan import LogprobColumns
 from headrace.core.request import PriorityClass
 from headrace.gateway.config import Limits
 from headrace.gateway.generation.run import Ask, Run
@@ -17,9 +17,9 @@ from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces.body import parsed
 from headrace.gateway.surfaces.dialect import schemas
-from headrace.gateway.surfaces.dialect.answers import Chunks, Facts, Output, finish_part, usage_body, wants_usage
+from headrace.gateway.surfaces.dialect.answers import Chunks, Facts, Output, around_choices, finish_part, usage_body, wants_usage
 from headrace.gateway.surfaces.dialect.fields import Surface, honoured_fields
-from headrace.gateway.surfaces.dialect.logprobs import chat_logprobs, prompt_logprobs
+from headrace.gateway.surfaces.dialect.logprobs import chat_logprobs, prompt_logprobs, scores_of
 from headrace.gateway.surfaces.dialect.parse import (
     check_messages,
     check_shared,
@@ -36,10 +36,10 @@ _encode = msgspec.json.encode
 
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
-    with service.open_requests.admit(exchange.request_id, exchange.leave):
-        request = await parsed(service, exchange, parse_chat)
+    with service.open_requests.admit(exchange.request_id, exchange.leave), service.budget.open(exchange.principal.tenant) as held:
+        request = await parsed(service, exchange, held, parse_chat)
         with fields_as_written(_names(request)):
-            run = Run(service, exchange, _ask(request, exchange.principal.priority))
+            run = Run(service, exchange, held, _ask(request, exchange.principal.priority))
             async with exchange.watching():
                 prepared = await exchange.unless_left(run.prepare())
                 await run.answer(ChatAnswer(request, prepared, Facts.of("chatcmpl-", run)), prepared)
@@ -179,12 +179,12 @@ class ChatAnswer:
         self._num_top = request.top_logprobs or 0
         self._has_logprobs = request.logprobs
         self._num_prompt_top = request.prompt_logprobs
-        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs = LogprobColumns()
         self._outputs = [Output() for _ in range(request.n)]
         self._is_opened = [False] * request.n
         self._chunks = Chunks(facts, "chat.completion.chunk", TEXT_CHOICE, include_usage=wants_usage(request))
 
-    def chunk(self, events: Sequence[OutputEvent]) -> bytes:
+    def chunks(self, events: Sequence[OutputEvent]) -> list[bytes]:
         parts: list[bytes] = []
         for event in events:
             if not self._is_opened[event.index]:
@@ -196,7 +196,7 @@ class ChatAnswer:
                 parts.append(self._chunks.chunk(self._choice(event, self._delta_of_parts(event) if has_parts else None)))
             elif event.text:
                 parts.append(self._chunks.text(event.index, event.text))
-        return b"".join(parts)
+        return parts
 
     def _delta_of_parts(self, event: OutputEvent) -> bytes:
         """What a foreign server tells apart from text, and the text beside it."""
@@ -221,21 +221,27 @@ class ChatAnswer:
         for event in events:
             self._outputs[event.index].add(event)
             if event.index == 0:
-                self._prompt_logprobs.extend(event.prompt_logprobs)
+                for score in event.prompt_logprobs:
+                    self._prompt_logprobs.append(score)
 
-    def whole(self, usage: Usage) -> bytes:
+    def whole(self, usage: Usage) -> Iterator[list[bytes]]:
         answer = ChatCompletion(
             id=self._facts.id,
             object="chat.completion",
             created=self._facts.created,
             model=self._facts.model,
-            choices=[self._whole_choice(index, output) for index, output in enumerate(self._outputs)],
+            choices=[],
             usage=usage_body(usage),
             system_fingerprint=self._facts.fingerprint,
         )
-        if self._num_prompt_top is not None:
-            answer.prompt_logprobs = prompt_logprobs(self._prepared.prompts[0], self._prompt_logprobs, self._num_prompt_top)
-        return _encode(answer)
+        before, behind = around_choices(answer)
+        for index, output in enumerate(self._outputs):
+            yield [b"," if index else before, _encode(self._whole_choice(index, output))]
+        if self._num_prompt_top is None:
+            yield [behind]
+        else:
+            scores = scores_of(self._prompt_logprobs)
+            yield [behind[:-1], b',"prompt_logprobs":', *prompt_logprobs(self._prepared.prompts[0], scores, self._num_prompt_top), b"}"]
 
     def _whole_choice(self, index: int, output: Output) -> ChatChoice:
         return ChatChoice(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from headrace.core.errors import InvalidRequest
-from headrace.core.plan import TokenLogprobs
+from headrace.core.plan import LogprobColumns
 from headrace.core.request import PriorityClass
 from headrace.gateway.config import Limits
 from headrace.gateway.generation.run import Ask, Run
@@ -17,9 +17,10 @@ from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces.body import parsed
 from headrace.gateway.surfaces.dialect import schemas
-from headrace.gateway.surfaces.dialect.answers import Chunks, Facts, Output, finish_part, usage_body, wants_usage
+from headrace.gateway.surfaces.dialect.answers import Chunks, Facts, Output, around_choices, finish_part, usage_body, wants_usage
+from headrace.gateway.surfaces.dialect.entries import EntryColumns
 from headrace.gateway.surfaces.dialect.fields import Surface, honoured_fields
-from headrace.gateway.surfaces.dialect.logprobs import completion_logprobs, echo_logprobs, joined_logprobs, prompt_logprobs
+from headrace.gateway.surfaces.dialect.logprobs import EncodedLogprobs, completion_logprobs, echo_logprobs, prompt_logprobs, scores_of
 from headrace.gateway.surfaces.dialect.parse import check_shared, convert, given_params, lowered_priority
 from headrace.gateway.surfaces.dialect.schemas import CompletionLogprobs, PromptLogprobs, SamplingFields
 from headrace.gateway.upstream.seam import OutputEvent, PlainPrompts, Prepared, Usage
@@ -32,9 +33,9 @@ DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(service: Service, exchange: Exchange) -> None:
-    with service.open_requests.admit(exchange.request_id, exchange.leave):
-        request, prompts = await parsed(service, exchange, parse_completion)
-        run = Run(service, exchange, _ask(request, prompts, exchange.principal.priority))
+    with service.open_requests.admit(exchange.request_id, exchange.leave), service.budget.open(exchange.principal.tenant) as held:
+        request, prompts = await parsed(service, exchange, held, parse_completion)
+        run = Run(service, exchange, held, _ask(request, prompts, exchange.principal.priority))
         async with exchange.watching():
             prepared = await exchange.unless_left(run.prepare())
             await run.answer(CompletionAnswer(request, prepared, Facts.of("cmpl-", run)), prepared)
@@ -138,33 +139,39 @@ class CompletionAnswer:
         count = prepared.num_sequences
         self._outputs = [Output() for _ in range(count)]
         self._is_opened = [False] * count
-        self._scores: list[list[TokenLogprobs]] = [[] for _ in prepared.prompts]
-        self._echoes: dict[int, CompletionLogprobs] = {}
-        self._prompt_logprobs: dict[int, PromptLogprobs] = {}
+        self._scores = [LogprobColumns() for _ in prepared.prompts]
+        self._echoes: dict[int, EncodedLogprobs] = {}
+        self._prompt_logprobs: dict[int, list[bytes]] = {}
         self._chunks = Chunks(facts, "text_completion", TEXT_CHOICE, include_usage=wants_usage(request))
         self._is_echo_only = request.max_tokens == 0
 
-    def chunk(self, events: Sequence[OutputEvent]) -> bytes:
+    def chunks(self, events: Sequence[OutputEvent]) -> list[bytes]:
         self._collect_scores(events)
-        return b"".join([self._chunk(event) for event in events])
+        pieces: list[bytes] = []
+        for event in events:
+            self._add_chunk(event, pieces)
+        return pieces
 
-    def _chunk(self, event: OutputEvent) -> bytes:
+    def _add_chunk(self, event: OutputEvent, pieces: list[bytes]) -> None:
         index = event.index
         text, logprobs = self._shown(event.text, event.logprobs, index)
+        scored: EncodedLogprobs | None = None
         if self._request.echo and not self._is_opened[index]:
             if not (event.num_tokens or event.finish):
-                return b""  # only scores of the prompt so far
-            prompt = self._prompts[index // self._request.n]
-            text = prompt.text + text
+                return  # only scores of the prompt so far
+            text = self._prompts[index // self._request.n].text + text
             scored = self._echoed(index)
-            logprobs = joined_logprobs(scored, logprobs) if scored and logprobs else scored or logprobs
         self._is_opened[index] = True
-        if not (text or event.finish is not None or logprobs):
-            return b""
-        if event.finish is None and not logprobs:
-            return self._chunks.text(index, text)
-        encoded = (index, _encode(text), _encode(logprobs), finish_part(event))
-        return self._chunks.chunk(b'{"index":%d,"text":%s,"logprobs":%s%s' % encoded)
+        if not (text or event.finish is not None or logprobs or scored):
+            return
+        if scored is None and event.finish is None and not logprobs:
+            pieces.append(self._chunks.text(index, text))
+            return
+        begin = b'{"index":%d,"text":%s,"logprobs":' % (index, _encode(text))
+        if scored is None:
+            pieces.append(self._chunks.chunk(begin + _encode(logprobs) + finish_part(event)))
+        else:
+            pieces += self._chunks.around([begin, *scored.pieces(logprobs), finish_part(event)])
 
     def last(self, usage: Usage) -> bytes:
         return self._chunks.last(self._billed(usage))
@@ -178,43 +185,44 @@ class CompletionAnswer:
         for event in events:
             self._outputs[event.index].add(event)
 
-    def whole(self, usage: Usage) -> bytes:
+    def whole(self, usage: Usage) -> Iterator[list[bytes]]:
         answer = Completion(
             id=self._facts.id,
             object="text_completion",
             created=self._facts.created,
             model=self._facts.model,
-            choices=[self._whole_choice(index, output) for index, output in enumerate(self._outputs)],
+            choices=[],
             system_fingerprint=self._facts.fingerprint,
             usage=usage_body(self._billed(usage)),
         )
-        return _encode(answer)
+        before, behind = around_choices(answer)
+        for index, output in enumerate(self._outputs):
+            yield [b"," if index else before, *self._whole_choice(index, output)]
+        yield [behind]
 
-    def _whole_choice(self, index: int, output: Output) -> CompletionChoice:
+    def _whole_choice(self, index: int, output: Output) -> list[bytes]:
         text, logprobs = self._shown("".join(output.texts), output.entries, index)
+        scored: EncodedLogprobs | None = None
         if self._request.echo:
             text = self._prompts[index // self._request.n].text + text
             scored = self._echoed(index)
-            logprobs = joined_logprobs(scored, logprobs) if scored and logprobs else scored or logprobs
-        choice = CompletionChoice(
-            index=index,
-            text=text,
-            logprobs=logprobs or (CompletionLogprobs([], [], [], []) if self._num_top is not None else None),
-            finish_reason=output.finish_word,
-            stop_reason=output.stop_reason,
-        )
+        if logprobs is None and self._num_top is not None:
+            logprobs = CompletionLogprobs([], [], [], [])
+        shown = [_encode(logprobs)] if scored is None else scored.pieces(logprobs)
+        end = b',"finish_reason":%s,"stop_reason":%s' % (_encode(output.finish_word), _encode(output.stop_reason))
+        pieces = [b'{"index":%d,"text":%s,"logprobs":' % (index, _encode(text)), *shown, end]
         if self._request.prompt_logprobs is not None:
-            choice.prompt_logprobs = self._scored_prompt(index // self._request.n, self._request.prompt_logprobs)
-        return choice
+            pieces += (b',"prompt_logprobs":', *self._scored_prompt(index // self._request.n, self._request.prompt_logprobs))
+        return [*pieces, b"}"]
 
-    def _scored_prompt(self, number: int, num_top: int) -> PromptLogprobs:
+    def _scored_prompt(self, number: int, num_top: int) -> list[bytes]:
         """Made once per prompt: its choices show the same."""
         made = self._prompt_logprobs.get(number)
         if made is None:
-            made = self._prompt_logprobs[number] = prompt_logprobs(self._prompts[number], self._scores[number], num_top)
+            made = self._prompt_logprobs[number] = prompt_logprobs(self._prompts[number], scores_of(self._scores[number]), num_top)
         return made
 
-    def _shown(self, text: str, entries: Sequence[TokenEntry], index: int) -> tuple[str, CompletionLogprobs | None]:
+    def _shown(self, text: str, entries: Sequence[TokenEntry] | EntryColumns, index: int) -> tuple[str, CompletionLogprobs | None]:
         if self._is_echo_only:
             return "", None
         if self._num_top is None or not entries:
@@ -222,14 +230,14 @@ class CompletionAnswer:
         offset = len(self._prompts[index // self._request.n].text) if self._request.echo else 0
         return text, completion_logprobs(entries, self._num_top, offset=offset)
 
-    def _echoed(self, index: int) -> CompletionLogprobs | None:
+    def _echoed(self, index: int) -> EncodedLogprobs | None:
         """Log-probabilities of the echoed prompt, when they were asked for. Made once per prompt."""
         if self._num_top is None:
             return None
         number = index // self._request.n
         made = self._echoes.get(number)
         if made is None:
-            made = self._echoes[number] = echo_logprobs(self._prompts[number], self._scores[number], self._num_top)
+            made = self._echoes[number] = echo_logprobs(self._prompts[number], scores_of(self._scores[number]), self._num_top)
         return made
 
     def _collect_scores(self, events: Sequence[OutputEvent]) -> None:
@@ -237,5 +245,6 @@ class CompletionAnswer:
         for event in events:
             number, index = divmod(event.index, self._request.n)
             if event.prompt_logprobs and index == 0:
-                self._scores[number].extend(event.prompt_logprobs)
+                for score in event.prompt_logprobs:
+                    self._scores[number].append(score)
                 self._echoes.pop(number, None)

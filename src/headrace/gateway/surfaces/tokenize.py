@@ -61,7 +61,11 @@ def parse_detokenize(body: dict[str, object], limits: Limits) -> DetokenizeReque
 
 async def tokenize(service: Service, exchange: Exchange) -> None:
     """vLLM's /tokenize: a prompt or a conversation as token ids. Its bench reads token_strs, so they are there unless declined."""
-    request = await parsed(service, exchange, parse_tokenize)
+    with service.budget.open(exchange.principal.tenant) as held:
+        await _tokenize(service, exchange, await parsed(service, exchange, held, parse_tokenize))
+
+
+async def _tokenize(service: Service, exchange: Exchange, request: TokenizeRequest) -> None:
     model = service.models.only(request.model)
     exchange.record.model = model.name
     asked = model.upstream.tokenize(_prompt(request), needs_texts=request.return_token_strs is not False, tenant=exchange.principal.tenant)
@@ -73,7 +77,11 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
 
 
 async def detokenize(service: Service, exchange: Exchange) -> None:
-    request = await parsed(service, exchange, parse_detokenize)
+    with service.budget.open(exchange.principal.tenant) as held:
+        await _detokenize(service, exchange, await parsed(service, exchange, held, parse_detokenize))
+
+
+async def _detokenize(service: Service, exchange: Exchange, request: DetokenizeRequest) -> None:
     model = service.models.only(request.model)
     exchange.record.model = model.name
     async with exchange.watching():

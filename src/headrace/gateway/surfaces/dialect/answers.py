@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import Struct
 
 from headrace.core.finish import FinishReason
 from headrace.gateway.generation.run import Run
 from headrace.gateway.http.sse import DONE
 from headrace.gateway.surfaces.dialect import schemas
+from headrace.gateway.surfaces.dialect.entries import EntryColumns
 from headrace.gateway.upstream.seam import OutputEvent, ToolCall, Usage
-from headrace.text.assemble import TokenEntry
 
 _encode = msgspec.json.encode
 
@@ -44,7 +45,7 @@ class Output:
     """One sequence, collected. tool_calls: by number, their pieces joined; has_tool_calls: also in a stream, where none is collected"""
 
     texts: list[str] = field(default_factory=list)
-    entries: list[TokenEntry] = field(default_factory=list)
+    entries: EntryColumns = field(default_factory=EntryColumns)
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
     reasoning: list[str] = field(default_factory=list)
@@ -96,6 +97,10 @@ class Chunks:
     def chunk(self, choice: bytes) -> bytes:
         return b"".join((self._head, choice, b"]", self._tail))
 
+    def around(self, choice: list[bytes]) -> list[bytes]:
+        """`chunk` of a choice in pieces, which are not copied."""
+        return [self._head, *choice, b"]", self._tail]
+
     def last(self, usage: Usage) -> bytes:
         if not self._include_usage:
             return DONE
@@ -121,3 +126,10 @@ def finish_part(event: OutputEvent, *, is_tool_turn: bool = False) -> bytes:
 def finish_word(finish: FinishReason, *, is_tool_turn: bool) -> str:
     """OpenAI's: a sequence that stopped after calling tools waits for their answers."""
     return "tool_calls" if is_tool_turn and finish is FinishReason.STOP else finish.value
+
+
+def around_choices(answer: Struct) -> tuple[bytes, bytes]:
+    """A whole answer's bytes before and behind its choices. answer: one with an empty list of them"""
+    # A string holds no quote that is not escaped, so these bytes are the field and nothing else.
+    before, mark, behind = _encode(answer).partition(b'"choices":[')
+    return before + mark, behind

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
-from headrace.core.plan import TokenLogprobs
+import msgspec
+
+from headrace.core.plan import LogprobColumns, TokenLogprobs
 from headrace.gateway.surfaces.dialect.schemas import (
     ChatLogprobs,
     CompletionLogprobs,
     PromptLogprob,
-    PromptLogprobs,
     TokenLogprob,
     TopLogprob,
 )
 from headrace.gateway.upstream.seam import PreparedPrompt
 from headrace.text.assemble import TokenEntry
+
+_encode = msgspec.json.encode
 
 LOWEST_LOGPROB = -9999.0
 """JSON has no infinity; clients of this API know this number as "never"."""
@@ -42,7 +46,7 @@ def chat_logprobs(entries: Iterable[TokenEntry], num_top: int) -> ChatLogprobs:
     )
 
 
-def completion_logprobs(entries: Sequence[TokenEntry], num_top: int, *, offset: int = 0) -> CompletionLogprobs:
+def completion_logprobs(entries: Iterable[TokenEntry], num_top: int, *, offset: int = 0) -> CompletionLogprobs:
     """Columns over tokens. offset: characters before the output (an echoed prompt)."""
     shown = [entry for entry in entries if entry.is_visible]
     return CompletionLogprobs(
@@ -53,40 +57,71 @@ def completion_logprobs(entries: Sequence[TokenEntry], num_top: int, *, offset: 
     )
 
 
-def echo_logprobs(prompt: PreparedPrompt, scores: Sequence[TokenLogprobs], num_top: int) -> CompletionLogprobs:
+PAGE_TOKENS = 64
+"""Tokens of a prompt that are objects at a time, on their way into bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedLogprobs:
+    """`CompletionLogprobs` as JSON, made once and shown by every choice: the same pieces are written again, none is copied.
+
+    columns  in the order of the fields; each a list of pieces that, joined, is a JSON list without its brackets
+    """
+
+    columns: tuple[list[bytes], ...]
+
+    def pieces(self, rest: CompletionLogprobs | None) -> list[bytes]:
+        """The object, with the columns of `rest` behind."""
+        found: list[bytes] = []
+        for number, (name, column) in enumerate(zip(COLUMNS, self.columns, strict=True)):
+            found += (b'%s"%s":[' % (b"," if number else b"{", name.encode()), *column)
+            if rest is not None and (more := getattr(rest, name)):
+                found += (b",", _inside(more))
+            found.append(b"]")
+        return [*found, b"}"]
+
+
+COLUMNS = CompletionLogprobs.__struct_fields__
+
+
+def echo_logprobs(prompt: PreparedPrompt, scores: Sequence[TokenLogprobs], num_top: int) -> EncodedLogprobs:
     """Columns over the prompt's tokens. The first one has no probability: null, as OpenAI gives it.
 
     scores  of positions 1.. in order
     """
-    first, *scored = prompt.entries(scores)
-    rest = completion_logprobs(scored, num_top)
-    return CompletionLogprobs(
-        text_offset=[first.text_offset, *rest.text_offset],
-        token_logprobs=[None, *rest.token_logprobs],
-        tokens=[token_name(first.token, first.raw), *rest.tokens],
-        top_logprobs=[None, *rest.top_logprobs],
-    )
+    entries = prompt.entries(scores)
+    first = next(entries)
+    columns: tuple[list[bytes], ...] = ([b"%d" % first.text_offset], [b"null"], [_encode(token_name(first.token, first.raw))], [b"null"])
+    while page := list(islice(entries, PAGE_TOKENS)):
+        made = completion_logprobs(page, num_top)
+        for name, column in zip(COLUMNS, columns, strict=True):
+            column += (b",", _inside(getattr(made, name)))
+    return EncodedLogprobs(columns)
 
 
-def joined_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    return CompletionLogprobs(
-        first.text_offset + second.text_offset,
-        first.token_logprobs + second.token_logprobs,
-        first.tokens + second.tokens,
-        first.top_logprobs + second.top_logprobs,
-    )
+def prompt_logprobs(prompt: PreparedPrompt, scores: Sequence[TokenLogprobs], num_top: int) -> list[bytes]:
+    """vLLM's shape as JSON in pieces: one map per prompt token from token id to its log-probability; null for the first token."""
+    entries = islice(prompt.entries(scores), 1, None)
+    pieces = [b"[null"]
+    while page := list(islice(entries, PAGE_TOKENS)):
+        pieces += (b",", _inside([_ranked(entry, num_top) for entry in page]))
+    return [*pieces, b"]"]
 
 
-def prompt_logprobs(prompt: PreparedPrompt, scores: Sequence[TokenLogprobs], num_top: int) -> PromptLogprobs:
-    """vLLM's shape: one map per prompt token from token id to its log-probability; null for the first token."""
-    made: PromptLogprobs = [None]
-    for entry in islice(prompt.entries(scores), 1, None):
-        ranked = {
-            top.token_id: PromptLogprob(finite(top.logprob), rank, top.token) for rank, top in enumerate(entry.top[:num_top], start=1)
-        }
-        ranked[entry.token_id] = PromptLogprob(finite(entry.logprob), entry.rank, entry.token)
-        made.append(ranked)
-    return made
+def _ranked(entry: TokenEntry, num_top: int) -> dict[int, PromptLogprob]:
+    ranked = {top.token_id: PromptLogprob(finite(top.logprob), rank, top.token) for rank, top in enumerate(entry.top[:num_top], start=1)}
+    ranked[entry.token_id] = PromptLogprob(finite(entry.logprob), entry.rank, entry.token)
+    return ranked
+
+
+def _inside(values: Sequence[object]) -> bytes:
+    """A JSON list without its brackets."""
+    return _encode(values)[1:-1]
+
+
+def scores_of(columns: LogprobColumns) -> list[TokenLogprobs]:
+    """Of positions that were all asked for."""
+    return [score for score in columns.entries() if score is not None]
 
 
 def token_name(text: str, raw: bytes) -> str:

@@ -1,0 +1,135 @@
+"""What storms share: a server of its own for each, the memory of its gateway, clients that read badly, and where results go."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "results" / "storms"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running server: its port, and the process that clients talk to."""
+
+    port: int
+    gateway_pid: int
+
+    @property
+    def rss_mb(self) -> float:
+        """Of the gateway, in millions of bytes."""
+        text = Path(f"/proc/{self.gateway_pid}/status").read_text(encoding="ascii")
+        found = re.search(r"VmRSS:\s+(\d+) kB", text)
+        assert found is not None, "the gateway is gone"
+        return round(int(found.group(1)) * 1024 / 1e6, 1)
+
+
+@contextmanager
+def served(*arguments: str, timeout_s: float = 180.0) -> Iterator[Served]:
+    """`headrace serve` of the package that is imported here, on a free port, quiet."""
+    command = [sys.executable, "-P", "-m", "headrace.cli.main", "serve", "--port", "0", *arguments]
+    environment = {**os.environ, "HEADRACE_GATEWAY__REQUEST_LOG": "none"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    assert process.stdout is not None
+    killer = threading.Timer(timeout_s, process.kill)
+    killer.start()
+    try:
+        for line in process.stdout:
+            if found := re.match(r"Serving .* at http://.*:(\d+)$", line.strip()):
+                killer.cancel()
+                threading.Thread(target=process.stdout.read, daemon=True).start()
+                yield Served(int(found.group(1)), _gateway_of(process.pid))
+                return
+        raise RuntimeError("the server did not start")
+    finally:
+        killer.cancel()
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(40)
+        process.kill()
+        process.wait()
+
+
+def _gateway_of(supervisor: int) -> int:
+    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text(encoding="ascii").split()
+    return next(int(pid) for pid in children if b"\0gateway\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+class Client:
+    """One that has asked, and reads only what `read` is told to. status: of its answer, once that has begun; "cut" when it was dropped."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self.status = "none"
+
+    def read(self, num_bytes: int) -> None:
+        """Nothing is taken before the status was seen, which stays unread for who never reads."""
+        with suppress(BlockingIOError):
+            try:
+                if self.status == "none":
+                    self.status = self._socket.recv(12, socket.MSG_PEEK).decode("latin-1")[9:12] or "none"
+                if num_bytes:
+                    self._socket.recv(num_bytes)
+            except BlockingIOError:
+                raise
+            except OSError:
+                self.status = f"{self.status}, cut"
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def post(port: int, path: str, body: dict[str, Any], *, receive_bytes: int = 4096) -> Client:
+    """A request sent, its answer not read; the client's kernel takes about `receive_bytes` of it."""
+    data = json.dumps(body).encode()
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    client.settimeout(30)
+    client.connect(("127.0.0.1", port))
+    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    client.sendall(head.encode() + data)
+    return Client(client)
+
+
+def statuses(clients: Sequence[Client]) -> dict[str, int]:
+    """How many answers began with which status."""
+    for client in clients:
+        client.read(0)
+    return dict(sorted(Counter(client.status for client in clients).items()))
+
+
+@dataclass(slots=True)
+class Peak:
+    """The most memory seen while `watch` was asked."""
+
+    server: Served
+    idle_mb: float
+    peak_mb: float = 0.0
+
+    def watch(self, seconds: float, each: Any = None) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.peak_mb = max(self.peak_mb, self.server.rss_mb)
+            if each is not None:
+                each()
+            time.sleep(0.25)
+
+
+def write_result(name: str, result: dict[str, Any]) -> Path:
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return path
