@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import text_kit
-from gateway_kit import TestBench, open_bench
+from gateway_kit import MODEL, TestBench, open_bench, serving
 
 from headrace.text.folder import TextModel, load_text
 
@@ -28,3 +28,20 @@ def text(text_folder: Path) -> TextModel:
 async def bench(text: TextModel) -> AsyncIterator[TestBench]:
     async with open_bench(text) as opened:
         yield opened
+
+
+@pytest.fixture(params=["tokens", "foreign"])
+async def either(request: pytest.FixtureRequest, text: TextModel) -> AsyncIterator[TestBench]:
+    """A bench whose model is answered by our engines, and one whose model a foreign server answers: another gateway, over our engines.
+
+    `replica` is the engine's in both.
+    """
+    if request.param == "tokens":
+        async with open_bench(text) as opened:
+            yield opened
+        return
+    async with open_bench(text) as far, serving(far.gateway) as port:
+        models = [{"name": MODEL, "aliases": ["gpt-4o"], "upstream": {"url": f"http://127.0.0.1:{port}/v1"}}]
+        async with open_bench(text, models=models) as near:
+            near.replicas, near.label = far.replicas, "foreign"
+            yield near

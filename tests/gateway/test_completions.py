@@ -22,9 +22,9 @@ async def test_whole_answer_has_openai_shape(bench: TestBench) -> None:
     assert answer["usage"]["completion_tokens"] == 4
 
 
-async def test_default_is_sixteen_tokens(bench: TestBench) -> None:
-    await bench.complete()
-    assert bench.replica.requests[0].params.max_tokens == 16
+async def test_default_is_sixteen_tokens(either: TestBench) -> None:
+    await either.complete()
+    assert either.replica.requests[0].params.max_tokens == 16
 
 
 @pytest.mark.parametrize(
@@ -32,29 +32,29 @@ async def test_default_is_sixteen_tokens(bench: TestBench) -> None:
     [("Hello", 1), (["Hello", "world"], 2), ([5, 6, 7], 1), ([[5, 6], [7]], 2)],
     ids=["text", "texts", "ids", "id-lists"],
 )
-async def test_prompt_has_four_forms(bench: TestBench, prompt: Any, count: int) -> None:
-    answer = (await bench.complete(prompt=prompt, max_tokens=2, n=2)).json()
+async def test_prompt_has_four_forms(either: TestBench, prompt: Any, count: int) -> None:
+    answer = (await either.complete(prompt=prompt, max_tokens=2, n=2)).json()
     assert [choice["index"] for choice in answer["choices"]] == list(range(2 * count))
-    assert len(bench.replica.requests) == count
-    assert answer["usage"]["prompt_tokens"] == sum(len(request.prompt_ids) for request in bench.replica.requests)
+    assert len(either.replica.requests) == count
+    assert answer["usage"]["prompt_tokens"] == sum(len(request.prompt_ids) for request in either.replica.requests)
 
 
-async def test_token_ids_are_sent_as_they_are(bench: TestBench) -> None:
-    await bench.complete(prompt=[[5, 6], [7]], max_tokens=1)
-    assert [request.prompt_ids for request in bench.replica.requests] == [(5, 6), (7,)]
+async def test_token_ids_are_sent_as_they_are(either: TestBench) -> None:
+    await either.complete(prompt=[[5, 6], [7]], max_tokens=1)
+    assert [request.prompt_ids for request in either.replica.requests] == [(5, 6), (7,)]
 
 
-async def test_begin_token_is_added_unless_declined(bench: TestBench) -> None:
-    await bench.complete(prompt="Hi", max_tokens=1)
-    await bench.complete(prompt="Hi", max_tokens=1, add_special_tokens=False)
-    bos = bench.replica.text.tokenizer.bos_token_id
-    first, second = (request.prompt_ids for request in bench.replica.requests)
+async def test_begin_token_is_added_unless_declined(either: TestBench) -> None:
+    await either.complete(prompt="Hi", max_tokens=1)
+    await either.complete(prompt="Hi", max_tokens=1, add_special_tokens=False)
+    bos = either.replica.text.tokenizer.bos_token_id
+    first, second = (request.prompt_ids for request in either.replica.requests)
     assert first == (bos, *second)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_echo_puts_the_prompt_first(bench: TestBench, stream: bool) -> None:
-    response = await bench.complete(prompt=["Hello", "Bye"], echo=True, max_tokens=3, stream=stream)
+async def test_echo_puts_the_prompt_first(either: TestBench, stream: bool) -> None:
+    response = await either.complete(prompt=["Hello", "Bye"], echo=True, max_tokens=3, stream=stream)
     texts = {0: "", 1: ""}
     for event in events_of(response.text) if stream else [response.json()]:
         for choice in event["choices"]:
@@ -105,36 +105,36 @@ async def test_parts_of_a_character_have_names_of_their_own(bench: TestBench) ->
     assert len(set(columns["tokens"])) == len(columns["tokens"])
 
 
-async def test_a_character_is_never_split_across_chunks(bench: TestBench) -> None:
-    bench.replica.said = "a\U0001f389b"
-    events = events_of((await bench.complete(stream=True)).text)
+async def test_a_character_is_never_split_across_chunks(either: TestBench) -> None:
+    either.replica.said = "a\U0001f389b"
+    events = events_of((await either.complete(stream=True)).text)
     texts = [choice["text"] for event in events for choice in event["choices"]]
     assert "".join(texts) == "a\U0001f389b"
     assert not any("\ufffd" in text for text in texts)
 
 
-async def test_streamed_prompts_are_numbered_through(bench: TestBench) -> None:
-    events = events_of((await bench.complete(prompt=["a", "b", "c"], n=2, max_tokens=3, stream=True)).text)
+async def test_streamed_prompts_are_numbered_through(either: TestBench) -> None:
+    events = events_of((await either.complete(prompt=["a", "b", "c"], n=2, max_tokens=3, stream=True)).text)
     ends = [choice["index"] for event in events for choice in event["choices"] if choice["finish_reason"]]
     assert sorted(ends) == list(range(6))
 
 
-async def test_prompts_of_one_request_share_its_fate(bench: TestBench) -> None:
+async def test_prompts_of_one_request_share_its_fate(either: TestBench) -> None:
     """One prompt too long refuses the request before any of them is sent."""
-    response = await bench.complete(prompt=[[1, 2], [3] * 600], max_tokens=2)
+    response = await either.complete(prompt=[[1, 2], [3] * 600], max_tokens=2)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "prompt"
-    assert bench.replica.requests == []
+    assert either.replica.requests == []
 
 
-async def test_cached_tokens_add_up_over_prompts(bench: TestBench) -> None:
-    bench.replica.cached_tokens = 2
-    usage = (await bench.complete(prompt=["Hello", "world"], max_tokens=1)).json()["usage"]
+async def test_cached_tokens_add_up_over_prompts(either: TestBench) -> None:
+    either.replica.cached_tokens = 2
+    usage = (await either.complete(prompt=["Hello", "world"], max_tokens=1)).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == 4
 
 
-async def test_include_usage_comes_last(bench: TestBench) -> None:
-    events = events_of((await bench.complete(stream=True, max_tokens=2, stream_options={"include_usage": True})).text)
+async def test_include_usage_comes_last(either: TestBench) -> None:
+    events = events_of((await either.complete(stream=True, max_tokens=2, stream_options={"include_usage": True})).text)
     assert events[-1]["choices"] == []
     assert events[-1]["usage"]["completion_tokens"] == 2
 
@@ -148,8 +148,8 @@ async def test_caps_are_the_configurations(text: TextModel) -> None:
             assert refused.json()["error"]["param"] in ("prompt", "n")
 
 
-async def test_answers_carry_the_name_that_was_asked_for(bench: TestBench) -> None:
-    answer = (await bench.client.post("/v1/completions", json={"model": "gpt-4o", "prompt": "x", "max_tokens": 1})).json()
+async def test_answers_carry_the_name_that_was_asked_for(either: TestBench) -> None:
+    answer = (await either.client.post("/v1/completions", json={"model": "gpt-4o", "prompt": "x", "max_tokens": 1})).json()
     assert answer["model"] == "gpt-4o"
-    served = (await bench.client.get("/v1/models")).json()["data"]
+    served = (await either.client.get("/v1/models")).json()["data"]
     assert [(card["id"], card["root"]) for card in served] == [(MODEL, MODEL), ("gpt-4o", MODEL)]

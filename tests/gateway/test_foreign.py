@@ -7,18 +7,24 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import aiohttp
 import pytest
 from gateway_kit import MAX_MODEL_LEN, MODEL, SAID, TestBench, chat_body, dial, events_of, eventually, metric, open_bench, post, serving
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.core.errors import ConfigError
+from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.gateway.config import ForeignConfig, config_from
 from headrace.gateway.upstream import foreign, foreign_events
 from headrace.gateway.upstream.foreign import HttpStream, read_key
-from headrace.gateway.upstream.seam import GenerationRequest, PlainPrompts, PrincipalFacts
+from headrace.gateway.upstream.foreign_events import BrokenStream, EventReader
+from headrace.gateway.upstream.seam import GenerationRequest, OutputEvent, PlainPrompts, PrincipalFacts, Usage
 from headrace.text.folder import TextModel
 
 FAR = "far"
@@ -352,7 +358,7 @@ async def test_a_server_is_read_no_faster_than_its_client_reads(text: TextModel)
         while num_sent != server.num_sent:
             num_sent = server.num_sent
             await asyncio.sleep(0.1)
-        assert foreign.MAX_UNREAD_BYTES < stream.unread_bytes < 16 * foreign.MAX_UNREAD_BYTES
+        assert foreign.MAX_UNREAD_BYTES < stream.unread_bytes < 8 * foreign.MAX_UNREAD_BYTES
         assert await stream.events()
         await stream.close()
         assert await stream.events() == []
@@ -418,6 +424,68 @@ async def test_a_server_that_never_says_done_ends_with_its_last_sequence(text: T
     async with scripted(text, ScriptedServer(head() + said(SAID, "stop"), hangs=True)) as near:
         response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))
         assert response.json()["choices"][0]["message"]["content"] == SAID
+
+
+# ------------------------------------------------------------------------------------------------------------------- bytes to events
+
+
+class Pieces:
+    """Stands for aiohttp's response: headers, and a body in the given pieces."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self.headers = {"content-type": "text/event-stream; charset=utf-8"}
+        self.content = self
+        self._pieces = [piece for piece in pieces if piece]
+
+    async def read(self, size: int) -> bytes:
+        return self._pieces.pop(0) if self._pieces else b""
+
+
+async def read_events(reader: EventReader, pieces: list[bytes]) -> dict[int, OutputEvent]:
+    """Everything a reader makes of the pieces, by sequence."""
+    found: dict[int, OutputEvent] = {}
+    async for events in reader.batches(cast(aiohttp.ClientResponse, Pieces(pieces))):
+        for each in events:
+            found[each.index] = found[each.index].then(each) if each.index in found else each
+    return found
+
+
+ANSWER = b"".join(
+    [
+        b": ping\r\n\r\nevent: message\r\n",
+        said("caf\u00e9 ", index=1),
+        said("one ") + said("", reasoning="hm"),
+        said("two", "length").replace(b"\n", b"\r\n"),
+        said("end", "stop", index=1),
+        event(choices=[], usage={"prompt_tokens": 3, "completion_tokens": 5}),
+        DONE,
+    ]
+)
+
+
+@given(cuts=st.lists(st.integers(0, len(ANSWER)), max_size=20))
+def test_an_answer_reads_the_same_wherever_it_is_cut(cuts: list[int]) -> None:
+    places = [0, *sorted(cuts), len(ANSWER)]
+    whole, cut = EventReader(2), EventReader(2)
+    expected = asyncio.run(read_events(whole, [ANSWER]))
+    assert asyncio.run(read_events(cut, [ANSWER[a:b] for a, b in pairwise(places)])) == expected
+    assert cut.usage == whole.usage == Usage(3, 5, 0)
+    assert [(each.text, each.reasoning, each.finish) for each in expected.values()] == [
+        ("caf\u00e9 end", "", FinishReason.STOP),
+        ("one two", "hm", FinishReason.LENGTH),
+    ]
+
+
+@given(noise=st.binary(max_size=60), place=st.integers(0, len(ANSWER)), is_inserted=st.booleans())
+def test_a_damaged_answer_is_an_answer_or_a_broken_stream(noise: bytes, place: int, is_inserted: bool) -> None:
+    damaged = ANSWER[:place] + noise + ANSWER[place if is_inserted else place + len(noise) :]
+    reader = EventReader(2)
+    try:
+        found = asyncio.run(read_events(reader, [damaged]))
+    except BrokenStream:
+        return
+    assert set(found) == {0, 1}
+    assert all(each.finish is not None for each in found.values())
 
 
 # ------------------------------------------------------------------------------------------------------------------- configuration

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import count
+from random import Random
 from typing import Any
 
 import pytest
-from gateway_kit import MAX_MODEL_LEN, MODEL, TestBench
+from gateway_kit import MAX_MODEL_LEN, MODEL, TestBench, metric, open_bench, snapshot, two_replicas
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.ids import RequestId
+from headrace.gateway.compose import Sources
 from headrace.gateway.http.errors import ContextLengthExceeded
 from headrace.gateway.upstream.seam import Conversation, GenerationRequest, PlainPrompts, Prepared, PrincipalFacts
+from headrace.text.folder import TextModel
+from headrace.wire.client import SeenLoad
 
 
 async def prepared(bench: TestBench, prompt: Conversation | PlainPrompts, salt: bytes = b"s", **sampling: Any) -> Prepared:
@@ -49,3 +55,28 @@ async def test_what_the_model_cannot_take_is_refused_before_anything_runs(bench:
         await prepared(bench, PlainPrompts(prompts=[[5] * 500]), max_tokens=100)
     with pytest.raises(InvalidRequest, match="token ids"):
         await prepared(bench, PlainPrompts(prompts=[[10**6]]))
+
+
+async def test_time_and_chance_come_from_the_sources_alone(text: TextModel) -> None:
+    """Two gateways with the same sources answer alike, to the seed and the second; what a clock says is what is logged and counted."""
+    answers = []
+    for _ in range(2):
+        sources = Sources(
+            clock=partial(next, count(1000.0)),
+            unix_time=lambda: 1_800_000_000.5,
+            draw_seed=partial(next, count(100)),
+            random=Random(3),
+        )
+        async with open_bench(text, sources=sources, models=two_replicas()) as bench:
+            for replica in bench.replicas.values():
+                replica.snapshot = SeenLoad(snapshot(), 1e9)
+            response = await bench.chat(max_tokens=2)
+            assert response.json()["created"] == 1_800_000_000
+            assert (await bench.client.get("/v1/models")).json()["data"][0]["created"] == 1_800_000_000
+            await bench.chat(max_tokens=2)
+            seen = [(name, request.params.seed) for name, replica in bench.replicas.items() for request in replica.requests]
+            latency = metric(bench.gateway, "headrace_request_latency_seconds_sum", model=MODEL, replica=seen[0][0])
+            assert latency == int(latency) > 0
+            answers.append((seen, latency))
+    assert answers[0] == answers[1]
+    assert sorted(seed or 0 for _, seed in answers[0][0]) == [100, 101]

@@ -25,49 +25,55 @@ async def port(bench: TestBench) -> AsyncIterator[int]:
         yield port
 
 
+@pytest.fixture
+async def either_port(either: TestBench) -> AsyncIterator[int]:
+    async with serving(either.gateway) as port:
+        yield port
+
+
 @pytest.mark.parametrize("stream", [False, True])
-async def test_client_that_leaves_is_cancelled_at_the_engine(bench: TestBench, port: int, stream: bool) -> None:
-    bench.replica.go.clear()
-    async with dial(port) as (_, writer):
+async def test_client_that_leaves_is_cancelled_at_the_engine(either: TestBench, either_port: int, stream: bool) -> None:
+    either.replica.go.clear()
+    async with dial(either_port) as (_, writer):
         writer.write(post("/v1/chat/completions", chat_body(stream=stream)))
-        await eventually(lambda: bool(bench.replica.requests))
+        await eventually(lambda: bool(either.replica.requests))
         writer.close()
-        await eventually(lambda: bench.replica.cancelled == [bench.replica.requests[0].request_id])
-        await eventually(lambda: bench.gateway.service.open_requests.num_open == 0)
-        assert metric(bench.gateway, "headrace_requests_total", model=MODEL, replica="r0", outcome="cancelled") == 1
+        await eventually(lambda: either.replica.cancelled == [either.replica.requests[0].request_id])
+        await eventually(lambda: either.gateway.service.open_requests.num_open == 0)
+        assert metric(either.gateway, "headrace_requests_total", model=MODEL, replica=either.label, outcome="cancelled") == 1
 
 
-async def test_client_that_leaves_mid_stream_is_cancelled(bench: TestBench, port: int) -> None:
-    bench.replica.token_delay_s = 0.01
-    async with dial(port) as (reader, writer):
+async def test_client_that_leaves_mid_stream_is_cancelled(either: TestBench, either_port: int) -> None:
+    either.replica.token_delay_s = 0.01
+    async with dial(either_port) as (reader, writer):
         writer.write(post("/v1/chat/completions", chat_body(stream=True, ignore_eos=True)))
         await reader.readuntil(b"content")
         writer.transport.abort()
-        await eventually(lambda: len(bench.replica.cancelled) == 1)
-        await eventually(lambda: not bench.gateway.service.watch.streams)
+        await eventually(lambda: len(either.replica.cancelled) == 1)
+        await eventually(lambda: not either.gateway.service.watch.streams)
 
 
-async def test_half_closed_client_counts_as_left(bench: TestBench, port: int) -> None:
-    bench.replica.go.clear()
-    async with dial(port) as (reader, writer):
+async def test_half_closed_client_counts_as_left(either: TestBench, either_port: int) -> None:
+    either.replica.go.clear()
+    async with dial(either_port) as (reader, writer):
         writer.write(post("/v1/chat/completions", chat_body()))
         writer.write_eof()
         counted = {"model": MODEL, "outcome": "cancelled"}
         await eventually(
             # It may be gone before its prompt was sent to a replica.
-            lambda: sum(metric(bench.gateway, "headrace_requests_total", replica=name, **counted) for name in ("", "r0")) == 1
+            lambda: sum(metric(either.gateway, "headrace_requests_total", replica=name, **counted) for name in ("", either.label)) == 1
         )
         assert await reader.read() == b""
 
 
 @pytest.mark.parametrize("prompts", [1, 3])
-async def test_every_prompt_of_a_request_is_cancelled(bench: TestBench, port: int, prompts: int) -> None:
-    bench.replica.go.clear()
-    async with dial(port) as (_, writer):
+async def test_every_prompt_of_a_request_is_cancelled(either: TestBench, either_port: int, prompts: int) -> None:
+    either.replica.go.clear()
+    async with dial(either_port) as (_, writer):
         writer.write(post("/v1/completions", {"model": MODEL, "prompt": ["x"] * prompts, "stream": True}))
-        await eventually(lambda: len(bench.replica.requests) == prompts)
+        await eventually(lambda: len(either.replica.requests) == prompts)
         writer.close()
-        await eventually(lambda: len(bench.replica.cancelled) == prompts)
+        await eventually(lambda: len(either.replica.cancelled) == prompts)
 
 
 def flood(request: EngineRequest, stream: ReplicaStream) -> None:
@@ -188,49 +194,49 @@ async def test_shutdown_drops_a_client_that_does_not_take_the_rest_of_its_answer
     assert (line["outcome"], line["error"]) == ("error", "unavailable")
 
 
-async def test_backlog_leaves_as_one_chunk(bench: TestBench) -> None:
+async def test_backlog_leaves_as_one_chunk(either: TestBench) -> None:
     """Updates that piled up while nobody looked are coalesced per sequence."""
-    bench.replica.go.clear()
+    either.replica.go.clear()
 
     def say(request: EngineRequest, stream: ReplicaStream) -> None:
-        words = bench.replica.text.tokenizer.encode(SAID, add_special_tokens=False)
+        words = either.replica.text.tokenizer.encode(SAID, add_special_tokens=False)
         for number, token_id in enumerate(words):
             finish = FinishReason.LENGTH if number == len(words) - 1 else None
             stream.put(SequenceUpdate(request_id=request.request_id, epoch=0, index=0, token_ids=(token_id,), finish=finish))
 
-    bench.replica.on_submit = say
-    events = events_of((await bench.chat(stream=True)).text)
+    either.replica.on_submit = say
+    events = events_of((await either.chat(stream=True)).text)
     assert [event["choices"][0]["delta"].get("content") for event in events] == ["", SAID]
 
 
-async def test_replica_lost_before_the_first_token_is_503(bench: TestBench) -> None:
-    bench.replica.on_submit = lambda request, stream: bench.replica.die()
+async def test_replica_lost_before_the_first_token_is_503(either: TestBench) -> None:
+    either.replica.on_submit = lambda request, stream: either.replica.die()
     for stream in (False, True):
-        bench.replica.__post_init__()
-        bench.replica.state = type(bench.replica.state).CONNECTED
-        response = await bench.chat(stream=stream)
+        either.replica.__post_init__()
+        either.replica.state = type(either.replica.state).CONNECTED
+        response = await either.chat(stream=stream)
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
         assert response.json()["error"]["code"] == "unavailable"
         assert "secret" not in response.text
 
 
-async def test_replica_lost_mid_stream_is_an_error_event(bench: TestBench) -> None:
-    bench.replica.go.clear()
+async def test_replica_lost_mid_stream_is_an_error_event(either: TestBench) -> None:
+    either.replica.go.clear()
 
     def say(request: EngineRequest, stream: ReplicaStream) -> None:
-        token_id = bench.replica.text.tokenizer.encode("The", add_special_tokens=False)[0]
+        token_id = either.replica.text.tokenizer.encode("The", add_special_tokens=False)[0]
         stream.put(SequenceUpdate(request_id=request.request_id, epoch=0, index=0, token_ids=(token_id,)))
-        asyncio.get_running_loop().call_later(0.05, bench.replica.die)
+        asyncio.get_running_loop().call_later(0.05, either.replica.die)
 
-    bench.replica.on_submit = say
-    response = await bench.chat(stream=True)
+    either.replica.on_submit = say
+    response = await either.chat(stream=True)
     assert response.status_code == 200
     assert "[DONE]" not in response.text
     error = events_of(response.text)[-1]["error"]
     assert (error["type"], error["code"]) == ("service_unavailable_error", "unavailable")
     assert "secret" not in response.text
-    assert metric(bench.gateway, "headrace_requests_total", model=MODEL, replica="r0", outcome="error") == 1
+    assert metric(either.gateway, "headrace_requests_total", model=MODEL, replica=either.label, outcome="error") == 1
 
 
 async def test_rejection_of_a_stream_keeps_its_status(bench: TestBench) -> None:
@@ -281,10 +287,10 @@ async def test_quiet_stream_gets_headers_and_comments(text: TextModel) -> None:
             await reader.readuntil(b"data: [DONE]\n\n")
 
 
-async def test_framing_survives_whatever_a_model_says(bench: TestBench) -> None:
-    bench.replica.said = 'data: [DONE]\n\ndata: {"error": 1}\r\n\r\nevent: x\n: y </script>'
-    events = events_of((await bench.chat(stream=True)).text)
-    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == bench.replica.said
+async def test_framing_survives_whatever_a_model_says(either: TestBench) -> None:
+    either.replica.said = 'data: [DONE]\n\ndata: {"error": 1}\r\n\r\nevent: x\n: y </script>'
+    events = events_of((await either.chat(stream=True)).text)
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == either.replica.said
 
 
 async def test_requests_beyond_the_cap_are_refused(text: TextModel) -> None:
@@ -299,19 +305,19 @@ async def test_requests_beyond_the_cap_are_refused(text: TextModel) -> None:
         assert (await bench.chat()).status_code == 200
 
 
-async def test_draining_refuses_new_requests_and_finishes_old_ones(bench: TestBench) -> None:
-    bench.replica.go.clear()
-    first = asyncio.create_task(bench.chat())
-    await eventually(lambda: bool(bench.replica.requests))
-    bench.gateway.service.open_requests.drain()
-    refused = await bench.chat()
+async def test_draining_refuses_new_requests_and_finishes_old_ones(either: TestBench) -> None:
+    either.replica.go.clear()
+    first = asyncio.create_task(either.chat())
+    await eventually(lambda: bool(either.replica.requests))
+    either.gateway.service.open_requests.drain()
+    refused = await either.chat()
     assert refused.status_code == 503
     assert refused.headers["retry-after"] == "5"
-    assert (await bench.client.get("/ready")).json()["reason"] == "draining"
-    assert not await bench.gateway.service.open_requests.wait_empty(0.01)
-    bench.replica.go.set()
+    assert (await either.client.get("/ready")).json()["reason"] == "draining"
+    assert not await either.gateway.service.open_requests.wait_empty(0.01)
+    either.replica.go.set()
     assert (await first).status_code == 200
-    assert await bench.gateway.service.open_requests.wait_empty(5)
+    assert await either.gateway.service.open_requests.wait_empty(5)
 
 
 async def test_the_record_of_a_request_says_where_its_time_in_the_engine_went(text: TextModel, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from headrace.core.plan import TokenLogprobs
 from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate, StageSeconds
 from headrace.gateway.app import Gateway
-from headrace.gateway.compose import open_gateway
+from headrace.gateway.compose import Sources, open_gateway
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, config_from
 from headrace.gateway.http.descriptors import ConnectionLimit
 from headrace.gateway.http.server import Server
@@ -224,13 +224,17 @@ def two_replicas() -> list[dict[str, Any]]:
 
 @dataclass
 class TestBench:
-    """An open gateway, its replicas, and a client that talks to the application without a socket."""
+    """An open gateway, its replicas, and a client that talks to the application without a socket.
+
+    label  `replica` of the gateway's metrics for the only replica
+    """
 
     __test__ = False
 
     gateway: Gateway
     replicas: dict[str, FakeReplica]
     client: httpx2.AsyncClient
+    label: str = "r0"
 
     @property
     def replica(self) -> FakeReplica:
@@ -244,7 +248,9 @@ class TestBench:
 
 
 @asynccontextmanager
-async def open_bench(text: TextModel, *, workers: Workers | None = None, **changes: Any) -> AsyncIterator[TestBench]:
+async def open_bench(
+    text: TextModel, *, workers: Workers | None = None, sources: Sources | None = None, **changes: Any
+) -> AsyncIterator[TestBench]:
     """A bench for a configuration; afterwards nothing may be left over. workers: by default text is read in this process."""
     config = gateway_config(**changes)
     replicas: dict[str, FakeReplica] = {}
@@ -254,7 +260,8 @@ async def open_bench(text: TextModel, *, workers: Workers | None = None, **chang
         return replicas[given.name]
 
     texts = {model.name: text for model in config.models}
-    async with open_gateway(config, texts, workers or LocalWorkers(Desk(texts, config.limits)), connect=connect) as gateway:
+    workers = workers or LocalWorkers(Desk(texts, config.limits))
+    async with open_gateway(config, texts, workers, connect=connect, sources=sources) as gateway:
         transport = httpx2.ASGITransport(app=gateway)
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield TestBench(gateway, replicas, client)

@@ -14,6 +14,9 @@ from headrace.core.finish import FinishReason
 from headrace.gateway.upstream.seam import OutputEvent, ToolCall, Usage
 from headrace.text.assemble import TokenEntry, TopToken
 
+PIECE_BYTES = 64 << 10
+"""Decoded at once: a few milliseconds at most, and no more is held of what a slow client has not taken."""
+
 MAX_LINE_BYTES = 1 << 20
 MAX_ANSWER_BYTES = 64 << 20
 MAX_ERROR_BYTES = 64 << 10
@@ -142,10 +145,10 @@ class EventReader:
     async def _piece(self, response: aiohttp.ClientResponse) -> bytes:
         """The next bytes; empty at the end, or when a server that has said everything says nothing more."""
         if any(self._is_running):
-            return await response.content.readany()
+            return await response.content.read(PIECE_BYTES)
         try:
             async with asyncio.timeout(LAST_WORDS_S):
-                return await response.content.readany()
+                return await response.content.read(PIECE_BYTES)
         except TimeoutError:
             return b""
 
