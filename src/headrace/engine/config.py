@@ -27,7 +27,8 @@ class EngineConfig:
     max_model_len           None: the model's own
     max_num_seqs            sequences computed in one step
     max_num_batched_tokens  tokens computed in one step: prefill chunks fill what decode leaves
-    max_waiting             requests that may wait; one more is refused with a retry time
+    max_waiting             sequences that may wait; one more is refused with a retry time
+    max_waiting_per_tenant  the same, of one tenant; None: one tenant may fill the queue
     block_size              tokens per KV block
     num_kv_blocks           None: from `memory_fraction` of what the machine and its cgroup leave
     kv_cache_bytes          None: see num_kv_blocks
@@ -52,6 +53,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_waiting: int = 1024
+    max_waiting_per_tenant: int | None = None
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_bytes: int | None = None
@@ -90,7 +92,7 @@ class EngineConfig:
         ):
             if not low <= getattr(self, name) <= high:
                 raise ConfigError(name, f"{getattr(self, name)} is outside {low}..{high}")
-        for name in ("max_model_len", "num_kv_blocks", "kv_cache_bytes", "num_threads"):
+        for name in ("max_model_len", "num_kv_blocks", "kv_cache_bytes", "num_threads", "max_waiting_per_tenant"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(name, f"{value} is not positive")

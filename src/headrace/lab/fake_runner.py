@@ -48,6 +48,7 @@ class FakeOptions:
     host_slots        blocks of host memory; 0: moves to and from it are refused. Needs `verify`
     move_steps        bounds of how many later steps such a move takes, drawn for each from move_seed
     digests, numerics of the hello, as a real model folder would have them
+    has_kv            False: a model that keeps no KV, as encoders do
     max_drafts        most tokens drafted to follow a row; how many, and which of them are wrong, is drawn from seed and position
     withhold_every    about one row in so many that samples gives no token at its first try; 0: none
     """
@@ -69,6 +70,7 @@ class FakeOptions:
     move_seed: int = 0
     digests: dict[str, str] = field(default_factory=dict)
     numerics: dict[str, str] = field(default_factory=dict)
+    has_kv: bool = True
     max_drafts: int = 0
     withhold_every: int = 0
 
@@ -84,9 +86,9 @@ def fake_info(options: FakeOptions) -> ModelInfo:
         vocab_size=options.vocab_size,
         max_model_len=options.max_model_len,
         eos_token_ids=(options.eos_token_id,),
-        kv_groups=(KvGroup(layers=(0,), kv_heads=1, head_dim=8, dtype_bytes=4),),
+        kv_groups=(KvGroup(layers=(0,), kv_heads=1, head_dim=8, dtype_bytes=4),) if options.has_kv else (),
         block_size=options.block_size,
-        num_blocks=(options.num_blocks,),
+        num_blocks=(options.num_blocks,) if options.has_kv else (),
         dtype="float32",
         weight_bytes=0,
         digests=dict(options.digests),
@@ -160,6 +162,7 @@ class FakeRunner:
         self._slots: dict[int, _Slot] = {}
         if options.host_slots and not options.verify:
             raise ValueError("host_slots: blocks that move need contents; set verify")
+        self._verifies = options.verify and options.has_kv
         self._memory = PagedIds(options.block_size)
         self._moves = Moves(self._memory, options.block_size, options.host_slots, options.move_steps, options.move_seed)
         self._free_at = 0.0
@@ -235,7 +238,7 @@ class FakeRunner:
             self._slots.pop(slot_id, None)
         for started in plan.started:
             self._slots[started.slot] = _Slot(started, array("i", started.token_ids))
-        if self.options.verify:
+        if self._verifies:
             self._memory.apply(plan)
         self._moves.apply(plan)
 
@@ -247,7 +250,7 @@ class FakeRunner:
         if drafts:
             del slot.ids[known:]
             slot.ids.extend(drafts)
-        if self.options.verify:
+        if self._verifies:
             self._memory.write(slot_id, start, slot.ids[start : start + count])
             self._memory.check(slot_id, slot.ids[: start + count])
 

@@ -14,7 +14,10 @@ from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.kvgroup import KvGroup
 from headrace.core.plan import Plan
+from headrace.core.plan_codec import load_plans
 from headrace.core.request import PriorityClass
+from headrace.policy.queues.keyed import FcfsQueue
+from headrace.policy.queues.shares import StepShares
 from headrace.policy.schedule.planner import MAX_SCORED_TOKENS
 
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(2 + 3 * (i % 6))] for i in range(12)]
@@ -624,3 +627,35 @@ def test_preempting_anybody_at_any_moment_changes_no_token(depth: int, groups: s
             driven.scheduler.sequences.preempt(running[turn % len(running)], driven.clock.now)
         driven.scheduler.check()
     assert_plain(driven.run())
+
+
+def test_one_tenant_fills_its_part_of_the_waiting_queue_and_no_more() -> None:
+    driven = DrivenEngine(max_num_seqs=1, max_waiting=8, max_waiting_per_tenant=3)
+    driven.submit(*(request(f"a{i}", [1, i], tenant="a") for i in range(6)), request("b", [2], tenant="b"))
+    driven.submit(request("many", [3], n=4, tenant="c"))
+    driven.turn()
+    assert sorted(driven.errors) == ["a3", "a4", "a5", "many"], "nothing runs before the first plan: three of a wait"
+    refusal = driven.errors["a4"]
+    assert isinstance(refusal, Overloaded)
+    assert "3 of max_waiting_per_tenant 3" in str(refusal)
+    assert isinstance(driven.errors["many"], RequestTooLarge)
+    driven.submit(request("a6", [1, 6], tenant="a"))
+    driven.run()
+    assert driven.finish["a6", 0] is FinishReason.LENGTH, "one of a runs, so another may wait"
+
+
+def test_a_queue_policy_decides_the_shares_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares are the policy's answer: less for prefills, and a prompt is long sooner."""
+
+    def chunks(shares: StepShares) -> list[list[int]]:
+        monkeypatch.setattr(FcfsQueue, "shares", shares)
+        driven = DrivenEngine(max_num_batched_tokens=16, caching=False)
+        driven.submit(request("first", list(range(40)), max_tokens=2), request("second", list(range(4)), max_tokens=2))
+        driven.turn(3)
+        plans = load_plans(driven.engine.recent_plans())
+        driven.run()
+        return [[count for slot, count in zip(plan.slots, plan.counts, strict=True) if slot == 0] for plan in plans]
+
+    assert chunks(StepShares()) == [[16], [16], [8]]
+    assert chunks(StepShares(prefill=0.5)) == [[8], [6], [6]], "half a step, and the prompt is long for such steps"
+    assert chunks(StepShares(long_prompt_steps=1))[1] == [12], "those behind it have their quarter first"

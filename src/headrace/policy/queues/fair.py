@@ -6,6 +6,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterable
 
+from headrace.policy.queues.shares import StepShares
 from headrace.policy.schedule.sequence import Sequence
 
 MAX_REMEMBERED_TENANTS = 10_000
@@ -22,6 +23,7 @@ class FairQueue:
     """
 
     charges = True
+    shares = StepShares()
 
     def __init__(self) -> None:
         self._served: dict[str, float] = {}

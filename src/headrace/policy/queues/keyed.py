@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
+from headrace.policy.queues.shares import StepShares
 from headrace.policy.schedule.sequence import Sequence
 
 PRIORITY_AGING_S = 10.0
@@ -22,6 +23,7 @@ class KeyQueue:
     """Order by a key that is fixed at first push: fcfs, priority and sjf differ by the key only. A preempted sequence keeps its key."""
 
     charges = False
+    shares = StepShares()
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, int, Sequence]] = []

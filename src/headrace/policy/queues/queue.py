@@ -1,4 +1,4 @@
-"""What a queue policy answers: order of admission, choice of victim, share of the step's prefill budget.
+"""What a queue policy answers: order of admission, choice of victim, shares of the step's prefill budget (`shares`).
 
 A smaller key goes first everywhere; the victim is the largest.
 """
@@ -8,13 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from headrace.policy.queues.shares import StepShares
 from headrace.policy.schedule.sequence import Sequence
 
 
 class Queue(Protocol):
-    """Waiting sequences of one engine. charges: whether `charge` means anything to this policy."""
+    """Waiting sequences of one engine.
+
+    charges  whether `charge` means anything to this policy
+    shares   how it divides a step's tokens between prefills
+    """
 
     charges: bool
+    shares: StepShares
 
     def push(self, seq: Sequence, cost_tokens: int) -> None:
         """Add a new or preempted sequence. cost_tokens: uncached prompt + tokens it may still generate."""

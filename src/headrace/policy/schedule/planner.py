@@ -25,12 +25,6 @@ MAX_SCORED_TOKENS = 64
 """Prompt positions whose log-probabilities are computed in one chunked step. Each needs a row of logits over the whole vocabulary, many
 times the cost of a plain prompt token: a full budget of them would hold up every other sequence's next token for seconds."""
 
-LONG_PROMPT_STEPS = 2
-"""A prompt that would fill more steps than this is long: those queued behind it do not wait for its end."""
-
-SHARE_BEHIND_LONG = 4
-"""One part in so many of what is left of a step's budget goes to those queued behind a long prompt first, if there are any."""
-
 
 @dataclass(slots=True)
 class PlanDraft:
@@ -44,6 +38,8 @@ class PlanDraft:
     num_prefills: int = 0
     num_more: int = 0
     """Tokens granted beyond one per row, at what they cost."""
+    num_unused: int = 0
+    """Tokens that the queue policy does not give to prefills."""
     num_kept: int = 0
     """Tokens kept for long prompts while those behind them have their share."""
     num_charged: int = 0
@@ -51,7 +47,7 @@ class PlanDraft:
 
     @property
     def budget(self) -> int:
-        return self.max_tokens - len(self.rows) - self.num_more - self.num_kept
+        return self.max_tokens - len(self.rows) - self.num_more - self.num_unused - self.num_kept
 
 
 class Planner:
@@ -125,6 +121,8 @@ class Planner:
 
     def _plan_prefills(self, prefilling: list[Sequence], step: PlanDraft) -> None:
         """Prefills in the queue policy's order, then who waits; those behind the first long prompt have their share before it."""
+        shares = self.sequences.queue.shares
+        step.num_unused = step.budget - shares.for_prefill(step.budget)
         if len(prefilling) > 1:
             self.charge(step)
             prefilling = self.sequences.queue.prefill_order(prefilling)
@@ -135,7 +133,7 @@ class Planner:
         for seq in prefilling[:num_ahead]:
             self._plan_one(seq, step)
         if long:
-            step.num_kept = _kept_of(step.budget)
+            step.num_kept = shares.kept_for_long(step.budget)
         for seq in prefilling[num_ahead:]:
             if (seq, seq.incarnation) not in long:
                 self._plan_one(seq, step)
@@ -152,7 +150,8 @@ class Planner:
         """
         if seq.scores_prompt or not self.config.enable_chunked_prefill:
             return False
-        return seq.num_uncomputed + self._price.surcharge(seq.num_planned, seq.num_uncomputed) > LONG_PROMPT_STEPS * max(budget, 1)
+        cost = seq.num_uncomputed + self._price.surcharge(seq.num_planned, seq.num_uncomputed)
+        return self.sequences.queue.shares.is_long(cost, budget)
 
     def _renew(self, seq: Sequence, step: PlanDraft) -> bool:
         """Give a sequence that decodes and has filled its block the next one. False: it has to be checked."""
@@ -284,8 +283,3 @@ class Planner:
     def _hits(self, seq: Sequence) -> int:
         """Prompt log-probabilities need every prompt position computed."""
         return 0 if seq.scores_prompt else self.kv.num_hit_tokens(seq)
-
-
-def _kept_of(budget: int) -> int:
-    """What long prompts keep of a budget while those behind them have their share, which is one token at least."""
-    return budget - max(budget // SHARE_BEHIND_LONG, 1) if budget > 1 else max(budget, 0)

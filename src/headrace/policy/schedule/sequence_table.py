@@ -98,6 +98,7 @@ class SequenceTable:
         self._refuse_what_never_fits(request)
         if self.num_waiting + n > self.config.max_waiting:
             raise Overloaded(f"the engine's waiting queue is full ({self.num_waiting} of {self.config.max_waiting})", retry_after_s=1.0)
+        self._refuse_beyond_tenants_part(request)
         if request.request_id in self._families:
             raise ValueError(f"request id {request.request_id} is in use")
         family = [self._make_sequence(request, index, now) for index in request.indices]
@@ -110,6 +111,19 @@ class SequenceTable:
             self._remove(family)
             raise
         self.counters.prompt_tokens += len(request.prompt_ids)
+
+    def _refuse_beyond_tenants_part(self, request: EngineRequest) -> None:
+        """One tenant may not fill the waiting queue for all. Raises Overloaded, RequestTooLarge."""
+        most, n = self.config.max_waiting_per_tenant, request.params.n
+        if most is None:
+            return
+        if n > most:
+            raise RequestTooLarge("n", f"n <= max_waiting_per_tenant ({most})", n, "Send several requests.")
+        waiting = sum(1 for seq in self.alive() if seq.request.tenant == request.tenant and seq.state is not SeqState.RUNNING)
+        if waiting + n > most:
+            raise Overloaded(
+                f"this tenant's part of the waiting queue is full ({waiting} of max_waiting_per_tenant {most})", retry_after_s=1.0
+            )
 
     def _watch_deadlines(self, seq: Sequence, now: float) -> None:
         if seq.request.deadline_s is not None:
