@@ -140,6 +140,44 @@ def test_a_step_that_fails_loses_no_move_and_makes_none_twice(depth: int, failur
     assert len(driven.kv.leases) == 0
 
 
+def test_moves_told_by_a_step_whose_rows_are_rolled_back_have_ended_and_are_not_made_again() -> None:
+    """The step that begins them fails; the one after it, computed on the same promise, tells of their end and is undone all the same."""
+    driven = moved_out(TieredEngine(replace(OPTIONS, move_steps=(0, 0)), depth=2))
+    driven.runner.fail_next = [Failure.APPLIED]
+    driven.submit(request("second", list(range(13)), max_tokens=5), request("fails", [30], max_tokens=1))
+    driven.turn()
+    begins, before = driven.runner.plans[-1], len(driven.runner.plans)
+    assert list(begins.move_kinds) == [MoveKind.HOST_IN] * 3
+    assert begins.num_rows == 1
+    driven.submit(request("beside", [31], max_tokens=4))
+    driven.turn()
+    repeated = driven.runner.plans[before + 1]
+    assert repeated.num_rows == 0
+    assert list(repeated.started) == list(begins.started), "the failed step's changes are sent again"
+    assert not repeated.move_kinds, "but not its moves"
+    driven.run()
+    driven.check_answers()
+    assert driven.cached["second", 0] == 12
+    assert len(driven.kv.leases) == 0
+
+
+def test_a_host_slot_is_not_given_away_while_a_transfer_reads_it() -> None:
+    driven = moved_out(TieredEngine(replace(OPTIONS, host_slots=3)))
+    driven.runner._moves._steps = (30, 30)
+    driven.submit(request("second", list(range(13)), max_tokens=5))
+    driven.turn()
+    driven.clock.now += 2.0
+    driven.submit(request("newer", list(range(20, 29)), max_tokens=3))
+    driven.turn(8)
+    assert driven.finish["newer", 0] is FinishReason.LENGTH
+    driven.clock.now += 2.0
+    driven.turn(3)
+    assert kinds(driven) == [MoveKind.HOST_OUT] * 3 + [MoveKind.HOST_IN] * 3, "its blocks are old enough, and all slots are being read"
+    driven.run()
+    driven.check_answers()
+    assert kinds(driven)[6:8] == [MoveKind.HOST_OUT] * 2, "they leave when the slots are read"
+
+
 def test_a_move_that_nobody_planned_ends_the_engine() -> None:
     """The runner's word cannot be trusted, and with it no block."""
     driven = TieredEngine()

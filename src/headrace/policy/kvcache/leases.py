@@ -16,13 +16,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from headrace.core.errors import EngineFatal
 from headrace.policy.kvcache.pool import PAD_BLOCK, BlockPool
 
 MAX_MOVE_ID = 2**31 - 1
 
 
-class LeaseError(AssertionError):
-    """Leases were used wrongly. Going on could give a block to two owners."""
+class LeaseError(EngineFatal):
+    """Leases were used wrongly. Going on could give a block to two owners, so the engine ends."""
 
 
 @dataclass(slots=True, eq=False)
