@@ -61,11 +61,23 @@ def test_room_in_bytes_is_made_by_the_tenant_with_most_bytes_and_only_as_far_as_
     heavy = [entry(number, "flood", 30, is_heavy=True) for number in range(3)]
     for one in heavy:
         queue.push(one)
-    assert queue.push(entry(10, "other", 20)) == [heavy[2]]
+    assert queue.push(entry(10, "other", 20, is_heavy=True)) == [heavy[2]]
     with pytest.raises(Overloaded):
-        queue.push(entry(11, "third", 90))
+        queue.push(entry(11, "third", 90, is_heavy=True))
     queue.check()
     assert sorted(drained(queue)) == [0, 1, 10]
+
+
+def test_megabytes_that_wait_refuse_no_short_prompt() -> None:
+    """Without keys all are one tenant, and 64 long prompts had short ones answered with 429."""
+    queue: FairQueue[int] = FairQueue(max_entries=100, max_bytes=100)
+    for number in range(3):
+        queue.push(entry(number, num_bytes=30, is_heavy=True))
+    with pytest.raises(Overloaded):
+        queue.push(entry(3, num_bytes=30, is_heavy=True))
+    for number in range(20):
+        assert queue.push(entry(10 + number)) == []
+    queue.check()
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -85,10 +97,11 @@ class QueueMachine(RuleBasedStateMachine):
         try:
             evicted = self.queue.push(new)
         except Overloaded:
-            assert len(before) == MAX_ENTRIES or sum(one.num_bytes for one in before) + num_bytes > MAX_BYTES
+            kind = [one for one in before if one.is_heavy == is_heavy]
+            assert len(kind) == MAX_ENTRIES or sum(one.num_bytes for one in kind) + num_bytes > MAX_BYTES
             return
         assert len({one.tenant for one in evicted}) <= 1
-        assert all(one.tenant != tenant for one in evicted)
+        assert all(one.tenant != tenant and one.is_heavy == is_heavy for one in evicted)
         self.waiting = [one for one in before if one not in evicted] + [new]
 
     @precondition(lambda self: self.waiting)

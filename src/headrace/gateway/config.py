@@ -126,7 +126,8 @@ class Limits:
     max_sequences         prompts times n
     max_requests          in the gateway at once; one more is refused with 429
     max_text_workers      processes that render templates and tokenize
-    max_text_queue        jobs waiting for one of them, and max_text_queue_bytes of these together; beyond it 429 for the tenant with most
+    max_text_queue        jobs of less than 64 KiB waiting for one of them, and as many larger ones; beyond it 429 for the tenant with most
+    max_text_queue_bytes  of the ones and of the others together, likewise
     max_pending_bytes     an answer made but not yet read by its client; beyond it the request is cancelled
     max_held_bytes        of all requests: bodies, prompts, log-probabilities, answers until they are written; one more is refused with 429
     max_tenant_held_bytes   the same of one tenant

@@ -34,6 +34,10 @@ log = logging.getLogger("headrace.gateway")
 REFUSED = 2
 CANNOT_BIND = 1
 CUT = 75
+SWITCH_S = 0.0005
+"""How long the thread that encodes large answers keeps the event loop waiting, each time the loop comes back from the operating system:
+every send, receive and drawn request id lets go of the interpreter. Python's own 5 ms made seconds under a storm."""
+
 LAST_WORDS_S = 1.0
 """How long requests that are cut off have to write their error."""
 
@@ -45,6 +49,7 @@ def run_gateway(config_path: str | Path, parent_fd: int | None = None) -> int:
     parent_fd    the inherited end of the supervisor's leash; None when started by hand
     """
     log_to_stderr()
+    sys.setswitchinterval(SWITCH_S)
     leash = Leash(parent_fd)
     leash.watch()
     try:

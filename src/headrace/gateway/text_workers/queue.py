@@ -1,8 +1,8 @@
 """The jobs that wait for a worker: bounded in number and bytes, fair between tenants, open to removal anywhere.
 
-Two rings of tenants, one with their light jobs and one with their heavy ones. A ring gives every tenant one job in turn; `pop` takes from
-the rings alternately. Where a bound is reached, the tenant that holds most gives way: its newest jobs are pushed out for another's, so a
-flood is refused to the one who makes it. Pure: no clock, no event loop.
+Two rings of tenants, one with their light jobs and one with their heavy ones, each with bounds of its own. A ring gives every tenant one
+job in turn; `pop` takes from the rings alternately. Where a bound is reached, the tenant that holds most gives way: its newest jobs are
+pushed out for another's, so a flood is refused to the one who makes it. Pure: no clock, no event loop.
 """
 
 from __future__ import annotations
@@ -37,17 +37,54 @@ class _Held:
 
 
 class FairQueue(Generic[T]):
-    """
-    num_bytes  of all jobs that wait; their number is `len`
-    """
+    """Light jobs and heavy ones, each within the bounds: megabytes that wait refuse nobody's short prompts."""
+
+    def __init__(self, *, max_entries: int, max_bytes: int) -> None:
+        """Of each kind."""
+        self._light: TenantRing[T] = TenantRing(max_entries=max_entries, max_bytes=max_bytes)
+        self._heavy: TenantRing[T] = TenantRing(max_entries=max_entries, max_bytes=max_bytes)
+        self._is_heavy_next = False
+
+    def __len__(self) -> int:
+        return len(self._light) + len(self._heavy)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._light.num_bytes + self._heavy.num_bytes
+
+    def push(self, entry: Entry[T]) -> list[Entry[T]]:
+        """See `TenantRing.push`."""
+        return self._ring(is_heavy=entry.is_heavy).push(entry)
+
+    def pop(self, *, may_be_heavy: bool) -> Entry[T] | None:
+        """The next job, of the two kinds in turn where both have one."""
+        for is_heavy in (self._is_heavy_next, not self._is_heavy_next):
+            if (may_be_heavy or not is_heavy) and (entry := self._ring(is_heavy=is_heavy).pop()) is not None:
+                self._is_heavy_next = not is_heavy
+                return entry
+        return None
+
+    def remove(self, entry: Entry[T]) -> None:
+        """Take out a job that is in the queue."""
+        self._ring(is_heavy=entry.is_heavy).remove(entry)
+
+    def check(self) -> None:
+        self._light.check()
+        self._heavy.check()
+
+    def _ring(self, *, is_heavy: bool) -> TenantRing[T]:
+        return self._heavy if is_heavy else self._light
+
+
+class TenantRing(Generic[T]):
+    """Jobs of one kind, tenants in turn. num_bytes: of all of them; their number is `len`."""
 
     def __init__(self, *, max_entries: int, max_bytes: int) -> None:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
-        self._rings: tuple[dict[str, deque[Entry[T]]], ...] = ({}, {})
+        self._waiting: dict[str, deque[Entry[T]]] = {}
         self._held: dict[str, _Held] = {}
         self._num_entries = 0
-        self._is_heavy_next = False
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -61,31 +98,32 @@ class FairQueue(Generic[T]):
         evicted = self._to_evict(entry)
         for other in evicted:
             self.remove(other)
-        self._rings[entry.is_heavy].setdefault(entry.tenant, deque()).append(entry)
+        self._waiting.setdefault(entry.tenant, deque()).append(entry)
         self._count(entry, +1)
         return evicted
 
-    def pop(self, *, may_be_heavy: bool) -> Entry[T] | None:
-        """The next job: of the rings that have one in turn, of a ring's tenants in turn, of a tenant's the oldest."""
-        order = (self._is_heavy_next, not self._is_heavy_next)
-        for is_heavy in order:
-            if self._rings[is_heavy] and (may_be_heavy or not is_heavy):
-                self._is_heavy_next = not is_heavy
-                return self._pop_ring(self._rings[is_heavy])
-        return None
+    def pop(self) -> Entry[T] | None:
+        """The oldest job of the tenant whose turn it is."""
+        if not self._waiting:
+            return None
+        tenant = next(iter(self._waiting))
+        waiting = self._waiting.pop(tenant)
+        entry = waiting.popleft()
+        if waiting:
+            self._waiting[tenant] = waiting  # behind the others
+        self._count(entry, -1)
+        return entry
 
     def remove(self, entry: Entry[T]) -> None:
-        """Take out a job that is in the queue."""
-        ring = self._rings[entry.is_heavy]
-        ring[entry.tenant].remove(entry)
-        if not ring[entry.tenant]:
-            del ring[entry.tenant]
+        self._waiting[entry.tenant].remove(entry)
+        if not self._waiting[entry.tenant]:
+            del self._waiting[entry.tenant]
         self._count(entry, -1)
 
     def check(self) -> None:
         """Every count is the sum of what is there, and nothing empty is kept."""
-        entries = [entry for ring in self._rings for waiting in ring.values() for entry in waiting]
-        assert all(waiting for ring in self._rings for waiting in ring.values()), "an empty turn"
+        entries = [entry for waiting in self._waiting.values() for entry in waiting]
+        assert all(self._waiting.values()), "an empty turn"
         assert len(entries) == self._num_entries <= self._max_entries
         assert sum(entry.num_bytes for entry in entries) == self.num_bytes <= self._max_bytes
         by_tenant: dict[str, _Held] = {}
@@ -96,15 +134,6 @@ class FairQueue(Generic[T]):
         assert by_tenant == self._held
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
-
-    def _pop_ring(self, ring: dict[str, deque[Entry[T]]]) -> Entry[T]:
-        tenant = next(iter(ring))
-        waiting = ring.pop(tenant)
-        entry = waiting.popleft()
-        if waiting:
-            ring[tenant] = waiting  # behind the others
-        self._count(entry, -1)
-        return entry
 
     def _count(self, entry: Entry[T], sign: int) -> None:
         held = self._held.setdefault(entry.tenant, _Held())
@@ -128,7 +157,7 @@ class FairQueue(Generic[T]):
         left = self._held[victim]
         left = _Held(left.num_entries, left.num_bytes)
         evicted: list[Entry[T]] = []
-        waiting = [other for is_heavy in (False, True) for other in self._rings[is_heavy].get(victim, ())]
+        waiting = list(self._waiting[victim])
         while (num_entries > 0 or num_bytes > 0) and self._share_of(left) > allowed:
             other = waiting.pop()
             evicted.append(other)
