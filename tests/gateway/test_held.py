@@ -67,7 +67,7 @@ async def test_unread_echoes_are_held_once_however_many_choices_show_them(text: 
 
 
 async def test_where_there_is_no_room_a_request_is_told_so_and_room_comes_back(text: TextModel) -> None:
-    async with open_bench(text, limits={"max_held_bytes": 1_500_000, "max_tenant_held_bytes": 1_500_000}) as bench:
+    async with open_bench(text, limits={"max_held_bytes": 2_000_000, "max_tenant_held_bytes": 2_000_000}) as bench:
         bench.replica.go.clear()
         first = asyncio.create_task(ask(bench, "/v1/completions", {**ECHO, "n": 2}))
         second = asyncio.create_task(ask(bench, "/v1/completions", {**ECHO, "n": 2}))

@@ -7,10 +7,10 @@ from headrace.core.errors import RequestTooLarge
 MAX_PROMPT_SCORES = 1 << 20
 """Log-probabilities of prompt tokens in one answer, some 60 bytes each: tokens x (alternatives + 1) x choices that show them."""
 
-PROMPT_SCORE_BYTES = 48
+PROMPT_SCORE_BYTES = 72
 """What one of them takes until the answer is written, choices that show the same counted once."""
 
-OUTPUT_SCORE_BYTES = 16
+OUTPUT_SCORE_BYTES = 24
 """What one of an output token takes while an answer is collected."""
 
 UNREAD_SCORE_BYTES = 24

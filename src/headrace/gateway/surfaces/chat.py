@@ -17,7 +17,16 @@ from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces.body import parsed
 from headrace.gateway.surfaces.dialect import schemas
-from headrace.gateway.surfaces.dialect.answers import Chunks, Facts, Output, around_choices, finish_part, usage_body, wants_usage
+from headrace.gateway.surfaces.dialect.answers import (
+    Chunks,
+    Facts,
+    Output,
+    around_choices,
+    finish_part,
+    outputs_of,
+    usage_body,
+    wants_usage,
+)
 from headrace.gateway.surfaces.dialect.fields import Surface, honoured_fields
 from headrace.gateway.surfaces.dialect.logprobs import chat_logprobs, prompt_logprobs, scores_of
 from headrace.gateway.surfaces.dialect.parse import (
@@ -180,7 +189,7 @@ class ChatAnswer:
         self._has_logprobs = request.logprobs
         self._num_prompt_top = request.prompt_logprobs
         self._prompt_logprobs = LogprobColumns()
-        self._outputs = [Output() for _ in range(request.n)]
+        self._outputs = outputs_of(request.n)
         self._is_opened = [False] * request.n
         self._chunks = Chunks(facts, "chat.completion.chunk", TEXT_CHOICE, include_usage=wants_usage(request))
 

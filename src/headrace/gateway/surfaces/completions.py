@@ -17,7 +17,16 @@ from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces.body import parsed
 from headrace.gateway.surfaces.dialect import schemas
-from headrace.gateway.surfaces.dialect.answers import Chunks, Facts, Output, around_choices, finish_part, usage_body, wants_usage
+from headrace.gateway.surfaces.dialect.answers import (
+    Chunks,
+    Facts,
+    Output,
+    around_choices,
+    finish_part,
+    outputs_of,
+    usage_body,
+    wants_usage,
+)
 from headrace.gateway.surfaces.dialect.entries import EntryColumns
 from headrace.gateway.surfaces.dialect.fields import Surface, honoured_fields
 from headrace.gateway.surfaces.dialect.logprobs import EncodedLogprobs, completion_logprobs, echo_logprobs, prompt_logprobs, scores_of
@@ -137,7 +146,7 @@ class CompletionAnswer:
         self._facts = facts
         self._num_top = request.logprobs
         count = prepared.num_sequences
-        self._outputs = [Output() for _ in range(count)]
+        self._outputs = outputs_of(count)
         self._is_opened = [False] * count
         self._scores = [LogprobColumns() for _ in prepared.prompts]
         self._echoes: dict[int, EncodedLogprobs] = {}

@@ -15,7 +15,7 @@ from headrace.core.finish import FinishReason
 from headrace.gateway.generation.run import Run
 from headrace.gateway.http.sse import DONE
 from headrace.gateway.surfaces.dialect import schemas
-from headrace.gateway.surfaces.dialect.entries import EntryColumns
+from headrace.gateway.surfaces.dialect.entries import EntryColumns, TokenNames
 from headrace.gateway.upstream.seam import OutputEvent, ToolCall, Usage
 
 _encode = msgspec.json.encode
@@ -44,8 +44,8 @@ class Facts:
 class Output:
     """One sequence, collected. tool_calls: by number, their pieces joined; has_tool_calls: also in a stream, where none is collected"""
 
+    entries: EntryColumns
     texts: list[str] = field(default_factory=list)
-    entries: EntryColumns = field(default_factory=EntryColumns)
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
     reasoning: list[str] = field(default_factory=list)
@@ -72,6 +72,12 @@ class Output:
         self.tool_calls[piece.number] = ToolCall(
             piece.number, known.call_id or piece.call_id, known.name or piece.name, known.arguments + piece.arguments
         )
+
+
+def outputs_of(count: int) -> list[Output]:
+    """The sequences of one answer."""
+    names = TokenNames()
+    return [Output(entries=EntryColumns(names)) for _ in range(count)]
 
 
 class Chunks:

@@ -11,14 +11,31 @@ Name = tuple[int, str, bytes]
 """Token id, text, exact bytes."""
 
 
+class TokenNames:
+    """Each token that occurs, named once: shared by the sequences of an answer, whose tokens are much the same ones."""
+
+    __slots__ = ("_numbers", "names")
+
+    def __init__(self) -> None:
+        self._numbers: dict[Name, int] = {}
+        self.names: list[Name] = []
+
+    def number(self, token_id: int, token: str, raw: bytes) -> int:
+        name = (token_id, token, raw)
+        number = self._numbers.get(name)
+        if number is None:
+            number = self._numbers[name] = len(self.names)
+            self.names.append(name)
+        return number
+
+
 class EntryColumns:
     """One sequence's entries. Iterating makes the objects again, one at a time, equal to those that were added."""
 
-    __slots__ = ("_counts", "_facts", "_logprobs", "_names", "_numbers", "_tops", "_visible")
+    __slots__ = ("_counts", "_facts", "_logprobs", "_names", "_tops", "_visible")
 
-    def __init__(self) -> None:
-        self._numbers: dict[Name, int] = {}  # a token that occurs often is named once
-        self._names: list[Name] = []
+    def __init__(self, names: TokenNames) -> None:
+        self._names = names
         self._facts = array("q")  # per entry: number of its name, rank, text offset
         self._counts = array("i")
         self._visible = bytearray()
@@ -30,15 +47,15 @@ class EntryColumns:
 
     def extend(self, entries: Iterable[TokenEntry]) -> None:
         for entry in entries:
-            self._facts.extend((self._number(entry.token_id, entry.token, entry.raw), entry.rank, entry.text_offset))
+            self._facts.extend((self._names.number(entry.token_id, entry.token, entry.raw), entry.rank, entry.text_offset))
             self._counts.append(len(entry.top))
             self._visible.append(entry.is_visible)
             self._logprobs.append(entry.logprob)
             self._logprobs.extend([top.logprob for top in entry.top])
-            self._tops.extend([self._number(top.token_id, top.token, top.raw) for top in entry.top])
+            self._tops.extend([self._names.number(top.token_id, top.token, top.raw) for top in entry.top])
 
     def __iter__(self) -> Iterator[TokenEntry]:
-        names, logprobs, begin = self._names, self._logprobs, 0
+        names, logprobs, begin = self._names.names, self._logprobs, 0
         for place, count in enumerate(self._counts):
             number, rank, offset = self._facts[3 * place : 3 * place + 3]
             at = begin + place  # each entry before this one had a logprob of its own
@@ -49,11 +66,3 @@ class EntryColumns:
             token_id, token, raw = names[number]
             yield TokenEntry(token_id, token, raw, logprobs[at], rank, top, offset, bool(self._visible[place]))
             begin += count
-
-    def _number(self, token_id: int, token: str, raw: bytes) -> int:
-        name = (token_id, token, raw)
-        number = self._numbers.get(name)
-        if number is None:
-            number = self._numbers[name] = len(self._names)
-            self._names.append(name)
-        return number
