@@ -213,8 +213,8 @@ class ScriptedServer:
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
-            length = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
             self.heads.append(head)
+            length = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
             self.bodies.append(json.loads(await reader.readexactly(length)))
             for piece in self.pieces:
                 writer.write(piece)
@@ -257,7 +257,7 @@ DONE = b"data: [DONE]\n\n"
 
 REFUSED = {
     "status 500": (head("500 Internal Server Error", "text/plain") + SECRET.encode(), 503, "unavailable"),
-    "redirect": (head("302 Found", "text/html", f"location: http://127.0.0.1:1/{SECRET}".replace(" ", "-")), 503, "unavailable"),
+    "redirect": (head("307 Temporary Redirect", "text/html", "location: /secret-elsewhere"), 503, "unavailable"),
     "unauthorized": (head("401 Unauthorized", "text/plain") + SECRET.encode(), 503, "unavailable"),
     "not found": (head("404 Not Found", "text/plain") + SECRET.encode(), 503, "unavailable"),
     "bad request": (
