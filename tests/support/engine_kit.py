@@ -55,9 +55,12 @@ class DrivenEngine:
         depth: int = 1,
         caching: bool = True,
         eos: tuple[int, ...] = (),
+        prerequisite_timeout_s: float = 60.0,
         **config: Any,
     ) -> None:
         self.clock = ManualClock()
+        self.needs: dict[str, frozenset[str]] = {}
+        self.prerequisite_timeout_s = prerequisite_timeout_s
         counts = tuple(num_blocks for _ in groups)
         settings = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_model_len": max_model_len, "depth": depth, **config}
         settings["eos_token_ids"] = eos
@@ -79,7 +82,7 @@ class DrivenEngine:
         self.finish: dict[tuple[str, int], FinishReason] = {}
         self.errors: dict[str, Exception] = {}
         self.updates: list[SequenceUpdate] = []
-        self.engine = Engine(self.scheduler, self.runner, info=info, outbox=self.take, clock=self.clock, depth=depth)
+        self.engine = Engine(self.scheduler, self.runner, info=info, outbox=self.take, prepare=self.prepare, clock=self.clock, depth=depth)
 
     def take(self, updates: list[SequenceUpdate | Rejected]) -> None:
         for update in updates:
@@ -95,8 +98,13 @@ class DrivenEngine:
                 if update.error:
                     self.errors[update.request_id] = HeadraceError(update.error)
 
-    def submit(self, *requests: EngineRequest) -> None:
+    def prepare(self, request: EngineRequest) -> dict[str, float]:
+        return dict.fromkeys(self.needs.get(request.request_id, ()), self.prerequisite_timeout_s)
+
+    def submit(self, *requests: EngineRequest, needs: frozenset[str] = frozenset()) -> None:
+        """needs: prerequisites of each of these requests."""
         for item in requests:
+            self.needs[item.request_id] = needs
             self.engine.submit(item)
 
     def turn(self, count: int = 1) -> None:

@@ -156,24 +156,22 @@ class Life:
         prompt = [(family * 20 + i) % (VOCAB - 2) for i in range(draw.randint(1, 24))]
         if draw.random() < 0.05:
             prompt[-1] = POISON
-        self.driven.submit(
-            request(
-                f"r{self.num_requests}",
-                prompt,
-                max_tokens=draw.randint(1, 22),
-                n=draw.choice([1, 1, 1, 2, 3]),
-                ignore_eos=draw.random() < 0.5,
-                min_tokens=draw.choice([0, 0, 1]),
-                stop_token_ids=draw.choice([(), (), (7, 11, 13, 17, 19, 23)]),
-                stop=draw.choice([(), (), ("end",)]),
-                prompt_logprobs=draw.choice([None, None, None, 0]),
-                prerequisites=frozenset({"thing"}) if draw.random() < 0.1 else frozenset(),
-                deadline_s=draw.choice([None, None, None, self.driven.clock.now + 5]),
-                priority=draw.choice(list(PriorityClass)),
-                tenant=str(family),
-                weight=draw.choice([1.0, 2.0]),
-                salt=b"s" * family,
-                prefix_caching=draw.random() < 0.9,
-            )
-        )
+        given: dict[str, Any] = {
+            "max_tokens": draw.randint(1, 22),
+            "n": draw.choice([1, 1, 1, 2, 3]),
+            "ignore_eos": draw.random() < 0.5,
+            "min_tokens": draw.choice([0, 0, 1]),
+            "stop_token_ids": draw.choice([(), (), (7, 11, 13, 17, 19, 23)]),
+            "stop": draw.choice([(), (), ("end",)]),
+            "prompt_logprobs": draw.choice([None, None, None, 0]),
+            "needs": frozenset({"thing"}) if draw.random() < 0.1 else frozenset(),
+            "deadline_s": draw.choice([None, None, None, self.driven.clock.now + 5]),
+            "priority": draw.choice(list(PriorityClass)),
+            "tenant": str(family),
+            "weight": draw.choice([1.0, 2.0]),
+            "salt": b"s" * family,
+            "prefix_caching": draw.random() < 0.9,
+        }
+        needs = given.pop("needs")
+        self.driven.submit(request(f"r{self.num_requests}", prompt, **given), needs=needs)
         self.num_requests += 1

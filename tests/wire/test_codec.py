@@ -89,7 +89,6 @@ requests = st.builds(
     salt=st.binary(max_size=8),
     adapter=st.none() | text,
     deadline_s=st.none() | st.integers(0, 10**9).map(lambda ms: ms / 1000),
-    prerequisites=st.frozensets(text, max_size=3),
     prefix_caching=st.booleans(),
 )
 positions = st.integers(0, 3).flatmap(

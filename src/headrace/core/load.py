@@ -19,6 +19,8 @@ class FailureKind(Enum):
     """The making of a plan: tried again."""
     MESSAGE = "message"
     """The handling of a request, a cancel or another message: that request ends."""
+    PREREQUISITE = "prerequisite"
+    """The making of what a request waits for: that request ends."""
     COMMIT = "commit"
     """The commit of one sequence's row: that sequence ends."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 from headrace.core.errors import InvalidRequest
@@ -37,7 +37,6 @@ class EngineRequest:
     adapter         resident adapter's name, None for the base model
     deadline_s      when the answer ends, finished or not, on the clock of the process that holds this value; None = no deadline. Between
                     processes travels what remains of it
-    prerequisites   names that must be `satisfied` before the sequence may take budget (grammar, adapter, KV transfer)
     prefix_caching  False: neither reads nor feeds the prefix cache
     """
 
@@ -53,7 +52,6 @@ class EngineRequest:
     salt: bytes = b""
     adapter: str | None = None
     deadline_s: float | None = None
-    prerequisites: frozenset[str] = field(default_factory=frozenset)
     prefix_caching: bool = True
 
     @property

@@ -14,7 +14,7 @@ import queue
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -39,6 +39,17 @@ PLAN_RING = 128
 MAX_PLAN_FAILURES = 3
 
 Outbox = Callable[[list[SequenceUpdate | Rejected]], None]
+
+Prepare = Callable[[EngineRequest], Mapping[str, float]]
+"""What a checked request has to wait for, each with the seconds it may take: a grammar, an adapter, KV from elsewhere.
+
+Called once on the loop's thread; work begins on another one, which says `satisfied` or `failed`. Raises a HeadraceError: the request is
+refused with it. A request that is prepared may still be refused, by a full queue for one.
+"""
+
+
+def nothing_to_prepare(request: EngineRequest) -> Mapping[str, float]:
+    return {}
 
 
 class Ticket(Protocol):
@@ -81,6 +92,13 @@ class _Satisfied:
 
 
 @dataclass(frozen=True, slots=True)
+class _PrerequisiteFailed:
+    request_id: RequestId
+    what: str
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
 class _Wake:
     """Nothing but a reason to look up."""
 
@@ -101,22 +119,32 @@ class _Published:
     turned: float
 
 
-_Message = _Submit | _Cancel | _Finish | _Satisfied | _Wake
+_Message = _Submit | _Cancel | _Finish | _Satisfied | _PrerequisiteFailed | _Wake
 
 
 class Engine:
     """One engine: a scheduler, a runner and the loop between them.
 
-    outbox is called on the loop's thread with what happened; it must not block.
+    outbox   called on the loop's thread with what happened; must not block
+    prepare  says what a request waits for before it takes a step's budget
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, *, info: ModelInfo, outbox: Outbox, clock: Clock = time.monotonic, depth: int = 1
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        info: ModelInfo,
+        outbox: Outbox,
+        prepare: Prepare = nothing_to_prepare,
+        clock: Clock = time.monotonic,
+        depth: int = 1,
     ) -> None:
         self.info = info
         self.scheduler = scheduler
         self._runner = runner
         self._outbox = outbox
+        self._prepare = prepare
         self._clock = clock
         self._depth = depth
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
@@ -149,7 +177,12 @@ class Engine:
         self._inbox.put(_Finish(request_id, index, keep_tokens, reason))
 
     def satisfied(self, request_id: RequestId, what: str) -> None:
+        """A prerequisite is there."""
         self._inbox.put(_Satisfied(request_id, what))
+
+    def failed(self, request_id: RequestId, what: str, error: Exception) -> None:
+        """A prerequisite will never be there: the request ends. The client reads the error if it is a HeadraceError, the log otherwise."""
+        self._inbox.put(_PrerequisiteFailed(request_id, what, error))
 
     def stop(self) -> None:
         """End `run` after the current turn."""
@@ -251,15 +284,23 @@ class Engine:
         match message:
             case _Submit(request, arrived):
                 checked = request.checked(vocab_size=self.info.vocab_size, max_model_len=self.info.max_model_len)
-                self.scheduler.add(checked, arrived)
+                self.scheduler.add(checked, arrived, self._prepare(checked))
             case _Cancel(request_id):
                 self.scheduler.cancel(request_id, self._clock())
             case _Finish(request_id, index, keep_tokens, reason):
                 self.scheduler.finish(request_id, index, keep_tokens, reason, self._clock())
             case _Satisfied(request_id, what):
                 self.scheduler.satisfied(request_id, what)
+            case _PrerequisiteFailed(request_id, what, error):
+                self._end_unprepared(request_id, what, error)
             case _Wake():
                 pass
+
+    def _end_unprepared(self, request_id: RequestId, what: str, error: Exception) -> None:
+        if not isinstance(error, HeadraceError):
+            self._failures.note(FailureKind.PREREQUISITE, f"a prerequisite failed ({what})", error)
+        message = str(error) if isinstance(error, HeadraceError) else "the engine's log says why"
+        self.scheduler.failed(request_id, what, f"prerequisite failed: {what}: {message}", self._clock())
 
     def _refuse(self, message: _Message, error: Exception) -> None:
         if not isinstance(error, HeadraceError):

@@ -20,7 +20,6 @@ class SchedulerConfig:
     static_batching: bool = False
     depth: int = 1
     costly_context: int = 0
-    prerequisite_timeout_s: float = 60.0
 
     @property
     def uncommitted_tokens(self) -> int:

@@ -322,7 +322,8 @@ def test_deadlines_end_waiting_and_running_sequences() -> None:
 
 def test_a_sequence_takes_no_budget_before_its_prerequisites_are_met() -> None:
     driven = DrivenEngine()
-    driven.submit(request("a", [1, 2], prerequisites=frozenset({"grammar", "adapter"})), request("b", [3]))
+    driven.submit(request("a", [1, 2]), needs=frozenset({"grammar", "adapter"}))
+    driven.submit(request("b", [3]))
     driven.turn(12)
     assert driven.finish == {("b", 0): FinishReason.LENGTH}
     assert driven.scheduler.num_waiting == 1
@@ -336,7 +337,8 @@ def test_a_sequence_takes_no_budget_before_its_prerequisites_are_met() -> None:
 
 def test_a_prerequisite_that_never_comes_fails_its_request_alone() -> None:
     driven = DrivenEngine(prerequisite_timeout_s=3.0)
-    driven.submit(request("a", [1, 2], prerequisites=frozenset({"kv"})), request("b", [3]))
+    driven.submit(request("a", [1, 2]), needs=frozenset({"kv"}))
+    driven.submit(request("b", [3]))
     driven.turn(2)
     driven.clock.now += 4
     driven.run()

@@ -90,12 +90,12 @@ class EngineMachine(RuleBasedStateMachine):
                 prompt,
                 max_tokens=max_tokens,
                 n=n,
-                prerequisites=needs,
                 deadline_s=None if deadline is None else self.driven.clock.now + deadline,
                 priority=priority,
                 tenant=str(family),
                 salt=b"s" * family,
-            )
+            ),
+            needs=needs,
         )
 
     @rule(count=st.integers(1, 6))
@@ -113,6 +113,10 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 30))
     def satisfy(self, which: int) -> None:
         self.driven.engine.satisfied(RequestId(f"r{which}"), "thing")
+
+    @rule(which=st.integers(0, 30))
+    def fail_to_prepare(self, which: int) -> None:
+        self.driven.engine.failed(RequestId(f"r{which}"), "thing", RuntimeError("no thing"))
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 25.0]))
     def wait(self, seconds: float) -> None:

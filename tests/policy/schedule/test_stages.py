@@ -43,7 +43,7 @@ def test_a_plain_request_spends_its_time_on_the_queue_prefill_and_decode() -> No
 
 def test_waiting_for_prerequisites_and_ending_there_is_queue_time() -> None:
     driven = DrivenEngine()
-    driven.submit(request("r", [1, 2], prerequisites=frozenset({"thing"})))
+    driven.submit(request("r", [1, 2]), needs=frozenset({"thing"}))
     driven.turn()
     driven.clock.now += 7.0
     driven.engine.cancel(RequestId("r"))

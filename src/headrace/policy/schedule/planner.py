@@ -121,6 +121,8 @@ class Planner:
 
     def _plan_prefills(self, prefilling: list[Sequence], step: PlanDraft) -> None:
         """Prefills in the queue policy's order, then who waits; those behind the first long prompt have their share before it."""
+        if not prefilling and not self._may_admit():
+            return
         shares = self.sequences.queue.shares
         step.num_unused = step.budget - shares.for_prefill(step.budget)
         if len(prefilling) > 1:
@@ -231,15 +233,20 @@ class Planner:
 
     def _plan_waiting(self, step: PlanDraft) -> None:
         """Admit in the queue's order. Static batching fills a batch when the last one has ended, and only then."""
-        is_static = self.config.static_batching
-        if not len(self.sequences.queue) or not self.sequences.has_free_slot or (is_static and self.sequences.running):
+        if not self._may_admit():
             return
-        reserve = self._reserve()
+        is_static, reserve = self.config.static_batching, self._reserve()
         while self.sequences.has_free_slot and (step.budget > 0 or is_static):
             self.charge(step)
             seq = self.sequences.queue.head()
             if seq is None or seq.num_in_flight or not self._admit(seq, step, reserve):
                 return
+
+    def _may_admit(self) -> bool:
+        """Whether there is a sequence that waits, and a place for it."""
+        if not len(self.sequences.queue) or not self.sequences.has_free_slot:
+            return False
+        return not (self.config.static_batching and self.sequences.running)
 
     def _reserve(self) -> int:
         """Blocks left to the running ones: one each for who may still grow, or admitting would only lead to preempting."""

@@ -15,6 +15,7 @@ No torch, no clock, no lock: the loop owns the one thread that calls this.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from itertools import accumulate
 
 from headrace.core.finish import FinishReason
@@ -29,7 +30,7 @@ from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.plan_builder import PlanBuilder
 from headrace.policy.schedule.planner import PlanDraft, Planner
 from headrace.policy.schedule.sequence import NO_DRAFTS, SeqState, Sequence
-from headrace.policy.schedule.sequence_table import SequenceTable
+from headrace.policy.schedule.sequence_table import NO_PREREQUISITES, SequenceTable
 from headrace.policy.schedule.step_rows import NO_ROWS, Row, StepRows
 from headrace.policy.schedule.updates import NOTHING, Output
 
@@ -67,9 +68,9 @@ class Scheduler:
     def has_work(self) -> bool:
         return self.sequences.has_work
 
-    def add(self, request: EngineRequest, now: float) -> None:
+    def add(self, request: EngineRequest, now: float, prerequisites: Mapping[str, float] = NO_PREREQUISITES) -> None:
         """Add a checked request. Raises Overloaded, RequestTooLarge, ValueError."""
-        self.sequences.add(request, now)
+        self.sequences.add(request, now, prerequisites)
 
     def cancel(self, request_id: RequestId, now: float) -> None:
         self.sequences.cancel(request_id, now)
@@ -79,6 +80,9 @@ class Scheduler:
 
     def satisfied(self, request_id: RequestId, what: str) -> None:
         self.sequences.satisfied(request_id, what)
+
+    def failed(self, request_id: RequestId, what: str, message: str, now: float) -> None:
+        self.sequences.failed(request_id, what, message, now)
 
     def fail(self, seq: Sequence, message: str, now: float) -> None:
         """End one sequence with an error that the client may read."""
@@ -310,9 +314,11 @@ class Scheduler:
 def _are_plain(rows: StepRows, result: Result) -> bool:
     """Whether each of the leading rows has one token, and there is nothing else about any."""
     count = rows.num_decodes
-    if result.logprobs or any(row < count for row, _ in result.errors) or any(row < count for row in result.prompt_rows):
+    if result.logprobs or (result.errors and min(row for row, _ in result.errors) < count):
         return False
-    return result.token_counts[:count] == rows.samples[:count] and not any(result.draft_counts[:count])
+    if (result.prompt_rows and min(result.prompt_rows) < count) or (result.draft_counts and any(result.draft_counts[:count])):
+        return False
+    return result.token_counts[:count] == rows.samples[:count]
 
 
 def _drafts_of(result: Result) -> dict[int, array[int]]:

@@ -56,6 +56,7 @@ class Sequence:
     end_ids      tokens that end it, `min_tokens` apart
     drafts       ids drafted to follow its last known one; the next row that computes it verifies them
     waits_for_commit  it is planned only while no row of it is in flight: it is drafted for, or one of its rows gave too few tokens
+    missing      unmet prerequisites, each with the seconds it may take from arrival
     registered   per KV group, leading blocks already offered to the prefix cache
     num_prompt_logprobs_emitted  a preempted prompt is computed again, its log-probabilities are not emitted again
     stage, stage_since, stage_seconds  where its time goes: what it does now, since when, and the sums of what is over
@@ -86,7 +87,7 @@ class Sequence:
     registered: list[int] = field(default_factory=list)
     root: BlockHash = field(default_factory=lambda: BlockHash(b""))
     hashes: list[BlockHash] = field(default_factory=list)
-    missing: set[str] = field(default_factory=set)
+    missing: dict[str, float] = field(default_factory=dict)
     key: float = 0.0
     num_cached: int = 0
     stage: Stage = Stage.QUEUE

@@ -8,7 +8,10 @@ There is one way in (`add`) and one way out (`end`), from every state. What a st
 
 from __future__ import annotations
 
+import math
 from array import array
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from headrace.core.errors import Overloaded, RequestTooLarge
@@ -26,12 +29,14 @@ from headrace.policy.schedule.sequence import NO_SLOT, SeqState, Sequence, Stage
 from headrace.policy.schedule.step_rows import RunningColumns
 from headrace.policy.schedule.updates import NOTHING, Output, token_updates
 
+NO_PREREQUISITES: Mapping[str, float] = MappingProxyType({})
+
 FORK = "headrace.fork"
 """Prerequisite of the 2nd..nth sequence of a request: the first one's prompt has been computed."""
 HOST_KV = "headrace.host_kv"
 """Prerequisite of a sequence whose prompt goes on in the host tier: its blocks are here, or will not come."""
-OURS = frozenset({FORK, HOST_KV})
-"""Prerequisites that the scheduler satisfies itself, each with a time limit of its own: that of the first sequence, of the transfer."""
+NO_TIME_LIMIT = math.inf
+"""Of the prerequisites that the scheduler satisfies itself: the first sequence ends, and a transfer has a time limit of its own."""
 
 
 class Appended(NamedTuple):
@@ -90,8 +95,11 @@ class SequenceTable:
 
     # in
 
-    def add(self, request: EngineRequest, now: float) -> None:
-        """Add a checked request. Raises Overloaded when the waiting queue is full, ValueError for a request id still in use."""
+    def add(self, request: EngineRequest, now: float, prerequisites: Mapping[str, float] = NO_PREREQUISITES) -> None:
+        """Add a checked request, which waits for `prerequisites`: names, each with the seconds it may take.
+
+        Raises: Overloaded when the waiting queue is full, RequestTooLarge for what never fits, ValueError for a request id still in use.
+        """
         n = request.params.n
         if n > self.config.max_waiting:
             raise RequestTooLarge("n", f"n <= max_waiting ({self.config.max_waiting})", n, "Send several requests.")
@@ -101,7 +109,7 @@ class SequenceTable:
         self._refuse_beyond_tenants_part(request)
         if request.request_id in self._families:
             raise ValueError(f"request id {request.request_id} is in use")
-        family = [self._make_sequence(request, index, now) for index in request.indices]
+        family = [self._make_sequence(request, index, now, prerequisites) for index in request.indices]
         self._families[request.request_id] = family
         try:
             for seq in family:
@@ -128,8 +136,9 @@ class SequenceTable:
     def _watch_deadlines(self, seq: Sequence, now: float) -> None:
         if seq.request.deadline_s is not None:
             self._deadlines.add(seq.request.deadline_s, seq, Limit.ANSWER)
-        if seq.missing - OURS:
-            self._deadlines.add(now + self.config.prerequisite_timeout_s, seq, Limit.PREREQUISITES)
+        for what, timeout_s in seq.missing.items():
+            if timeout_s < NO_TIME_LIMIT:
+                self._deadlines.add(now + timeout_s, seq, Limit.PREREQUISITE, what)
 
     def _remove(self, family: list[Sequence]) -> None:
         """Adding a request raised: it was never here."""
@@ -155,7 +164,7 @@ class SequenceTable:
             return self.config.max_model_len
         return min(self.config.max_model_len, len(request.prompt_ids) + request.params.max_tokens)
 
-    def _make_sequence(self, request: EngineRequest, index: int, now: float) -> Sequence:
+    def _make_sequence(self, request: EngineRequest, index: int, now: float, prerequisites: Mapping[str, float]) -> Sequence:
         tokens = array("i", request.prompt_ids)
         tokens.extend(request.output_ids)
         self._next_seq += 1
@@ -164,7 +173,7 @@ class SequenceTable:
         )
         seq.stage_since = now
         seq.end_ids = self._end_ids(request)
-        seq.missing = set(request.prerequisites) | (set() if seq.is_first else {FORK})
+        seq.missing = {**prerequisites} if seq.is_first else {**prerequisites, FORK: NO_TIME_LIMIT}
         self.kv.open(seq)
         return seq
 
@@ -176,7 +185,7 @@ class SequenceTable:
     def _place(self, seq: Sequence, *, may_fetch: bool = True) -> None:
         """Into the queue, or aside while prerequisites are missing. may_fetch: it may have to wait for the host tier first."""
         if may_fetch and not seq.missing and self.tier is not None and self.tier.fetch(seq):
-            seq.missing.add(HOST_KV)
+            seq.missing[HOST_KV] = NO_TIME_LIMIT
         if seq.missing:
             self._blocked[seq.seq_id] = seq
             return
@@ -194,10 +203,16 @@ class SequenceTable:
         for seq in sequences:
             self._satisfy(seq, HOST_KV)
 
+    def failed(self, request_id: RequestId, what: str, message: str, now: float) -> None:
+        """A prerequisite will never be there: what waits for it ends. message: for the client."""
+        for seq in list(self._families.get(request_id, ())):
+            if what in seq.missing:
+                self.fail(seq, message, now)
+
     def _satisfy(self, seq: Sequence, what: str) -> None:
         if what not in seq.missing:
             return
-        seq.missing.discard(what)
+        del seq.missing[what]
         if not seq.missing and self._blocked.pop(seq.seq_id, None) is not None:
             self._place(seq, may_fetch=what != HOST_KV)
 
@@ -254,11 +269,11 @@ class SequenceTable:
 
     def expire(self, now: float) -> None:
         """End what is past its deadline or waited too long for a prerequisite."""
-        for seq, kind in self._deadlines.take_due(now):
+        for seq, kind, what in self._deadlines.take_due(now):
             if kind is Limit.ANSWER:
                 self._end(seq, FinishReason.DEADLINE, now)
-            elif waiting_for := sorted(seq.missing - OURS):
-                self.fail(seq, f"prerequisite not met in {self.config.prerequisite_timeout_s:g} s: {', '.join(waiting_for)}", now)
+            elif what in seq.missing:
+                self.fail(seq, f"prerequisite not met in {seq.missing[what]:g} s: {what}", now)
 
     def next_deadline(self) -> float | None:
         return self._deadlines.next()

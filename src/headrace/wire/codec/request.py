@@ -44,7 +44,6 @@ def encode_submit(request: EngineRequest, handle: Handle) -> pb.Command:
                 priority=PRIORITY[request.priority],
                 salt=request.salt,
                 adapter=request.adapter,
-                prerequisites=sorted(request.prerequisites),
                 prefix_caching=request.prefix_caching,
             )
         )
@@ -92,7 +91,6 @@ def decode_submit(message: pb.Submit, now: float) -> EngineRequest:
         salt=message.salt,
         adapter=message.adapter if message.HasField("adapter") else None,
         deadline_s=now + message.deadline_remaining_ms / 1000 if message.HasField("deadline_remaining_ms") else None,
-        prerequisites=frozenset(message.prerequisites),
         prefix_caching=message.prefix_caching,
     )
 
