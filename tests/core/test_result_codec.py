@@ -119,10 +119,10 @@ WHOLE = Result(
         ({"prompt_counts": array("i", [2])}, "prompt positions"),
         ({"prompt_rows": array("i")}, "without a row"),
         ({"prompt_rows": array("i", [2])}, "does not have"),
-        ({"prompt_logprobs": columns_of([None])}, "nobody asked"),
+        ({"prompt_logprobs": columns_of([None])}, "not asked for"),
         ({"errors": ((-1, "x"),)}, "does not have"),
         ({"errors": ((1.0, "x"),)}, "no integer"),
-        ({"moves_done": array("i", [0])}, "nobody waits"),
+        ({"moves_done": array("i", [0])}, "no asynchronous move"),
     ],
 )
 def test_columns_that_do_not_fit_together_are_refused(change: dict[str, object], reason: str) -> None:

@@ -10,7 +10,7 @@ Order in which a runner applies a plan:
   3. block-table entries are written      6. rows with `samples` sample their next tokens, which the slot remembers
 
 Moves other than COPY are asynchronous: point 4 only begins them. They read and write at any time until a Result names their ids in
-`moves_done`. A plan without rows, made while moves are in flight, asks for nothing but that news: a runner may wait a little with its
+`moves_done`. A plan without rows, made while moves are in flight, asks for these ids alone: a runner may wait a little with its
 result. A step that raised is planned again under another step id; a move id that was begun already is not begun again.
 """
 
@@ -53,7 +53,7 @@ class MoveKind(IntEnum):
 
 
 SYNCHRONOUS = 0
-"""Move id of a COPY: nobody waits for it by name."""
+"""Move id of a COPY: it is done with its step, not by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +144,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class LogprobColumns:
-    """Many positions' `TokenLogprobs`, flat. Filled by whoever makes it, then never changed.
+    """Many positions' `TokenLogprobs`, flat. Filled once, then never changed.
 
     Per position (equal lengths): token_ids, logprobs (32-bit float), ranks, top_counts
-      rank 0  nobody asked at this position
+      rank 0  not asked for at this position
     Flat, sum(top_counts) entries: top_ids, top_logprobs (32-bit float)
     """
 
@@ -188,7 +188,7 @@ class LogprobColumns:
         return self.token_ids, self.logprobs, self.ranks, self.top_counts, self.top_ids, self.top_logprobs
 
     def entries(self) -> list[TokenLogprobs | None]:
-        """The positions as values; None where nobody asked. The one place where columns become objects."""
+        """The positions as values; None where not asked for. The one place where columns become objects."""
         found: list[TokenLogprobs | None] = []
         begin = 0
         for token_id, logprob, rank, count in zip(self.token_ids, self.logprobs, self.ranks, self.top_counts, strict=True):
@@ -200,7 +200,7 @@ class LogprobColumns:
 
 
 NO_LOGPROBS = LogprobColumns()
-"""Nobody asked. Shared: never appended to."""
+"""Not asked for. Shared: never appended to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
     result = `core.columns` of COLUMNS
     header = {"step_id", "errors": [[row, message], ...]}
 
-A result that is decoded is whole: what one column says of another's length is checked here, and not again by whoever reads it.
+A result that is decoded is whole: what one column says of another's length is checked here, and nowhere again.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ def _check(result: Result) -> None:
     _check_logprobs(result.logprobs)
     _check_logprobs(result.prompt_logprobs)
     if len(result.prompt_rows) != len(result.prompt_counts) or 0 in result.prompt_logprobs.ranks:
-        raise ValueError("prompt positions without a row, or that nobody asked for")
+        raise ValueError("prompt positions without a row, or not asked for")
     rows = [*result.prompt_rows, *(row for row, _ in result.errors)]
     if not all(0 <= row < len(result.token_counts) for row in rows):
         raise ValueError("a row that the step does not have")
     if not all(move_id > 0 for move_id in result.moves_done):
-        raise ValueError("a move that nobody waits for")
+        raise ValueError("a move id that no asynchronous move has")
 
 
 def _check_logprobs(columns: LogprobColumns) -> None:

@@ -81,7 +81,7 @@ class Moves:
         self._random = random.Random(seed)
         self._in_flight: dict[int, _Move] = {}
         self._done = int_column()
-        """Made, and not told yet."""
+        """Made, and not reported yet."""
 
     def apply(self, plan: Plan) -> None:
         """Make the plan's copies and begin its other moves. Raises ValueError, naming the kind, for those there is no memory for."""

@@ -1,7 +1,7 @@
 """What a pool stored and forgot, numbered, for those who keep a copy of its prefix tree: routers, host tiers.
 
 A reader asks for what came since the number it knows. The ring is bounded in bytes and keeps the latest; a reader that is too far behind,
-or whose number is of another engine, is told to take the whole tree anew (`BlockPool.identities` beside `next_number`).
+or whose number is of another engine, has to read the whole tree anew (`BlockPool.identities` beside `next_number`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cached blocks that nobody used for a while, copied to host slots, and back when a prompt begins with them.
+"""Cached blocks that were not used for a while, copied to host slots, and back when a prompt begins with them.
 
     cached block, idle for idle_s --HOST_OUT under a lease--> stored in a host slot; the block stays cached until it is needed
     prompt that begins with stored blocks --HOST_IN under a lease--> cached blocks; the sequence waits meanwhile, as for a prerequisite
@@ -68,8 +68,8 @@ class _Slots:
 
     stored   identity -> slot that holds it, about in the order of their last use
     used_at  slot -> when its block was last used
-    readers  slot -> transfers that read it: it is given to nobody until they end
-    doomed   being read, and holding nothing that anybody may ask for any more
+    readers  slot -> transfers that read it: not given away until they end
+    doomed   being read, and holding nothing that may be asked for any more
     """
 
     free: list[int]
@@ -79,7 +79,7 @@ class _Slots:
     doomed: set[int] = field(default_factory=set)
 
     def take(self, used_at: float) -> int | None:
-        """A slot for a block last used then: a free one, else that of the first block nobody reads, if it was used before.
+        """A slot for a block last used then: a free one, else that of the first block no transfer reads, if it was used before.
 
         Of two blocks as old as each other the second does not push the first out, or they would take turns for ever.
         """
@@ -245,5 +245,5 @@ class HostTier:
         assert sorted(slots) == list(range(self.config.num_slots)), "a host slot was lost, or is in two places"
         assert all(lease.moves for lease in (*self._outs, *self._ins)), "a transfer without a move in flight"
         readers = Counter(slot for move in self._ins.values() for slot in move.slots)
-        assert +held.readers == readers, "a slot is read that nobody counts"
+        assert +held.readers == readers, "a slot is read and not counted"
         assert readers.keys() <= {*held.stored.values(), *held.doomed}, "a slot that is being read was given away"

@@ -137,7 +137,7 @@ class Leases:
     def check(self) -> None:
         for lease in self._leases:
             assert PAD_BLOCK not in lease.blocks, "the pad block is leased"
-            assert all(self._moves.get(move_id) is lease for move_id in lease.moves), "a move in flight that nobody would hear of"
+            assert all(self._moves.get(move_id) is lease for move_id in lease.moves), "a move in flight whose end would not reach its lease"
         assert sum(len(lease.moves) for lease in self._leases) == len(self._moves), "a move without a lease"
 
     def owned(self, group: int) -> Counter[int]:

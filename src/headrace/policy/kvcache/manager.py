@@ -213,7 +213,7 @@ class KvManager:
         builder.table(group, seq.slot, first, target)
         seq.blocks[group][first] = target
         seq.registered[group] = min(seq.registered[group], first)
-        pool.name_until(source, builder.step_id)  # the source must outlive the copy, whoever else drops it in this plan
+        pool.name_until(source, builder.step_id)  # the source must outlive the copy, whichever sequence else drops it in this plan
         pool.drop(source)
 
     def write_tables(self, seq: Sequence, builder: PlanBuilder) -> None:

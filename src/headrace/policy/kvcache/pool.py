@@ -36,7 +36,7 @@ class Steps:
 
 
 class BlockPool:
-    """Blocks 1..total-1; block 0 is the pad block, owned by nobody and never handed out. steps: shared, changed by the manager."""
+    """Blocks 1..total-1; block 0 is the pad block, without owner and never handed out. steps: shared, changed by the manager."""
 
     def __init__(self, total: int, steps: Steps | None = None) -> None:
         if total < 2:
@@ -74,7 +74,7 @@ class BlockPool:
 
     @property
     def num_pending_free(self) -> int:
-        """Blocks that nobody owns but an uncommitted plan still names."""
+        """Blocks without an owner that an uncommitted plan still names."""
         return len(self._pending_free)
 
     @property
@@ -124,21 +124,21 @@ class BlockPool:
         self._num_owners[block] += 1
 
     def lend(self, block: int) -> None:
-        """One more owner, a transfer: a cached block that nobody uses meanwhile is afterwards as old as it was."""
+        """One more owner, a transfer: a cached block that is not used meanwhile is afterwards as old as it was."""
         last_used = self._cached.get(block)
         self.hold(block)
         if last_used is not None:
             self._lent[block] = last_used
 
     def record_events(self, max_bytes: int = MAX_RING_BYTES) -> BlockEvents:
-        """Record from now on what is stored and forgotten, if nobody asked for it before: an event costs 0.3 us, which without a reader
+        """Record from now on what is stored and forgotten, if it was not asked for before: an event costs 0.3 us, which without a reader
         is for nothing."""
         if self.events is None:
             self.events = BlockEvents(max_bytes)
         return self.events
 
     def name_until(self, block: int, step_id: int) -> None:
-        """The plan being made copies from this block: whoever drops it last, it is not reusable before that step is committed."""
+        """The plan being made copies from this block: whichever owner drops it last, it is not reusable before that step is committed."""
         self._named_until[block] = step_id
 
     def drop(self, block: int) -> None:

@@ -62,13 +62,13 @@ def _floats(values: Floats) -> array[float]:
 
 
 def not_asked(num_positions: int) -> LogprobColumns:
-    """That many positions at which nobody asked."""
+    """That many positions, not asked for."""
     zeros = bytes(4 * num_positions)
     return LogprobColumns(array("i", zeros), array("f", zeros), array("i", zeros), array("i", zeros))
 
 
 def scattered(columns: LogprobColumns, rows: Ints, num_rows: int) -> LogprobColumns:
-    """Position i of `columns` at place rows[i], ascending, of num_rows; nobody asked at the others."""
+    """Position i of `columns` at place rows[i], ascending, of num_rows; the others are not asked for."""
     spread = not_asked(num_rows)
     for wide, column in zip(spread.columns()[:4], columns.columns(), strict=False):
         np.frombuffer(wide, dtype=wide.typecode)[rows] = column
