@@ -10,6 +10,7 @@ cpu_us_per_token  CPU time of all the gateway's threads over tokens received in 
 added_delay_ms    from the engine's handing a token to the wire until the client has read it
 lag_ms            how late a timer of one millisecond comes in the gateway's event loop. Depends on the machine's load, like delays
 slice_cpu_ms      CPU time of the event loop's thread between two such timers: bounds the longest slice whatever else runs
+collections_cpu_ms  generation and CPU time of each garbage collection above 1 ms while slices were looked at
 cpu_ms_per_begun_stream  CPU time of everything from the first connection to the second event of the last stream, over the streams
 kib_per_stream    growth of the gateway's own memory
 
@@ -151,7 +152,8 @@ class Round:
         used, ended = cpu_seconds(gateway.pid) - used, time.monotonic()
         threads = {name: round(seconds - threads.get(name, 0.0), 2) for name, seconds in thread_seconds(gateway.pid).items()}
         grown = psutil.Process(gateway.pid).memory_full_info().uss - idle_bytes
-        looks = self._watched(gateway, LOOK)["looks"]
+        watched = self._watched(gateway, LOOK)
+        looks = watched["looks"]
         stacks = self._watched(gateway, PROFILE)["stacks"] if self.load.is_profiled else {}
         assert client.wait(START_S + self.load.num_tokens) == 0
         delays = self._delays(began, ended)
@@ -164,6 +166,7 @@ class Round:
             "added_delay_ms": percentiles(delays),
             "lag_ms": percentiles([late for late, _ in looks]),
             "slice_cpu_ms": percentiles([cpu for _, cpu in looks]),
+            "collections_cpu_ms": [[generation, round(1000 * cpu, 2)] for generation, cpu in watched["collections"] if cpu > 0.001],
             "kib_per_stream": round(grown / self.load.num_streams / 1024, 2),
             "load_average": os.getloadavg()[0],
         }

@@ -1,6 +1,7 @@
 """Looks into the gateway of `bench.stream_cost`: on PYTHONPATH, read by Python's `site`. The gateway itself is as people start it.
 
-LOOK     begin: every millisecond a timer notes how late it is and how much CPU its thread has used since the last one
+LOOK     begin: every millisecond a timer notes how late it is and how much CPU its thread has used since the last one; and every garbage
+         collection its generation and how much CPU it took
 PROFILE  begin to sample stacks: at every tick of this process's CPU time, the functions on the stack of the main thread
 WRITE    stop, and write both to HEADRACE_STREAM_WATCH
 
@@ -19,12 +20,14 @@ LOOK, PROFILE, WRITE = signal.SIGRTMIN + 5, signal.SIGRTMIN + 6, signal.SIGRTMIN
 TICK_S = 0.001
 SAMPLE_S = 0.001
 _looks: list[tuple[float, float]] = []
+_collections: list[tuple[int, float]] = []
 _stacks: dict[str, int] = {}
 _is_looking = False
 
 
 def _look(_number: int, _frame: FrameType | None) -> None:
     import asyncio
+    import gc
     import time
 
     loop: Any = asyncio.events._get_running_loop()
@@ -37,6 +40,16 @@ def _look(_number: int, _frame: FrameType | None) -> None:
 
     global _is_looking
     _is_looking = True
+    began = 0.0
+
+    def collected(phase: str, facts: dict[str, int]) -> None:
+        nonlocal began
+        if phase == "start":
+            began = time.thread_time()
+        else:
+            _collections.append((facts["generation"], time.thread_time() - began))
+
+    gc.callbacks.append(collected)
     loop.call_soon_threadsafe(tick, time.monotonic(), time.thread_time())
 
 
@@ -56,14 +69,16 @@ def _sample(_number: int, frame: FrameType | None) -> None:
 
 
 def _write(_number: int, _frame: FrameType | None) -> None:
+    import gc
     import json
 
     global _is_looking
     _is_looking = False
+    gc.callbacks.clear()
     signal.setitimer(signal.ITIMER_PROF, 0)
     path = os.environ["HEADRACE_STREAM_WATCH"]
     with open(path + ".new", "w") as file:
-        json.dump({"looks": _looks, "stacks": _stacks}, file)
+        json.dump({"looks": _looks, "collections": _collections, "stacks": _stacks}, file)
     os.rename(path + ".new", path)
     _looks.clear()
     _stacks.clear()

@@ -38,6 +38,10 @@ SWITCH_S = 0.0005
 """How long the thread that encodes large answers keeps the event loop waiting, each time the loop comes back from the operating system:
 every send, receive and drawn request id lets go of the interpreter. Python's own 5 ms made seconds under a storm."""
 
+YOUNG_OBJECTS = 50_000
+"""Objects made and not yet freed between two collections of the youngest: more than the rows of a large frame. With Python's 700 a frame
+counts as growth although it is freed at once, and full collections (0.1 s with a thousand streams) come every minute for nothing."""
+
 LAST_WORDS_S = 1.0
 """How long requests that are cut off have to write their error."""
 
@@ -103,6 +107,7 @@ async def serve(config: GatewayConfig, texts: dict[str, TextModel], workers: Wor
         # Everything made so far stays: without this each full collection walks it.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(YOUNG_OBJECTS)
         log.info("listening on http://%s:%d", config.host, port)
         leash.ready({"host": config.host, "port": port})
         closed = asyncio.Event()
