@@ -166,7 +166,7 @@ def test_a_request_that_cannot_be_taken_in_is_refused_alone(checkpoint: Checkpoi
     requests = requests_of(checkpoint)
     with RealEngine(checkpoint.folder) as engine:
         scheduler = engine.engine.scheduler
-        raised = _raise_once(monkeypatch, scheduler, "add", when=lambda request, now: request.request_id == CULPRIT)
+        raised = _raise_once(monkeypatch, scheduler, "add", when=lambda request, *_: request.request_id == CULPRIT)
         engine.run(*requests)
         assert raised
         assert isinstance(engine.refused[CULPRIT], SequenceFailed)
