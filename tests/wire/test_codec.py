@@ -43,7 +43,7 @@ from headrace.wire.codec import (
     encode_submit,
     encode_updates,
 )
-from headrace.wire.codec.request import set_remaining
+from headrace.wire.codec.request import MAX_REMAINING_MS, set_remaining
 from headrace.wire.handles import Attempt, Handle, MalformedFrame
 
 tokens = st.integers(0, 2**31 - 1)
@@ -149,6 +149,9 @@ def test_a_request_survives_the_wire(request: EngineRequest) -> None:
         (1.0, 1000),
         (999_999.999, 999_999_999),
         (1e6 + 0.0005, 1_000_000_001),
+        (1e18, MAX_REMAINING_MS),
+        (1.7e308, MAX_REMAINING_MS),
+        (-1.7e308, 0),
     ],
 )
 def test_what_remains_of_a_deadline_is_rounded_up_to_whole_milliseconds(now: float, remaining_s: float, expected_ms: int) -> None:

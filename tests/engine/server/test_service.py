@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -26,6 +27,8 @@ from headrace.wire.session import Session
 
 SLOW = FakeOptions(step_seconds=0.02)
 ENDLESS = 4000
+UNKNOWN_FIELD = b"\xc0\x3e\x01"
+"""Number 1000, of a later version."""
 
 
 async def test_many_requests_get_exactly_their_tokens() -> None:
@@ -67,6 +70,42 @@ async def test_a_weights_digest_that_is_learnt_later_reaches_every_gateway() -> 
         async with connected(engine) as late:
             assert late.info is not None
             assert late.info.model.numerics_digest == engine.engine.info.numerics_digest != ""
+
+
+class PeerDuringWhoseHello:
+    """A gateway's call whose first read is its hello, and during whose first write `happens` is called; then it hangs up."""
+
+    def __init__(self, happens: Callable[[], object]) -> None:
+        self.happens = happens
+        self.frames: list[pb.EngineFrame] = []
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    async def read(self) -> object:
+        if not self.frames:
+            return pb.ClientFrame(hello=pb.ClientHello(protocol_version=PROTOCOL_VERSION)).SerializeToString()
+        await until(lambda: any(frame.weights_digest for frame in self.frames), timeout_s=2.0)
+        return grpc.aio.EOF
+
+    async def write(self, data: bytes) -> None:
+        self.frames.append(pb.EngineFrame.FromString(data))
+        if len(self.frames) == 1:
+            self.happens()
+
+
+async def test_a_weights_digest_that_is_learnt_while_a_hello_is_written_reaches_that_gateway() -> None:
+    async with served(FakeOptions(numerics={"weights": "", "dtype": "float32"})) as engine, connected(engine) as other:
+
+        def learn() -> None:
+            engine.engine.info = engine.engine.info.with_weights_digest("ab")
+            engine.service._send_weights_digest()
+
+        peer = PeerDuringWhoseHello(learn)
+        await engine.service._connect(None, peer)
+        assert peer.frames[0].hello.model.numerics["weights"] == ""
+        assert [frame.weights_digest for frame in peer.frames if frame.weights_digest] == ["ab"]
+        await until(lambda: other.info is not None and other.info.model == engine.engine.info)
 
 
 async def test_first_update_carries_queue_time_and_cached_tokens_and_the_last_one_the_end() -> None:
@@ -329,8 +368,8 @@ async def test_a_newer_epoch_replaces_the_older_attempt_and_an_older_one_is_refu
         (pb.Submit(adapter_digest=b"a"), "adapter_digest"),
         (pb.Submit(kv_ticket=b"k"), "kv_ticket"),
         (pb.Submit(modality_digests=[b"m"]), "modality_digests"),
-        (pb.Submit.FromString(b"\xc0\x3e\x01"), "submit"),
-        (pb.Submit(params=pb.Params.FromString(b"\xc0\x3e\x01")), "submit"),
+        (pb.Submit.FromString(UNKNOWN_FIELD), "submit"),
+        (pb.Submit(params=pb.Params.FromString(UNKNOWN_FIELD)), "submit"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -362,8 +401,25 @@ def damaged_submit(**fields: object) -> pb.Command:
         pb.ClientFrame(commands=[damaged_submit(request_id="")]).SerializeToString(),
         pb.ClientFrame(commands=[encode_submit(request("a"), Handle(5)), encode_submit(request("b"), Handle(5))]).SerializeToString(),
         pb.ClientFrame(commands=[pb.Command(finish=pb.Finish(handle=1))]).SerializeToString(),
+        UNKNOWN_FIELD,
+        pb.ClientFrame(commands=[pb.Command.FromString(encode_cancel(Handle(1)).SerializeToString() + UNKNOWN_FIELD)]).SerializeToString(),
+        pb.ClientFrame(commands=[pb.Command(cancel=pb.Cancel.FromString(UNKNOWN_FIELD))]).SerializeToString(),
+        pb.ClientFrame(
+            commands=[pb.Command(finish=pb.Finish.FromString(pb.Finish(reason=pb.FINISH_STOP).SerializeToString() + UNKNOWN_FIELD))]
+        ).SerializeToString(),
     ],
-    ids=["not protobuf", "empty command", "no handle", "no id", "handle used twice", "no reason"],
+    ids=[
+        "not protobuf",
+        "empty command",
+        "no handle",
+        "no id",
+        "handle used twice",
+        "no reason",
+        "unknown field of a frame",
+        "of a command",
+        "of a cancel",
+        "of a finish",
+    ],
 )
 async def test_a_malformed_frame_ends_its_stream_alone(frame: bytes) -> None:
     async with served(SLOW) as engine, connected(engine) as neighbour:

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core.errors import Overloaded
+from headrace.core.errors import ModelNotFound, Overloaded
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.core.plan import TokenLogprobs
 from headrace.core.update import SequenceUpdate
-from headrace.engine.server.unsent import FRAME_UNITS, PAGE_POSITIONS, UnsentFrames, merge
+from headrace.engine.server.unsent import FRAME_UNITS, MAX_REJECTED_BYTES, PAGE_POSITIONS, UnsentFrames, merge
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import decode_updates
 from headrace.wire.handles import Attempt, Handle
@@ -145,6 +145,29 @@ def test_rejections_and_the_draining_notice_are_sent_once() -> None:
     assert frame is not None
     assert (frame.rejected[0].handle, frame.draining.reason) == (3, "stopping")
     assert unsent.take() is None
+
+
+def test_refusals_fill_no_frame_beyond_its_bound_and_keep_their_order() -> None:
+    unsent, count = UnsentFrames(), 40_000
+    for number in range(1, count + 1):
+        unsent.put_rejected(Handle(number), Overloaded("x" * 500))
+    unsent.put(Handle(count + 1), news(count + 1, 0, (7,)))
+    assert unsent.num_units == count + 2
+    frames = []
+    while (frame := unsent.take()) is not None:
+        frames.append(frame)
+        assert frame.ByteSize() < MAX_REJECTED_BYTES + 10_000
+    assert [rejected.handle for frame in frames for rejected in frame.rejected] == list(range(1, count + 1))
+    assert [update.token_ids for frame in frames for _, update in rows(frame)] == [(7,)]
+    assert (unsent.num_units, unsent.is_empty) == (0, True)
+
+
+def test_one_refusal_above_the_bound_travels_alone() -> None:
+    unsent = UnsentFrames()
+    unsent.put_rejected(Handle(1), ModelNotFound("m", ["x" * 2 * MAX_REJECTED_BYTES]))
+    unsent.put_rejected(Handle(2), Overloaded("full"))
+    frames = [unsent.take(), unsent.take(), unsent.take()]
+    assert [frame and [rejected.handle for rejected in frame.rejected] for frame in frames] == [[1], [2], None]
 
 
 def test_only_one_sequences_updates_can_be_merged() -> None:

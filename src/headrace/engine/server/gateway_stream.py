@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from headrace.core.errors import HeadraceError
 from headrace.engine.server.unsent import UnsentFrames
 from headrace.wire import headrace_pb2 as pb
+from headrace.wire.codec import check_known_fields
 from headrace.wire.handles import MalformedFrame
 
 HELLO_TIMEOUT_S = 5.0
@@ -107,9 +108,11 @@ class GatewayStream:
         if data is grpc.aio.EOF:
             return None
         try:
-            return pb.ClientFrame.FromString(data)
+            frame = pb.ClientFrame.FromString(data)
         except DecodeError as error:
             raise MalformedFrame("a frame does not parse") from error
+        check_known_fields("frame", frame)
+        return frame
 
     async def _write(self) -> None:
         while True:

@@ -29,7 +29,7 @@ from headrace.engine.server.gateway_stream import GatewayStream, StreamLost
 from headrace.engine.server.routes import Routes
 from headrace.engine.server.unsent import MAX_UNITS
 from headrace.wire import headrace_pb2 as pb
-from headrace.wire.codec import decode_finish, decode_submit, encode_load, encode_model_info
+from headrace.wire.codec import check_known_fields, decode_cancel, decode_finish, decode_submit, encode_load, encode_model_info
 from headrace.wire.handles import Handle, MalformedFrame
 from headrace.wire.service import (
     CONTROL,
@@ -237,8 +237,8 @@ class EngineService:
         hello = await stream.read_hello()
         check_protocol(hello.protocol_version, "the gateway")
         check_model(self._engine.info, Expectation(digests=dict(hello.digests), vocab_size=hello.vocab_size))
+        self._streams.append(stream)  # before the hello is written: what changes meanwhile waits in `unsent` and follows it
         await stream.send(pb.EngineFrame(hello=self.hello))
-        self._streams.append(stream)
         self._send_load()
         if self._draining is not None:
             stream.unsent.put_draining(self._draining)
@@ -253,11 +253,12 @@ class EngineService:
         self._note_settled()
 
     def _take_command(self, stream: GatewayStream, command: pb.Command) -> None:
+        check_known_fields("command", command)
         match command.WhichOneof("kind"):
             case "submit":
                 self._submit(stream, command.submit)
             case "cancel":
-                self._cancel(stream, Handle(command.cancel.handle))
+                self._cancel(stream, decode_cancel(command.cancel))
             case "finish":
                 self._finish(stream, command.finish)
             case _:

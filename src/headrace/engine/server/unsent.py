@@ -7,6 +7,7 @@ service's decision, this module only counts.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 from headrace.core.load import LoadSnapshot
@@ -22,6 +23,9 @@ MAX_UNITS = 2**20
 FRAME_UNITS = 2**15
 """Of one frame: below a mebibyte even when every unit is a logprob entry."""
 
+MAX_REJECTED_BYTES = 2**20
+"""Of one frame's refusals; one larger refusal travels alone."""
+
 PAGE_POSITIONS = 1024
 """Prompt positions per update: prompt logprobs travel in pages, so that other sequences' tokens get between them."""
 
@@ -31,7 +35,7 @@ class UnsentFrames:
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[Handle, int], list[SequenceUpdate]] = {}
-        self._rejected: list[pb.Rejected] = []
+        self._rejected: deque[pb.Rejected] = deque()
         self._load: LoadSnapshot | None = None
         self._submits_seen = 0
         self._draining: str | None = None
@@ -75,12 +79,10 @@ class UnsentFrames:
             self.num_units -= sum(_units(part) for part in self._waiting.pop(key))
 
     def take(self) -> pb.EngineFrame | None:
-        """The next frame, at most about FRAME_UNITS large; None when there is nothing to say."""
+        """The next frame, at most about FRAME_UNITS and MAX_REJECTED_BYTES large; None when there is nothing to say."""
         if self.is_empty:
             return None
-        frame = pb.EngineFrame(rejected=self._rejected)
-        self.num_units -= len(self._rejected)
-        self._rejected = []
+        frame = pb.EngineFrame(rejected=self._take_rejected())
         if self._waiting:
             frame.updates.CopyFrom(encode_updates(self._take_rows()))
         if self._load is not None:
@@ -93,10 +95,22 @@ class UnsentFrames:
         frame.weights_digest, self._weights_digest = self._weights_digest, ""
         return frame
 
+    def _take_rejected(self) -> list[pb.Rejected]:
+        """In order, until they fill their part of a frame."""
+        taken: list[pb.Rejected] = []
+        num_bytes = 0
+        while self._rejected:
+            num_bytes += self._rejected[0].ByteSize()
+            if taken and num_bytes > MAX_REJECTED_BYTES:
+                break
+            taken.append(self._rejected.popleft())
+        self.num_units -= len(taken)
+        return taken
+
     def _take_rows(self) -> Iterator[tuple[Handle, SequenceUpdate]]:
         """Sequence by sequence until the frame is full. One that did not fit goes to the end of the line, others get between its pages."""
         if self.num_units <= FRAME_UNITS:
-            waiting, self._waiting, self.num_units = self._waiting, {}, 0
+            waiting, self._waiting, self.num_units = self._waiting, {}, len(self._rejected)
             for (handle, _), parts in waiting.items():
                 yield handle, parts[0] if len(parts) == 1 else merge(parts)
             return

@@ -9,10 +9,20 @@ from __future__ import annotations
 from headrace.wire.codec.load import decode_load, encode_load
 from headrace.wire.codec.model import decode_model_info, encode_model_info
 from headrace.wire.codec.rejected import decode_rejected, encode_rejected
-from headrace.wire.codec.request import decode_finish, decode_submit, encode_cancel, encode_finish, encode_submit
+from headrace.wire.codec.request import (
+    check_known_fields,
+    decode_cancel,
+    decode_finish,
+    decode_submit,
+    encode_cancel,
+    encode_finish,
+    encode_submit,
+)
 from headrace.wire.codec.update import decode_updates, encode_updates
 
 __all__ = [
+    "check_known_fields",
+    "decode_cancel",
     "decode_finish",
     "decode_load",
     "decode_model_info",

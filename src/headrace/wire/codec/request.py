@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from headrace.core.errors import InvalidRequest
@@ -17,6 +18,8 @@ from headrace.wire.handles import Handle, MalformedFrame
 from headrace.wire.service import PROTOCOL_VERSION
 
 MAX_REQUEST_ID_CHARS = 128
+MAX_REMAINING_MS = 100 * 365 * 24 * 3600 * 1000
+"""A deadline further away than a century travels as one: the field has 64 bits, a float of seconds may exceed them."""
 _NOT_HONOURED = ("grammar", "adapter_digest", "kv_ticket", "modality_digests")
 _TASKS: dict[int, str] = {pb.TASK_UNSPECIFIED: "none", pb.TASK_EMBED: "embed", pb.TASK_SCORE: "score"}
 
@@ -56,10 +59,11 @@ def encode_submit(request: EngineRequest, handle: Handle) -> pb.Command:
 def set_remaining(message: pb.Submit, deadline_s: float | None, now: float) -> None:
     """The deadline as the milliseconds that remain at `now`, on the same clock.
 
-    Rounded up, so that a deadline in the future is never sent as one that passed; what a float is off by is no millisecond more.
+    Rounded up, so that a deadline in the future is never sent as one that passed; what a float is off by is no millisecond more. At most
+    MAX_REMAINING_MS.
     """
     if deadline_s is not None:
-        remaining = (deadline_s - now) * 1000
+        remaining = min(max((deadline_s - now) * 1000, 0.0), MAX_REMAINING_MS)
         message.deadline_remaining_ms = max(math.ceil(round(remaining, 3)), 1 if remaining > 0 else 0)
 
 
@@ -107,7 +111,13 @@ def _refuse_others(message: pb.Submit) -> None:
         raise InvalidRequest("submit", f"the fields of {release}", unknown, "Run the same release on both ends.")
 
 
-def _unknown_fields(message: pb.Submit | pb.Params) -> list[int]:
+def check_known_fields(where: str, message: Message) -> None:
+    """Raises MalformedFrame for a field this version does not know: in anything but a Submit there is no request to reject for it."""
+    if unknown := _unknown_fields(message):
+        raise MalformedFrame(f"{where}: fields {unknown} are not of protocol version {PROTOCOL_VERSION}")
+
+
+def _unknown_fields(message: Message) -> list[int]:
     fields = UnknownFieldSet(message)
     return [fields[i].field_number for i in range(len(fields))]
 
@@ -116,12 +126,19 @@ def encode_cancel(handle: Handle) -> pb.Command:
     return pb.Command(cancel=pb.Cancel(handle=handle))
 
 
+def decode_cancel(message: pb.Cancel) -> Handle:
+    """Raises MalformedFrame for a field this version does not know."""
+    check_known_fields("cancel", message)
+    return Handle(message.handle)
+
+
 def encode_finish(handle: Handle, index: int, keep_tokens: int, reason: FinishReason) -> pb.Command:
     return pb.Command(finish=pb.Finish(handle=handle, index=index, keep_tokens=keep_tokens, reason=FINISH_KIND[reason]))
 
 
 def decode_finish(message: pb.Finish) -> tuple[Handle, int, int, FinishReason]:
-    """(handle, sequence index, tokens the client keeps, why). Raises MalformedFrame for an unknown reason."""
+    """(handle, sequence index, tokens the client keeps, why). Raises MalformedFrame for an unknown reason or field."""
+    check_known_fields("finish", message)
     if message.reason not in FINISH_REASON:
         raise MalformedFrame(f"finish: unknown reason {message.reason}")
     return Handle(message.handle), message.index, message.keep_tokens, FINISH_REASON[message.reason]
