@@ -364,6 +364,38 @@ async def test_a_server_is_read_no_faster_than_its_client_reads(text: TextModel)
         assert await stream.events() == []
 
 
+BIG = "x" * 300_000
+LARGE_EVENTS: dict[str, dict[str, Any]] = {
+    "text": {"delta": {"content": BIG}},
+    "reasoning": {"delta": {"reasoning": BIG}},
+    "arguments": {"delta": {"tool_calls": [{"index": 0, "function": {"arguments": BIG}}]}},
+    "id": {"delta": {"tool_calls": [{"index": 0, "id": BIG}]}},
+    "calls": {"delta": {"tool_calls": [{"index": number} for number in range(3000)]}},
+    "token": {"delta": {"content": "x"}, "logprobs": {"content": [{"token": BIG, "logprob": -1}]}},
+    "alternatives": {
+        "delta": {"content": "x"},
+        "logprobs": {"content": [{"token": "x", "logprob": -1, "top_logprobs": [{"token": "x", "logprob": -1}] * 3000}]},
+    },
+    "stop reason": {"delta": {}, "finish_reason": "stop", "stop_reason": BIG},
+}
+
+
+@pytest.mark.parametrize("name", LARGE_EVENTS)
+async def test_everything_of_an_unread_event_counts(text: TextModel, name: str) -> None:
+    async with scripted(text, ScriptedServer(head() + event(choices=[{"index": 0, **LARGE_EVENTS[name]}]), hangs=True)) as near:
+        upstream = near.gateway.service.models.get(FAR).upstream
+        request = GenerationRequest(request_id=RequestId("r"), prompt=PlainPrompts(prompts=["a"]), sampling={})
+        stream = (await upstream.prepare(request, PrincipalFacts())).stream()
+        reading = asyncio.create_task(stream.events())
+        most = 0
+        while not reading.done():
+            await asyncio.sleep(0)
+            most = max(most, stream.unread_bytes)
+        assert most > 300_000
+        assert stream.unread_bytes == 0
+        await stream.close()
+
+
 async def test_reasoning_and_tool_calls_of_the_server_are_passed_on(text: TextModel) -> None:
     calls = [{"index": 0, "id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at"'}}]
     more = [{"index": 0, "function": {"arguments": ': "me"}'}}]

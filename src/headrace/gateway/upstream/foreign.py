@@ -51,6 +51,9 @@ BROKE = "The server behind this model broke off its answer; the request can be s
 MAX_UNREAD_BYTES = 64 << 10
 """Read ahead of a slow client; beyond it the server is made to wait."""
 
+EVENT_BYTES = 256
+"""An event, beside what is in it."""
+
 _TOKENIZER = "a model that this server runs itself"
 
 
@@ -257,7 +260,7 @@ class HttpStream:
         for event in events:
             before = self._unread.get(event.index)
             self._unread[event.index] = event if before is None else before.then(event)
-            self.unread_bytes += 256 + 4 * (len(event.text) + len(event.reasoning)) + 256 * len(event.logprobs)
+            self.unread_bytes += EVENT_BYTES + event.num_bytes
         self._has_more.set()
         while self.unread_bytes > MAX_UNREAD_BYTES:
             self._has_room.clear()

@@ -18,7 +18,7 @@ from headrace.core.load import LoadSnapshot
 from headrace.core.plan import TokenLogprobs
 from headrace.core.request import PriorityClass
 from headrace.core.update import StageSeconds
-from headrace.text.assemble import TokenEntry
+from headrace.text.assemble import TokenEntry, TopToken
 
 # ---------------------------------------------------------------------------------------------------------------------- what goes in
 
@@ -73,6 +73,22 @@ class PrincipalFacts:
 # --------------------------------------------------------------------------------------------------------------------- what comes out
 
 
+TOOL_CALL_BYTES = 256
+ENTRY_BYTES = 256
+"""A piece of a tool call, and a token's log-probability or an alternative to it: objects and references, beside their texts."""
+
+
+def string_bytes(text: str) -> int:
+    """What a string's characters take in memory at most: one byte each, or up to four where one is not ASCII."""
+    return len(text) if text.isascii() else 4 * len(text)
+
+
+def entry_bytes(entry: TokenEntry) -> int:
+    """About how much memory one token's log-probability takes, with its alternatives."""
+    given: list[TokenEntry | TopToken] = [entry, *entry.top]
+    return sum([ENTRY_BYTES + string_bytes(each.token) + len(each.raw) for each in given])
+
+
 class ToolCall(NamedTuple):
     """A piece of a tool call, in OpenAI's terms: `call_id` and `name` come with a call's first piece, `arguments` piece by piece."""
 
@@ -80,6 +96,10 @@ class ToolCall(NamedTuple):
     call_id: str | None
     name: str | None
     arguments: str
+
+    @property
+    def num_bytes(self) -> int:
+        return TOOL_CALL_BYTES + sum([string_bytes(text) for text in (self.call_id or "", self.name or "", self.arguments)])
 
 
 class OutputEvent(NamedTuple):
@@ -105,6 +125,24 @@ class OutputEvent(NamedTuple):
     error: str | None = None
     reasoning: str = ""
     tool_calls: Sequence[ToolCall] = ()
+
+    @property
+    def text_bytes(self) -> int:
+        """About how much memory its strings take: text, reasoning, tool calls, stop reason, error."""
+        num_bytes = string_bytes(self.text)
+        if self.reasoning or self.tool_calls:
+            num_bytes += string_bytes(self.reasoning) + sum([call.num_bytes for call in self.tool_calls])
+        if self.finish is not None:
+            num_bytes += string_bytes(self.error or "") + (string_bytes(self.stop_reason) if isinstance(self.stop_reason, str) else 0)
+        return num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """`text_bytes` and its log-probabilities. The prompt's scores are not in it: their number is known before anything runs."""
+        num_bytes = self.text_bytes
+        if self.logprobs:
+            num_bytes += sum([entry_bytes(entry) for entry in self.logprobs])
+        return num_bytes
 
     def then(self, later: OutputEvent) -> OutputEvent:
         """This event and the same sequence's next one as one."""
