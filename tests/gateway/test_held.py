@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import tracemalloc
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import httpx2
 import pytest
 from gateway_kit import MODEL, TestBench, chat_body, dial, eventually, metric, open_bench, post, serving
 
+from headrace.core.errors import DeadlineExceeded
+from headrace.core.ids import RequestId
 from headrace.gateway import memory
 from headrace.gateway.access.open_requests import OpenRequests
+from headrace.gateway.http.exchange import ABORT_EXTENSION, Exchange
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.surfaces.dialect.logprobs import echo_logprobs
+from headrace.observe.request_log import RequestRecord
 from headrace.text.folder import TextModel
 
 PROMPT = [40 + i % 50 for i in range(480)]
@@ -58,12 +64,31 @@ async def test_unread_echoes_are_held_once_however_many_choices_show_them(text: 
     async with open_bench(text) as bench, serving(bench.gateway) as port:
         budget = bench.gateway.service.budget
         async with dial(port, limit=1024) as (_, writer):
-            writer.write(post("/v1/completions", ECHO))
-            await eventually(lambda: bool(bench.replica.requests))
-            assert 480 * 21 * 20 < budget.held < 480 * 21 * 100 + 200_000
+            tracemalloc.start()
+            try:
+                writer.write(post("/v1/completions", ECHO))
+                await eventually(lambda: bool(bench.gateway.service.watch.writing), within_s=30)
+                await asyncio.sleep(0.3)
+                taken = tracemalloc.get_traced_memory()[0]
+            finally:
+                tracemalloc.stop()
+            assert bench.gateway.service.watch.writing, "the client reads nothing, so the answer is not out"
+            assert taken < 2_500_000, "a copy of the scores for each choice takes 4.5 MB"
             budget.check()
         await eventually(lambda: bench.gateway.service.open_requests.num_open == 0)
         assert budget.held == 0
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+async def test_scores_that_are_not_there_yet_are_not_held(bench: TestBench, is_streaming: bool) -> None:
+    """20 requests with 20 alternatives and a context of 4k were all that 40 MiB let in."""
+    bench.replica.go.clear()
+    body = chat_body(logprobs=True, top_logprobs=20, stream=is_streaming)
+    asked = asyncio.create_task(ask(bench, "/v1/chat/completions", {**body, "max_tokens": None}))
+    await eventually(lambda: bool(bench.replica.requests))
+    assert bench.gateway.service.budget.held < 100_000
+    bench.replica.go.set()
+    assert (await asked).status_code == 200
 
 
 async def test_where_there_is_no_room_a_request_is_told_so_and_room_comes_back(text: TextModel) -> None:
@@ -118,28 +143,52 @@ def test_choices_show_the_same_pieces() -> None:
     assert all(any(piece is other for other in second) for piece in large)
 
 
-class Waiting:
-    """An open stream that makes so many bytes wait."""
+class Client:
+    """An exchange whose client takes nothing while so many bytes are being written to it."""
 
     def __init__(self, size: int) -> None:
-        self.waiting_bytes, self.was_cut = size, False
+        self.was_dropped = False
+        extensions = {ABORT_EXTENSION: self._drop}
+        record = RequestRecord(request_id=RequestId("r"), method="POST", path="/", time=0.0)
+        self.exchange = Exchange(
+            {"headers": [], "extensions": extensions}, self._never, self._never, request_id=RequestId("r"), record=record, arrived_s=0.0
+        )
+        self.exchange.pending_bytes = self.size = size
 
-    def bound(self, max_pending_bytes: int) -> bool:
-        return False
+    def _drop(self) -> None:
+        self.was_dropped = True
 
-    def cut(self, reason: str) -> bool:
-        self.was_cut = True
-        return True
+    async def _never(self, *_: Any) -> Any:
+        raise AssertionError("nothing is read or written here")
+
+
+def blocked_clients(watch: StreamWatch, sizes: Iterable[int]) -> list[Client]:
+    clients = [Client(size) for size in sizes]
+    watch.writing = {watch.open(client.exchange, lambda: 0) for client in clients}
+    return clients
 
 
 @pytest.mark.parametrize(("left", "cut"), [(600, []), (599, [300]), (250, [300, 200]), (0, [300, 200, 100]), (-5, [300, 200, 100])])
 def test_when_all_streams_together_make_too_much_wait_the_largest_goes_first(left: int, cut: list[int]) -> None:
     watch = StreamWatch(ping_s=10, max_pending_bytes=1000, left_bytes=lambda: left)
-    streams = [Waiting(size) for size in (100, 300, 200)]
-    watch.writing = set(streams)  # type: ignore[arg-type]
+    clients = blocked_clients(watch, (100, 300, 200, 0))
     watch.look()
-    assert sorted((stream.waiting_bytes for stream in streams if stream.was_cut), reverse=True) == cut
+    assert sorted((client.size for client in clients if client.was_dropped), reverse=True) == cut
     assert watch.num_cut == len(cut)
+    watch.look()
+    assert watch.num_cut == len(cut), "what is gone waits no more"
+
+
+def test_a_stream_that_has_ended_already_is_dropped_before_streams_that_have_not() -> None:
+    """Its task was blocked in the socket with its bytes; every other stream was cut, those with nothing waiting as well."""
+    watch = StreamWatch(ping_s=10, max_pending_bytes=1000, left_bytes=lambda: 250)
+    clients = blocked_clients(watch, (100, 300, 0, 0))
+    over = DeadlineExceeded("over")
+    clients[1].exchange.leave(over)
+    watch.look()
+    assert [client.was_dropped for client in clients] == [False, True, False, False]
+    assert clients[1].exchange.left is over
+    assert watch.num_cut == 1
 
 
 class Cycle:

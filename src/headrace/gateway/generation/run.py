@@ -150,11 +150,10 @@ class Run:
         )
         if not ask.is_streaming and self.params.max_tokens is not None:
             check_output_scores(self.params.logprobs, num_tokens=prepared.num_sequences * self.params.max_tokens)
-        self.unread_score_bytes = unread_score_bytes(self.params.logprobs, num_tokens=prepared.max_output_tokens or 0)
-        if self.num_prompt_scores:
-            self.unread_score_bytes += 2 * PIECE_BYTES  # the piece of them that is on its way
+        piece_bytes = 2 * PIECE_BYTES if self.num_prompt_scores else 0  # the piece of them that is on its way
+        self.unread_score_bytes = piece_bytes + unread_score_bytes(self.params.logprobs, num_tokens=prepared.max_output_tokens or 0)
         self.held.add(PROMPT_TOKEN_BYTES * (prepared.prompt_tokens or 0))
-        self.held.add(self.num_prompt_scores // ask.num_shown * PROMPT_SCORE_BYTES + self.unread_score_bytes)
+        self.held.add(self.num_prompt_scores // ask.num_shown * PROMPT_SCORE_BYTES + piece_bytes)
         return WantedPrepared(prepared, self._raise_if_left)
 
     async def answer(self, answer: Answer, prepared: Prepared) -> None:

@@ -51,5 +51,8 @@ def check_output_scores(num_top: int | None, *, num_tokens: int) -> None:
 
 
 def unread_score_bytes(num_top: int | None, *, num_tokens: int) -> int:
-    """What of a stream's log-probabilities may wait for its client. num_tokens: of all sequences, at most."""
+    """What of a stream's log-probabilities may wait for its client: allowed, not held beforehand, for most clients read.
+
+    num_tokens  of all sequences, at most
+    """
     return 0 if num_top is None else min(MAX_UNREAD_SCORE_BYTES, num_tokens * (num_top + 1) * UNREAD_SCORE_BYTES)

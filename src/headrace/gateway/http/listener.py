@@ -34,10 +34,7 @@ MESSAGE = "This server has as many connections as it can hold; try again in a mo
 
 
 class Listener:
-    """Of one socket; uvicorn closes it as it would close the event loop's server.
-
-    num_refused  connections that were answered 503
-    """
+    """Of one socket; uvicorn closes it as it would close the event loop's server."""
 
     def __init__(
         self,
@@ -49,7 +46,6 @@ class Listener:
         on_refused: OnRefused,
     ) -> None:
         """connections  protocols of those who are connected, as the server keeps them"""
-        self.num_refused = 0
         self._socket, self._make_protocol, self._limit = listening, make_protocol, limit
         self._connections, self._on_refused = connections, on_refused
         self._loop = asyncio.get_running_loop()
@@ -122,7 +118,6 @@ class Listener:
         if len(self._refused) >= self._limit.max_refusals:
             self._drop(next(iter(self._refused)))
         request_id = os.urandom(12).hex()
-        self.num_refused += 1
         self._refused[client] = self._loop.call_later(LINGER_S, self._drop, client)
         with suppress(OSError):  # it left; its end is read below
             client.send(_refusal(request_id))  # an empty socket takes it whole

@@ -2,8 +2,8 @@
 
 A stream is written by its own task; `StreamWatch` looks at all streams a few times per second, which is cheaper than a timer each. What
 may wait for a client is bounded in bytes: what is left of the encoded chunk being sent plus what the engine has produced meanwhile.
-Beyond it the connection is dropped and the request cancelled. Log-probabilities come faster than many a client reads: what of them was
-held in the budget when the request was admitted is allowed on top. All streams together are bounded by what the budget has left. (The
+Beyond it the connection is dropped and the request cancelled. Log-probabilities come faster than many a client reads: some of them are
+allowed on top (`score_bytes`). All streams together are bounded by what the budget has left. (The
 time a client may take is bounded for every answer alike, by `gateway.http.server`.)
 
 Errors after the first byte are `Exchange.fail`'s: an event with the error body, then the end, without [DONE].
@@ -38,11 +38,11 @@ HEADERS = (
 class SseStream:
     """One event stream. Made by `StreamWatch.open`; leave it by scope."""
 
-    __slots__ = ("_clock", "_exchange", "_is_inside", "_ping", "_watch", "last_write_s", "score_bytes", "unread_bytes")
+    __slots__ = ("_clock", "_exchange", "_is_inside", "_ping", "_watch", "is_cut", "last_write_s", "score_bytes", "unread_bytes")
 
     def __init__(self, exchange: Exchange, watch: StreamWatch, unread_bytes: Callable[[], int], score_bytes: int, clock: Clock) -> None:
         """unread_bytes  size of what was produced for this stream and not yet encoded
-        score_bytes   what of it may be the prompt's log-probabilities
+        score_bytes   what of it may be log-probabilities, beside all else that may wait
         """
         self._exchange = exchange
         self._watch = watch
@@ -52,6 +52,7 @@ class SseStream:
         self.last_write_s = clock()
         self._ping: asyncio.Task[None] | None = None
         self._is_inside = False
+        self.is_cut = False
 
     async def __aenter__(self) -> SseStream:
         await self._exchange.start(200, HEADERS, is_event_stream=True)
@@ -104,7 +105,8 @@ class SseStream:
         """The end of a stream for whose client too much waits: True."""
         if self.waiting_bytes <= max_pending_bytes + self.score_bytes:
             return False
-        return self.cut(f"More than {max_pending_bytes} bytes of the answer waited for the client.")
+        self.cut(f"More than {max_pending_bytes} bytes of the answer waited for the client.")
+        return True
 
     def ping(self, now: float) -> None:
         """A comment line, unless something waits for the client anyway."""
@@ -114,15 +116,14 @@ class SseStream:
 
     @property
     def waiting_bytes(self) -> int:
-        """For the client; what was made while it read at once is on its way."""
-        return self._exchange.pending_bytes + self.unread_bytes() if self._exchange.pending_bytes else 0
+        """For the client; what was made while it read at once is on its way. None once the connection was dropped."""
+        return self._exchange.pending_bytes + self.unread_bytes() if self._exchange.pending_bytes and not self.is_cut else 0
 
-    def cut(self, reason: str) -> bool:
-        """Drop the client, unless something else has ended this stream already."""
-        if self._exchange.left is not None:
-            return False
+    def cut(self, reason: str) -> None:
+        """Drop the connection with what waits in it. A stream that has ended already, while its task waits for the socket, keeps its
+        reason; its bytes go all the same."""
+        self.is_cut = True
         self._exchange.abort(SlowReader(reason))
-        return True
 
     async def _send_ping(self) -> None:
         with suppress(HeadraceError):  # the stream's own task hears of it
@@ -180,12 +181,11 @@ class StreamWatch:
 
     def _cut_largest(self, writing: list[SseStream]) -> None:
         """What all streams make wait is bounded too: the one that makes most wait goes first."""
-        waiting = sorted((stream.waiting_bytes, number) for number, stream in enumerate(writing))
+        waiting = sorted((size, number) for number, stream in enumerate(writing) if (size := stream.waiting_bytes))
         excess = sum(size for size, _ in waiting) - max(0, self._left_bytes())
         while excess > 0 and waiting:
             size, number = waiting.pop()
-            if not writing[number].cut("The memory for answers that wait for their clients is used up."):
-                continue
+            writing[number].cut("The memory for answers that wait for their clients is used up.")
             self.num_cut += 1
             excess -= size
 
