@@ -6,6 +6,7 @@ import pytest
 from gateway_kit import MODEL, TestBench, open_bench, snapshot, two_replicas
 
 import headrace
+from headrace.gateway.text_workers.local import LocalWorkers
 from headrace.gateway.upstream.replicas import verdict
 from headrace.text.folder import TextModel
 from headrace.wire.client import ReplicaState, SeenLoad
@@ -150,3 +151,11 @@ async def test_tokenize_refuses_by_name(bench: TestBench, path: str, body: dict[
     response = await bench.client.post(path, json=body)
     assert response.status_code in (400, 404)
     assert response.json()["error"]["param"] == param
+
+
+async def test_ready_says_that_no_prompt_can_be_read(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_bench(text) as bench:
+        monkeypatch.setattr(LocalWorkers, "reason", "the process that reads prompts is being started")
+        response = await bench.client.get("/ready")
+        assert response.status_code == 503
+        assert response.json()["reason"] == "the process that reads prompts is being started"

@@ -205,6 +205,107 @@ async def test_a_lost_host_fails_what_ran_and_is_started_again(folder: Path, mon
         assert pool.num_killed == {"lost": 1}
 
 
+async def test_a_restart_that_fails_is_tried_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failed start cancelled the task that tried: no text was read any more, and every request for it hung."""
+    monkeypatch.setattr("headrace.gateway.text_workers.processes.RESTART_S", 0.01)
+    hidden = tmp_path / "hidden"
+    async with workers(folder, max_workers=1) as (text, pool, host, _):
+        assert await encode(text, "Hello")
+        assert not pool.reason
+        assert host._process is not None
+        first = host._process.pid
+        folder.rename(hidden)
+        host._process.kill()
+        await eventually(lambda: host.reason != "")
+        assert pool.reason == host.reason
+        await eventually(lambda: host._process is not None and host._process.pid != first)
+        second = host._process.pid
+        await eventually(lambda: host._process is None or host._process.pid != second, within_s=30.0)
+        hidden.rename(folder)
+        async with asyncio.timeout(60):
+            assert await encode(text, "Hello")
+        assert not pool.reason
+
+
+async def test_while_the_host_is_down_jobs_wait_so_long_and_no_longer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.gateway.text_workers.processes.RESTART_S", 60.0)
+    monkeypatch.setattr("headrace.gateway.text_workers.processes.ADD_TIMEOUT_S", 0.05)
+    async with workers(folder, max_workers=1) as (text, _, host, _):
+        assert await encode(text, "Hello")
+        assert host._process is not None
+        host._process.kill()
+        await eventually(lambda: host.reason != "")
+        for _ in range(3):
+            with pytest.raises(Unavailable):
+                async with asyncio.timeout(5):
+                    await encode(text, "Hello")
+
+
+BROKEN = """
+import os
+from headrace.gateway.text_workers import frames, host
+
+frame, fork = frames.frame, os.fork
+num_forks = 0
+
+def broken_frame(answer, tail=b""):
+    said = getattr(answer, "text", "")
+    if said in ("fault", "memory"):
+        raise MemoryError if said == "memory" else RuntimeError
+    return frame(answer, tail)
+
+def failing_fork():
+    global num_forks
+    num_forks += 1
+    if num_forks in (2, 3):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+
+frames.frame = broken_frame
+if NAME == "fork":
+    os.fork = failing_fork
+host.main()
+"""
+
+
+def broken_host(folder: Path, name: str) -> HostProcess:
+    """A host whose workers fail outside the guarded part at the answers "fault" and "memory", or whose second and third fork fail."""
+    program = f"NAME = {name!r}" + BROKEN
+    return HostProcess(frames.HostConfig({"fox": str(folder)}, Limits()), command=(sys.executable, "-c", program))
+
+
+async def test_a_fault_of_a_worker_costs_no_other_worker(folder: Path) -> None:
+    """The exception went up into the child's copy of the host's loop, whose end kills every worker it knows: the siblings."""
+    own = load_text(folder)
+    host = broken_host(folder, "frame")
+    async with TextPool(host, max_workers=3, max_queue=9, max_queue_bytes=1 << 20) as pool:
+        text = ModelText(pool, "fox", own.tokenizer)
+        assert host._process is not None
+        parent = psutil.Process(host._process.pid)
+        await eventually(lambda: len(pool._idle) == 3)
+        before = {child.pid for child in parent.children()}
+        for said, error in (("fault", Unavailable), ("memory", InvalidRequest)):
+            ids = own.tokenizer.encode(said, add_special_tokens=False)
+            with pytest.raises(error):
+                await text.decode(ids, field="tokens", tenant="t")
+            await eventually(lambda: len(pool._idle) == 3)
+        assert len(before & {child.pid for child in parent.children()}) >= 1
+        assert pool.num_killed == {"lost": 1, "memory": 1}
+        pool.check()
+
+
+async def test_a_fork_that_fails_is_tried_again_and_the_host_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.gateway.text_workers.pool.RETRY_S", 0.01)
+    host = broken_host(folder, "fork")
+    async with TextPool(host, max_workers=2, max_queue=9, max_queue_bytes=1 << 20) as pool:
+        assert host._process is not None
+        first = host._process.pid
+        await eventually(lambda: len(pool._idle) == 2)
+        assert host._process.pid == first
+        assert await encode(ModelText(pool, "fox", load_text(folder).tokenizer), "Hello")
+        pool.check()
+
+
 ORPHANS = """
 import asyncio, os, sys
 from headrace.gateway.config import Limits

@@ -50,13 +50,16 @@ async def health(service: Service, exchange: Exchange) -> None:
 
 
 async def ready(service: Service, exchange: Exchange) -> None:
-    """200 while this gateway takes requests and every replica of every model answers and its loop turns; else 503 and why."""
+    """200 while this gateway takes requests, prompts can be read, and every replica of every model answers and its loop turns."""
     states = [
         ReplicaState(model=model.name, replica=replica.name, ok=not replica.reason, reason=replica.reason)
         for model in service.models.models
         for replica in model.upstream.replicas()
     ]
-    reason = "draining" if service.open_requests.is_draining else "; ".join(f"{s.model}/{s.replica} {s.reason}" for s in states if not s.ok)
+    reasons = [f"{state.model}/{state.replica} {state.reason}" for state in states if not state.ok]
+    if service.text_pool.reason:
+        reasons.append(service.text_pool.reason)
+    reason = "draining" if service.open_requests.is_draining else "; ".join(reasons)
     await exchange.reply(503 if reason else 200, _encode(ProbeReply(ok=not reason, replicas=states, reason=reason)))
 
 

@@ -9,8 +9,9 @@ Its standard input is the socket of `processes.Host`; messages are JSON lines.
                        {"fork": 7} + a descriptor   worker 7 takes its jobs from that socket
                        {"kill": 7}
     to the gateway     {"loading": "fox"}           before each model, {"ready": true} after the last
+                       {"forked": 7}                worker 7 takes jobs
                        {"refused": {...}}           a CheckpointError; this process ends
-                       {"ended": 7, "signal": 27}   worker 7 is gone; signal 0: it left by itself
+                       {"ended": 7, "signal": 27}   worker 7 is gone; signal 0: it left by itself, or could not be forked
 
 When the socket closes, all workers are killed and this process ends.
 """
@@ -24,8 +25,9 @@ import select
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -120,7 +122,7 @@ class Control:
 
 
 class Host:
-    """Forks and buries."""
+    """Forks workers, kills them when told to, and reaps them."""
 
     def __init__(self, control: Control, desk: Desk) -> None:
         self._control = control
@@ -139,7 +141,7 @@ class Host:
                 ready, _, _ = select.select([self._control.channel.fileno(), woken], [], [])
                 if woken in ready:
                     os.read(woken, 4096)
-                    self._bury()
+                    self._reap()
                 if self._control.channel.fileno() in ready:
                     messages = self._control.receive()
                     if messages is None:
@@ -160,18 +162,34 @@ class Host:
 
     def _fork(self, number: int, fd: int) -> None:
         parent = os.getpid()
-        channel = socket.socket(fileno=fd)
-        pid = os.fork()
-        if pid == 0:
+        with socket.socket(fileno=fd) as channel:
+            try:
+                pid = os.fork()
+            except OSError as error:  # no process or no memory to be had now: the gateway asks again a moment later
+                print(f"headrace text host: cannot fork: {error.strerror}", file=sys.stderr)
+                self._control.say({"ended": number, "signal": 0})
+                return
+            if pid == 0:
+                self._become_worker(channel, parent)
+        self._pid_of[number] = pid
+        self._control.say({"forked": number})
+
+    def _become_worker(self, channel: socket.socket, parent: int) -> NoReturn:
+        """In the forked process. No exception may reach `run`, whose `finally` kills the workers it knows: this one's siblings."""
+        try:
+            self._pid_of.clear()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._control.channel.close()
             os.close(sys.stdin.fileno())
             work(channel, self._desk, parent)
-        channel.close()
-        self._pid_of[number] = pid
+        except BaseException as error:  # the outermost border; texts of exceptions may quote a client's words
+            where = "".join(traceback.format_tb(error.__traceback__))
+            print(f"headrace text worker: ended by {type(error).__name__}\n{where}", file=sys.stderr, end="", flush=True)
+        finally:
+            os._exit(1)
 
-    def _bury(self) -> None:
+    def _reap(self) -> None:
         for number, pid in list(self._pid_of.items()):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:

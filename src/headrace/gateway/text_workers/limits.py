@@ -26,7 +26,7 @@ START_CPU_S = 10.0
 START_MEMORY_BYTES = 256 * MIB
 
 HEAVY_BYTES = 64 << 10
-"""A job from here on may hold its worker for long: it never holds the last one, and is worth killing when nobody waits for it."""
+"""A job from here on may hold its worker for long: it never holds the last of several, and is worth killing when nobody waits for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,10 @@ class LocalWorkers:
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
 
+    @property
+    def reason(self) -> str:
+        return ""
+
     async def start(self) -> None:
         return
 

@@ -1,7 +1,8 @@
-"""Who waits for a worker and who has one: jobs in fair order, within bounds, given up as soon as nobody wants them.
+"""Jobs waiting for a worker, and jobs running in one: in fair order, within bounds, given up as soon as nobody wants them.
 
 A job is a future. Cancelled while it waits, it leaves the queue unrun; cancelled while it runs, its worker is killed if the job was heavy,
-else its answer is dropped. Heavy jobs never hold the last worker, so a short conversation waits behind short jobs only.
+else its answer is dropped. Heavy jobs never hold the last of two or more workers, so a short conversation waits behind short jobs only;
+a pool of one worker has none to keep free.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from headrace.observe.metrics import TextReading
 
 log = logging.getLogger("headrace.gateway")
 
+DOWN = "The processes that read prompts cannot be started now; it can be sent again."
 LOST = "The process that read this prompt was lost; it can be sent again."
 CROWDED_OUT = "This key has more prompts waiting to be read than any other; its newest give way."
 RETRY_S = 0.5
@@ -40,7 +42,8 @@ class WorkerFault(HeadraceError):
 class _Task:
     """One job on its way.
 
-    name  of the job, for the log; field: of the request, for refusals
+    name       of the job, for the log; field: of the request, for refusals
+    is_killed  its worker was told to end, which takes a moment: an answer may still come first
     """
 
     data: bytes
@@ -53,6 +56,7 @@ class _Task:
     began_s: float = 0.0
     timer: asyncio.TimerHandle | None = None
     is_late: bool = False
+    is_killed: bool = False
 
 
 class TextPool:
@@ -70,6 +74,8 @@ class TextPool:
         self._clock = clock
         self._idle: list[Worker] = []
         self._running: dict[Worker, _Task] = {}
+        self._killed: set[Worker] = set()  # have no job, were sent a kill, and have not ended yet
+        self._is_down = False  # no worker is left, and none could be started
         self._starts: set[asyncio.Task[None]] = set()
         self._num_starting = 0
         self._is_closed = False
@@ -91,6 +97,11 @@ class TextPool:
             self._finish(task)
         await self._workers.close()
 
+    @property
+    def reason(self) -> str:
+        """Why no prompt can be read now, in words a client may read; empty: nothing is in the way."""
+        return self._workers.reason or ("no process to read prompts can be started" if self._is_down else "")
+
     def reading(self) -> TextReading:
         """For the metrics page."""
         queue, killed = self._queue, dict(self.num_killed)
@@ -101,8 +112,10 @@ class TextPool:
 
         field  of the request, named where the job exceeds its budget
 
-        Raises: Overloaded.
+        Raises: Overloaded; Unavailable while there is no worker and none can be started.
         """
+        if self._is_down:
+            raise Unavailable(DOWN)
         data = frames.frame(job, tail)
         task = _Task(data, type(job).__name__, field, asyncio.get_running_loop().create_future(), Budget(len(data)))
         entry = Entry(task, tenant, len(data), task.budget.is_heavy)
@@ -125,12 +138,13 @@ class TextPool:
         return self.submit(frames.ParseBody(parser), body, tenant=tenant, field="body")
 
     def check(self) -> None:
-        """Every worker is idle, or has one task that has one worker."""
+        """Every worker is idle, or has one task that has one worker, or is about to end."""
         self._queue.check()
         assert len(self._idle) == len(set(self._idle))
         assert not set(self._idle) & set(self._running)
         assert all(task.worker is worker for worker, task in self._running.items())
-        assert len(self._idle) + len(self._running) + self._num_starting == self._max_workers
+        assert not self._killed & {*self._idle, *self._running}
+        assert len(self._idle) + len(self._running) + len(self._killed) + self._num_starting == self._max_workers
 
     # -- workers -----------------------------------------------------------------------------------------------------------------
 
@@ -138,7 +152,10 @@ class TextPool:
         """Called by a worker."""
         task = self._running.pop(worker)
         self._finish(task)
-        if answer.is_last:
+        if task.is_killed:  # the signal is on its way, and would meet the next job
+            self._killed.add(worker)
+            self.num_killed["time" if task.is_late else "left"] += 1
+        elif answer.is_last:
             self._start_worker()
         else:
             self._idle.append(worker)
@@ -152,6 +169,9 @@ class TextPool:
         if task is not None:
             self._finish(task)
             self._explain(task, number)
+            self._start_worker()
+        elif worker in self._killed:
+            self._killed.remove(worker)
             self._start_worker()
         elif worker in self._idle:
             self._idle.remove(worker)
@@ -173,6 +193,9 @@ class TextPool:
             except OSError as error:
                 log.warning("no text worker could be started: %s", error.strerror)
                 delay_s = RETRY_S
+                if self._num_starting == self._max_workers:
+                    self._refuse_waiting()
+        self._is_down = False
         self._num_starting -= 1
         self._idle.append(worker)
         self._dispatch()
@@ -196,6 +219,14 @@ class TextPool:
             worker.send(task.data)
             task.data = b""
 
+    def _refuse_waiting(self) -> None:
+        """There is no worker and none can be started: what waits is refused, and what comes, until one is there."""
+        self._is_down = True
+        while (entry := self._queue.pop(may_be_heavy=True)) is not None:
+            entry.item.is_waiting = False
+            if not entry.item.future.done():
+                entry.item.future.set_exception(Unavailable(DOWN))
+
     def _given_up(self, entry: Entry[_Task], future: asyncio.Future[Done]) -> None:
         if not future.cancelled():
             return
@@ -203,13 +234,18 @@ class TextPool:
         if task.is_waiting:
             task.is_waiting = False
             self._queue.remove(entry)
-        elif task.worker is not None and task.timer is not None and task.budget.is_heavy:
-            task.worker.kill()
+        elif task.timer is not None and task.budget.is_heavy:
+            self._kill(task)
 
     def _late(self, task: _Task) -> None:
         task.is_late = True
-        if task.worker is not None:
-            task.worker.kill()
+        self._kill(task)
+
+    def _kill(self, task: _Task) -> None:
+        """End the worker of a running task."""
+        assert task.worker is not None
+        task.is_killed = True
+        task.worker.kill()
 
     def _finish(self, task: _Task) -> None:
         self.busy_s += self._clock() - task.began_s
@@ -233,7 +269,7 @@ class TextPool:
         """A worker ended under its job."""
         if task.future.cancelled():
             self.num_killed["left"] += 1
-        elif number == HOST_LOST or (number == 0 and not task.is_late):
+        elif number == HOST_LOST or (number in (0, signal.SIGKILL) and not task.is_late):  # nobody's bound: ended from outside
             self.num_killed["lost"] += 1
             task.future.set_exception(Unavailable(LOST))
         elif not task.future.done():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import signal
@@ -23,6 +24,9 @@ log = logging.getLogger("headrace.gateway")
 COMMAND = (sys.executable, "-m", "headrace.gateway.text_workers.host")
 START_TIMEOUT_S = 120.0
 RESTART_S = 1.0
+ADD_TIMEOUT_S = 10.0
+"""How long a new worker may take, and the host's restart before it: jobs that are queued meanwhile wait no longer."""
+
 MAX_GROWTH = 32
 """Bytes of an answer per byte of its job: no honest answer comes near."""
 
@@ -55,6 +59,11 @@ class Owner(Protocol):
 class Workers(Protocol):
     """Where workers come from."""
 
+    @property
+    def reason(self) -> str:
+        """Why no worker can be had now, in words a client may read; empty: there is nothing in the way."""
+        ...
+
     async def start(self) -> None:
         """Raises CheckpointError when a model's text cannot be used."""
         ...
@@ -67,11 +76,15 @@ class Workers(Protocol):
 
 
 class WorkerProcess(asyncio.Protocol):
-    """A forked worker. Its owner hears of its end once its last answer was read and its host has said how it ended."""
+    """A forked worker. Its owner hears of its end once its last answer was read and its host has said how it ended.
+
+    is_known  set when the host has said that it is forked, or that it is gone
+    """
 
     def __init__(self, owner: Owner, kill: Callable[[], None]) -> None:
         self._owner = owner
         self.kill = kill
+        self.is_known = asyncio.Event()
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._max_answer = 0
@@ -96,6 +109,7 @@ class WorkerProcess(asyncio.Protocol):
             log.error("a text worker's answer has %d bytes: it is ended", num_head + num_tail)
             self.kill()
             self.close()
+            return
         if len(self._buffer) < size + num_head + num_tail:
             return
         whole, self._buffer = memoryview(self._buffer), bytearray()
@@ -110,6 +124,7 @@ class WorkerProcess(asyncio.Protocol):
     def ended(self, number: int) -> None:
         """The host's word."""
         self._signal = number
+        self.is_known.set()
         if self._transport is not None and number == HOST_LOST:
             self._transport.abort()
         self._maybe_end()
@@ -137,25 +152,29 @@ class HostProcess:
         self._restart: asyncio.Task[None] | None = None
         self._is_up = asyncio.Event()
 
+    @property
+    def reason(self) -> str:
+        return "" if self._is_up.is_set() else "the process that reads prompts is being started"
+
     def spawn(self) -> None:
         """Begin to start the process; needs no event loop. `start` waits for it."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(self._command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
         ours.setblocking(False)
         self._control = ours
+        with theirs:
+            self._process = subprocess.Popen(self._command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
         self._say({"config": msgspec.to_builtins(self._config)})
 
     async def start(self) -> None:
         """Returns when every model's text is loaded. Raises CheckpointError when one cannot be used."""
-        if self._process is None:
-            self.spawn()
-        assert self._control is not None
         try:
+            if self._process is None:
+                self.spawn()
+            assert self._control is not None
             async with asyncio.timeout(START_TIMEOUT_S):
                 await self._wait_ready(self._control)
         except BaseException as error:
-            await self.close()
+            await self._stop_process()
             if isinstance(error, TimeoutError):
                 raise CheckpointError("chat_template", f"was not loaded within {START_TIMEOUT_S:g} s") from None
             raise
@@ -163,7 +182,27 @@ class HostProcess:
         self._is_up.set()
 
     async def add(self, owner: Owner) -> Worker:
-        await self._is_up.wait()
+        try:
+            async with asyncio.timeout(ADD_TIMEOUT_S):
+                await self._is_up.wait()
+                return await self._fork(owner)
+        except TimeoutError:
+            raise OSError(errno.EAGAIN, self.reason or "the host process does not answer") from None
+
+    async def close(self) -> None:
+        """Ends the host and every worker, and waits for it."""
+        if self._restart is not None:
+            self._restart.cancel()
+            await asyncio.gather(self._restart, return_exceptions=True)
+        workers, self._workers = self._workers, {}
+        for worker in workers.values():
+            worker.close()
+        await self._stop_process()
+
+    # -- inside ------------------------------------------------------------------------------------------------------------------
+
+    async def _fork(self, owner: Owner) -> Worker:
+        """Have the host fork a worker. Raises OSError when it cannot."""
         number = self._next_number = self._next_number + 1
         ours, theirs = socket.socketpair()
         with theirs:
@@ -172,22 +211,24 @@ class HostProcess:
         worker = WorkerProcess(owner, lambda: self._say({"kill": number}))
         self._workers[number] = worker
         ours.setblocking(False)
-        await asyncio.get_running_loop().create_unix_connection(lambda: worker, sock=ours)
+        try:
+            await asyncio.get_running_loop().create_unix_connection(lambda: worker, sock=ours)
+            await worker.is_known.wait()
+        except asyncio.CancelledError:
+            worker.kill()
+            worker.close()
+            raise
+        if number not in self._workers:
+            raise OSError(errno.EAGAIN, "the host process could not fork it")
         return worker
 
-    async def close(self) -> None:
-        """Ends the host and every worker, and waits for it."""
-        if self._restart is not None:
-            self._restart.cancel()
+    async def _stop_process(self) -> None:
+        """End the host, if there is one, and wait for it."""
         self._hang_up()
-        for worker in self._workers.values():
-            worker.close()
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             await asyncio.to_thread(process.wait)
-
-    # -- inside ------------------------------------------------------------------------------------------------------------------
 
     async def _wait_ready(self, control: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -195,7 +236,7 @@ class HostProcess:
         while True:
             data = await loop.sock_recv(control, 1 << 16)
             if not data:
-                raise self._died(loading)
+                raise await self._died(loading)
             for message in self._messages(data):
                 loading = message.get("loading", loading)
                 if (refused := message.get("refused")) is not None:
@@ -203,9 +244,9 @@ class HostProcess:
                 if "ready" in message:
                     return
 
-    def _died(self, loading: str) -> CheckpointError:
+    async def _died(self, loading: str) -> CheckpointError:
         assert self._process is not None
-        status = self._process.wait()
+        status = await asyncio.to_thread(self._process.wait)
         if status == -signal.SIGPROF:
             what = f"takes more than {self._config.start_cpu_s:g} s of CPU time to be compiled and to render a greeting"
             return CheckpointError(f"{loading}/chat_template", what)
@@ -228,8 +269,10 @@ class HostProcess:
             self._lost()
             return
         for message in self._messages(data):
-            worker = self._workers.pop(message["ended"], None)
-            if worker is not None:
+            if (number := message.get("forked")) is not None:
+                if number in self._workers:
+                    self._workers[number].is_known.set()
+            elif (worker := self._workers.pop(message["ended"], None)) is not None:
                 worker.ended(message["signal"])
 
     def _say(self, message: dict[str, object]) -> None:
@@ -247,10 +290,7 @@ class HostProcess:
             worker.ended(HOST_LOST)
 
     async def _start_again(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            await asyncio.to_thread(process.wait)
+        await self._stop_process()
         while True:
             await asyncio.sleep(RESTART_S)
             try:

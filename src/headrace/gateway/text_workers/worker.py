@@ -45,6 +45,8 @@ def work(channel: socket.socket, desk: Desk, parent: int) -> None:
             if answer.is_last:
                 break
             del head, tail, answer, answer_tail  # a worker that waits holds nothing
+    except MemoryError:
+        os.abort()  # read, framed or sent under the bound: it ends as in code that cannot raise, and the pool reads the signal as memory
     except OSError:
         pass  # the gateway is gone, or does not want this worker any more
     os._exit(0)

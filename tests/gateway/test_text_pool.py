@@ -1,0 +1,150 @@
+"""The pool against workers that do exactly what a test says, in the order it says: killed too late, not startable, started again."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from gateway_kit import eventually
+
+from headrace.core.errors import InvalidRequest, Unavailable
+from headrace.gateway.text_workers import frames
+from headrace.gateway.text_workers.limits import HEAVY_BYTES
+from headrace.gateway.text_workers.pool import Done, TextPool
+from headrace.gateway.text_workers.processes import HOST_LOST, Owner
+
+HEAVY = b"x" * HEAVY_BYTES
+
+
+class ScriptedWorker:
+    """Remembers what it is told; the test speaks for it."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self.num_jobs = 0
+        self.is_killed = False
+
+    def send(self, data: bytes) -> None:
+        self.num_jobs += 1
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+    def answer(self) -> None:
+        self._owner.answered(self, frames.Json(), memoryview(b""))
+
+    def end(self, number: int) -> None:
+        self._owner.ended(self, number)
+
+
+class ScriptedWorkers:
+    def __init__(self) -> None:
+        self.made: list[ScriptedWorker] = []
+        self.reason = ""
+        self.can_add = True
+
+    async def start(self) -> None:
+        return
+
+    async def add(self, owner: Owner) -> ScriptedWorker:
+        if not self.can_add:
+            raise OSError(11, "no process to be had")
+        self.made.append(ScriptedWorker(owner))
+        return self.made[-1]
+
+    async def close(self) -> None:
+        return
+
+
+@asynccontextmanager
+async def one_worker() -> AsyncIterator[tuple[TextPool, ScriptedWorkers]]:
+    workers = ScriptedWorkers()
+    async with TextPool(workers, max_workers=1, max_queue=9, max_queue_bytes=1 << 20) as pool:
+        await eventually(lambda: len(pool._idle) == 1)
+        yield pool, workers
+        pool.check()
+
+
+def submit(pool: TextPool, tail: bytes = b"") -> asyncio.Future[Done]:
+    return pool.parse_body("parse_chat", tail, tenant="t")
+
+
+async def test_a_worker_that_is_being_killed_gets_no_other_job() -> None:
+    """Its answer was in the socket already when its client left: the next tenant's job met the signal, and got a 400 that named memory."""
+    async with one_worker() as (pool, workers):
+        left = submit(pool, HEAVY)
+        left.cancel()
+        await asyncio.sleep(0)
+        doomed = workers.made[0]
+        assert doomed.is_killed
+        innocent = submit(pool)
+        doomed.answer()
+        pool.check()
+        assert doomed.num_jobs == 1
+        assert not innocent.done()
+        doomed.end(signal.SIGKILL)
+        await eventually(lambda: len(workers.made) == 2 and workers.made[1].num_jobs == 1)
+        workers.made[1].answer()
+        assert await innocent
+        assert pool.num_killed == {"left": 1}
+
+
+async def test_a_job_that_is_late_but_answered_keeps_its_answer() -> None:
+    async with one_worker() as (pool, workers):
+        late = submit(pool)
+        pool._late(pool._running[workers.made[0]])
+        workers.made[0].answer()
+        assert await late
+        pool.check()
+        workers.made[0].end(signal.SIGKILL)
+        await eventually(lambda: len(pool._idle) == 1)
+        assert pool.num_killed == {"time": 1}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, 0, HOST_LOST])
+async def test_an_end_that_no_bound_explains_can_be_tried_again(number: int) -> None:
+    """The kernel out of memory, an operator: nothing about the request says that it would fail again."""
+    async with one_worker() as (pool, workers):
+        job = submit(pool)
+        workers.made[0].end(number)
+        with pytest.raises(Unavailable):
+            await job
+        assert pool.num_killed == {"lost": 1}
+        await eventually(lambda: len(pool._idle) == 1)
+
+
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGPROF, "cpu"), (signal.SIGABRT, "memory"), (signal.SIGSEGV, "memory")])
+async def test_an_end_at_a_bound_names_it(number: int, reason: str) -> None:
+    async with one_worker() as (pool, workers):
+        job = submit(pool)
+        workers.made[0].end(number)
+        with pytest.raises(InvalidRequest):
+            await job
+        assert pool.num_killed == {reason: 1}
+        await eventually(lambda: len(pool._idle) == 1)
+
+
+async def test_without_any_worker_jobs_are_refused_until_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They waited for ever."""
+    monkeypatch.setattr("headrace.gateway.text_workers.pool.RETRY_S", 0.01)
+    async with one_worker() as (pool, workers):
+        workers.can_add = False
+        running, waiting = submit(pool), submit(pool)
+        assert not pool.reason
+        workers.made[0].end(HOST_LOST)
+        for job in (running, waiting):
+            with pytest.raises(Unavailable):
+                async with asyncio.timeout(5):
+                    await job
+        assert pool.reason
+        pool.check()
+        with pytest.raises(Unavailable):
+            submit(pool)
+        workers.can_add = True
+        await eventually(lambda: not pool.reason)
+        job = submit(pool)
+        workers.made[1].answer()
+        assert await job
