@@ -17,7 +17,7 @@ from gateway_kit import MAX_MODEL_LEN, MODEL, SAID, TestBench, chat_body, dial, 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.gateway.config import ForeignConfig, config_from
@@ -199,13 +199,16 @@ async def test_no_more_connections_are_opened_than_were_reckoned_with(text: Text
 class ScriptedServer:
     """Answers every request with the same bytes.
 
-    hangs  the connection stays open afterwards
+    hangs    the connection stays open afterwards
+    repeat   sent for ever afterwards
+    pause_s  after each piece
     """
 
-    def __init__(self, *pieces: bytes, hangs: bool = False, repeat: bytes = b"") -> None:
+    def __init__(self, *pieces: bytes, hangs: bool = False, repeat: bytes = b"", pause_s: float = 0.0) -> None:
         self.pieces = pieces
         self.hangs = hangs
         self.repeat = repeat
+        self.pause_s = pause_s
         self.heads: list[bytes] = []
         self.bodies: list[dict[str, Any]] = []
         self.num_sent = 0
@@ -219,10 +222,12 @@ class ScriptedServer:
             for piece in self.pieces:
                 writer.write(piece)
                 await writer.drain()
+                await asyncio.sleep(self.pause_s)
             while self.repeat:
                 writer.write(self.repeat)
                 await writer.drain()
                 self.num_sent += len(self.repeat)
+                await asyncio.sleep(self.pause_s)
             if self.hangs:
                 await reader.read()
         except (ConnectionError, asyncio.IncompleteReadError):
@@ -452,10 +457,109 @@ async def test_what_the_server_is_asked(text: TextModel, tmp_path: Path, monkeyp
 
 
 async def test_a_server_that_never_says_done_ends_with_its_last_sequence(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign_events, "LAST_WORDS_S", 0.05)
+    monkeypatch.setattr(foreign_events, "END_OF_STREAM_S", 0.05)
     async with scripted(text, ScriptedServer(head() + said(SAID, "stop"), hangs=True)) as near:
         response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))
         assert response.json()["choices"][0]["message"]["content"] == SAID
+
+
+async def test_a_server_that_goes_on_after_its_last_sequence_is_not_listened_to_for_ever(
+    text: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign_events, "END_OF_STREAM_S", 0.2)
+    async with scripted(text, ScriptedServer(head() + said(SAID, "stop"), repeat=b": ping\n\n", pause_s=0.02)) as near:
+        async with asyncio.timeout(10):
+            response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))
+        assert response.json()["choices"][0]["message"]["content"] == SAID
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+@pytest.mark.parametrize("reason", ["abort", "error", "cancelled", "no-such-reason", ""])
+async def test_a_sequence_that_ended_for_no_good_reason_is_not_complete(text: TextModel, reason: str, is_streaming: bool) -> None:
+    async with scripted(text, ScriptedServer(head(), said("one "), said("two", reason), DONE)) as near:
+        response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR, stream=is_streaming))
+        error = events_of(response.text)[-1]["error"] if is_streaming else response.json()["error"]
+        assert (response.status_code, error["code"]) == (200 if is_streaming else 503, "unavailable")
+        assert "[DONE]" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [*((word, "stop") for word in ("stop", "eos", "eos_token")), ("length", "length"), ("content_filter", "stop")],
+)
+async def test_the_reasons_that_servers_give_for_an_end(text: TextModel, reason: str, shown: str) -> None:
+    async with scripted(text, ScriptedServer(head() + said("one", reason) + DONE)) as near:
+        (choice,) = (await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))).json()["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("one", shown)
+
+
+async def test_what_the_server_counts_is_not_counted_again(text: TextModel) -> None:
+    def counted(text: str, count: int, finish: str | None = None) -> bytes:
+        choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
+        return event(choices=[choice], usage={"prompt_tokens": 7, "completion_tokens": count})
+
+    for pieces, count in (((counted("one", 1, "stop"),), 1), ((counted("one", 2), said("two", "stop")), 2)):
+        async with scripted(text, ScriptedServer(head(), *pieces, DONE)) as near:
+            usage = (await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))).json()["usage"]
+            assert (usage["prompt_tokens"], usage["completion_tokens"]) == (7, count)
+
+
+TOO_LONG = "This model's maximum context length is 16 tokens. However, you requested 99. " + SECRET
+OVERFLOWS: dict[str, dict[str, Any]] = {
+    "code": {"error": {"message": SECRET, "code": "context_length_exceeded"}},
+    "message": {"error": {"message": TOO_LONG, "type": "BadRequestError", "param": None, "code": 400}},
+    "older": {"object": "error", "message": TOO_LONG, "type": "BadRequestError", "param": None, "code": 400},
+}
+
+
+@pytest.mark.parametrize("name", OVERFLOWS)
+async def test_a_prompt_too_long_is_told_from_other_errors_however_its_body_comes(text: TextModel, name: str) -> None:
+    body = json.dumps(OVERFLOWS[name]).encode()
+    pieces = (head("400 Bad Request", "application/json"), *(body[at : at + 20] for at in range(0, len(body), 20)))
+    async with scripted(text, ScriptedServer(*pieces, pause_s=0.01)) as near:
+        response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert "secret" not in response.text
+
+
+async def test_an_error_whose_body_does_not_end_is_an_answer_all_the_same(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "ERROR_BODY_S", 0.1)
+    for server in (
+        ScriptedServer(head("400 Bad Request", "application/json") + b"{", hangs=True),
+        ScriptedServer(head("400 Bad Request", "application/json"), repeat=b" " * 10_000),
+    ):
+        async with scripted(text, server) as near, asyncio.timeout(10):
+            response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))
+            assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_value")
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+async def test_what_nobody_foresaw_is_logged_and_a_retryable_error(
+    text: TextModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_streaming: bool
+) -> None:
+    async def batches(self: EventReader, response: aiohttp.ClientResponse) -> AsyncIterator[list[OutputEvent]]:
+        yield [OutputEvent(0, text="one", num_tokens=1)]
+        raise ZeroDivisionError(SECRET)
+
+    monkeypatch.setattr(EventReader, "batches", batches)
+    async with scripted(text, ScriptedServer(head() + DONE)) as near:
+        response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR, stream=is_streaming))
+        error = events_of(response.text)[-1]["error"] if is_streaming else response.json()["error"]
+        assert error["code"] == "unavailable"
+        assert "sent again" in error["message"]
+        assert "ZeroDivisionError" in caplog.text
+        assert "secret" not in response.text + caplog.text
+
+
+async def test_an_address_that_cannot_be_looked_up_is_an_error(text: TextModel, caplog: pytest.LogCaptureFixture) -> None:
+    async with open_bench(text, models=[{"name": FAR, "upstream": {"url": "http://a..b/v1"}}]) as near:
+        upstream = near.gateway.service.models.get(FAR).upstream
+        request = GenerationRequest(request_id=RequestId("r"), prompt=PlainPrompts(prompts=["a"]), sampling={})
+        stream = (await upstream.prepare(request, PrincipalFacts())).stream()
+        with pytest.raises(Unavailable):
+            await stream.events()
+        assert f"model {FAR}" in caplog.text
+        await stream.close()
 
 
 # ------------------------------------------------------------------------------------------------------------------- bytes to events

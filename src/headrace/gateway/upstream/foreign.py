@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import traceback
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from headrace.core.update import StageSeconds
 from headrace.gateway.config import MAX_FOREIGN_CONNECTIONS, ForeignConfig
 from headrace.gateway.http.errors import ContextLengthExceeded
 from headrace.gateway.upstream.foreign_body import foreign_body
-from headrace.gateway.upstream.foreign_events import MAX_ERROR_BYTES, BrokenStream, EventReader, error_code
+from headrace.gateway.upstream.foreign_events import MAX_ERROR_BYTES, BrokenStream, EventReader, is_context_overflow
 from headrace.gateway.upstream.seam import (
     Conversation,
     EventListener,
@@ -54,6 +55,9 @@ MAX_UNREAD_BYTES = 64 << 10
 EVENT_BYTES = 256
 """An event, beside what is in it."""
 
+ERROR_BODY_S = 5.0
+"""How long a server may take for an error's body once its status has come."""
+
 _TOKENIZER = "a model that this server runs itself"
 
 
@@ -62,7 +66,7 @@ class HttpUpstream:
 
     def __init__(self, name: str, config: ForeignConfig, session: aiohttp.ClientSession, api_key: str) -> None:
         """name: of the model here, for the log; config.model is what the server calls it"""
-        self._name = name
+        self.name = name
         self._config = config
         self._session = session
         self._num_open = 0
@@ -84,16 +88,16 @@ class HttpUpstream:
 
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> HttpPrepared:
         params = SamplingParams(**request.sampling).checked()
-        body = foreign_body(request, params) | {"model": self._config.model or self._name}
+        body = foreign_body(request, params) | {"model": self._config.model or self.name}
         if self._config.cache_salt:
             body["cache_salt"] = principal.salt.hex()
         return HttpPrepared(self, request, params, msgspec.json.encode(body))
 
     async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
-        raise InvalidRequest("model", _TOKENIZER, self._name, "The server behind this model keeps its tokenizer.")
+        raise InvalidRequest("model", _TOKENIZER, self.name, "The server behind this model keeps its tokenizer.")
 
     async def detokenize(self, token_ids: Sequence[int], *, tenant: str) -> str:
-        raise InvalidRequest("model", _TOKENIZER, self._name, "The server behind this model keeps its tokenizer.")
+        raise InvalidRequest("model", _TOKENIZER, self.name, "The server behind this model keeps its tokenizer.")
 
     @asynccontextmanager
     async def post(self, path: str, body: bytes, request_id: str) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -111,19 +115,19 @@ class HttpUpstream:
         finally:
             self._num_open -= 1
 
-    def told(self, what: str) -> None:
+    def log_fault(self, what: str) -> None:
         """For the operator; of the server's own words nothing is kept."""
-        log.warning("model %s: its server %s", self._name, what)
+        log.warning("model %s: its server %s", self.name, what)
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> HeadraceError:
         status = response.status
         if status == 429:
             return Overloaded("The server behind this model has too much to do.", retry_after_s=_retry_after_s(response))
         if status in (400, 413, 422):
-            if error_code(await response.content.read(MAX_ERROR_BYTES)) == "context_length_exceeded":
+            if is_context_overflow(await _error_body(response)):
                 return ContextLengthExceeded("prompt", "what fits the context of the server behind this model", None, "Shorten the prompt.")
             return InvalidRequest("body", f"what the server behind this model accepts (it said {status})", None, "Leave out rare fields.")
-        self.told(f"answered with status {status}")
+        self.log_fault(f"answered with status {status}")
         return Unavailable(NOT_NOW, retry_after_s=_retry_after_s(response))
 
 
@@ -247,10 +251,14 @@ class HttpStream:
         except HeadraceError as error:
             self._error = error
         except BrokenStream as error:
-            self._upstream.told(f"broke off an answer: {error}")
+            self._upstream.log_fault(f"broke off an answer: {error}")
             self._error = Unavailable(BROKE)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            self._upstream.told(f"was lost: {type(error).__name__}")
+            self._upstream.log_fault(f"was lost: {type(error).__name__}")
+            self._error = Unavailable(BROKE if has_begun else NOT_NOW)
+        except Exception as error:  # the outermost: whatever went wrong, an answer that broke off must not look complete
+            place = "".join(traceback.format_tb(error.__traceback__))
+            log.error("model %s: reading from its server failed\n%s%s", self._upstream.name, place, type(error).__name__)
             self._error = Unavailable(BROKE if has_begun else NOT_NOW)
         finally:
             self._is_ended = True
@@ -295,6 +303,18 @@ def read_key(config: ForeignConfig) -> str:
     if (config.api_key_env or config.api_key_file) and (not key or not key.isascii() or not key.isprintable()):
         raise ConfigError(where, "does not hold a key", "One line of printable ASCII.")
     return key
+
+
+async def _error_body(response: aiohttp.ClientResponse) -> bytes:
+    """As much of it as comes within its bounds of size and time, in however many pieces."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(ERROR_BODY_S):
+            while piece := await response.content.read(MAX_ERROR_BYTES - len(body)):
+                body += piece
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        pass  # the status is known, and what came may say why
+    return bytes(body)
 
 
 def _retry_after_s(response: aiohttp.ClientResponse) -> float:

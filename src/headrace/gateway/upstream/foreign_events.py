@@ -22,8 +22,14 @@ MAX_ANSWER_BYTES = 64 << 20
 MAX_ERROR_BYTES = 64 << 10
 """Of an error's body, read for its code alone."""
 
-LAST_WORDS_S = 5.0
-"""How long a server may take for its usage and [DONE] once every sequence has ended."""
+END_OF_STREAM_S = 5.0
+"""How long a server may take for its usage and [DONE], all together, once every sequence has ended."""
+
+COMPLETE = ("stop", "eos", "eos_token", "stop_sequence", "tool_calls", "function_call")
+"""Finish reasons of a sequence that its model or a stop string ended. What is none of these is a length, a filter or a failure."""
+
+CONTEXT_OVERFLOW = ("maximum context length", "maximum model length")
+"""How vLLM's messages, which have no code of their own, begin to say that a prompt is too long."""
 
 NO_ID = -1
 """Token id of an entry whose server tells texts only."""
@@ -94,9 +100,12 @@ class _Chunk(Struct):
 
 class _ErrorObject(Struct):
     code: str | int | None = None
+    message: str | None = None
 
 
-class _ErrorBody(Struct):
+class _ErrorBody(_ErrorObject):
+    """OpenAI's form, or vLLM's older one without `error` around it."""
+
     error: _ErrorObject | None = None
 
 
@@ -114,6 +123,8 @@ class EventReader:
         self._is_running = [True] * num_sequences
         self._num_chars = [0] * num_sequences
         self.usage = Usage(0, 0, 0)
+        self._is_counted = False
+        self._deadline_s: float | None = None
 
     async def batches(self, response: aiohttp.ClientResponse) -> AsyncIterator[list[OutputEvent]]:
         """Its events as they come. Raises BrokenStream for anything that is no complete answer, and what reading raises."""
@@ -146,8 +157,13 @@ class EventReader:
         """The next bytes; empty at the end, or when a server that has said everything says nothing more."""
         if any(self._is_running):
             return await response.content.read(PIECE_BYTES)
+        now = asyncio.get_running_loop().time()
+        if self._deadline_s is None:
+            self._deadline_s = now + END_OF_STREAM_S
+        if now >= self._deadline_s:
+            return b""  # bytes that are there already would be read without a look at the clock
         try:
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with asyncio.timeout_at(self._deadline_s):
                 return await response.content.read(PIECE_BYTES)
         except TimeoutError:
             return b""
@@ -171,15 +187,16 @@ class EventReader:
             raise BrokenStream("an event is no chunk of an answer") from None
         if bytes(chunk.error) not in (b"", b"null"):
             raise BrokenStream("it ended with an error")
-        if chunk.usage is not None:
-            details = chunk.usage.prompt_tokens_details
-            cached = details.cached_tokens if details is not None else None
-            self.usage = Usage(chunk.usage.prompt_tokens, chunk.usage.completion_tokens, cached or 0)
         for choice in chunk.choices:
             if choice.index >= len(self._is_running):
                 raise BrokenStream("a choice was not asked for")
             if self._is_running[choice.index]:
                 yield self._event(choice)
+        if chunk.usage is not None:  # after the choices, which it counts already
+            self._is_counted = True
+            details = chunk.usage.prompt_tokens_details
+            cached = details.cached_tokens if details is not None else None
+            self.usage = Usage(chunk.usage.prompt_tokens, chunk.usage.completion_tokens, cached or 0)
 
     def _event(self, choice: _Choice) -> OutputEvent:
         delta = choice.delta or _Delta()
@@ -189,10 +206,11 @@ class EventReader:
         scores = (choice.logprobs and choice.logprobs.content) or []
         num_tokens = len(scores) or int(bool(text or reasoning or calls))
         entries = self._entries(choice.index, scores)
-        self.usage = self.usage._replace(completion_tokens=self.usage.completion_tokens + num_tokens)
-        if choice.finish_reason is not None:
-            self._is_running[choice.index] = False
         finish, stop_reason = _finish(choice)
+        if not self._is_counted:
+            self.usage = self.usage._replace(completion_tokens=self.usage.completion_tokens + num_tokens)
+        if finish is not None:
+            self._is_running[choice.index] = False
         return OutputEvent(
             choice.index, text, num_tokens, entries, finish=finish, stop_reason=stop_reason, reasoning=reasoning, tool_calls=calls
         )
@@ -206,13 +224,14 @@ class EventReader:
         return entries
 
 
-def error_code(body: bytes) -> str | None:
-    """OpenAI's `error.code`, for comparing: it is the server's word and not shown."""
+def is_context_overflow(body: bytes) -> bool:
+    """Whether an error's body says that the prompt is too long. Its words are compared and not shown."""
     try:
-        error = _decode_error(body).error
+        decoded = _decode_error(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    return error.code if error is not None and isinstance(error.code, str) else None
+        return False
+    error = decoded.error or decoded
+    return error.code == "context_length_exceeded" or any(words in (error.message or "") for words in CONTEXT_OVERFLOW)
 
 
 def _lines(buffer: bytearray) -> Iterator[bytes]:
@@ -236,7 +255,7 @@ def _raw(score: _Top) -> bytes:
 
 
 def _finish(choice: _Choice) -> tuple[FinishReason | None, int | str | None]:
-    """Reasons we have no word for end a sequence as a stop does."""
+    """Raises BrokenStream for a word that is no end of an answer (abort, error, cancelled, ...): its text may be cut off."""
     match choice.finish_reason:
         case None:
             return None, None
@@ -244,5 +263,7 @@ def _finish(choice: _Choice) -> tuple[FinishReason | None, int | str | None]:
             return FinishReason.LENGTH, None
         case "content_filter":
             return FinishReason.STOP, "content_filter"
-        case _:
+        case reason if reason in COMPLETE:
             return FinishReason.STOP, choice.stop_reason
+        case _:
+            raise BrokenStream("a sequence ended for a reason that is no end of an answer")
