@@ -14,6 +14,7 @@ from headrace.cli.config_commands import check, init, show, shown
 from headrace.core.errors import ConfigError
 
 KEY = "a-long-enough-key"
+SECRET = "abcd" * 8
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +25,8 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def write(tmp_path: Path, model_folder: Path) -> Path:
     file = tmp_path / "h.yaml"
     file.write_text(
-        f"models: [{{engine: {{model: {model_folder}}}}}]\ngateway: {{api_keys: [{{key: {KEY}}}], salt_key: abcd}}\nblock_key: abcd\n"
+        f"models: [{{engine: {{model: {model_folder}}}}}]\n"
+        f"gateway: {{api_keys: [{{key: {KEY}}}], salt_key: {SECRET}}}\nblock_key: {SECRET}\n"
     )
     return file
 

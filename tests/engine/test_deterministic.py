@@ -53,5 +53,5 @@ def test_it_reaches_the_engine_from_llm_and_is_said_at_start() -> None:
 
 
 def test_kernels_that_cannot_promise_it_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="deterministic: reference kernels"):
+    with pytest.raises(ConfigError, match=r"deterministic: reference kernels .*numba, which need device cpu"):
         RealEngine(bundled(), deterministic=True, kernels="reference")

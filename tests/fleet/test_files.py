@@ -62,8 +62,9 @@ def test_every_process_of_a_site_is_given_the_same_keys(tmp_path: Path) -> None:
 def test_configured_keys_are_kept_and_must_be_hex(tmp_path: Path) -> None:
     config = replace(TWO_MODELS, block_key="ab" * 16, gateway={"salt_key": "cd" * 16}).checked().with_keys()
     assert (config.block_key, config.gateway["salt_key"]) == ("ab" * 16, "cd" * 16)
-    for wrong in ("abc", "xy", "ab" * 65):
-        with pytest.raises(ConfigError, match="block_key: is not an even number of at most 128 hex digits") as refused:
+    replace(TWO_MODELS, block_key="AB" * 32).checked()
+    for wrong in ("aa", "ab" * 15, "a" * 33, "xy" * 16, "ab" * 65):
+        with pytest.raises(ConfigError, match="block_key: is not an even number of 32 to 128 hex digits") as refused:
             replace(TWO_MODELS, block_key=wrong).checked()
         assert wrong not in str(refused.value)
 

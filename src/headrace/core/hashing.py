@@ -23,9 +23,12 @@ _BLOCK = blake2b(digest_size=DIGEST_BYTES, person=b"headrace-block")
 
 
 def check_secret(where: str, key: str) -> None:
-    """Raises ConfigError unless `key` is hex of at most 64 bytes, as a keyed hash takes it. The message does not show it."""
-    if re.fullmatch(r"(?:[0-9a-f]{2}){0,64}", key) is None:
-        raise ConfigError(where, "is not an even number of at most 128 hex digits")
+    """Raises ConfigError unless `key` is empty (drawn at start) or hex of 16 to 64 bytes: a keyed hash takes no more, fewer are guessed.
+
+    The message does not show it.
+    """
+    if key and re.fullmatch(r"(?:[0-9a-fA-F]{2}){16,64}", key) is None:
+        raise ConfigError(where, "is not an even number of 32 to 128 hex digits", "`openssl rand -hex 32` draws one.")
 
 
 def chain_root(key: bytes, *, model_digest: bytes, kv_dtype: str, salt: bytes = b"", adapter_digest: bytes = b"") -> BlockHash:

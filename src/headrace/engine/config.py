@@ -96,6 +96,12 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(name, f"{value} is not positive")
+        if self.max_waiting_per_tenant is not None and self.max_waiting_per_tenant > self.max_waiting:
+            raise ConfigError(
+                "max_waiting_per_tenant",
+                f"{self.max_waiting_per_tenant} is more than max_waiting ({self.max_waiting}), so that it would never act",
+                "Lower it, or leave it out: one tenant may then fill the queue.",
+            )
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError("memory_fraction", f"{self.memory_fraction} is outside 0..1", "It is a share of the available memory.")
         if self.max_num_batched_tokens < self.max_num_seqs:

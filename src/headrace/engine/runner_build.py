@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,7 +109,7 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
         # Our own kernels give the same bits with any number of threads, a library's may not.
         "threads": "any" if config.deterministic else str(threads.num_threads),
         "deterministic": str(config.deterministic),
-        "versions": f"headrace {__version__}, torch {torch.__version__}",
+        "versions": _versions(kernels),
     }
     weights = None if known or loaded.weights is None else loaded.weights.compute
     return Built(runner, _model_info(config, folder, loaded, groups, sizing, _name(kv_dtype), decided, numerics), weights)
@@ -126,6 +127,14 @@ def _kv_dtype(config: EngineConfig, computed: torch.dtype, stored: str, features
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _versions(kernels: str) -> str:
+    """Of whatever may change a bit of a result: what computes, and what compiled it."""
+    said = f"headrace {__version__}, torch {torch.__version__}"
+    if kernels != "numba":
+        return said
+    return f"{said}, numba {version('numba')}, llvmlite {version('llvmlite')}"
 
 
 def _rounded(config: EngineConfig) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ from headrace.core.numerics import may_resume, why_not_resume
 from headrace.engine.build import build_served_engine
 from headrace.engine.config import EngineConfig
 
-DEPENDS = [
-    {"quantization": "int8"},
-    {"dtype": "bfloat16"},
-    {"kv_cache_dtype": "bfloat16"},
-    {"deterministic": True},
-    {"kernels": "reference"},
-]
+DEPENDS: dict[str, dict[str, Any]] = {
+    "quantization": {"quantization": "int8"},
+    "dtype": {"dtype": "bfloat16"},
+    "KV dtype": {"kv_cache_dtype": "bfloat16"},
+    "deterministic": {"deterministic": True},
+    "kernels": {"kernels": "reference"},
+}
 
 
 @pytest.fixture
@@ -57,12 +58,19 @@ def test_a_first_start_learns_the_weights_digest_and_a_warm_one_has_it(folder: P
     assert may_resume(warm, learnt)
 
 
-@pytest.mark.parametrize("changes", DEPENDS, ids=lambda value: next(iter(value)))
-def test_what_changes_a_bit_is_named(folder: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", DEPENDS)
+def test_what_changes_a_bit_is_named(folder: Path, name: str) -> None:
     _, plain = numerics(folder)
-    _, other = numerics(folder, **changes)
+    _, other = numerics(folder, **DEPENDS[name])
     assert not may_resume(plain, other)
-    assert why_not_resume(plain, other).split(":")[0].lower().startswith(("quant", "dtype", "kv dtype", "deterministic", "kernels"))
+    assert name in [fact.split(":")[0] for fact in why_not_resume(plain, other).split("; ")]
+
+
+def test_whatever_compiled_the_kernels_is_named_with_its_version(folder: Path) -> None:
+    compiled, _ = numerics(folder)
+    plain, _ = numerics(folder, kernels="reference")
+    assert f"numba {version('numba')}, llvmlite {version('llvmlite')}" in compiled["versions"]
+    assert "numba" not in plain["versions"]
 
 
 def test_a_byte_in_the_middle_of_the_weights_is_another_model(folder: Path) -> None:

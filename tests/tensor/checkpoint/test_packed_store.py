@@ -18,6 +18,7 @@ from cpu_families import AVX2
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.folder import Checkpoint
+from headrace.tensor.checkpoint.weights_digest import UNFINISHED
 from headrace.tensor.host import cache_folder
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.kernels.cpu.jit import launch
@@ -26,7 +27,7 @@ from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.models import LoadedModel, load_model
 from headrace.tensor.packed import store as packed_store
 from headrace.tensor.packed.file import SUFFIX, PackedFolder
-from headrace.tensor.packed.store import UNFINISHED, locked
+from headrace.tensor.packed.store import locked
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 
 from headrace.tensor.checkpoint import weights_digest
 from headrace.tensor.checkpoint.weights_digest import WeightsDigest
+from headrace.tensor.packed.store import remove_unfinished
 
 
 @pytest.fixture
@@ -84,6 +85,30 @@ def test_what_was_packed_from_other_files_counts_as_those(files: list[Path]) -> 
     assert (same.known, other.known) == ("", "")
     assert same.compute() == plain
     assert len({plain, other.compute(), another.compute()}) == 3
+
+
+def test_what_a_process_left_behind_that_ended_while_it_wrote_is_removed(
+    files: list[Path], records: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(_new: Path, _record: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", end)
+    with pytest.raises(KeyboardInterrupt):
+        WeightsDigest(files, records).compute()
+    assert len(list(records.iterdir())) == 1
+    remove_unfinished(records)
+    assert not list(records.iterdir())
+
+
+def test_a_record_that_cannot_be_removed_is_no_reason_to_doubt_the_digest(
+    files: list[Path], records: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(weights_digest, "MAX_RECORDS", 1)
+    (records / "old.weights").mkdir()
+    os.utime(records / "old.weights", (1, 1))
+    assert WeightsDigest(files, records).compute() == WeightsDigest(files, None).compute()
+    assert not caplog.records
 
 
 def test_old_records_make_room(files: list[Path], records: Path, monkeypatch: pytest.MonkeyPatch) -> None:

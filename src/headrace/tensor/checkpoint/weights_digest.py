@@ -19,6 +19,8 @@ from threading import Lock
 log = logging.getLogger(__name__)
 
 SUFFIX = ".weights"
+UNFINISHED = ".unfinished"
+"""How a file's name ends while it is written; `packed.store.remove_unfinished` takes what a process left behind."""
 MAX_RECORDS = 64
 
 Stamps = list[list[object]]
@@ -88,7 +90,7 @@ class WeightsDigest:
     def _write_record(self) -> None:
         if self._record is None:
             return
-        new = self._record.with_suffix(f".{os.getpid()}")
+        new = self._record.with_suffix(f".{os.getpid()}{UNFINISHED}")
         try:
             new.write_text(json.dumps({"stamps": self._stamps, "digest": self._content}), encoding="ascii")
             os.replace(new, self._record)
@@ -98,7 +100,8 @@ class WeightsDigest:
                 new.unlink(missing_ok=True)
             return
         for old in sorted(self._record.parent.glob(f"*{SUFFIX}"), key=_changed)[:-MAX_RECORDS]:
-            old.unlink(missing_ok=True)
+            with suppress(OSError):
+                old.unlink(missing_ok=True)
 
 
 def _stamps(files: Sequence[Path]) -> Stamps:

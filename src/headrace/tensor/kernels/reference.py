@@ -150,6 +150,8 @@ BACKEND = Backend(name="reference", kernels=KERNELS, packing=PACKING)
 def make_backend(*, deterministic: bool, features: CpuFeatures) -> Backend:
     if deterministic:
         raise ConfigError(
-            "deterministic", "reference kernels leave products to a library whose rounding depends on the batch", "Use numba."
+            "deterministic",
+            "reference kernels leave products to a library whose rounding depends on the batch",
+            "Use kernels numba, which need device cpu.",
         )
     return BACKEND

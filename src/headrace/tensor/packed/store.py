@@ -24,6 +24,7 @@ from torch import Tensor
 
 from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.files import MAX_JSON_BYTES, decode_json
+from headrace.tensor.checkpoint.weights_digest import UNFINISHED
 from headrace.tensor.kernels import Linear, PackedLinear, WeightPacking
 from headrace.tensor.kernels.cpu.pages import read_open
 from headrace.tensor.kernels.cpu.stored_rows import prepare, read_rows
@@ -39,7 +40,6 @@ MAX_DISK_SHARE = 0.5
 """Of the free space that a new file may take."""
 LEAST_BYTES = 4 << 20
 """Less is packed as fast as it is found."""
-UNFINISHED = ".unfinished"
 KEEPER = "headrace-keep"
 """The thread that writes."""
 

@@ -18,8 +18,18 @@ from headrace.tensor.host.fresh_memory import poisoned
 from headrace.tensor.kernels.cpu import together
 from headrace.tensor.kernels.cpu.backend import EXECUTOR, KERNELS
 from headrace.tensor.kernels.cpu.integer.quantized import IntegerLinear
-from headrace.tensor.kernels.cpu.jit.launch import CALLER, address_of, compile_kernel, fresh, kernel_names, thread_limit, words
-from headrace.tensor.kernels.cpu.jit.simd import as_i64, load
+from headrace.tensor.kernels.cpu.jit.launch import (
+    CALLER,
+    address_of,
+    compile_kernel,
+    fresh,
+    guarded,
+    kernel_names,
+    run_now,
+    thread_limit,
+    words,
+)
+from headrace.tensor.kernels.cpu.jit.simd import as_i64, load, store
 from headrace.tensor.kernels.cpu.linear import StripLinear
 from headrace.tensor.kernels.rounding import Precision, round_weight
 
@@ -151,6 +161,24 @@ def test_a_worker_that_does_not_come_to_the_next_kernel_ends_in_an_error(monkeyp
         together.run_list(entries, 2)
     assert time.monotonic() - began < 30
     together.run_list(words([kernel, address_of(none), 2] * 3), 2)
+
+
+def _add_waits(arguments: int, worker: int, workers: int) -> None:
+    """arguments: how many looks at the clock, what they said, and a place for what has been waited."""
+    looks = as_i64(arguments)
+    count, last, waited = load(looks, 0), 0, 0
+    for i in range(count):
+        now = load(looks, 1 + i)
+        waited, last = together.waited_more(waited, last, now), now
+    store(waited, looks, 1 + count)
+
+
+def test_time_in_which_the_process_was_stopped_is_no_waiting() -> None:
+    begin, second = 5_000_000_000, 1_000_000_000
+    looks = [begin, begin + second // 4, begin + 90 * second, begin + 90 * second + second // 2]
+    memory = words([len(looks), *looks, -1])
+    guarded(run_now, compile_kernel(_add_waits), address_of(memory), 1)
+    assert memory[-1] == second // 4 + second + second // 2
 
 
 def test_memory_that_is_read_before_it_is_written_is_seen() -> None:

@@ -33,6 +33,8 @@ MOST_SPINS = 1 << 18
 SPINS_BEFORE_YIELD = 1 << 12
 MOST_WAIT_S = 60.0
 """A worker waits so long for the others in the middle of a list, where a kernel takes milliseconds; then the list is given up."""
+MOST_LOOK_NS = 1_000_000_000
+"""Between two looks at the clock, what counts as waiting: more than that, and the process itself was stopped, its workers with it."""
 MOST_KEPT_BYTES = 32 << 20
 """Of the memory that a list holds before it is run, and most that one recording holds."""
 _yield = types.ExternalFunction("sched_yield", types.int32())
@@ -51,21 +53,26 @@ def read_ns(place: int) -> int:
 
 
 @helper
+def waited_more(waited_ns: int, last_ns: int, now_ns: int) -> int:
+    """What has been waited by now, for a worker that last looked at the clock at last_ns (0: this is its first look)."""
+    return waited_ns if last_ns == 0 else waited_ns + min(now_ns - last_ns, MOST_LOOK_NS)
+
+
+@helper
 def wait_until(state: Any, value: int, clock: int, limit_ns: int) -> bool:
-    """Until all have passed, or, which is False, until somebody has waited for limit_ns. clock: see `read_ns`.
+    """Until all have passed, or, which is False, until a worker has waited for limit_ns. clock: see `read_ns`.
 
     The processor is left to others now and then: a worker that waits may hold up the one it waits for.
     """
-    spins, began = 0, 0
+    spins, last, waited = 0, 0, 0
     while current(at(state, PASSED)) < value:
         pause()
         spins += 1
         if spins % SPINS_BEFORE_YIELD == 0:
             _yield()
             now = read_ns(clock)
-            if began == 0:
-                began = now
-            if now - began > limit_ns:
+            waited, last = waited_more(waited, last, now), now
+            if waited > limit_ns:
                 decide(at(state, GAVE_UP), 1)
             if current(at(state, GAVE_UP)) != 0:
                 return False
