@@ -90,6 +90,7 @@ requests = st.builds(
     adapter=st.none() | text,
     deadline_s=st.none() | st.integers(0, 10**9).map(lambda ms: ms / 1000),
     prefix_caching=st.booleans(),
+    numerics_digest=text,
 )
 positions = st.integers(0, 3).flatmap(
     lambda k: st.builds(

@@ -33,7 +33,10 @@ def why_not_resume(first: Mapping[str, str], second: Mapping[str, str]) -> str:
     return "; ".join(f"{name}: {first.get(name, 'not said')} and {second.get(name, 'not said')}" for name in differing)
 
 
-def may_resume(first: Mapping[str, str], second: Mapping[str, str]) -> bool:
-    """Whether the continuation at the second replica is the one the first would have made. `why_not_resume` has the words."""
-    digest = numerics_digest(first)
-    return bool(digest) and digest == numerics_digest(second)
+def may_resume(first: str, second: str) -> bool:
+    """Whether a stream of a replica with the numerics digest `first` may go on at one with the digest `second`: known and equal.
+
+    The continuation is equal to the bit only where both run `deterministic` (one of the facts): elsewhere logits depend on the batch a
+    sequence happens to be computed in, at the first replica as at the second. `why_not_resume` has the words.
+    """
+    return bool(first) and first == second

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from headrace.core.errors import InvalidRequest
@@ -38,6 +39,7 @@ class EngineRequest:
     deadline_s      when the answer ends, finished or not, on the clock of the process that holds this value; None = no deadline. Between
                     processes travels what remains of it
     prefix_caching  False: neither reads nor feeds the prefix cache
+    numerics_digest of the replica that output_ids came from (`core.numerics`): an engine whose own is another one does not go on from them
     """
 
     request_id: RequestId
@@ -53,11 +55,17 @@ class EngineRequest:
     adapter: str | None = None
     deadline_s: float | None = None
     prefix_caching: bool = True
+    numerics_digest: str = ""
 
     @property
     def indices(self) -> range:
         """Of its sequences."""
         return range(self.first_index, self.first_index + self.params.n)
+
+    def resumed(self, index: int, output_ids: Iterable[int], numerics_digest: str) -> EngineRequest:
+        """Sequence `index` alone, to go on from what it has said so far at a replica with the numerics digest `numerics_digest`."""
+        params = self.params.with_(n=1)
+        return replace(self, params=params, first_index=index, output_ids=tuple(output_ids), numerics_digest=numerics_digest)
 
     def checked(self, *, vocab_size: int, max_model_len: int) -> EngineRequest:
         """This value if the engine can serve it. Raises InvalidRequest: nothing a client sends may reach a tensor unchecked."""

@@ -9,7 +9,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.ids import RequestId
 
 Handle = NewType("Handle", int)
-"""Chosen by the gateway, never reused on its stream: news for a forgotten handle belongs to an old attempt and is dropped."""
+"""Chosen by the gateway, never reused on its stream: updates for a forgotten handle belong to an old attempt and are dropped."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,7 +224,7 @@ class Params(_message.Message):
     def __init__(self, n: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias_ids: _Optional[_Iterable[int]] = ..., logit_bias_values: _Optional[_Iterable[float]] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., include_stop_str_in_output: bool = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., skip_special_tokens: bool = ..., spaces_between_special_tokens: bool = ..., detokenize: bool = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("handle", "request_id", "epoch", "prompt_ids", "output_ids", "params", "tenant", "weight", "priority", "salt", "adapter", "deadline_remaining_ms", "prefix_caching", "first_index", "task", "grammar", "adapter_digest", "kv_ticket", "modality_digests")
+    __slots__ = ("handle", "request_id", "epoch", "prompt_ids", "output_ids", "params", "tenant", "weight", "priority", "salt", "adapter", "deadline_remaining_ms", "prefix_caching", "first_index", "task", "grammar", "adapter_digest", "kv_ticket", "modality_digests", "numerics_digest")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -244,6 +244,7 @@ class Submit(_message.Message):
     ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     KV_TICKET_FIELD_NUMBER: _ClassVar[int]
     MODALITY_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     epoch: int
@@ -263,7 +264,8 @@ class Submit(_message.Message):
     adapter_digest: bytes
     kv_ticket: bytes
     modality_digests: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[Params, _Mapping]] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., priority: _Optional[_Union[Priority, str]] = ..., salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., prefix_caching: bool = ..., first_index: _Optional[int] = ..., task: _Optional[_Union[Task, str]] = ..., grammar: _Optional[bytes] = ..., adapter_digest: _Optional[bytes] = ..., kv_ticket: _Optional[bytes] = ..., modality_digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    numerics_digest: str
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[Params, _Mapping]] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., priority: _Optional[_Union[Priority, str]] = ..., salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., prefix_caching: bool = ..., first_index: _Optional[int] = ..., task: _Optional[_Union[Task, str]] = ..., grammar: _Optional[bytes] = ..., adapter_digest: _Optional[bytes] = ..., kv_ticket: _Optional[bytes] = ..., modality_digests: _Optional[_Iterable[bytes]] = ..., numerics_digest: _Optional[str] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("handle",)

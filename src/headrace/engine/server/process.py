@@ -78,21 +78,21 @@ class LoopThread:
         try:
             engine = self._make_engine(self._bridge)
         except BaseException as error:
-            self._tell(self._refuse, error)
+            self._post(self._refuse, error)
             return
-        self._tell(self.built.set_result, engine)
+        self._post(self.built.set_result, engine)
         try:
             engine.run()
         except BaseException as error:
             log.critical("the engine's loop died", exc_info=error)
-            self._tell(self.ended.set_result, error)
+            self._post(self.ended.set_result, error)
         else:
-            self._tell(self.ended.set_result, None)
+            self._post(self.ended.set_result, None)
 
     def _refuse(self, error: BaseException) -> None:
         self.built.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
-    def _tell(self, what: Callable[..., None], value: object) -> None:
+    def _post(self, what: Callable[..., None], value: object) -> None:
         call_unless_closed(self._loop, what, value)
 
 
@@ -163,10 +163,10 @@ async def _until_end(service: EngineService, thread: LoopThread, stop: StopSigna
         leash.failed(f"the engine died: {error!r:.500}", can_retry=True)
         return ExitCode.ENGINE_DIED
     service.drain(stop.soft.result() if stop.soft.done() else "stopping")
-    settling = asyncio.ensure_future(service.settled(config.drain_timeout_s))
-    await first_of(settling, stop.hard, thread.ended)
-    if not settling.done() or not settling.result():
-        settling.cancel()
+    draining = asyncio.ensure_future(service.drained(config.drain_timeout_s))
+    await first_of(draining, stop.hard, thread.ended)
+    if not draining.done() or not draining.result():
+        draining.cancel()
         log.warning("leaving with %d requests open", service.num_open)
         return ExitCode.INTERRUPTED
     thread.built.result().stop()

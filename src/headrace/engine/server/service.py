@@ -22,7 +22,7 @@ from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.load import LoadSnapshot
 from headrace.core.model_info import ModelInfo
-from headrace.core.numerics import WEIGHTS
+from headrace.core.numerics import WEIGHTS, may_resume
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.server.gateway_stream import GatewayStream, StreamLost
@@ -124,8 +124,7 @@ class EngineService:
         self._server: grpc.aio.Server | None = None
         self._heartbeat: asyncio.Task[None] | None = None
         self._draining: str | None = None
-        self._settled = asyncio.Event()
-        self.num_fenced = 0
+        self._drained = asyncio.Event()
         self.hello = pb.EngineHello(
             protocol_version=PROTOCOL_VERSION,
             instance_id=secrets.token_hex(8),
@@ -173,19 +172,19 @@ class EngineService:
             self._target.path.unlink(missing_ok=True)
 
     def drain(self, reason: str) -> None:
-        """No new work from now on; gateways are told. Running requests go on, `settled` waits for them."""
+        """No new work from now on; gateways are told. Running requests go on, `drained` waits for them."""
         if self._draining is None:
             self._draining = reason
             for stream in self._streams:
                 stream.unsent.put_draining(reason)
                 stream.wake()
-            self._note_settled()
+            self._note_drained()
 
-    async def settled(self, timeout_s: float) -> bool:
+    async def drained(self, timeout_s: float) -> bool:
         """Waits until a drain has nothing open any more and everything is sent. False: the time was not enough."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._settled.wait()
+                await self._drained.wait()
                 while any(not stream.is_flushed for stream in self._streams):
                     await asyncio.sleep(0.01)
         except TimeoutError:
@@ -250,7 +249,7 @@ class EngineService:
         for route in self._routes.of_stream(stream):
             self._routes.close(route)
             self._engine.cancel(route.request_id)
-        self._note_settled()
+        self._note_drained()
 
     def _take_command(self, stream: GatewayStream, command: pb.Command) -> None:
         check_known_fields("command", command)
@@ -281,6 +280,8 @@ class EngineService:
         if self._draining is not None:
             raise Unavailable(f"this replica takes no new work: {self._draining}")
         request.params.checked()
+        if request.output_ids and not may_resume(request.numerics_digest, self._engine.info.numerics_digest):
+            raise Unavailable("this replica cannot go on from output_ids: their numerics_digest is not its own, or not known yet")
         older = self._routes.of_request(request.request_id)
         if older is not None:
             if older.epoch >= request.epoch:
@@ -295,7 +296,7 @@ class EngineService:
             self._routes.close(route)
             self._engine.cancel(route.request_id)
             stream.unsent.forget(handle)
-            self._note_settled()
+            self._note_drained()
 
     def _finish(self, stream: GatewayStream, message: pb.Finish) -> None:
         handle, index, keep_tokens, reason = decode_finish(message)
@@ -305,12 +306,12 @@ class EngineService:
     # the engine's side
 
     def _deliver(self, updates: Updates) -> None:
-        """One step's news, each to the stream of its attempt; all streams get the load as of now."""
+        """One step's updates, each to the stream of its attempt; all streams get the load as of now."""
         for update in updates:
             route = self._routes.of_request(update.request_id)
             if route is None or route.epoch != update.epoch:
-                self.num_fenced += 1
-            elif isinstance(update, Rejected):
+                continue  # what is still said of an attempt that was cancelled or replaced
+            if isinstance(update, Rejected):
                 route.stream.unsent.put_rejected(route.handle, update.error)
                 self._routes.close(route)
             else:
@@ -318,7 +319,7 @@ class EngineService:
                 if update.finish is not None:
                     self._routes.sequence_ended(route, update.index)
         self._send_load()
-        self._note_settled()
+        self._note_drained()
 
     def _send_load(self) -> LoadSnapshot:
         """All streams get the load as of now."""
@@ -346,9 +347,9 @@ class EngineService:
             stream.unsent.put_weights_digest(digest)
             stream.wake()
 
-    def _note_settled(self) -> None:
+    def _note_drained(self) -> None:
         if self._draining is not None and not self._routes:
-            self._settled.set()
+            self._drained.set()
 
     # operators
 

@@ -48,6 +48,7 @@ def encode_submit(request: EngineRequest, handle: Handle) -> pb.Command:
                 salt=request.salt,
                 adapter=request.adapter,
                 prefix_caching=request.prefix_caching,
+                numerics_digest=request.numerics_digest,
             )
         )
     except (ValueError, TypeError, OverflowError) as error:
@@ -96,6 +97,7 @@ def decode_submit(message: pb.Submit, now: float) -> EngineRequest:
         adapter=message.adapter if message.HasField("adapter") else None,
         deadline_s=now + message.deadline_remaining_ms / 1000 if message.HasField("deadline_remaining_ms") else None,
         prefix_caching=message.prefix_caching,
+        numerics_digest=message.numerics_digest,
     )
 
 
