@@ -10,6 +10,7 @@ import pytest
 from headrace.cli.config import ServeConfig, is_fetched, load
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
+from headrace.fleet.launcher import SECRET_VARIABLES, without_secrets
 from headrace.gateway.config import config_from
 
 
@@ -61,6 +62,16 @@ def test_supervisor_is_told_resolved_folders_and_no_plain_key(tmp_path: Path, mo
     assert fleet.drain_timeout_s == 5.0
     assert "a-long-enough-key" not in repr(fleet.gateway)
     assert config_from({**fleet.gateway, "models": [{"name": "m", "folder": "/", "replicas": [{"name": "r", "address": "unix:/r"}]}]})
+
+
+@pytest.mark.parametrize("variable", SECRET_VARIABLES)
+def test_a_foreign_servers_key_is_not_looked_for_where_the_gateway_cannot_see_it(tmp_path: Path, variable: str) -> None:
+    for name in (variable, f"{variable}_OF_OTHERS"):
+        assert name not in without_secrets({name: "x"})
+        text = f'models: [{{upstream: {{url: "http://127.0.0.1:9000/v1", model: m, api_key_env: {name}}}}}]'
+        refused = refusal(tmp_path, text)
+        assert refused.where == "models[0].upstream.api_key_env"
+        assert "api_key_file" in refused.remedy
 
 
 def test_a_model_may_be_answered_by_a_foreign_server(tmp_path: Path, model_folder: Path) -> None:

@@ -649,6 +649,27 @@ def test_a_wrong_upstream_is_refused_by_its_place(upstream: dict[str, Any], wher
     assert refused.value.where == f"models[0].upstream.{where}"
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http//user:hidden@host/v1",
+        "http://user:hidden@host:99999/v1",
+        "http://user:hidden@at@host/v1",
+        "http://user:12/hidden@host/v1",
+        "http:/user:hidden@host/v1",
+        "user:hidden@host",
+        "htp://host/v1?key=hidden",
+        "htp://host/v1#hidden",
+    ],
+)
+def test_a_mistyped_address_shows_no_password(url: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_from({"models": [{"name": FAR, "upstream": {"url": url}}]})
+    assert refused.value.where == "models[0].upstream.url"
+    assert "hidden" not in str(refused.value)
+    assert ("api_key_file" in str(refused.value)) == ("@" in url)
+
+
 def test_a_model_has_replicas_or_a_foreign_server() -> None:
     url = {"url": "http://host/v1"}
     for model in ({"folder": "/x", "upstream": url}, {"replicas": [{"name": "r", "address": "unix:/r"}]}, {}):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from headrace.core.errors import ConfigError
 from headrace.core.hashing import check_secret
+from headrace.fleet.launcher import SECRET_VARIABLES
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,255}")
 MAX_REPLICAS = 64
@@ -92,8 +93,16 @@ def _check_model(where: str, model: ModelSpec, names: set[str]) -> None:
     if model.upstream is not None:
         if model.replicas:
             raise ConfigError(f"{where}.replicas", f"{model.replicas} is not 0 beside upstream")
+        _check_key_variable(f"{where}.upstream.api_key_env", str(model.upstream.get("api_key_env", "")))
         return
     if not 1 <= model.replicas <= MAX_REPLICAS:
         raise ConfigError(f"{where}.replicas", f"{model.replicas} is outside 1..{MAX_REPLICAS}")
     if "model" in model.engine:
         raise ConfigError(f"{where}.engine.model", "is not an option here", "The model's folder is `path`.")
+
+
+def _check_key_variable(where: str, name: str) -> None:
+    """The gateway reads it in its own environment, where some variables are not."""
+    if name.startswith(SECRET_VARIABLES):
+        reason = f"{name!r} is not passed on to the gateway, as no variable is that begins with {', '.join(SECRET_VARIABLES)}"
+        raise ConfigError(where, reason, "Give it another name, or use api_key_file.")

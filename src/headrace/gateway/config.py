@@ -80,14 +80,17 @@ class ForeignConfig:
 
     def checked(self) -> ForeignConfig:
         """This value if its rules hold. Raises ConfigError."""
+        if "@" in self.url:
+            reason = "holds an @, and no user name or password is taken from an address"
+            raise ConfigError("url", reason, "Keys go into api_key_file or api_key_env; an @ of the path is written %40.")
         try:
             parts = urlsplit(self.url)
             is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and self.url.isprintable()
         except ValueError:
             is_url = False
         if not is_url or " " in self.url:
-            raise ConfigError("url", f"{self.url!r} is not the address of a server", "Write http://HOST:PORT/v1.")
-        if parts.username is not None or parts.query or parts.fragment:
+            raise ConfigError("url", f"{re.split('[?#]', self.url)[0]!r} is not the address of a server", "Write http://HOST:PORT/v1.")
+        if parts.query or parts.fragment:
             raise ConfigError("url", "holds more than host and path", "Keys go into api_key_file or api_key_env.")
         if self.api_key_file and self.api_key_env:
             raise ConfigError("api_key_file", "is given beside api_key_env", "Give one of them.")
