@@ -96,6 +96,19 @@ async def test_what_a_direct_reader_declines_is_read_in_order_and_counted_as_unr
     await task
 
 
+async def test_a_stream_that_ended_before_its_turn_wakes_its_reader_after_a_direct_take() -> None:
+    waiting: list[ReplicaStream] = []
+    reader = Reader(made(on_ready=waiting.append))
+    task = asyncio.create_task(reader.read())
+    await turns()
+    reader.stream.put_tokens(0, (1,))
+    reader.stream.end()
+    assert waiting.pop().deliver()
+    async with asyncio.timeout(5):
+        await task
+    assert reader.seen == [(0, (1,))]
+
+
 async def test_a_reader_that_is_busy_is_never_overtaken() -> None:
     """Its task has taken updates and waits for something else: tokens taken directly now would be out of order."""
     reader = Reader(made())

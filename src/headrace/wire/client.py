@@ -95,8 +95,8 @@ class ReplicaClient:
         self._streams: dict[RequestId, ReplicaStream] = {}
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
-        self._told: set[str] = set()
-        self._told_state: ReplicaState | None = None
+        self._logged_reasons: set[str] = set()
+        self._logged_state: ReplicaState | None = None
         self.info: ReplicaInfo | None = None
         self.snapshot: SeenLoad | None = None
 
@@ -180,7 +180,7 @@ class ReplicaClient:
             stream.end()
 
     def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason) -> None:
-        """The gateway ended one sequence (a stop string): `keep_tokens` of its output count. Later news of it is dropped."""
+        """The gateway ended one sequence (a stop string): `keep_tokens` of its output count. Its later updates are dropped."""
         stream = self._streams.get(request_id)
         if stream is not None:
             if self._session is not None:
@@ -202,7 +202,7 @@ class ReplicaClient:
                     on_hello=self._take_hello,
                     on_load=self._take_load,
                     on_weights_digest=self._take_weights_digest,
-                    on_beat=self._tell_state,
+                    on_beat=self._log_state,
                     clock=self._clock,
                 )
                 self._session = session
@@ -213,7 +213,7 @@ class ReplicaClient:
                 except Exception as error:  # the outermost loop: a bug of ours must not leave the replica down for ever
                     log.exception("replica %s: the connection failed", self.name)
                     self.reason = f"{type(error).__name__}: {error}"
-                self._tell_down()
+                self._log_down()
                 retry_s = FIRST_RETRY_S if self.info is not None else min(LAST_RETRY_S, 2 * retry_s)
                 self._lose()
                 await asyncio.sleep(retry_s * random.uniform(0.8, 1.2))
@@ -227,25 +227,25 @@ class ReplicaClient:
         check_model(model, self._expect)
         self.info = ReplicaInfo(hello.instance_id, hello.replica, model)
         self._changed.set()
-        self._told.clear()
-        self._told_state = ReplicaState.CONNECTED
+        self._logged_reasons.clear()
+        self._logged_state = ReplicaState.CONNECTED
         log.info("replica %s is connected (instance %s)", self.name, hello.instance_id)
 
-    def _tell_state(self) -> None:
+    def _log_state(self) -> None:
         """Each change once."""
         state = self.state
-        if state is not self._told_state:
-            self._told_state = state
+        if state is not self._logged_state:
+            self._logged_state = state
             log.log(logging.WARNING if state is ReplicaState.SILENT else logging.INFO, "replica %s is %s", self.name, state.value)
 
-    def _tell_down(self) -> None:
+    def _log_down(self) -> None:
         """Each reason once per outage: the connection is tried again every second, and gRPC words one cause in several ways.
 
-        A replica that was never up is still loading: nothing to warn of, and the supervisor tells how that goes.
+        A replica that was never up is still loading: nothing to warn of, and the supervisor logs how that goes.
         """
-        if self.reason not in self._told:
-            self._told.add(self.reason)
-            if self._told_state is None:
+        if self.reason not in self._logged_reasons:
+            self._logged_reasons.add(self.reason)
+            if self._logged_state is None:
                 log.info("replica %s is not up yet: %s", self.name, self.reason)
             else:
                 log.warning("replica %s is down: %s", self.name, self.reason)

@@ -156,6 +156,8 @@ class ReplicaStream:
                 return False
             if is_taken:
                 self._plain = []
+                if self._is_ended:  # while it was ready: its reader sleeps and nothing else comes that would wake it
+                    self._wake()
                 return True
         self._wake()
         return False
