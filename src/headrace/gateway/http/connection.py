@@ -42,7 +42,7 @@ REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header F
 
 
 OnRefused = Callable[[str, int], None]
-"""Told of each answer that is given here and not by the application: its x-request-id and status."""
+"""Called for each answer that is given here and not by the application, with its x-request-id and status."""
 
 
 def protocol_for(config: GatewayConfig, on_refused: OnRefused) -> type[HttpToolsProtocol]:
@@ -51,7 +51,7 @@ def protocol_for(config: GatewayConfig, on_refused: OnRefused) -> type[HttpTools
     class ConfiguredProtocol(BoundedProtocol):
         bounds = config
 
-        def tell_refused(self, request_id: str, status: int) -> None:
+        def log_refusal(self, request_id: str, status: int) -> None:
             on_refused(request_id, status)
 
     return ConfiguredProtocol
@@ -113,7 +113,7 @@ class BoundedProtocol(HttpToolsProtocol):
     bounds: GatewayConfig
     _client: ClientTransport
 
-    def tell_refused(self, request_id: str, status: int) -> None:
+    def log_refusal(self, request_id: str, status: int) -> None:
         """Called after each answer that is given here."""
         raise NotImplementedError
 
@@ -258,7 +258,7 @@ class BoundedProtocol(HttpToolsProtocol):
             % (status, REASONS[status], len(body), request_id.encode(), body)
         )
         self._half_close()
-        self.tell_refused(request_id, status)
+        self.log_refusal(request_id, status)
 
     @property
     def _is_idle(self) -> bool:

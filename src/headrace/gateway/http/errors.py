@@ -25,7 +25,7 @@ from headrace.core.errors import (
 )
 
 BAD_HTTP = "bad_http"
-"""Code of what never became a request (gateway.protocol)."""
+"""Code of what never became a request (`gateway.http.connection`)."""
 
 MAX_MESSAGE_CHARS = 2000
 MAX_PARAM_CHARS = 200
@@ -51,7 +51,7 @@ class UnsupportedMediaType(HeadraceError):
 
 
 class BodyTooLarge(RequestTooLarge):
-    """More body bytes than the cap. The rest is thrown away, as far as the server waits for it (gateway.server)."""
+    """More body bytes than the cap. The rest is thrown away, as far as the server waits for it (`gateway.http.connection`)."""
 
 
 class ContextLengthExceeded(InvalidRequest):

@@ -4,7 +4,7 @@ Stricter than JSON parsers are by default: nesting, values and keys have caps (c
 that disagree on duplicates are a known way around validation), NaN and infinities are refused (also as 1e999), strings hold neither lone
 surrogates (they cannot be encoded again) nor U+0000 (tokenizers and C code below disagree on it). Every refusal names the place.
 
-Not here: what the fields mean (gateway.fields, gateway.parse).
+Not here: what the fields mean (`gateway.surfaces.dialect`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A stream is written by its own task; `StreamWatch` looks at all streams a few ti
 may wait for a client is bounded in bytes: what is left of the encoded chunk being sent plus what the engine has produced meanwhile.
 Beyond it the connection is dropped and the request cancelled. Log-probabilities come faster than many a client reads: some of them are
 allowed on top (`score_bytes`). All streams together are bounded by what the budget has left. (The
-time a client may take is bounded for every answer alike, by `gateway.http.server`.)
+time a client may take is bounded for every answer alike, by `gateway.http.connection`.)
 
 Errors after the first byte are `Exchange.fail`'s: an event with the error body, then the end, without [DONE].
 

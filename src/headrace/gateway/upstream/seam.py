@@ -242,7 +242,8 @@ class Prepared(Protocol):
     prompt_tokens      of all prompts; None where only the server that answers can count them
     max_output_tokens  worst case over all sequences; None as above
     num_sequences      over all prompts
-    route_key          requests with equal keys begin alike and may share cached blocks; empty where nothing is known
+    route_key          requests with equal keys begin alike and may share cached blocks; empty where nothing is known.
+                       Nothing reads it yet: a replica is chosen by its load alone
     seed               that the answer follows from; None where it is not known
     """
 
