@@ -8,16 +8,20 @@ import json
 import tracemalloc
 import weakref
 from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from gateway_kit import MODEL, TestBench, chat_body, dial, eventually, metric, open_bench, post, serving
 
-from headrace.core.errors import DeadlineExceeded
+from headrace.core.errors import ConfigError, DeadlineExceeded, Overloaded
 from headrace.core.ids import RequestId
 from headrace.gateway import memory
-from headrace.gateway.access.open_requests import OpenRequests
+from headrace.gateway.access.budget import Held, HeldLimits, MemoryBudget
+from headrace.gateway.config import config_from
+from headrace.gateway.generation.score_limits import first_answer_bytes
 from headrace.gateway.http.exchange import ABORT_EXTENSION, Exchange
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.surfaces.dialect.logprobs import echo_logprobs
@@ -53,7 +57,7 @@ async def test_a_body_counts_while_its_request_runs(bench: TestBench) -> None:
     await eventually(lambda: bool(bench.replica.requests))
     held = bench.gateway.service.budget.held
     assert held >= 400 + 36 * len(bench.replica.requests[0].prompt_ids)
-    assert metric(bench.gateway, "headrace_gateway_held_bytes") == held
+    assert metric(bench.gateway, "headrace_gateway_held_bytes", of="prompts") == held - 8  # the answer of one token
     bench.replica.go.set()
     assert (await asked).status_code == 200
     assert bench.gateway.service.budget.held == 0
@@ -92,7 +96,7 @@ async def test_scores_that_are_not_there_yet_are_not_held(bench: TestBench, is_s
 
 
 async def test_where_there_is_no_room_a_request_is_told_so_and_room_comes_back(text: TextModel) -> None:
-    async with open_bench(text, limits={"max_held_bytes": 2_000_000, "max_tenant_held_bytes": 2_000_000}) as bench:
+    async with open_bench(text, limits={"max_answer_bytes": 2_300_000}) as bench:
         bench.replica.go.clear()
         first = asyncio.create_task(ask(bench, "/v1/completions", {**ECHO, "n": 2}))
         second = asyncio.create_task(ask(bench, "/v1/completions", {**ECHO, "n": 2}))
@@ -101,7 +105,7 @@ async def test_where_there_is_no_room_a_request_is_told_so_and_room_comes_back(t
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
         assert "memory for answers is taken" in refused.json()["error"]["message"]
         assert refused.headers["retry-after"] == "1"
-        assert metric(bench.gateway, "headrace_gateway_held_refused") == 1
+        assert metric(bench.gateway, "headrace_gateway_held_refused_total", of="answers") == 1
         assert (await bench.chat(max_tokens=0)).status_code == 400  # others are still heard
         bench.replica.go.set()
         assert [(await task).status_code for task in (first, second)] == [200, 200]
@@ -123,6 +127,89 @@ async def test_a_whole_answer_that_outgrows_the_room_ends_and_its_engine_is_told
         assert refused.status_code == 413
         await eventually(lambda: bench.replica.num_open == 0)
         assert bench.gateway.service.budget.held == 0
+
+
+KEYS = ({"key": "k" * 16, "tenant": "a"}, {"key": "l" * 16, "tenant": "b"})
+
+
+def budget_of(**limits: Any) -> MemoryBudget:
+    config = config_from({"models": [{"name": "m", "folder": "f", "replicas": [{"name": "r", "address": "a"}]}], **limits})
+    return memory.memory_budget(config, machine_bytes=16 << 30)
+
+
+def fill(stack: ExitStack, budget: MemoryBudget, tenant: str, *, of: str) -> None:
+    """Requests of a tenant, a mebibyte each, until one is refused."""
+    while True:
+        held: Held = getattr(stack.enter_context(budget.open(tenant)), of)
+        held.add(1 << 20)
+
+
+def test_one_tenant_cannot_take_the_memory_of_all() -> None:
+    """40 connections that sent 1 MiB of body and stopped were all it took to refuse every other key."""
+    budget = budget_of(api_keys=KEYS)
+    with ExitStack() as stack:
+        with pytest.raises(Overloaded, match="prompts is taken by your other requests"):
+            fill(stack, budget, "a", of="prompts")
+        with budget.open("b") as other:
+            other.prompts.add(1 << 20)
+        budget.check()
+
+
+def test_without_keys_there_is_one_tenant_who_may_take_all() -> None:
+    budget = budget_of()
+    assert budget.prompts.limits.tenant == budget.prompts.limits.total == 1 << 30
+    assert budget.answers.limits.tenant == budget.answers.limits.total == 40 << 20
+    assert memory.memory_budget(config_from({"models": [{"name": "m", "upstream": {"url": "http://h/v1"}}]}), 1).prompts.left == 40 << 20
+
+
+def test_a_share_that_isolates_nobody_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"limits.max_tenant_share: 1.* lets one of 2 tenants take what all have"):
+        budget_of(api_keys=KEYS, limits={"max_tenant_share": 1.0})
+    assert budget_of(limits={"max_tenant_share": 1.0}).answers.limits.tenant == 40 << 20
+
+
+def test_long_prompts_queue_up_to_the_cap_of_requests() -> None:
+    """262 prompts of 4k tokens were all that were let in, of 4096 requests."""
+    budget = budget_of()
+    with ExitStack() as stack:
+        for _ in range(4096):
+            stack.enter_context(budget.open("")).prompts.add(4096 * (36 + 4))
+        budget.check()
+
+
+def test_requests_that_come_are_refused_before_those_that_run_are_ended() -> None:
+    """A collected answer that was nearly done ended with 429 because newer requests had taken the memory."""
+    budget = budget_of()
+    with budget.open("") as running, ExitStack() as stack:
+        running.answers.add(first_answer_bytes(None, num_tokens=4096))
+        with pytest.raises(Overloaded):
+            fill(stack, budget, "", of="answers")
+        running.answers.add(8 << 20)
+
+
+def test_the_container_bounds_the_machine(tmp_path: Path) -> None:
+    assert memory.machine_bytes(tmp_path) > 1 << 20
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("1048576\n")
+    assert memory.machine_bytes(tmp_path) == 1 << 20
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
+    assert memory.machine_bytes(tmp_path) > 1 << 20
+
+
+async def test_unread_answers_of_tokenize_are_bounded(text: TextModel) -> None:
+    """Ten of them to prompts of 1 MB took 146 MB that no limit knew of."""
+    async with open_bench(text, limits={"max_answer_bytes": 4_000_000, "max_request_held_bytes": 3_000_000}) as bench:
+        async with serving(bench.gateway) as port, dial(port, limit=1024) as (_, writer):
+            writer.write(post("/tokenize", {"model": MODEL, "prompt": "a b " * 80_000}))
+            budget = bench.gateway.service.budget
+            await eventually(lambda: budget.answers.held > 2_000_000, within_s=30)
+            refused = await ask(bench, "/tokenize", {"model": MODEL, "prompt": "a b " * 80_000})
+            assert refused.status_code == 429
+        await eventually(lambda: budget.num_open == 0)
+        assert budget.held == 0
+        for short in ("Hello", "a b " * 20_000):
+            answer = (await ask(bench, "/tokenize", {"model": MODEL, "prompt": short})).json()
+            assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
 
 
 def test_choices_show_the_same_pieces() -> None:
@@ -199,14 +286,14 @@ class Cycle:
 async def test_cycles_are_collected_once_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """766 MB of a storm's were kept until new work came."""
     monkeypatch.setattr(memory, "LOOK_S", 0.01)
-    open_requests = OpenRequests(4)
+    budget = MemoryBudget(prompts=HeldLimits(1, 1, 1), answers=HeldLimits(1, 1, 1))
     gc.disable()
-    task = asyncio.create_task(memory.give_back_when_idle(open_requests))
+    task = asyncio.create_task(memory.give_back_when_idle(budget))
     try:
         await asyncio.sleep(0.02)
-        with open_requests.admit("a", lambda _: None):  # type: ignore[arg-type]
+        with budget.open("a"):
             left = weakref.ref(Cycle())
-            with open_requests.admit("b", lambda _: None):  # type: ignore[arg-type]
+            with budget.open("b"):
                 pass
             await asyncio.sleep(0.05)
             assert left() is not None, "not while something runs"

@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError
-from headrace.gateway.access.budget import ByteBudget, HeldLimits
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.app import Gateway
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig
 from headrace.gateway.generation.answer_pool import AnswerPool
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.sse import StreamWatch
-from headrace.gateway.memory import give_back_when_idle
+from headrace.gateway.memory import give_back_when_idle, machine_bytes, memory_budget
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.text_workers.pool import TextPool
@@ -29,7 +28,7 @@ from headrace.gateway.upstream.replicas import Connection, Replica, ReplicaPool
 from headrace.gateway.upstream.seam import Upstream
 from headrace.gateway.upstream.served_models import ModelTable, ServedModel
 from headrace.gateway.upstream.tokens import TokenUpstream
-from headrace.observe.metrics import Metrics
+from headrace.observe.metrics import MemoryReading, Metrics
 from headrace.observe.request_log import RequestLog
 from headrace.policy.routing.choice import Random, ReplicaId
 from headrace.text.folder import TextModel, load_text
@@ -117,10 +116,9 @@ async def open_gateway(
                 text = ModelText(text_pool, model.name, texts[model.name].tokenizer)
                 upstream = TokenUpstream(text, pool, draw_seed=sources.draw_seed)
             models.append(ServedModel(model.name, model.aliases, upstream, int(sources.unix_time())))
-        limits = config.limits
-        budget = ByteBudget(HeldLimits(limits.max_request_held_bytes, limits.max_tenant_held_bytes, limits.max_held_bytes))
+        budget = memory_budget(config, machine_bytes())
         watch = StreamWatch(
-            left_bytes=lambda: budget.left,
+            left_bytes=lambda: budget.answers.left,
             ping_s=config.timeouts.sse_ping_s,
             max_pending_bytes=config.limits.max_pending_bytes,
             on_lag=metrics.loop_lag.observe,
@@ -143,10 +141,16 @@ async def open_gateway(
         metrics.read_text(text_pool.reading)
         metrics.requests_open.set_function(lambda: service.open_requests.num_open)
         metrics.log_dropped.set_function(lambda: request_log.num_dropped)
-        metrics.held_bytes.set_function(lambda: budget.held)
-        metrics.held_refused.set_function(lambda: budget.num_refused)
-        metrics.streams_cut.set_function(lambda: service.watch.num_cut)
-        giving_back = asyncio.create_task(give_back_when_idle(service.open_requests), name="memory given back")
+        pools = (budget.prompts, budget.answers)
+        metrics.read_memory(
+            lambda: MemoryReading(
+                held={pool.name: pool.held for pool in pools},
+                refused={pool.name: pool.num_refused for pool in pools},
+                num_streams_cut=watch.num_cut,
+                num_answers_pending=answer_pool.num_pending,
+            )
+        )
+        giving_back = asyncio.create_task(give_back_when_idle(budget), name="memory given back")
         stack.callback(giving_back.cancel)
         yield Gateway(service, request_log)
 

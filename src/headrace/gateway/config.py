@@ -132,9 +132,10 @@ class Limits:
     max_text_queue        jobs of less than 64 KiB waiting for one of them, and as many larger ones; beyond it 429 for the tenant with most
     max_text_queue_bytes  of the ones and of the others together, likewise
     max_pending_bytes     an answer made but not yet read by its client; beyond it the request is cancelled
-    max_held_bytes        of all requests: bodies, prompts, log-probabilities, answers until they are written; one more is refused with 429
-    max_tenant_held_bytes   the same of one tenant
-    max_request_held_bytes  the same of one request; more is refused with 413
+    max_prompt_bytes      bodies and prompts of all requests; one more is refused with 429. None: a sixteenth of the machine's memory
+    max_answer_bytes      log-probabilities of all requests, and answers until they are written; one more is refused with 429
+    max_tenant_share      of either, for one tenant. None: a quarter where keys name several tenants, all where there is one
+    max_request_held_bytes  of either, for one request; more is refused with 413
     """
 
     max_body_bytes: int = 1 << 20
@@ -150,8 +151,9 @@ class Limits:
     max_text_queue: int = 8192
     max_text_queue_bytes: int = 64 << 20
     max_pending_bytes: int = 256 << 10
-    max_held_bytes: int = 40 << 20
-    max_tenant_held_bytes: int = 40 << 20
+    max_prompt_bytes: int | None = None
+    max_answer_bytes: int = 40 << 20
+    max_tenant_share: float | None = None
     max_request_held_bytes: int = 32 << 20
 
 
@@ -214,7 +216,14 @@ class GatewayConfig:
                 given = getattr(value, item.name)
                 if given is not None and not given > 0:
                     raise ConfigError(f"{part}.{item.name}", f"{given} is not positive")
+        _check_share(self.limits.max_tenant_share, self.num_tenants)
         return self
+
+    @property
+    def num_tenants(self) -> int:
+        """A key that names none is one of its own; without keys there is one."""
+        named = {key.tenant for key in self.api_keys if key.tenant}
+        return max(1, len(named) + sum(not key.tenant for key in self.api_keys))
 
 
 def load_config(path: str | Path) -> GatewayConfig:
@@ -264,6 +273,16 @@ def _check_key(where: str, key: ApiKey) -> None:
         raise ConfigError(f"{where}.priority", f"{key.priority!r} is not one of premium, standard, batch")
     if not 0 < key.weight <= 1e6:
         raise ConfigError(f"{where}.weight", f"{key.weight} is outside 0 < weight <= 1e6")
+
+
+def _check_share(share: float | None, num_tenants: int) -> None:
+    if share is None:
+        return
+    if share > 1:
+        raise ConfigError("limits.max_tenant_share", f"{share} is above 1")
+    if share == 1 and num_tenants > 1:
+        rule = f"1 lets one of {num_tenants} tenants take what all have"
+        raise ConfigError("limits.max_tenant_share", rule, "Give less than 1, or leave it out for a quarter.")
 
 
 def _check_models(models: tuple[ModelConfig, ...]) -> None:

@@ -80,6 +80,39 @@ class TextCollector(Collector):
         return ()
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryReading:
+    """held, refused: bytes, and requests, by what is held (prompts, answers)."""
+
+    held: Mapping[str, int]
+    refused: Mapping[str, int]
+    num_streams_cut: int
+    num_answers_pending: int
+
+
+class MemoryCollector(Collector):
+    """What the gateway's requests hold, as metric families."""
+
+    def __init__(self, reading: Callable[[], MemoryReading]) -> None:
+        self._reading = reading
+
+    def collect(self) -> Iterator[Metric]:
+        reading = self._reading()
+        held = GaugeMetricFamily("headrace_gateway_held_bytes", "What requests hold: prompts with their bodies, answers.", labels=("of",))
+        refused = CounterMetricFamily("headrace_gateway_held_refused", "Requests refused because of them.", labels=("of",))
+        for name, num_bytes in reading.held.items():
+            held.add_metric((name,), num_bytes)
+            refused.add_metric((name,), reading.refused[name])
+        yield from (held, refused)
+        text = "Streams cut because their clients did not read."
+        yield CounterMetricFamily("headrace_gateway_streams_cut", text, reading.num_streams_cut)
+        text = "Answers with many log-probabilities that are queued or being encoded."
+        yield GaugeMetricFamily("headrace_gateway_answers_pending", text, reading.num_answers_pending)
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+
 class EngineCollector(Collector):
     """Turns the replicas' last snapshots into metric families, one sample per replica."""
 
@@ -208,9 +241,6 @@ class Metrics:
             buckets=LAG_BUCKETS,
             registry=registry,
         )
-        self.held_bytes = Gauge("headrace_gateway_held_bytes", "Bodies, prompts and answers that requests hold.", registry=registry)
-        self.held_refused = Gauge("headrace_gateway_held_refused", "Requests refused because of them.", registry=registry)
-        self.streams_cut = Gauge("headrace_gateway_streams_cut", "Streams cut because their clients did not read.", registry=registry)
         self.log_dropped = Gauge("headrace_request_log_dropped", "Lines the request log could not write.", registry=registry)
 
     def replica(self, model: str, replica: str) -> ReplicaMetrics:
@@ -226,6 +256,9 @@ class Metrics:
 
     def read_engines(self, readings: Callable[[], Iterable[ReplicaReading]]) -> None:
         self.registry.register(EngineCollector(readings))
+
+    def read_memory(self, reading: Callable[[], MemoryReading]) -> None:
+        self.registry.register(MemoryCollector(reading))
 
     def read_text(self, reading: Callable[[], TextReading]) -> None:
         self.registry.register(TextCollector(reading))

@@ -1,12 +1,16 @@
-"""Bytes that requests hold in this process: one sum, refused beyond its limits per request, per tenant and in all.
+"""Bytes that requests hold in this process: two sums, each refused beyond its limits per request, per tenant and in all.
 
-Held are bodies and what they are parsed into, prompts, log-probabilities, and answers until they are written. What is not known
-beforehand is added while it grows. Scopes give back what they took; streams that wait for their reader are looked at by `http.sse`, which
-asks here what is left. Nothing is counted per token.
+prompts  bodies and what they are parsed into, prompt tokens
+answers  log-probabilities, and answers until they are written: what grows far beyond the bytes that asked for it
+
+What is not known beforehand is added while it grows. Scopes give back what they took; streams that wait for their reader are looked at by
+`http.sse`, which asks here what is left. Nothing is counted per token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -15,18 +19,28 @@ from headrace.core.errors import Overloaded, RequestTooLarge
 
 @dataclass(frozen=True, slots=True)
 class HeldLimits:
-    """Bytes, inclusive."""
+    """Bytes, inclusive.
+
+    keeps_reserve  the last quarter, of a tenant's and of all, is for requests that hold something already: those that come are refused
+                   before those that run. What is alone may have all
+    """
 
     request: int
     tenant: int
     total: int
+    keeps_reserve: bool = False
+
+    def allowed(self, limit: int, taken: int, *, is_new: bool) -> int:
+        return limit - limit // 4 if self.keeps_reserve and is_new and taken else limit
 
 
 class ByteBudget:
     """held  by all requests;  num_refused  requests that were told there is no room"""
 
-    def __init__(self, limits: HeldLimits) -> None:
+    def __init__(self, limits: HeldLimits, name: str = "answers") -> None:
+        """name: of what is held, for refusals"""
         self.limits = limits
+        self.name = name
         self.held = 0
         self.num_refused = 0
         self._by_tenant: dict[str, int] = {}
@@ -47,18 +61,22 @@ class ByteBudget:
         assert self.held <= self.limits.total
 
     def _add(self, held: Held, num_bytes: int) -> None:
-        of_tenant = self._by_tenant.get(held.tenant, 0) + num_bytes
-        limits = self.limits
-        if held.num_bytes + num_bytes > limits.request:
+        before = self._by_tenant.get(held.tenant, 0)
+        of_tenant = before + num_bytes
+        limits, is_new = self.limits, not held.num_bytes
+        most = min(limits.request, limits.tenant)
+        if held.num_bytes + num_bytes > most:
             self.num_refused += 1
-            rule = f"a request that needs at most {limits.request} bytes here (limits.max_request_held_bytes)"
+            name = "max_request_held_bytes" if most == limits.request else "max_tenant_share"
+            rule = f"a request that needs at most {most} bytes here (limits.{name})"
             raise RequestTooLarge(
                 "body", rule, held.num_bytes + num_bytes, "Ask for fewer choices or log-probabilities, or send less text."
             )
-        if of_tenant > limits.tenant or self.held + num_bytes > limits.total:
+        is_tenants = of_tenant > limits.allowed(limits.tenant, before, is_new=is_new)
+        if is_tenants or self.held + num_bytes > limits.allowed(limits.total, self.held, is_new=is_new):
             self.num_refused += 1
-            whose = "your other requests" if of_tenant > limits.tenant else "running requests"
-            raise Overloaded(f"The memory for answers is taken by {whose}; try again in a moment.", retry_after_s=1.0)
+            whose = "your other requests" if is_tenants else "running requests"
+            raise Overloaded(f"The memory for {self.name} is taken by {whose}; try again in a moment.", retry_after_s=1.0)
         self._open.add(held)
         self._by_tenant[held.tenant] = of_tenant
         self.held += num_bytes
@@ -95,3 +113,40 @@ class Held:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._budget._give_back(self)
+
+
+class MemoryBudget:
+    """Both sums. num_open, num_closed  requests that have a share, and that had one"""
+
+    def __init__(self, *, prompts: HeldLimits, answers: HeldLimits) -> None:
+        self.prompts = ByteBudget(prompts, "prompts")
+        self.answers = ByteBudget(answers, "answers")
+        self.num_open = 0
+        self.num_closed = 0
+
+    @property
+    def held(self) -> int:
+        return self.prompts.held + self.answers.held
+
+    @contextmanager
+    def open(self, tenant: str) -> Iterator[RequestHeld]:
+        """A request's shares, empty as yet."""
+        self.num_open += 1
+        try:
+            with self.prompts.open(tenant) as prompts, self.answers.open(tenant) as answers:
+                yield RequestHeld(prompts, answers)
+        finally:
+            self.num_open -= 1
+            self.num_closed += 1
+
+    def check(self) -> None:
+        self.prompts.check()
+        self.answers.check()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHeld:
+    """What one request holds of each sum."""
+
+    prompts: Held
+    answers: Held

@@ -32,15 +32,12 @@ class OpenRequest:
 
 
 class OpenRequests:
-    """num_closed  that have left since the start"""
-
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self._open: dict[RequestId, OpenRequest] = {}
         self._empty = asyncio.Event()
         self._empty.set()
         self.is_draining = False
-        self.num_closed = 0
 
     @property
     def num_open(self) -> int:
@@ -82,6 +79,5 @@ class OpenRequests:
     def _close(self, entry: OpenRequest) -> None:
         assert entry.request_id in self._open, "closed twice"
         del self._open[entry.request_id]
-        self.num_closed += 1
         if not self._open:
             self._empty.set()

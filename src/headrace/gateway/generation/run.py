@@ -21,13 +21,14 @@ from headrace.core.errors import DeadlineExceeded, SequenceFailed, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.request import PriorityClass
 from headrace.core.sampling import SamplingParams
-from headrace.gateway.access.budget import Held
+from headrace.gateway.access.budget import RequestHeld
 from headrace.gateway.generation.progress import Progress
 from headrace.gateway.generation.score_limits import (
     MAX_INLINE_SCORES,
     OUTPUT_SCORE_BYTES,
     PROMPT_SCORE_BYTES,
     check_output_scores,
+    first_answer_bytes,
     num_prompt_scores,
     unread_score_bytes,
 )
@@ -121,7 +122,7 @@ class DirectChunks:
 class Run:
     """One admitted request of a known model."""
 
-    def __init__(self, service: Service, exchange: Exchange, held: Held, ask: Ask) -> None:
+    def __init__(self, service: Service, exchange: Exchange, held: RequestHeld, ask: Ask) -> None:
         """held: what this request takes in memory is added to it.
 
         Raises: ModelNotFound or InvalidRequest, for everything that can be refused without asking the upstream.
@@ -136,6 +137,7 @@ class Run:
         self.params = SamplingParams(**ask.sampling).checked()
         self.num_prompt_scores = 0
         self.unread_score_bytes = 0
+        self.first_bytes = 0
 
     async def prepare(self) -> Prepared:
         """Raises what `Upstream.prepare` raises, and RequestTooLarge for more log-probabilities than an answer may hold."""
@@ -152,8 +154,10 @@ class Run:
             check_output_scores(self.params.logprobs, num_tokens=prepared.num_sequences * self.params.max_tokens)
         piece_bytes = 2 * PIECE_BYTES if self.num_prompt_scores else 0  # the piece of them that is on its way
         self.unread_score_bytes = piece_bytes + unread_score_bytes(self.params.logprobs, num_tokens=prepared.max_output_tokens or 0)
-        self.held.add(PROMPT_TOKEN_BYTES * (prepared.prompt_tokens or 0))
-        self.held.add(self.num_prompt_scores // ask.num_shown * PROMPT_SCORE_BYTES + piece_bytes)
+        if not ask.is_streaming:
+            self.first_bytes = first_answer_bytes(self.params.logprobs, num_tokens=prepared.max_output_tokens)
+        self.held.prompts.add(PROMPT_TOKEN_BYTES * (prepared.prompt_tokens or 0))
+        self.held.answers.add(self.num_prompt_scores // ask.num_shown * PROMPT_SCORE_BYTES + piece_bytes + self.first_bytes)
         return WantedPrepared(prepared, self._raise_if_left)
 
     async def answer(self, answer: Answer, prepared: Prepared) -> None:
@@ -205,16 +209,16 @@ class Run:
         return asyncio.get_running_loop().call_later(remaining_s + DEADLINE_GRACE_S, self.exchange.leave, DeadlineExceeded(DEADLINE_PASSED))
 
     async def _whole(self, answer: Answer, stream: EventStream, progress: Progress) -> None:
-        num_tokens, not_held = 0, 0
+        num_tokens, not_held = 0, -self.first_bytes
         num_top = (self.params.logprobs or 0) + 1
         while events := await self._events(stream, progress):
             answer.add(events)
             num_new = sum([len(event.logprobs) for event in events])
             num_tokens += num_new
             check_output_scores(self.params.logprobs, num_tokens=num_tokens)
-            not_held += sum([len(event.text) for event in events]) + num_new * num_top * OUTPUT_SCORE_BYTES
+            not_held += sum([event.text_bytes for event in events]) + num_new * num_top * OUTPUT_SCORE_BYTES
             if not_held >= HOLD_STEP_BYTES:
-                self.held.add(not_held)
+                self.held.answers.add(not_held)
                 not_held = 0
         parts = answer.whole(stream.usage())
         if self.num_prompt_scores + num_tokens * num_top <= MAX_INLINE_SCORES:

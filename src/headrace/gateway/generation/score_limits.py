@@ -13,6 +13,11 @@ PROMPT_SCORE_BYTES = 72
 OUTPUT_SCORE_BYTES = 24
 """What one of an output token takes while an answer is collected."""
 
+OUTPUT_TOKEN_BYTES = 8
+FIRST_TEXT_BYTES = 4 << 10
+FIRST_SCORE_BYTES = 64 << 10
+"""Held for a collected answer before it begins, of its text and of its log-probabilities: all of a short one, the beginning of others."""
+
 UNREAD_SCORE_BYTES = 24
 MAX_UNREAD_SCORE_BYTES = 2 << 20
 """How much the output's log-probabilities may make wait for a client, beside all else that may."""
@@ -56,3 +61,10 @@ def unread_score_bytes(num_top: int | None, *, num_tokens: int) -> int:
     num_tokens  of all sequences, at most
     """
     return 0 if num_top is None else min(MAX_UNREAD_SCORE_BYTES, num_tokens * (num_top + 1) * UNREAD_SCORE_BYTES)
+
+
+def first_answer_bytes(num_top: int | None, *, num_tokens: int | None) -> int:
+    """What an answer that is collected holds before it begins. num_tokens: of all sequences, at most; None: not known"""
+    first = FIRST_TEXT_BYTES + (0 if num_top is None else FIRST_SCORE_BYTES)
+    token_bytes = OUTPUT_TOKEN_BYTES + (0 if num_top is None else (num_top + 1) * OUTPUT_SCORE_BYTES)
+    return first if num_tokens is None else min(first, num_tokens * token_bytes)

@@ -201,6 +201,14 @@ class Exchange:
         await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
         await self.write(body, is_last=True)
 
+    async def reply_parts(self, parts: Sequence[bytes]) -> None:
+        """The whole answer (200) from parts that are never joined, for some are large."""
+        await self.start(200, [_JSON, (b"content-length", b"%d" % sum(map(len, parts)))])
+        slices = (part[first : first + PIECE_BYTES] for part in parts for first in range(0, len(part), PIECE_BYTES))
+        for piece in joined_pieces(slices):
+            await self.write(piece)
+        await self.write(b"", is_last=True)
+
     async def reply_in_pieces(self, parts: AsyncIterator[list[bytes]]) -> None:
         """A whole answer (200) of a length that is not known yet; each part is made when the one before it has left."""
         await self.start(200, [_JSON])

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
-from headrace.gateway.access.budget import Held
+from headrace.gateway.access.budget import RequestHeld
 from headrace.gateway.config import Limits
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
@@ -20,14 +20,14 @@ MAX_INLINE_BYTES = 16 << 10
 """A body up to this size is parsed on the event loop: at worst 4 ms, where handing it to a text worker costs a quarter of one."""
 
 
-async def parsed(service: Service, exchange: Exchange, held: Held, parse: Callable[[dict[str, object], Limits], T]) -> T:
+async def parsed(service: Service, exchange: Exchange, held: RequestHeld, parse: Callable[[dict[str, object], Limits], T]) -> T:
     """The request a body holds. Raises what reading, decoding and `parse` raise.
 
-    held   what the body takes, and then what it was parsed into, is added while it is read
+    held   each part of the body is added as it came; what it is parsed into is taken to be as large and not counted again
     parse  a row of `text_workers.work.PARSERS`: a large body is parsed by a text worker, and comes back as what it was parsed into
     """
     limits = service.config.limits
-    body = await exchange.json_body(max_bytes=limits.max_body_bytes, timeout_s=service.config.timeouts.body_s, hold=held.add)
+    body = await exchange.json_body(max_bytes=limits.max_body_bytes, timeout_s=service.config.timeouts.body_s, hold=held.prompts.add)
     if len(body) <= MAX_INLINE_BYTES:
         return parse(decode_object(body, Caps(depth=limits.max_json_depth)), limits)
     async with exchange.watching():

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from headrace.core.errors import InvalidRequest
+from headrace.gateway.access.budget import RequestHeld
 from headrace.gateway.config import Limits
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
@@ -62,31 +63,35 @@ def parse_detokenize(body: dict[str, object], limits: Limits) -> DetokenizeReque
 async def tokenize(service: Service, exchange: Exchange) -> None:
     """vLLM's /tokenize: a prompt or a conversation as token ids. Its bench reads token_strs, so they are there unless declined."""
     with service.budget.open(exchange.principal.tenant) as held:
-        await _tokenize(service, exchange, await parsed(service, exchange, held, parse_tokenize))
+        await _tokenize(service, exchange, held, await parsed(service, exchange, held, parse_tokenize))
 
 
-async def _tokenize(service: Service, exchange: Exchange, request: TokenizeRequest) -> None:
+async def _tokenize(service: Service, exchange: Exchange, held: RequestHeld, request: TokenizeRequest) -> None:
     model = service.models.only(request.model)
     exchange.record.model = model.name
     asked = model.upstream.tokenize(_prompt(request), needs_texts=request.return_token_strs is not False, tenant=exchange.principal.tenant)
     async with exchange.watching():
         made = await exchange.unless_left(asked)
     # A TokenizeReply, put together from JSON that is made already: there may be a million tokens.
-    head = (made.num_tokens, _encode(model.upstream.max_model_len))
-    await exchange.reply(200, b'{"count":%d,"max_model_len":%s,"tokens":%s,"token_strs":%s}' % (*head, made.ids_json, made.texts_json))
+    head = b'{"count":%d,"max_model_len":%s,"tokens":' % (made.num_tokens, _encode(model.upstream.max_model_len))
+    parts = (head, made.ids_json, b',"token_strs":', made.texts_json, b"}")
+    held.answers.add(sum(map(len, parts)))
+    await exchange.reply_parts(parts)
 
 
 async def detokenize(service: Service, exchange: Exchange) -> None:
     with service.budget.open(exchange.principal.tenant) as held:
-        await _detokenize(service, exchange, await parsed(service, exchange, held, parse_detokenize))
+        await _detokenize(service, exchange, held, await parsed(service, exchange, held, parse_detokenize))
 
 
-async def _detokenize(service: Service, exchange: Exchange, request: DetokenizeRequest) -> None:
+async def _detokenize(service: Service, exchange: Exchange, held: RequestHeld, request: DetokenizeRequest) -> None:
     model = service.models.only(request.model)
     exchange.record.model = model.name
     async with exchange.watching():
         text = await exchange.unless_left(model.upstream.detokenize(request.tokens, tenant=exchange.principal.tenant))
-    await exchange.reply(200, _encode(DetokenizeReply(prompt=text)))
+    body = _encode(DetokenizeReply(prompt=text))
+    held.answers.add(len(body))
+    await exchange.reply(200, body)
 
 
 def _prompt(request: TokenizeRequest) -> Conversation | PlainPrompts:
