@@ -8,6 +8,8 @@ its prompts. Rows: "decode-1 bf16" (and -8, int8, int4): a step; "prefill bf16":
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import itertools
 import json
 import os
@@ -24,7 +26,6 @@ from headrace.engine.loop import Engine
 from headrace.lab.datasets import Shape, make_requests
 from headrace.lab.fake_runner import FakeOptions, fake_engine
 from headrace.lab.offline import Collector, OfflineRun, run_offline
-from headrace.tensor.host.openmp import prepare_openmp
 
 QUANTIZATIONS = {"bf16": "none", "int8": "int8", "int4": "int4"}
 DECODE = {"decode-1": 1, "decode-8": 8}
@@ -42,11 +43,11 @@ class Timed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scheduler, name)
 
-    def plan(self, now: float) -> Any:
-        return self._clocked(self._scheduler.plan, now)
+    def plan(self, *arguments: Any) -> Any:
+        return self._clocked(self._scheduler.plan, *arguments)
 
-    def commit(self, plan: Any, result: Any) -> Any:
-        return self._clocked(self._scheduler.commit, plan, result)
+    def commit(self, *arguments: Any) -> Any:
+        return self._clocked(self._scheduler.commit, *arguments)
 
     def _clocked(self, call: Any, *arguments: Any) -> Any:
         began = time.perf_counter()
@@ -96,10 +97,24 @@ class Workload:
         return timed.seconds
 
 
+def prepare_openmp() -> None:
+    """`prepare_openmp` of whichever tree is timed: it has moved, and a base may be older than that."""
+    names = ("headrace.tensor.host.openmp", "headrace.tensor.openmp")
+    found = next(name for name in names if _exists(name))
+    importlib.import_module(found).prepare_openmp(os.environ)
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even its package is there
+        return False
+
+
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever prints goes to the log
-    prepare_openmp(os.environ)  # before torch, which building an engine imports
+    prepare_openmp()  # before torch, which building an engine imports
     workload = Workload(Path(sys.argv[1]))
     print(json.dumps({"ready": {"headrace": headrace.__file__}}), file=answers)
     for line in sys.stdin:
