@@ -8,6 +8,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from update_rows import decode_updates
 
 from headrace.core.errors import (
     DeadlineExceeded,
@@ -35,7 +36,6 @@ from headrace.wire.codec import (
     decode_model_info,
     decode_rejected,
     decode_submit,
-    decode_updates,
     encode_finish,
     encode_load,
     encode_model_info,

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from update_rows import decode_updates
 
 from headrace.core.errors import ModelNotFound, Overloaded
 from headrace.core.finish import FinishReason
@@ -17,7 +18,6 @@ from headrace.core.plan import TokenLogprobs
 from headrace.core.update import SequenceUpdate
 from headrace.engine.server.unsent import FRAME_UNITS, MAX_REJECTED_BYTES, PAGE_POSITIONS, UnsentFrames, merge
 from headrace.wire import headrace_pb2 as pb
-from headrace.wire.codec import decode_updates
 from headrace.wire.handles import Attempt, Handle
 
 LOAD = LoadSnapshot(

@@ -18,7 +18,7 @@ from headrace.wire.codec.request import (
     encode_finish,
     encode_submit,
 )
-from headrace.wire.codec.update import decode_updates, encode_updates
+from headrace.wire.codec.update import encode_updates
 
 __all__ = [
     "check_known_fields",
@@ -28,7 +28,6 @@ __all__ = [
     "decode_model_info",
     "decode_rejected",
     "decode_submit",
-    "decode_updates",
     "encode_cancel",
     "encode_finish",
     "encode_load",

@@ -5,7 +5,7 @@ Tokens are columns; what only some rows have (an end, a first token's facts, log
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypedDict, TypeVar, cast
 
 from headrace.core.finish import FinishReason
@@ -48,22 +48,6 @@ class Facts(TypedDict, total=False):
     num_cached_tokens: int
     queue_time_s: float
     stages: StageSeconds
-
-
-_NO_FACTS = Facts()
-
-
-def decode_updates(message: pb.Updates, attempt_of: Callable[[Handle], Attempt | None]) -> list[tuple[Handle, SequenceUpdate]]:
-    """The rows whose handle is still known; rows of forgotten handles are skipped (an old attempt's last words).
-
-    Raises: as `UpdateRows` does.
-    """
-    updates: list[tuple[Handle, SequenceUpdate]] = []
-    for handle, index, token_ids, facts in UpdateRows(message):
-        attempt = attempt_of(handle)
-        if attempt is not None:
-            updates.append((handle, update_of(attempt, index, token_ids, facts or _NO_FACTS)))
-    return updates
 
 
 def update_of(attempt: Attempt, index: int, token_ids: tuple[int, ...], facts: Facts) -> SequenceUpdate:

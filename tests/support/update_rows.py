@@ -1,0 +1,19 @@
+"""A frame's updates as a list, by the decoder that a session reads them with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headrace.core.update import SequenceUpdate
+from headrace.wire import headrace_pb2 as pb
+from headrace.wire.codec.update import Facts, UpdateRows, update_of
+from headrace.wire.handles import Attempt, Handle
+
+
+def decode_updates(message: pb.Updates, attempt_of: Callable[[Handle], Attempt | None]) -> list[tuple[Handle, SequenceUpdate]]:
+    """The rows whose handle is known. Raises: as `UpdateRows` does."""
+    updates: list[tuple[Handle, SequenceUpdate]] = []
+    for handle, index, token_ids, facts in UpdateRows(message):
+        if (attempt := attempt_of(handle)) is not None:
+            updates.append((handle, update_of(attempt, index, token_ids, Facts() if facts is None else facts)))
+    return updates
