@@ -190,7 +190,7 @@ class Engine:
         self._inbox.put(_Wake())
 
     def snapshot(self) -> LoadSnapshot:
-        """The replica's load as the loop published it last, at the end of a turn or with the updates of a step; for one other thread.
+        """The replica's load as the loop published it last, with every plan and every step's result; for one other thread.
 
         Ages are those of now, so that a loop or a step that hangs shows.
         """
@@ -237,13 +237,15 @@ class Engine:
         """One iteration: handle messages, plan, submit, commit the oldest step. False when there was nothing to do."""
         self._take_messages()
         plan = self._plan()
+        self._published = self._load()  # what left the inbox is counted before a step keeps this thread busy
         if plan is not None:
             self._submit_plan(plan)
         commits = bool(self._in_flight) and (plan is None or len(self._in_flight) >= self._depth)
         if commits:
             self._commit_oldest()
         updates = self.scheduler.take_updates()
-        self._emit(updates)
+        if updates:
+            self._emit(updates)
         return plan is not None or commits or bool(updates) or self._plan_failures > 0
 
     def _emit(self, updates: Sequence[SequenceUpdate | Rejected]) -> None:
@@ -317,6 +319,8 @@ class Engine:
         """A plan that cannot be made is tried again next turn; when it keeps failing, the scheduler's state is not to be trusted."""
         try:
             plan = self.scheduler.plan(self._clock())
+        except EngineFatal:
+            raise
         except Exception as error:
             self._plan_failures += 1
             self._failures.note(FailureKind.PLAN, "a plan could not be made", error)
@@ -348,6 +352,7 @@ class Engine:
             self._failures.note(FailureKind.STEP, f"step {plan.step_id} of {plan.num_rows} rows failed: it is repeated in parts", error)
             self._recover(plan)
             self._step_done(plan, submitted)
+            self._emit(self.scheduler.take_updates())
         else:
             self._step_done(plan, submitted)
             self._deliver(plan, result)
@@ -369,8 +374,7 @@ class Engine:
         updates = self.scheduler.commit(plan, result, self._clock())
         for error in self.scheduler.take_failures():
             self._failures.note(FailureKind.COMMIT, f"a row of step {plan.step_id} could not be committed: its sequence ends", error)
-        if updates:
-            self._emit(updates)
+        self._emit(updates)
 
     def _step_done(self, plan: Plan, submitted: float) -> None:
         now = self._clock()

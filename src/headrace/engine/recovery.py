@@ -37,12 +37,17 @@ class Recovery:
                 sequences[seq.seq_id] = seq
         for plan in plans:
             self._repeat_changes(plan)
+        if (unsent := self._scheduler.unsent_plan(self._clock())) is not None:
+            self._compute_changes(unsent)
         self._repeat_in_halves(list(sequences.values()))
 
     def _repeat_changes(self, plan: Plan) -> None:
         """Which of its state changes the failed step had applied is unknown, so all are sent again."""
+        self._compute_changes(self._scheduler.delta_plan(plan))
+
+    def _compute_changes(self, plan: Plan) -> None:
         try:
-            self._compute(self._scheduler.delta_plan(plan))
+            self._compute(plan)
         except EngineFatal:
             raise
         except Exception as error:

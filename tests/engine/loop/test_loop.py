@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import threading
+from array import array
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from engine_kit import VOCAB, DrivenEngine, request
+from engine_kit import FULL, VOCAB, WINDOW, DrivenEngine, request
 from kv_oracle import OracleRunner, expected_tokens
 
 from headrace.core.errors import EngineFatal
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
+from headrace.core.kvgroup import KvGroup
+from headrace.core.plan import Plan, Result
 from headrace.core.plan_codec import load_plans
+from headrace.policy.kvcache.leases import LeaseError
 from headrace.policy.kvcache.manager import KvManager
-from headrace.policy.schedule.planner import Planner
+from headrace.policy.schedule.planner import PlanDraft, Planner
 from headrace.policy.schedule.scheduler import Scheduler
 from headrace.policy.schedule.sequence_table import SequenceTable
 from headrace.policy.schedule.step_timer import UNKNOWN_STEP_S, StepTimer
@@ -215,8 +220,8 @@ def test_snapshots_count_blocks_by_state_and_steps_once() -> None:
     assert after.counters.finished == {"length": len(PROMPTS)}
 
 
-def test_a_snapshot_is_of_the_end_of_a_turn_while_the_next_one_runs() -> None:
-    """What another thread sees in the midst of a turn is whole: blocks, sequences and counters of one moment."""
+def test_a_snapshot_taken_while_a_step_runs_knows_what_the_step_was_planned_from() -> None:
+    """What another thread sees in the midst of a turn is whole: blocks, sequences and counters of the moment the step was planned."""
     driven = DrivenEngine()
     submit_all(driven)
     driven.turn(2)
@@ -230,15 +235,109 @@ def test_a_snapshot_is_of_the_end_of_a_turn_while_the_next_one_runs() -> None:
 
     driven.runner.compute = in_the_midst  # type: ignore[method-assign]
     driven.submit(request("late", [1, 2, 3]))
+    assert driven.engine.snapshot().num_waiting == before.num_waiting + 1, "it is in the inbox"
     driven.turn()
     (during,) = seen
-    assert during.counters == before.counters
-    assert (during.num_running, during.kv_blocks_free) == (before.num_running, before.kv_blocks_free)
+    assert during.num_running + during.num_waiting == before.num_running + before.num_waiting + 1, "it left the inbox, and is counted still"
+    assert during.kv_blocks_used > before.kv_blocks_used
+    assert during.kv_blocks_free + during.kv_blocks_cached + during.kv_blocks_used == during.kv_blocks_total
     assert (during.step_age_s, during.loop_age_s) == (7.0, 7.0), "ages are those of the moment of asking: a hang shows"
     after = driven.engine.snapshot()
     assert after.counters.steps == before.counters.steps + 1
     assert during.counters.steps == before.counters.steps, "a snapshot that was taken does not change"
     assert (after.step_age_s, after.loop_age_s) == (None, 0.0)
+
+
+def test_a_replica_whose_first_step_runs_does_not_say_that_it_is_idle() -> None:
+    driven, seen = DrivenEngine(), []
+    compute = driven.runner.compute
+
+    def in_the_midst(plan: Any) -> Any:
+        seen.append(driven.engine.snapshot())
+        return compute(plan)
+
+    driven.runner.compute = in_the_midst  # type: ignore[method-assign]
+    submit_all(driven)
+    driven.turn()
+    assert seen[0].num_running + seen[0].num_waiting == len(PROMPTS)
+    assert seen[0].kv_blocks_used > len(driven.kv.pools)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_that_failed_and_was_repeated_is_in_the_next_snapshot(depth: int) -> None:
+    driven = DrivenEngine(depth=depth)
+    driven.runner.fail_when = [96]
+    driven.submit(request("bad", [96]))
+    while not driven.finish:
+        driven.turn()
+    snapshot = driven.engine.snapshot()
+    assert (snapshot.num_running, snapshot.counters.finished) == (0, {"error": 1})
+    assert snapshot.counters.steps == sum(snapshot.counters.step_buckets) == driven.scheduler.counters.steps
+
+
+def test_leases_used_wrongly_in_a_plan_end_the_engine_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = DrivenEngine()
+    submit_all(driven)
+    driven.turn()
+
+    def misused(self: KvManager, now: float) -> None:
+        raise LeaseError("released twice")
+
+    monkeypatch.setattr(KvManager, "begin_plan", misused)
+    with pytest.raises(LeaseError, match="released twice"):
+        driven.engine.turn()
+
+
+def test_leases_used_wrongly_in_a_commit_end_the_engine_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = DrivenEngine()
+    compute = driven.runner.compute
+    driven.runner.compute = lambda plan: replace(compute(plan), moves_done=array("i", [7]))  # type: ignore[method-assign]
+    submit_all(driven)
+    with pytest.raises(LeaseError, match="move 7"):
+        driven.engine.turn()
+
+
+@pytest.mark.parametrize("is_computed", [False, True], ids=["before computing", "after computing"])
+@pytest.mark.parametrize("num_failing", [1, 2, 3])
+@pytest.mark.parametrize("when", range(1, 9))
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (WINDOW,)], ids=["full", "both", "window"])
+def test_a_plan_that_raises_and_then_steps_that_raise_harm_nobody(
+    groups: tuple[KvGroup, ...], when: int, num_failing: int, is_computed: bool
+) -> None:
+    """What the plan handed out reaches the runner before rows are repeated: they may lie in blocks it never heard of."""
+    driven = DrivenEngine(depth=2, groups=groups, max_num_batched_tokens=64, max_model_len=128, num_blocks=80, caching=False)
+    fill, compute = driven.scheduler._planner.fill, driven.runner.compute
+    num_plans = num_left = 0
+
+    def fill_and_raise(step: PlanDraft) -> None:
+        nonlocal num_plans, num_left
+        fill(step)
+        num_plans += 1
+        if num_plans == when:
+            num_left = num_failing
+            raise RuntimeError("planning")
+
+    def compute_and_raise(plan: Plan) -> Result:
+        nonlocal num_left
+        fails = plan.num_rows > 1 and num_left > 0
+        num_left -= fails
+        if fails and not is_computed:
+            raise RuntimeError("a step")
+        result = compute(plan)
+        if fails:
+            raise RuntimeError("a step")
+        return result
+
+    driven.scheduler._planner.fill = fill_and_raise  # type: ignore[method-assign]
+    driven.runner.compute = compute_and_raise  # type: ignore[method-assign]
+    prompts = {"a": [1, 2, 3, 4, 5, 6], "b": [7, 8], "long": [i % 90 for i in range(100)], "c": [9, 10, 11]}
+    for name, prompt in prompts.items():
+        driven.submit(request(name, prompt, n=2 if name == "a" else 1))
+    driven.run()
+    assert num_plans > when
+    assert set(driven.finish.values()) == {FinishReason.LENGTH}
+    for (name, index), tokens in driven.tokens.items():
+        assert tokens == expected_tokens(prompts[name], 8, VOCAB, index)
 
 
 def test_step_times_are_predicted_from_a_fixed_cost_and_a_cost_per_token() -> None:

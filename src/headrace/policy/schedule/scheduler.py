@@ -283,6 +283,15 @@ class Scheduler:
         self._next_step += 1
         return delta
 
+    def unsent_plan(self, now: float) -> Plan | None:
+        """The state changes left by a plan that could not be made, without rows. None: there are none.
+
+        Whoever repeats rows sends it first: the sequences hold the blocks it names, and what it copies from is free for others already.
+        """
+        if self._unsent is None or not self._unsent.has_changes:
+            return None
+        return self._freeze(PlanDraft(0, self._builder(), now))
+
     # invariants
 
     def check(self) -> None:
