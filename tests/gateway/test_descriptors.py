@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.core.descriptors import num_open, raise_limit
 from headrace.core.errors import ConfigError
-from headrace.gateway.http.descriptors import MAX_REFUSALS, MIN_CONNECTIONS, ConnectionLimit, divide
+from headrace.gateway.http.descriptors import MAX_REFUSALS, MIN_CONNECTIONS, ConnectionLimit, connection_limit, divide
 
 
 def test_with_descriptors_enough_the_configured_limit_holds() -> None:
@@ -50,6 +51,13 @@ def test_the_soft_limit_is_raised_as_far_as_it_may_and_never_lowered() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_text_workers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds a socket for as long as the gateway runs."""
+    monkeypatch.setattr("headrace.gateway.http.descriptors.raise_limit", lambda _: 4096)
+    none, many = (connection_limit(16_384, 0, num_text_workers=number).max_connections for number in (0, 80))
+    assert none - many == 80
+
+
 def test_open_descriptors_are_counted() -> None:
     before = num_open()
     ends = os.pipe()
@@ -60,9 +68,10 @@ def test_open_descriptors_are_counted() -> None:
             os.close(end)
 
 
-@pytest.mark.parametrize("limit", [20, 40])
+@pytest.mark.parametrize("limit", [20, 40, 64])
 def test_serve_refuses_too_few_open_files_in_one_sentence(limit: int) -> None:
-    """With 20 the gateway was started for ever: gRPC ends the process that has no descriptor for it."""
+    """With 20 the gateway was started for ever: gRPC ends the process that has no descriptor for it. With 64 the gateway refuses, not
+    this process, which has fewer files open: both said it, and the text workers' host ended with a traceback beside them."""
     program = (
         f"import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}));"
         "sys.argv = ['headrace', 'serve', '--port', '0']; from headrace.cli.main import main; main()"
@@ -70,5 +79,5 @@ def test_serve_refuses_too_few_open_files_in_one_sentence(limit: int) -> None:
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 3
     (line,) = ended.stderr.splitlines()
-    assert line.startswith(f"headrace: open files: a process may have {limit} (ulimit -n)")
+    assert re.match(rf"headrace: (gateway: )?open files: a process may have {limit} .ulimit -n.", line)
     assert line.endswith("Raise the limit: ulimit -n 4096, or LimitNOFILE= of the service.")

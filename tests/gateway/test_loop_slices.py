@@ -53,9 +53,11 @@ CASES: dict[str, tuple[str, bytes, int]] = {
 }
 
 
-@pytest.fixture
-async def bench(tmp_path: Path) -> AsyncIterator[TestBench]:
+@pytest.fixture(params=["spaces count", "spaces are swallowed"])
+async def bench(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[TestBench]:
     folder = text_kit.save_byte_level(tmp_path / "m")
+    if request.param == "spaces are swallowed":
+        text_kit.let_tokens_swallow_spaces(folder)
     text: TextModel = load_text(folder)
     host = HostProcess(frames.HostConfig({MODEL: str(folder)}, Limits()))
     async with open_bench(text, workers=host) as bench:

@@ -6,12 +6,14 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import text_kit
@@ -19,11 +21,12 @@ from gateway_kit import eventually
 
 from headrace.core.errors import CheckpointError, InvalidRequest, Overloaded, Unavailable
 from headrace.gateway.config import Limits
+from headrace.gateway.http.errors import ContextLengthExceeded
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.limits import HEAVY_BYTES
 from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.text_workers.pool import TextPool
-from headrace.gateway.text_workers.processes import HostProcess
+from headrace.gateway.text_workers.processes import COMMAND, HostProcess
 from headrace.text.folder import TextModel, load_text
 
 LOOP = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
@@ -355,6 +358,41 @@ async def test_a_worker_that_grew_is_replaced(folder: Path) -> None:
         await eventually(lambda: before.isdisjoint(child.pid for child in parent.children()))
         assert sum(child.memory_info().rss for child in parent.children()) < 256 << 20
         assert not pool.num_killed
+
+
+def test_a_host_whose_gateway_is_gone_leaves_quietly(folder: Path) -> None:
+    """A gateway that refused its configuration left a BrokenPipeError's traceback below its one line."""
+    ours, theirs = socket.socketpair()
+    with theirs, ours:
+        ours.sendall(json.dumps({"config": msgspec.to_builtins(frames.HostConfig({"fox": str(folder)}, Limits()))}).encode() + b"\n")
+        ours.shutdown(socket.SHUT_RD)  # what it says meets a broken pipe
+        ended = subprocess.run(COMMAND, stdin=theirs.fileno(), capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_wrong_model_folder_is_refused_in_one_line(tmp_path: Path) -> None:
+    config = tmp_path / "gateway.json"
+    model = {"name": "fox", "folder": str(tmp_path / "none"), "replicas": [{"name": "r0", "address": "unix:/none"}]}
+    config.write_text(json.dumps({"models": [model]}), encoding="utf-8")
+    command = [sys.executable, "-m", "headrace.cli.main", "gateway", "--config", str(config)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("headrace gateway: ")
+    assert ended.returncode == 2
+
+
+async def test_a_text_is_split_by_a_worker_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where spaces do not count, the bound splits the text: 8 ms of the event loop per megabyte."""
+    folder = text_kit.save_byte_level(tmp_path / "m")
+    text_kit.let_tokens_swallow_spaces(folder)
+    loops = []
+    monkeypatch.setattr("headrace.gateway.text_workers.model_text.check_fits", lambda *_: loops.append(1))
+    async with workers(folder) as (text, _, _, own):
+        assert own.tokenizer.bound is not None
+        assert not own.tokenizer.bound.counts_spaces
+        with pytest.raises(ContextLengthExceeded):
+            await text.encode(["x " * 10_000], add_special_tokens=False, max_model_len=100, tenant="t")
+    assert not loops
 
 
 async def test_a_signal_from_outside_costs_one_job(folder: Path) -> None:

@@ -30,7 +30,7 @@ from headrace.gateway.http.descriptors import ConnectionLimit
 from headrace.gateway.http.server import Server
 from headrace.gateway.text_workers.local import LocalWorkers
 from headrace.gateway.text_workers.processes import Workers
-from headrace.gateway.text_workers.work import Desk
+from headrace.gateway.text_workers.work import TextContext
 from headrace.text.folder import TextModel
 from headrace.wire.client import ReplicaInfo, ReplicaState, SeenLoad
 from headrace.wire.handles import Handle
@@ -260,7 +260,7 @@ async def open_bench(
         return replicas[given.name]
 
     texts = {model.name: text for model in config.models}
-    workers = workers or LocalWorkers(Desk(texts, config.limits))
+    workers = workers or LocalWorkers(TextContext(texts, config.limits))
     async with open_gateway(config, texts, workers, connect=connect, sources=sources) as gateway:
         transport = httpx2.ASGITransport(app=gateway)
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:

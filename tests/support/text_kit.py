@@ -46,6 +46,14 @@ def save_byte_level(folder: Path, *, chat_template: str | None = CHATML, bos: bo
     return _save(folder, inner, chat_template, bos_token="<|begin|>", eos_token="<|im_end|>")
 
 
+def let_tokens_swallow_spaces(folder: Path) -> None:
+    """Change a saved tokenizer: its added tokens take the white space behind them, any amount."""
+    path = folder / "tokenizer.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    document["added_tokens"] = [{**token, "rstrip": True} for token in document["added_tokens"]]
+    write_json(path, document)
+
+
 def save_metaspace(folder: Path, *, chat_template: str | None = None) -> Path:
     """A BPE spelled with U+2581 for spaces and <0xNN> for bytes outside its alphabet, as sentencepiece models convert to."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]

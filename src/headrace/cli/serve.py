@@ -182,7 +182,8 @@ def run(config: ServeConfig) -> int:
 
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
     num_engines, num_foreign = sum(model.num_engines for model in config.models), sum(model.upstream is not None for model in config.models)
-    connection_limit(config.gateway.limits.max_connections, num_engines, num_foreign)  # children inherit ours
+    limits = config.gateway.limits
+    connection_limit(limits.max_connections, num_engines, num_foreign, num_text_workers=limits.max_text_workers)  # children inherit ours
     check_can_listen(config.gateway.host, config.gateway.port)
 
     def on_ready(ready: FleetReady) -> None:

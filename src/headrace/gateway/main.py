@@ -42,7 +42,7 @@ YOUNG_OBJECTS = 50_000
 """Objects made and not yet freed between two collections of the youngest: more than the rows of a large frame. With Python's 700 a frame
 counts as growth although it is freed at once, and full collections (0.1 s with a thousand streams) come every minute for nothing."""
 
-LAST_WORDS_S = 1.0
+DRAIN_GRACE_S = 1.0
 """How long requests that are cut off have to write their error."""
 
 
@@ -60,16 +60,24 @@ def run_gateway(config_path: str | Path, parent_fd: int | None = None) -> int:
         config = load_config(config_path)
         workers = text_workers(config)
         workers.spawn()  # it loads while this process does
-        is_complete = run_loop(serve(config, load_texts(config), workers, leash))
+        try:
+            is_complete = run_loop(serve(config, load_texts(config), workers, leash))
+        finally:
+            workers.kill()  # where a refusal came before they were opened
     except (ConfigError, CheckpointError) as error:
-        print(f"headrace gateway: {error}", file=sys.stderr)
-        leash.failed(str(error), can_retry=False)
+        _refuse(error, leash, is_supervised=parent_fd is not None, can_retry=False)
         return REFUSED
     except CannotBind as error:
-        print(f"headrace gateway: {error}", file=sys.stderr)
-        leash.failed(str(error), can_retry=True)
+        _refuse(error, leash, is_supervised=parent_fd is not None, can_retry=True)
         return CANNOT_BIND
     return 0 if is_complete else CUT
+
+
+def _refuse(error: HeadraceError, leash: Leash, *, is_supervised: bool, can_retry: bool) -> None:
+    """Say once why this process ends: the supervisor says it to its people, and without one it is said here."""
+    leash.failed(str(error), can_retry=can_retry)
+    if not is_supervised:
+        print(f"headrace gateway: {error}", file=sys.stderr)
 
 
 class CannotBind(HeadraceError):
@@ -95,7 +103,8 @@ async def serve(config: GatewayConfig, texts: dict[str, TextModel], workers: Wor
         loop.add_signal_handler(number, stop.set)
     wanted = config.limits.max_connections
     num_foreign = sum(model.upstream is not None for model in config.models)
-    limit = connection_limit(wanted, sum(len(model.replicas) for model in config.models), num_foreign)
+    num_replicas = sum(len(model.replicas) for model in config.models)
+    limit = connection_limit(wanted, num_replicas, num_foreign, num_text_workers=config.limits.max_text_workers)
     if limit.max_connections < wanted:
         log.warning("limits.max_connections: %d instead of %d, as open files allow (ulimit -n)", limit.max_connections, wanted)
     async with open_gateway(config, texts, workers) as gateway:
@@ -127,5 +136,5 @@ async def drain(open_requests: OpenRequests, timeout_s: float) -> bool:
         return True
     log.warning("%d requests are cut off after %g s", open_requests.num_open, timeout_s)
     open_requests.cut(Unavailable("This server shut down before the answer was complete; it can be sent again."))
-    await open_requests.wait_empty(LAST_WORDS_S)
+    await open_requests.wait_empty(DRAIN_GRACE_S)
     return False

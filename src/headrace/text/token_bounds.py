@@ -29,7 +29,7 @@ class TokenBound:
     counts_spaces: bool = True
 
     def least_tokens(self, text: str) -> int:
-        """A text has at least so many tokens. Linear, about 1 ms per MiB."""
+        """A text has at least so many tokens. Linear, about 1 ms per MiB; 10 ms where spaces do not count: not on an event loop."""
         if not self.counts_spaces:
             text = "".join(text.split())
         num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))

@@ -11,6 +11,8 @@ from headrace.gateway.config import MAX_FOREIGN_CONNECTIONS
 OWN = 40
 """Kept for the event loop, gRPC, the request log, the listener, and files read for a moment."""
 PER_REPLICA = 4
+TEXT_HOST = 2
+"""The socket to the text workers' host, and the worker's end of a pair until the host has it. Each worker has one more."""
 MIN_CONNECTIONS = 8
 MAX_REFUSALS = 64
 """Connections being told that there is no place; each beyond these closes the oldest."""
@@ -24,14 +26,15 @@ class ConnectionLimit:
     max_refusals: int
 
 
-def connection_limit(max_connections: int, num_replicas: int, num_foreign: int = 0) -> ConnectionLimit:
+def connection_limit(max_connections: int, num_replicas: int, num_foreign: int = 0, *, num_text_workers: int) -> ConnectionLimit:
     """What this process, or a child it starts now, can serve of `max_connections`; the soft limit is raised for them.
 
     num_foreign  servers of others that answer for models
 
     Raises: ConfigError, see `divide`.
     """
-    taken = num_open() + OWN + PER_REPLICA * num_replicas + MAX_FOREIGN_CONNECTIONS * num_foreign
+    kept = OWN + PER_REPLICA * num_replicas + MAX_FOREIGN_CONNECTIONS * num_foreign + num_text_workers + TEXT_HOST
+    taken = num_open() + kept
     most = raise_limit(taken + max_connections + MAX_REFUSALS)
     return divide(max_connections, taken, most)
 
@@ -48,7 +51,7 @@ def divide(max_connections: int, taken: int, most: int) -> ConnectionLimit:
     if free - refusals < least:
         raise ConfigError(
             "open files",
-            f"a process may have {most} (ulimit -n), {taken} are in use or kept for replicas and logs, "
+            f"a process may have {most} (ulimit -n), {taken} are in use or kept for replicas, text workers and logs, "
             f"and {least} connections need {taken + 2 + least}",
             "Raise the limit: ulimit -n 4096, or LimitNOFILE= of the service.",
         )

@@ -17,7 +17,7 @@ BACKLOG = 2048
 KERNEL_SEND_BYTES = 128 << 10
 """Send buffer of a connection in the kernel. Left to itself it grows to megabytes per client that does not read."""
 
-LAST_WORDS_S = 1
+DRAIN_GRACE_S = 1
 """After draining: how long answers may take to leave. Whoever does not take the rest by then is dropped."""
 
 
@@ -43,7 +43,7 @@ class Server(uvicorn.Server):
                 date_header=True,
                 backlog=BACKLOG,
                 timeout_keep_alive=max(1, round(config.timeouts.keep_alive_s)),
-                timeout_graceful_shutdown=2 * LAST_WORDS_S,  # dropped clients end their requests; what outlives that is cancelled
+                timeout_graceful_shutdown=2 * DRAIN_GRACE_S,  # dropped clients end their requests; what outlives that is cancelled
             )
         )
 
@@ -79,7 +79,7 @@ class Server(uvicorn.Server):
                     await stop.wait()
             except TimeoutError:
                 continue
-        drop = asyncio.get_running_loop().call_later(LAST_WORDS_S, self._drop_connections)
+        drop = asyncio.get_running_loop().call_later(DRAIN_GRACE_S, self._drop_connections)
         await self.shutdown()
         drop.cancel()
 

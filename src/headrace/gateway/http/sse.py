@@ -135,7 +135,7 @@ class StreamWatch:
 
     writing  those whose task or comment is being written: only they may have something that waits for the client
 
-    on_lag  called with how late each look came: what everybody on this event loop had to wait just then
+    on_lag  called with how late each look came, in seconds: the delay that every task of this event loop had just then
     """
 
     def __init__(

@@ -27,6 +27,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import msgspec
@@ -34,7 +35,7 @@ import msgspec
 from headrace.core.errors import CheckpointError, HeadraceError
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.limits import MIB, START_MEMORY_BYTES
-from headrace.gateway.text_workers.work import Desk
+from headrace.gateway.text_workers.work import TextContext
 from headrace.gateway.text_workers.worker import bound_memory, memory_bytes, unbound_memory, work
 from headrace.text.folder import TextModel, load_text
 from headrace.text.template import import_engine
@@ -47,6 +48,12 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a terminal's Ctrl-C reaches everyone: the gateway decides when it ends
     control = Control(socket.socket(fileno=os.dup(sys.stdin.fileno())))
+    with suppress(GatewayGone):
+        serve(control)
+
+
+def serve(control: Control) -> None:
+    """Load, say so, fork. Returns, or raises GatewayGone, when the gateway is gone."""
     try:
         config = msgspec.convert(control.first()["config"], frames.HostConfig)
         texts = {name: load(name, folder, config.start_cpu_s, control) for name, folder in config.models.items()}
@@ -56,7 +63,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     control.say({"ready": True})
-    Host(control, Desk(texts, config.limits)).run()
+    Host(control, TextContext(texts, config.limits)).run()
 
 
 def load(name: str, folder: str, cpu_s: float, control: Control) -> TextModel:
@@ -84,6 +91,10 @@ def load(name: str, folder: str, cpu_s: float, control: Control) -> TextModel:
     return text
 
 
+class GatewayGone(Exception):
+    """The other end of the socket is closed: a gateway that refused to start, or was killed. Nothing is left to be done or said."""
+
+
 class Control:
     """The socket to the gateway, as lines and descriptors."""
 
@@ -93,14 +104,18 @@ class Control:
         self._fds: list[int] = []
 
     def say(self, message: Mapping[str, object]) -> None:
-        """Raises OSError when the gateway is gone."""
-        self.channel.sendall(json.dumps(message).encode() + b"\n")
+        """Raises GatewayGone."""
+        try:
+            self.channel.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise GatewayGone from error
 
     def first(self) -> dict[str, Any]:
+        """The first message. Raises GatewayGone."""
         while True:
             messages = self.receive()
             if messages is None:
-                sys.exit(0)
+                raise GatewayGone
             if messages:
                 return messages[0]
 
@@ -124,13 +139,13 @@ class Control:
 class Host:
     """Forks workers, kills them when told to, and reaps them."""
 
-    def __init__(self, control: Control, desk: Desk) -> None:
+    def __init__(self, control: Control, context: TextContext) -> None:
         self._control = control
-        self._desk = desk
+        self._context = context
         self._pid_of: dict[int, int] = {}
 
     def run(self) -> None:
-        """Until the gateway is gone."""
+        """Until the gateway is gone: returns, or raises GatewayGone."""
         woken, waker = os.pipe()
         os.set_blocking(waker, False)
         os.set_blocking(woken, False)
@@ -148,8 +163,6 @@ class Host:
                         return
                     for message in messages:
                         self._do(message)
-        except OSError:
-            return  # nobody hears us
         finally:
             for pid in self._pid_of.values():
                 os.kill(pid, signal.SIGKILL)
@@ -182,7 +195,7 @@ class Host:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._control.channel.close()
             os.close(sys.stdin.fileno())
-            work(channel, self._desk, parent)
+            work(channel, self._context, parent)
         except BaseException as error:  # the outermost border; texts of exceptions may quote a client's words
             where = "".join(traceback.format_tb(error.__traceback__))
             print(f"headrace text worker: ended by {type(error).__name__}\n{where}", file=sys.stderr, end="", flush=True)

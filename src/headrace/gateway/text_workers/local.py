@@ -7,14 +7,14 @@ import signal
 
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.processes import Owner, Worker
-from headrace.gateway.text_workers.work import Desk
+from headrace.gateway.text_workers.work import TextContext
 
 
 class LocalWorkers:
     """Jobs are done on the event loop itself, bounded by nothing."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: TextContext) -> None:
+        self._context = context
 
     @property
     def reason(self) -> str:
@@ -24,15 +24,15 @@ class LocalWorkers:
         return
 
     async def add(self, owner: Owner) -> Worker:
-        return LocalWorker(self._desk, owner)
+        return LocalWorker(self._context, owner)
 
     async def close(self) -> None:
         return
 
 
 class LocalWorker:
-    def __init__(self, desk: Desk, owner: Owner) -> None:
-        self._desk = desk
+    def __init__(self, context: TextContext, owner: Owner) -> None:
+        self._context = context
         self._owner = owner
         self._is_killed = False
 
@@ -48,5 +48,5 @@ class LocalWorker:
             return
         size = frames.SIZES.size
         num_head, _ = frames.SIZES.unpack_from(data)
-        answer, tail = self._desk.answer(data[size : size + num_head], data[size + num_head :])
+        answer, tail = self._context.answer(data[size : size + num_head], data[size + num_head :])
         self._owner.answered(self, answer, memoryview(tail))

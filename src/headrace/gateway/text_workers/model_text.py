@@ -43,9 +43,11 @@ class ModelText:
         return ids
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool, max_model_len: int | None, tenant: str) -> list[array[int]]:
-        """Texts as token ids. One that cannot fit is refused here, before it travels. Raises as `Tokenizer.encode` does."""
-        for text in texts:
-            check_fits("prompt", text, self.tokenizer.bound, max_model_len)
+        """Texts as token ids. One that cannot fit is refused before it travels where that is seen cheaply. Raises as `Tokenizer.encode`."""
+        bound = self.tokenizer.bound
+        if bound is not None and bound.counts_spaces:  # else it splits the text, too long for the event loop: a worker does it
+            for text in texts:
+                check_fits("prompt", text, bound, max_model_len)
         job = frames.EncodeTexts(self._name, list(texts), add_special_tokens, max_model_len)
         return _split(*await self._pool.submit(job, tenant=tenant, field="prompt"))
 

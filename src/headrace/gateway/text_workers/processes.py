@@ -165,6 +165,16 @@ class HostProcess:
             self._process = subprocess.Popen(self._command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
         self._say({"config": msgspec.to_builtins(self._config)})
 
+    def kill(self) -> None:
+        """End the process, if there is one; needs no event loop. For who spawned it and never came to `start` or `close`."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
     async def start(self) -> None:
         """Returns when every model's text is loaded. Raises CheckpointError when one cannot be used."""
         try:

@@ -30,8 +30,8 @@ PARSERS: Mapping[str, Parse] = {parse.__name__: parse for parse in (parse_chat, 
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
-    """What a worker knows. texts: by model name."""
+class TextContext:
+    """What every job is done with. texts: by model name."""
 
     texts: Mapping[str, TextModel]
     limits: Limits

@@ -15,7 +15,7 @@ import sys
 
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.limits import MIB, Budget
-from headrace.gateway.text_workers.work import Desk
+from headrace.gateway.text_workers.work import TextContext
 
 KEEPS_BYTES = 32 * MIB
 """Grown by more than this, a worker leaves after its answer: a new one costs milliseconds, and freed memory rarely goes back."""
@@ -23,7 +23,7 @@ KEEPS_BYTES = 32 * MIB
 PR_SET_PDEATHSIG = 1
 
 
-def work(channel: socket.socket, desk: Desk, parent: int) -> None:
+def work(channel: socket.socket, context: TextContext, parent: int) -> None:
     """Runs in a forked process and never returns."""
     _die_with(parent)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -38,7 +38,7 @@ def work(channel: socket.socket, desk: Desk, parent: int) -> None:
             if head is None or tail is None:
                 break
             signal.setitimer(signal.ITIMER_PROF, budget.cpu_s)
-            answer, answer_tail = desk.answer(head, tail)
+            answer, answer_tail = context.answer(head, tail)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             answer.is_last = answer.is_last or memory_bytes()[1] > own_resident + KEEPS_BYTES
             channel.sendall(frames.frame(answer, answer_tail))
