@@ -96,7 +96,8 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         "GET",
         "/ready",
         probes.ready,
-        "200 while every replica of every model answers and its loop turns, prompts can be read, and the server is not draining; else 503 and why.",
+        "200 while every replica of every model answers and its loop turns, prompts can be read, and the server is not draining; "
+        "else 503 and why.",
         reply=probes.ProbeReply,
         is_public=True,
         may_be_503=True,
