@@ -2,6 +2,7 @@
 
 A reader asks for what came since the number it knows. The ring is bounded in bytes and keeps the latest; a reader that is too far behind,
 or whose number is of another engine, has to read the whole tree anew (`BlockPool.identities` beside `next_number`).
+Only tests read it today: nothing is recorded until a reader asks.
 """
 
 from __future__ import annotations
