@@ -214,7 +214,7 @@ async def test_unread_answers_of_tokenize_are_bounded(text: TextModel) -> None:
 
 def test_choices_show_the_same_pieces() -> None:
     class Prompt:
-        text = "ab"
+        num_tokens, text = 2, "ab"
 
         def entries(self, scores: Any) -> Any:
             from headrace.text.assemble import TokenEntry, TopToken

@@ -21,6 +21,10 @@ class WantedPrompt:
     raise_if_left: Callable[[], None]
 
     @property
+    def num_tokens(self) -> int | None:
+        return self.inner.num_tokens
+
+    @property
     def text(self) -> str:
         return self.inner.text
 

@@ -25,7 +25,6 @@ from headrace.gateway.surfaces.dialect.answers import (
     finish_part,
     outputs_of,
     usage_body,
-    wants_usage,
 )
 from headrace.gateway.surfaces.dialect.fields import Surface, honoured_fields
 from headrace.gateway.surfaces.dialect.logprobs import chat_logprobs, prompt_logprobs, scores_of
@@ -191,15 +190,17 @@ class ChatAnswer:
         self._prompt_logprobs = LogprobColumns()
         self._outputs = outputs_of(request.n)
         self._is_opened = [False] * request.n
-        self._chunks = Chunks(facts, "chat.completion.chunk", TEXT_CHOICE, include_usage=wants_usage(request))
+        self._chunks = Chunks(facts, "chat.completion.chunk", TEXT_CHOICE, request, prepared.prompts)
 
     def chunks(self, events: Sequence[OutputEvent]) -> list[bytes]:
         parts: list[bytes] = []
         for event in events:
             if not self._is_opened[event.index]:
                 self._is_opened[event.index] = True
+                self._chunks.count(event.index, 0)
                 opening = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
                 parts.append(self._chunks.chunk(opening % event.index))
+            self._chunks.count(event.index, event.num_tokens)
             has_parts = bool(event.reasoning or event.tool_calls)
             if has_parts or event.finish is not None or (self._has_logprobs and event.logprobs):
                 parts.append(self._chunks.chunk(self._choice(event, self._delta_of_parts(event) if has_parts else None)))

@@ -25,7 +25,6 @@ from headrace.gateway.surfaces.dialect.answers import (
     finish_part,
     outputs_of,
     usage_body,
-    wants_usage,
 )
 from headrace.gateway.surfaces.dialect.entries import EntryColumns
 from headrace.gateway.surfaces.dialect.fields import Surface, honoured_fields
@@ -151,13 +150,14 @@ class CompletionAnswer:
         self._scores = [LogprobColumns() for _ in prepared.prompts]
         self._echoes: dict[int, EncodedLogprobs] = {}
         self._prompt_logprobs: dict[int, list[bytes]] = {}
-        self._chunks = Chunks(facts, "text_completion", TEXT_CHOICE, include_usage=wants_usage(request))
+        self._chunks = Chunks(facts, "text_completion", TEXT_CHOICE, request, self._prompts)
         self._is_echo_only = request.max_tokens == 0
 
     def chunks(self, events: Sequence[OutputEvent]) -> list[bytes]:
         self._collect_scores(events)
         pieces: list[bytes] = []
         for event in events:
+            self._chunks.count(event.index, 0 if self._is_echo_only else event.num_tokens)
             self._add_chunk(event, pieces)
         return pieces
 

@@ -136,6 +136,7 @@ class ForeignPrompt:
     """A prompt that only the server reads. Its scores are refused before anything runs."""
 
     text: str
+    num_tokens: None = None
 
     def entries(self, scores: Sequence[TokenLogprobs]) -> Iterator[TokenEntry]:
         return iter(())

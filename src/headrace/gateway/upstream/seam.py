@@ -221,7 +221,10 @@ class EventStream(Protocol):
 
 
 class PreparedPrompt(Protocol):
-    """One prompt as its upstream understood it."""
+    """One prompt as its upstream understood it. num_tokens: None where only the server that answers can count them"""
+
+    @property
+    def num_tokens(self) -> int | None: ...
 
     @property
     def text(self) -> str:

@@ -19,6 +19,10 @@ class TokenPrompt:
     text: str
     tokenizer: Tokenizer
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
     def entries(self, scores: Sequence[TokenLogprobs]) -> Iterator[TokenEntry]:
         """See `seam.PreparedPrompt.entries`."""
         offsets = prompt_offsets(self.tokenizer, self.text, self.token_ids)

@@ -6,6 +6,7 @@ A chunk is assembled from bytes: everything that is constant over a stream (id, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,7 +17,7 @@ from headrace.gateway.generation.run import Run
 from headrace.gateway.http.sse import DONE
 from headrace.gateway.surfaces.dialect import schemas
 from headrace.gateway.surfaces.dialect.entries import EntryColumns, TokenNames
-from headrace.gateway.upstream.seam import OutputEvent, ToolCall, Usage
+from headrace.gateway.upstream.seam import OutputEvent, PreparedPrompt, ToolCall, Usage
 
 _encode = msgspec.json.encode
 
@@ -83,18 +84,48 @@ def outputs_of(count: int) -> list[Output]:
 class Chunks:
     """The constant parts of a stream's chunks."""
 
-    __slots__ = ("_after_text", "_before_index", "_before_text", "_head", "_include_usage", "_tail")
+    __slots__ = (
+        "_after_text",
+        "_before_index",
+        "_before_text",
+        "_choice_end",
+        "_counts",
+        "_head",
+        "_include_usage",
+        "_n",
+        "_prompts",
+        "_tail",
+    )
 
-    def __init__(self, facts: Facts, kind: str, text_choice: bytes, *, include_usage: bool) -> None:
+    def __init__(
+        self, facts: Facts, kind: str, text_choice: bytes, request: schemas.SamplingFields, prompts: Sequence[PreparedPrompt]
+    ) -> None:
         """text_choice: a choice with nothing but text, as a format of its index and the text's JSON"""
+        options = request.stream_options or schemas.StreamOptions()
+        self._include_usage = options.include_usage
+        self._counts: list[int] | None = [0] * (request.n * len(prompts)) if options.continuous_usage_stats else None
+        self._n, self._prompts = request.n, prompts
         head = {"id": facts.id, "object": kind, "created": facts.created, "model": facts.model, "system_fingerprint": facts.fingerprint}
         self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
-        self._tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
-        self._include_usage = include_usage
         before_index, after_index = text_choice.split(b"%d")
         before_text, after_text = after_index.split(b"%s")
         self._before_index = self._head + before_index
-        self._before_text, self._after_text = before_text, after_text + b"]" + self._tail
+        self._before_text, self._choice_end = before_text, after_text + b"]"
+        self._end_with(b',"usage":null}\n\n' if self._include_usage else b"}\n\n")
+
+    def count(self, index: int, num_new: int) -> None:
+        """The next chunks are of choice `index` and bring so many tokens. With continuous_usage_stats they have usage, of this choice
+        and its prompt alone, as vLLM has it.
+        """
+        if self._counts is None:
+            return
+        prompt = self._prompts[index // self._n].num_tokens or 0
+        completion = self._counts[index] = self._counts[index] + num_new
+        self._end_with(b',"usage":%b}\n\n' % _encode(schemas.Usage(prompt, completion, prompt + completion)))
+
+    def _end_with(self, tail: bytes) -> None:
+        self._tail = tail
+        self._after_text = self._choice_end + tail
 
     def text(self, index: int, text: str) -> bytes:
         """What most chunks are: text of one choice and nothing else."""
@@ -116,10 +147,6 @@ class Chunks:
 def usage_body(usage: Usage) -> schemas.Usage:
     prompt, completion, cached = usage
     return schemas.Usage(prompt, completion, prompt + completion, schemas.PromptTokensDetails(cached))
-
-
-def wants_usage(request: schemas.SamplingFields) -> bool:
-    return request.stream_options is not None and request.stream_options.include_usage
 
 
 def finish_part(event: OutputEvent, *, is_tool_turn: bool = False) -> bytes:

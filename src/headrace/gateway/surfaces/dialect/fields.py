@@ -65,7 +65,12 @@ TABLE: tuple[FieldRule, ...] = (
     _honoured("messages", CHAT, "Roles system, developer (treated as system), user, assistant; content a string or text parts; required."),
     _honoured("prompt", COMPLETIONS, "A string, a list of strings, a list of token ids, or a list of such lists; required."),
     _honoured("stream", BOTH, "Server-sent events instead of one answer."),
-    _honoured("stream_options", BOTH, "include_usage: a last chunk with usage; include_obfuscation: only false. Only with stream."),
+    _honoured(
+        "stream_options",
+        BOTH,
+        "include_usage: a last chunk with usage; continuous_usage_stats beside it: usage in every chunk, of its choice so far; "
+        "include_obfuscation: only false. Only with stream.",
+    ),
     _honoured("n", BOTH, "1..64 sequences per prompt; prompts times n is capped (128)."),
     _honoured("best_of", COMPLETIONS, "Must equal n: there is no ranking of discarded sequences."),
     _honoured(

@@ -156,6 +156,8 @@ def check_shared(request: SamplingFields, limits: Limits, num_prompts: int = 1) 
     if request.stream_options is not None:
         if not request.stream:
             raise InvalidRequest("stream_options", "stream = true beside it")
+        if request.stream_options.continuous_usage_stats and not request.stream_options.include_usage:
+            raise InvalidRequest("stream_options.continuous_usage_stats", "include_usage = true beside it", True)
         if request.stream_options.include_obfuscation:
             raise InvalidRequest("stream_options.include_obfuscation", "absent, null or false", True, "Chunks are not padded.")
     if request.stream and request.prompt_logprobs is not None:
