@@ -14,7 +14,7 @@ from headrace.core.errors import InvalidRequest, Unavailable
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.limits import HEAVY_BYTES
 from headrace.gateway.text_workers.pool import Done, TextPool
-from headrace.gateway.text_workers.processes import HOST_LOST, Owner
+from headrace.gateway.text_workers.workers import HOST_LOST, Owner
 
 HEAVY = b"x" * HEAVY_BYTES
 
@@ -45,12 +45,14 @@ class ScriptedWorkers:
         self.made: list[ScriptedWorker] = []
         self.reason = ""
         self.can_add = True
+        self.num_refused = 0
 
     async def start(self) -> None:
         return
 
     async def add(self, owner: Owner) -> ScriptedWorker:
         if not self.can_add:
+            self.num_refused += 1
             raise OSError(11, "no process to be had")
         self.made.append(ScriptedWorker(owner))
         return self.made[-1]
@@ -125,6 +127,23 @@ async def test_an_end_at_a_bound_names_it(number: int, reason: str) -> None:
             await job
         assert pool.num_killed == {reason: 1}
         await eventually(lambda: len(pool._idle) == 1)
+
+
+async def test_why_there_is_no_worker_is_logged_once_until_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every worker of the pool had a line twice a second."""
+    monkeypatch.setattr("headrace.gateway.text_workers.pool.RETRY_S", 0.001)
+    async with one_worker() as (pool, workers):
+        for _ in range(2):
+            caplog.clear()
+            workers.can_add, workers.num_refused = False, 0
+            workers.made[-1].end(HOST_LOST)
+            await eventually(lambda: workers.num_refused >= 5)
+            assert [record.levelname for record in caplog.records] == ["WARNING"]
+            assert "no process to be had" in caplog.text
+            workers.can_add = True
+            await eventually(lambda: len(pool._idle) == 1)
 
 
 async def test_without_any_worker_jobs_are_refused_until_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,8 @@ from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, c
 from headrace.gateway.http.descriptors import ConnectionLimit
 from headrace.gateway.http.server import Server
 from headrace.gateway.text_workers.local import LocalWorkers
-from headrace.gateway.text_workers.processes import Workers
 from headrace.gateway.text_workers.work import TextContext
+from headrace.gateway.text_workers.workers import Workers
 from headrace.text.folder import TextModel
 from headrace.wire.client import ReplicaInfo, ReplicaState, SeenLoad
 from headrace.wire.handles import Handle

@@ -1,7 +1,7 @@
 """Keeps one process running: starts it, starts it again when it dies, gives up when it cannot start at all.
 
 A process that never served and says its configuration or weights are at fault, or dies MAX_START_FAILURES times, is given up: the reason
-goes to whoever started the fleet. One that has served is started again for ever, with a pause that doubles up to LAST_PAUSE_S and falls
+goes to whoever started the fleet. One that has served is started again for ever, with a pause that doubles up to MAX_PAUSE_S and falls
 back after STABLE_S of service: other replicas serve on meanwhile.
 """
 
@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 from signal import Signals
 
+from headrace.core.backoff import Backoff
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.fleet.launcher import Child, Launcher
 from headrace.wire.stop_signals import first_of
@@ -19,7 +20,7 @@ from headrace.wire.stop_signals import first_of
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.1
-LAST_PAUSE_S = 10.0
+MAX_PAUSE_S = 10.0
 STABLE_S = 30.0
 MAX_START_FAILURES = 3
 
@@ -63,7 +64,7 @@ class Keeper:
 
     async def keep(self) -> None:
         """Until `stop`. Raises ConfigError or FleetFailed when there is no use in going on. Leaves no process behind."""
-        pause_s = FIRST_PAUSE_S
+        backoff = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S, STABLE_S)
         num_failures = 0
         while not self._stopping.is_set():
             lived_s = await self._run_once()
@@ -72,7 +73,7 @@ class Keeper:
             if not self.ready.is_set():
                 num_failures += 1
                 self._give_up_if_hopeless(num_failures)
-            pause_s = FIRST_PAUSE_S if lived_s > STABLE_S else min(2 * pause_s, LAST_PAUSE_S)
+            pause_s = backoff.pause_s(lived_s)
             log.warning("%s %s; starting it again in %.1f s", self.label, self._reason(), pause_s)
             await self._pause(pause_s)
 

@@ -22,7 +22,8 @@ from headrace.gateway.memory import give_back_when_idle, machine_bytes, memory_b
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.text_workers.pool import TextPool
-from headrace.gateway.text_workers.processes import HostProcess, Workers
+from headrace.gateway.text_workers.processes import HostProcess
+from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.foreign import open_upstream
 from headrace.gateway.upstream.replicas import Connection, Replica, ReplicaPool
 from headrace.gateway.upstream.seam import Upstream

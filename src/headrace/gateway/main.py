@@ -24,7 +24,7 @@ from headrace.gateway.compose import load_texts, open_gateway, text_workers
 from headrace.gateway.config import GatewayConfig, load_config
 from headrace.gateway.http.descriptors import connection_limit
 from headrace.gateway.http.server import Server
-from headrace.gateway.text_workers.processes import Workers
+from headrace.gateway.text_workers.workers import Workers
 from headrace.observe.logs import log_to_stderr
 from headrace.text.folder import TextModel
 from headrace.wire.leash import Leash

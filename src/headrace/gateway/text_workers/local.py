@@ -6,8 +6,8 @@ import asyncio
 import signal
 
 from headrace.gateway.text_workers import frames
-from headrace.gateway.text_workers.processes import Owner, Worker
 from headrace.gateway.text_workers.work import TextContext
+from headrace.gateway.text_workers.workers import Owner, Worker
 
 
 class LocalWorkers:

@@ -19,8 +19,8 @@ from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, Unavailable
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.limits import MIB, Budget
-from headrace.gateway.text_workers.processes import HOST_LOST, Worker, Workers
 from headrace.gateway.text_workers.queue import Entry, FairQueue
+from headrace.gateway.text_workers.workers import HOST_LOST, Worker, Workers
 from headrace.observe.metrics import TextReading
 
 log = logging.getLogger("headrace.gateway")
@@ -76,6 +76,7 @@ class TextPool:
         self._running: dict[Worker, _Task] = {}
         self._killed: set[Worker] = set()  # have no job, were sent a kill, and have not ended yet
         self._is_down = False  # no worker is left, and none could be started
+        self._logged = ""  # why none could be started the last time
         self._starts: set[asyncio.Task[None]] = set()
         self._num_starting = 0
         self._is_closed = False
@@ -191,14 +192,21 @@ class TextPool:
                 worker = await self._workers.add(self)
                 break
             except OSError as error:
-                log.warning("no text worker could be started: %s", error.strerror)
+                self._log_no_worker(str(error.strerror))
                 delay_s = RETRY_S
                 if self._num_starting == self._max_workers:
                     self._refuse_waiting()
         self._is_down = False
+        self._logged = ""
         self._num_starting -= 1
         self._idle.append(worker)
         self._dispatch()
+
+    def _log_no_worker(self, reason: str) -> None:
+        """Each reason once, until a worker is started: every worker is tried for twice a second."""
+        if reason != self._logged:
+            self._logged = reason
+            log.warning("no text worker could be started: %s", reason)
 
     # -- jobs --------------------------------------------------------------------------------------------------------------------
 

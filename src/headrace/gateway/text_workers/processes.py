@@ -4,75 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import logging
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any, Protocol, cast
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, cast
 
 import msgspec
 
+from headrace.core.backoff import Backoff
+from headrace.core.clock import Clock
 from headrace.core.errors import CheckpointError
 from headrace.gateway.text_workers import frames
+from headrace.gateway.text_workers.host_socket import HostSocket
+from headrace.gateway.text_workers.workers import HOST_LOST, Owner, Worker
 
 log = logging.getLogger("headrace.gateway")
 
 COMMAND = (sys.executable, "-m", "headrace.gateway.text_workers.host")
 START_TIMEOUT_S = 120.0
 RESTART_S = 1.0
+MAX_RESTART_S = 60.0
+STABLE_S = 60.0
+"""The host is started again after pauses that double: a folder that cannot be loaded takes seconds of CPU time at each try."""
+
 ADD_TIMEOUT_S = 10.0
 """How long a new worker may take, and the host's restart before it: jobs that are queued meanwhile wait no longer."""
 
+KILL_TIMEOUT_S = 10.0
+"""A host that has not ended a worker so long after it was told to does nothing any more: it is ended, and its workers with it."""
+
 MAX_GROWTH = 32
 """Bytes of an answer per byte of its job: no honest answer comes near."""
-
-HOST_LOST = -1
-"""In the place of the signal that ended a worker: nobody knows it, its host is gone as well."""
-
-
-class Worker(Protocol):
-    """One worker. It does one job at a time."""
-
-    def send(self, data: bytes) -> None:
-        """Begin a job, given as a frame."""
-        ...
-
-    def kill(self) -> None:
-        """End it, whatever it does; `on_end` is called."""
-        ...
-
-
-class Owner(Protocol):
-    """Who is told what became of a worker."""
-
-    def answered(self, worker: Worker, answer: frames.AnyAnswer, tail: memoryview) -> None: ...
-
-    def ended(self, worker: Worker, number: int) -> None:
-        """number: of the signal that ended it, 0 for none, HOST_LOST."""
-        ...
-
-
-class Workers(Protocol):
-    """Where workers come from."""
-
-    @property
-    def reason(self) -> str:
-        """Why no worker can be had now, in words a client may read; empty: there is nothing in the way."""
-        ...
-
-    async def start(self) -> None:
-        """Raises CheckpointError when a model's text cannot be used."""
-        ...
-
-    async def add(self, owner: Owner) -> Worker:
-        """A new worker, ready for a job. Raises OSError when there can be none now."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 class WorkerProcess(asyncio.Protocol):
@@ -141,16 +107,27 @@ class WorkerProcess(asyncio.Protocol):
 class HostProcess:
     """The host, started again when it is lost."""
 
-    def __init__(self, config: frames.HostConfig, command: Sequence[str] = COMMAND) -> None:
+    def __init__(
+        self,
+        config: frames.HostConfig,
+        command: Sequence[str] = COMMAND,
+        *,
+        clock: Clock = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """clock, sleep: of the pauses between two starts."""
         self._config = config
         self._command = command
+        self._clock = clock
+        self._sleep = sleep
+        self._backoff = Backoff(RESTART_S, MAX_RESTART_S, STABLE_S)
         self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        self._rest = b""
+        self._socket: HostSocket | None = None
         self._workers: dict[int, WorkerProcess] = {}
         self._next_number = 0
         self._restart: asyncio.Task[None] | None = None
         self._is_up = asyncio.Event()
+        self._up_since_s = 0.0
 
     @property
     def reason(self) -> str:
@@ -159,11 +136,9 @@ class HostProcess:
     def spawn(self) -> None:
         """Begin to start the process; needs no event loop. `start` waits for it."""
         ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        self._control = ours
         with theirs:
             self._process = subprocess.Popen(self._command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
-        self._say({"config": msgspec.to_builtins(self._config)})
+        self._socket = HostSocket(ours, {"config": msgspec.to_builtins(self._config)})
 
     def kill(self) -> None:
         """End the process, if there is one; needs no event loop. For who spawned it and never came to `start` or `close`."""
@@ -171,24 +146,23 @@ class HostProcess:
         if process is not None:
             process.kill()
             process.wait()
-        if self._control is not None:
-            self._control.close()
-            self._control = None
+        self._hang_up()
 
     async def start(self) -> None:
         """Returns when every model's text is loaded. Raises CheckpointError when one cannot be used."""
         try:
             if self._process is None:
                 self.spawn()
-            assert self._control is not None
+            assert self._socket is not None
             async with asyncio.timeout(START_TIMEOUT_S):
-                await self._wait_ready(self._control)
+                await self._wait_ready(self._socket)
         except BaseException as error:
             await self._stop_process()
             if isinstance(error, TimeoutError):
                 raise CheckpointError("chat_template", f"was not loaded within {START_TIMEOUT_S:g} s") from None
             raise
-        asyncio.get_running_loop().add_reader(self._control, self._read)
+        self._socket.listen(self._read)
+        self._up_since_s = self._clock()
         self._is_up.set()
 
     async def add(self, owner: Owner) -> Worker:
@@ -209,16 +183,84 @@ class HostProcess:
             worker.close()
         await self._stop_process()
 
-    # -- inside ------------------------------------------------------------------------------------------------------------------
+    # -- starting, and starting again --------------------------------------------------------------------------------------------
+
+    async def _wait_ready(self, channel: HostSocket) -> None:
+        loading = ""
+        while (messages := await channel.wait()) is not None:
+            for message in messages:
+                loading = message.get("loading", loading)
+                if (refused := message.get("refused")) is not None:
+                    raise CheckpointError(f"{loading}/{refused['file']}", refused["reason"], refused["remedy"])
+                if "ready" in message:
+                    return
+        raise await self._died(loading)
+
+    async def _died(self, loading: str) -> CheckpointError:
+        assert self._process is not None
+        status = await asyncio.to_thread(self._process.wait)
+        if status == -signal.SIGPROF:
+            what = f"takes more than {self._config.start_cpu_s:g} s of CPU time to be compiled and to render a greeting"
+            return CheckpointError(f"{loading}/chat_template", what)
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        return CheckpointError(loading or "the text of the models", f"ended the process that loads it ({how})")
+
+    def _lost(self) -> None:
+        """The host is gone, and the kernel ends its workers with it."""
+        pause_s = self._backoff.pause_s(self._clock() - self._up_since_s)
+        log.error("the text workers' host process is gone; it is started again in %.3g s", pause_s)
+        self._hang_up()
+        workers, self._workers = self._workers, {}
+        self._restart = asyncio.get_running_loop().create_task(self._start_again(pause_s))
+        for worker in workers.values():
+            worker.ended(HOST_LOST)
+
+    async def _start_again(self, pause_s: float) -> None:
+        """Until it runs. Each reason why it does not is logged once in a row."""
+        await self._stop_process()
+        logged = ""
+        while True:
+            await self._sleep(pause_s)
+            try:
+                await self.start()
+                break
+            except (CheckpointError, OSError) as error:
+                pause_s = self._backoff.pause_s(0.0)
+                if str(error) != logged:
+                    logged = str(error)
+                    log.error(
+                        "the text workers' host process does not start: %s; it is tried again, at least every %g s", error, MAX_RESTART_S
+                    )
+        log.info("the text workers' host process runs again")
+
+    async def _stop_process(self) -> None:
+        """End the host, if there is one, and wait for it."""
+        self._hang_up()
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+
+    def _hang_up(self) -> None:
+        self._is_up.clear()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    # -- workers -----------------------------------------------------------------------------------------------------------------
 
     async def _fork(self, owner: Owner) -> Worker:
         """Have the host fork a worker. Raises OSError when it cannot."""
         number = self._next_number = self._next_number + 1
         ours, theirs = socket.socketpair()
-        with theirs:
-            assert self._control is not None
-            socket.send_fds(self._control, [json.dumps({"fork": number}).encode() + b"\n"], [theirs.fileno()])
-        worker = WorkerProcess(owner, lambda: self._say({"kill": number}))
+        try:
+            with theirs:
+                assert self._socket is not None
+                self._socket.say_with({"fork": number}, theirs.fileno())
+        except OSError:
+            ours.close()
+            raise
+        worker = WorkerProcess(owner, lambda: self._kill(number))
         self._workers[number] = worker
         ours.setblocking(False)
         try:
@@ -232,88 +274,29 @@ class HostProcess:
             raise OSError(errno.EAGAIN, "the host process could not fork it")
         return worker
 
-    async def _stop_process(self) -> None:
-        """End the host, if there is one, and wait for it."""
-        self._hang_up()
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            await asyncio.to_thread(process.wait)
+    def _kill(self, number: int) -> None:
+        """Have the host end a worker."""
+        if self._socket is not None and number in self._workers:
+            self._socket.say({"kill": number})
+            asyncio.get_running_loop().call_later(KILL_TIMEOUT_S, self._check_killed, number)
 
-    async def _wait_ready(self, control: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        loading = ""
-        while True:
-            data = await loop.sock_recv(control, 1 << 16)
-            if not data:
-                raise await self._died(loading)
-            for message in self._messages(data):
-                loading = message.get("loading", loading)
-                if (refused := message.get("refused")) is not None:
-                    raise CheckpointError(f"{loading}/{refused['file']}", refused["reason"], refused["remedy"])
-                if "ready" in message:
-                    return
-
-    async def _died(self, loading: str) -> CheckpointError:
-        assert self._process is not None
-        status = await asyncio.to_thread(self._process.wait)
-        if status == -signal.SIGPROF:
-            what = f"takes more than {self._config.start_cpu_s:g} s of CPU time to be compiled and to render a greeting"
-            return CheckpointError(f"{loading}/chat_template", what)
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-        return CheckpointError(loading or "the text of the models", f"ended the process that loads it ({how})")
-
-    def _messages(self, data: bytes) -> list[dict[str, Any]]:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+    def _check_killed(self, number: int) -> None:
+        if number in self._workers and self._process is not None:
+            log.error("the text workers' host process does not end a worker: it is ended itself")
+            self._process.kill()  # `_read` hears of it
 
     def _read(self) -> None:
-        assert self._control is not None
-        try:
-            data = self._control.recv(1 << 16)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
+        assert self._socket is not None
+        messages = self._socket.read()
+        if messages is None:
             self._lost()
             return
-        for message in self._messages(data):
-            if (number := message.get("forked")) is not None:
-                if number in self._workers:
-                    self._workers[number].is_known.set()
-            elif (worker := self._workers.pop(message["ended"], None)) is not None:
-                worker.ended(message["signal"])
+        for message in messages:
+            self._take(message)
 
-    def _say(self, message: dict[str, object]) -> None:
-        if self._control is not None:
-            with suppress(OSError):  # it is gone: `_read` hears of it
-                self._control.send(json.dumps(message).encode() + b"\n")
-
-    def _lost(self) -> None:
-        """The host is gone, and the kernel ends its workers with it."""
-        log.error("the text workers' host process is gone; it is started again")
-        self._hang_up()
-        workers, self._workers = self._workers, {}
-        self._restart = asyncio.get_running_loop().create_task(self._start_again())
-        for worker in workers.values():
-            worker.ended(HOST_LOST)
-
-    async def _start_again(self) -> None:
-        await self._stop_process()
-        while True:
-            await asyncio.sleep(RESTART_S)
-            try:
-                await self.start()
-                return
-            except (CheckpointError, OSError) as error:
-                log.error("the text workers' host process does not start: %s", error)
-
-    def _hang_up(self) -> None:
-        self._is_up.clear()
-        self._rest = b""
-        if self._control is not None:
-            with suppress(ValueError, OSError):
-                asyncio.get_running_loop().remove_reader(self._control)
-            self._control.close()
-            self._control = None
+    def _take(self, message: Mapping[str, Any]) -> None:
+        if (number := message.get("forked")) is not None:
+            if number in self._workers:
+                self._workers[number].is_known.set()
+        elif (worker := self._workers.pop(message["ended"], None)) is not None:
+            worker.ended(message["signal"])

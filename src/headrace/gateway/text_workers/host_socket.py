@@ -1,0 +1,97 @@
+"""The gateway's end of the socket to the host: JSON lines both ways, and a descriptor beside some of ours. `host.Control` is the other end.
+
+What is said is never dropped and no line is cut by another: what a full socket does not take waits here and goes on in order. That is a
+few bytes per worker at most, because all that waits is kills: a new worker is refused while the host does not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+READ_BYTES = 1 << 16
+
+
+class HostSocket:
+    """Lives on the event loop, once one runs."""
+
+    def __init__(self, channel: socket.socket, first: Mapping[str, object]) -> None:
+        """first: the message that the other end begins with; said here, where it may block: the other end waits for it."""
+        with suppress(OSError):  # the process is gone: whoever reads hears of it
+            channel.sendall(_line(first))
+        channel.setblocking(False)
+        self._channel = channel
+        self._unsent = bytearray()
+        self._rest = b""
+
+    def say(self, message: Mapping[str, object]) -> None:
+        """Now, or as soon as the other end reads."""
+        self._unsent += _line(message)
+        self._send()
+
+    def say_with(self, message: Mapping[str, object], fd: int) -> None:
+        """A message and a descriptor, now. Raises BlockingIOError when the other end has not read what was said before, OSError when it is
+        gone."""
+        if self._unsent:
+            raise BlockingIOError(errno.EAGAIN, "the host process does not read")
+        line = _line(message)
+        self._unsent += line[socket.send_fds(self._channel, [line], [fd]) :]
+        self._send()
+
+    async def wait(self) -> list[dict[str, Any]] | None:
+        """What comes next; None when the other end is gone. Not beside `listen`."""
+        try:
+            return self._messages(await asyncio.get_running_loop().sock_recv(self._channel, READ_BYTES))
+        except OSError:  # a reset: it ended without reading what it was told
+            return None
+
+    def listen(self, on_ready: Callable[[], None]) -> None:
+        """Have `on_ready` called whenever `read` has something."""
+        asyncio.get_running_loop().add_reader(self._channel, on_ready)
+
+    def read(self) -> list[dict[str, Any]] | None:
+        """What has come; None when the other end is gone."""
+        try:
+            return self._messages(self._channel.recv(READ_BYTES))
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+
+    def close(self) -> None:
+        """Needs no event loop."""
+        with suppress(RuntimeError):  # none runs: nothing of ours is on it
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._channel)
+            loop.remove_writer(self._channel)
+        self._channel.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while self._unsent:
+                num_sent = self._channel.send(self._unsent)
+                del self._unsent[:num_sent]
+        except BlockingIOError:
+            loop.add_writer(self._channel, self._send)
+            return
+        except OSError:  # it is gone: whoever reads hears of it
+            self._unsent.clear()
+        loop.remove_writer(self._channel)
+
+    def _messages(self, data: bytes) -> list[dict[str, Any]] | None:
+        if not data:
+            return None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+
+def _line(message: Mapping[str, object]) -> bytes:
+    return json.dumps(message).encode() + b"\n"

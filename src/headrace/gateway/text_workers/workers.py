@@ -1,0 +1,51 @@
+"""What the pool asks of workers, and they of it: `processes` implements it with processes, `local` in this one, tests with scripts."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from headrace.gateway.text_workers import frames
+
+HOST_LOST = -1
+"""In the place of the signal that ended a worker: nobody knows it, its host is gone as well."""
+
+
+class Worker(Protocol):
+    """One worker. It does one job at a time."""
+
+    def send(self, data: bytes) -> None:
+        """Begin a job, given as a frame."""
+        ...
+
+    def kill(self) -> None:
+        """End it, whatever it does; `on_end` is called."""
+        ...
+
+
+class Owner(Protocol):
+    """Who is told what became of a worker."""
+
+    def answered(self, worker: Worker, answer: frames.AnyAnswer, tail: memoryview) -> None: ...
+
+    def ended(self, worker: Worker, number: int) -> None:
+        """number: of the signal that ended it, 0 for none, HOST_LOST."""
+        ...
+
+
+class Workers(Protocol):
+    """Where workers come from."""
+
+    @property
+    def reason(self) -> str:
+        """Why no worker can be had now, in words a client may read; empty: there is nothing in the way."""
+        ...
+
+    async def start(self) -> None:
+        """Raises CheckpointError when a model's text cannot be used."""
+        ...
+
+    async def add(self, owner: Owner) -> Worker:
+        """A new worker, ready for a job. Raises OSError when there can be none now."""
+        ...
+
+    async def close(self) -> None: ...
