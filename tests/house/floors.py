@@ -70,7 +70,11 @@ FLOORS: dict[str, Floor] = {
     "headrace.engine.config": Floor(_ours("core")),
     "headrace.engine.failpoints": Floor(_ours("core")),
     "headrace.engine.failures": Floor(_ours("core")),
-    "headrace.engine.loop": Floor(_ours("core", "policy", "engine.failpoints", "engine.failures", "engine.recovery")),
+    "headrace.engine.inbox": Floor(_ours("core")),
+    "headrace.engine.loop": Floor(
+        _ours("core", "policy", "engine.failpoints", "engine.failures", "engine.inbox", "engine.preparation", "engine.recovery")
+    ),
+    "headrace.engine.preparation": Floor(_ours("core", "policy", "engine.failures")),
     "headrace.engine.recovery": Floor(_ours("core", "policy", "engine.failures")),
     "headrace.engine.runner*": Floor(_ours("core", "tensor", *RUNNER_SIDE), ("torch", "numpy")),
     "headrace.engine.kv_sizing": Floor(_ours("core", "engine.config")),

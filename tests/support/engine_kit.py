@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 from kv_oracle import OracleRunner
 
 from headrace.core.errors import HeadraceError
 from headrace.core.finish import FinishReason
-from headrace.core.ids import RequestId
+from headrace.core.ids import AdmissionId, RequestId
 from headrace.core.kvgroup import KvGroup
 from headrace.core.model_info import ModelInfo
 from headrace.core.request import EngineRequest
@@ -42,6 +43,32 @@ class ManualClock:
         return self.now
 
 
+class NotedPreparer:
+    """Prerequisites by request; notes what was begun and what has ended.
+
+    needs       of each request, by name, each with the seconds it may take
+    admissions  the last one of each request
+    """
+
+    def __init__(self) -> None:
+        self.needs: dict[str, Mapping[str, float]] = {}
+        self.admissions: dict[str, AdmissionId] = {}
+        self.begun: list[AdmissionId] = []
+        self.ended: Counter[AdmissionId] = Counter()
+
+    def begin(self, request: EngineRequest, admission: AdmissionId) -> Mapping[str, float]:
+        self.begun.append(admission)
+        self.admissions[request.request_id] = admission
+        return self.needs.get(request.request_id, {})
+
+    def end(self, admission: AdmissionId) -> None:
+        self.ended[admission] += 1
+
+    def check_idle(self) -> None:
+        """What was begun has ended, each once."""
+        assert self.ended == Counter(self.begun)
+
+
 class DrivenEngine:
     """A real scheduler and loop over the oracle runner, turned by hand; collects what every sequence was told."""
 
@@ -59,7 +86,7 @@ class DrivenEngine:
         **config: Any,
     ) -> None:
         self.clock = ManualClock()
-        self.needs: dict[str, frozenset[str]] = {}
+        self.preparer = NotedPreparer()
         self.prerequisite_timeout_s = prerequisite_timeout_s
         counts = tuple(num_blocks for _ in groups)
         settings = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_model_len": max_model_len, "depth": depth, **config}
@@ -82,7 +109,9 @@ class DrivenEngine:
         self.finish: dict[tuple[str, int], FinishReason] = {}
         self.errors: dict[str, Exception] = {}
         self.updates: list[SequenceUpdate] = []
-        self.engine = Engine(self.scheduler, self.runner, info=info, outbox=self.take, prepare=self.prepare, clock=self.clock, depth=depth)
+        self.engine = Engine(
+            self.scheduler, self.runner, info=info, outbox=self.take, preparer=self.preparer, clock=self.clock, depth=depth
+        )
 
     def take(self, updates: list[SequenceUpdate | Rejected]) -> None:
         for update in updates:
@@ -98,14 +127,20 @@ class DrivenEngine:
                 if update.error:
                     self.errors[update.request_id] = HeadraceError(update.error)
 
-    def prepare(self, request: EngineRequest) -> dict[str, float]:
-        return dict.fromkeys(self.needs.get(request.request_id, ()), self.prerequisite_timeout_s)
-
     def submit(self, *requests: EngineRequest, needs: frozenset[str] = frozenset()) -> None:
         """needs: prerequisites of each of these requests."""
         for item in requests:
-            self.needs[item.request_id] = needs
+            self.preparer.needs[item.request_id] = dict.fromkeys(needs, self.prerequisite_timeout_s)
             self.engine.submit(item)
+
+    def satisfied(self, name: str, what: str) -> None:
+        """What the preparer says of a request that the engine has begun to prepare; of any other nothing."""
+        if (admission := self.preparer.admissions.get(name)) is not None:
+            self.engine.satisfied(admission, what)
+
+    def failed(self, name: str, what: str, error: Exception) -> None:
+        if (admission := self.preparer.admissions.get(name)) is not None:
+            self.engine.failed(admission, what, error)
 
     def turn(self, count: int = 1) -> None:
         for _ in range(count):
@@ -124,3 +159,4 @@ class DrivenEngine:
         snapshot = self.engine.snapshot()
         assert (snapshot.num_running, snapshot.num_waiting) == (0, 0)
         assert snapshot.kv_blocks_used == len(self.kv.pools), "only the pad blocks are used when idle"
+        self.preparer.check_idle()

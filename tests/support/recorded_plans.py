@@ -141,7 +141,7 @@ class Life:
         elif chance < 0.38:
             engine.finish(name, draw.randrange(2), draw.randrange(8))
         elif chance < 0.45:
-            engine.satisfied(name, "thing")
+            self.driven.satisfied(name, "thing")
         elif chance < 0.50:
             self.driven.clock.now += draw.choice([0.5, 3.0, 25.0])
         elif chance < 0.53 and self.driven.scheduler.sequences.running:

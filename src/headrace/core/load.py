@@ -63,6 +63,7 @@ class EngineCounters:
 class LoadSnapshot:
     """A replica at one moment.
 
+    num_*              sequences; waiting are also those of requests that were handed in and not looked at yet
     kv_blocks_*        summed over KV groups; free + cached + used == total
     step_age_s         seconds the running step has taken so far; None when idle
     step_predicted_s   what the loop expects of it

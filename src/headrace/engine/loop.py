@@ -10,18 +10,17 @@ the process then ends and is restarted.
 
 from __future__ import annotations
 
-import queue
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from headrace.core.clock import Clock
 from headrace.core.errors import EngineFatal, HeadraceError, SequenceFailed
 from headrace.core.finish import FinishReason
-from headrace.core.ids import RequestId
+from headrace.core.ids import AdmissionId, RequestId
 from headrace.core.load import FailureKind, LoadSnapshot
 from headrace.core.model_info import ModelInfo
 from headrace.core.plan import Plan, Result
@@ -29,7 +28,10 @@ from headrace.core.plan_codec import dump_plans
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.failures import Failures
+from headrace.engine.inbox import Cancel, Finish, Inbox, Message, PrerequisiteFailed, Satisfied, Submit, Wake
+from headrace.engine.preparation import NothingToPrepare, Preparations, Preparer
 from headrace.engine.recovery import Recovery
+from headrace.policy.schedule.prerequisites import check_prerequisite
 from headrace.policy.schedule.scheduler import Scheduler
 from headrace.policy.schedule.step_timer import StepTimer
 
@@ -39,17 +41,6 @@ PLAN_RING = 128
 MAX_PLAN_FAILURES = 3
 
 Outbox = Callable[[list[SequenceUpdate | Rejected]], None]
-
-Prepare = Callable[[EngineRequest], Mapping[str, float]]
-"""What a checked request has to wait for, each with the seconds it may take: a grammar, an adapter, KV from elsewhere.
-
-Called once on the loop's thread; work begins on another one, which says `satisfied` or `failed`. Raises a HeadraceError: the request is
-refused with it. A request that is prepared may still be refused, by a full queue for one.
-"""
-
-
-def nothing_to_prepare(request: EngineRequest) -> Mapping[str, float]:
-    return {}
 
 
 class Ticket(Protocol):
@@ -67,43 +58,6 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Submit:
-    request: EngineRequest
-    arrived: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Cancel:
-    request_id: RequestId
-
-
-@dataclass(frozen=True, slots=True)
-class _Finish:
-    request_id: RequestId
-    index: int
-    keep_tokens: int
-    reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class _Satisfied:
-    request_id: RequestId
-    what: str
-
-
-@dataclass(frozen=True, slots=True)
-class _PrerequisiteFailed:
-    request_id: RequestId
-    what: str
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class _Wake:
-    """Nothing but a reason to look up."""
-
-
-@dataclass(frozen=True, slots=True)
 class _RunningStep:
     """The oldest uncommitted step: when it began, and what the newest is expected to take."""
 
@@ -113,20 +67,22 @@ class _RunningStep:
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """The load at one moment between two changes, ages left out, and when that was."""
+    """The load at one moment between two changes, ages left out.
+
+    num_taken  sequences that had been taken from the inbox: those are in the load, or over
+    turned     when that was
+    """
 
     load: LoadSnapshot
+    num_taken: int
     turned: float
-
-
-_Message = _Submit | _Cancel | _Finish | _Satisfied | _PrerequisiteFailed | _Wake
 
 
 class Engine:
     """One engine: a scheduler, a runner and the loop between them.
 
-    outbox   called on the loop's thread with what happened; must not block
-    prepare  says what a request waits for before it takes a step's budget
+    outbox    called on the loop's thread with what happened; must not block
+    preparer  says what a request waits for before it takes a step's budget, and gives back what that took
     """
 
     def __init__(
@@ -136,7 +92,7 @@ class Engine:
         *,
         info: ModelInfo,
         outbox: Outbox,
-        prepare: Prepare = nothing_to_prepare,
+        preparer: Preparer | None = None,
         clock: Clock = time.monotonic,
         depth: int = 1,
     ) -> None:
@@ -144,16 +100,16 @@ class Engine:
         self.scheduler = scheduler
         self._runner = runner
         self._outbox = outbox
-        self._prepare = prepare
         self._clock = clock
         self._depth = depth
-        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._in_flight: deque[tuple[Plan, Ticket, float]] = deque()
         self._ring: deque[Plan] = deque(maxlen=PLAN_RING)
         self._timer = StepTimer()
         self._step: _RunningStep | None = None
         self._plan_failures = 0
         self._failures = Failures(lambda: scheduler.counters, clock)
+        self._preparations = Preparations(preparer or NothingToPrepare(), self._failures)
         self._recovery = Recovery(scheduler, self._compute, self._failures, clock)
         self._stopping = False
         self._published = self._load()
@@ -167,27 +123,32 @@ class Engine:
 
     def submit(self, request: EngineRequest) -> None:
         """Hand a request in. Its fate arrives through the outbox, a refusal included."""
-        self._inbox.put(_Submit(request, self._clock()))
+        self._inbox.put(Submit(request, self._clock()))
 
     def cancel(self, request_id: RequestId) -> None:
-        self._inbox.put(_Cancel(request_id))
+        self._inbox.put(Cancel(request_id))
 
     def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason = FinishReason.STOP) -> None:
         """A stop string was found upstairs: end the sequence, count keep_tokens of its output."""
-        self._inbox.put(_Finish(request_id, index, keep_tokens, reason))
+        self._inbox.put(Finish(request_id, index, keep_tokens, reason))
 
-    def satisfied(self, request_id: RequestId, what: str) -> None:
-        """A prerequisite is there."""
-        self._inbox.put(_Satisfied(request_id, what))
+    def satisfied(self, admission: AdmissionId, what: str) -> None:
+        """A prerequisite is there. Raises ValueError for one that is the scheduler's own."""
+        check_prerequisite(what)
+        self._inbox.put(Satisfied(admission, what))
 
-    def failed(self, request_id: RequestId, what: str, error: Exception) -> None:
-        """A prerequisite will never be there: the request ends. The client reads the error if it is a HeadraceError, the log otherwise."""
-        self._inbox.put(_PrerequisiteFailed(request_id, what, error))
+    def failed(self, admission: AdmissionId, what: str, error: Exception) -> None:
+        """A prerequisite will never be there: the request ends. The client reads the error if it is a HeadraceError, the log otherwise.
+
+        Raises: as `satisfied`.
+        """
+        check_prerequisite(what)
+        self._inbox.put(PrerequisiteFailed(admission, what, error))
 
     def stop(self) -> None:
         """End `run` after the current turn."""
         self._stopping = True
-        self._inbox.put(_Wake())
+        self._inbox.put(Wake())
 
     def snapshot(self) -> LoadSnapshot:
         """The replica's load as the loop published it last, with every plan and every step's result; for one other thread.
@@ -198,7 +159,7 @@ class Engine:
         published, step = self._published, self._step
         return replace(
             published.load,
-            num_waiting=published.load.num_waiting + self._inbox.qsize(),
+            num_waiting=published.load.num_waiting + self._inbox.num_put_since(published.num_taken),
             step_age_s=None if step is None else now - step.started,
             step_predicted_s=0.0 if step is None else step.predicted_s,
             loop_age_s=now - published.turned,
@@ -216,7 +177,7 @@ class Engine:
             kv_blocks_total=sum(pool.total for pool in pools),
             counters=scheduler.counters.copy(),
         )
-        return _Published(load, self._clock())
+        return _Published(load, self._inbox.num_taken, self._clock())
 
     def recent_plans(self) -> bytes:
         """The ring of the last plans, as `headrace replay` reads them. Holds prompts: whoever writes it down keeps it private."""
@@ -231,13 +192,14 @@ class Engine:
                 if not self.turn():
                     self._idle()
         finally:
+            self._preparations.end_all()
             self._runner.close()
 
     def turn(self) -> bool:
         """One iteration: handle messages, plan, submit, commit the oldest step. False when there was nothing to do."""
         self._take_messages()
         plan = self._plan()
-        self._published = self._load()  # what left the inbox is counted before a step keeps this thread busy
+        self._publish()  # what left the inbox is counted, and what ended given back, before a step keeps this thread busy
         if plan is not None:
             self._submit_plan(plan)
         commits = bool(self._in_flight) and (plan is None or len(self._in_flight) >= self._depth)
@@ -250,30 +212,28 @@ class Engine:
 
     def _emit(self, updates: Sequence[SequenceUpdate | Rejected]) -> None:
         """Publish the load as it is now, then hand out what led to it: whoever hears an update finds a snapshot that knows of it."""
-        self._published = self._load()
+        self._publish()
         if updates:
             self._outbox(list(updates))
+
+    def _publish(self) -> None:
+        if ended := self.scheduler.take_ended():
+            self._preparations.end(ended)
+        self._published = self._load()
 
     def _idle(self) -> None:
         """Sleep until a message, a deadline or the next regular wake."""
         timeout = IDLE_WAKE_S
         if (deadline := self.scheduler.next_deadline()) is not None:
             timeout = min(timeout, max(0.0, deadline - self._clock()))
-        try:
-            message = self._inbox.get(timeout=timeout)
-        except queue.Empty:
-            return
-        self._handle(message)
-
-    def _take_messages(self) -> None:
-        while True:
-            try:
-                message = self._inbox.get_nowait()
-            except queue.Empty:
-                return
+        if (message := self._inbox.take(timeout)) is not None:
             self._handle(message)
 
-    def _handle(self, message: _Message) -> None:
+    def _take_messages(self) -> None:
+        while (message := self._inbox.take()) is not None:
+            self._handle(message)
+
+    def _handle(self, message: Message) -> None:
         """Nothing a client can send may end the loop."""
         try:
             self._dispatch(message)
@@ -282,38 +242,49 @@ class Engine:
         except Exception as error:
             self._refuse(message, error)
 
-    def _dispatch(self, message: _Message) -> None:
+    def _dispatch(self, message: Message) -> None:
         match message:
-            case _Submit(request, arrived):
-                checked = request.checked(vocab_size=self.info.vocab_size, max_model_len=self.info.max_model_len)
-                self.scheduler.add(checked, arrived, self._prepare(checked))
-            case _Cancel(request_id):
+            case Submit(request, arrived):
+                self._admit(request.checked(vocab_size=self.info.vocab_size, max_model_len=self.info.max_model_len), arrived)
+            case Cancel(request_id):
                 self.scheduler.cancel(request_id, self._clock())
-            case _Finish(request_id, index, keep_tokens, reason):
+            case Finish(request_id, index, keep_tokens, reason):
                 self.scheduler.finish(request_id, index, keep_tokens, reason, self._clock())
-            case _Satisfied(request_id, what):
-                self.scheduler.satisfied(request_id, what)
-            case _PrerequisiteFailed(request_id, what, error):
-                self._end_unprepared(request_id, what, error)
-            case _Wake():
+            case Satisfied(admission, what):
+                self.scheduler.satisfied(admission, what)
+            case PrerequisiteFailed(admission, what, error):
+                self._end_unprepared(admission, what, error)
+            case Wake():
                 pass
 
-    def _end_unprepared(self, request_id: RequestId, what: str, error: Exception) -> None:
+    def _admit(self, request: EngineRequest, arrived: float) -> None:
+        """Nothing is prepared for a request that is refused."""
+        self.scheduler.check_admission(request)
+        admission, prerequisites = self._preparations.begin(request)
+        try:
+            self.scheduler.add(request, arrived, prerequisites, admission=admission)
+        except Exception:
+            self._preparations.end([admission])
+            raise
+
+    def _end_unprepared(self, admission: AdmissionId, what: str, error: Exception) -> None:
         if not isinstance(error, HeadraceError):
             self._failures.note(FailureKind.PREREQUISITE, f"a prerequisite failed ({what})", error)
         message = str(error) if isinstance(error, HeadraceError) else "the engine's log says why"
-        self.scheduler.failed(request_id, what, f"prerequisite failed: {what}: {message}", self._clock())
+        self.scheduler.failed(admission, what, f"prerequisite failed: {what}: {message}", self._clock())
 
-    def _refuse(self, message: _Message, error: Exception) -> None:
+    def _refuse(self, message: Message, error: Exception) -> None:
         if not isinstance(error, HeadraceError):
-            self._failures.note(FailureKind.MESSAGE, f"a message could not be handled ({type(message).__name__.strip('_').lower()})", error)
-        if isinstance(message, _Submit):
+            self._failures.note(FailureKind.MESSAGE, f"a message could not be handled ({type(message).__name__.lower()})", error)
+        if isinstance(message, Submit):
             known = error if isinstance(error, HeadraceError) else SequenceFailed("the engine could not add the request; its log says why")
             self._emit([Rejected(request_id=message.request.request_id, epoch=message.request.epoch, error=known)])
-        elif isinstance(message, _Wake):
+        elif isinstance(message, Cancel | Finish):
+            self.scheduler.cancel(message.request_id, self._clock())
+        elif isinstance(message, Wake):
             raise EngineFatal("a wake-up raised") from error
         else:
-            self.scheduler.cancel(message.request_id, self._clock())
+            self.scheduler.cancel_admission(message.admission, self._clock())
 
     def _plan(self) -> Plan | None:
         """A plan that cannot be made is tried again next turn; when it keeps failing, the scheduler's state is not to be trusted."""
@@ -361,9 +332,19 @@ class Engine:
         """The failed plan and those made after it are undone, and their rows repeated."""
         later = [(plan, ticket) for plan, ticket, _ in self._in_flight]
         self._in_flight.clear()
-        for _, ticket in later:
-            self.scheduler.end_moves(_moves_done(ticket))
+        for plan, ticket in later:
+            self.scheduler.end_moves(self._discard(plan, ticket))
         self._recovery.recover([failed, *(plan for plan, _ in later)])
+
+    def _discard(self, plan: Plan, ticket: Ticket) -> array[int]:
+        """Wait for a step whose rows do not count any more. What it says of moves does."""
+        try:
+            return ticket.result().moves_done
+        except EngineFatal:
+            raise
+        except Exception as error:
+            self._failures.note(FailureKind.STEP, f"step {plan.step_id}, submitted behind a step that failed, failed too", error)
+            return array("i")
 
     def _compute(self, plan: Plan) -> None:
         """A step on its own: submitted, awaited, committed."""
@@ -393,13 +374,3 @@ class _Failed:
 
     def result(self) -> Result:
         raise self._error
-
-
-def _moves_done(ticket: Ticket) -> array[int]:
-    """Wait for a step whose rows do not count any more. What it says of moves does."""
-    try:
-        return ticket.result().moves_done
-    except EngineFatal:
-        raise
-    except Exception:
-        return array("i")

@@ -11,6 +11,7 @@ from engine_kit import DrivenEngine, ManualClock, request
 from headrace.core.errors import EngineFatal
 from headrace.core.finish import FinishReason
 from headrace.core.load import EngineCounters, FailureKind
+from headrace.core.plan import Plan, Result
 from headrace.engine.failures import MAX_LOGGED, WINDOW_S, Failures
 from headrace.policy.schedule.scheduler import Scheduler
 from headrace.policy.schedule.sequence_table import SequenceTable
@@ -71,6 +72,26 @@ def test_a_failing_plan_message_or_commit_is_logged_and_counted(
     assert len(tracebacks(caplog)) == 1
     assert SECRET in caplog.text
     assert SECRET not in "".join(map(str, driven.errors.values()))
+
+
+def test_every_step_that_fails_behind_another_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """Two steps are in flight and both raise: the second one's error may be the one that says why."""
+    driven = DrivenEngine(depth=2)
+    compute, reasons = driven.runner.compute, ["device busy", "page fault at 0x7f"]
+
+    def failing(plan: Plan) -> Result:
+        if reasons and plan.num_rows:
+            raise RuntimeError(reasons.pop(0))
+        return compute(plan)
+
+    driven.runner.compute = failing  # type: ignore[method-assign]
+    driven.submit(request("a", [1, 2]), request("b", [3]))
+    driven.run()
+    assert not reasons
+    assert failures_of(driven) == {"step": 2}
+    assert "device busy" in caplog.text
+    assert "page fault at 0x7f" in caplog.text
+    assert set(driven.finish.values()) == {FinishReason.LENGTH}
 
 
 def test_a_refusal_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from engine_kit import FULL, VOCAB, WINDOW, DrivenEngine, request
+from engine_kit import FULL, VOCAB, WINDOW, DrivenEngine, NotedPreparer, request
 from kv_oracle import OracleRunner, expected_tokens
 
 from headrace.core.errors import EngineFatal
@@ -82,7 +82,9 @@ def test_a_passing_fault_of_the_runner_is_invisible(depth: int, when: int) -> No
 
 
 CALL_SITES = [
+    (SequenceTable, "check_admission"),
     (SequenceTable, "add"),
+    (NotedPreparer, "begin"),
     (Scheduler, "plan"),
     (SequenceTable, "expire"),
     (Scheduler, "_commit_row"),
@@ -246,6 +248,65 @@ def test_a_snapshot_taken_while_a_step_runs_knows_what_the_step_was_planned_from
     assert after.counters.steps == before.counters.steps + 1
     assert during.counters.steps == before.counters.steps, "a snapshot that was taken does not change"
     assert (after.step_age_s, after.loop_age_s) == (None, 0.0)
+
+
+def test_waiting_is_how_many_sequences_wait_whatever_else_is_in_the_inbox() -> None:
+    """Cancels, finishes and wake-ups are messages, not work: a router that counted them would shun a replica that is about to be idle."""
+    driven = DrivenEngine(max_num_seqs=1)
+    driven.submit(request("a", [1], n=3), request("b", [2]))
+    assert driven.engine.snapshot().num_waiting == 4
+    for _ in range(50):
+        driven.engine.cancel(RequestId("a"))
+        driven.engine.finish(RequestId("a"), 0, 0)
+    assert driven.engine.snapshot().num_waiting == 4
+    driven.turn()
+    seen = driven.engine.snapshot()
+    assert (seen.num_running, seen.num_waiting) == (1, 0)
+    for _ in range(50):
+        driven.engine.cancel(RequestId("b"))
+    assert driven.engine.snapshot().num_waiting == 0
+    driven.submit(request("refused", [10_000], n=2))
+    assert driven.engine.snapshot().num_waiting == 2
+    driven.run()
+
+
+@pytest.mark.parametrize("moment", ["check_admission", "add", "cancel", "plan"])
+def test_what_leaves_the_inbox_is_never_uncounted_nor_counted_twice(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked by another thread at the worst moments: between taking a request and adding it, after adding it, before the plan."""
+    driven, seen = DrivenEngine(max_num_seqs=1), list[int]()
+    original = getattr(Scheduler, moment)
+
+    def observed(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
+        before = driven.engine.snapshot()
+        found = original(self, *args, **kwargs)
+        seen.extend(load.num_running + load.num_waiting for load in (before, driven.engine.snapshot()))
+        return found
+
+    driven.submit(request("a", [1]), request("b", [2], n=2))
+    driven.engine.cancel(RequestId("unknown"))
+    monkeypatch.setattr(Scheduler, moment, observed)
+    driven.turn()
+    assert set(seen) == {3}
+
+
+def test_threads_that_submit_at_once_are_all_counted() -> None:
+    driven, num_threads, num_each = DrivenEngine(max_waiting=10_000), 4, 500
+    barrier = threading.Barrier(num_threads)
+
+    def submit(which: int) -> None:
+        barrier.wait()
+        for number in range(num_each):
+            driven.engine.submit(request(f"{which}-{number}", [1]))
+
+    threads = [threading.Thread(target=submit, args=(which,)) for which in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert driven.engine.snapshot().num_waiting == num_threads * num_each
+    driven.turn()
+    load = driven.engine.snapshot()
+    assert load.num_running + load.num_waiting == num_threads * num_each
 
 
 def test_a_replica_whose_first_step_runs_does_not_say_that_it_is_idle() -> None:

@@ -327,10 +327,10 @@ def test_a_sequence_takes_no_budget_before_its_prerequisites_are_met() -> None:
     driven.turn(12)
     assert driven.finish == {("b", 0): FinishReason.LENGTH}
     assert driven.scheduler.num_waiting == 1
-    driven.engine.satisfied(RequestId("a"), "grammar")
+    driven.satisfied("a", "grammar")
     driven.turn(2)
     assert ("a", 0) not in driven.tokens
-    driven.engine.satisfied(RequestId("a"), "adapter")
+    driven.satisfied("a", "adapter")
     driven.run()
     assert driven.tokens["a", 0] == expected_tokens([1, 2], 8, VOCAB)
 

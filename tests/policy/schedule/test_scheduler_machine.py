@@ -112,11 +112,11 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 30))
     def satisfy(self, which: int) -> None:
-        self.driven.engine.satisfied(RequestId(f"r{which}"), "thing")
+        self.driven.satisfied(f"r{which}", "thing")
 
     @rule(which=st.integers(0, 30))
     def fail_to_prepare(self, which: int) -> None:
-        self.driven.engine.failed(RequestId(f"r{which}"), "thing", RuntimeError("no thing"))
+        self.driven.failed(f"r{which}", "thing", RuntimeError("no thing"))
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 25.0]))
     def wait(self, seconds: float) -> None:

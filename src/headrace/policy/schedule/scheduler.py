@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 
 from headrace.core.finish import FinishReason
-from headrace.core.ids import RequestId
+from headrace.core.ids import AdmissionId, RequestId
 from headrace.core.load import EngineCounters
 from headrace.core.plan import Plan, Result, TokenLogprobs
 from headrace.core.request import EngineRequest
@@ -29,8 +29,9 @@ from headrace.policy.kvcache.host_tier import HostTier
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.plan_builder import PlanBuilder
 from headrace.policy.schedule.planner import PlanDraft, Planner
-from headrace.policy.schedule.sequence import NO_DRAFTS, SeqState, Sequence
-from headrace.policy.schedule.sequence_table import NO_PREREQUISITES, SequenceTable
+from headrace.policy.schedule.prerequisites import NO_PREREQUISITES
+from headrace.policy.schedule.sequence import NO_ADMISSION, NO_DRAFTS, SeqState, Sequence
+from headrace.policy.schedule.sequence_table import SequenceTable
 from headrace.policy.schedule.step_rows import NO_ROWS, Row, StepRows
 from headrace.policy.schedule.updates import NOTHING, Output
 
@@ -68,21 +69,37 @@ class Scheduler:
     def has_work(self) -> bool:
         return self.sequences.has_work
 
-    def add(self, request: EngineRequest, now: float, prerequisites: Mapping[str, float] = NO_PREREQUISITES) -> None:
-        """Add a checked request. Raises Overloaded, RequestTooLarge, ValueError."""
-        self.sequences.add(request, now, prerequisites)
+    def check_admission(self, request: EngineRequest) -> None:
+        """Whether a checked request may be added now. Raises Overloaded, RequestTooLarge, ValueError."""
+        self.sequences.check_admission(request)
+
+    def add(
+        self,
+        request: EngineRequest,
+        now: float,
+        prerequisites: Mapping[str, float] = NO_PREREQUISITES,
+        *,
+        admission: AdmissionId = NO_ADMISSION,
+    ) -> None:
+        self.sequences.add(request, now, prerequisites, admission=admission)
 
     def cancel(self, request_id: RequestId, now: float) -> None:
         self.sequences.cancel(request_id, now)
 
+    def cancel_admission(self, admission: AdmissionId, now: float) -> None:
+        self.sequences.cancel_admission(admission, now)
+
     def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason, now: float) -> None:
         self.sequences.finish(request_id, index, keep_tokens, reason, now)
 
-    def satisfied(self, request_id: RequestId, what: str) -> None:
-        self.sequences.satisfied(request_id, what)
+    def satisfied(self, admission: AdmissionId, what: str) -> None:
+        self.sequences.satisfied(admission, what)
 
-    def failed(self, request_id: RequestId, what: str, message: str, now: float) -> None:
-        self.sequences.failed(request_id, what, message, now)
+    def failed(self, admission: AdmissionId, what: str, message: str, now: float) -> None:
+        self.sequences.failed(admission, what, message, now)
+
+    def take_ended(self) -> list[AdmissionId]:
+        return self.sequences.take_ended()
 
     def fail(self, seq: Sequence, message: str, now: float) -> None:
         """End one sequence with an error that the client may read."""

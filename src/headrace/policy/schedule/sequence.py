@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 from headrace.core.hashing import BlockHash
-from headrace.core.ids import SeqId
+from headrace.core.ids import AdmissionId, SeqId
 from headrace.core.request import EngineRequest
 
 NO_SLOT = -1
+NO_ADMISSION = AdmissionId(0)
+"""Nothing was prepared for its request."""
 NO_DRAFTS = array("i")
 """Shared: never appended to."""
 
@@ -57,6 +59,7 @@ class Sequence:
     drafts       ids drafted to follow its last known one; the next row that computes it verifies them
     waits_for_commit  it is planned only while no row of it is in flight: it is drafted for, or one of its rows gave too few tokens
     missing      unmet prerequisites, each with the seconds it may take from arrival
+    admission    its request's stay, where something was prepared for it
     registered   per KV group, leading blocks already offered to the prefix cache
     num_prompt_logprobs_emitted  a preempted prompt is computed again, its log-probabilities are not emitted again
     stage, stage_since, stage_seconds  where its time goes: what it does now, since when, and the sums of what is over
@@ -88,6 +91,7 @@ class Sequence:
     root: BlockHash = field(default_factory=lambda: BlockHash(b""))
     hashes: list[BlockHash] = field(default_factory=list)
     missing: dict[str, float] = field(default_factory=dict)
+    admission: AdmissionId = NO_ADMISSION
     key: float = 0.0
     num_cached: int = 0
     stage: Stage = Stage.QUEUE

@@ -8,15 +8,13 @@ There is one way in (`add`) and one way out (`end`), from every state. What a st
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 from headrace.core.errors import Overloaded, RequestTooLarge
 from headrace.core.finish import FinishReason
-from headrace.core.ids import RequestId, SeqId
+from headrace.core.ids import AdmissionId, RequestId, SeqId
 from headrace.core.load import EngineCounters
 from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate, StageSeconds
@@ -25,18 +23,10 @@ from headrace.policy.kvcache.host_tier import HostTier
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.queues import Queue, make_queue
 from headrace.policy.schedule.deadlines import Deadlines, Limit
-from headrace.policy.schedule.sequence import NO_SLOT, SeqState, Sequence, Stage
+from headrace.policy.schedule.prerequisites import FORK, HOST_KV, NO_PREREQUISITES, NO_TIME_LIMIT
+from headrace.policy.schedule.sequence import NO_ADMISSION, NO_SLOT, SeqState, Sequence, Stage
 from headrace.policy.schedule.step_rows import RunningColumns
 from headrace.policy.schedule.updates import NOTHING, Output, token_updates
-
-NO_PREREQUISITES: Mapping[str, float] = MappingProxyType({})
-
-FORK = "headrace.fork"
-"""Prerequisite of the 2nd..nth sequence of a request: the first one's prompt has been computed."""
-HOST_KV = "headrace.host_kv"
-"""Prerequisite of a sequence whose prompt goes on in the host tier: its blocks are here, or will not come."""
-NO_TIME_LIMIT = math.inf
-"""Of the prerequisites that the scheduler satisfies itself: the first sequence ends, and a transfer has a time limit of its own."""
 
 
 class Appended(NamedTuple):
@@ -61,6 +51,8 @@ class SequenceTable:
         self.counters = EngineCounters()
         self._blocked: dict[SeqId, Sequence] = {}
         self._families: dict[RequestId, list[Sequence]] = {}
+        self._prepared: dict[AdmissionId, list[Sequence]] = {}
+        self._ended_admissions: list[AdmissionId] = []
         self._deadlines = Deadlines()
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._ended_slots: list[int] = []
@@ -95,8 +87,8 @@ class SequenceTable:
 
     # in
 
-    def add(self, request: EngineRequest, now: float, prerequisites: Mapping[str, float] = NO_PREREQUISITES) -> None:
-        """Add a checked request, which waits for `prerequisites`: names, each with the seconds it may take.
+    def check_admission(self, request: EngineRequest) -> None:
+        """Whether `add` may be called with a checked request now; changes nothing.
 
         Raises: Overloaded when the waiting queue is full, RequestTooLarge for what never fits, ValueError for a request id still in use.
         """
@@ -109,6 +101,21 @@ class SequenceTable:
         self._refuse_beyond_tenants_part(request)
         if request.request_id in self._families:
             raise ValueError(f"request id {request.request_id} is in use")
+
+    def add(
+        self,
+        request: EngineRequest,
+        now: float,
+        prerequisites: Mapping[str, float] = NO_PREREQUISITES,
+        *,
+        admission: AdmissionId = NO_ADMISSION,
+    ) -> None:
+        """Add a request that `check_admission` has just let pass.
+
+        prerequisites  what it waits for: names, each with the seconds it may take
+        admission      what `satisfied` and `failed` call this stay, and `take_ended` when it is over
+        """
+        assert request.request_id not in self._families, "check_admission was not asked"
         family = [self._make_sequence(request, index, now, prerequisites) for index in request.indices]
         self._families[request.request_id] = family
         try:
@@ -118,6 +125,10 @@ class SequenceTable:
         except Exception:
             self._remove(family)
             raise
+        if admission != NO_ADMISSION:
+            self._prepared[admission] = family
+            for seq in family:
+                seq.admission = admission
         self.counters.prompt_tokens += len(request.prompt_ids)
 
     def _refuse_beyond_tenants_part(self, request: EngineRequest) -> None:
@@ -193,9 +204,9 @@ class SequenceTable:
         hits = seq.num_computed or self.kv.num_hit_tokens(seq)
         self.queue.push(seq, seq.num_prompt - min(hits, seq.num_prompt) + seq.limit - seq.num_prompt)
 
-    def satisfied(self, request_id: RequestId, what: str) -> None:
-        """A prerequisite is there. Unknown requests are ignored: they may have been cancelled meanwhile."""
-        for seq in self._families.get(request_id, ()):
+    def satisfied(self, admission: AdmissionId, what: str) -> None:
+        """A prerequisite is there. Unknown admissions are ignored: they may have been cancelled meanwhile."""
+        for seq in self._prepared.get(admission, ()):
             self._satisfy(seq, what)
 
     def end_host_waits(self, sequences: list[Sequence]) -> None:
@@ -203,9 +214,9 @@ class SequenceTable:
         for seq in sequences:
             self._satisfy(seq, HOST_KV)
 
-    def failed(self, request_id: RequestId, what: str, message: str, now: float) -> None:
+    def failed(self, admission: AdmissionId, what: str, message: str, now: float) -> None:
         """A prerequisite will never be there: what waits for it ends. message: for the client."""
-        for seq in list(self._families.get(request_id, ())):
+        for seq in list(self._prepared.get(admission, ())):
             if what in seq.missing:
                 self.fail(seq, message, now)
 
@@ -256,6 +267,11 @@ class SequenceTable:
     def cancel(self, request_id: RequestId, now: float) -> None:
         """The client left: every sequence of the request ends now, its blocks are free once no uncommitted plan names them."""
         for seq in list(self._families.get(request_id, ())):
+            self._end(seq, FinishReason.CANCELLED, now)
+
+    def cancel_admission(self, admission: AdmissionId, now: float) -> None:
+        """As `cancel`: what was prepared for the request cannot be made use of."""
+        for seq in list(self._prepared.get(admission, ())):
             self._end(seq, FinishReason.CANCELLED, now)
 
     def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason, now: float) -> None:
@@ -328,9 +344,16 @@ class SequenceTable:
         family.remove(seq)
         if not family:
             del self._families[seq.request.request_id]
+            if self._prepared.pop(seq.admission, None) is not None:
+                self._ended_admissions.append(seq.admission)
         if seq.is_first:
             for sibling in list(family):
                 self._satisfy(sibling, FORK)
+
+    def take_ended(self) -> list[AdmissionId]:
+        """Admissions that are over since the last call, each once: what was prepared for them can be given back."""
+        ended, self._ended_admissions = self._ended_admissions, []
+        return ended
 
     # updates
 
@@ -430,3 +453,5 @@ class SequenceTable:
         assert len(states[SeqState.RUNNING]) == len(self.running)
         assert len(states[SeqState.WAITING]) == len(self.queue)
         assert len(states[SeqState.BLOCKED]) == len(self._blocked)
+        prepared = {id(family) for family in self._prepared.values()}
+        assert prepared <= {id(family) for family in self._families.values()}, "an admission outlived its request"
