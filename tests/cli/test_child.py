@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from headrace.cli import child
 from headrace.cli.child import started_server
 from headrace.cli.client import ApiClient
 from headrace.cli.exits import ServerFailed
+from headrace.fleet.config import COMMAND
 from tests.house.stand_in import stand_in
 
 
@@ -28,6 +31,19 @@ def test_server_is_told_its_key_where_other_users_cannot_read_it(tmp_path: Path,
     for key, said in (("given", "given"), (None, "of-the-shell")):
         with started_server("folder", api_key=key) as url:
             assert url == f"http://{said}:4"
+
+
+@pytest.mark.slow
+def test_server_starts_where_no_process_can_ask_for_its_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS, as far as it can be had on Linux: every process of the deployment starts without the calls that are not there."""
+    (tmp_path / "sitecustomize.py").write_text("import os\ndel os.sched_getaffinity, os.sched_setaffinity\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
+    seen = subprocess.run([*COMMAND[:-2], "-c", "import os; print(hasattr(os, 'sched_getaffinity'))"], capture_output=True, text=True)
+    assert seen.stdout == "False\n", seen
+    made = stand_in(tmp_path)
+    arguments = ["--max-model-len", "128"] if made is None else ["--max-model-len", "128", "--load-format", made[1]]
+    with started_server(None if made is None else made[0], arguments) as url:
+        assert ApiClient(url).models() == ["headrace-tiny"]
 
 
 @pytest.mark.slow

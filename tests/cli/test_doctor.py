@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import socket
 import subprocess
@@ -41,7 +42,15 @@ def test_memory_is_what_an_engine_could_take(tmp_path: Path) -> None:
     assert (found.health, found.found) == (Health.OK, "8.0 GiB to be had (bound by MemAvailable)")
     (tmp_path / "proc" / "meminfo").write_text(f"MemAvailable: {1 << 20} kB\n")
     assert doctor_checks.check_memory(tmp_path).health is Health.WARN
-    assert doctor_checks.check_memory(tmp_path / "absent").health is Health.WARN
+    unknown = doctor_checks.check_memory(tmp_path / "absent")
+    assert unknown.health is Health.WARN
+    assert "what is free is not measured there" in unknown.found
+
+
+def test_allowed_cpus_are_not_guessed_where_the_system_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    found = doctor_checks.check_threads(None, {}).found
+    assert found == f"{os.cpu_count()} CPUs, which of them are allowed is not measured here"
 
 
 def test_passive_waiting_is_warned_about() -> None:

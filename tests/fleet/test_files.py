@@ -16,6 +16,7 @@ import pytest
 from headrace.cli.config import ModelSection, ServeConfig
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
+from headrace.engine.server.config import ProcessConfig
 from headrace.fleet.config import COMMAND, FleetConfig, ModelSpec
 from headrace.fleet.files import run_dir, share_of, write_engine_files, write_gateway_file
 
@@ -173,6 +174,19 @@ def test_engines_are_told_their_cpus_unless_threads_were_chosen(tmp_path: Path, 
     told = [json.loads(replica.config.read_bytes())["cpus"] for replica in write_engine_files(config, tmp_path)]
     cpus = sorted(os.sched_getaffinity(0))
     assert told == ([",".join(map(str, share_of(cpus, number, 2))) for number in range(2)] if divided else ["", ""])
+
+
+def test_engines_are_bound_to_no_cpu_where_the_system_does_not_say_which_are_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """macOS has no such call: `headrace serve` ended with a traceback there."""
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.delattr(os, "sched_setaffinity", raising=False)
+    config = ServeConfig(models=(ModelSection(engine=EngineConfig(model="m"), replicas=2),)).fleet(Path)
+    written = [json.loads(replica.config.read_bytes()) for replica in write_engine_files(config, tmp_path)]
+    assert [content["cpus"] for content in written] == ["", ""]
+    process = ProcessConfig(replica="a", address="unix:/a", num_neighbours=1)
+    assert process.keep_to_share(EngineConfig(model="m")).memory_fraction == 0.25
 
 
 @pytest.mark.parametrize("module", ["typer", "json", "torch", "headrace"])

@@ -18,6 +18,8 @@ from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
+from headrace.core.cpus import allowed_cpus
+
 MIN_PYTHON = (3, 11)
 MIN_FILES = 4096
 LOW_MEMORY_BYTES = 2 << 30
@@ -97,8 +99,9 @@ def check_cpu(cpuinfo: str) -> Finding:
 
 def check_threads(quota: float | None, environment: Mapping[str, str]) -> Finding:
     """quota: CPUs the cgroup allows, None without a limit."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    found = f"{os.cpu_count()} CPUs, {allowed} allowed" + (f", cgroup quota {quota:g}" if quota is not None else "")
+    cpus = allowed_cpus()
+    allowed = "which of them are allowed is not measured here" if cpus is None else f"{len(cpus)} allowed"
+    found = f"{os.cpu_count()} CPUs, {allowed}" + (f", cgroup quota {quota:g}" if quota is not None else "")
     if environment.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE":
         return Finding(
             "threads", Health.WARN, f"{found}, OMP_WAIT_POLICY=PASSIVE", "Unset it: it makes small operations several times slower."
@@ -111,11 +114,10 @@ def check_memory(root: Path) -> Finding:
     """What an engine could take now, as it will see it itself."""
     from headrace.engine.memory import read_available
 
-    try:
-        available = read_available(root)
-    except OSError as error:
-        return Finding("memory", Health.WARN, f"cannot be read ({error.strerror})", "Give --kv-cache-bytes.")
+    available = read_available(root)
     found = f"{available.num_bytes / 2**30:.1f} GiB to be had (bound by {available.source})"
+    if not available.is_measured:
+        return Finding("memory", Health.WARN, found, "Give --kv-cache-bytes where other programs need much of it.")
     if available.num_bytes < LOW_MEMORY_BYTES:
         return Finding("memory", Health.WARN, found, "Only very small models fit; close something or raise the limit.")
     return Finding("memory", Health.OK, found)

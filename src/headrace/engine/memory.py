@@ -5,6 +5,7 @@ Reads /proc and /sys below a given root, so that tests can write their own. What
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,15 +15,20 @@ UNLIMITED = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class Available:
-    """Bytes that could be taken now, and who says so."""
+    """Bytes that could be taken now, and who says so. is_measured False: what of them is free is not known."""
 
     num_bytes: int
     source: str
+    is_measured: bool = True
 
 
 def read_available(root: Path = Path("/")) -> Available:
-    """The least of MemAvailable and what each memory cgroup above this process leaves. Raises OSError without /proc/meminfo."""
-    found = [Available(parse_meminfo((root / "proc/meminfo").read_text(encoding="ascii")), "MemAvailable")]
+    """The least of MemAvailable and what each memory cgroup above this process leaves; all memory of the machine without /proc/meminfo."""
+    meminfo = _text(root / "proc/meminfo")
+    if meminfo is None:
+        num_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return Available(num_bytes, "the machine's memory; what is free is not measured there", is_measured=False)
+    found = [Available(parse_meminfo(meminfo), "MemAvailable")]
     for directory in cgroup_directories(_text(root / "proc/self/cgroup") or "", root / "sys/fs/cgroup"):
         room = cgroup_room(directory)
         if room is not None:

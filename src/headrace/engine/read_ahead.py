@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from headrace.core.cpus import allowed_cpus
 from headrace.engine.config import EngineConfig
 from headrace.engine.memory import read_available
 from headrace.tensor.host.cache_folder import packed_directory
@@ -35,7 +35,6 @@ def read_ahead(config: EngineConfig) -> PackedFolder | None:
     if directory is None:
         return None
     asked = {name: getattr(config, name) for name in ("quantization", "dtype", "kernels", "deterministic", "num_threads")}
-    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    folder = PackedFolder(directory, {"model": str(Path(config.model).resolve()), "num_cpus": len(cpus), **asked})
+    folder = PackedFolder(directory, {"model": str(Path(config.model).resolve()), "num_cpus": len(allowed_cpus() or ()), **asked})
     folder.read_ahead(int(MOST_SHARE * read_available().num_bytes))
     return folder

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.core.cpus import allowed_cpus
 from headrace.core.errors import ConfigError
 from headrace.fleet.config import FleetConfig, ModelSpec
 
@@ -106,7 +107,7 @@ def write_engine_files(config: FleetConfig, folder: Path) -> list[ReplicaFiles]:
     """One file per replica, in the order of the models. Several engines share the machine: each keeps to its CPUs and part of memory."""
     replicas: list[ReplicaFiles] = []
     total = sum(model.replicas for model in config.models)
-    cpus = sorted(os.sched_getaffinity(0))
+    cpus = allowed_cpus()
     for model in config.models:
         for index in range(model.replicas):
             number = len(replicas)
@@ -131,9 +132,12 @@ def write_engine_files(config: FleetConfig, folder: Path) -> list[ReplicaFiles]:
     return replicas
 
 
-def share_of(cpus: Sequence[int], number: int, total: int) -> list[int]:
-    """The CPUs engine `number` of `total` keeps to: all of them when it is alone, equal parts, or one in turn when there are too few."""
-    if total == 1:
+def share_of(cpus: Sequence[int] | None, number: int, total: int) -> list[int]:
+    """The CPUs engine `number` of `total` keeps to: all of them when it is alone, equal parts, or one in turn when there are too few.
+
+    cpus  None where the system does not say which are allowed: engines are bound to none then
+    """
+    if total == 1 or cpus is None:
         return []
     if total >= len(cpus):
         return [cpus[number % len(cpus)]]

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
+from headrace.core.cpus import num_allowed_cpus
 from headrace.core.errors import HeadraceError
 
 PACKAGES = ("headrace", "torch", "numpy", "numba", "aiohttp")
@@ -39,7 +40,7 @@ def environment() -> Environment:
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         commit=commit_of(Path(__file__).parent),
         cpu=_cpu_model(),
-        num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cpus=num_allowed_cpus(),
         load_average=os.getloadavg(),
         python=platform.python_version(),
         versions={name: version for name in PACKAGES if (version := _version(name))},

@@ -44,7 +44,7 @@ class ProcessConfig:
 
     def keep_to_share(self, engine: EngineConfig) -> EngineConfig:
         """Bind this process to its CPUs, and reduce the engine's memory share. Before anything counts CPUs or starts threads."""
-        if self.cpus:
+        if self.cpus:  # empty where a process cannot be bound
             os.sched_setaffinity(0, {int(cpu) for cpu in self.cpus.split(",")})
         return replace(engine, memory_fraction=engine.memory_fraction / (1 + self.num_neighbours))
 

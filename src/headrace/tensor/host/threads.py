@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from headrace.core.cpus import allowed_cpus
 from headrace.core.errors import ConfigError
 
 LAUNCH_MODULE = "headrace.tensor.kernels.cpu.jit.launch"
@@ -82,7 +83,8 @@ def _loaded_layer() -> str:
 
 def read_cpu_share(root: Path = Path("/")) -> CpuShare:
     """Of this process. root: where proc and sys are mounted."""
-    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cpus = allowed_cpus()
+    cpus = list(range(os.cpu_count() or 1)) if cpus is None else cpus
     return CpuShare(len(cpus), count_cores(root, cpus), read_quota(root))
 
 
