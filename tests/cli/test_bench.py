@@ -27,8 +27,8 @@ def fake_model(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     """Engines of the offline commands are fakes; returns the configurations they were built with."""
     built: list[EngineConfig] = []
 
-    def engine(model: str | None, flags: dict[str, object]) -> tuple[Engine, Collector]:
-        built.append(EngineConfig(model=model or "default", **flags))  # type: ignore[arg-type]
+    def engine(config: EngineConfig) -> tuple[Engine, Collector]:
+        built.append(config)
         collector = Collector()
         return fake_engine(collector, FakeOptions(vocab_size=1000, max_model_len=512, step_seconds=0.001), built[-1]), collector
 

@@ -17,6 +17,7 @@ import pytest
 from headrace.cli import serve as serve_module
 from headrace.cli.child import URL_LINE
 from headrace.cli.config import ServeConfig, load
+from headrace.cli.engine_flags import engine_values
 from headrace.cli.serve import FLAG_PATHS, OTHER_PATHS, announce, flags_of, serve
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
@@ -24,7 +25,7 @@ from headrace.fleet.supervisor import FleetReady
 
 
 def config_with(model_folder: Path, **params: object) -> ServeConfig:
-    return load(None, {}, flags_of({"model_argument": str(model_folder), **params}))
+    return load(None, {}, flags_of({"model_argument": str(model_folder), **params}, engine_values(params)))
 
 
 def test_every_flag_reaches_the_configuration(model_folder: Path) -> None:

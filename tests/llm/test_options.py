@@ -31,7 +31,7 @@ def test_vllms_names_reach_the_engines_configuration(built: list[EngineConfig], 
     with pytest.raises(ConfigError, match="enough"):
         LLM(
             str(model_folder),
-            dtype="half",
+            dtype="float",
             kv_cache_dtype="bfloat16",
             load_format="dummy",
             max_model_len=512,
@@ -53,7 +53,7 @@ def test_vllms_names_reach_the_engines_configuration(built: list[EngineConfig], 
     assert built == [
         EngineConfig(
             model=str(model_folder),
-            dtype="float16",
+            dtype="float32",
             kv_cache_dtype="bfloat16",
             load_format="dummy",
             max_model_len=512,
@@ -122,6 +122,17 @@ def test_values_that_break_a_rule_are_refused_by_name(built: list[EngineConfig],
     assert built == []
 
 
+def test_what_no_cpu_computes_is_refused_before_weights_are_read(built: list[EngineConfig], model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^dtype: float16 is not computed on CPUs. Use float32"):
+        LLM(model_folder, dtype="half")
+    assert built == []
+
+
+def test_help_of_the_class_has_every_option_of_the_engine() -> None:
+    for keyword in api._KEYWORDS:
+        assert f"\n    {keyword} " in (LLM.__doc__ or ""), keyword
+
+
 @pytest.mark.parametrize(
     ("name", "suggestion"),
     [("max_modellen", "max_model_len"), ("tensor_parallel", "tensor_parallel_size"), ("max_num_seq", "max_num_seqs")],
@@ -131,6 +142,11 @@ def test_unknown_keywords_are_refused_with_a_suggestion(name: str, suggestion: s
         LLM(**{name: 1})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Known: "):
         LLM(zzzzzz=1)
+
+
+def test_no_keyword_is_suggested_that_is_then_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^tensor_parallel_size: 2 is not supported; only 1 is"):
+        LLM(tensor_parallel=2)
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headrace.cli.bench_common import AsJson, Bandwidth, Facts, Flag, Output, Seed, make_shape, write_result
+from headrace.cli.engine_flags import Given, with_engine_flags
 from headrace.cli.exits import UsageRefused
+from headrace.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from headrace.core.model_info import ModelInfo
@@ -21,17 +24,12 @@ if TYPE_CHECKING:
 
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder, bundled model or hub id; default: headrace-tiny.")]
 Price = Annotated[float | None, Flag("--dollars-per-hour", help="Price of this machine: adds the price of a million tokens.")]
-Dtype = Annotated[str, Flag("--dtype")]
-LoadFormat = Annotated[str, Flag("--load-format", help="dummy: random weights from config.json.")]
-Quantization = Annotated[str, Flag("--quantization", "-q", help="none, int8 or int4")]
-KvCacheDtype = Annotated[str, Flag("--kv-cache-dtype", help="auto, bfloat16 or int8")]
-Kernels = Annotated[str, Flag("--kernels")]
-Threads = Annotated[int | None, Flag("--num-threads")]
-MaxSeqs = Annotated[int, Flag("--max-num-seqs")]
-MaxTokens = Annotated[int, Flag("--max-num-batched-tokens")]
-Overlapped = Annotated[bool, Flag("--async-scheduling/--no-async-scheduling")]
+
+NOT_HERE = ("seed", "device")
+"""Prompts have the same seed as random weights; only `serve` can be told --experimental."""
 
 
+@with_engine_flags(without=NOT_HERE)
 def throughput(
     model: ModelArgument = None,
     num_prompts: Annotated[int, Flag("--num-prompts")] = 64,
@@ -40,32 +38,23 @@ def throughput(
     range_ratio: Annotated[float, Flag("--random-range-ratio")] = 0.0,
     prefix_len: Annotated[int, Flag("--random-prefix-len", "--prefix-len")] = 0,
     dollars_per_hour: Price = None,
-    dtype: Dtype = "auto",
-    load_format: LoadFormat = "auto",
-    quantization: Quantization = "none",
-    kv_cache_dtype: KvCacheDtype = "auto",
-    kernels: Kernels = "auto",
-    num_threads: Threads = None,
-    max_num_seqs: MaxSeqs = 64,
-    max_num_batched_tokens: MaxTokens = 512,
-    async_scheduling: Overlapped = False,
     seed: Seed = 0,
     bandwidth: Bandwidth = True,
     output_json: Output = None,
     as_json: AsJson = False,
+    *,
+    engine: Given,
 ) -> None:
     """All requests at once, in this process: tokens per second, price, share of bandwidth."""
     from headrace.lab.datasets import make_requests
     from headrace.lab.offline import decode_bytes, dollars_per_million_tokens, run_offline
 
-    flags = _engine_flags(
-        dtype, load_format, quantization, kv_cache_dtype, kernels, num_threads, max_num_seqs, max_num_batched_tokens, async_scheduling, seed
-    )
-    engine, collector = _engine(model, flags)
-    shape = _offline_shape(engine.info, input_len, output_len, range_ratio, prefix_len)
-    run_offline(engine, collector, _warm_up(shape))
+    config = _config(model, {**engine, "seed": seed})
+    loop, collector = _engine(config)
+    shape = _offline_shape(loop.info, input_len, output_len, range_ratio, prefix_len)
+    run_offline(loop, collector, _warm_up(shape))
     facts = Facts(bandwidth)
-    run = run_offline(engine, collector, make_requests(num_prompts, shape, seed=seed))
+    run = run_offline(loop, collector, make_requests(num_prompts, shape, seed=seed))
     tokens = run.output_tokens
     values: dict[str, object] = {
         "requests": len(run.records),
@@ -78,14 +67,15 @@ def throughput(
         "total tokens/s": (tokens + run.prompt_tokens) / run.duration_s,
     }
     values |= _bandwidth_rows(facts)
-    least = decode_bytes(engine.info, run, steps=len(run.step_s))
+    least = decode_bytes(loop.info, run, steps=len(run.step_s))
     mbu = least / run.duration_s / facts.bandwidth if facts.bandwidth else _unknown(facts.no_bandwidth)
     values["MBU, at least (weights + KV read by decoding / time / read bandwidth)"] = mbu
     if dollars_per_hour is not None:
         values["$ per 1M output tokens"] = dollars_per_million_tokens(tokens, run.duration_s, dollars_per_hour)
-    _finish(facts.result(settings={"model": model, "engine": flags, "shape": shape}, values=values), run.records, output_json, as_json)
+    _finish(facts.result(settings={"model": model, "engine": config, "shape": shape}, values=values), run.records, output_json, as_json)
 
 
+@with_engine_flags(without={*NOT_HERE, "max_num_seqs"})
 def latency(
     model: ModelArgument = None,
     batch_size: Annotated[int, Flag("--batch-size")] = 8,
@@ -94,18 +84,12 @@ def latency(
     num_iters: Annotated[int, Flag("--num-iters")] = 10,
     num_iters_warmup: Annotated[int, Flag("--num-iters-warmup")] = 2,
     dollars_per_hour: Price = None,
-    dtype: Dtype = "auto",
-    load_format: LoadFormat = "auto",
-    quantization: Quantization = "none",
-    kv_cache_dtype: KvCacheDtype = "auto",
-    kernels: Kernels = "auto",
-    num_threads: Threads = None,
-    max_num_batched_tokens: MaxTokens = 512,
-    async_scheduling: Overlapped = False,
     seed: Seed = 0,
     bandwidth: Bandwidth = True,
     output_json: Output = None,
     as_json: AsJson = False,
+    *,
+    engine: Given,
 ) -> None:
     """One batch from start to end, again and again: its latency, its decode step, share of bandwidth."""
     from headrace.lab.datasets import make_requests
@@ -114,27 +98,19 @@ def latency(
 
     if num_iters < 1 or batch_size < 1:
         raise UsageRefused("--num-iters and --batch-size must be at least 1")
-    flags = _engine_flags(
-        dtype,
-        load_format,
-        quantization,
-        kv_cache_dtype,
-        kernels,
-        num_threads,
-        batch_size,
-        max(max_num_batched_tokens, batch_size),
-        async_scheduling,
-        seed,
-    )
-    engine, collector = _engine(model, flags)
-    shape = _offline_shape(engine.info, input_len, output_len, 0.0, 0)
+    tokens = engine.get("max_num_batched_tokens", EngineConfig(model="").max_num_batched_tokens)
+    assert isinstance(tokens, int)
+    batch_flags = {"max_num_seqs": batch_size, "max_num_batched_tokens": max(tokens, batch_size)}
+    config = _config(model, {**engine, **batch_flags, "seed": seed})
+    loop, collector = _engine(config)
+    shape = _offline_shape(loop.info, input_len, output_len, 0.0, 0)
     # Fresh prompts each time: a repeated one would be found in the prefix cache.
     batches = [make_requests(batch_size, shape, seed=seed + 1 + number) for number in range(num_iters_warmup + num_iters)]
     for batch in batches[:num_iters_warmup]:
-        run_offline(engine, collector, batch)
+        run_offline(loop, collector, batch)
     facts = Facts(bandwidth)
-    runs = [run_offline(engine, collector, batch) for batch in batches[num_iters_warmup:]]
-    speeds = [speed for run in runs if (speed := decode_speed(engine.info, run, facts.bandwidth)) is not None]
+    runs = [run_offline(loop, collector, batch) for batch in batches[num_iters_warmup:]]
+    speeds = [speed for run in runs if (speed := decode_speed(loop.info, run, facts.bandwidth)) is not None]
     whole = distribution(run.duration_s * 1000 for run in runs)
     values: dict[str, object] = {
         "batch size": batch_size,
@@ -154,7 +130,7 @@ def latency(
         tokens = batch_size * output_len * len(runs)
         values["$ per 1M output tokens"] = dollars_per_million_tokens(tokens, sum(run.duration_s for run in runs), dollars_per_hour)
     records = [record for run in runs for record in run.records]
-    _finish(facts.result(settings={"model": model, "engine": flags, "shape": shape}, values=values), records, output_json, as_json)
+    _finish(facts.result(settings={"model": model, "engine": config, "shape": shape}, values=values), records, output_json, as_json)
 
 
 def _bandwidth_rows(facts: Facts) -> dict[str, object]:
@@ -178,50 +154,26 @@ def _offline_shape(info: ModelInfo, inputs: int, outputs: int, spread: float, pr
 
 def _warm_up(shape: Shape) -> list[LoadRequest]:
     """A few prompts of another seed, so that compiling and first touches are not measured."""
-    from dataclasses import replace
-
     from headrace.lab.datasets import make_requests
 
     return make_requests(4, replace(shape, output_tokens=min(shape.output_tokens, 4), spread=0.0), seed=-1)
 
 
-def _engine_flags(
-    dtype: str,
-    load_format: str,
-    quantization: str,
-    kv_cache_dtype: str,
-    kernels: str,
-    num_threads: int | None,
-    seqs: int,
-    tokens: int,
-    overlapped: bool,
-    seed: int,
-) -> dict[str, object]:
-    return {
-        "dtype": dtype,
-        "load_format": load_format,
-        "quantization": quantization,
-        "kv_cache_dtype": kv_cache_dtype,
-        "kernels": kernels,
-        "num_threads": num_threads,
-        "max_num_seqs": seqs,
-        "max_num_batched_tokens": tokens,
-        "depth": 2 if overlapped else 1,
-        "seed": seed,
-    }
-
-
-def _engine(model: str | None, flags: Mapping[str, object]) -> tuple[Engine, Collector]:
+def _config(model: str | None, engine: Given) -> EngineConfig:
+    """Of the engine that is measured; resolving the model is left to `_engine`. Raises ConfigError."""
     from headrace.bundled import DEFAULT_MODEL
     from headrace.cli.config_decode import decode
+
+    return decode(EngineConfig, {**engine, "model": model or DEFAULT_MODEL}).checked()
+
+
+def _engine(config: EngineConfig) -> tuple[Engine, Collector]:
     from headrace.engine.build import build_engine
-    from headrace.engine.config import EngineConfig
     from headrace.fleet.weights import resolve_model
     from headrace.lab.offline import Collector
 
     collector = Collector()
-    config = decode(EngineConfig, {**flags, "model": str(resolve_model(model or DEFAULT_MODEL))})
-    return build_engine(config.checked(), collector), collector
+    return build_engine(replace(config, model=str(resolve_model(config.model))), collector), collector
 
 
 def _finish(result: dict[str, object], records: Sequence[RequestRecord], output_json: Path | None, as_json: bool) -> None:

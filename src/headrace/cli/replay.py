@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.cli.engine_flags import Given, with_engine_flags
 from headrace.cli.exits import ExitCode
 from headrace.core.errors import ConfigError
 
@@ -19,23 +20,23 @@ if TYPE_CHECKING:
     from headrace.lab.replay import Replayed
 
 
+COMPUTED = ("num_kv_blocks", "load_format", "seed", "dtype", "quantization", "kv_cache_dtype", "kernels", "deterministic", "block_size")
+"""What decides how a plan is computed. The plan itself says what the scheduler decided."""
+
+
+@with_engine_flags(*COMPUTED)
 def replay(
     file: Annotated[Path, typer.Argument(help="A dump of the engine's last plans.")],
     rows: Annotated[bool, typer.Option("--rows", help="Show every row of every plan.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per plan.")] = False,
     model: Annotated[str | None, typer.Option("--model", help="Folder of the model to run the plans on again.")] = None,
-    num_kv_blocks: Annotated[
-        int | None, typer.Option("--num-kv-blocks", help="Blocks of the replaying engine; default: as many as the plans name.")
-    ] = None,
-    load_format: Annotated[str, typer.Option("--load-format", help="dummy: the random weights of --seed.")] = "auto",
-    seed: Annotated[int, typer.Option("--seed", help="Of random weights.")] = 0,
-    quantization: Annotated[str, typer.Option("--quantization", "-q", help="none, int8 or int4, as when the plans were dumped.")] = "none",
-    kv_cache_dtype: Annotated[str, typer.Option("--kv-cache-dtype", help="auto, bfloat16 or int8, as then.")] = "auto",
-    kernels: Annotated[str, typer.Option("--kernels", help="auto, numba or reference.")] = "auto",
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="Where the engine that made the dump was.")] = False,
-    block_size: Annotated[int, typer.Option("--block-size", help="Tokens per block of the engine that made the dump.")] = 16,
+    *,
+    engine: Given,
 ) -> None:
-    """Show a dumped ring of plans, or run it again."""
+    """Show a dumped ring of plans, or run it again on --model.
+
+    The options of the engine should be those of the one that made the dump; as many KV blocks are made as the plans name.
+    """
     from headrace.core.plan_codec import load_plans
 
     try:
@@ -46,14 +47,7 @@ def replay(
         lines = _shown(plans, rows=rows, as_json=as_json)
     else:
         _say_left_out(plans)
-        options: dict[str, object] = {"load_format": load_format, "quantization": quantization, "seed": seed, "kernels": kernels}
-        options |= {
-            "kv_cache_dtype": kv_cache_dtype,
-            "block_size": block_size,
-            "num_kv_blocks": num_kv_blocks,
-            "deterministic": deterministic,
-        }
-        lines = _run(plans, model, options, as_json=as_json)
+        lines = _run(plans, model, dict(engine), as_json=as_json)
     for line in lines:
         print(line, flush=True)
 
@@ -96,7 +90,7 @@ def _run(plans: list[Plan], model: str, options: dict[str, object], *, as_json: 
     from headrace.lab.replay import replay as run_again
 
     seqs = 1 + max((max(plan.slots, default=0) for plan in plans), default=0)
-    options["num_kv_blocks"] = options["num_kv_blocks"] or 1 + max((max(plan.table_blocks, default=0) for plan in plans), default=1)
+    options.setdefault("num_kv_blocks", 1 + max((max(plan.table_blocks, default=0) for plan in plans), default=1))
     options |= {"max_num_seqs": seqs, "max_num_batched_tokens": max(seqs, *(plan.num_tokens for plan in plans))}
     config = decode(EngineConfig, {**options, "model": str(resolve_model(model))}).checked()
     with reading_ahead(config) as packed:

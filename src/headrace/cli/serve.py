@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.cli.engine_flags import ENGINE_FLAGS, Given, with_engine_flags
+
 if TYPE_CHECKING:
     from typer._click.core import Parameter
 
@@ -24,38 +26,21 @@ if TYPE_CHECKING:
     from headrace.fleet.supervisor import FleetReady
 
 FLAG_PATHS = {
+    **{flag.parameter: f"model.engine.{flag.field}" for flag in ENGINE_FLAGS},
     "model": "model.engine.model",
     "replicas": "model.replicas",
-    "dtype": "model.engine.dtype",
-    "load_format": "model.engine.load_format",
-    "quantization": "model.engine.quantization",
-    "kv_cache_dtype": "model.engine.kv_cache_dtype",
-    "max_model_len": "model.engine.max_model_len",
-    "max_num_seqs": "model.engine.max_num_seqs",
-    "max_num_batched_tokens": "model.engine.max_num_batched_tokens",
-    "block_size": "model.engine.block_size",
-    "num_kv_blocks": "model.engine.num_kv_blocks",
-    "kv_cache_bytes": "model.engine.kv_cache_bytes",
-    "gpu_memory_utilization": "model.engine.memory_fraction",
-    "enable_chunked_prefill": "model.engine.enable_chunked_prefill",
-    "enable_prefix_caching": "model.engine.enable_prefix_caching",
-    "queue_policy": "model.engine.queue_policy",
-    "kernels": "model.engine.kernels",
-    "deterministic": "model.engine.deterministic",
-    "num_threads": "model.engine.num_threads",
-    "device": "model.engine.device",
-    "seed": "model.engine.seed",
     "host": "gateway.host",
     "port": "gateway.port",
     "drain_timeout": "drain_timeout_s",
 }
 """Parameter of `serve` -> path in the configuration; those missing here take more than setting one value."""
 
+ENGINE_PATHS = {f"model.engine.{flag.field}" for flag in ENGINE_FLAGS}
+
 OTHER_PATHS = {
     "model_argument": ("model.engine.model",),
     "served_model_name": ("model.name", "model.aliases"),
     "api_key": ("gateway.api_keys",),
-    "async_scheduling": ("model.engine.depth",),
     "allow_open": ("allow_open",),
     "experimental": ("experimental",),
 }
@@ -70,6 +55,7 @@ POLL_S = 0.25
 Flag = typer.Option
 
 
+@with_engine_flags()
 def serve(
     context: typer.Context,
     model_argument: Annotated[
@@ -83,38 +69,10 @@ def serve(
     api_key: Annotated[list[str] | None, Flag("--api-key", envvar="HEADRACE_API_KEY", help="Clients must send one of these.")] = None,
     allow_open: Annotated[bool, Flag("--allow-open", help="Listen beyond loopback without API keys.")] = False,
     replicas: Annotated[int | None, Flag("--replicas", help="Engine processes, each with its own weights.")] = None,
-    dtype: Annotated[str | None, Flag("--dtype", help="auto, float32, bfloat16 or float16.")] = None,
-    load_format: Annotated[str | None, Flag("--load-format", help="auto, safetensors or dummy (random weights).")] = None,
-    quantization: Annotated[str | None, Flag("--quantization", "-q", help="none, int8 or int4: weights are rounded at load.")] = None,
-    kv_cache_dtype: Annotated[str | None, Flag("--kv-cache-dtype", help="auto, bfloat16 or int8.")] = None,
-    max_model_len: Annotated[int | None, Flag("--max-model-len", help="Longest context in tokens. Default: the model's.")] = None,
-    max_num_seqs: Annotated[int | None, Flag("--max-num-seqs", help="Sequences computed in one step.")] = None,
-    max_num_batched_tokens: Annotated[int | None, Flag("--max-num-batched-tokens", help="Tokens computed in one step.")] = None,
-    block_size: Annotated[int | None, Flag("--block-size", help="Tokens per KV block.")] = None,
-    num_kv_blocks: Annotated[int | None, Flag("--num-kv-blocks", help="KV blocks. Default: what the memory share allows.")] = None,
-    kv_cache_bytes: Annotated[int | None, Flag("--kv-cache-bytes", help="Memory of the KV cache. Default: see above.")] = None,
-    gpu_memory_utilization: Annotated[
-        float | None, Flag("--gpu-memory-utilization", "--memory-fraction", help="Share of the available memory for weights and KV.")
-    ] = None,
-    enable_chunked_prefill: Annotated[
-        bool | None, Flag("--enable-chunked-prefill/--no-enable-chunked-prefill", help="Split long prompts over steps.")
-    ] = None,
-    enable_prefix_caching: Annotated[
-        bool | None, Flag("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV of equal prompt beginnings.")
-    ] = None,
-    queue_policy: Annotated[str | None, Flag("--queue-policy", "--scheduling-policy", help="fcfs, priority, sjf or fair.")] = None,
-    async_scheduling: Annotated[
-        bool | None, Flag("--async-scheduling/--no-async-scheduling", help="Plan the next step while one is computed.")
-    ] = None,
-    kernels: Annotated[str | None, Flag("--kernels", help="auto, numba or reference.")] = None,
-    deterministic: Annotated[
-        bool | None, Flag("--deterministic/--no-deterministic", help="The same bits for a sequence alone and in any batch.")
-    ] = None,
-    num_threads: Annotated[int | None, Flag("--num-threads", help="Default: from the cores and the cgroup.")] = None,
-    device: Annotated[str | None, Flag("--device", help="cpu; cuda needs --experimental.")] = None,
-    seed: Annotated[int | None, Flag("--seed", help="Of random weights (--load-format dummy).")] = None,
     drain_timeout: Annotated[float | None, Flag("--drain-timeout", help="Seconds running requests may take after SIGTERM.")] = None,
     experimental: Annotated[bool, Flag("--experimental", help="Allow what has not been run where Headrace is tested.")] = False,
+    *,
+    engine: Given,
 ) -> None:
     """Serve a model over the OpenAI API."""
     from headrace.bundled import DEFAULT_MODEL
@@ -125,15 +83,16 @@ def serve(
     if model_argument is not None and model is not None:
         raise UsageRefused("MODEL and --model: give one of them")
     names = flag_names(context, sys.argv[1:])
-    flags = flags_of(context.params)
+    flags = flags_of(context.params, engine)
     resolved = load(config, os.environ, flags, flag_names=names, default_model=None if config else DEFAULT_MODEL)
     with named_by_origin(os.environ, ENV_PREFIX, names):  # a taken port is found out only now
         raise typer.Exit(run(resolved))
 
 
-def flags_of(params: dict[str, object]) -> dict[str, object]:
+def flags_of(params: Mapping[str, object], engine: Given) -> dict[str, object]:
     """Configuration paths and values of the flags that were given."""
-    flags = {path: params.get(name) for name, path in FLAG_PATHS.items()}
+    flags = {f"model.engine.{name}": value for name, value in engine.items()}
+    flags |= {path: params.get(name) for name, path in FLAG_PATHS.items() if path not in ENGINE_PATHS}
     flags["model.engine.model"] = params.get("model_argument") or params.get("model")
     if names := params.get("served_model_name"):
         assert isinstance(names, list | tuple)
@@ -141,8 +100,6 @@ def flags_of(params: dict[str, object]) -> dict[str, object]:
     if keys := params.get("api_key"):
         assert isinstance(keys, list | tuple)
         flags["gateway.api_keys"] = [{"key": key} for key in keys]
-    if params.get("async_scheduling") is not None:
-        flags["model.engine.depth"] = 2 if params["async_scheduling"] else 1
     for name in ("allow_open", "experimental"):
         flags[name] = True if params.get(name) else None
     return {path: value for path, value in flags.items() if value is not None}

@@ -1,13 +1,22 @@
-"""What one engine process is told at start. Decoded by the command line (`cli.config`), resolved once, never changed."""
+"""What one engine process is told at start. Decoded by the command line (`cli.config`), resolved once, never changed.
+
+`EngineConfig` is the one list of engine options: flags of the commands (`cli.engine_flags`), keywords of `LLM` and the checks of values
+are made from it, so that a new option is one line here and its row in docs/config.md.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TypeVar
 
 from headrace.core.errors import ConfigError
 
+Value = TypeVar("Value")
+
 QUEUE_POLICIES = ("fcfs", "priority", "sjf", "fair")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16")
+"""Everywhere; float16 is computed by CUDA alone."""
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 QUANTIZATIONS = ("none", "int8", "int4")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "int8")
@@ -16,86 +25,97 @@ BATCHING = ("continuous", "static")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """One replica.
+class Option:
+    """What is said of a field beside its type and default.
 
-    model                   local folder in the Hugging Face layout (the fleet resolves hub ids to folders)
-    dtype                   "auto": what the checkpoint says, or float32 where bfloat16 is computed in software, or linears are rounded
-    load_format             "dummy": random weights from config.json
-    quantization            "int8" | "int4": linears' weights are rounded at load, to nearest; inputs to 8 bits, row by row
-    kv_cache_dtype          "auto": as computed, or bfloat16 where weights and CPU have it; "int8": rounded, a scale per token and head
-    max_model_len           None: the model's own
-    max_num_seqs            sequences computed in one step
-    max_num_batched_tokens  tokens computed in one step: prefill chunks fill what decode leaves
-    max_waiting             sequences that may wait; one more is refused with a retry time
-    max_waiting_per_tenant  the same, of one tenant; None: one tenant may fill the queue
-    block_size              tokens per KV block
-    num_kv_blocks           None: from `memory_fraction` of what the machine and its cgroup leave
-    kv_cache_bytes          None: see num_kv_blocks
-    memory_fraction         share of the available memory for weights + KV
-    enable_prefix_caching, enable_chunked_prefill   plain twins when False
-    queue_policy            fcfs | priority | sjf | fair
-    batching                "static" is the comparison baseline: a batch is filled, run to its end, then the next
-    depth                   plans that may be uncommitted: 1 plain, 2 overlapped
-    kernels                 "numba" | "reference" | "auto"
-    num_threads             None: from the cores and the cgroup
-    deterministic           the same bits for a sequence alone and in any batch; refused at start where the kernels cannot promise it
-    device                  "cpu" | "cuda"
-    seed                    of `dummy` weights
+    help         for people, in one sentence or a few words
+    flags        of the commands; None: --the-name, and --no-the-name of a bool. Empty: it has none
+    one_of       values that are allowed; other_names: vLLM's names for some of them
+    low, high    what it may be, both included; None: no limit
+    switch       (off, on): its flag is --x/--no-x, and these are the values
+    """
+
+    help: str
+    flags: tuple[str, ...] | None = None
+    one_of: tuple[str, ...] = ()
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    low: int | None = None
+    high: int | None = None
+    switch: tuple[int, int] | None = None
+
+    def check(self, name: str, value: object) -> None:
+        """Raises ConfigError when `value` is none of `one_of`, or outside `low`..`high`. None is what an option nobody set has."""
+        if self.one_of and value not in self.one_of:
+            raise ConfigError(name, f"{value!r} is not one of {', '.join(self.one_of)}")
+        if self.low is None or not isinstance(value, int):
+            return
+        if self.high is None and value < self.low:
+            raise ConfigError(name, f"{value} is not positive" if self.low == 1 else f"{value} is less than {self.low}")
+        if self.high is not None and not self.low <= value <= self.high:
+            raise ConfigError(name, f"{value} is outside {self.low}..{self.high}")
+
+
+def option(default: Value, help: str, *flags: str, **rest: object) -> Value:
+    """A field with its `Option`. flags: as there, none given: made from the name; `flags=()`: it has none."""
+    if flags:
+        rest["flags"] = flags
+    return field(default=default, metadata={"option": Option(help=help, **rest)})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One replica. What each option trades is said in docs/config.md.
+
+    model            local folder in the Hugging Face layout (the fleet resolves hub ids to folders)
+    memory_fraction  without `num_kv_blocks` and `kv_cache_bytes` the KV cache is what this share of the machine's and its cgroup's memory
+                     leaves beside the weights
+    batching         "static" is the comparison baseline: a batch is filled, run to its end, then the next
+    depth            plans that may be uncommitted: 1 plain, 2 overlapped
     """
 
     model: str
-    dtype: str = "auto"
-    load_format: str = "auto"
-    quantization: str = "none"
-    kv_cache_dtype: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    max_waiting: int = 1024
-    max_waiting_per_tenant: int | None = None
-    block_size: int = 16
-    num_kv_blocks: int | None = None
-    kv_cache_bytes: int | None = None
-    memory_fraction: float = 0.5
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    queue_policy: str = "fcfs"
-    batching: str = "continuous"
-    depth: int = 1
-    kernels: str = "auto"
-    deterministic: bool = False
-    num_threads: int | None = None
-    device: str = "cpu"
-    seed: int = 0
+    dtype: str = option(
+        "auto",
+        "What is computed with; auto: the checkpoint's, or float32 where bfloat16 is computed in software or weights are rounded.",
+        one_of=DTYPES,
+        other_names={"half": "float16", "float": "float32"},
+    )
+    load_format: str = option("auto", "dummy: random weights from config.json.", one_of=LOAD_FORMATS)
+    quantization: str = option("none", "Weights of the linears are rounded at load.", "--quantization", "-q", one_of=QUANTIZATIONS)
+    kv_cache_dtype: str = option("auto", "auto: as computed, or bfloat16 where weights and CPU have it.", one_of=KV_CACHE_DTYPES)
+    max_model_len: int | None = option(None, "Longest context in tokens. Default: the model's.", low=1)
+    max_num_seqs: int = option(64, "Sequences computed in one step.", low=1, high=4096)
+    max_num_batched_tokens: int = option(512, "Tokens computed in one step: prompts fill what decoding leaves.", low=1, high=2**20)
+    max_waiting: int = option(1024, "Sequences that may wait; one more is refused with a retry time.", flags=(), low=1, high=10**6)
+    max_waiting_per_tenant: int | None = option(None, "The same, of one tenant. Default: all of them.", flags=(), low=1)
+    block_size: int = option(16, "Tokens per KV block.", low=1, high=2**20)
+    num_kv_blocks: int | None = option(None, "KV blocks. Default: what the share of memory allows.", low=1)
+    kv_cache_bytes: int | None = option(None, "Memory of the KV cache. Default: what the share of memory allows.", low=1)
+    memory_fraction: float = option(
+        0.5, "Share of the available memory for weights and KV.", "--gpu-memory-utilization", "--memory-fraction"
+    )
+    enable_prefix_caching: bool = option(True, "Reuse the KV of equal prompt beginnings.")
+    enable_chunked_prefill: bool = option(True, "Split long prompts over steps.")
+    queue_policy: str = option("fcfs", "Who is computed first.", "--queue-policy", "--scheduling-policy", one_of=QUEUE_POLICIES)
+    batching: str = option("continuous", "static: a batch runs to its end before the next begins.", flags=(), one_of=BATCHING)
+    depth: int = option(
+        1, "Plan the next step while one is computed.", "--async-scheduling/--no-async-scheduling", low=1, high=2, switch=(1, 2)
+    )
+    kernels: str = option("auto", "reference: plain torch.", one_of=KERNELS)
+    deterministic: bool = option(
+        False, "The same bits for a sequence alone and in any batch; refused at start where the kernels cannot promise it."
+    )
+    num_threads: int | None = option(None, "Default: from the cores and the cgroup.", low=1)
+    device: str = option("cpu", "cuda has not been run where Headrace is tested, and wants experimental.", one_of=("cpu", "cuda"))
+    seed: int = option(0, "Of random weights (--load-format dummy).")
 
     def checked(self) -> EngineConfig:
         """This value if its rules hold. Raises ConfigError naming the option, the value and the remedy."""
-        for name, allowed in (
-            ("dtype", DTYPES),
-            ("load_format", LOAD_FORMATS),
-            ("quantization", QUANTIZATIONS),
-            ("kv_cache_dtype", KV_CACHE_DTYPES),
-            ("queue_policy", QUEUE_POLICIES),
-            ("batching", BATCHING),
-            ("kernels", KERNELS),
-            ("device", ("cpu", "cuda")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(name, f"{getattr(self, name)!r} is not one of {', '.join(allowed)}")
-        for name, low, high in (
-            ("max_num_seqs", 1, 4096),
-            ("max_num_batched_tokens", 1, 2**20),
-            ("max_waiting", 1, 10**6),
-            ("block_size", 1, 2**20),
-            ("depth", 1, 2),
-        ):
-            if not low <= getattr(self, name) <= high:
-                raise ConfigError(name, f"{getattr(self, name)} is outside {low}..{high}")
-        for name in ("max_model_len", "num_kv_blocks", "kv_cache_bytes", "num_threads", "max_waiting_per_tenant"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(name, f"{value} is not positive")
+        for name, described in options():
+            if (name, self.dtype) != ("dtype", "float16"):
+                described.check(name, getattr(self, name))
+        if self.dtype == "float16" and self.device == "cpu":  # `resolve_dtype` says the same, once weights are read
+            raise ConfigError("dtype", "float16 is not computed on CPUs", "Use float32 (exact for float16 weights), bfloat16 or auto.")
         if self.max_waiting_per_tenant is not None and self.max_waiting_per_tenant > self.max_waiting:
             raise ConfigError(
                 "max_waiting_per_tenant",
@@ -111,3 +131,10 @@ class EngineConfig:
                 "Every running sequence needs one token per step.",
             )
         return self
+
+
+def options() -> Iterator[tuple[str, Option]]:
+    """(field, what is said of it) of every option, in order; all but `model`."""
+    for item in fields(EngineConfig):
+        if "option" in item.metadata:
+            yield item.name, item.metadata["option"]

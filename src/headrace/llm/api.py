@@ -21,7 +21,7 @@ from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
 from headrace.llm.batch import Batch, Job, Progress, outputs_of
-from headrace.llm.options import engine_config, refuse_others
+from headrace.llm.options import ENGINE_FIELDS, described, engine_config, refuse_others
 from headrace.llm.outputs import RequestOutput
 from headrace.llm.prompts import ParsedPrompt, Prompt, parse_conversations, parse_params, parse_prompts
 from headrace.text.folder import TextModel, load_text
@@ -35,18 +35,12 @@ class LLM:
     """A model for this program alone. Use it as a context manager, or call `shutdown`.
 
     model                   a bundled model's name, a local folder, or a hub id; None: the bundled model
-    dtype                   "auto" | "float32" | "bfloat16" | "float16" ("float" and "half" too)
-    load_format             "auto" | "safetensors" | "dummy" (random weights from config.json)
-    quantization            None | "int8" | "int4": linears' weights are rounded at load
-    kv_cache_dtype          "auto" | "bfloat16" | "int8"
-    max_model_len, max_num_seqs, max_num_batched_tokens, block_size, enable_prefix_caching, enable_chunked_prefill
-                            as in `engine.config.EngineConfig`; None: its default
-    gpu_memory_utilization  share of the available memory for weights and KV cache
-    num_gpu_blocks_override, kv_cache_memory_bytes   fix the KV cache's size instead
-    scheduling_policy       "fcfs" | "priority" | "sjf" | "fair"
     seed                    draws the seeds of requests that have none, and dummy weights; None: from the system
-    kernels, deterministic, num_threads, device, depth   Headrace's own, as in EngineConfig
     experimental            allow what has not been run where Headrace is tested: hub ids, device "cuda"
+
+    The engine's options, those of `EngineConfig` under vLLM's names:
+
+    {engine_options}
 
     Any other keyword is refused by name, unless its value asks for what happens anyway (`tensor_parallel_size=1`).
 
@@ -80,29 +74,8 @@ class LLM:
         experimental: bool = False,
         **others: object,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name in ENGINE_FIELDS}
         refuse_others(others, _KEYWORDS)
-        given: dict[str, object] = {
-            "dtype": dtype,
-            "load_format": load_format,
-            "quantization": quantization,
-            "kv_cache_dtype": kv_cache_dtype,
-            "max_model_len": max_model_len,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "block_size": block_size,
-            "enable_prefix_caching": enable_prefix_caching,
-            "enable_chunked_prefill": enable_chunked_prefill,
-            "gpu_memory_utilization": gpu_memory_utilization,
-            "num_gpu_blocks_override": num_gpu_blocks_override,
-            "kv_cache_memory_bytes": kv_cache_memory_bytes,
-            "scheduling_policy": scheduling_policy,
-            "seed": seed,
-            "kernels": kernels,
-            "deterministic": deterministic,
-            "num_threads": num_threads,
-            "device": device,
-            "depth": depth,
-        }
         folder = _resolve(model, experimental)
         self._start(engine_config(folder, given, experimental=experimental), load_text(folder), seed, _build_engine)
 
@@ -251,6 +224,7 @@ class LLM:
 
 
 _KEYWORDS = frozenset(LLM.__init__.__kwdefaults__ or ())
+LLM.__doc__ = (LLM.__doc__ or "").replace("{engine_options}", described(_KEYWORDS))
 
 
 def _resolve(model: str | Path | None, experimental: bool) -> Path:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from headrace.core.errors import ConfigError
-from headrace.engine.config import EngineConfig
+from headrace.engine.config import EngineConfig, options
 
 _PARALLEL = "A model runs in one process for now."
 _QUANTIZED = "Weights are rounded at load: quantization='int8' or 'int4'."
@@ -55,39 +55,48 @@ ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
 }
 """vLLM's keywords that ask for something else than what happens: accepted values, and what to do instead."""
 
-DTYPES = {"half": "float16", "float": "float32"}
-"""vLLM's other names."""
-
-ENGINE_FIELDS = {
-    "gpu_memory_utilization": "memory_fraction",
-    "num_gpu_blocks_override": "num_kv_blocks",
-    "kv_cache_memory_bytes": "kv_cache_bytes",
-    "scheduling_policy": "queue_policy",
+VLLM_NAMES = {
+    "memory_fraction": "gpu_memory_utilization",
+    "num_kv_blocks": "num_gpu_blocks_override",
+    "kv_cache_bytes": "kv_cache_memory_bytes",
+    "queue_policy": "scheduling_policy",
 }
-"""Keywords that EngineConfig calls differently."""
+"""Of fields that EngineConfig calls differently."""
+
+ENGINE_FIELDS = {VLLM_NAMES.get(field, field): field for field, _ in options()}
+"""Keyword -> field of EngineConfig."""
+
+
+def described(keywords: Collection[str]) -> str:
+    """Lines of a docstring about those of `keywords` that are engine options."""
+    about, defaults = dict(options()), EngineConfig(model="")
+    lines = []
+    for keyword, field in ENGINE_FIELDS.items():
+        if keyword in keywords and keyword != "seed":  # of more than the engine; LLM says so itself
+            choices = f"{' | '.join(map(repr, about[field].one_of))}. " if about[field].one_of else ""
+            lines.append(f"{keyword:<24}{choices}{about[field].help.rstrip('.')} ({getattr(defaults, field)!r})")
+    return "\n    ".join(lines)
 
 
 def engine_config(folder: Path, given: Mapping[str, object], *, experimental: bool = False) -> EngineConfig:
     """The engine's configuration from LLM's keywords; None leaves EngineConfig's default. Raises ConfigError naming the keyword."""
-    hints = get_type_hints(EngineConfig)
+    hints, about = get_type_hints(EngineConfig), dict(options())
     values: dict[str, Any] = {}
     for name, value in given.items():
-        field = ENGINE_FIELDS.get(name, name)
+        field = ENGINE_FIELDS[name]
         if value is None:
             continue
         if not isinstance(value, int if hints[field] is float else hints[field]) and not isinstance(value, hints[field]):
             raise ConfigError(name, f"{value!r:.80} is not of the type {getattr(hints[field], '__name__', hints[field])}")
         if isinstance(value, bool) and hints[field] is not bool:
             raise ConfigError(name, f"{value!r} is not a number")
-        values[field] = value
-    values["dtype"] = DTYPES.get(values["dtype"], values["dtype"])
+        values[field] = about[field].other_names.get(value, value) if isinstance(value, str) else value
     if values.get("device", "cpu") != "cpu" and not experimental:
         raise ConfigError("device", f"{values['device']!r} has not been run where Headrace is tested", "Say experimental=True to try it.")
     try:
         return replace(EngineConfig(model=str(folder)), **values).checked()
     except ConfigError as error:
-        keyword = next((name for name, field in ENGINE_FIELDS.items() if field == error.where), error.where)
-        raise ConfigError(keyword, error.reason, error.remedy) from error
+        raise ConfigError(VLLM_NAMES.get(error.where, error.where), error.reason, error.remedy) from error
 
 
 def refuse_others(given: Mapping[str, object], known: frozenset[str]) -> None:
@@ -95,10 +104,16 @@ def refuse_others(given: Mapping[str, object], known: frozenset[str]) -> None:
     for name, value in given.items():
         if name not in ONLY:
             close = get_close_matches(name, [*known, *ONLY], n=1, cutoff=0.6)
+            if close and close[0] in ONLY:
+                _check_only(close[0], value)  # where that is refused too, it is said at once
             raise ConfigError(
                 name, "is not an option of LLM", f"Did you mean {close[0]}?" if close else f"Known: {', '.join(sorted(known))}."
             )
-        accepted, remedy = ONLY[name]
-        if not any(value == each and type(value) is type(each) for each in accepted):
-            shown = " or ".join(map(repr, accepted))
-            raise ConfigError(name, f"{value!r:.80} is not supported; only {shown} is", remedy)
+        _check_only(name, value)
+
+
+def _check_only(name: str, value: object) -> None:
+    accepted, remedy = ONLY[name]
+    if not any(value == each and type(value) is type(each) for each in accepted):
+        shown = " or ".join(map(repr, accepted))
+        raise ConfigError(name, f"{value!r:.80} is not supported; only {shown} is", remedy)
