@@ -35,6 +35,8 @@ def test_every_flag_reaches_the_configuration(model_folder: Path) -> None:
         host="localhost",
         port=0,
         api_key=["a-long-enough-key", "another-long-key"],
+        allowed_hosts=["models.example"],
+        allowed_origins=["https://a.example", "https://b.example"],
         replicas=2,
         dtype="float32",
         load_format="dummy",
@@ -79,6 +81,8 @@ def test_every_flag_reaches_the_configuration(model_folder: Path) -> None:
     )
     assert (model.name, model.aliases, model.replicas) == ("main", ("alias",), 2)
     assert (config.gateway.host, config.gateway.port, len(config.gateway.api_keys)) == ("localhost", 0, 2)
+    assert config.gateway.allowed_hosts == ("models.example",)
+    assert config.gateway.allowed_origins == ("https://a.example", "https://b.example")
     assert config.drain_timeout_s == 1.5
 
 

@@ -22,7 +22,7 @@ KEYS = [
     {"key": KEY, "tenant": "alice", "priority": "standard", "weight": 2.5},
     {"sha256": hashlib.sha256(OTHER.encode()).hexdigest(), "tenant": "bob", "priority": "premium"},
 ]
-PUBLIC = {"/health", "/live", "/ready"}
+PUBLIC = {"/", "/health", "/live", "/ping", "/ready"}
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 BAD = {
     "none": {},

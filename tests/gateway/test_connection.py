@@ -51,7 +51,7 @@ async def test_server_answers(port: int) -> None:
 
 
 BROKEN = {
-    "garbage": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+    "garbage": b"\x80\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
     "http2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "no-version": b"GET /live\r\n\r\n",
     "bad-version": b"GET /live HTTP/9.9\r\nhost: localhost\r\n\r\n",

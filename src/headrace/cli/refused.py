@@ -81,7 +81,6 @@ REFUSED: dict[str, Refused] = {
     "--ssl-keyfile": Refused(_TLS),
     "--ssl-certfile": Refused(_TLS),
     "--root-path": Refused("Rewrite paths in a proxy in front of the gateway.", ("/",)),
-    "--allowed-origins": Refused("Browsers of other origins are not answered.", ()),
     "--middleware": Refused("Code named on a command line is never loaded."),
     "--disable-log-requests": Refused("Set gateway.request_log to none in the configuration file.", None),
     "--disable-log-stats": Refused("Metrics cost nothing until /metrics is read.", None),

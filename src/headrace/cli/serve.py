@@ -31,6 +31,8 @@ FLAG_PATHS = {
     "replicas": "model.replicas",
     "host": "gateway.host",
     "port": "gateway.port",
+    "allowed_hosts": "gateway.allowed_hosts",
+    "allowed_origins": "gateway.allowed_origins",
     "drain_timeout": "drain_timeout_s",
 }
 """Parameter of `serve` -> path in the configuration; those missing here take more than setting one value."""
@@ -68,6 +70,12 @@ def serve(
     port: Annotated[int | None, Flag("--port", help="0 takes a free one. Default 8000.")] = None,
     api_key: Annotated[list[str] | None, Flag("--api-key", envvar="HEADRACE_API_KEY", help="Clients must send one of these.")] = None,
     allow_open: Annotated[bool, Flag("--allow-open", help="Listen beyond loopback without API keys.")] = False,
+    allowed_hosts: Annotated[
+        list[str] | None, Flag("--allowed-hosts", help="Name a Host header may carry; again for more. Default: loopback names there.")
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None, Flag("--allowed-origins", help="Origin whose pages a browser may let in, or *; again for more. Default: none.")
+    ] = None,
     replicas: Annotated[int | None, Flag("--replicas", help="Engine processes, each with its own weights.")] = None,
     drain_timeout: Annotated[float | None, Flag("--drain-timeout", help="Seconds running requests may take after SIGTERM.")] = None,
     experimental: Annotated[bool, Flag("--experimental", help="Allow what has not been run where Headrace is tested.")] = False,
@@ -93,6 +101,8 @@ def flags_of(params: Mapping[str, object], engine: Given) -> dict[str, object]:
     """Configuration paths and values of the flags that were given."""
     flags = {f"model.engine.{name}": value for name, value in engine.items()}
     flags |= {path: params.get(name) for name, path in FLAG_PATHS.items() if path not in ENGINE_PATHS}
+    for name in ("allowed_hosts", "allowed_origins"):
+        flags[FLAG_PATHS[name]] = params.get(name) or None  # a list that is not given is an empty one
     flags["model.engine.model"] = params.get("model_argument") or params.get("model")
     if names := params.get("served_model_name"):
         assert isinstance(names, list | tuple)

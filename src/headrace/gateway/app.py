@@ -23,6 +23,7 @@ from headrace.gateway.generation.service import Service
 from headrace.gateway.http.errors import BAD_HTTP, ClientLeft, MethodNotAllowed, RouteNotFound, SlowReader, error_reply
 from headrace.gateway.http.exchange import Exchange, Receive, Scope, Send
 from headrace.gateway.http.hosts import HostCheck
+from headrace.gateway.http.origins import Origins, answer_preflight, is_preflight
 from headrace.gateway.surfaces.endpoint import Endpoint
 from headrace.gateway.surfaces.routes import ENDPOINTS, Handler
 from headrace.observe.request_log import RequestLog, RequestRecord
@@ -51,7 +52,8 @@ class _Path:
 
     def endpoint(self, method: str) -> Endpoint[Handler]:
         """Raises MethodNotAllowed."""
-        found = self.methods.get("GET" if method == "HEAD" else method)
+        is_get = method == "HEAD" or (method == "OPTIONS" and self.is_public)  # OPTIONS: how load balancers ask by default
+        found = self.methods.get("GET" if is_get else method)
         if found is None:
             raise MethodNotAllowed(method, tuple(sorted({*self.methods, "HEAD"} if "GET" in self.methods else self.methods)))
         return found
@@ -85,6 +87,8 @@ class Gateway:
         self._request_log = request_log
         self._authenticator = Authenticator(config.api_keys)
         self._host_check = HostCheck(config.host, config.allowed_hosts)
+        self._origins = Origins(config.allowed_origins)
+        self._probes = frozenset(path.path for path in _paths() if path.is_public)
         self._public = frozenset({"/metrics"} if config.open_metrics else ())
         routes = [Route(path.path, _Routed(path, self)) for path in _paths()]
         self._router = Router(routes, redirect_slashes=False, default=_Routed(None, self))
@@ -95,8 +99,12 @@ class Gateway:
         exchange = self._open(scope, receive, send)
         scope[EXCHANGE] = exchange
         try:
-            self._host_check(exchange)
-            await self._router(scope, receive, send)
+            host = self._host_check(exchange, is_probe=scope["path"] in self._probes)
+            self._origins.check(exchange, host)
+            if is_preflight(exchange):
+                await answer_preflight(exchange)
+            else:
+                await self._router(scope, receive, send)
         except HeadraceError as error:
             await self._fail(exchange, error)
         except asyncio.CancelledError:

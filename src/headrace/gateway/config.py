@@ -23,6 +23,12 @@ from headrace.core.request import PriorityClass
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,255}")
 REPLICA_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
+_HOST = r"(?:[a-z0-9._-]{1,253}|\[[0-9a-f:.]{2,45}\])"
+HOST_NAME = re.compile(_HOST)
+ORIGIN = re.compile(rf"[a-z][a-z0-9+.-]{{0,31}}://{_HOST}(?::[0-9]{{1,5}})?")
+"""As browsers write it: lower case, no path, no default port. Apps and extensions have schemes of their own."""
+
+ANY_ORIGIN = "*"
 MIN_KEY_CHARS = 8
 MAX_FOREIGN_CONNECTIONS = 256
 """To one foreign server: each request under way has its own."""
@@ -187,6 +193,7 @@ class GatewayConfig:
     api_keys       empty: open, everybody is tenant "default". Otherwise every route but /health, /live and /ready wants one of them
     open_metrics   /metrics without a key although keys exist
     allowed_hosts  names a Host header may carry. Empty: localhost names when bound to loopback, anything otherwise
+    allowed_origins  whose pages a browser may let use this server, as it writes them ("https://app.example"); "*": anybody's. Empty: none
     request_log    where the one line per request goes: "stdout", "stderr", "none" or a file's path
     salt_key       secret (hex) that turns tenants into cache salts; empty: drawn by this process, which then shares no cached
                    prefixes with other gateways; the supervisor draws one for its whole site
@@ -198,6 +205,7 @@ class GatewayConfig:
     api_keys: tuple[ApiKey, ...] = field(default=(), repr=False)
     open_metrics: bool = False
     allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     request_log: str = "stdout"
     salt_key: str = field(default="", repr=False)
     limits: Limits = field(default_factory=Limits)
@@ -211,6 +219,7 @@ class GatewayConfig:
         if not 0 <= self.port <= 65535:
             raise ConfigError("port", f"{self.port} is outside 0..65535")
         check_secret("salt_key", self.salt_key)
+        _check_names(self.allowed_hosts, self.allowed_origins)
         for part, value in (("limits", self.limits), ("timeouts", self.timeouts)):
             for item in fields(value):
                 given = getattr(value, item.name)
@@ -273,6 +282,17 @@ def _check_key(where: str, key: ApiKey) -> None:
         raise ConfigError(f"{where}.priority", f"{key.priority!r} is not one of premium, standard, batch")
     if not 0 < key.weight <= 1e6:
         raise ConfigError(f"{where}.weight", f"{key.weight} is outside 0 < weight <= 1e6")
+
+
+def _check_names(hosts: tuple[str, ...], origins: tuple[str, ...]) -> None:
+    for index, host in enumerate(hosts):
+        if HOST_NAME.fullmatch(host.lower()) is None:
+            remedy = "Write the name alone: no scheme, no port, no path; an IPv6 address in brackets."
+            raise ConfigError(f"allowed_hosts[{index}]", f"{host!r} is not a host's name", remedy)
+    for index, origin in enumerate(origins):
+        if origin != ANY_ORIGIN and ORIGIN.fullmatch(origin.lower()) is None:
+            remedy = 'Write https://app.example, without a path and with its port where it has one, or "*" for every page there is.'
+            raise ConfigError(f"allowed_origins[{index}]", f"{origin!r} is not an origin", remedy)
 
 
 def _check_share(share: float | None, num_tenants: int) -> None:

@@ -2,10 +2,10 @@
 
 uvicorn parses and frames; what it leaves open and a public server must close is here:
 
-    head      request line and headers: bytes, count, seconds
+    head      request line and headers: bytes, count, seconds; none of https, which is named in the log
     body      framing overhead (floods of tiny chunks, chunk extensions); the body's own size and time are `Exchange.body`'s
     leftover  a body nobody reads any more, because the answer is out: thrown away for a moment, then the connection goes
-    answer    a client that does not catch up with 64 KiB of unsent bytes
+    answer    a client that does not catch up with 64 KiB of unsent bytes; no chunks for HTTP/1.0
     abort     `scope["extensions"]["headrace.abort"]` drops the connection, unsent bytes included; "headrace.lost" tells that it is gone
     events    "headrace.direct" there is a `ClientTransport`, which writes a stream's events without a turn of its task
 """
@@ -13,16 +13,22 @@ uvicorn parses and frames; what it leaves open and a public server must close is
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import os
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from headrace.core.clock import Clock
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.http.errors import BAD_HTTP, ClientLeft, ErrorBody, ErrorObject, SlowReader
 from headrace.gateway.http.exchange import ABORT_EXTENSION, DIRECT_EXTENSION, LOST_EXTENSION, Scope
+
+log = logging.getLogger(__name__)
 
 SEND_BUFFER_BYTES = 64 << 10
 """The transport asks writers to wait beyond this much unsent data."""
@@ -41,6 +47,13 @@ chunks of one byte cost 6 bytes each, those of a sane client hardly more than on
 REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
+TLS_HANDSHAKE = 0x16
+"""First byte of what a client sends that speaks https; HTTP begins with a letter."""
+
+TLS_NOTICE_S = 60.0
+"""Between two lines of the log about such clients: a health check over https comes every second."""
+
+
 OnRefused = Callable[[str, int], None]
 """Called for each answer that is given here and not by the application, with its x-request-id and status."""
 
@@ -50,11 +63,45 @@ def protocol_for(config: GatewayConfig, on_refused: OnRefused) -> type[HttpTools
 
     class ConfiguredProtocol(BoundedProtocol):
         bounds = config
+        tls_notice = TlsNotice()
 
         def log_refusal(self, request_id: str, status: int) -> None:
             on_refused(request_id, status)
 
     return ConfiguredProtocol
+
+
+class TlsNotice:
+    """Says in the log that somebody speaks https here: the client only sees its connection close."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._due_s = -math.inf
+        self._num_unsaid = 0
+
+    def __call__(self, client: str) -> None:
+        now = self._clock()
+        if now < self._due_s:
+            self._num_unsaid += 1
+            return
+        more = f" (so did {self._num_unsaid} connections before it)" if self._num_unsaid else ""
+        log.warning("%s spoke https to this http port%s: use http://, or let a proxy in front end TLS", client, more)
+        self._due_s, self._num_unsaid = now + TLS_NOTICE_S, 0
+
+
+class UntilClose(int):
+    """A content length that is not known, for uvicorn's sums: nothing is longer, nothing falls short; the connection's end is its end."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> UntilClose:
+        return self
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
 
 
 class ClientTransport:
@@ -111,6 +158,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """Use a subclass from `protocol_for`."""
 
     bounds: GatewayConfig
+    tls_notice: TlsNotice
     _client: ClientTransport
 
     def log_refusal(self, request_id: str, status: int) -> None:
@@ -162,6 +210,10 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._close()
         if self.transport.is_closing():
             return
+        if self._is_in_head and not self._wire_bytes and data[0] == TLS_HANDSHAKE:
+            self.tls_notice(self.client[0] if self.client else "a client")
+            self._close()
+            return
         self._read_bytes = len(data)
         self._wire_bytes += len(data)
         super().data_received(data)
@@ -210,6 +262,8 @@ class BoundedProtocol(HttpToolsProtocol):
         else:
             self._is_in_body = True
             super().on_headers_complete()
+            if self.scope["http_version"] == "1.0":  # which knows no chunks: an answer of unknown length ends with its connection
+                self.cycle.chunked_encoding, self.cycle.expected_content_length = False, UntilClose()
             self._client.cycle = self.cycle
 
     def on_body(self, body: bytes) -> None:

@@ -50,6 +50,7 @@ class Exchange:
     """
     arrived_s      the service clock when the request's headers were complete
     left           why the answer will not be completed, once that is known: nobody reads it, its deadline passed, the server shuts down
+    more_headers   of the answer, whatever it will be: what its client's browser wants to be told
     pending_bytes  of the bytes being written: what the transport has not taken yet
     """
 
@@ -65,6 +66,7 @@ class Exchange:
         "headers",
         "is_started",
         "left",
+        "more_headers",
         "pending_bytes",
         "principal",
         "record",
@@ -85,6 +87,7 @@ class Exchange:
         self.principal: Principal = ANYBODY
         self.is_started = False
         self.left: HeadraceError | None = None
+        self.more_headers: Headers = ()
         self.pending_bytes = 0
         self._lost: Callable[[], ClientLeft | SlowReader | None] = scope.get("extensions", {}).get(LOST_EXTENSION, lambda: None)
         self._direct: DirectWriter | None = scope.get("extensions", {}).get(DIRECT_EXTENSION)
@@ -234,7 +237,12 @@ class Exchange:
             {
                 "type": "http.response.start",
                 "status": status,
-                "headers": [*headers, (b"x-request-id", self.request_id.encode()), (b"x-content-type-options", b"nosniff")],
+                "headers": [
+                    *headers,
+                    *self.more_headers,
+                    (b"x-request-id", self.request_id.encode()),
+                    (b"x-content-type-options", b"nosniff"),
+                ],
             }
         )
 

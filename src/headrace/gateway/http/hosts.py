@@ -1,7 +1,8 @@
 """Host and Origin: a page in somebody's browser must not reach a server on loopback through a rebound DNS name.
 
 Bound to loopback, only loopback names are answered; bound elsewhere, any name, unless the operator lists the allowed ones. A browser's
-Origin must be the very host it talks to: there is no cross-origin use to support. Neither has a part in routing or in who may do what.
+Origin must be the very host it talks to, or one that the operator lists (`http.origins`). Neither has a part in routing or in who may do
+what.
 """
 
 from __future__ import annotations
@@ -24,22 +25,25 @@ class HostCheck:
         if self._allowed is None and is_loopback(bound_to):
             self._allowed = LOOPBACK_NAMES | {bound_to.lower()}
 
-    def __call__(self, exchange: Exchange) -> None:
-        """Raises InvalidRequest for no, several or malformed Host headers, Forbidden for one that is not answered to."""
+    def __call__(self, exchange: Exchange, *, is_probe: bool) -> str:
+        """The Host of a request that may be answered; empty where an HTTP/1.0 client sent none, which only probes do.
+
+        is_probe  its path is public and says nothing but how the server is: load balancers ask such paths without a Host, no browser
+                  can, so there is no name to be rebound
+
+        Raises InvalidRequest for no, several or malformed Host headers, Forbidden for one that is not answered to.
+        """
         hosts = [value for name, value in exchange.headers if name == b"host"]
+        if not hosts and exchange.scope.get("http_version") == "1.0" and (is_probe or self._allowed is None):
+            return ""
         host = hosts[0].decode("latin-1") if len(hosts) == 1 else ""
-        if not hosts and self._allowed is None and exchange.scope.get("http_version") == "1.0":
-            return  # the health checks of load balancers; HTTP/1.0 has no Host
         match = _HOST.fullmatch(host)
         if match is None:
             raise InvalidRequest("Host", "exactly one well-formed Host header")
-        if self._allowed is not None and match["name"].lower() not in self._allowed:
-            raise Forbidden("This server does not answer to that Host name. The operator can allow it (allowed_hosts).")
-        origins = [value for name, value in exchange.headers if name == b"origin"]
-        if origins and (len(origins) > 1 or not _is_same_origin(origins[0].decode("latin-1"), host)):
-            raise Forbidden("Requests from other origins are not answered.")
-
-
-def _is_same_origin(origin: str, host: str) -> bool:
-    scheme, separator, rest = origin.partition("://")
-    return bool(separator) and scheme in ("http", "https") and rest.lower() == host.lower()
+        name = match["name"].lower()
+        if self._allowed is not None and name not in self._allowed:
+            raise Forbidden(
+                f"This server does not answer to the Host name {name}. If it should, start it with --allowed-hosts {name} "
+                f'(gateway.allowed_hosts: ["{name}"]).'
+            )
+        return host

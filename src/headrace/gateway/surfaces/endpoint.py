@@ -22,7 +22,7 @@ class Endpoint(Generic[HandlerT]):
     reply       wire type of the answer; None: no JSON of ours, see media_type
     chunk       wire type of a stream's events, where the body's `stream` asks for them
     fields      the field table its body is held to; only what generates has one, and is counted in headrace_requests_total
-    is_public   answers without a key. Never more than the three probes
+    is_public   answers without a key, and an HTTP/1.0 client without a Host. Never more than the probes and the front page
     may_be_503  says "not now" with its own reply instead of an error
     """
 

@@ -10,7 +10,7 @@ from functools import cache
 
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
-from headrace.gateway.surfaces import chat, completions, docs_page, models, openapi, probes, tokenize
+from headrace.gateway.surfaces import chat, completions, docs_page, front_page, models, openapi, probes, tokenize
 from headrace.gateway.surfaces.dialect.fields import Surface
 from headrace.gateway.surfaces.endpoint import Endpoint
 
@@ -91,6 +91,15 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         is_public=True,
         may_be_503=True,
     ),
+    Endpoint(
+        "GET",
+        "/ping",
+        probes.health,
+        "The same under SageMaker's name.",
+        reply=probes.ProbeReply,
+        is_public=True,
+        may_be_503=True,
+    ),
     Endpoint("GET", "/live", probes.live, "200 while this process answers.", reply=probes.ProbeReply, is_public=True),
     Endpoint(
         "GET",
@@ -101,6 +110,14 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         reply=probes.ProbeReply,
         is_public=True,
         may_be_503=True,
+    ),
+    Endpoint(
+        "GET",
+        "/",
+        front_page.page,
+        "What this server is and where to go on: a page for browsers, else JSON. OPTIONS is answered as GET /health is.",
+        reply=front_page.FrontPage,
+        is_public=True,
     ),
     Endpoint("GET", "/metrics", probes.metrics, "Prometheus text (or OpenMetrics, if asked for).", media_type="text/plain"),
     Endpoint("GET", "/version", probes.version, "The version of Headrace.", reply=probes.VersionReply),

@@ -1,0 +1,84 @@
+"""Cross-origin requests (the Fetch standard's CORS): which pages of a browser may use this server, and how it is told.
+
+Off unless the operator lists origins: then every answer to a listed one, errors and streams included, says that the page may read it,
+and a preflight is answered without a key, which browsers do not send with it. Nothing here rests on cookies, so credentials in the
+browser's sense are never allowed; a page sends its key as any client does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from headrace.gateway.config import ANY_ORIGIN, ORIGIN
+from headrace.gateway.http.errors import Forbidden
+from headrace.gateway.http.exchange import Exchange, Headers
+
+PREFLIGHT_AGE_S = 600
+METHODS = b"GET, HEAD, POST, OPTIONS"
+"""Of any path: a preflight has no key, so its answer does not tell which paths there are."""
+
+DEFAULT_HEADERS = b"authorization, content-type"
+EXPOSED = b"x-request-id, retry-after"
+MAX_HEADER_NAMES = 2000
+_HEADER_NAMES = re.compile(rb"[A-Za-z0-9_, \t-]{1,%d}" % MAX_HEADER_NAMES)
+
+
+class Origins:
+    def __init__(self, allowed: Sequence[str]) -> None:
+        """allowed: origins that match ORIGIN, or ANY_ORIGIN"""
+        self._allowed = frozenset(origin.lower() for origin in allowed)
+
+    def check(self, exchange: Exchange, host: str) -> None:
+        """Gives `exchange` the headers that its answer needs. host: what it was addressed to.
+
+        Raises Forbidden for a page of another origin that is not listed.
+        """
+        if self._allowed:
+            exchange.more_headers = ((b"vary", b"Origin"),)  # of every answer: a cache must not give one page's to another
+        origins = [value.decode("latin-1") for name, value in exchange.headers if name == b"origin"]
+        if not origins or (len(origins) == 1 and _is_same_origin(origins[0], host)):
+            return
+        if len(origins) > 1 or not (origins[0].lower() in self._allowed or ANY_ORIGIN in self._allowed):
+            raise Forbidden(_refusal(origins[0].lower()))
+        exchange.more_headers = (
+            (b"vary", b"Origin"),
+            (b"access-control-allow-origin", origins[0].encode("latin-1")),
+            (b"access-control-expose-headers", EXPOSED),
+        )
+
+
+def is_preflight(exchange: Exchange) -> bool:
+    """Whether a browser asks, before it sends a page's request, if it may. Of an origin that `Origins.check` passed."""
+    names = {name for name, _ in exchange.headers}
+    return exchange.scope["method"] == "OPTIONS" and {b"origin", b"access-control-request-method"} <= names
+
+
+async def answer_preflight(exchange: Exchange) -> None:
+    """Whatever headers it asks for: what they may hold is decided when they come."""
+    asked = exchange.header(b"access-control-request-headers") or b""
+    headers: Headers = [
+        (b"access-control-allow-methods", METHODS),
+        (b"access-control-allow-headers", asked if _HEADER_NAMES.fullmatch(asked) else DEFAULT_HEADERS),
+        (b"access-control-max-age", b"%d" % PREFLIGHT_AGE_S),
+    ]
+    if exchange.header(b"access-control-request-private-network") == b"true":  # a public page, and a server on a private address
+        headers = [*headers, (b"access-control-allow-private-network", b"true")]
+    await exchange.reply(204, b"", headers)
+
+
+def _refusal(origin: str) -> str:
+    if ORIGIN.fullmatch(origin) is None:
+        return (
+            "Requests of pages without an origin of their own (files, sandboxed frames) are not answered. Serve the page over http and "
+            "start this server with --allowed-origins and its origin (gateway.allowed_origins)."
+        )
+    return (
+        f"Requests of pages from {origin} are not answered. If they should be, start the server with --allowed-origins {origin} "
+        f'(gateway.allowed_origins: ["{origin}"]).'
+    )
+
+
+def _is_same_origin(origin: str, host: str) -> bool:
+    scheme, separator, rest = origin.partition("://")
+    return bool(separator) and scheme in ("http", "https") and rest.lower() == host.lower()
