@@ -248,8 +248,8 @@ async def test_errors_name_fields_as_the_client_wrote_them(bench: TestBench) -> 
     for response, param in ((await bench.chat(messages=long), "messages"), (await bench.complete(prompt="fox " * 2000), "prompt")):
         error = response.json()["error"]
         assert (response.status_code, error["param"], error["code"]) == (400, param, "context_length_exceeded")
-        assert error["message"].startswith(f"{param}: expected prompt tokens + at least 1 output token <= max_model_len (512), got ")
-    for count in (0, 5000, 2**40):
+        assert error["message"].startswith("This model's maximum context length is 512 tokens. However, you requested ")
+    for count in (0, 2**40):
         for name in ("max_tokens", "max_completion_tokens"):
             response = await bench.chat(**{name: count})
             error = response.json()["error"]

@@ -5,10 +5,13 @@ Shapes and patterns were read in the sources of the versions named beside them; 
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
-from gateway_kit import MODEL, TestBench, events_of
+from gateway_kit import MODEL, TestBench, events_of, open_bench, serving
+
+from headrace.text.folder import TextModel
 
 GUIDELLM = {
     "stream": True,
@@ -61,3 +64,67 @@ async def test_usage_in_every_chunk_needs_usage(bench: TestBench) -> None:
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "stream_options.continuous_usage_stats")
     assert "include_usage = true beside it" in error["message"]
+
+
+def recognised_by_litellm(message: str) -> bool:
+    """litellm 1.106, litellm_core_utils/exception_mapping_utils.py: ExceptionCheckers.is_error_str_context_window_exceeded. What it
+    recognises becomes ContextWindowExceededError, which `context_window_fallbacks` of its router wait for."""
+    return "this model's maximum context length is" in message.lower()
+
+
+def recognised_by_langchain(code: str, message: str) -> bool:
+    """langchain-openai 1.7, chat_models/base.py: _handle_openai_bad_request reads the error as openai prints it, code included. What it
+    recognises becomes ContextOverflowError, which summarizing and trimming wait for."""
+    return "context_length_exceeded" in f"Error code: 400 - {{'code': '{code}', 'message': '{message}'}}"
+
+
+def counted(message: str) -> tuple[int, ...]:
+    """openai-python's cookbook, Continue and others read the numbers by a pattern like this one."""
+    pattern = r"maximum context length is (\d+) tokens\. However, you requested (\d+) tokens \((\d+) in the \w+, (\d+) in the completion\)"
+    found = re.search(pattern, message)
+    assert found, message
+    return tuple(map(int, found.groups()))
+
+
+LONG = "fox " * 300
+SHORT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "part"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, "messages", "messages"),
+        ("/v1/chat/completions", {**SHORT, "max_tokens": 600}, "max_tokens", "messages"),
+        ("/v1/chat/completions", {**SHORT, "max_completion_tokens": 600}, "max_completion_tokens", "messages"),
+        ("/v1/completions", {"prompt": LONG}, "prompt", "prompt"),
+        ("/v1/completions", {"prompt": [5] * 600, "max_tokens": 7, "echo": True}, "prompt", "prompt"),
+        ("/v1/completions", {"prompt": "Hello", "max_tokens": 600}, "max_tokens", "prompt"),
+    ],
+)
+async def test_context_overflow_is_recognised(bench: TestBench, path: str, fields: dict[str, Any], param: str, part: str) -> None:
+    response = await bench.client.post(path, json={"model": MODEL, **fields})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert recognised_by_litellm(error["message"])
+    assert recognised_by_langchain(error["code"], error["message"])
+    length, requested, prompt, completion = counted(error["message"])
+    assert (length, requested) == (512, prompt + completion)
+    assert completion == (fields.get("max_tokens") or fields.get("max_completion_tokens") or (16 if part == "prompt" else 1))
+    assert error["message"].endswith(f"Please reduce the length of the {part} or completion.")
+    assert not bench.replica.requests
+
+
+async def test_overflow_that_is_seen_without_tokenizing_is_recognised(bench: TestBench) -> None:
+    error = (await bench.chat(messages=[{"role": "user", "content": "fox " * 4000}])).json()["error"]
+    assert recognised_by_litellm(error["message"])
+    assert "you requested at least" in error["message"]
+    assert error["code"] == "context_length_exceeded"
+
+
+async def test_a_foreign_servers_overflow_is_recognised(text: TextModel) -> None:
+    async with open_bench(text) as far, serving(far.gateway) as port:
+        models = [{"name": MODEL, "upstream": {"url": f"http://127.0.0.1:{port}/v1"}}]
+        async with open_bench(text, models=models) as near:
+            error = (await near.chat(max_tokens=600)).json()["error"]
+            assert error["code"] == "context_length_exceeded"
+            assert recognised_by_litellm(error["message"])

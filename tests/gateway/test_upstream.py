@@ -88,7 +88,7 @@ async def test_a_request_goes_where_it_fits(text: TextModel) -> None:
         assert [len(request.prompt_ids) for request in small.requests] == [98, 99]
         assert [len(request.prompt_ids) for request in large.requests] == [198, 1]
         error = (await bench.complete(prompt=[5], max_tokens=200)).json()["error"]
-        assert (error["param"], "max_model_len (200)" in error["message"]) == ("max_tokens", True)
+        assert (error["param"], "maximum context length is 200 tokens" in error["message"]) == ("max_tokens", True)
         assert (await bench.client.get("/v1/models")).json()["data"][0]["max_model_len"] == 200
         large.state = ReplicaState.DRAINING
         assert (await bench.complete(prompt=[5] * 150, max_tokens=1)).status_code == 503

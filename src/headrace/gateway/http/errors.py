@@ -55,7 +55,38 @@ class BodyTooLarge(RequestTooLarge):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt leaves no room for output. OpenAI's clients branch on its code."""
+    """Prompt and output together do not fit the context. The message is OpenAI's: fallbacks of clients hang on its words and code.
+
+    limit, remedy  the message's sentences: `context_overflow` and `foreign_overflow` make them
+    """
+
+    def __str__(self) -> str:
+        return f"{self.limit} {self.remedy}"
+
+
+def context_overflow(
+    field: str, max_model_len: int, *, part: str, prompt_tokens: int, max_tokens: int | None, is_least: bool = False
+) -> ContextLengthExceeded:
+    """The error of a request that does not fit.
+
+    part        what the client calls its prompt: "messages" or "prompt"
+    max_tokens  None: as many as the context leaves, at least 1
+    is_least    so many at least: nothing was tokenized
+    """
+    completion_tokens = max_tokens or 1
+    least = "at least " if is_least else ""
+    limit = (
+        f"This model's maximum context length is {max_model_len} tokens. "
+        f"However, you requested {least}{prompt_tokens + completion_tokens} tokens "
+        f"({least}{prompt_tokens} in the {part}, {least}{completion_tokens} in the completion)."
+    )
+    return ContextLengthExceeded(field, limit, None, f"Please reduce the length of the {part} or completion.")
+
+
+def foreign_overflow() -> ContextLengthExceeded:
+    """Of a server whose own words are not shown."""
+    limit = "This model's maximum context length is shorter than what you requested, says the server behind it."
+    return ContextLengthExceeded("prompt", limit, None, "Please reduce the length of the prompt or completion.")
 
 
 class ReadTimeout(HeadraceError):

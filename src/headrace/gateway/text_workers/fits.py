@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.gateway.http.errors import ContextLengthExceeded
+from headrace.gateway.http.errors import context_overflow
 from headrace.text.token_bounds import TokenBound
 
 
@@ -16,6 +16,4 @@ def check_fits(field: str, text: str, bound: TokenBound | None, max_model_len: i
         return
     least = bound.least_tokens(text)
     if least >= max_model_len:
-        rule = f"prompt tokens + at least 1 output token <= max_model_len ({max_model_len})"
-        why = f"It has at least {least} tokens: none of this model's stands for more than {bound.max_bytes} bytes."
-        raise ContextLengthExceeded(field, rule, least, f"{why} Shorten the prompt.")
+        raise context_overflow(field, max_model_len, part=field, prompt_tokens=least, max_tokens=None, is_least=True)

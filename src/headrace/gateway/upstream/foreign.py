@@ -26,7 +26,7 @@ from headrace.core.plan import TokenLogprobs
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import StageSeconds
 from headrace.gateway.config import MAX_FOREIGN_CONNECTIONS, ForeignConfig
-from headrace.gateway.http.errors import ContextLengthExceeded
+from headrace.gateway.http.errors import foreign_overflow
 from headrace.gateway.upstream.foreign_body import foreign_body
 from headrace.gateway.upstream.foreign_events import MAX_ERROR_BYTES, BrokenStream, EventReader, is_context_overflow
 from headrace.gateway.upstream.seam import (
@@ -125,7 +125,7 @@ class HttpUpstream:
             return Overloaded("The server behind this model has too much to do.", retry_after_s=_retry_after_s(response))
         if status in (400, 413, 422):
             if is_context_overflow(await _error_body(response)):
-                return ContextLengthExceeded("prompt", "what fits the context of the server behind this model", None, "Shorten the prompt.")
+                return foreign_overflow()
             return InvalidRequest("body", f"what the server behind this model accepts (it said {status})", None, "Leave out rare fields.")
         self.log_fault(f"answered with status {status}")
         return Unavailable(NOT_NOW, retry_after_s=_retry_after_s(response))

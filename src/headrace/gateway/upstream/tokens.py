@@ -14,7 +14,7 @@ from headrace.core.errors import Unavailable
 from headrace.core.ids import RequestId
 from headrace.core.model_info import ModelInfo
 from headrace.core.sampling import SamplingParams, with_room
-from headrace.gateway.http.errors import ContextLengthExceeded
+from headrace.gateway.http.errors import context_overflow
 from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.upstream.merge import MergedStream
 from headrace.gateway.upstream.replicas import ReplicaPool
@@ -65,7 +65,7 @@ class TokenUpstream:
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> TokenPrepared:
         info = self._info()
         params = self._params(request, info)
-        prompts = await self._encode(request.prompt, info, principal.tenant)
+        prompts = await self._encode(request.prompt, params.max_tokens, info, principal.tenant)
         calls: list[Call] = []
         for number, prompt in enumerate(prompts):
             if number or len(prompt.token_ids) > MAX_TOKENS_AT_ONCE:
@@ -102,7 +102,8 @@ class TokenUpstream:
 
     # -- prompts -------------------------------------------------------------------------------------------------------------------
 
-    async def _encode(self, prompt: Conversation | PlainPrompts, info: ModelInfo, tenant: str) -> list[TokenPrompt]:
+    async def _encode(self, prompt: Conversation | PlainPrompts, max_tokens: int | None, info: ModelInfo, tenant: str) -> list[TokenPrompt]:
+        """Raises ContextLengthExceeded for most prompts that do not fit; `_call` does for all."""
         if isinstance(prompt, Conversation):
             ids = await self._text.encode_chat(
                 prompt.messages,
@@ -113,9 +114,9 @@ class TokenUpstream:
                 tenant=tenant,
             )
             return [TokenPrompt(tuple(ids), "", self._text.tokenizer)]
-        return await self._encode_plain(prompt, info, tenant)
+        return await self._encode_plain(prompt, max_tokens, info, tenant)
 
-    async def _encode_plain(self, prompt: PlainPrompts, info: ModelInfo, tenant: str) -> list[TokenPrompt]:
+    async def _encode_plain(self, prompt: PlainPrompts, max_tokens: int | None, info: ModelInfo, tenant: str) -> list[TokenPrompt]:
         """Texts in one job. Ids are taken as they are; text that nobody will read is not made of them."""
         texts = [given for given in prompt.prompts if isinstance(given, str)]
         encoded = iter(
@@ -128,7 +129,7 @@ class TokenUpstream:
             if isinstance(given, str):
                 ids, text = tuple(next(encoded)), given
             else:
-                check_room(len(given), info)
+                check_room(len(given), max_tokens, info, part="prompt")
                 text = await self._text.decode(given, field="prompt", tenant=tenant) if prompt.needs_text else ""
                 ids = tuple(given)
             made.append(TokenPrompt(ids, text, self._text.tokenizer))
@@ -173,12 +174,17 @@ class TokenPrepared:
         return streams[0] if len(streams) == 1 else MergedStream(streams, n)
 
 
-def check_room(num_tokens: int, info: ModelInfo) -> int:
-    """Tokens the context leaves for output. Raises ContextLengthExceeded when there are none."""
+def check_room(num_tokens: int, max_tokens: int | None, info: ModelInfo, *, part: str) -> int:
+    """Tokens the context leaves for output.
+
+    max_tokens  None: as many as it leaves
+
+    Raises ContextLengthExceeded when it leaves none, or fewer than `max_tokens`.
+    """
     room = info.max_model_len - num_tokens
-    if room <= 0:
-        rule = f"prompt tokens + at least 1 output token <= max_model_len ({info.max_model_len})"
-        raise ContextLengthExceeded("prompt", rule, num_tokens, "Shorten the prompt.")
+    if room < (max_tokens or 1):
+        field = "prompt" if room < 1 else "max_tokens"
+        raise context_overflow(field, info.max_model_len, part=part, prompt_tokens=num_tokens, max_tokens=max_tokens)
     return room
 
 
@@ -186,7 +192,8 @@ def _call(
     number: int, prompt_ids: tuple[int, ...], params: SamplingParams, request: GenerationRequest, info: ModelInfo, principal: PrincipalFacts
 ) -> Call:
     """The request's prompt `number`. Raises InvalidRequest for what the model cannot take, by the rules the engine holds it to."""
-    room = check_room(len(prompt_ids), info)
+    part = "messages" if isinstance(request.prompt, Conversation) else "prompt"
+    room = check_room(len(prompt_ids), params.max_tokens, info, part=part)
     if params.max_tokens is None:  # what the model's author chose, if anything, as far as the context leaves room
         params = with_room(params, info.sampling_defaults.get("max_tokens"), room)
     call = Call(
