@@ -10,6 +10,8 @@ import grpc.aio
 import pytest
 
 from headrace.core.errors import InvalidRequest
+from headrace.core.ids import RequestId
+from headrace.core.update import SequenceUpdate
 from headrace.engine.server.gateway_stream import GatewayStream, StreamLost
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.handles import Handle
@@ -93,11 +95,12 @@ async def test_a_quiet_stream_keeps_its_lease_for_ever() -> None:
 
 async def test_too_much_unread_ends_the_stream_at_the_next_beat() -> None:
     async with pumping(Gateway()) as (stream, task):
-        for _ in range(1002):
-            say(stream)
-        await turns()
-        for _ in range(1001):
-            say(stream)
+        say(stream)
+        await turns()  # it is being written: what follows waits
+        stream.unsent.put(Handle(2), SequenceUpdate(RequestId("r"), 0, 0, token_ids=tuple(range(1000))))
         await beats(stream, 1)
-        with pytest.raises(StreamLost, match="1001 unread"):
+        assert not task.done()
+        stream.unsent.put(Handle(2), SequenceUpdate(RequestId("r"), 0, 0, token_ids=(1,)))
+        await beats(stream, 1)
+        with pytest.raises(StreamLost, match="1001 unread units exceed 1000"):
             task.result()

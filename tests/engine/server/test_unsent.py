@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,15 @@ from headrace.core.ids import RequestId
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.core.plan import TokenLogprobs
 from headrace.core.update import SequenceUpdate
-from headrace.engine.server.unsent import FRAME_UNITS, MAX_REJECTED_BYTES, PAGE_POSITIONS, UnsentFrames, merge
+from headrace.engine.server.unsent import (
+    FRAME_UNITS,
+    MAX_REJECTED_BYTES,
+    MAX_UNITS,
+    PAGE_POSITIONS,
+    REFUSAL_BYTES_PER_UNIT,
+    UnsentFrames,
+    merge,
+)
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.handles import Attempt, Handle
 
@@ -152,7 +161,7 @@ def test_refusals_fill_no_frame_beyond_its_bound_and_keep_their_order() -> None:
     for number in range(1, count + 1):
         unsent.put_rejected(Handle(number), Overloaded("x" * 500))
     unsent.put(Handle(count + 1), news(count + 1, 0, (7,)))
-    assert unsent.num_units == count + 2
+    assert unsent.num_units > count * 500 // REFUSAL_BYTES_PER_UNIT
     frames = []
     while (frame := unsent.take()) is not None:
         frames.append(frame)
@@ -160,6 +169,33 @@ def test_refusals_fill_no_frame_beyond_its_bound_and_keep_their_order() -> None:
     assert [rejected.handle for frame in frames for rejected in frame.rejected] == list(range(1, count + 1))
     assert [update.token_ids for frame in frames for _, update in rows(frame)] == [(7,)]
     assert (unsent.num_units, unsent.is_empty) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "served"), [("m", []), ("m" * 256, ["n" * 100] * 20), ("m", ["x" * 10_000])], ids=["short", "usual", "long"]
+)
+def test_refusals_count_by_the_memory_they_hold(name: str, served: list[str]) -> None:
+    """Each counted as one token: a gateway that does not read could leave a million of them, 10 GB of the longest, before its lease ended."""
+    unsent, count = UnsentFrames(), 2_000
+    before = psutil.Process().memory_info().rss
+    for number in range(count):
+        unsent.put_rejected(Handle(number), ModelNotFound(name, served))
+    held = psutil.Process().memory_info().rss - before
+    assert MAX_UNITS // (unsent.num_units // count) * held // count < 128 << 20
+
+
+def test_refusals_take_no_room_of_the_rows_in_a_frame() -> None:
+    unsent = UnsentFrames()
+    for number in range(FRAME_UNITS // 16):
+        unsent.put_rejected(Handle(number), ModelNotFound("m", ["n" * 3_000]))
+    for handle in (1, 2):
+        unsent.put(Handle(handle), news(handle, 0, (1, 2)))
+    frame = unsent.take()
+    assert frame is not None
+    assert len(rows(frame)) == 2
+    while unsent.take() is not None:
+        pass
+    assert unsent.num_units == 0
 
 
 def test_one_refusal_above_the_bound_travels_alone() -> None:

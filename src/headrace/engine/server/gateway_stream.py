@@ -64,7 +64,7 @@ class GatewayStream:
         if self._stuck_s > lease_s:
             self._lost.set_exception(StreamLost(f"lease lost: the gateway has not read for {self._stuck_s:.1f} s"))
         elif self.unsent.num_units > max_units:
-            self._lost.set_exception(StreamLost(f"lease lost: {self.unsent.num_units} unread updates exceed {max_units}"))
+            self._lost.set_exception(StreamLost(f"lease lost: {self.unsent.num_units} unread units exceed {max_units}"))
 
     async def read_hello(self) -> pb.ClientHello:
         """Raises MalformedFrame unless the first frame is one; StreamLost when it does not come in time."""

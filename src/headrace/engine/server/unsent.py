@@ -18,7 +18,10 @@ from headrace.wire.codec import encode_load, encode_rejected, encode_updates
 from headrace.wire.handles import Handle
 
 MAX_UNITS = 2**20
-"""Tokens plus logprob entries one gateway may leave unread."""
+"""Tokens plus logprob entries one gateway may leave unread, and refusals by what they hold."""
+
+REFUSAL_UNITS, REFUSAL_BYTES_PER_UNIT = 16, 16
+"""Of each refusal, and for its bytes: 0.5 KiB of memory for the shortest, about twice its bytes for a long one, and a unit is 32 bytes."""
 
 FRAME_UNITS = 2**15
 """Of one frame: below a mebibyte even when every unit is a logprob entry."""
@@ -35,12 +38,18 @@ class UnsentFrames:
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[Handle, int], list[SequenceUpdate]] = {}
-        self._rejected: deque[pb.Rejected] = deque()
+        self._rejected: deque[tuple[pb.Rejected, int]] = deque()  # each with its bytes
         self._load: LoadSnapshot | None = None
         self._submits_seen = 0
         self._draining: str | None = None
         self._weights_digest = ""
-        self.num_units = 0
+        self._num_row_units = 0
+        self._num_refusal_units = 0
+
+    @property
+    def num_units(self) -> int:
+        """All that waits, held against MAX_UNITS."""
+        return self._num_row_units + self._num_refusal_units
 
     @property
     def is_empty(self) -> bool:
@@ -57,11 +66,13 @@ class UnsentFrames:
             parts.append(update)
         else:
             parts.extend(_pages(update))
-        self.num_units += _units(update)
+        self._num_row_units += _units(update)
 
     def put_rejected(self, handle: Handle, error: Exception) -> None:
-        self._rejected.append(encode_rejected(handle, error))
-        self.num_units += 1
+        rejected = encode_rejected(handle, error)
+        num_bytes = rejected.ByteSize()
+        self._rejected.append((rejected, num_bytes))
+        self._num_refusal_units += _refusal_units(num_bytes)
 
     def put_load(self, load: LoadSnapshot, submits_seen: int) -> None:
         """Replaces an unsent snapshot."""
@@ -76,7 +87,7 @@ class UnsentFrames:
     def forget(self, handle: Handle) -> None:
         """The request was cancelled by its gateway: what waits for it is dropped."""
         for key in [key for key in self._waiting if key[0] == handle]:
-            self.num_units -= sum(_units(part) for part in self._waiting.pop(key))
+            self._num_row_units -= sum(_units(part) for part in self._waiting.pop(key))
 
     def take(self) -> pb.EngineFrame | None:
         """The next frame, at most about FRAME_UNITS and MAX_REJECTED_BYTES large; None when there is nothing to say."""
@@ -100,17 +111,19 @@ class UnsentFrames:
         taken: list[pb.Rejected] = []
         num_bytes = 0
         while self._rejected:
-            num_bytes += self._rejected[0].ByteSize()
+            rejected, size = self._rejected[0]
+            num_bytes += size
             if taken and num_bytes > MAX_REJECTED_BYTES:
                 break
-            taken.append(self._rejected.popleft())
-        self.num_units -= len(taken)
+            self._rejected.popleft()
+            self._num_refusal_units -= _refusal_units(size)
+            taken.append(rejected)
         return taken
 
     def _take_rows(self) -> Iterator[tuple[Handle, SequenceUpdate]]:
         """Sequence by sequence until the frame is full. One that did not fit goes to the end of the line, others get between its pages."""
-        if self.num_units <= FRAME_UNITS:
-            waiting, self._waiting, self.num_units = self._waiting, {}, len(self._rejected)
+        if self._num_row_units <= FRAME_UNITS:
+            waiting, self._waiting, self._num_row_units = self._waiting, {}, 0
             for (handle, _), parts in waiting.items():
                 yield handle, parts[0] if len(parts) == 1 else merge(parts)
             return
@@ -125,7 +138,7 @@ class UnsentFrames:
                 taken += 1
             if taken < len(parts):
                 self._waiting[key] = parts[taken:]
-            self.num_units -= sum(_units(part) for part in parts[:taken])
+            self._num_row_units -= sum(_units(part) for part in parts[:taken])
             yield key[0], merge(parts[:taken])
 
 
@@ -154,6 +167,10 @@ def _pages(update: SequenceUpdate) -> Iterator[SequenceUpdate]:
         yield SequenceUpdate(request_id=update.request_id, epoch=update.epoch, index=update.index, prompt_logprobs=entries[:PAGE_POSITIONS])
         entries = entries[PAGE_POSITIONS:]
     yield update if entries is update.prompt_logprobs else update._replace(prompt_logprobs=entries)
+
+
+def _refusal_units(num_bytes: int) -> int:
+    return REFUSAL_UNITS + num_bytes // REFUSAL_BYTES_PER_UNIT
 
 
 def _units(update: SequenceUpdate) -> int:
