@@ -14,6 +14,7 @@ import pytest
 
 from headrace.cli import doctor_checks
 from headrace.cli.doctor_checks import Health
+from headrace.tensor.host.cpu_features import CpuFeatures, parse_cpu_flags
 
 CPUINFO = "model name\t: Some CPU\nflags\t\t: fpu avx2 avx512f avx512_vnni\n"
 
@@ -32,6 +33,19 @@ def test_cpu_features_are_named_with_their_use() -> None:
     assert "Some CPU: avx2, avx512f, avx512_vnni" in found.found
     assert "without avx512_bf16 (bfloat16 GEMM" in found.found
     assert doctor_checks.check_cpu("flags : fpu sse2").health is Health.WARN
+    assert doctor_checks.check_cpu("Features : fp asimd").health is Health.OK
+
+
+@pytest.mark.parametrize("flags", ["fpu sse2", "avx2", "avx2 avx512f", "avx2 avx512f avx512_bf16", "asimd bf16", "fpu avx512_bf16"])
+def test_what_the_cpu_can_do_is_read_as_the_kernels_read_it(flags: str) -> None:
+    """The flags were parsed here a second time, with other rules."""
+    features = CpuFeatures("x86_64", parse_cpu_flags(f"flags\t\t: {flags}\n"))
+    found = doctor_checks.check_cpu(f"flags\t\t: {flags}\n")
+    assert found.found.endswith(f"kernels choose as for {features.family}")
+    assert (found.health is Health.OK) == (features.family != "generic")
+
+
+def test_a_cpu_that_says_nothing_is_warned_about() -> None:
     assert doctor_checks.check_cpu("").health is Health.WARN
 
 

@@ -62,7 +62,8 @@ FLOORS: dict[str, Floor] = {
     "headrace.policy": Floor(_ours("core")),
     "headrace.tensor.host.cache_folder": Floor(),  # what is done while torch is imported imports nothing of others
     "headrace.tensor.host.file_memory": Floor(),
-    "headrace.tensor.packed.file": Floor(_ours("core", "tensor.checkpoint.header", "tensor.host.file_memory")),
+    "headrace.tensor.host.unfinished": Floor(),
+    "headrace.tensor.packed.file": Floor(_ours("core", "tensor.checkpoint.header", "tensor.host.file_memory", "tensor.host.unfinished")),
     "headrace.tensor": Floor(_ours("core"), ("torch", "numpy", "safetensors", "numba", "llvmlite"), ("triton",)),
     "headrace.tensor.kernels": Floor(_ours("core", "tensor.batch", "tensor.host"), ("torch", "numpy", "numba", "llvmlite"), ("triton",)),
     # 3 engine: the loop knows no tensor, the runner no socket

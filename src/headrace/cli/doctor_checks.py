@@ -1,6 +1,7 @@
 """What `headrace doctor` looks at: one function per question, each answering with one or more findings.
 
-Reads /proc, cgroup files and package metadata; imports torch only to ask for devices, and Numba for its threading layers.
+Reads /proc, cgroup files and package metadata; imports torch only for its devices and what the kernels make of the CPU, and Numba for
+its threading layers.
 """
 
 from __future__ import annotations
@@ -81,18 +82,20 @@ def check_python(build_flags: str | None) -> Finding:
 
 
 def check_cpu(cpuinfo: str) -> Finding:
-    """cpuinfo: text of /proc/cpuinfo; empty where there is none."""
-    model = re.search(r"^model name\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
-    flags = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
-    if flags is None:
+    """cpuinfo: text of /proc/cpuinfo; empty where there is none. What is present is read as the kernels read it."""
+    from headrace.tensor.host.cpu_features import CpuFeatures, parse_cpu_flags
+
+    features = CpuFeatures(platform.machine(), parse_cpu_flags(cpuinfo))
+    if not features.flags:
         return Finding("cpu", Health.WARN, platform.processor() or platform.machine(), "Its features cannot be read here.")
-    present = set(flags.group(1).split())
-    there = [name for name in CPU_FEATURES if name in present]
-    missing = [f"{name} ({use})" for name, use in CPU_FEATURES.items() if name not in present]
+    model = re.search(r"^model name\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
+    there = [name for name in CPU_FEATURES if name in features.flags]
+    missing = [f"{name} ({use})" for name, use in CPU_FEATURES.items() if name not in features.flags]
     found = f"{model.group(1) if model else platform.machine()}: {', '.join(there) or 'none of the features looked for'}"
     if missing:
         found += f"; without {', '.join(missing)}"
-    if "avx2" in present or "asimd" in present:
+    found += f"; kernels choose as for {features.family}"
+    if features.family != "generic" or "asimd" in features.flags:
         return Finding("cpu", Health.OK, found)
     return Finding("cpu", Health.WARN, found, "Kernels will be slow on this machine.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from headrace.bundled import bundled_path
 from headrace.core.numerics import may_resume, numerics_digest, why_not_resume
 from headrace.engine.build import build_served_engine
 from headrace.engine.config import EngineConfig
+from headrace.tensor.checkpoint import weights_digest
 
 DEPENDS: dict[str, dict[str, Any]] = {
     "quantization": {"quantization": "int8"},
@@ -26,6 +28,10 @@ DEPENDS: dict[str, dict[str, Any]] = {
 }
 
 
+IS_STARTED = threading.Event()
+"""Weights are hashed from then on: on a busy machine it was done before the start was looked at."""
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model of this test's own, and a cache in which nothing is."""
@@ -33,14 +39,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     assert bundled is not None
     monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("HEADRACE_KEEP_PACKED", raising=False)
+    hashed = weights_digest._hashed
+
+    def hashed_later(files: Sequence[Path]) -> str:
+        assert IS_STARTED.wait(60.0)
+        return hashed(files)
+
+    monkeypatch.setattr(weights_digest, "_hashed", hashed_later)
     return Path(shutil.copytree(bundled, tmp_path / "model"))
 
 
 def numerics(folder: Path, **changes: Any) -> tuple[dict[str, str], dict[str, str]]:
     """As at the start, and when the weights have been hashed and packed."""
     config = EngineConfig(model=str(folder), **{"dtype": "float32", "num_threads": 1, "num_kv_blocks": 40, **changes})
+    IS_STARTED.clear()
     engine = build_served_engine(config, lambda updates: None)
     first = engine.info.numerics
+    IS_STARTED.set()
     for thread in threading.enumerate():
         if thread.name.startswith("headrace-"):
             thread.join(60.0)

@@ -175,7 +175,7 @@ def test_refusals_fill_no_frame_beyond_its_bound_and_keep_their_order() -> None:
     ("name", "served"), [("m", []), ("m" * 256, ["n" * 100] * 20), ("m", ["x" * 10_000])], ids=["short", "usual", "long"]
 )
 def test_refusals_count_by_the_memory_they_hold(name: str, served: list[str]) -> None:
-    """Each counted as one token: a gateway that does not read could leave a million of them, 10 GB of the longest, before its lease ended."""
+    """Each counted as one token: a gateway that does not read could leave a million of the longest, 10 GB, and keep its lease."""
     unsent, count = UnsentFrames(), 2_000
     before = psutil.Process().memory_info().rss
     for number in range(count):

@@ -18,8 +18,8 @@ from cpu_families import AVX2
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.folder import Checkpoint
-from headrace.tensor.checkpoint.weights_digest import UNFINISHED
 from headrace.tensor.host import cache_folder
+from headrace.tensor.host.unfinished import UNFINISHED, locked
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.kernels.cpu.jit import launch
 from headrace.tensor.kernels.cpu.linear import StripLinear
@@ -27,7 +27,6 @@ from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.models import LoadedModel, load_model
 from headrace.tensor.packed import store as packed_store
 from headrace.tensor.packed.file import SUFFIX, PackedFolder
-from headrace.tensor.packed.store import locked
 
 
 @pytest.fixture
@@ -249,7 +248,7 @@ def test_a_process_that_is_ended_while_it_writes_is_in_nobodys_way(folder: Path,
     code = f"""
 import os
 from pathlib import Path
-from headrace.tensor.packed.store import locked
+from headrace.tensor.host.unfinished import locked
 with locked(Path({str(file.with_suffix(UNFINISHED))!r})) as descriptor:
     os.write(descriptor, b"x" * 100_000_000)
     os._exit(0)

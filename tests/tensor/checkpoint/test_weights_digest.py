@@ -9,7 +9,7 @@ import pytest
 
 from headrace.tensor.checkpoint import weights_digest
 from headrace.tensor.checkpoint.weights_digest import WeightsDigest
-from headrace.tensor.packed.store import remove_unfinished
+from headrace.tensor.host.unfinished import UNFINISHED, locked
 
 
 @pytest.fixture
@@ -96,9 +96,28 @@ def test_what_a_process_left_behind_that_ended_while_it_wrote_is_removed(
     monkeypatch.setattr(os, "replace", end)
     with pytest.raises(KeyboardInterrupt):
         WeightsDigest(files, records).compute()
-    assert len(list(records.iterdir())) == 1
-    remove_unfinished(records)
-    assert not list(records.iterdir())
+    assert [path.suffix for path in records.iterdir()] == [UNFINISHED]
+    monkeypatch.undo()
+    with locked(records / f"other{UNFINISHED}") as other:  # another process writes packed weights at this moment
+        assert other is not None
+        WeightsDigest(files[:2], records).compute()
+        assert sorted(path.suffix for path in records.iterdir()) == [UNFINISHED, ".weights"]
+    WeightsDigest(files[1:], records).compute()
+    assert [path.suffix for path in records.iterdir()] == [".weights"] * 2
+
+
+def test_records_are_bounded_in_bytes(files: list[Path], records: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    WeightsDigest(files, records).compute()
+    [first] = records.iterdir()
+    monkeypatch.setattr(weights_digest, "MAX_RECORDS_BYTES", 2 * first.stat().st_size)
+    os.utime(first, (1, 1))
+    WeightsDigest(files[1:], records).compute()
+    WeightsDigest(files[:2], records).compute()
+    assert len(list(records.iterdir())) == 2
+    assert not first.exists()
+    monkeypatch.setattr(weights_digest, "MAX_RECORD_BYTES", 10)
+    assert WeightsDigest(files[:1], records).compute() != ""
+    assert len(list(records.iterdir())) == 2
 
 
 def test_a_record_that_cannot_be_removed_is_no_reason_to_doubt_the_digest(

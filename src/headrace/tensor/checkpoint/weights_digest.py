@@ -11,17 +11,19 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from hashlib import blake2b, file_digest, sha256
 from pathlib import Path
 from threading import Lock
 
+from headrace.tensor.host.unfinished import UNFINISHED, locked, remove_oldest, remove_unfinished
+
 log = logging.getLogger(__name__)
 
 SUFFIX = ".weights"
-UNFINISHED = ".unfinished"
-"""How a file's name ends while it is written; `packed.store.remove_unfinished` takes what a process left behind."""
 MAX_RECORDS = 64
+MAX_RECORD_BYTES = 1 << 20
+"""Some hundred bytes per file."""
+MAX_RECORDS_BYTES = 4 << 20
 
 Stamps = list[list[object]]
 
@@ -82,7 +84,7 @@ class WeightsDigest:
         if self._record is None:
             return ""
         try:
-            record = json.loads(self._record.read_bytes()[: 1 << 20])
+            record = json.loads(self._record.read_bytes()[:MAX_RECORD_BYTES])
             return str(record["digest"]) if record["stamps"] == self._stamps else ""
         except (OSError, ValueError, KeyError, TypeError):
             return ""
@@ -90,18 +92,21 @@ class WeightsDigest:
     def _write_record(self) -> None:
         if self._record is None:
             return
-        new = self._record.with_suffix(f".{os.getpid()}{UNFINISHED}")
+        data = json.dumps({"stamps": self._stamps, "digest": self._content}).encode()
+        if len(data) > MAX_RECORD_BYTES:
+            log.warning("the next start will hash the weights again: their record would have %d bytes", len(data))
+            return
         try:
-            new.write_text(json.dumps({"stamps": self._stamps, "digest": self._content}), encoding="ascii")
-            os.replace(new, self._record)
+            with locked(self._record.with_suffix(UNFINISHED)) as descriptor:
+                if descriptor is None:  # another start writes the same
+                    return
+                os.write(descriptor, data)
+                os.replace(self._record.with_suffix(UNFINISHED), self._record)
         except OSError as error:
             log.warning("the next start will hash the weights again: %s", error)
-            with suppress(OSError):
-                new.unlink(missing_ok=True)
-            return
-        for old in sorted(self._record.parent.glob(f"*{SUFFIX}"), key=_changed)[:-MAX_RECORDS]:
-            with suppress(OSError):
-                old.unlink(missing_ok=True)
+        remove_unfinished(self._record.parent)
+        records = list(self._record.parent.glob(f"*{SUFFIX}"))
+        remove_oldest(records, max_files=MAX_RECORDS, max_bytes=MAX_RECORDS_BYTES)
 
 
 def _stamps(files: Sequence[Path]) -> Stamps:
@@ -120,10 +125,3 @@ def _hashed(files: Sequence[Path]) -> str:
 def _key(files: Sequence[Path]) -> str:
     names = "\0".join(str(path.absolute()) for path in files)
     return blake2b(os.fsencode(names), digest_size=16, person=b"headrace-weights").hexdigest()
-
-
-def _changed(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:  # another start has just removed it
-        return 0.0

@@ -23,6 +23,7 @@ from pathlib import Path
 from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.header import StoredTensor, read_header
 from headrace.tensor.host.file_memory import FileReading, map_pages
+from headrace.tensor.host.unfinished import is_named
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +32,6 @@ NOTE_SUFFIX = ".last"
 TABLE = "table:"
 """How the names of tensors begin that stay in the file."""
 _NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
-
-
-def is_named(descriptor: int, path: Path) -> bool:
-    """Whether an open file is the one that stands at `path` now."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except OSError:
-        return False
 
 
 class PackedFile:

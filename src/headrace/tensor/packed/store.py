@@ -7,13 +7,12 @@ numbers only: nothing of it can run. What is not used for long makes room. How i
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
@@ -24,12 +23,12 @@ from torch import Tensor
 
 from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.files import MAX_JSON_BYTES, decode_json
-from headrace.tensor.checkpoint.weights_digest import UNFINISHED
+from headrace.tensor.host.unfinished import UNFINISHED, is_named, locked, remove_oldest, remove_unfinished
 from headrace.tensor.kernels import Linear, PackedLinear, WeightPacking
 from headrace.tensor.kernels.cpu.pages import read_open
 from headrace.tensor.kernels.cpu.stored_rows import prepare, read_rows
 from headrace.tensor.layers.table import Table
-from headrace.tensor.packed.file import NOTE_SUFFIX, SUFFIX, TABLE, PackedFile, PackedFolder, is_named
+from headrace.tensor.packed.file import NOTE_SUFFIX, SUFFIX, TABLE, PackedFile, PackedFolder
 
 log = logging.getLogger(__name__)
 
@@ -206,49 +205,12 @@ class PackedStore:
         self._found = None
 
     def _make_room(self) -> None:
-        files = sorted(self._path.parent.glob("*" + SUFFIX), key=_last_used, reverse=True)
-        for path in files[MAX_FILES:]:
-            path.unlink(missing_ok=True)
+        kept = {path.name for path in remove_oldest(list(self._path.parent.glob("*" + SUFFIX)), max_files=MAX_FILES)}
         remove_unfinished(self._path.parent)
-        kept = {path.name for path in files[:MAX_FILES]}
         for note in self._path.parent.glob("*" + NOTE_SUFFIX):
             with suppress(OSError):
                 if note.read_text(encoding="ascii", errors="replace") not in kept:
                     note.unlink()
-
-
-def _last_used(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:  # another start has just removed it
-        return 0.0
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[int | None]:
-    """A file that only this process writes to until the end, open and empty; None where another one does. Raises OSError."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield None
-            return
-        if not is_named(descriptor, path):  # it has its final name by now, or is gone
-            yield None
-            return
-        os.ftruncate(descriptor, 0)
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def remove_unfinished(directory: Path) -> None:
-    """What processes left behind that ended while they wrote."""
-    for path in directory.glob("*" + UNFINISHED):
-        with suppress(OSError), locked(path) as descriptor:
-            if descriptor is not None:
-                path.unlink()
 
 
 def write_tensors(descriptor: int, linears: Mapping[str, Tensor], tables: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
