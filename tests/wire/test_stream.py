@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import random
+import tracemalloc
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -12,7 +15,11 @@ from wire_kit import request
 
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
+from headrace.core.plan import TokenLogprobs
 from headrace.core.update import Rejected, SequenceUpdate
+from headrace.wire import headrace_pb2 as pb
+from headrace.wire.codec import encode_updates
+from headrace.wire.codec.update import UpdateRows, update_of
 from headrace.wire.handles import Handle
 from headrace.wire.ready import SLICE_UNITS, WAKE_UNITS, ReadyStreams
 from headrace.wire.stream import ReplicaStream, Tokens
@@ -227,3 +234,74 @@ async def test_what_came_before_the_connection_was_lost_is_still_delivered() -> 
     assert not task.done()
     ready.deliver_all()
     assert [type(each) for each in await task] == [Rejected]
+
+
+def scored(draw: random.Random, num_tokens: int, num_top: int | None) -> tuple[TokenLogprobs, ...]:
+    """Entries as a model of 150,000 tokens gives them; none without num_top."""
+    if num_top is None:
+        return ()
+    ids = range(300, 150_000)
+
+    def entry() -> TokenLogprobs:
+        top_logprobs = tuple(draw.random() for _ in range(num_top))
+        return TokenLogprobs(draw.choice(ids), draw.random(), draw.choice(ids), tuple(draw.choices(ids, k=num_top)), top_logprobs)
+
+    return tuple(entry() for _ in range(num_tokens))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_tokens", "num_top", "num_prompt"),
+    [
+        (1000, 1, None, 0),
+        (500, 8, None, 0),
+        (10, 1000, None, 0),
+        (500, 1, 0, 0),
+        (500, 1, 1, 0),
+        (200, 1, 20, 0),
+        (5, 400, 20, 0),
+        (2, 0, 0, 1024),
+        (2, 0, 20, 1024),
+    ],
+)
+def test_unread_bytes_are_what_unread_updates_take(num_rows: int, num_tokens: int, num_top: int | None, num_prompt: int) -> None:
+    """Decoded from a frame, as they come: each integer and float of a log-probability is an object of its own."""
+    stream, draw = made(), random.Random(7)
+    token_ids = tuple(draw.choices(range(300, 150_000), k=num_tokens))
+    logprobs, prompt_logprobs = scored(draw, num_tokens, num_top), scored(draw, num_prompt, num_top)
+    row = update(0, *token_ids)._replace(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    frames = [encode_updates([(Handle(1), row)]).SerializeToString() for _ in range(num_rows)]
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for frame in frames:
+            for _, index, ids, facts in UpdateRows(pb.Updates.FromString(frame)):
+                stream.put(update_of(stream.attempt, index, ids, facts or {}))
+        del index, ids, facts
+        gc.collect()
+        resident = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert 0.7 * stream.unread_bytes < resident <= stream.unread_bytes
+
+
+async def test_unread_bytes_of_rows_for_a_direct_reader_are_what_they_take() -> None:
+    stream = made(on_ready=lambda _: None)
+    reader = Reader(stream)
+    task = asyncio.create_task(reader.read())
+    await turns()
+    frame = pb.Updates(handles=[1] * 1000, indices=[0] * 1000, token_counts=[4] * 1000, token_ids=range(2000, 6000))
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for _, index, ids, _ in UpdateRows(frame):
+            stream.put_tokens(index, ids)
+        resident = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert 0.7 * stream.unread_bytes < resident <= stream.unread_bytes
+    stream.end()
+    stream.deliver()
+    await task
+    assert stream.unread_bytes == 0

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from headrace.core.errors import Unavailable
 from headrace.core.ids import RequestId
+from headrace.core.plan import TokenLogprobs
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.wire.handles import Attempt, Handle
@@ -23,8 +24,17 @@ Tokens = tuple[int, tuple[int, ...]]
 DirectReader = Callable[[Sequence[Tokens]], bool]
 """Takes all of these rows at once, or none of them (False). It must not wait."""
 
+UPDATE_BYTES = 256
 TOKENS_BYTES = 128
-"""What such a row is taken for, beside 8 bytes per token."""
+"""What an update and a plain row are taken for, beside their tokens: objects and references."""
+
+TOKEN_BYTES = 40
+"""Of a token id: an integer of its own, and the reference to it."""
+
+ENTRY_BYTES = 168
+TOP_BYTES = 80
+ALTERNATIVE_BYTES = 72
+"""Of one position's log-probabilities; of the two tuples of its alternatives; of each of these, an integer and a float."""
 
 
 class ReplicaStream:
@@ -97,7 +107,7 @@ class ReplicaStream:
     @property
     def unread_bytes(self) -> int:
         """About how much memory the unread updates take: what a reader's reader may make wait is bounded by it."""
-        return self._unread_bytes + sum(TOKENS_BYTES + 8 * len(token_ids) for _, token_ids in self._plain)
+        return self._unread_bytes + sum([TOKENS_BYTES + TOKEN_BYTES * len(token_ids) for _, token_ids in self._plain])
 
     def __aiter__(self) -> ReplicaStream:
         return self
@@ -232,10 +242,14 @@ class ReplicaStream:
 
 
 def unread_size(update: SequenceUpdate | Rejected) -> int:
-    """Bytes an update is taken for: an object, 8 per token, and for log-probabilities an object and 16 per alternative."""
+    """About how much memory an update takes that came over the wire: nothing of it is shared with another one."""
     if isinstance(update, Rejected):
         return 512
-    if not update.logprobs and not update.prompt_logprobs:
-        return 256 + 8 * len(update.token_ids)
-    entries = sum(96 + 16 * len(entry.top_ids) for entries in (update.logprobs, update.prompt_logprobs) for entry in entries)
-    return 256 + 8 * len(update.token_ids) + entries
+    num_bytes = UPDATE_BYTES + TOKEN_BYTES * len(update.token_ids)
+    if update.logprobs or update.prompt_logprobs:
+        num_bytes += sum([_entry_size(entry) for entries in (update.logprobs, update.prompt_logprobs) for entry in entries])
+    return num_bytes
+
+
+def _entry_size(entry: TokenLogprobs) -> int:
+    return ENTRY_BYTES + (TOP_BYTES + ALTERNATIVE_BYTES * len(entry.top_ids) if entry.top_ids else 0)
