@@ -339,6 +339,26 @@ async def test_another_protocol_version_is_refused_by_name() -> None:
         await expect_status(call, grpc.StatusCode.FAILED_PRECONDITION, "protocol version")
 
 
+@pytest.mark.parametrize("more", [UNKNOWN_FIELD, UNKNOWN_FIELD * 500_000], ids=["one", "many"])
+async def test_what_a_hello_asks_beyond_this_version_is_refused_by_name(more: bytes) -> None:
+    """A gateway that expects of its replicas what this engine does not know must not be told that it fits. Its neighbours go on."""
+    async with served() as engine, connected(engine) as neighbour:
+        async with RawStream(engine, version=None) as call:
+            hello = pb.ClientHello.FromString(pb.ClientHello(protocol_version=PROTOCOL_VERSION).SerializeToString() + more)
+            await call.write(pb.ClientFrame(hello=hello).SerializeToString())
+            await expect_status(
+                call, grpc.StatusCode.INVALID_ARGUMENT, f"hello: fields [1000] are not of protocol version {PROTOCOL_VERSION}"
+            )
+        assert len((await read_all(neighbour.submit(request("n"))))[0]) == 8
+
+
+async def test_a_hello_of_another_version_is_refused_for_that_whatever_else_it_holds() -> None:
+    async with served() as engine, RawStream(engine, version=None) as call:
+        hello = pb.ClientHello.FromString(pb.ClientHello(protocol_version=PROTOCOL_VERSION + 1).SerializeToString() + UNKNOWN_FIELD)
+        await call.write(pb.ClientFrame(hello=hello).SerializeToString())
+        await expect_status(call, grpc.StatusCode.FAILED_PRECONDITION, "protocol version")
+
+
 async def test_a_token_is_needed_where_one_is_set() -> None:
     token = "0123456789abcdef"
     async with served(token=token) as engine:
@@ -415,6 +435,7 @@ def damaged_submit(**fields: object) -> pb.Command:
         pb.ClientFrame(commands=[encode_submit(request("a"), Handle(5)), encode_submit(request("b"), Handle(5))]).SerializeToString(),
         pb.ClientFrame(commands=[pb.Command(finish=pb.Finish(handle=1))]).SerializeToString(),
         UNKNOWN_FIELD,
+        UNKNOWN_FIELD * 500_000,
         pb.ClientFrame(commands=[pb.Command.FromString(encode_cancel(Handle(1)).SerializeToString() + UNKNOWN_FIELD)]).SerializeToString(),
         pb.ClientFrame(commands=[pb.Command(cancel=pb.Cancel.FromString(UNKNOWN_FIELD))]).SerializeToString(),
         pb.ClientFrame(
@@ -429,6 +450,7 @@ def damaged_submit(**fields: object) -> pb.Command:
         "handle used twice",
         "no reason",
         "unknown field of a frame",
+        "half a million of them",
         "of a command",
         "of a cancel",
         "of a finish",
@@ -483,6 +505,15 @@ async def test_control_shows_the_load_and_drains() -> None:
         assert pb.DrainReply.FromString(await call_control(engine, DRAIN, pb.DrainRequest())).num_open == 1
         await until(lambda: replica.state is ReplicaState.DRAINING)
         assert len((await read_all(stream))[0]) == 19
+
+
+@pytest.mark.parametrize(("method", "message"), [(DRAIN, UNKNOWN_FIELD), (SNAPSHOT, UNKNOWN_FIELD), (DRAIN, b"\xff"), (SNAPSHOT, b"\xff")])
+async def test_what_an_operator_asks_beyond_this_version_is_refused_and_not_done(method: str, message: bytes) -> None:
+    async with served() as engine, connected(engine) as replica:
+        async with grpc.aio.insecure_channel(engine.address, options=CHANNEL_OPTIONS) as channel:
+            with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT"):
+                await channel.unary_unary(method)(message)
+        assert len((await read_all(replica.submit(request("n"))))[0]) == 8, "it does not drain"
 
 
 # a gateway by hand

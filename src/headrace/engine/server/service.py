@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Unavailable
@@ -49,6 +50,7 @@ log = logging.getLogger(__name__)
 
 Updates = list[SequenceUpdate | Rejected]
 Value = TypeVar("Value")
+Asked = TypeVar("Asked", pb.DrainRequest, pb.SnapshotRequest)
 
 
 class ServedEngine(Protocol):
@@ -234,7 +236,8 @@ class EngineService:
 
     async def _greet(self, stream: GatewayStream) -> None:
         hello = await stream.read_hello()
-        check_protocol(hello.protocol_version, "the gateway")
+        check_protocol(hello.protocol_version, "the gateway")  # first: what another version's fields mean is not known here
+        check_known_fields("hello", hello)
         check_model(self._engine.info, Expectation(digests=dict(hello.digests), vocab_size=hello.vocab_size))
         self._streams.append(stream)  # before the hello is written: what changes meanwhile waits in `unsent` and follows it
         await stream.send(pb.EngineFrame(hello=self.hello))
@@ -354,12 +357,12 @@ class EngineService:
     # operators
 
     async def _control_drain(self, data: bytes, context: Any) -> bytes:
-        await self._authorize(context)
-        self._on_drain(pb.DrainRequest.FromString(data).reason or "asked to drain")
+        asked = await self._read_control(pb.DrainRequest, data, context)
+        self._on_drain(asked.reason or "asked to drain")
         return pb.DrainReply(num_open=self.num_open).SerializeToString()
 
     async def _control_snapshot(self, data: bytes, context: Any) -> bytes:
-        await self._authorize(context)
+        await self._read_control(pb.SnapshotRequest, data, context)
         reply = pb.SnapshotReply(
             hello=self.hello,
             load=encode_load(self._send_load()),
@@ -368,3 +371,13 @@ class EngineService:
             num_open=self.num_open,
         )
         return reply.SerializeToString()
+
+    async def _read_control(self, kind: type[Asked], data: bytes, context: Any) -> Asked:
+        """What an operator asks. Ends the call with a status unless the token is right and the message is of this version."""
+        await self._authorize(context)
+        try:
+            asked = kind.FromString(data)
+            check_known_fields(kind.DESCRIPTOR.name, asked)
+        except (DecodeError, MalformedFrame) as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return asked

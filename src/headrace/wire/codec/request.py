@@ -20,6 +20,7 @@ from headrace.wire.service import PROTOCOL_VERSION
 MAX_REQUEST_ID_CHARS = 128
 MAX_REMAINING_MS = 100 * 365 * 24 * 3600 * 1000
 """A deadline further away than a century travels as one: the field has 64 bits, a float of seconds may exceed them."""
+MAX_NAMED_FIELDS = 16
 _NOT_HONOURED = ("grammar", "adapter_digest", "kv_ticket", "modality_digests")
 _TASKS: dict[int, str] = {pb.TASK_UNSPECIFIED: "none", pb.TASK_EMBED: "embed", pb.TASK_SCORE: "score"}
 
@@ -120,8 +121,9 @@ def check_known_fields(where: str, message: Message) -> None:
 
 
 def _unknown_fields(message: Message) -> list[int]:
+    """Their numbers, each once, of the first MAX_NAMED_FIELDS: a frame may hold millions, and the answer has to fit a status."""
     fields = UnknownFieldSet(message)
-    return [fields[i].field_number for i in range(len(fields))]
+    return sorted({fields[i].field_number for i in range(min(len(fields), MAX_NAMED_FIELDS))})
 
 
 def encode_cancel(handle: Handle) -> pb.Command:
