@@ -61,10 +61,26 @@ def test_serve_reports_and_writes_what_it_measured(tmp_path: Path, capsys: pytes
     assert "Request goodput" in capsys.readouterr().out
 
 
-def test_serve_fails_when_nothing_finished() -> None:
-    with scripted_server(429, 429) as server, pytest.raises(typer.Exit) as ended:
-        serve(url=server.url, num_prompts=2, bandwidth=False)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_serve_says_why_when_nothing_was_answered(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """It printed thirty lines of "inf"."""
+    with scripted_server(429, 503, 429) as server, pytest.raises(typer.Exit) as ended:
+        serve(url=server.url, num_prompts=3, bandwidth=False, as_json=as_json)
     assert ended.value.exit_code == ExitCode.FAILED
+    out, error = capsys.readouterr()
+    assert error.splitlines()[0] == "headrace: no request was answered"
+    assert "3 of 3 requests failed:\n  2 x 429 error\n  1 x 503 error\n" in error
+    assert "the queue is full" in error
+    assert (json.loads(out)["report"]["errors"] if as_json else out) == ({"429 error": 2, "503 error": 1} if as_json else "")
+
+
+@pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
+@pytest.mark.parametrize("scheme", ["http://", ""])
+def test_a_server_is_found_however_its_address_is_written(ending: str, scheme: str) -> None:
+    with scripted_server(["a"], ["b"]) as server:
+        url = server.url.replace("http://", scheme) + ending
+        serve(url=url, num_prompts=2, bandwidth=False)
+        assert len(server.seen) == 2
 
 
 @pytest.mark.parametrize("wrong", [{"goodput": ["itl:5"]}, {"request_rate": 0.0}, {"dataset_name": "sharegpt"}, {"input_len": 0}])

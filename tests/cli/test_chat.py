@@ -16,10 +16,30 @@ from typer.testing import CliRunner
 
 from headrace.cli import child
 from headrace.cli.chat_session import ChatSession
-from headrace.cli.client import ApiClient
+from headrace.cli.client import ApiClient, server_root
 from headrace.cli.exits import ExitCode, ServerFailed
 from headrace.cli.main import app
 from tests.cli.scripted import ScriptedServer, scripted_server
+
+
+@pytest.mark.parametrize(
+    ("url", "root"),
+    [
+        ("localhost:8000", "http://localhost:8000"),
+        ("https://host/v1/", "https://host"),
+        ("http://[::1]:8000/v1", "http://[::1]:8000"),
+        ("http://host/models/v1", "http://host/models"),
+        ("host/v1beta", "http://host/v1beta"),
+    ],
+)
+def test_the_root_of_a_server_is_found_in_what_people_write(url: str, root: str) -> None:
+    assert server_root(url) == root
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:port", "http://host?key=1", "unix:///run/x"])
+def test_what_is_no_server_is_refused_with_an_example(url: str) -> None:
+    with pytest.raises(ServerFailed, match="like http://127"):
+        server_root(url)
 
 
 def session_with(server: ScriptedServer) -> tuple[ChatSession, io.StringIO]:

@@ -7,11 +7,12 @@ import json
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from itertools import pairwise
 
 from aiohttp import web
 
 from headrace.lab.datasets import Shape, make_requests
-from headrace.lab.loadgen import Target, run_load
+from headrace.lab.loadgen import Places, Target, run_load
 from headrace.lab.metrics import RequestRecord, summarize
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -98,6 +99,28 @@ async def test_limited_concurrency_counts_waiting_from_the_intended_time() -> No
     records = await load(handler, 4, max_concurrency=1)
     assert summarize(records).peak_concurrency == 1
     assert records[-1].ttft_s >= 4 * 0.05 - 3 * 0.01
+    for before, record in pairwise(records):
+        assert record.due_s is not None
+        assert record.intended_s < before.end_s <= record.due_s, "it was due when the one before it ended"
+        lag_s, waited_s = record.client_lag_s, record.due_s - record.intended_s
+        assert lag_s is not None
+        assert lag_s < waited_s / 2, "waiting for a place is not the client's lag: it made every such run void"
+
+
+async def test_places_are_handed_on_in_turn_and_not_to_those_who_left() -> None:
+    places = Places(1)
+    assert await places.take() is None
+    first, gone, last = (asyncio.create_task(places.take()) for _ in range(3))
+    await asyncio.sleep(0)
+    gone.cancel()
+    places.give_back()
+    assert isinstance(await first, float)
+    assert not last.done()
+    places.give_back()
+    assert isinstance(await last, float)
+    places.give_back()
+    assert await places.take() is None
+    assert all([await Places(None).take() is None for _ in range(3)])
 
 
 async def test_every_way_to_fail_is_a_record() -> None:
@@ -107,7 +130,7 @@ async def test_every_way_to_fail_is_a_record() -> None:
         nonlocal number
         number += 1
         if number == 1:
-            return web.json_response({"error": {"code": "overloaded", "type": "rate_limit_error"}}, status=429)
+            return web.json_response({"error": {"code": "overloaded", "type": "rate_limit_error", "message": "9 wait already"}}, status=429)
         if number == 2:
             return await stream(request, [text_chunk("a")])
         if number == 3:
@@ -119,6 +142,7 @@ async def test_every_way_to_fail_is_a_record() -> None:
     assert [record.error for record in records] == ["429 overloaded", "stream ended early", "in-band replica_lost", "timeout"]
     report = summarize(records)
     assert (report.offered, report.admitted, report.finished) == (4, 3, 0)
+    assert report.first_error == "429 overloaded: 9 wait already"
     assert math.isinf(report.ttft_s.quantiles["p50"])
 
 
@@ -127,3 +151,4 @@ async def test_nobody_listening_is_a_failure_and_no_exception() -> None:
     (record,) = await run_load(Target(url="http://127.0.0.1:9", model="m"), requests, [0.0])
     assert record.error is not None
     assert record.error.startswith("connection")
+    assert "127.0.0.1:9" in record.detail

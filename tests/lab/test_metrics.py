@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from headrace.lab.metrics import (
+    NEEDED_SAMPLES,
     RequestRecord,
     Slo,
     distribution,
@@ -92,6 +94,22 @@ def test_distribution_names_its_quantiles() -> None:
     found = distribution([3.0, 1.0, 2.0])
     assert (found.count, found.mean, found.max) == (3, 2.0, 3.0)
     assert list(found.quantiles) == ["p50", "p90", "p99", "p99.9"]
+
+
+def test_quantiles_are_known_from_so_many_samples_that_one_is_expected_beyond() -> None:
+    assert NEEDED_SAMPLES == {"p50": 2, "p90": 10, "p99": 100, "p99.9": 1000}
+    for name, count in NEEDED_SAMPLES.items():
+        assert distribution(range(count - 1)).known(name) is None
+        assert distribution(range(count)).known(name) == distribution(range(count)).quantiles[name]
+
+
+def test_waiting_for_a_place_is_latency_and_not_the_clients_lag() -> None:
+    waited = RequestRecord(intended_s=10.0, due_s=12.0, sent_s=12.0005, chunk_s=(13.0,), end_s=13.0, output_tokens=1, status=200)
+    assert waited.ttft_s == pytest.approx(3.0)
+    assert waited.client_lag_s == pytest.approx(0.0005)
+    assert summarize([waited]).is_valid
+    assert not summarize([replace(waited, due_s=None)]).is_valid
+    assert replace(waited, sent_s=None).client_lag_s is None
 
 
 def test_goodput_limits_are_read_as_vllm_writes_them() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.lab import environment as facts
 from headrace.lab.metrics import RequestRecord, Slo, summarize
-from headrace.lab.report import lines, to_plain, write_json
+from headrace.lab.report import failures, lines, to_plain, write_json
 
 GOOD = RequestRecord(intended_s=0.0, sent_s=0.0, chunk_s=(0.1, 0.2), end_s=0.2, prompt_tokens=3, output_tokens=2, status=200)
 BAD = RequestRecord(intended_s=0.0, sent_s=0.0, end_s=1.0, status=429, error="429 overloaded")
@@ -34,9 +34,31 @@ def test_plain_values_of_all_kinds() -> None:
 
 def test_lines_name_every_measure_and_failure() -> None:
     text = "\n".join(lines(summarize([GOOD, BAD], Slo(ttft_s=1.0))))
-    for word in ("TTFT", "TPOT", "ITL", "E2EL", "P99.9", "goodput", "2 / 1 / 1", "Failed: 429 overloaded", "inf"):
+    for word in ("TTFT", "TPOT", "ITL", "E2EL", "P99.9", "goodput", "2 / 1 / 1", "1 x 429 overloaded", "inf"):
         assert word in text
     assert "VOID" not in text
+
+
+def test_brackets_are_said_to_be_what_they_are_and_few_samples_show_no_tail() -> None:
+    few = list(lines(summarize([GOOD] * 3)))
+    assert any("95 % confidence interval of that percentile" in line for line in few)
+    assert [line.split() for line in few if line.startswith("P99.9 TTFT")] == [
+        ["P99.9", "TTFT", "(ms):", "-", "(1000", "samples", "needed)"]
+    ]
+    assert any(line.startswith("P50 TTFT") and "[100.00, 100.00]" in line for line in few)
+    many = "\n".join(lines(summarize([GOOD] * 1000)))
+    assert "needed" not in many
+    assert "P99.9 TTFT (ms):                         100.00  [100.00, 100.00]" in many
+
+
+def test_failures_are_counted_by_kind_with_the_words_of_the_first() -> None:
+    other = RequestRecord(intended_s=-1.0, sent_s=0.0, end_s=1.0, status=404, error="404 model_not_found", detail="tiny is served")
+    assert list(failures(summarize([BAD, other, BAD]))) == [
+        "3 of 3 requests failed:",
+        "  2 x 429 overloaded",
+        "  1 x 404 model_not_found",
+        "  The first one: 404 model_not_found: tiny is served",
+    ]
 
 
 def test_environment_says_where_it_was() -> None:

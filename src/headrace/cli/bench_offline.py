@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headrace.core.model_info import ModelInfo
     from headrace.engine.loop import Engine
     from headrace.lab.datasets import LoadRequest, Shape
-    from headrace.lab.metrics import RequestRecord
+    from headrace.lab.metrics import Distribution, RequestRecord
     from headrace.lab.offline import Collector
 
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder, bundled model or hub id; default: headrace-tiny.")]
@@ -115,7 +115,7 @@ def latency(
     values: dict[str, object] = {
         "batch size": batch_size,
         "latency of a batch (ms), mean": whole.mean,
-        **{f"latency of a batch (ms), {name}": value for name, value in whole.quantiles.items()},
+        **{f"latency of a batch (ms), {name}": _shown(whole, name) for name in whole.quantiles},
         "output tokens/s": batch_size * output_len / (whole.mean / 1000),
         "ms per request": whole.mean / batch_size,
     }
@@ -131,6 +131,13 @@ def latency(
         values["$ per 1M output tokens"] = dollars_per_million_tokens(tokens, sum(run.duration_s for run in runs), dollars_per_hour)
     records = [record for run in runs for record in run.records]
     _finish(facts.result(settings={"model": model, "engine": config, "shape": shape}, values=values), records, output_json, as_json)
+
+
+def _shown(samples: Distribution, quantile: str) -> object:
+    from headrace.lab.metrics import NEEDED_SAMPLES
+
+    value = samples.known(quantile)
+    return value if value is not None else _unknown(f"{NEEDED_SAMPLES[quantile]} iterations needed")
 
 
 def _bandwidth_rows(facts: Facts) -> dict[str, object]:

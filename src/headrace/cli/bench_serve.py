@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from typing import Annotated
 
 import typer
@@ -14,12 +15,12 @@ from headrace.cli.exits import ExitCode, UsageRefused
 
 
 def serve(
-    url: Annotated[str, Flag("--url", "--base-url", help="Root of the server.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, Flag("--url", "--base-url", help="Root of the server, with or without /v1.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, Flag("--model", help="Served name; default: the first one listed.")] = None,
     num_prompts: Annotated[int, Flag("--num-prompts")] = 100,
     request_rate: Annotated[float, Flag("--request-rate", help="Requests per second; inf sends all at once.")] = math.inf,
     burstiness: Annotated[float, Flag("--burstiness", help="1 is Poisson, less is burstier (0.25: bursts).")] = 1.0,
-    max_concurrency: Annotated[int | None, Flag("--max-concurrency", help="Waiting for a place counts as latency.")] = None,
+    max_concurrency: Annotated[int | None, Flag("--max-concurrency", min=1, help="Waiting for a place is latency.")] = None,
     dataset_name: Annotated[str, Flag("--dataset-name", help="random, or shared-prefix.")] = "random",
     input_len: Annotated[int, Flag("--random-input-len", "--input-len", help="Prompt tokens, prefix included.")] = 128,
     output_len: Annotated[int, Flag("--random-output-len", "--output-len")] = 64,
@@ -43,7 +44,7 @@ def serve(
     from headrace.lab.datasets import make_requests
     from headrace.lab.loadgen import Target, run_load
     from headrace.lab.metrics import parse_slo, summarize
-    from headrace.lab.report import lines, to_plain
+    from headrace.lab.report import failures, lines, to_plain
 
     try:
         slo = parse_slo(goodput) if goodput else None
@@ -51,9 +52,10 @@ def serve(
         times = send_times(num_prompts, rate=request_rate, burstiness=burstiness, seed=seed)
     except ValueError as error:
         raise UsageRefused(str(error)) from error
+    client = ApiClient(url, api_key=api_key)
     target = Target(
-        url=url,
-        model=model or (ApiClient(url, api_key=api_key).models() or [""])[0],
+        url=client.url,
+        model=model or (client.models() or [""])[0],
         api_key=api_key,
         timeout_s=timeout,
         max_concurrency=max_concurrency,
@@ -61,9 +63,21 @@ def serve(
     facts = Facts(bandwidth)
     records = asyncio.run(run_load(target, make_requests(num_prompts, shape, seed=seed), times))
     report = summarize(records, slo)
-    settings = {"url": url, "model": target.model, "request_rate": request_rate, "burstiness": burstiness, "seed": seed, "shape": shape}
+    settings = {
+        "url": target.url,
+        "model": target.model,
+        "max_concurrency": max_concurrency,
+        "request_rate": request_rate,
+        "burstiness": burstiness,
+        "seed": seed,
+        "shape": shape,
+    }
     result = facts.result(settings=settings, client_kept_up=report.is_valid, report=report)
     write_result(output_json, result, records)
-    print(json.dumps(to_plain(result), indent=1) if as_json else "\n".join(lines(report)))
-    if not report.finished:
-        raise typer.Exit(ExitCode.FAILED)
+    if report.finished:
+        print(json.dumps(to_plain(result), indent=1) if as_json else "\n".join(lines(report)))
+        return
+    if as_json:
+        print(json.dumps(to_plain(result), indent=1))
+    print("\n".join(["headrace: no request was answered", *failures(report)]), file=sys.stderr)
+    raise typer.Exit(ExitCode.FAILED)

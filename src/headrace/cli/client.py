@@ -16,15 +16,27 @@ from headrace.cli.exits import ServerFailed
 CONNECT_TIMEOUT_S = 10.0
 
 
+def server_root(url: str) -> str:
+    """The root below which /v1/... is asked for: with its scheme, without /v1 and slashes at the end. Raises ServerFailed.
+
+    "localhost:8000", "http://localhost:8000/" and "http://localhost:8000/v1" are the same server; a path before /v1 is kept.
+    """
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    try:
+        is_server = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number
+        is_server = False
+    if not is_server or parts.query or parts.fragment:
+        raise ServerFailed(f"{url!r} is not an http(s) URL of a server, like http://127.0.0.1:8000")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1').rstrip('/')}"
+
+
 class ApiClient:
-    """url: root of the server, e.g. http://127.0.0.1:8000. api_key: sent as a bearer token when given."""
+    """url: root of the server, as `server_root` takes it. api_key: sent as a bearer token when given."""
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ServerFailed(f"{url!r} is not an http(s) URL")
-        self.url = f"{parts.scheme}://{parts.netloc}"
-        self._parts = parts
+        self.url = server_root(url)
+        self._parts = urlsplit(self.url)
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
 
     def get(self, path: str) -> dict[str, object]:
@@ -75,7 +87,7 @@ class ApiClient:
             connection.connect()
             if connection.sock is not None and body is not None:
                 connection.sock.settimeout(None)  # an answer may take as long as it takes; keep-alives come meanwhile
-            connection.request(method, path, None if body is None else json.dumps(body), self._headers)
+            connection.request(method, self._parts.path + path, None if body is None else json.dumps(body), self._headers)
             response = connection.getresponse()
         except (OSError, HTTPException) as error:
             raise ServerFailed(f"{self.url}: {error or type(error).__name__}. Is a server running there?") from error

@@ -7,9 +7,10 @@ Times every chunk that carries text, with one monotonic clock. What the records 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
+import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ from headrace.lab.datasets import LoadRequest
 from headrace.lab.metrics import RequestRecord
 
 MAX_LINE_BYTES = 1 << 20
+MAX_DETAIL_CHARS = 300
 SPIN_S = 0.002
 """How early a sleeping sender wakes; it then yields until its moment, because timers of an event loop are about a millisecond late."""
 
@@ -31,7 +33,8 @@ class Target:
     model            the `model` field
     api_key          sent as a bearer token when given
     timeout_s        a request without its end by then has failed
-    max_concurrency  None: truly open loop; else at most so many in flight, waiting counted from the intended time
+    max_concurrency  None: truly open loop; else at most so many in flight. Waiting for a place is latency (it counts from the
+                     intended time) and not the client's lag
     sampling         further fields of the body, e.g. {"temperature": 0}
     """
 
@@ -43,6 +46,31 @@ class Target:
     sampling: dict[str, float | int | bool] = field(default_factory=lambda: {"temperature": 0, "ignore_eos": True})
 
 
+class Places:
+    """At most `count` requests in flight; None: any number. First come, first served."""
+
+    def __init__(self, count: int | None) -> None:
+        self._num_free = math.inf if count is None else count
+        self._waiting: deque[asyncio.Future[float]] = deque()
+
+    async def take(self) -> float | None:
+        """None when a place was free; else when `give_back` freed one, which is earlier than this task comes to run."""
+        if self._num_free > 0:
+            self._num_free -= 1
+            return None
+        turn: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        return await turn
+
+    def give_back(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # whoever waited may have been cancelled
+                turn.set_result(time.monotonic())
+                return
+        self._num_free += 1
+
+
 @dataclass(slots=True)
 class _Trace:
     """What one request has seen so far."""
@@ -51,6 +79,7 @@ class _Trace:
     chunk_s: list[float] = field(default_factory=list)
     status: int | None = None
     usage: dict[str, int] = field(default_factory=dict)
+    detail: str = ""
 
 
 async def run_load(
@@ -63,7 +92,7 @@ async def run_load(
     """Send each request at its time and wait for all. Returns records in the order of `requests`; failures are records too."""
     if len(requests) != len(send_times_s):
         raise ValueError(f"{len(requests)} requests for {len(send_times_s)} send times")
-    gate = asyncio.Semaphore(target.max_concurrency) if target.max_concurrency else contextlib.nullcontext()
+    places = Places(target.max_concurrency)
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     # One pool without a limit: a client that queues for connections would be a closed loop.
     connector = aiohttp.TCPConnector(limit=0)
@@ -74,8 +103,11 @@ async def run_load(
         async def one(request: LoadRequest, offset_s: float) -> RequestRecord:
             intended_s = begin_s + offset_s
             await _sleep_until(intended_s)
-            async with gate:
-                record = await _measure(session, target, request, intended_s)
+            freed_s = await places.take()
+            try:
+                record = await _measure(session, target, request, intended_s, intended_s if freed_s is None else freed_s)
+            finally:
+                places.give_back()
             on_end(record)
             return record
 
@@ -89,7 +121,7 @@ async def _sleep_until(moment_s: float) -> None:
         await asyncio.sleep(left_s - SPIN_S if left_s > SPIN_S else 0)
 
 
-async def _measure(session: aiohttp.ClientSession, target: Target, request: LoadRequest, intended_s: float) -> RequestRecord:
+async def _measure(session: aiohttp.ClientSession, target: Target, request: LoadRequest, intended_s: float, due_s: float) -> RequestRecord:
     trace = _Trace()
     error: str | None = None
     try:
@@ -99,9 +131,11 @@ async def _measure(session: aiohttp.ClientSession, target: Target, request: Load
         error = "timeout"
     except (aiohttp.ClientError, OSError) as failure:
         error = f"connection: {type(failure).__name__}"
+        trace.detail = str(failure)
     prompt_details = trace.usage.get("cached_tokens", 0)
     return RequestRecord(
         intended_s=intended_s,
+        due_s=due_s,
         sent_s=trace.sent_s,
         chunk_s=tuple(trace.chunk_s),
         end_s=time.monotonic(),
@@ -110,6 +144,7 @@ async def _measure(session: aiohttp.ClientSession, target: Target, request: Load
         output_tokens=trace.usage.get("completion_tokens", len(trace.chunk_s)),
         status=trace.status,
         error=error,
+        detail=trace.detail[:MAX_DETAIL_CHARS],
     )
 
 
@@ -127,7 +162,7 @@ async def _stream(session: aiohttp.ClientSession, target: Target, request: LoadR
     async with session.post(f"{target.url.rstrip('/')}/v1/completions", json=body) as response:
         trace.status = response.status
         if response.status != 200:
-            return f"{response.status} {_reason(await response.text())}"
+            return f"{response.status} {_reason(await response.text(), trace)}"
         async for data in events(response.content):
             if data == "[DONE]":
                 return None
@@ -139,7 +174,7 @@ async def _stream(session: aiohttp.ClientSession, target: Target, request: LoadR
 def _take(chunk: dict[str, object], trace: _Trace) -> str | None:
     """One decoded chunk into the trace; the server's in-band error, if it is one."""
     if "error" in chunk:
-        return f"in-band {_reason(json.dumps(chunk))}"
+        return f"in-band {_reason(json.dumps(chunk), trace)}"
     choices = chunk.get("choices")
     if isinstance(choices, list) and any(choice.get("text") for choice in choices):
         trace.chunk_s.append(time.monotonic())
@@ -152,10 +187,12 @@ def _take(chunk: dict[str, object], trace: _Trace) -> str | None:
     return None
 
 
-def _reason(body: str) -> str:
-    """Short, groupable name of an OpenAI error body."""
+def _reason(body: str, trace: _Trace) -> str:
+    """Short, groupable name of an OpenAI error body; its message goes into the trace."""
+    trace.detail = body.strip()
     try:
         error = json.loads(body)["error"]
+        trace.detail = str(error.get("message") or trace.detail)
         return str(error.get("code") or error.get("type") or "error")
     except (ValueError, KeyError, TypeError, AttributeError):
         return "error"

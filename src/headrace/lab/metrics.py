@@ -29,16 +29,19 @@ class RequestRecord:
     """One request as the client saw it. Times are seconds on one monotonic clock.
 
     intended_s     when the arrival process wanted it sent
+    due_s          when the client could send it: then, or later, when one of `max_concurrency` places became free; None: then
     sent_s         when the client began to send it; None if it never did
     chunk_s        arrival of each chunk that carried text, ascending
     end_s          when the stream ended or the client gave up
     output_tokens  as the server's usage says, else the number of chunks
     status         HTTP status; None when no answer came
-    error          None when the answer arrived whole
+    error          None when the answer arrived whole; else of what kind the failure is, for counting
+    detail         what the server or the system said of it
     """
 
     intended_s: float
     sent_s: float | None
+    due_s: float | None = None
     chunk_s: tuple[float, ...] = ()
     end_s: float
     prompt_tokens: int = 0
@@ -46,6 +49,7 @@ class RequestRecord:
     output_tokens: int = 0
     status: int | None = None
     error: str | None = None
+    detail: str = ""
 
     @property
     def is_finished(self) -> bool:
@@ -55,6 +59,11 @@ class RequestRecord:
     def was_refused(self) -> bool:
         """Turned away before any work: overload or no replica."""
         return self.status in (429, 503)
+
+    @property
+    def client_lag_s(self) -> float | None:
+        """The client's own delay: from the moment it could send to the moment it did. None when it never sent."""
+        return None if self.sent_s is None else self.sent_s - (self.intended_s if self.due_s is None else self.due_s)
 
     @property
     def ttft_s(self) -> float:
@@ -133,15 +142,31 @@ def percentile_interval(ordered: Sequence[float], quantile: float) -> tuple[floa
     return ordered[min(max(low, 0), count - 1)], ordered[min(max(high, 0), count - 1)]
 
 
+def needed_samples(quantile: float) -> int:
+    """How many samples a quantile takes: so many that one of them is expected beyond it."""
+    return round(1 / (1 - quantile))
+
+
+NEEDED_SAMPLES = {f"p{quantile * 100:g}": needed_samples(quantile) for quantile in QUANTILES}
+
+
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Count, mean and quantiles of one measure, in the unit of its samples."""
+    """Count, mean and quantiles of one measure, in the unit of its samples.
+
+    quantiles  by name, interpolated; `known` is None where there are fewer samples than NEEDED_SAMPLES
+    intervals  of each, at 95 %
+    """
 
     count: int
     mean: float
     max: float
     quantiles: Mapping[str, float] = field(default_factory=dict)
     intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def known(self, name: str) -> float | None:
+        """A quantile as it may be shown to people."""
+        return self.quantiles[name] if self.count >= NEEDED_SAMPLES[name] else None
 
 
 def distribution(samples: Iterable[float]) -> Distribution:
@@ -162,7 +187,8 @@ class LoadReport:
 
     offered, admitted, finished  requests intended / not refused with 429 or 503 / answered whole
     goodput                      requests per second that met the SLO; None without one
-    client_lag_s                 the client's own delay between intended and real send
+    client_lag_s                 the client's own delay; waiting for one of `max_concurrency` places is none
+    first_error                  kind and words of the first failure by intended time; empty without one
     """
 
     duration_s: float
@@ -184,11 +210,12 @@ class LoadReport:
     max_stall_s: Distribution
     client_lag_s: Distribution
     errors: Mapping[str, int]
+    first_error: str = ""
 
     @property
     def is_valid(self) -> bool:
         """False when the client itself was late (p99 of its lag over 1 ms): such a run says little about the server's tail."""
-        return self.client_lag_s.quantiles["p99"] < 1e-3
+        return not self.client_lag_s.quantiles["p99"] >= 1e-3  # nan, when nothing was sent, is not late
 
 
 def summarize(records: Sequence[RequestRecord], slo: Slo | None = None) -> LoadReport:
@@ -222,9 +249,15 @@ def summarize(records: Sequence[RequestRecord], slo: Slo | None = None) -> LoadR
         itl_s=distribution(gap for record in records for gap in record.gaps_s),
         e2el_s=distribution(record.e2el_s for record in records),
         max_stall_s=distribution(record.max_stall_s for record in records),
-        client_lag_s=distribution(record.sent_s - record.intended_s for record in records if record.sent_s is not None),
+        client_lag_s=distribution(lag for record in records if (lag := record.client_lag_s) is not None),
         errors=errors,
+        first_error=_first_error(records),
     )
+
+
+def _first_error(records: Sequence[RequestRecord]) -> str:
+    failed = sorted((record for record in records if record.error is not None), key=lambda record: record.intended_s)
+    return ": ".join(word for word in (failed[0].error, failed[0].detail) if word) if failed else ""
 
 
 def peak_concurrency(records: Iterable[RequestRecord]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 
-from headrace.lab.metrics import Distribution, LoadReport
+from headrace.lab.metrics import NEEDED_SAMPLES, Distribution, LoadReport
 
 WIDTH = 58
 
@@ -35,7 +35,7 @@ def write_json(file: Path, value: object) -> None:
 
 
 def lines(report: LoadReport) -> Iterator[str]:
-    """The report as lines of text."""
+    """The report of a run in which some request was answered, as lines of text; `failures` is that of others."""
     yield _title("Serving benchmark result", "=")
     yield _row("Requests offered / admitted / finished", f"{report.offered} / {report.admitted} / {report.finished}")
     yield _row("Duration (s)", report.duration_s)
@@ -46,6 +46,8 @@ def lines(report: LoadReport) -> Iterator[str]:
     yield _row("Output token throughput (tok/s)", report.output_throughput)
     yield _row("Total token throughput (tok/s)", report.total_throughput)
     yield _row("Peak concurrent requests", str(report.peak_concurrency))
+    yield "In brackets: 95 % confidence interval of that percentile over"
+    yield "the samples of this run, from order statistics."
     for title, name, samples in (
         ("Time to first token", "TTFT", report.ttft_s),
         ("Time per output token (excl. first)", "TPOT", report.tpot_s),
@@ -54,18 +56,29 @@ def lines(report: LoadReport) -> Iterator[str]:
         ("Longest stall of a request", "stall", report.max_stall_s),
     ):
         yield from _section(title, name, samples)
-    for error, count in sorted(report.errors.items()):
-        yield _row(f"Failed: {error}", str(count))
+    if report.errors:
+        yield from failures(report)
     yield _row("Client's own lag p99 (ms)", report.client_lag_s.quantiles["p99"] * 1000)
     if not report.is_valid:
         yield "VOID: the client was late itself (p99 of its lag over 1 ms); use a faster or less busy client machine."
     yield "=" * WIDTH
 
 
+def failures(report: LoadReport) -> Iterator[str]:
+    """How many requests failed, of what kind, and in whose words the first one did."""
+    yield f"{report.offered - report.finished} of {report.offered} requests failed:"
+    yield from (f"  {count} x {error}" for error, count in sorted(report.errors.items(), key=lambda each: -each[1]))
+    yield f"  The first one: {report.first_error}"
+
+
 def _section(title: str, name: str, samples: Distribution) -> Iterator[str]:
     yield _title(f"{title}, {samples.count} samples", "-")
     yield _row(f"Mean {name} (ms)", samples.mean * 1000)
-    for quantile, value in samples.quantiles.items():
+    for quantile in samples.quantiles:
+        value = samples.known(quantile)
+        if value is None:
+            yield _row(f"{quantile.upper()} {name} (ms)", f"-  ({NEEDED_SAMPLES[quantile]} samples needed)")
+            continue
         low, high = samples.intervals[quantile]
         yield _row(f"{quantile.upper()} {name} (ms)", f"{value * 1000:.2f}  [{low * 1000:.2f}, {high * 1000:.2f}]")
 
