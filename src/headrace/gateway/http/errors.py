@@ -50,6 +50,13 @@ class UnsupportedMediaType(HeadraceError):
     """Not JSON in UTF-8."""
 
 
+class UnsupportedEncoding(UnsupportedMediaType):
+    """A Content-Encoding that `http.content_encoding` does not undo."""
+
+    def __init__(self) -> None:
+        super().__init__("Content-Encoding is not known here: send gzip, deflate or identity, one of them, once.")
+
+
 class BodyTooLarge(RequestTooLarge):
     """More body bytes than the cap. The rest is thrown away, as far as the server waits for it (`gateway.http.connection`)."""
 
@@ -179,6 +186,8 @@ def _headers(error: BaseException) -> list[tuple[bytes, bytes]]:
         return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]
     if isinstance(error, MethodNotAllowed):
         return [(b"allow", ", ".join(error.allowed).encode())]
+    if isinstance(error, UnsupportedEncoding):
+        return [(b"accept-encoding", b"gzip, deflate")]
     if isinstance(error, Unauthorized):
         return [(b"www-authenticate", b"Bearer")]
     if isinstance(error, ReadTimeout):

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 from headrace.core.errors import HeadraceError, InvalidRequest
 from headrace.core.ids import RequestId
 from headrace.gateway.access.auth import ANYBODY, Principal
+from headrace.gateway.http.content_encoding import decoder_of
 from headrace.gateway.http.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, SlowReader, UnsupportedMediaType
 from headrace.observe.request_log import RequestRecord
 
@@ -107,22 +108,23 @@ class Exchange:
 
         hold  told of each part that came; may refuse it
 
-        Raises: UnsupportedMediaType, BodyTooLarge, ReadTimeout or ClientLeft.
+        Raises: UnsupportedMediaType, InvalidRequest for damaged gzip, BodyTooLarge, ReadTimeout or ClientLeft.
         """
         media_type = (self.header(b"content-type") or b"").split(b";")[0].strip().lower()
         if media_type != b"application/json":
             raise UnsupportedMediaType("The body must be JSON: send 'Content-Type: application/json'.")
-        if self.header(b"content-encoding") not in (None, b"identity"):
-            raise UnsupportedMediaType("Compressed bodies are not read: send the body without Content-Encoding.")
         return await self.body(max_bytes=max_bytes, timeout_s=timeout_s, hold=hold)
 
     async def body(self, *, max_bytes: int, timeout_s: float, hold: Callable[[int], None]) -> bytes:
-        """The whole body. Stops reading at the first byte beyond the cap, and before the first one if its length was announced."""
+        """The whole body, its Content-Encoding undone. Stops reading at the first byte beyond the cap, inflated or not, and before the
+        first one if its length was announced.
+        """
+        decoder = decoder_of([value for name, value in self.headers if name == b"content-encoding"])
         announced = self.header(b"content-length")
         if announced is not None and announced.isdigit() and int(announced[:20]) > max_bytes:
             raise _too_large(int(announced[:20]), max_bytes)
         chunks: list[bytes] = []
-        size = 0
+        size = received = 0
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -130,12 +132,19 @@ class Exchange:
                     if message["type"] == "http.disconnect":
                         raise ClientLeft("The client left before its body was read.")
                     chunk: bytes = message.get("body", b"")
-                    size += len(chunk)
-                    if size > max_bytes:
-                        raise _too_large(size, max_bytes)
-                    hold(len(chunk))
-                    chunks.append(chunk)
+                    received += len(chunk)
+                    if received > max_bytes:
+                        raise _too_large(received, max_bytes)
+                    for part in decoder.parts(chunk):
+                        size += len(part)
+                        if size > max_bytes:
+                            raise _too_large(size, max_bytes)
+                        hold(len(part))
+                        chunks.append(part)
+                        if part is not chunk:
+                            await asyncio.sleep(0)  # inflated slices: others have their turn between them
                     if not message.get("more_body", False):
+                        decoder.end()
                         return b"".join(chunks)
         except TimeoutError:
             raise ReadTimeout(f"The body did not arrive within {timeout_s:g} s.") from None
