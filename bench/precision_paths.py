@@ -16,6 +16,7 @@ from headrace.tensor.kernels.cpu.integer.quantized import STRIPS as INTEGER_STRI
 PAGE, BLOCK_NAME = ROOT / "docs" / "kernels.md", "precision paths"
 ROWS = (1, 8, 64, 512)
 CPUS = {
+    "AVX-512 and AMX": CpuFeatures("x86_64", frozenset({"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16"})),
     "AVX-512 and bfloat16 products": CpuFeatures("x86_64", frozenset({"avx2", "avx512f", "avx512_vnni", "avx512_bf16"})),
     "AVX-512 and VNNI": CpuFeatures("x86_64", frozenset({"avx2", "avx512f", "avx512_vnni"})),
     "AVX-512": CpuFeatures("x86_64", frozenset({"avx2", "avx512f"})),
@@ -48,6 +49,8 @@ def float_row(stored: str, features: CpuFeatures) -> list[str]:
     dtype, _ = resolve_dtype("auto", stored, features)
     name = next(label for label, value in DTYPES.items() if value == dtype)
     path = linear_path(features, dtype)
+    if path is LinearPath.BF16_STRIPS:
+        return ["bfloat16, strips, `vdpbf16ps`", *(_counted(panel_sizes(rows, features)) for rows in ROWS)]
     if path is LinearPath.ONEDNN:
         return [f"{name}, oneDNN", *["its own choice"] * len(ROWS)]
     return [f"{name}, {path.value}", *(_counted(panel_sizes(rows, features)) for rows in ROWS)]

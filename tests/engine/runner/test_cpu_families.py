@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cpu_families import ARM, ARM_BF16, AVX2, AVX2_VNNI, AVX512, AVX512_VNNI, BF16, GENERIC
+import torch
+from cpu_families import AMX_BF16, ARM, ARM_BF16, AVX2, AVX2_VNNI, AVX512, AVX512_BF16, AVX512_VNNI, GENERIC
 from runner_kit import Planner, row_tokens
 
 pytest.importorskip("numba")
@@ -29,7 +30,7 @@ STRIPS: frozenset[type[object]] = frozenset({StripLinear})
 
 @dataclass(frozen=True)
 class Choice:
-    """stored: what the checkpoint holds; recorded: whether its decode steps are."""
+    """stored: what the checkpoint holds; recorded: whether its decode steps are; products: of strips; asked: the option dtype."""
 
     cpus: tuple[CpuFeatures, ...]
     stored: str
@@ -38,10 +39,13 @@ class Choice:
     kv_dtype: str
     linears: frozenset[type[object]]
     recorded: bool
+    products: torch.dtype = torch.float32
+    asked: str = "auto"
 
 
 WITHOUT_BF16 = (AVX2, AVX2_VNNI, AVX512, AVX512_VNNI)
-WITH_BF16 = (BF16, ARM_BF16)
+BY_LIBRARY = (AMX_BF16, ARM_BF16)
+WITH_BF16 = (AVX512_BF16, *BY_LIBRARY)
 NEITHER = (GENERIC, ARM)
 TABLE = (
     Choice(WITHOUT_BF16, "float32", "none", "float32", "float32", STRIPS, recorded=True),
@@ -50,16 +54,20 @@ TABLE = (
     Choice(WITHOUT_BF16, "bfloat16", "int8", "float32", "float32", INTEGERS, recorded=True),
     Choice(WITHOUT_BF16, "bfloat16", "int4", "float32", "float32", INTEGERS, recorded=True),
     Choice(WITH_BF16, "float32", "none", "float32", "float32", STRIPS, recorded=True),
-    Choice(WITH_BF16, "bfloat16", "none", "bfloat16", "bfloat16", LIBRARY, recorded=False),
+    Choice((AVX512_BF16,), "bfloat16", "none", "bfloat16", "bfloat16", STRIPS, recorded=True, products=torch.bfloat16),
+    Choice(BY_LIBRARY, "bfloat16", "none", "bfloat16", "bfloat16", LIBRARY, recorded=False),
     Choice(WITH_BF16, "float16", "none", "float32", "float32", STRIPS, recorded=True),
     Choice(WITH_BF16, "bfloat16", "int8", "float32", "bfloat16", INTEGERS, recorded=True),
     Choice(WITH_BF16, "bfloat16", "int4", "float32", "bfloat16", INTEGERS, recorded=True),
+    Choice(WITH_BF16, "bfloat16", "none", "float32", "float32", STRIPS, recorded=True, asked="float32"),
+    Choice((AVX512_BF16,), "float32", "none", "bfloat16", "bfloat16", STRIPS, recorded=True, products=torch.bfloat16, asked="bfloat16"),
+    Choice((AVX512_BF16,), "bfloat16", "int8", "bfloat16", "bfloat16", INTEGERS, recorded=True, asked="bfloat16"),
     Choice(NEITHER, "float32", "none", "float32", "float32", LIBRARY, recorded=False),
     Choice(NEITHER, "bfloat16", "none", "float32", "float32", LIBRARY, recorded=False),
     Choice(NEITHER, "bfloat16", "int8", "float32", "float32", INTEGERS, recorded=True),
 )
 CASES = [
-    pytest.param(cpu, choice, id=f"{cpu.machine}-{'+'.join(sorted(cpu.flags))}-{choice.stored}-{choice.quantization}")
+    pytest.param(cpu, choice, id=f"{cpu.machine}-{'+'.join(sorted(cpu.flags))}-{choice.stored}-{choice.quantization}-{choice.asked}")
     for choice in TABLE
     for cpu in choice.cpus
 ]
@@ -76,7 +84,7 @@ def folder_of(stored: str, tiny: Path, target: Path) -> Path:
 def test_what_is_chosen_on_a_family_of_cpus(cpu: CpuFeatures, choice: Choice, tiny_folder: Path, tmp_path: Path) -> None:
     asked = EngineConfig(
         model=str(folder_of(choice.stored, tiny_folder, tmp_path)), kernels="numba", quantization=choice.quantization,
-        load_format="dummy", max_num_seqs=2, max_num_batched_tokens=32, num_kv_blocks=8,
+        dtype=choice.asked, load_format="dummy", max_num_seqs=2, max_num_batched_tokens=32, num_kv_blocks=8,
     ).checked()  # fmt: skip
     runner, info = build_runner(asked, features=cpu)
     assert isinstance(runner, ModelRunner)
@@ -92,12 +100,14 @@ def test_what_is_chosen_on_a_family_of_cpus(cpu: CpuFeatures, choice: Choice, ti
     assert isinstance(model, Decoder)
     layers = [linear for block in model.blocks for linear in (*block.attention.linears, *block.mlp.linears)]
     assert {type(linear) for linear in (*layers, model.head)} <= choice.linears
+    assert {linear.products for linear in layers if isinstance(linear, StripLinear)} <= {choice.products}
     assert bool(model._steps.num_recorded) == choice.recorded
 
 
 def test_every_stored_dtype_has_a_row_for_every_cpu() -> None:
     everyone = {*WITHOUT_BF16, *WITH_BF16, *NEITHER}
     for stored, quantization in (("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")):
-        rows = [cpu for choice in TABLE if (choice.stored, choice.quantization) == (stored, quantization) for cpu in choice.cpus]
+        of_kind = [choice for choice in TABLE if (choice.stored, choice.quantization, choice.asked) == (stored, quantization, "auto")]
+        rows = [cpu for choice in of_kind for cpu in choice.cpus]
         assert len(rows) == len(everyone), (stored, quantization)
         assert set(rows) == everyone

@@ -11,6 +11,7 @@ from headrace.core.errors import ConfigError
 from headrace.tensor.host.cpu_features import CpuFeatures, LinearPath, linear_path, parse_cpu_flags, read_cpu_features, resolve_dtype
 
 SKYLAKE = CpuFeatures("x86_64", frozenset({"fma", "avx2", "avx512f"}))
+GENOA = CpuFeatures("x86_64", frozenset({"fma", "avx2", "avx512f", "avx512_bf16"}))
 SAPPHIRE = CpuFeatures("x86_64", frozenset({"fma", "avx2", "avx512f", "avx512_bf16", "amx_bf16"}))
 ZEN2 = CpuFeatures("x86_64", frozenset({"fma", "avx2"}))
 GRAVITON = CpuFeatures("aarch64", frozenset({"asimd", "bf16"}))
@@ -27,7 +28,9 @@ def test_flags_are_read_from_x86_and_arm_files(tmp_path: Path) -> None:
 
 
 def test_families() -> None:
-    assert [cpu.family for cpu in (SKYLAKE, SAPPHIRE, ZEN2, GRAVITON, OLD)] == ["avx512", "bf16", "avx2", "bf16", "generic"]
+    families = [cpu.family for cpu in (SKYLAKE, GENOA, SAPPHIRE, ZEN2, GRAVITON, OLD)]
+    assert families == ["avx512", "avx512_bf16", "bf16", "avx2", "bf16", "generic"]
+    assert [cpu.has_bf16 for cpu in (SKYLAKE, GENOA, SAPPHIRE, ZEN2, GRAVITON, OLD)] == [False, True, True, False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -35,6 +38,7 @@ def test_families() -> None:
     [
         ("auto", "bfloat16", SKYLAKE, torch.float32, "in software"),
         ("auto", "bfloat16", SAPPHIRE, torch.bfloat16, "bfloat16 products"),
+        ("auto", "bfloat16", GENOA, torch.bfloat16, "bfloat16 products"),
         ("auto", "bfloat16", GRAVITON, torch.bfloat16, "bfloat16 products"),
         ("auto", "float32", SAPPHIRE, torch.float32, "checkpoint"),
         ("auto", "float16", SAPPHIRE, torch.float32, "float16"),
@@ -66,7 +70,10 @@ def test_float16_is_refused_on_a_cpu_and_taken_on_a_gpu() -> None:
 
 
 def test_linear_paths() -> None:
-    assert linear_path(SAPPHIRE, torch.bfloat16) is LinearPath.ONEDNN
+    for tiled in (SAPPHIRE, GRAVITON):
+        assert linear_path(tiled, torch.bfloat16) is LinearPath.ONEDNN
+    assert linear_path(GENOA, torch.bfloat16) is LinearPath.BF16_STRIPS
+    assert linear_path(GENOA, torch.float32) is LinearPath.STRIPS
     for cpu in (SKYLAKE, ZEN2):
         assert linear_path(cpu, torch.bfloat16) is LinearPath.STRIPS
         assert linear_path(cpu, torch.float32) is LinearPath.STRIPS

@@ -27,23 +27,29 @@ class CpuFeatures:
     @property
     def family(self) -> str:
         """The row of the tables: what decides which arithmetic is fast here."""
-        if self.flags & {"avx512_bf16", "amx_bf16", "bf16"}:
+        if self.flags & {"amx_bf16", "bf16"}:
             return "bf16"
+        if "avx512_bf16" in self.flags:
+            return "avx512_bf16"
         return "avx512" if "avx512f" in self.flags else "avx2" if "avx2" in self.flags else "generic"
 
     @property
     def has_bf16(self) -> bool:
         """bfloat16 products in hardware (x86: AVX512-BF16 or AMX; Arm: bf16)."""
-        return self.family == "bf16"
+        return self.family in ("avx512_bf16", "bf16")
 
 
 class LinearPath(enum.Enum):
-    STRIPS = "strips"  # ours: batch-invariant; bfloat16 storage of exact float32 weights
+    STRIPS = "strips"  # ours: batch-invariant; float32 arithmetic, bfloat16 storage of exact float32 weights
+    BF16_STRIPS = "bfloat16 strips"  # ours: batch-invariant; rows rounded to bfloat16, float32 sums
     ONEDNN = "onednn"  # oneDNN with weights reordered once
 
 
 _LINEAR_PATHS: dict[tuple[str, torch.dtype], LinearPath] = {
-    # In hardware, oneDNN's bfloat16 products are several times our float32 ones.
+    # One instruction per two inputs: level with oneDNN where arithmetic counts, ahead of it where memory does, and steps are recorded.
+    ("avx512_bf16", torch.bfloat16): LinearPath.BF16_STRIPS,
+    ("avx512_bf16", torch.float32): LinearPath.STRIPS,
+    # Tiles, and Arm's instructions, which only oneDNN has: its bfloat16 products are several times our float32 ones.
     ("bf16", torch.bfloat16): LinearPath.ONEDNN,
     ("bf16", torch.float32): LinearPath.STRIPS,
     # Without it oneDNN emulates bfloat16: 3-12 times slower than strips at every row count.

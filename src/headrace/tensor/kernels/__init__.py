@@ -123,8 +123,13 @@ class WeightPacking(Protocol):
     def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Linear:
         """Prepare weight [out, in] (and bias [out]) once. The caller may drop its own reference afterwards.
 
-        dtype: of the rows it will be given, and of bias, where that is not the weight's; every value of the weight is exact in it.
+        dtype: to multiply in, where that is not the weight's; every value of the weight is exact in it. Rows, and bias, are given in
+        `activation_dtype(dtype)`.
         """
+        ...
+
+    def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What products in `dtype` want their rows in, and so a model's activations: a wider one where they round rows themselves."""
         ...
 
     def round_weight(self, weight: Tensor, precision: Precision) -> RoundedWeight:

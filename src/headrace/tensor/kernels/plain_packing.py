@@ -14,7 +14,7 @@ from headrace.tensor.kernels.rounding import Precision, RoundedWeight, round_inp
 
 
 class PlainLinear:
-    """y = x @ weight.T + bias, the weight kept as it came."""
+    """y = x @ weight.T + bias, the weight kept as it came. x of a wider dtype is rounded to the weight's; sums, and bias, are of x's."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
@@ -22,7 +22,7 @@ class PlainLinear:
         self.weight_bytes = weight.numel() * weight.element_size()
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x.to(self.weight.dtype).to(x.dtype), self.weight.to(x.dtype), self.bias)
 
 
 class RoundedLinear:
@@ -51,6 +51,9 @@ class PlainPacking:
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> PlainLinear:
         return PlainLinear(weight.to(dtype or weight.dtype), bias)
+
+    def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
 
     def round_weight(self, weight: Tensor, precision: Precision) -> RoundedWeight:
         return round_weight(weight, precision)

@@ -86,7 +86,7 @@ def stacked_parts(prefix: str, names: tuple[str, ...], rows: list[int]) -> list[
 
 @dataclass(frozen=True, slots=True)
 class WeightReader:
-    """Reads for one rank, in the dtype and on the device the model computes with.
+    """Reads for one rank, in the dtype and on the device the model computes with: `dtype` is that of the linears' products.
 
     Every tensor returned is a copy; what a keeper gives back lies in its file, or in memory that was read from it.
 
@@ -108,6 +108,11 @@ class WeightReader:
     @property
     def kernels(self) -> Kernels:
         return self.backend.kernels
+
+    @property
+    def activations(self) -> torch.dtype:
+        """Of what is handed from one layer to the next, of norms and of biases."""
+        return self.backend.packing.activation_dtype(self.dtype)
 
     def norm(self, name: str, size: int, *, plus: float = 0.0) -> Tensor:
         """A norm's weight [size]. With `plus` it is w + plus in float32: 1 + w of a small w would be lost in bfloat16."""
@@ -221,7 +226,7 @@ class WeightReader:
         return bias
 
     def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return torch.empty(shape, dtype=self.activations, device=self.device)
 
 
 def _bias_name(part: Part) -> str:

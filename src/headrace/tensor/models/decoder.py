@@ -96,6 +96,8 @@ class Block:
 class Decoder:
     """A loaded model on one rank.
 
+    dtype           of the linears' products
+    activations     dtype of everything between them
     kv_groups       layers that share a block table: same window, heads and head size
     group_of        per layer, index into kv_groups
     kv_shapes       per layer, (kv_heads, head_dim) held by this rank
@@ -107,7 +109,7 @@ class Decoder:
 
     def __init__(self, reader: WeightReader, spec: DecoderSpec) -> None:
         assert reader.world == 1 or reader.reduce is not alone, "several ranks, and nobody sums what they compute"
-        self.spec, self.dtype, self.vocab_size = spec, reader.dtype, spec.vocab_size
+        self.spec, self.dtype, self.activations, self.vocab_size = spec, reader.dtype, reader.activations, spec.vocab_size
         names = spec.names
         self.embedding = reader.table(f"{names.embedding}.weight", spec.vocab_size, spec.hidden_size)
         self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(reader.dtype))  # rounded as the checkpoint's authors did
@@ -154,7 +156,7 @@ class Decoder:
 
     def forward(self, ids: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         """ids [T] int64 -> hidden [T, E], of `batch.wanted` [W, E], normed, ready for `logits`. Writes keys and values into `kv`."""
-        branch = self.embedding.rows(ids).to(self.dtype)
+        branch = self.embedding.rows(ids).to(self.activations)
         if self._embedding_scale != 1.0:
             branch *= self._embedding_scale
         return self._steps.run(branch, batch, kv)

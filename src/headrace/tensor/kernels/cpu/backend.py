@@ -93,12 +93,19 @@ class NumbaPacking:
             raise _not_invariant(f"a linear of {list(weight.shape)} in {dtype}")
         if not _fits(weight) or dtype not in _DTYPES:
             return OutsideLinear(PLAIN_PACKING.pack_linear(weight, bias, dtype))
-        path = LinearPath.STRIPS if self.deterministic else linear_path(self.features, dtype)
-        if path is LinearPath.STRIPS and can_strip(weight):
-            return StripLinear.pack(weight, bias)
+        path = self._path(dtype)
+        if path is not LinearPath.ONEDNN and can_strip(weight):
+            return StripLinear.pack(weight, bias, torch.bfloat16 if path is LinearPath.BF16_STRIPS else torch.float32)
         if onednn_takes(dtype) and weight.numel() > 0:
             return OneDnnLinear(weight.to(dtype), bias)
         return OutsideLinear(PLAIN_PACKING.pack_linear(weight, bias, dtype))
+
+    def _path(self, dtype: torch.dtype) -> LinearPath:
+        path = linear_path(self.features, dtype)
+        return LinearPath.STRIPS if self.deterministic and path is LinearPath.ONEDNN else path
+
+    def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if self._path(dtype) is LinearPath.BF16_STRIPS else dtype
 
     def round_weight(self, weight: Tensor, precision: Precision) -> RoundedWeight:
         return integer_packing.round_weight(weight, precision)
@@ -111,7 +118,7 @@ class NumbaPacking:
         return OutsideLinear(PLAIN_PACKING.pack_rounded(weight, bias))
 
     def packed_layout(self, precision: Precision) -> str:
-        paths = ["strips"] if self.deterministic else [linear_path(self.features, dtype) for dtype in _DTYPES]
+        paths = [self._path(dtype).value for dtype in _DTYPES]
         layout = f"strips of {STRIP_COLUMNS}, bytes in order, pieces of {DEPTH}, {paths}"
         return layout if precision is not Precision.NONE else f"{layout}, blocks for {thread_limit()} threads"
 
@@ -119,7 +126,7 @@ class NumbaPacking:
         return linear.packed() if isinstance(linear, quantized.IntegerLinear | StripLinear) else None
 
     def load_packed(self, packed: PackedLinear) -> Linear:
-        return (StripLinear if packed.kind == StripLinear.KIND else quantized.IntegerLinear).of(packed)
+        return (StripLinear if packed.kind in StripLinear.KINDS.values() else quantized.IntegerLinear).of(packed)
 
 
 class NumbaExecutor:

@@ -3,7 +3,8 @@
 `StripLinear` is ours. Its weight lies in strips of STRIP_COLUMNS outputs, input by input, so that any number of rows of x reads it as one
 stream. Rows of x are interleaved to panels. Every output is the same sequence of fused multiply-adds whatever the number of rows: a row's
 result does not depend on its batch, to the bit. A float32 weight all of whose values are exact in bfloat16 (a converted bfloat16
-checkpoint) is *stored* as bfloat16: nothing is lost, arithmetic stays float32, and a decode step reads half the bytes.
+checkpoint) is *stored* as bfloat16: nothing is lost, arithmetic stays float32, and a decode step reads half the bytes. With bfloat16
+*products* a row of x is rounded to bfloat16 as well, when its panel is packed, and two inputs are multiplied at once; sums stay float32.
 
 `OneDnnLinear` hands the product to oneDNN with a weight reordered once. Its rounding depends on the row count.
 Which one is taken: `host.cpu_features.linear_path`, a committed table. Reference: `reference.PlainLinear`.
@@ -11,8 +12,9 @@ Which one is taken: `host.cpu_features.linear_path`, a committed table. Referenc
 
 from __future__ import annotations
 
+import enum
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from torch.nn import functional as F
 
 from headrace.tensor.kernels import PackedLinear
 from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, fresh, helper, launch, thread_limit, with_counter
-from headrace.tensor.kernels.cpu.jit.simd import as_f32, as_i32, as_i64, at, load, panel_block, store, take_ticket
+from headrace.tensor.kernels.cpu.jit.simd import as_f32, as_i32, as_i64, at, load, pack_rows, panel_block, take_ticket
 from headrace.tensor.kernels.cpu.jit.vector_ir import LANES, STRIP_COLUMNS
 from headrace.tensor.kernels.cpu.packing import DEPTH, pack_strips, padded
 from headrace.tensor.kernels.cpu.together import run_pending
@@ -41,7 +43,7 @@ WORK_PER_THREAD = 1 << 18
 class Product(NamedTuple):
     """out [rows, columns] = x [rows, inputs] times the strips, plus bias [columns]. panels: x as `pack_panels` leaves it.
 
-    word_ratio: weights per element of the strips' pointer type.
+    x_ratio, word_ratio: inputs per element of the panels' and of the strips' pointer type.
     """
 
     panels: Pointer
@@ -51,6 +53,7 @@ class Product(NamedTuple):
     rows: int
     inputs: int
     columns: int
+    x_ratio: int
     word_ratio: int
 
 
@@ -67,32 +70,46 @@ def panel_rows(left: int) -> int:
 
 
 @helper
-def pack_panel(x: Pointer, panel: Pointer, rows: int, inputs: int) -> None:
-    """x [rows, inputs] -> [inputs, rows]."""
-    for first in range(0, inputs, LANES):
-        last = min(first + LANES, inputs)
-        for r in range(rows):
-            for k in range(first, last):
-                store(load(x, r * inputs + k), panel, k * rows + r)
+def pack_panel(x: Pointer, panel: Pointer, rows: int, inputs: int, items: int) -> None:
+    """x [rows, inputs] -> [items, rows], see `pack_rows`."""
+    if rows == MOST_ROWS:
+        pack_rows(panel, x, items, inputs, MOST_ROWS)
+    elif MOST_ROWS > 8 and rows == 8:
+        pack_rows(panel, x, items, inputs, 8)
+    elif rows == 4:
+        pack_rows(panel, x, items, inputs, 4)
+    elif rows == 2:
+        pack_rows(panel, x, items, inputs, 2)
+    else:
+        pack_rows(panel, x, items, inputs, 1)
 
 
-def _pack_panels(arguments: int, worker: int, workers: int) -> None:
-    """Every panel of x, as `multiply_block` takes them; the first rows' panels come first."""
-    a = as_i64(arguments)
-    rows, inputs = load(a, 4), load(a, 5)
-    row, number = 0, 0
+@helper
+def pack_panels(x: Pointer, panels: Pointer, rows: int, inputs: int, ratio: int, worker: int, workers: int) -> None:
+    """Every panel of x, as `multiply_block` takes them; the first rows' panels come first. ratio: inputs per element of a panel."""
+    row, number, items = 0, 0, inputs // ratio
     while row < rows:
         count = panel_rows(min(rows, (row // CHUNK_ROWS + 1) * CHUNK_ROWS) - row)
         if number % workers == worker:
-            pack_panel(as_f32(load(a, 9) + row * inputs * 4), as_f32(load(a, 0) + row * inputs * 4), count, inputs)
+            pack_panel(at(x, row * inputs), at(panels, row * items), count, inputs, items)
         row += count
         number += 1
+
+
+def _pack_floats(arguments: int, worker: int, workers: int) -> None:
+    a = as_i64(arguments)
+    pack_panels(as_f32(load(a, 9)), as_f32(load(a, 0)), load(a, 4), load(a, 5), 1, worker, workers)
+
+
+def _pack_pairs(arguments: int, worker: int, workers: int) -> None:
+    a = as_i64(arguments)
+    pack_panels(as_f32(load(a, 9)), as_i32(load(a, 0)), load(a, 4), load(a, 5), 2, worker, workers)
 
 
 @helper
 def multiply_panel(p: Product, weights: Pointer, row: int, count: int, column: int, strips: int, depth: int, length: int) -> None:
     """One panel of `count` rows against one piece of `strips` strips, of which some are taken at once where rows are few."""
-    out, x = at(p.out, row * p.columns + column), at(p.panels, row * p.inputs + depth * count)
+    out, x = at(p.out, row * p.columns + column), at(p.panels, (row * p.inputs + depth * count) // p.x_ratio)
     start, start_stride = (at(p.bias, column), 0) if depth == 0 else (out, p.columns)
     size, strip = length * STRIP_COLUMNS // p.word_ratio, 0
     while strip < strips:
@@ -146,49 +163,71 @@ def multiply(p: Product, block: int, counter: Pointer) -> None:
 
 def _multiply_f32(arguments: int, worker: int, workers: int) -> None:
     a = as_i64(arguments)
-    p = Product(as_f32(load(a, 0)), as_f32(load(a, 1)), as_f32(load(a, 3)), as_f32(load(a, 2)), load(a, 4), load(a, 5), load(a, 6), 1)
+    p = Product(as_f32(load(a, 0)), as_f32(load(a, 1)), as_f32(load(a, 3)), as_f32(load(a, 2)), load(a, 4), load(a, 5), load(a, 6), 1, 1)
     multiply(p, load(a, 7), as_i64(load(a, 8)))
 
 
 def _multiply_bf16(arguments: int, worker: int, workers: int) -> None:
     a = as_i64(arguments)
-    p = Product(as_f32(load(a, 0)), as_i32(load(a, 1)), as_f32(load(a, 3)), as_f32(load(a, 2)), load(a, 4), load(a, 5), load(a, 6), 2)
+    p = Product(as_f32(load(a, 0)), as_i32(load(a, 1)), as_f32(load(a, 3)), as_f32(load(a, 2)), load(a, 4), load(a, 5), load(a, 6), 1, 2)
     multiply(p, load(a, 7), as_i64(load(a, 8)))
 
 
+def _multiply_pairs(arguments: int, worker: int, workers: int) -> None:
+    a = as_i64(arguments)
+    p = Product(as_i32(load(a, 0)), as_i32(load(a, 1)), as_f32(load(a, 3)), as_f32(load(a, 2)), load(a, 4), load(a, 5), load(a, 6), 2, 2)
+    multiply(p, load(a, 7), as_i64(load(a, 8)))
+
+
+class Arithmetic(enum.Enum):
+    """What the strips hold, and what rows of x are when they meet them."""
+
+    FLOAT32 = enum.auto()  # float32, and float32
+    WIDENED = enum.auto()  # bfloat16, and float32: products are of float32
+    BFLOAT16 = enum.auto()  # bfloat16, and rounded to bfloat16: products are of bfloat16, sums float32
+
+
 @cache
-def _kernels(is_bf16: bool) -> tuple[int, int]:
+def _kernels(arithmetic: Arithmetic) -> tuple[int, int]:
     """(rows to panels, product)."""
-    return compile_kernel(_pack_panels), compile_kernel(_multiply_bf16 if is_bf16 else _multiply_f32)
+    if arithmetic is Arithmetic.BFLOAT16:
+        return compile_kernel(_pack_pairs), compile_kernel(_multiply_pairs)
+    return compile_kernel(_pack_floats), compile_kernel(_multiply_f32 if arithmetic is Arithmetic.FLOAT32 else _multiply_bf16)
 
 
 class StripLinear:
     """See the module. x may be float32 or bfloat16; sums are float32 and rounded to x's dtype once."""
 
-    KIND = "strips"
+    KINDS: ClassVar = {torch.float32: "strips", torch.bfloat16: "strips, bfloat16 products"}
+    """By what is multiplied."""
     runs_only_kernels = True
 
-    def __init__(self, strips: Tensor, bias: Tensor, *, out_features: int, in_features: int, block: int) -> None:
+    def __init__(
+        self, strips: Tensor, bias: Tensor, *, out_features: int, in_features: int, block: int, products: torch.dtype
+    ) -> None:  # fmt: skip
         """strips, bias: packed, see `pack`. block: strips in each of the blocks that they lie in."""
-        self.out_features, self.in_features, self.block = out_features, in_features, block
+        self.out_features, self.in_features, self.block, self.products = out_features, in_features, block, products
         self.columns = padded(out_features)
         self.strips, self.bias = strips, bias
         self.weight_bytes = strips.nbytes
-        self.is_bf16 = strips.dtype == torch.int32
+        stored = Arithmetic.FLOAT32 if strips.dtype == torch.float32 else Arithmetic.WIDENED
+        self.arithmetic = Arithmetic.BFLOAT16 if products == torch.bfloat16 else stored
 
     @classmethod
-    def pack(cls, weight: Tensor, bias: Tensor | None) -> StripLinear:
-        """weight [out, in] of float32 or bfloat16; `can_strip(weight)` holds."""
+    def pack(cls, weight: Tensor, bias: Tensor | None, products: torch.dtype = torch.float32) -> StripLinear:
+        """weight [out, in] of float32 or bfloat16; `can_strip(weight)` holds. products: of float32, or of bfloat16, to which weights and
+        rows are then rounded."""
         out_features, in_features = weight.shape
         columns = padded(out_features)
         # At least four blocks per thread where there are enough, so that one slow thread does not hold up the rest.
         block = max(1, min(BLOCK_STRIPS, columns // STRIP_COLUMNS // (4 * thread_limit())))
         padded_bias = torch.zeros(columns) if bias is None else F.pad(bias.float(), (0, columns - len(bias))).contiguous()
-        return cls(pack_strips(weight, block), padded_bias, out_features=out_features, in_features=in_features, block=block)
+        strips = pack_strips(weight.to(products) if products == torch.bfloat16 else weight, block)
+        return cls(strips, padded_bias, out_features=out_features, in_features=in_features, block=block, products=products)
 
     def packed(self) -> PackedLinear:
         return PackedLinear(
-            kind=self.KIND,
+            kind=self.KINDS[self.products],
             out_features=self.out_features,
             in_features=self.in_features,
             group=0,
@@ -200,28 +239,34 @@ class StripLinear:
     def of(cls, packed: PackedLinear) -> StripLinear:
         """From what `packed` gave. Raises ValueError where sizes or dtypes do not fit: nothing is checked when it multiplies."""
         strips, bias = packed.tensors["strips"], packed.tensors["bias"]
+        products = next((dtype for dtype, kind in cls.KINDS.items() if kind == packed.kind), None)
         columns = padded(packed.out_features)
         items = columns * packed.in_features // (2 if strips.dtype == torch.int32 else 1)
         fits = (
-            strips.dtype in (torch.int32, torch.float32)
+            strips.dtype in {torch.float32: (torch.int32, torch.float32), torch.bfloat16: (torch.int32,), None: ()}[products]
             and (bias.dtype, bias.numel()) == (torch.float32, columns)
             and packed.in_features > 0
             and packed.in_features % 2 == 0
             and strips.numel() == items > 0
             and 1 <= packed.block <= BLOCK_STRIPS
         )
-        if not fits:
+        if products is None or not fits:
             raise ValueError("the tensors do not fit the linear they are said to be")
-        return cls(strips, bias, out_features=packed.out_features, in_features=packed.in_features, block=packed.block)
+        return cls(
+            strips, bias, out_features=packed.out_features, in_features=packed.in_features, block=packed.block, products=products
+        )  # fmt: skip
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, wide = x.shape[0], as_float32(x)
-        panels = fresh(wide.shape, torch.float32) if rows > 1 else wide
+        if self.arithmetic is Arithmetic.BFLOAT16:
+            panels = fresh((rows, self.in_features // 2), torch.int32)
+        else:  # one row is a panel as it is
+            panels = fresh(wide.shape, torch.float32) if rows > 1 else wide
         out = fresh((rows, self.columns), torch.float32)
         arguments = [panels.data_ptr(), self.strips.data_ptr(), self.bias.data_ptr(), out.data_ptr(), rows, self.in_features]
         memory = with_counter([*arguments, self.columns, self.block, 0, wide.data_ptr()], 8)
-        to_panels, product = _kernels(self.is_bf16)
-        if rows > 1:
+        to_panels, product = _kernels(self.arithmetic)
+        if panels is not wide:
             launch(to_panels, memory, max(1, min(thread_limit(), rows // (2 * MOST_ROWS))), panels, wide)
         workers = max(1, min(thread_limit(), rows * self.in_features * self.out_features // WORK_PER_THREAD))
         launch(product, memory, workers, out, panels, self.strips, self.bias)
@@ -251,7 +296,7 @@ def onednn_takes(dtype: torch.dtype) -> bool:
 
 
 class OneDnnLinear:
-    """oneDNN's product with a weight reordered once for this CPU. weight float32 or bfloat16, x of the same dtype; `onednn_takes` it."""
+    """oneDNN's product with a weight reordered once for this CPU. weight float32 or bfloat16, to which x is rounded; `onednn_takes` it."""
 
     runs_only_kernels = True
     ROW_HINT = 32
@@ -261,9 +306,9 @@ class OneDnnLinear:
         self.out_features, self.in_features = weight.shape
         self.weight_bytes = weight.numel() * weight.element_size()
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self.ROW_HINT)
-        self.bias = bias
+        self.dtype, self.bias = weight.dtype, None if bias is None else bias.to(weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         run_pending()
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return result
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.packed, self.bias, "none", [], "")
+        return result.to(x.dtype)

@@ -36,16 +36,21 @@ from headrace.tensor.kernels.cpu.jit.vector_ir import (
     Emit,
     ask_for,
     constant,
+    dot_pairs,
     emit_exp,
     fma,
     fold_lanes,
     larger,
     load_floats,
     native_features,
+    part_of,
+    rounded_bits,
+    shaped,
     splat,
     step,
     store_floats,
     transpose,
+    widened,
 )
 
 AHEAD = 24
@@ -193,6 +198,8 @@ def pause(_: Any) -> tuple[Any, Emit]:
 
 # --- blocks: rows of float32 against strips of STRIP_COLUMNS columns ---
 
+_WORDS = ir.VectorType(I32, LANES)
+
 
 def _turn(
     builder: ir.IRBuilder, out: ir.Value, out_stride: ir.Value | int, source: ir.Value, element: types.Type, offsets: ir.Value,
@@ -257,6 +264,53 @@ def pack_value(_: Any, out: Any, strip_stride: Any, value: Any, scale: Any, leng
     return types.void(out, types.intp, value, types.float32, types.intp), emit
 
 
+def _row_items(builder: ir.IRBuilder, source: ir.Value, index: ir.Value, like: ir.Type, element: types.Type) -> ir.Value:
+    """Items `index` and following of a row of float32, as many as `like` has: float32, or words of two inputs rounded to bfloat16."""
+    if element == types.float32:
+        return load_floats(builder, step(builder, source, index), types.float32, shaped(like, F32))
+    first = step(builder, source, builder.mul(index, I64(2)))
+    if not isinstance(like, ir.VectorType):
+        low, high = (load_floats(builder, step(builder, first, i), types.float32, F32) for i in range(2))
+    else:
+        here, there = (load_floats(builder, step(builder, first, i * LANES), types.float32, VECTOR) for i in range(2))
+        low, high = (
+            builder.shuffle_vector(here, there, ir.Constant(_WORDS, list(range(start, 2 * LANES, 2)))) for start in range(2)
+        )  # fmt: skip
+    low, high = rounded_bits(builder, low), rounded_bits(builder, high)
+    return builder.or_(low, builder.shl(high, constant(like, 16)))
+
+
+@intrinsic(prefer_literal=True)
+def pack_rows(_: Any, panel: Any, source: Any, items: Any, stride: Any, rows: Any) -> tuple[Any, Emit]:
+    """panel[i * rows + r] = item i < items of source + r * stride, for r < rows: a panel as `panel_block` reads it.
+
+    source float32. An item is a float32, or where panel is int32 a word of two neighbours rounded to bfloat16, the first in its low half.
+    rows: a literal, at most LANES.
+    """
+    num_rows, element = rows.literal_value, panel.dtype
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        panel_at, source_at, count, distance = arguments[:4]
+        starts = [step(builder, source_at, builder.mul(distance, I64(r))) for r in range(num_rows)]
+        whole = builder.and_(count, I64(-LANES))
+        with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES), intp=I64) as (first, _):
+            columns = [_row_items(builder, start, first, _WORDS, element) for start in starts]
+            if num_rows > 1:
+                missing = ir.Constant(columns[0].type, ir.Undefined)
+                turned = transpose(builder, columns + [missing] * (LANES - num_rows))
+                columns = [part_of(builder, vector, 0, num_rows) for vector in turned]
+            for d, vector in enumerate(columns):
+                where = step(builder, panel_at, builder.mul(builder.add(first, I64(d)), I64(num_rows)))
+                builder.store(vector, builder.bitcast(where, vector.type.as_pointer()), align=4)
+        with cgutils.for_range_slice(builder, whole, count, I64(1), intp=I64) as (item, _):
+            for r, start in enumerate(starts):
+                value = _row_items(builder, start, item, I32, element)
+                builder.store(value, step(builder, panel_at, builder.add(builder.mul(item, I64(num_rows)), I64(r))))
+        return context.get_dummy_value()
+
+    return types.void(panel, source, types.intp, types.intp, rows), emit
+
+
 def _skipped(builder: ir.IRBuilder, index: ir.Value, count: ir.Value, strip_step: ir.Value, num_strips: int) -> ir.Value:
     """Elements to add to a hint that would run past the end of its piece. Pieces lie back to back: where `num_strips` are read side by
     side, each runs into the next one, which is being read, and what is not read yet begins num_strips - 1 pieces later."""
@@ -274,20 +328,21 @@ def panel_block(
     The sum starts at zero and adds k = 0, 1, ... in order, by fused multiply-adds, whatever `rows` and `strips` are. out, start float32,
     rows out_stride and start_stride apart; x float32 [length, rows] or, with spread > 0, [rows, length] with rows that far apart.
     weights: strips strip_stride elements apart, each float32 [length, STRIP_COLUMNS], or bfloat16 seen as int32
-    [length / 2, STRIP_COLUMNS], a word holding element k in its low and k + 1 in its high half. rows, strips, spread: literals;
-    2 * rows * strips registers hold sums.
+    [length / 2, STRIP_COLUMNS], a word holding element k in its low and k + 1 in its high half. To such weights x may come in the same
+    words, [length / 2, rows]: then a word is added by `dot_pairs`. rows, strips, spread: literals; 2 * rows * strips registers hold sums.
     """
     num_rows, num_strips, halves = rows.literal_value, strips.literal_value, 2 if weights.dtype == types.int32 else 1
+    are_pairs = x.dtype == types.int32
+    steps, add = (1, dot_pairs) if are_pairs else (halves, lambda builder, total, left, right: fma(builder, left, right, total))
     by_depth, by_row = (1, spread.literal_value) if spread.literal_value else (num_rows, 1)
     vectors = [(strip, part) for strip in range(num_strips) for part in range(STRIP_VECTORS)]
-    words = ir.VectorType(I32, LANES)
 
-    def widen(builder: ir.IRBuilder, where: ir.Value) -> list[ir.Value]:
+    def columns_at(builder: ir.IRBuilder, where: ir.Value) -> list[ir.Value]:
+        """A register of columns of weights, for each step of an iteration."""
         if halves == 1:
             return [load_floats(builder, where, types.float32, VECTOR)]
-        word = builder.load(builder.bitcast(where, words.as_pointer()), align=4)
-        low, high = builder.shl(word, constant(words, 16)), builder.and_(word, constant(words, -65536))
-        return [builder.bitcast(low, VECTOR), builder.bitcast(high, VECTOR)]
+        word = builder.load(builder.bitcast(where, _WORDS.as_pointer()), align=4)
+        return [word] if are_pairs else widened(builder, word)
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         out_at, out_step, x_at, weights_at, strip_step, count, start_at, start_step = arguments[:8]
@@ -299,16 +354,16 @@ def panel_block(
         with cgutils.for_range(builder, iterations) as loop:
             offset = builder.mul(loop.index, I64(STRIP_COLUMNS))
             places = [step(builder, step(builder, bases[strip], offset), part * LANES) for strip, part in vectors]
-            right = [widen(builder, place) for place in places]
+            right = [columns_at(builder, place) for place in places]
             reach = builder.add(I64(AHEAD * STRIP_COLUMNS), _skipped(builder, loop.index, iterations, strip_step, num_strips))
             for place in places:
                 ask_for(builder, step(builder, place, reach))
-            left_at = step(builder, x_at, builder.mul(loop.index, I64(by_depth * halves)))
-            for half in range(halves):
+            left_at = step(builder, x_at, builder.mul(loop.index, I64(by_depth * steps)))
+            for number in range(steps):
                 for r in range(num_rows):
-                    left = splat(builder, builder.load(step(builder, left_at, half * by_depth + r * by_row)))
+                    left = splat(builder, builder.load(step(builder, left_at, number * by_depth + r * by_row)), STORED[x.dtype])
                     for total, columns in zip(totals[r], right, strict=True):
-                        builder.store(fma(builder, left, columns[half], builder.load(total)), total)
+                        builder.store(add(builder, builder.load(total), left, columns[number]), total)
         for r in range(num_rows):
             target, before = step(builder, out_at, builder.mul(out_step, I64(r))), step(builder, start_at, builder.mul(start_step, I64(r)))
             for total, (strip, part) in zip(totals[r], vectors, strict=True):

@@ -41,6 +41,9 @@ STRIP_VECTORS = 2
 STRIP_COLUMNS = STRIP_VECTORS * LANES
 """Outputs of a linear that lie side by side in memory, see `linear`."""
 
+HAS_BF16_DOTS = LANES == 16 and "avx512bf16" in native_features()
+"""Two products of bfloat16 are added to a float32 by one instruction."""
+
 VECTOR = ir.VectorType(F32, LANES)
 ITEM_BYTES = {types.float32: 4, types.uint16: 2, types.int8: 1, types.int16: 2, types.int32: 4, types.int64: 8}
 STORED = {types.float32: F32, types.uint16: I16, types.int8: I8, types.int16: I16, types.int32: I32, types.int64: I64}
@@ -74,6 +77,45 @@ def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Valu
     return call_llvm(builder, "llvm.fma", a, b, c)
 
 
+class _BFloat(ir.Type):
+    """LLVM's `bfloat`, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+def widened(builder: ir.IRBuilder, word: ir.Value) -> list[ir.Value]:
+    """The two bfloat16 of each 32-bit word, low half first, as float32."""
+    low, high = builder.shl(word, constant(word.type, 16)), builder.and_(word, constant(word.type, -65536))
+    return [builder.bitcast(half, shaped(word.type, F32)) for half in (low, high)]
+
+
+def dot_pairs(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+    """total + the products of the two bfloat16 of each word of a and b. See `HAS_BF16_DOTS`; elsewhere by fused multiply-adds.
+
+    The instruction rounds in another order than these, and takes what is smaller than 2**-126 for zero.
+    """
+    if not HAS_BF16_DOTS:
+        for left, right in zip(widened(builder, a), widened(builder, b), strict=True):
+            total = fma(builder, left, right, total)
+        return total
+    return emit_dot(builder, total, a, b)
+
+
+def emit_dot(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+    """`dot_pairs` of 16 words by the instruction of CPUs that have it."""
+    pairs = ir.VectorType(_BFloat(), 32)
+    function_type = ir.FunctionType(total.type, [total.type, pairs, pairs])
+    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return builder.call(function, [total, builder.bitcast(a, pairs), builder.bitcast(b, pairs)])
+
+
 def step(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value | int) -> ir.Value:
     return builder.gep(pointer, [index if isinstance(index, ir.Value) else I64(index)])
 
@@ -98,15 +140,19 @@ def load_floats(builder: ir.IRBuilder, pointer: ir.Value, element: types.Type, l
     return builder.bitcast(builder.shl(wide, constant(wide.type, 16)), like)
 
 
+def rounded_bits(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """float32 as bfloat16, in the low halves of words: rounded to nearest, ties to even, NaN stays NaN."""
+    bits = builder.bitcast(value, shaped(value.type, I32))
+    one, sixteen = constant(bits.type, 1), constant(bits.type, 16)
+    odd = builder.and_(builder.lshr(bits, sixteen), one)
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, constant(bits.type, 0x7FFF))), sixteen)
+    return builder.select(builder.fcmp_unordered("uno", value, value), constant(bits.type, 0x7FC0), rounded)
+
+
 def store_floats(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, element: types.Type) -> None:
     """Store float32 values; to bfloat16 by rounding to nearest, ties to even, NaN stays NaN."""
     if element == types.uint16:
-        bits = builder.bitcast(value, shaped(value.type, I32))
-        one, sixteen = constant(bits.type, 1), constant(bits.type, 16)
-        odd = builder.and_(builder.lshr(bits, sixteen), one)
-        rounded = builder.lshr(builder.add(bits, builder.add(odd, constant(bits.type, 0x7FFF))), sixteen)
-        is_nan = builder.fcmp_unordered("uno", value, value)
-        value = builder.trunc(builder.select(is_nan, constant(bits.type, 0x7FC0), rounded), shaped(value.type, I16))
+        value = builder.trunc(rounded_bits(builder, value), shaped(value.type, I16))
     builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=ITEM_BYTES[element])
 
 
