@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from cpu_families import AVX2
+from cpu_families import AVX2, AVX512_BF16
 from torch import Tensor
 
 pytest.importorskip("numba")
@@ -22,16 +22,18 @@ from headrace.tensor.models import steps as module
 
 STRIPS = load_backend("numba", features=AVX2)
 """Products that can be recorded, also where this CPU's own choice would be oneDNN."""
+BF16_STRIPS = load_backend("numba", features=AVX512_BF16)
 BLOCK_SIZE, BLOCKS_PER_ROW, MOST_ROWS = 4, 400, 20
 
 
 @cache
-def _loaded(quantization: str) -> LoadedModel:
+def _loaded(quantization: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
     folder = bundled_path(DEFAULT_MODEL)
     if folder is None:
         pytest.skip("no bundled model in this checkout")
+    backend = STRIPS if dtype == torch.float32 else BF16_STRIPS
     return load_model(
-        folder, backend=STRIPS, dtype=torch.float32, device="cpu", load_format="auto", seed=0, max_model_len=None,
+        folder, backend=backend, dtype=dtype, device="cpu", load_format="auto", seed=0, max_model_len=None,
         quantization=quantization,
     )  # fmt: skip
 
@@ -67,10 +69,18 @@ def _plain(loaded: LoadedModel, ids: Tensor, batch: Batch, kv: KvCache) -> Tenso
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("quantization", "stored"), [("none", torch.float32), ("int8", torch.int8), ("int4", torch.bfloat16)])
-def test_steps_have_the_bits_of_layers_called_one_by_one(quantization: str, stored: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "stored"),
+    [
+        ("none", torch.float32, torch.float32),
+        ("none", torch.bfloat16, torch.bfloat16),
+        ("int8", torch.float32, torch.int8),
+        ("int4", torch.float32, torch.bfloat16),
+    ],
+)
+def test_steps_have_the_bits_of_layers_called_one_by_one(quantization: str, dtype: torch.dtype, stored: torch.dtype) -> None:
     """Rows come and go, contexts grow past a table's room and become shared by workers; two caches are used in turn."""
-    loaded, rng = _loaded(quantization), random.Random(0)
+    loaded, rng = _loaded(quantization, dtype), random.Random(0)
     caches = [_cache(loaded, stored), _cache(loaded, stored)]
     twins = [_cache(loaded, stored), _cache(loaded, stored)]
     results = []
@@ -89,9 +99,11 @@ def test_steps_have_the_bits_of_layers_called_one_by_one(quantization: str, stor
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-def test_steps_of_as_many_rows_as_are_recorded_have_the_same_bits(quantization: str) -> None:
-    loaded, rng, blocks = _loaded(quantization), random.Random(1), 25
+@pytest.mark.parametrize(
+    ("quantization", "dtype"), [("none", torch.float32), ("none", torch.bfloat16), ("int8", torch.float32), ("int4", torch.float32)]
+)
+def test_steps_of_as_many_rows_as_are_recorded_have_the_same_bits(quantization: str, dtype: torch.dtype) -> None:
+    loaded, rng, blocks = _loaded(quantization, dtype), random.Random(1), 25
     kv, twin = (_cache(loaded, torch.bfloat16, 1 + cpu.FEW_TOKENS * blocks) for _ in range(2))
     for count in (cpu.FEW_TOKENS, 33, cpu.FEW_TOKENS, 20, 33):
         rows = rng.sample(range(cpu.FEW_TOKENS), count)

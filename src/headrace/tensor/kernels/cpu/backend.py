@@ -102,7 +102,7 @@ class NumbaPacking:
 
     def _path(self, dtype: torch.dtype) -> LinearPath:
         path = linear_path(self.features, dtype)
-        return LinearPath.STRIPS if self.deterministic and path is LinearPath.ONEDNN else path
+        return path if path is LinearPath.BF16_STRIPS or not self.deterministic else LinearPath.STRIPS
 
     def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if self._path(dtype) is LinearPath.BF16_STRIPS else dtype
@@ -118,7 +118,7 @@ class NumbaPacking:
         return OutsideLinear(PLAIN_PACKING.pack_rounded(weight, bias))
 
     def packed_layout(self, precision: Precision) -> str:
-        paths = [self._path(dtype).value for dtype in _DTYPES]
+        paths = [self._path(dtype) for dtype in _DTYPES]
         layout = f"strips of {STRIP_COLUMNS}, bytes in order, pieces of {DEPTH}, {paths}"
         return layout if precision is not Precision.NONE else f"{layout}, blocks for {thread_limit()} threads"
 
