@@ -111,7 +111,7 @@ def test_version_is_the_packages(headrace: Headrace) -> None:
         (["serv"], ExitCode.USAGE, "Did you mean 'serve'"),
         (["serve", "--max-modl-len", "5"], ExitCode.USAGE, "Did you mean --max-model-len?"),
         (["serve", "--no-enable-chunked-prefil"], ExitCode.USAGE, "Did you mean --no-enable-chunked-prefill?"),
-        (["serve", "--tensor-paralel-size", "2"], ExitCode.USAGE, "Did you mean --tensor-parallel-size?"),
+        (["serve", "--tensor-paralel-size", "2"], ExitCode.USAGE, "--tensor-parallel-size: not supported. Only 1 is accepted."),
         (["bench", "serve", "--num-promts", "2"], ExitCode.USAGE, "Did you mean --num-prompts?"),
         (["--versoin"], ExitCode.USAGE, "Did you mean --version?"),
         (["serve", "--xyzzy"], ExitCode.USAGE, "No such option: --xyzzy\n"),

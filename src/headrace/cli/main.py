@@ -19,10 +19,10 @@ from headrace.cli.doctor import doctor
 from headrace.cli.exits import report
 from headrace.cli.models import models
 from headrace.cli.processes import engine, gateway
-from headrace.cli.refused import without_refused
 from headrace.cli.replay import replay
 from headrace.cli.serve import serve
 from headrace.cli.suggestions import SuggestingGroup
+from headrace.cli.vllm_flags import translated
 from headrace.core.errors import HeadraceError
 
 app = typer.Typer(
@@ -33,7 +33,8 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,  # plain help: Rich costs 0.2 s and cuts long flag names
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    # Underscores are dashes, as in vLLM; names of flags come here without those in front.
+    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda name: name.replace("_", "-")},
 )
 app.command()(serve)
 app.command()(chat)
@@ -68,7 +69,10 @@ def _root(
 def main() -> None:
     """Entry point of the installed script."""
     try:
-        app(args=without_refused(sys.argv[1:]), prog_name="headrace")
+        arguments, notices = translated(sys.argv[1:])
+        for notice in notices:
+            print(f"headrace: {notice}", file=sys.stderr)
+        app(args=arguments, prog_name="headrace")
     except HeadraceError as error:
         sys.exit(report(error))
 

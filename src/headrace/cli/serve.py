@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.engine_flags import ENGINE_FLAGS, Given, with_engine_flags
+from headrace.cli.vllm_flags import dashed
 
 if TYPE_CHECKING:
     from typer._click.core import Parameter
@@ -33,6 +34,7 @@ FLAG_PATHS = {
     "port": "gateway.port",
     "allowed_hosts": "gateway.allowed_hosts",
     "allowed_origins": "gateway.allowed_origins",
+    "request_log": "gateway.request_log",
     "drain_timeout": "drain_timeout_s",
 }
 """Parameter of `serve` -> path in the configuration; those missing here take more than setting one value."""
@@ -75,6 +77,9 @@ def serve(
     ] = None,
     allowed_origins: Annotated[
         list[str] | None, Flag("--allowed-origins", help="Origin whose pages a browser may let in, or *; again for more. Default: none.")
+    ] = None,
+    request_log: Annotated[
+        str | None, Flag("--request-log", help="stdout, stderr, none or a file: where a line per request goes. Default stdout.")
     ] = None,
     replicas: Annotated[int | None, Flag("--replicas", help="Engine processes, each with its own weights.")] = None,
     drain_timeout: Annotated[float | None, Flag("--drain-timeout", help="Seconds running requests may take after SIGTERM.")] = None,
@@ -136,7 +141,7 @@ def _name_in(words: Sequence[str], param: Parameter) -> str:
     if param.param_type_name == "argument":
         return param.human_readable_name
     spellings = (*param.opts, *param.secondary_opts)
-    written = [name for name in (word.partition("=")[0] for word in words) if name in spellings]
+    written = [name for name in (dashed(word.partition("=")[0]) for word in words) if name in spellings]
     return written[-1] if written else spellings[0]
 
 

@@ -1,6 +1,6 @@
-"""The flag somebody probably meant: the nearest of those a command takes and those it refuses by name.
+"""The flag that was probably meant: the nearest of those a command takes and vLLM's.
 
-A misspelt `--tensor-paralel-size` leads to `--tensor-parallel-size`, whose refusal says what to do instead.
+Nothing is suggested that is then refused: a misspelt `--tensor-paralel-size` is answered with what to do instead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typer._click.core import Context  # these two have no public name that fits
 from typer._click.exceptions import NoSuchOption
 from typer.core import TyperGroup
 
-from headrace.cli.refused import REFUSED
+from headrace.cli.vllm_flags import TABLE, Refused
 
 
 class SuggestingGroup(TyperGroup):
@@ -35,7 +35,8 @@ def _nearest_flag_suggested() -> Iterator[None]:
     except NoSuchOption as error:
         params = error.ctx.command.params if error.ctx else []
         known = [name for param in params for name in (*param.opts, *param.secondary_opts)]
-        if nearest := get_close_matches(error.option_name, [*known, *REFUSED], n=1):
-            error.message += f". Did you mean {nearest[0]}?"
+        for nearest in get_close_matches(error.option_name, [*known, *TABLE], n=1):
+            entry = TABLE.get(nearest)
+            error.message += f". {entry.words(nearest)}" if isinstance(entry, Refused) else f". Did you mean {nearest}?"
         error.possibilities = None  # the parser's own, of the flags the command takes
         raise

@@ -1,0 +1,197 @@
+"""vLLM's flags that are not ours: put as ours where they mean the same, dropped with a notice where they change nothing here, else refused
+by name with what to do instead. So are vLLM's spellings: --max_model_len, and several values after one flag.
+
+A value that asks for what happens anyway (`--tensor-parallel-size 1`) is dropped without a word. Flags that are in no table are left to
+the parser, which suggests the nearest name. docs/config.md has the same table for people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from headrace.cli.exits import UsageRefused
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """remedy: what to do instead. accepted: values that ask for what happens anyway; None: the flag takes no value."""
+
+    remedy: str
+    accepted: tuple[str, ...] | None = ()
+
+    @property
+    def takes_value(self) -> bool:
+        return self.accepted is not None
+
+    def words(self, name: str, value: str = "") -> str:
+        """The refusal, for people."""
+        allowed = f" Only {' or '.join(self.accepted)} is accepted." if self.accepted else ""
+        return f"{f'{name} {value}'.rstrip()}: not supported.{allowed} {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True)
+class NoEffect:
+    """why: as the end of "--flag has no effect: ...". accepted: values of which nothing is said."""
+
+    why: str
+    takes_value: bool = False
+    accepted: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """ours: the words that mean the same; the value, if it takes one, follows them."""
+
+    ours: tuple[str, ...]
+    takes_value: bool = False
+
+
+_QUANTIZED = "Use --kv-cache-dtype int8: its scales are computed as tokens come."
+_LORA = "Adapters are not served yet; merge the adapter into the base weights."
+_TOOLS = "Tool calls are not parsed yet; the model's text is returned as it is."
+_TLS = "Terminate TLS in a proxy in front of the gateway."
+_PARALLEL = "A replica runs in one process for now; use --replicas N to use more of the machine."
+_MEDIA = "Only text models are served."
+_SPECULATIVE = "Speculative decoding is not supported yet."
+_TOKENIZER = "The tokenizer of the model's folder is used."
+_GENERATION = "Serve a copy of the model's folder without generation_config.json, or with another one."
+_GRAPHS = "no graphs are captured and nothing is compiled ahead"
+_PROMPTS = "prompts are never logged; --request-log none leaves out the line per request too"
+
+TABLE: dict[str, Refused | NoEffect | Same] = {
+    # the same under another name
+    "--data-parallel-size": Same(("--replicas",), takes_value=True),
+    "-dp": Same(("--replicas",), takes_value=True),
+    "--num-gpu-blocks-override": Same(("--num-kv-blocks",), takes_value=True),
+    "--kv-cache-memory-bytes": Same(("--kv-cache-bytes",), takes_value=True),
+    "--disable-uvicorn-access-log": Same(("--request-log", "none")),
+    # harmless
+    "--disable-log-requests": NoEffect(_PROMPTS),
+    "--max-log-len": NoEffect(_PROMPTS, takes_value=True),
+    "--enable-log-requests": NoEffect("every request is a line of the request log, without its prompt"),
+    "--disable-log-stats": NoEffect("no statistics are logged; /metrics has them for whoever reads it"),
+    "--uvicorn-log-level": NoEffect("there is one log level; --request-log says where the line per request goes", takes_value=True),
+    "--swap-space": NoEffect("preempted sequences are recomputed, nothing is swapped", takes_value=True, accepted=("0",)),
+    "--preemption-mode": NoEffect("preempted sequences are recomputed, nothing is swapped", takes_value=True, accepted=("recompute",)),
+    "--enforce-eager": NoEffect(_GRAPHS),
+    "--max-seq-len-to-capture": NoEffect(_GRAPHS, takes_value=True),
+    "--compilation-config": NoEffect(_GRAPHS, takes_value=True),
+    "--disable-custom-all-reduce": NoEffect("a replica is one process"),
+    "--max-parallel-loading-workers": NoEffect("weights are read by one process", takes_value=True),
+    "--disable-frontend-multiprocessing": NoEffect("gateway and engine are always processes of their own"),
+    "--use-v2-block-manager": NoEffect("there is one block manager"),
+    "--enable-prompt-tokens-details": NoEffect("usage always says how many prompt tokens were cached"),
+    # not here
+    "--calculate-kv-scales": Refused(_QUANTIZED, None),
+    "--tensor-parallel-size": Refused(_PARALLEL, ("1",)),
+    "-tp": Refused(_PARALLEL, ("1",)),
+    "--pipeline-parallel-size": Refused(_PARALLEL, ("1",)),
+    "-pp": Refused(_PARALLEL, ("1",)),
+    "--enable-expert-parallel": Refused(_PARALLEL, None),
+    "--distributed-executor-backend": Refused(_PARALLEL, ("mp", "uni")),
+    "--enable-lora": Refused(_LORA, None),
+    "--lora-modules": Refused(_LORA),
+    "--max-loras": Refused(_LORA),
+    "--max-lora-rank": Refused(_LORA),
+    "--enable-auto-tool-choice": Refused(_TOOLS, None),
+    "--tool-call-parser": Refused(_TOOLS),
+    "--tool-parser-plugin": Refused(_TOOLS),
+    "--reasoning-parser": Refused("Reasoning is not split from the answer yet; it is part of the text."),
+    "--structured-outputs-config": Refused("Constrained output is not supported yet."),
+    "--guided-decoding-backend": Refused("Constrained output is not supported yet.", ("auto",)),
+    "--speculative-config": Refused(_SPECULATIVE),
+    "--speculative-model": Refused(_SPECULATIVE),
+    "--num-speculative-tokens": Refused(_SPECULATIVE),
+    "--trust-remote-code": Refused("Code from a repository of a model is never run; known architectures are built in.", None),
+    "--tokenizer": Refused(_TOKENIZER),
+    "--tokenizer-mode": Refused("The model's tokenizer.json is used.", ("auto",)),
+    "--tokenizer-revision": Refused(_TOKENIZER),
+    "--skip-tokenizer-init": Refused("Use the Python API with prompt_token_ids and detokenize=False.", None),
+    "--chat-template": Refused("Put the template into the model's folder as chat_template.jinja."),
+    "--hf-overrides": Refused("Edit a copy of the model's config.json."),
+    "--rope-scaling": Refused("Edit rope_scaling in a copy of the model's config.json."),
+    "--rope-theta": Refused("Edit rope_theta in a copy of the model's config.json."),
+    "--generation-config": Refused(_GENERATION, ("auto",)),
+    "--override-generation-config": Refused(_GENERATION),
+    "--revision": Refused("Download the revision you want and give its folder."),
+    "--code-revision": Refused("Code from a model's repository is never run."),
+    "--download-dir": Refused("Set HF_HOME, or give a local folder."),
+    "--task": Refused("Only text generation is served.", ("auto", "generate")),
+    "--runner": Refused("Only text generation is served.", ("auto", "generate")),
+    "--convert": Refused("Only text generation is served.", ("auto", "none")),
+    "--cpu-offload-gb": Refused("Weights stay where they are computed.", ("0",)),
+    "--kv-transfer-config": Refused("Prefill and decode run in one replica."),
+    "--sliding-window": Refused("The window comes from the model's config.json."),
+    "--limit-mm-per-prompt": Refused(_MEDIA),
+    "--mm-processor-kwargs": Refused(_MEDIA),
+    "--max-logprobs": Refused("At most 20 log-probabilities per token can be asked for.", ("20",)),
+    "--ssl-keyfile": Refused(_TLS),
+    "--ssl-certfile": Refused(_TLS),
+    "--root-path": Refused("Rewrite paths in a proxy in front of the gateway.", ("/",)),
+    "--middleware": Refused("Code named on a command line is never loaded."),
+    "--api-server-count": Refused("One gateway process is started; run more behind a load balancer.", ("1",)),
+    "--response-role": Refused("Answers have the role assistant.", ("assistant",)),
+}
+
+SEVERAL = ("--served-model-name", "--api-key", "--allowed-hosts", "--allowed-origins", "--goodput")
+"""Ours that are given again for more, where vLLM takes several values after one."""
+
+
+def dashed(name: str) -> str:
+    """A flag as we spell it: vLLM takes underscores for dashes."""
+    return name.replace("_", "-") if name.startswith("--") else name
+
+
+def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(arguments for our parser, notices about those that have no effect). Everything after a bare `--` is left alone.
+
+    Raises: UsageRefused for the first flag that asks for what is not done here.
+    """
+    kept: list[str] = []
+    notices: list[str] = []
+    rest = list(_one_value_each(arguments))
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            return [*kept, word, *rest], notices
+        name, equals, value = word.partition("=")
+        name = dashed(name)
+        entry = TABLE.get(name)
+        if entry is None:
+            if not _is_off(name):
+                kept.append(word)
+            continue
+        if entry.takes_value and not equals and rest:
+            value = rest.pop(0)
+        if isinstance(entry, Same):
+            kept += [*entry.ours, *([value] if entry.takes_value else [])]
+        elif isinstance(entry, NoEffect):
+            if not value or value not in entry.accepted:
+                notices.append(f"{f'{name} {value}'.rstrip()} has no effect: {entry.why}.")
+        elif not (value and value in (entry.accepted or ())):
+            raise UsageRefused(entry.words(name, value))
+    return kept, notices
+
+
+def _is_off(name: str) -> bool:
+    """`--no-enable-lora` and its like ask for what happens anyway."""
+    entry = TABLE.get(f"--{name.removeprefix('--no-')}") if name.startswith("--no-") else None
+    return entry is not None and not isinstance(entry, Same) and not entry.takes_value
+
+
+def _one_value_each(arguments: Sequence[str]) -> Iterator[str]:
+    """`--served-model-name a b` as `--served-model-name a --served-model-name b`. After `serve` a word may be MODEL instead, which vLLM
+    wants first: without one before them only the word behind the flag is taken for its value."""
+    has_model = list(arguments[:1]) != ["serve"] or not arguments[1:2] or not arguments[1].startswith("-")
+    has_model = has_model or any(word.partition("=")[0] == "--model" for word in arguments)
+    flag, num_values = "", 0
+    for word in arguments:
+        if word.startswith("-"):
+            name, equals, _ = word.partition("=")
+            flag, num_values = (dashed(name) if dashed(name) in SEVERAL and has_model else ""), int(bool(equals))
+        elif flag:
+            num_values += 1
+            if num_values > 1:
+                yield flag
+        yield word
