@@ -1,6 +1,7 @@
 """What well-known clients send, as they send it, and what they read in our answers.
 
-Shapes and patterns were read in the sources of the versions named beside them; the clients themselves are not needed here.
+Shapes and patterns were read in the sources of the versions named beside them. OpenAI's own client is asked for its fields, the others are
+not needed here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,17 @@ from typing import Any
 
 import pytest
 from gateway_kit import MODEL, TestBench, events_of, open_bench, serving
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import (
+    ChatCompletionAssistantMessageParam,
+    ChatCompletionContentPartTextParam,
+    ChatCompletionStreamOptionsParam,
+    ChatCompletionUserMessageParam,
+)
+from openai.types.chat import completion_create_params as chat_params
 
+from headrace.gateway.surfaces.dialect.field_rule import Inside, Surface
+from headrace.gateway.surfaces.dialect.fields import RULES
 from headrace.text.folder import TextModel
 
 GUIDELLM = {
@@ -128,3 +139,18 @@ async def test_a_foreign_servers_overflow_is_recognised(text: TextModel) -> None
             error = (await near.chat(max_tokens=600)).json()["error"]
             assert error["code"] == "context_length_exceeded"
             assert recognised_by_litellm(error["message"])
+
+
+@pytest.mark.parametrize(
+    ("surface", "params"),
+    [(Surface.CHAT, chat_params.CompletionCreateParamsStreaming), (Surface.COMPLETIONS, completion_params.CompletionCreateParamsStreaming)],
+)
+def test_every_field_of_openais_own_client_has_a_row(surface: Surface, params: type) -> None:
+    assert set(params.__annotations__) <= set(RULES[surface])
+
+
+def test_every_field_of_openais_messages_has_a_row() -> None:
+    assert set(ChatCompletionAssistantMessageParam.__annotations__) <= set(RULES[Inside.MESSAGE])
+    assert set(ChatCompletionUserMessageParam.__annotations__) <= set(RULES[Inside.MESSAGE])
+    assert set(ChatCompletionContentPartTextParam.__annotations__) <= set(RULES[Inside.PART])
+    assert set(ChatCompletionStreamOptionsParam.__annotations__) <= set(RULES[Inside.STREAM_OPTIONS])

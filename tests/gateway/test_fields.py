@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,15 @@ from typing import Any
 import httpx2
 import msgspec
 import pytest
-from gateway_kit import MODEL, TestBench
+from gateway_kit import MODEL, TestBench, open_bench
 
 from headrace.core.request import EngineRequest
 from headrace.gateway.surfaces.chat import ChatRequest
 from headrace.gateway.surfaces.completions import CompletionRequest
-from headrace.gateway.surfaces.dialect.fields import TABLE, FieldRule, Surface, Treatment, render_table
+from headrace.gateway.surfaces.dialect.field_rule import FieldRule, Inside, Place, Surface, Treatment
+from headrace.gateway.surfaces.dialect.field_table import TABLE
+from headrace.gateway.surfaces.dialect.fields import render_table
+from headrace.text.folder import TextModel
 
 DOCS = Path(__file__).parents[2] / "docs" / "api.md"
 KINDS: dict[Surface, type[msgspec.Struct]] = {Surface.CHAT: ChatRequest, Surface.COMPLETIONS: CompletionRequest}
@@ -71,21 +75,42 @@ BASE: dict[Surface, dict[str, Any]] = {
     Surface.COMPLETIONS: {"model": MODEL, "prompt": "Hello", "seed": 1},
 }
 PATHS = {Surface.CHAT: "/v1/chat/completions", Surface.COMPLETIONS: "/v1/completions"}
+PREFIX: dict[Place, str] = {
+    Inside.MESSAGE: "messages[0].",
+    Inside.PART: "messages[0].content[0].",
+    Inside.STREAM_OPTIONS: "stream_options.",
+}
+"""How an error names the objects that `inside` makes."""
 
 
-def rows(treatment: Treatment) -> list[Any]:
+def rows(treatment: Treatment, places: Iterable[Place] = Surface) -> list[Any]:
     return [
-        pytest.param(surface, rule, id=f"{surface}-{rule.name}")
+        pytest.param(place, rule, id=f"{place}-{rule.name}")
         for rule in TABLE
         if rule.treatment is treatment
-        for surface in rule.surfaces
+        for place in rule.places
+        if place in places
     ]
 
 
-async def ask(bench: TestBench, surface: Surface, **fields: Any) -> tuple[httpx2.Response, EngineRequest | None]:
+def inside(place: Place, fields: dict[str, Any]) -> dict[str, Any]:
+    """A body with `fields` in one of its objects."""
+    match place:
+        case Inside.MESSAGE:
+            return {**BASE[Surface.CHAT], "messages": [{"role": "user", "content": "Hello", **fields}]}
+        case Inside.PART:
+            return inside(Inside.MESSAGE, {"content": [{"type": "text", "text": "Hello", **fields}]})
+        case Inside.STREAM_OPTIONS:
+            return {**BASE[Surface.CHAT], "stream": True, "stream_options": {"include_usage": True, **fields}}
+        case Surface():
+            return {**BASE[place], **fields}
+
+
+async def ask(bench: TestBench, place: Place, **fields: Any) -> tuple[httpx2.Response, EngineRequest | None]:
     """The answer, and what reached the engine (without what differs between any two requests)."""
     bench.replica.requests.clear()
-    response = await bench.client.post(PATHS[surface], json={**BASE[surface], **fields})
+    path = PATHS[place if isinstance(place, Surface) else Surface.CHAT]
+    response = await bench.client.post(path, json=inside(place, fields))
     sent = bench.replica.requests[0] if bench.replica.requests else None
     return response, replace(sent, request_id=type(sent.request_id)("x")) if sent else None
 
@@ -97,7 +122,7 @@ def steady(response: httpx2.Response) -> str:
 
 def test_documentation_is_this_table() -> None:
     text = DOCS.read_text(encoding="ascii")
-    shown = text.split("<!-- fields: made from headrace.gateway.surfaces.dialect.fields -->\n")[1].split("<!-- end of fields -->")[0]
+    shown = text.split("<!-- fields: made from headrace.gateway.surfaces.dialect.field_table -->\n")[1].split("<!-- end of fields -->")[0]
     assert shown == render_table(), (
         "docs/api.md: replace the table with the output of headrace.gateway.surfaces.dialect.fields.render_table()"
     )
@@ -105,13 +130,13 @@ def test_documentation_is_this_table() -> None:
 
 @pytest.mark.parametrize("surface", Surface)
 def test_honoured_fields_are_the_wire_types(surface: Surface) -> None:
-    honoured = {rule.name for rule in TABLE if surface in rule.surfaces and rule.treatment is Treatment.HONOURED}
+    honoured = {rule.name for rule in TABLE if surface in rule.places and rule.treatment is Treatment.HONOURED}
     assert honoured == set(KINDS[surface].__struct_fields__)
 
 
-@pytest.mark.parametrize("surface", Surface)
-def test_no_field_has_two_rows(surface: Surface) -> None:
-    names = [rule.name for rule in TABLE if surface in rule.surfaces]
+@pytest.mark.parametrize("place", [*Surface, *Inside])
+def test_no_field_has_two_rows(place: Place) -> None:
+    names = [rule.name for rule in TABLE if place in rule.places]
     assert len(names) == len(set(names))
 
 
@@ -134,7 +159,7 @@ async def test_honoured_field_changes_something(bench: TestBench, surface: Surfa
 
 @pytest.mark.parametrize(("surface", "rule"), rows(Treatment.HONOURED))
 async def test_null_is_absent(bench: TestBench, surface: Surface, rule: FieldRule) -> None:
-    if rule.name in ("model", "messages", "prompt"):
+    if rule.name in ("messages", "prompt"):
         response, _ = await ask(bench, surface, **{rule.name: None})
         assert response.json()["error"]["param"] == rule.name
         return
@@ -153,23 +178,33 @@ async def test_inert_field_changes_nothing(bench: TestBench, surface: Surface, r
     plain, plain_sent = await ask(bench, surface)
     response, sent = await ask(bench, surface, **{rule.name: value})
     assert (response.status_code, sent, steady(response)) == (200, plain_sent, steady(plain))
+    assert response.headers["x-headrace-ignored"] == rule.name
+    assert "x-headrace-ignored" not in plain.headers
     too_much: Any = {str(number): "x" for number in range(17)} if rule.name == "metadata" else "x" * 513
     refused, _ = await ask(bench, surface, **{rule.name: too_much})
     assert refused.json()["error"]["param"] == rule.name
 
 
-@pytest.mark.parametrize(("surface", "rule"), rows(Treatment.REFUSED))
-async def test_refused_field_is_accepted_only_at_its_default(bench: TestBench, surface: Surface, rule: FieldRule) -> None:
-    _, plain_sent = await ask(bench, surface)
+@pytest.mark.parametrize(("place", "rule"), rows(Treatment.REFUSED, (*Surface, *Inside)))
+async def test_refused_field_is_accepted_only_at_its_default(bench: TestBench, place: Place, rule: FieldRule) -> None:
+    """And then the answer names it. null is as good as absent: nothing is named."""
+    _, plain_sent = await ask(bench, place)
     for off in (None, *rule.off):
-        response, sent = await ask(bench, surface, **{rule.name: off})
+        response, sent = await ask(bench, place, **{rule.name: off})
         assert (response.status_code, sent) == (200, plain_sent)
+        named = f"{place}.{rule.name}" if isinstance(place, Inside) else rule.name
+        assert response.headers.get("x-headrace-ignored") == (None if off is None else named)
     for on in ({"surely": "not off"}, "surely not off", 17, not rule.off[0] if rule.off and isinstance(rule.off[0], bool) else True):
         if on in rule.off:
             continue
-        response, sent = await ask(bench, surface, **{rule.name: on})
+        response, sent = await ask(bench, place, **{rule.name: on})
         error = response.json()["error"]
-        assert (response.status_code, error["param"], error["code"], sent) == (400, rule.name, "invalid_value", None)
+        assert (response.status_code, error["param"], error["code"], sent) == (
+            400,
+            PREFIX.get(place, "") + rule.name,
+            "invalid_value",
+            None,
+        )
         assert rule.note in error["message"]
 
 
@@ -191,3 +226,58 @@ async def test_unknown_field_is_refused_with_a_suggestion(bench: TestBench, surf
     error = response.json()["error"]
     assert (response.status_code, error["param"], sent) == (400, "temprature", None)
     assert "Did you mean temperature?" in error["message"]
+
+
+@pytest.mark.parametrize("place", [*Surface, *Inside])
+async def test_every_object_refuses_what_it_does_not_know(bench: TestBench, place: Place) -> None:
+    response, sent = await ask(bench, place, nonsense=1)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], sent) == (400, f"{PREFIX.get(place, '')}nonsense", None)
+
+
+async def test_everything_that_changed_nothing_is_named(bench: TestBench) -> None:
+    marked = {"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}
+    response, _ = await ask(
+        bench,
+        Surface.CHAT,
+        messages=[{"role": "system", "content": [marked, marked]}, {"role": "user", "content": "Hi", "name": None}],
+        think=False,
+        priority=0,
+        reasoning=None,
+        user="me",
+        temperature=0,
+    )
+    assert response.status_code == 200
+    assert response.headers["x-headrace-ignored"] == "think, priority, user, messages[].content[].cache_control"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(0, "standard"), (1, "standard"), (2, "batch"), ("batch", "batch"), ("standard", "standard")]
+)
+async def test_priority_zero_is_vllms_default(bench: TestBench, given: int | str, expected: str) -> None:
+    response, sent = await ask(bench, Surface.CHAT, priority=given)
+    assert response.status_code == 200
+    assert sent is not None
+    assert sent.priority.name.lower() == expected
+    assert response.headers.get("x-headrace-ignored") == ("priority" if given == 0 else None)
+
+
+@pytest.mark.parametrize("given", ["0", "1", True, 3, -1, "first", "premium"])
+async def test_other_priorities_are_refused(bench: TestBench, given: Any) -> None:
+    response, _ = await ask(bench, Surface.CHAT, priority=given)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "priority")
+
+
+@pytest.mark.parametrize("surface", Surface)
+async def test_a_single_model_needs_no_name(text: TextModel, surface: Surface) -> None:
+    body = {name: value for name, value in BASE[surface].items() if name != "model"}
+    async with open_bench(text) as bench:
+        for given in (body, {**body, "model": None}):
+            response = await bench.client.post(PATHS[surface], json=given)
+            assert (response.status_code, response.json()["model"]) == (200, MODEL)
+    models = [{"name": name, "folder": "/nowhere", "replicas": [{"name": name, "address": "unix:/nowhere"}]} for name in ("one", "two")]
+    async with open_bench(text, models=models) as bench:
+        response = await bench.client.post(PATHS[surface], json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "model")
+        assert "one of: one, two" in error["message"]

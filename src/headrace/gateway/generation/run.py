@@ -65,13 +65,13 @@ DEADLINE_GRACE_S = 0.5
 class Ask:
     """What a client wants, in no surface's words.
 
-    model        name or alias
+    model        name or alias; None: the one that is served
     sampling     the parameters it gave, by the names of `SamplingParams`
     cache_salt   its own part of the salt
     score_field  what it calls `prompt_logprobs`; num_shown: choices that show the prompt's scores
     """
 
-    model: str
+    model: str | None
     prompt: Conversation | PlainPrompts
     sampling: Mapping[str, Any]
     is_streaming: bool
@@ -131,7 +131,7 @@ class Run:
         self.exchange = exchange
         self.held = held
         self.ask = ask
-        self.model = service.models.get(ask.model)
+        self.model = service.models.only(ask.model)
         record = exchange.record
         record.model, record.stream, record.n = self.model.name, ask.is_streaming, ask.sampling.get("n")
         self.params = SamplingParams(**ask.sampling).checked()

@@ -52,6 +52,7 @@ class Exchange:
     arrived_s      the service clock when the request's headers were complete
     left           why the answer will not be completed, once that is known: nobody reads it, its deadline passed, the server shuts down
     more_headers   of the answer, whatever it will be: what its client's browser wants to be told
+    ignored        fields of the body that were accepted and change nothing: the answer's x-headrace-ignored. Names of ours, or plain words
     pending_bytes  of the bytes being written: what the transport has not taken yet
     """
 
@@ -65,6 +66,7 @@ class Exchange:
         "_send",
         "arrived_s",
         "headers",
+        "ignored",
         "is_started",
         "left",
         "more_headers",
@@ -87,6 +89,7 @@ class Exchange:
         self.headers: list[tuple[bytes, bytes]] = list(scope["headers"])
         self.principal: Principal = ANYBODY
         self.is_started = False
+        self.ignored: list[str] = []
         self.left: HeadraceError | None = None
         self.more_headers: Headers = ()
         self.pending_bytes = 0
@@ -249,6 +252,7 @@ class Exchange:
                 "headers": [
                     *headers,
                     *self.more_headers,
+                    *((b"x-headrace-ignored", ", ".join(self.ignored).encode()) for _ in self.ignored[:1]),
                     (b"x-request-id", self.request_id.encode()),
                     (b"x-content-type-options", b"nosniff"),
                 ],

@@ -19,7 +19,7 @@ METHODS = b"GET, HEAD, POST, OPTIONS"
 """Of any path: a preflight has no key, so its answer does not tell which paths there are."""
 
 DEFAULT_HEADERS = b"authorization, content-type"
-EXPOSED = b"x-request-id, retry-after"
+EXPOSED = b"x-request-id, x-headrace-ignored, retry-after"
 MAX_HEADER_NAMES = 2000
 _HEADER_NAMES = re.compile(rb"[A-Za-z0-9_, \t-]{1,%d}" % MAX_HEADER_NAMES)
 

@@ -20,8 +20,10 @@ MAX_INLINE_BYTES = 16 << 10
 """A body up to this size is parsed on the event loop: at worst 4 ms, where handing it to a text worker costs a quarter of one."""
 
 
-async def parsed(service: Service, exchange: Exchange, held: RequestHeld, parse: Callable[[dict[str, object], Limits], T]) -> T:
-    """The request a body holds. Raises what reading, decoding and `parse` raise.
+async def parsed(
+    service: Service, exchange: Exchange, held: RequestHeld, parse: Callable[[dict[str, object], Limits], tuple[T, list[str]]]
+) -> T:
+    """The request a body holds; its fields that change nothing go to `exchange.ignored`. Raises what reading, decoding and `parse` raise.
 
     held   each part of the body is added as it came; what it is parsed into is taken to be as large and not counted again
     parse  a row of `text_workers.work.PARSERS`: a large body is parsed by a text worker, and comes back as what it was parsed into
@@ -29,10 +31,13 @@ async def parsed(service: Service, exchange: Exchange, held: RequestHeld, parse:
     limits = service.config.limits
     body = await exchange.json_body(max_bytes=limits.max_body_bytes, timeout_s=service.config.timeouts.body_s, hold=held.prompts.add)
     if len(body) <= MAX_INLINE_BYTES:
-        return parse(decode_object(body, Caps(depth=limits.max_json_depth)), limits)
+        made, ignored = parse(decode_object(body, Caps(depth=limits.max_json_depth)), limits)
+        exchange.ignored += ignored
+        return made
     async with exchange.watching():
         _, tail = await exchange.unless_left(service.text_pool.parse_body(parse.__name__, body, tenant=exchange.principal.tenant))
-    made: T = _decoder(parse).decode(tail)
+    made, ignored = _decoder(parse).decode(tail)
+    exchange.ignored += ignored
     return made
 
 

@@ -26,15 +26,15 @@ from headrace.gateway.surfaces.dialect.answers import (
     outputs_of,
     usage_body,
 )
-from headrace.gateway.surfaces.dialect.fields import Surface, honoured_fields
+from headrace.gateway.surfaces.dialect.field_rule import Surface
 from headrace.gateway.surfaces.dialect.logprobs import chat_logprobs, prompt_logprobs, scores_of
 from headrace.gateway.surfaces.dialect.parse import (
-    check_messages,
     check_shared,
     convert,
     fields_as_written,
     given_params,
     lowered_priority,
+    surface_fields,
     template_messages,
 )
 from headrace.gateway.surfaces.dialect.schemas import ChatLogprobs, Message, PromptLogprobs, SamplingFields
@@ -158,11 +158,10 @@ class ChatChunk(Struct):
     usage: schemas.Usage | UnsetType | None = UNSET
 
 
-def parse_chat(body: dict[str, object], limits: Limits) -> ChatRequest:
-    """Raises InvalidRequest for the first field that is unknown, refused or of the wrong type."""
-    fields = honoured_fields(body, Surface.CHAT)
-    check_messages(fields.get("messages"), limits)
-    request = convert(fields, ChatRequest)
+def parse_chat(body: dict[str, object], limits: Limits) -> tuple[ChatRequest, list[str]]:
+    """The request, and the fields that change nothing. Raises InvalidRequest for the first that is unknown, refused or of a wrong type."""
+    ignored: dict[str, None] = {}
+    request = convert(surface_fields(body, Surface.CHAT, limits, ignored), ChatRequest)
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs", "logprobs = true beside it", request.top_logprobs)
     if request.max_completion_tokens is not None:
@@ -172,7 +171,7 @@ def parse_chat(body: dict[str, object], limits: Limits) -> ChatRequest:
             )
         request.max_tokens = request.max_completion_tokens
     check_shared(request, limits)
-    return request
+    return request, list(ignored)
 
 
 TEXT_CHOICE = b'{"index":%d,"delta":{"content":%s},"logprobs":null,"finish_reason":null}'

@@ -27,9 +27,9 @@ from headrace.gateway.surfaces.dialect.answers import (
     usage_body,
 )
 from headrace.gateway.surfaces.dialect.entries import EntryColumns
-from headrace.gateway.surfaces.dialect.fields import Surface, honoured_fields
+from headrace.gateway.surfaces.dialect.field_rule import Surface
 from headrace.gateway.surfaces.dialect.logprobs import EncodedLogprobs, completion_logprobs, echo_logprobs, prompt_logprobs, scores_of
-from headrace.gateway.surfaces.dialect.parse import check_shared, convert, given_params, lowered_priority
+from headrace.gateway.surfaces.dialect.parse import check_shared, convert, given_params, lowered_priority, surface_fields
 from headrace.gateway.surfaces.dialect.schemas import CompletionLogprobs, PromptLogprobs, SamplingFields
 from headrace.gateway.upstream.seam import OutputEvent, PlainPrompts, Prepared, Usage
 from headrace.text.assemble import TokenEntry
@@ -102,9 +102,13 @@ class Completion(Struct):
     usage: schemas.Usage | UnsetType | None = UNSET
 
 
-def parse_completion(body: dict[str, object], limits: Limits) -> tuple[CompletionRequest, list[str | list[int]]]:
-    """The request and its prompts, one entry each: text or token ids."""
-    request = convert(honoured_fields(body, Surface.COMPLETIONS), CompletionRequest)
+Prompts = list[str | list[int]]
+
+
+def parse_completion(body: dict[str, object], limits: Limits) -> tuple[tuple[CompletionRequest, Prompts], list[str]]:
+    """The request and its prompts, one entry each: text or token ids; and the fields that change nothing."""
+    ignored: dict[str, None] = {}
+    request = convert(surface_fields(body, Surface.COMPLETIONS, limits, ignored), CompletionRequest)
     if request.best_of is not None and request.best_of != request.n:
         raise InvalidRequest("best_of", f"best_of = n ({request.n})", request.best_of, "There is no ranking of discarded sequences.")
     if request.max_tokens == 0 and not request.echo:
@@ -114,10 +118,10 @@ def parse_completion(body: dict[str, object], limits: Limits) -> tuple[Completio
         raise InvalidRequest("prompt", f"at most {limits.max_prompts} prompts", len(prompts), "Send several requests.")
     check_shared(request, limits, num_prompts=len(prompts))
     request.prompt = ""  # the list has it: a large one shall not travel twice
-    return request, prompts
+    return (request, prompts), list(ignored)
 
 
-def prompt_list(prompt: str | list[Any]) -> list[str | list[int]]:
+def prompt_list(prompt: str | list[Any]) -> Prompts:
     """OpenAI's four forms of `prompt` as a list of prompts. Raises InvalidRequest for a mixed or empty list."""
     if isinstance(prompt, str):
         return [prompt]

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from headrace.gateway.surfaces.dialect.fields import Surface
+from headrace.gateway.surfaces.dialect.field_rule import Surface
 
 HandlerT = TypeVar("HandlerT", covariant=True)
 

@@ -9,8 +9,8 @@ import msgspec
 
 import headrace
 from headrace.gateway.http.errors import TABLE, ErrorBody
-from headrace.gateway.surfaces.dialect.fields import TABLE as FIELDS
-from headrace.gateway.surfaces.dialect.fields import Surface, Treatment
+from headrace.gateway.surfaces.dialect.field_rule import Surface, Treatment
+from headrace.gateway.surfaces.dialect.field_table import TABLE as FIELDS
 from headrace.gateway.surfaces.endpoint import Endpoint
 
 _REF = "#/components/schemas/{name}"
@@ -74,9 +74,9 @@ def _describe(schema: dict[str, Any], surface: Surface) -> None:
     """What the field table knows of each field."""
     properties = schema["properties"]
     for rule in FIELDS:
-        if surface in rule.surfaces and rule.name in properties:
+        if surface in rule.places and rule.name in properties:
             properties[rule.name]["description"] = rule.note
-        elif surface in rule.surfaces and rule.treatment is Treatment.INERT:
+        elif surface in rule.places and rule.treatment is Treatment.INERT:
             properties[rule.name] = {"description": f"No effect. {rule.note}"}
     schema["additionalProperties"] = False
 

@@ -11,7 +11,7 @@ from functools import cache
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces import chat, completions, docs_page, front_page, models, openapi, probes, tokenize
-from headrace.gateway.surfaces.dialect.fields import Surface
+from headrace.gateway.surfaces.dialect.field_rule import Surface
 from headrace.gateway.surfaces.endpoint import Endpoint
 
 Handler = Callable[[Service, Exchange], Awaitable[None]]

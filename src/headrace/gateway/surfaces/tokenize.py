@@ -11,7 +11,7 @@ from headrace.gateway.config import Limits
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces.body import parsed
-from headrace.gateway.surfaces.dialect.parse import check_messages, convert, template_messages
+from headrace.gateway.surfaces.dialect.parse import checked_messages, convert, template_messages
 from headrace.gateway.surfaces.dialect.schemas import Message
 from headrace.gateway.upstream.seam import Conversation, PlainPrompts
 
@@ -45,19 +45,21 @@ class DetokenizeReply(Struct):
     prompt: str
 
 
-def parse_tokenize(body: dict[str, object], limits: Limits) -> TokenizeRequest:
+def parse_tokenize(body: dict[str, object], limits: Limits) -> tuple[TokenizeRequest, list[str]]:
+    """The request, and the fields of its messages that change nothing."""
+    ignored: dict[str, None] = {}
     if body.get("messages") is not None:
-        check_messages(body["messages"], limits)
+        body = {**body, "messages": checked_messages(body["messages"], limits, ignored)}
     request = convert(body, TokenizeRequest)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("prompt", "exactly one of prompt and messages")
     if request.prompt is not None and request.add_generation_prompt is not None:
         raise InvalidRequest("add_generation_prompt", "messages beside it", request.add_generation_prompt, "A prompt has no template.")
-    return request
+    return request, list(ignored)
 
 
-def parse_detokenize(body: dict[str, object], limits: Limits) -> DetokenizeRequest:
-    return convert(body, DetokenizeRequest)
+def parse_detokenize(body: dict[str, object], limits: Limits) -> tuple[DetokenizeRequest, list[str]]:
+    return convert(body, DetokenizeRequest), []
 
 
 async def tokenize(service: Service, exchange: Exchange) -> None:

@@ -36,7 +36,7 @@ class Facts:
         return cls(
             id=f"{prefix}{run.exchange.request_id}",
             created=int(run.service.unix_time()),
-            model=run.ask.model,
+            model=run.ask.model or run.model.name,
             fingerprint=run.model.upstream.fingerprint,
         )
 

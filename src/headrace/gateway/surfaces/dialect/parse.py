@@ -15,14 +15,17 @@ import msgspec
 from headrace.core.errors import InvalidRequest
 from headrace.core.request import PriorityClass
 from headrace.gateway.config import Limits
-from headrace.gateway.surfaces.dialect.fields import unknown_field
-from headrace.gateway.surfaces.dialect.schemas import Message, SamplingFields, StreamOptions, TextPart
+from headrace.gateway.surfaces.dialect.field_rule import Inside, Surface
+from headrace.gateway.surfaces.dialect.fields import honoured_fields, unknown_field
+from headrace.gateway.surfaces.dialect.schemas import Message, SamplingFields
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_CACHE_SALT_CHARS = 256
 REQUIRED = "a value (it is required)"
 ROLES = ("system", "developer", "user", "assistant")
+PLAIN_MESSAGE, PLAIN_PART = {"role", "content"}, {"type", "text"}
+"""Fields of nearly all of them: nothing to sort out."""
 MAX_PARTS = 4096
 """Content parts of all messages together: each costs more than its bytes."""
 
@@ -57,6 +60,12 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 
 
+PRIORITIES: Mapping[int | str, PriorityClass] = {member.name.lower(): member for member in PriorityClass} | {
+    int(member): member for member in PriorityClass if member
+}
+"""0 is a body's way to ask for nothing (vLLM's default)."""
+
+
 @contextmanager
 def fields_as_written(names: Mapping[str, str]) -> Iterator[None]:
     """Rules below this floor know `prompt`, `max_tokens` and `logprobs`: an error that names one of them gets the client's own name.
@@ -88,17 +97,26 @@ def lowered_priority(given: int | str | None, own: PriorityClass) -> PriorityCla
     """The class of a request: the key's own, or a lower one the body asks for. Raises InvalidRequest for a higher one."""
     if given is None:
         return own
-    names = {str(member.name).lower(): member for member in PriorityClass} | {str(int(member)): member for member in PriorityClass}
-    wanted = names.get(str(given))
+    wanted = PRIORITIES.get(given)
     if wanted is None:
-        raise InvalidRequest("priority", "premium, standard or batch (0, 1, 2)", given)
+        raise InvalidRequest("priority", "premium, standard or batch (or 1, 2 for the last two; 0 asks for nothing)", given)
     if wanted < own:
         raise InvalidRequest("priority", f"not above this key's class ({own.name.lower()})", given, "A request may only lower it.")
     return wanted
 
 
-def check_messages(messages: object, limits: Limits) -> None:
-    """Types of every message, so that an error names its index. Raises InvalidRequest."""
+def surface_fields(body: Mapping[str, object], surface: Surface, limits: Limits, ignored: dict[str, None]) -> dict[str, object]:
+    """The honoured fields of a body, and of what is in it. See `fields.honoured_fields`."""
+    kept = honoured_fields(body, surface, ignored)
+    if surface is Surface.CHAT:
+        kept["messages"] = checked_messages(kept.get("messages"), limits, ignored)
+    if isinstance(options := kept.get("stream_options"), dict):
+        kept["stream_options"] = honoured_fields(options, Inside.STREAM_OPTIONS, ignored, "stream_options.")
+    return kept
+
+
+def checked_messages(messages: object, limits: Limits, ignored: dict[str, None]) -> list[dict[str, object]]:
+    """Messages with the fields that mean something, each of its type: an error names its index. Raises InvalidRequest."""
     if not isinstance(messages, list) or not messages:
         if messages is None:
             raise InvalidRequest("messages", REQUIRED)
@@ -108,16 +126,26 @@ def check_messages(messages: object, limits: Limits) -> None:
     num_parts = sum(len(m["content"]) for m in messages if isinstance(m, dict) and isinstance(m.get("content"), list))
     if num_parts > MAX_PARTS:
         raise InvalidRequest("messages", f"at most {MAX_PARTS} content parts in all", num_parts, "Join the texts.")
-    for index, message in enumerate(messages):
-        prefix = f"messages[{index}]"
-        if isinstance(message, dict):
-            _check_content(message.get("content"), f"{prefix}.content")
-        checked = convert(message, Message, prefix)
-        for name in ("tool_calls", "annotations"):
-            if getattr(checked, name):
-                raise InvalidRequest(f"{prefix}.{name}", "absent, null or empty", remedy="Tool calls are not served yet.")
-        if checked.reasoning_content is not None:
-            raise InvalidRequest(f"{prefix}.reasoning_content", "absent or null")
+    return [_checked_message(message, f"messages[{index}]", ignored) for index, message in enumerate(messages)]
+
+
+def _checked_message(message: object, prefix: str, ignored: dict[str, None]) -> dict[str, object]:
+    if not isinstance(message, dict):
+        raise InvalidRequest(prefix, "an object", message)
+    kept = message if message.keys() == PLAIN_MESSAGE else honoured_fields(message, Inside.MESSAGE, ignored, f"{prefix}.")
+    if isinstance(content := kept.get("content"), list):
+        parts = [_checked_part(part, f"{prefix}.content[{index}]", ignored) for index, part in enumerate(content)]
+        kept = {**kept, "content": parts}
+    convert(kept, Message, prefix)
+    return kept
+
+
+def _checked_part(part: object, path: str, ignored: dict[str, None]) -> object:
+    """Names what msgspec's union error would not: an image where only text is served."""
+    kind = part.get("type") if isinstance(part, dict) else part
+    if kind != "text" or not isinstance(part, dict):
+        raise InvalidRequest(f"{path}.type", '"text"', kind, "Other modalities are not served.")
+    return part if part.keys() == PLAIN_PART else honoured_fields(part, Inside.PART, ignored, f"{path}.")
 
 
 def template_messages(messages: Iterable[Message]) -> list[dict[str, object]]:
@@ -142,24 +170,12 @@ def convert(data: object, kind: type[T], prefix: str = "") -> T:
         raise InvalidRequest(prefix or "body", "numbers of reasonable size") from None
 
 
-def _check_content(content: object, path: str) -> None:
-    """Names what msgspec's union error would not: an image where only text is served."""
-    if not isinstance(content, list):
-        return
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else part
-        if kind != "text":
-            raise InvalidRequest(f"{path}[{index}].type", '"text"', kind, "Other modalities are not served.")
-
-
 def check_shared(request: SamplingFields, limits: Limits, num_prompts: int = 1) -> None:
     if request.stream_options is not None:
         if not request.stream:
             raise InvalidRequest("stream_options", "stream = true beside it")
         if request.stream_options.continuous_usage_stats and not request.stream_options.include_usage:
             raise InvalidRequest("stream_options.continuous_usage_stats", "include_usage = true beside it", True)
-        if request.stream_options.include_obfuscation:
-            raise InvalidRequest("stream_options.include_obfuscation", "absent, null or false", True, "Chunks are not padded.")
     if request.stream and request.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs", "stream = false beside it", request.prompt_logprobs)
     if num_prompts * request.n > limits.max_sequences:
@@ -168,20 +184,15 @@ def check_shared(request: SamplingFields, limits: Limits, num_prompts: int = 1) 
         raise InvalidRequest("cache_salt", f"at most {MAX_CACHE_SALT_CHARS} characters", len(request.cache_salt))
 
 
-_KNOWN: dict[type[msgspec.Struct], tuple[str, ...]] = {kind: kind.__struct_fields__ for kind in (Message, StreamOptions, TextPart)}
-
-
 def _translated(message: str, data: object, kind: type[msgspec.Struct], prefix: str) -> InvalidRequest:
     """msgspec's sentence as field, limit and value."""
     match = _PATH.match(message)
     what, path = (match["what"], match["path"] or "") if match else (message, "")
     field = ".".join(part for part in (prefix, path) if part)
     if missing := _MISSING.match(what):
-        remedy = "GET /v1/models lists what is served." if missing["name"] == "model" else ""
-        return InvalidRequest(".".join(part for part in (field, missing["name"]) if part), REQUIRED, remedy=remedy)
+        return InvalidRequest(".".join(part for part in (field, missing["name"]) if part), REQUIRED)
     if unknown := _UNKNOWN.match(what):
-        nested = StreamOptions if path == "stream_options" else TextPart if "content" in path else kind
-        return unknown_field(unknown["name"], _KNOWN.get(nested, kind.__struct_fields__), f"{field}." if field else "")
+        return unknown_field(unknown["name"], kind.__struct_fields__, f"{field}." if field else "")
     if path.endswith(_ANY_KEY):  # a map of numbers, logit_bias: say which one is none
         values = _value_at(data, path.removesuffix(_ANY_KEY))
         odd = [key for key, value in values.items() if type(value) not in (int, float)] if isinstance(values, dict) else []

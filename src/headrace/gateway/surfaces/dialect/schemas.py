@@ -6,40 +6,32 @@ absent means "the default applies". Answers have OpenAI's shapes, with vLLM's ad
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType, field
 
 # ----------------------------------------------------------------------------------------------------------------------- requests
 
 
-class TextPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+class TextPart(Struct, tag_field="type", tag="text"):
     text: str
 
 
-class Message(Struct, forbid_unknown_fields=True):
+class Message(Struct):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str | None = None
-    # Present in what SDKs send back of an earlier answer; there is nothing in them while tools and audio are not served.
-    refusal: None = None
-    audio: None = None
-    tool_calls: list[Any] | None = None
-    function_call: None = None
-    reasoning_content: None = None
-    annotations: list[Any] | None = None
 
 
-class StreamOptions(Struct, forbid_unknown_fields=True):
+class StreamOptions(Struct):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool | None = None
 
 
 class SamplingFields(Struct, kw_only=True):
     """Fields both generating endpoints share."""
 
-    model: str
+    model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = 1

@@ -1,0 +1,263 @@
+"""Every field a request may name, and what becomes of it. Checks, the table in docs/api.md and /openapi.json are made from these rows.
+
+A field that is in no row is refused by name with a suggestion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from headrace.gateway.surfaces.dialect.field_rule import FieldRule, Inside, Place, Surface, Treatment
+
+BOTH: tuple[Place, ...] = (Surface.CHAT, Surface.COMPLETIONS)
+CHAT: tuple[Place, ...] = (Surface.CHAT,)
+COMPLETIONS: tuple[Place, ...] = (Surface.COMPLETIONS,)
+MESSAGE: tuple[Place, ...] = (Inside.MESSAGE,)
+PART: tuple[Place, ...] = (Inside.PART,)
+STREAM_OPTIONS: tuple[Place, ...] = (Inside.STREAM_OPTIONS,)
+
+MAX_INERT_CHARS = 512
+MAX_METADATA = 16
+
+_TOOLS = "Tool calls are not served yet."
+_STRUCTURED = "Structured output is not served yet."
+_REASONING = "Reasoning is not controlled here: use chat_template_kwargs where the model's template has a switch."
+_TEXT_ONLY = "Text only."
+_CACHE = "Cached blocks live by use."
+_SHORT_TEXT = f"A string of at most {MAX_INERT_CHARS} characters."
+_EPHEMERAL = ({"type": "ephemeral"}, {"type": "ephemeral", "ttl": "5m"})
+
+
+def _honoured(name: str, places: tuple[Place, ...], note: str, *off: object) -> FieldRule:
+    return FieldRule(name, places, Treatment.HONOURED, note, off)
+
+
+def _inert(name: str, note: str = _SHORT_TEXT) -> FieldRule:
+    return FieldRule(name, BOTH, Treatment.INERT, note)
+
+
+def _refused(name: str, places: tuple[Place, ...], note: str, *off: object) -> FieldRule:
+    return FieldRule(name, places, Treatment.REFUSED, note, off)
+
+
+_SERVED = (
+    _honoured("model", BOTH, "A name or alias that GET /v1/models lists; may be left out where one model is served."),
+    _honoured("messages", CHAT, "At least one; required."),
+    _honoured("prompt", COMPLETIONS, "A string, a list of strings, a list of token ids, or a list of such lists; required."),
+    _honoured("stream", BOTH, "Server-sent events instead of one answer."),
+    _honoured("stream_options", BOTH, "Only with stream."),
+    _honoured("n", BOTH, "1..64 sequences per prompt; prompts times n is capped (128)."),
+    _honoured("best_of", COMPLETIONS, "Must equal n: there is no ranking of discarded sequences."),
+    _honoured(
+        "max_tokens",
+        BOTH,
+        "At least 1 (0 with echo); prompt and output together fit the context. "
+        "Default: completions 16; chat the `max_new_tokens` of generation_config.json, else what is left.",
+    ),
+    _honoured("max_completion_tokens", CHAT, "OpenAI's newer name of max_tokens; if both are given they must agree."),
+    _honoured("min_tokens", BOTH, "End tokens, stop_token_ids and stop strings do nothing before this many."),
+    _honoured("temperature", BOTH, "0..2; 0 is greedy. Default: the model's generation_config.json, else 1."),
+    _honoured("top_p", BOTH, "Above 0, at most 1. Default as temperature."),
+    _honoured("top_k", BOTH, "0 or -1 is off. Default as temperature."),
+    _honoured("min_p", BOTH, "0..1. Default as temperature."),
+    _honoured("presence_penalty", BOTH, "-2..2."),
+    _honoured("frequency_penalty", BOTH, "-2..2."),
+    _honoured("repetition_penalty", BOTH, "Above 0, at most 10; 1 is off. Default as temperature."),
+    _honoured("logit_bias", BOTH, "Token id -> -100..100, at most 1024 entries."),
+    _honoured("seed", BOTH, "64-bit integer. Drawn by the server when absent."),
+    _honoured("stop", BOTH, "A string or at most 16 strings of at most 1024 bytes; never part of the text."),
+    _honoured("stop_token_ids", BOTH, "At most 64 token ids."),
+    _honoured("ignore_eos", BOTH, "The model's end tokens do not end the output."),
+    _honoured("include_stop_str_in_output", BOTH, "The stop string stays in the text."),
+    _honoured("skip_special_tokens", BOTH, "Control tokens are left out of the text; default true."),
+    _honoured("add_special_tokens", COMPLETIONS, "The tokenizer adds its own begin token; default true."),
+    _honoured("add_generation_prompt", CHAT, "The template opens the assistant's turn; default true."),
+    _honoured("continue_final_message", CHAT, "The last message is left open to be continued; needs add_generation_prompt false."),
+    _honoured("chat_template_kwargs", CHAT, "Scalars for variables that the model's own template reads; others are refused by name."),
+    _honoured("echo", COMPLETIONS, "The prompt precedes the text; with logprobs it is scored as well."),
+    _honoured("logprobs", CHAT, "true or false: log-probabilities of the tokens of the answer."),
+    _honoured("logprobs", COMPLETIONS, "0..20: the chosen token's log-probability and so many of the best."),
+    _honoured("top_logprobs", CHAT, "0..20 of the best; needs logprobs."),
+    _honoured("prompt_logprobs", BOTH, "0..20 for every prompt token but the first (vLLM's shape); not with stream."),
+    _honoured("priority", BOTH, "premium, standard or batch (or 1, 2 for the last two). May only lower the key's class; 0 leaves it.", 0),
+    _honoured("cache_salt", BOTH, "Separates prefix caches within a tenant; at most 256 characters."),
+)
+
+_MESSAGES = (
+    _honoured("role", MESSAGE, "system, developer (treated as system), user or assistant; required."),
+    _honoured("content", MESSAGE, "A string or a list of text parts; required."),
+    _honoured("name", MESSAGE, "Handed to the template; most do not show it to the model, the bundled one among them."),
+    _refused("refusal", MESSAGE, "Answers hold none.", ""),
+    _refused("audio", MESSAGE, _TEXT_ONLY),
+    _refused("tool_calls", MESSAGE, _TOOLS, []),
+    _refused("tool_call_id", MESSAGE, _TOOLS),
+    _refused("function_call", MESSAGE, _TOOLS),
+    _refused("annotations", MESSAGE, "Answers hold none.", []),
+    _refused("reasoning_content", MESSAGE, "What a model thought in an earlier turn is not shown to it: leave it out.", ""),
+    _refused("reasoning", MESSAGE, "What a model thought in an earlier turn is not shown to it: leave it out.", ""),
+    _refused("reasoning_details", MESSAGE, "What a model thought in an earlier turn is not shown to it: leave it out.", []),
+    _refused("thinking_blocks", MESSAGE, "What a model thought in an earlier turn is not shown to it: leave it out.", []),
+    _refused("provider_specific_fields", MESSAGE, "There are none here.", {}, {"refusal": None}),
+    _refused("prefix", MESSAGE, "Use continue_final_message.", False),
+    _refused("cache_control", MESSAGE, f"Equal beginnings are cached without marks. {_CACHE}", *_EPHEMERAL),
+    _honoured("type", PART, '"text"; required.'),
+    _honoured("text", PART, "A string; required."),
+    _refused("cache_control", PART, f"Equal beginnings are cached without marks. {_CACHE}", *_EPHEMERAL),
+    _refused("prompt_cache_breakpoint", PART, "Equal beginnings are cached without marks.", {"mode": "explicit"}),
+    _honoured("include_usage", STREAM_OPTIONS, "A last chunk with usage."),
+    _honoured("continuous_usage_stats", STREAM_OPTIONS, "Usage in every chunk, of its choice so far; needs include_usage."),
+    _refused("include_obfuscation", STREAM_OPTIONS, "Chunks are not padded.", False),
+)
+
+_OPENAI = (
+    _inert("user"),
+    _inert("safety_identifier"),
+    _inert("prompt_cache_key", f"{_SHORT_TEXT} Prefixes are found by content."),
+    _inert("metadata", f"At most {MAX_METADATA} strings of at most {MAX_INERT_CHARS} characters."),
+    _refused("store", BOTH, "Answers are not stored.", False),
+    _refused("service_tier", BOTH, "Classes come with the API key; see priority.", "auto", "default"),
+    _refused("tools", CHAT, _TOOLS, []),
+    _refused("tool_choice", CHAT, _TOOLS, "none", "auto"),
+    _refused("parallel_tool_calls", CHAT, _TOOLS, True),
+    _refused("functions", CHAT, _TOOLS, []),
+    _refused("function_call", CHAT, _TOOLS, "none", "auto"),
+    _refused("response_format", BOTH, _STRUCTURED, {"type": "text"}),
+    _refused("modalities", CHAT, _TEXT_ONLY, ["text"]),
+    _refused("audio", CHAT, _TEXT_ONLY),
+    _refused("prediction", CHAT, "Predicted outputs are not served."),
+    _refused("moderation", CHAT, "Nothing is moderated here."),
+    _refused("reasoning_effort", CHAT, _REASONING, "none"),
+    _refused("verbosity", CHAT, "Verbosity control is not served.", "medium"),
+    _refused("web_search_options", CHAT, "The server fetches nothing."),
+    _refused("prompt_cache_retention", BOTH, _CACHE, "in_memory", "in-memory"),
+    _refused("prompt_cache_options", CHAT, _CACHE, {}, {"mode": "implicit"}),
+    _refused("suffix", COMPLETIONS, "Insertion is not served.", ""),
+)
+
+_VLLM = (
+    _inert("session_id"),
+    _refused("structured_outputs", BOTH, _STRUCTURED),
+    _refused("guided_json", BOTH, _STRUCTURED),
+    _refused("guided_regex", BOTH, _STRUCTURED),
+    _refused("guided_choice", BOTH, _STRUCTURED),
+    _refused("guided_grammar", BOTH, _STRUCTURED),
+    _refused("guided_decoding_backend", BOTH, _STRUCTURED),
+    _refused("guided_whitespace_pattern", BOTH, _STRUCTURED),
+    _refused("mm_processor_kwargs", BOTH, _TEXT_ONLY, {}),
+    _refused("media_io_kwargs", CHAT, _TEXT_ONLY, {}),
+    _refused("mm_payload", BOTH, _TEXT_ONLY, "tensors"),
+    _refused("return_mm_kwargs", BOTH, _TEXT_ONLY, False),
+    _refused("prompt_embeds", COMPLETIONS, "Prompts are text or token ids."),
+    _refused(
+        "include_reasoning", CHAT, "What a model thinks is part of its text, or told apart by a foreign server: it is not hidden.", True
+    ),
+    _refused("thinking_token_budget", BOTH, _REASONING),
+    _refused("use_beam_search", BOTH, "Beam search is not served; use n.", False),
+    _refused("length_penalty", BOTH, "Beam search is not served.", 1.0),
+    _refused("early_stopping", BOTH, "Beam search is not served.", False),
+    _refused("truncate_prompt_tokens", BOTH, "Prompts are never cut silently; shorten it yourself."),
+    _refused("truncation_side", BOTH, "Prompts are never cut silently; shorten it yourself."),
+    _refused("allowed_token_ids", BOTH, "Use logit_bias."),
+    _refused("bad_words", BOTH, "Use logit_bias.", []),
+    _refused("logprob_token_ids", BOTH, "Use logprobs."),
+    _refused("repetition_detection", BOTH, "Use repetition_penalty."),
+    _refused("logits_processors", BOTH, "Code of clients is not run.", []),
+    _refused("watermarking", BOTH, "Answers are not watermarked.", False),
+    _refused("chat_template", CHAT, "Templates come with the model only."),
+    _refused("documents", CHAT, "Put the text into a message.", []),
+    _refused("add_special_tokens", CHAT, "The template writes the begin token.", False),
+    _refused("spaces_between_special_tokens", BOTH, "Text is decoded as the tokenizer does it.", True),
+    _refused("return_tokens_as_token_ids", BOTH, "Token ids are not shown yet.", False),
+    _refused("return_token_ids", BOTH, "Token ids are not shown yet.", False),
+    _refused("return_token_offsets", BOTH, "Use logprobs of /v1/completions, which have text_offset.", False),
+    _refused("return_prompt_text", CHAT, "Chat answers do not repeat the prompt.", False),
+    _refused("echo", CHAT, "Chat answers do not repeat the prompt.", False),
+    _refused("stream_interval", BOTH, "Chunks grow with the backlog alone.", 1),
+    _refused("request_id", BOTH, "Ids are made by the server; send an x-request-id header to find yours in the log."),
+    _refused("kv_transfer_params", BOTH, "KV transfer is not served yet.", {}),
+    _refused("ec_transfer_params", BOTH, "KV transfer is not served yet.", {}),
+    _refused("routed_experts_prompt_start", BOTH, "Routed experts are not shown.", 0),
+    _refused("vllm_xargs", BOTH, "Engine arguments come from the operator.", {}),
+)
+
+_SGLANG = (
+    _refused("regex", BOTH, _STRUCTURED),
+    _refused("ebnf", BOTH, _STRUCTURED),
+    _refused("json_schema", BOTH, _STRUCTURED),
+    _refused("lora_path", BOTH, "Adapters are not served yet."),
+    _refused("separate_reasoning", CHAT, "What a model thinks is part of its text, or told apart by a foreign server.", True),
+    _refused("stream_reasoning", CHAT, "Everything is streamed as it comes.", True),
+    _refused("no_stop_trim", BOTH, "Use include_stop_str_in_output.", False),
+    _refused("return_hidden_states", BOTH, "Hidden states are not shown.", False),
+    _refused("rid", BOTH, "Ids are made by the server; send an x-request-id header to find yours in the log."),
+)
+
+_OLLAMA = (
+    _refused("think", CHAT, _REASONING, False),
+    _refused("keep_alive", BOTH, "Models stay loaded for as long as the server runs.", -1, "-1", "-1m", "5m"),
+    _refused("options", BOTH, "Send its fields beside the others: temperature, top_p, seed; num_predict is max_tokens.", {}),
+    _refused("format", BOTH, _STRUCTURED, ""),
+    _refused("images", BOTH, _TEXT_ONLY, []),
+)
+
+_LLAMA_CPP = (
+    _refused("cache_prompt", BOTH, "Equal beginnings are always reused.", True),
+    _refused("n_predict", BOTH, "Use max_tokens.", -1),
+    _refused("n_keep", BOTH, "Prompts are never cut silently; shorten it yourself.", 0),
+    _refused("n_probs", BOTH, "Use logprobs.", 0),
+    _refused("repeat_penalty", BOTH, "Use repetition_penalty.", 1.0),
+    _refused("typical_p", BOTH, "Use top_p or min_p.", 1.0),
+    _refused("typ_p", BOTH, "Use top_p or min_p.", 1.0),
+    _refused("tfs_z", BOTH, "Use top_p or min_p.", 1.0),
+    _refused("mirostat", BOTH, "Use temperature.", 0),
+    _refused("dynatemp_range", BOTH, "Use temperature.", 0.0),
+    _refused("xtc_probability", BOTH, "Use min_p.", 0.0),
+    _refused("dry_multiplier", BOTH, "Use repetition_penalty.", 0.0),
+    _refused("samplers", BOTH, "The order is top_k, top_p, min_p.", []),
+    _refused("grammar", BOTH, _STRUCTURED, ""),
+    _refused("id_slot", BOTH, "Slots are the engine's own.", -1),
+    _refused("timings_per_token", BOTH, "Times are in /metrics.", False),
+    _refused("return_progress", BOTH, "Progress is not told.", False),
+    _refused("reasoning_format", CHAT, "What a model thinks is part of its text, or told apart by a foreign server.", "none", "auto"),
+)
+
+_OPENROUTER = (
+    _refused("provider", BOTH, "There is nobody to choose from.", {}),
+    _refused("models", BOTH, "One model answers: name it in model.", []),
+    _refused("route", BOTH, "One model answers: name it in model."),
+    _refused("transforms", BOTH, "Prompts are never cut silently; shorten it yourself.", []),
+    _refused("plugins", BOTH, "The server fetches nothing.", []),
+    _refused("reasoning", CHAT, _REASONING, {}, {"enabled": False}, {"effort": "none"}),
+    _refused("usage", BOTH, "Whole answers have usage; for streams use stream_options.include_usage.", {}, {"include": False}),
+    _refused("top_a", BOTH, "Use min_p.", 0.0),
+)
+
+_LITELLM = (
+    _refused("thinking", CHAT, _REASONING, {"type": "disabled"}),
+    _refused("enable_thinking", CHAT, _REASONING, False),
+    _refused("fallbacks", BOTH, "One model answers; what refuses a request says why.", []),
+    _refused("context_window_fallbacks", BOTH, "One model answers; what refuses a request says why.", []),
+    _refused("context_length_exceeded_behavior", BOTH, "Prompts are never cut silently; shorten it yourself.", "error"),
+    _refused("num_retries", BOTH, "Retries are the client's.", 0),
+    _refused("caching", BOTH, "Whole answers are not cached.", False),
+    _refused("cache", BOTH, "Whole answers are not cached.", {"no-cache": True}, {"no-store": True}),
+    _refused("guardrails", BOTH, "Nothing is moderated here.", []),
+    _refused("safe_prompt", CHAT, "Put your own words into a system message.", False),
+    _refused("random_seed", BOTH, "Use seed."),
+    _refused("mock_response", BOTH, "Answers come from the model."),
+)
+
+GROUPS: Mapping[str, tuple[FieldRule, ...]] = {
+    "OpenAI's and vLLM's, served": _SERVED,
+    "Messages, their parts, and stream_options": _MESSAGES,
+    "OpenAI's, not served": _OPENAI,
+    "vLLM's, not served": _VLLM,
+    "SGLang's": _SGLANG,
+    "Ollama's": _OLLAMA,
+    "llama.cpp's": _LLAMA_CPP,
+    "OpenRouter's": _OPENROUTER,
+    "LiteLLM's, and those of servers it speaks to": _LITELLM,
+}
+"""By whose they are, in the order of the documentation."""
+
+TABLE: tuple[FieldRule, ...] = tuple(rule for rules in GROUPS.values() for rule in rules)
