@@ -7,17 +7,19 @@ import json
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 from gateway_kit import MAX_MODEL_LEN, MODEL, SAID, FakeReplica, TestBench, eventually, metric, open_bench, snapshot, two_replicas
 
 from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.ids import RequestId
+from headrace.core.numerics import may_resume, numerics_digest
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import SequenceUpdate
-from headrace.gateway.upstream.seam import OutputEvent
-from headrace.gateway.upstream.token_stream import Call, TokenStream
+from headrace.gateway.upstream.seam import OutputEvent, ReplicaLost
+from headrace.gateway.upstream.token_stream import LOST, Call, TokenStream
 from headrace.gateway.upstream.tokens import TokenPrepared, TokenUpstream
 from headrace.text.folder import TextModel
 from headrace.wire.client import ReplicaState, SeenLoad
@@ -226,9 +228,18 @@ async def test_a_replica_that_was_started_anew_may_be_tried_again(text: TextMode
         assert len(replica.requests) == 2
 
 
+NUMERICS = {"weights": "ab", "kernels": "avx512"}
+
+
+def compute_with(replica: FakeReplica, **numerics: str) -> None:
+    assert replica.info is not None
+    replica.info = replace(replica.info, model=replace(replica.info.model, numerics=numerics))
+
+
 async def test_ids_fed_and_a_resume_are_what_the_engine_generated(bench: TestBench, text: TextModel) -> None:
     """The text of a possible stop string is held back, its tokens are not forgotten: the engine is past them when it is lost."""
     generated = tuple(text.tokenizer.encode("The quick brown fox jumps over the lazy", add_special_tokens=False))
+    compute_with(bench.replica, **NUMERICS)
     bench.replica.go.clear()
     bench.replica.on_submit = lambda request, updates: updates.put(
         SequenceUpdate(request_id=request.request_id, epoch=0, index=0, token_ids=generated)
@@ -240,11 +251,87 @@ async def test_ids_fed_and_a_resume_are_what_the_engine_generated(bench: TestBen
     bench.replica.die()
     with pytest.raises(Unavailable):
         await stream.events()
-    resumed = replace(stream.call.engine_request(stream.epoch + 1), output_ids=tuple(stream.output_ids[0]))
+    digest = numerics_digest(stream.numerics)
+    resumed = stream.call.engine_request(stream.epoch + 1).resumed(0, stream.output_ids[0], digest)
+    assert resumed.numerics_digest == numerics_digest(NUMERICS) != ""
     resumed.checked(vocab_size=text.tokenizer.vocab_size, max_model_len=MAX_MODEL_LEN)
     assert resumed.prompt_ids == bench.replica.requests[0].prompt_ids
     assert resumed.output_ids == generated
     assert resumed.params == bench.replica.requests[0].params
+
+
+def say_one_and_hold(replica: FakeReplica, request: EngineRequest, updates: ReplicaStream) -> None:
+    replica.go.clear()
+    updates.put(SequenceUpdate(request_id=request.request_id, epoch=request.epoch, index=0, token_ids=(7,)))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "why"),
+    [
+        (NUMERICS, NUMERICS, ""),
+        (NUMERICS, {**NUMERICS, "kernels": "avx2"}, "r1: kernels: avx512 and avx2"),
+        (NUMERICS, {**NUMERICS, "weights": "cd"}, "r1: weights: ab and cd"),
+        (NUMERICS, {**NUMERICS, "weights": ""}, "r1: the weights of the second replica are not hashed yet"),
+        ({**NUMERICS, "weights": ""}, NUMERICS, "r1: the weights of the first replica are not hashed yet"),
+    ],
+    ids=["equal", "other kernels", "other weights", "unknown there", "unknown here"],
+)
+async def test_a_lost_stream_knows_whether_another_replica_could_go_on(
+    text: TextModel, first: dict[str, str], second: dict[str, str], why: str
+) -> None:
+    """The lost replica's hello is gone with its connection; what it computed with is kept with what it said. The client may send again."""
+    async with open_bench(text, models=two_replicas()) as bench:
+        lost, other = bench.replicas.values()
+        compute_with(lost, **first)
+        compute_with(other, **second)
+        other.snapshot = SeenLoad(snapshot(num_running=9), time.monotonic() + 1e6)
+        lost.on_submit = partial(say_one_and_hold, lost)
+        stream = stream_of(bench, text, ignore_eos=True)
+        await stream.events()
+        lost.die()
+        with pytest.raises(ReplicaLost) as raised:
+            await stream.events()
+        assert raised.value.why_not_resume == why
+        assert may_resume(numerics_digest(stream.numerics), numerics_digest(second)) is (why == "")
+        assert stream.numerics == first
+        assert other.requests == []
+        assert str(raised.value) == LOST, "neither numerics nor names are for clients"
+
+
+@pytest.mark.parametrize("state", [ReplicaState.CONNECTED, ReplicaState.DRAINING])
+async def test_what_a_lost_replica_never_began_could_begin_wherever_work_is_taken(text: TextModel, state: ReplicaState) -> None:
+    async with open_bench(text, models=two_replicas()) as bench:
+        lost, other = bench.replicas.values()
+        other.snapshot = SeenLoad(snapshot(num_running=9), time.monotonic() + 1e6)
+        lost.go.clear()
+        stream = stream_of(bench, text)
+        reader = asyncio.create_task(stream.events())
+        await eventually(lambda: len(lost.requests) == 1)
+        other.state = state
+        lost.die()
+        with pytest.raises(ReplicaLost) as raised:
+            await reader
+        assert raised.value.why_not_resume == ("" if state is ReplicaState.CONNECTED else "no other replica is connected")
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+async def test_the_request_log_says_whether_a_lost_request_could_have_been_resumed(text: TextModel, tmp_path: Path, is_equal: bool) -> None:
+    log = tmp_path / "requests.jsonl"
+    async with open_bench(text, models=two_replicas(), request_log=str(log)) as bench:
+        lost, other = bench.replicas.values()
+        compute_with(lost, **NUMERICS)
+        compute_with(other, **(NUMERICS if is_equal else {**NUMERICS, "kernels": "avx2"}))
+        other.snapshot = SeenLoad(snapshot(num_running=9), time.monotonic() + 1e6)
+        lost.on_submit = partial(say_one_and_hold, lost)
+        asked = asyncio.create_task(bench.chat(ignore_eos=True))
+        await eventually(lambda: len(lost.requests) == 1)
+        await asyncio.sleep(0)
+        lost.die()
+        response = await asked
+        assert (response.status_code, response.json()["error"]["message"]) == (503, LOST)
+        assert response.headers["retry-after"]
+    (line,) = [json.loads(line) for line in log.read_text().splitlines()]
+    assert line["detail"] == ("could be resumed" if is_equal else "cannot be resumed: r1: kernels: avx512 and avx2")
 
 
 async def test_kept_ids_are_bounded_by_what_was_asked_for(bench: TestBench, text: TextModel) -> None:

@@ -121,9 +121,11 @@ class FakeReplica:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
     def submit(self, request: EngineRequest) -> ReplicaStream:
-        if self.state is not ReplicaState.CONNECTED:
+        if self.state is not ReplicaState.CONNECTED or self.info is None:
             raise Unavailable("secret reason at unix:/run/secret.sock")
-        stream = ReplicaStream(request, Handle(len(self.requests) + 1), on_end=self._ended, on_leave=self.cancel)
+        stream = ReplicaStream(
+            request, Handle(len(self.requests) + 1), on_end=self._ended, on_leave=self.cancel, numerics=self.info.model.numerics
+        )
         self.requests.append(request)
         self.streams[request.request_id] = stream
         try:

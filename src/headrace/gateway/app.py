@@ -26,7 +26,8 @@ from headrace.gateway.http.hosts import HostCheck
 from headrace.gateway.http.origins import Origins, answer_preflight, is_preflight
 from headrace.gateway.surfaces.endpoint import Endpoint
 from headrace.gateway.surfaces.routes import ENDPOINTS, Handler
-from headrace.observe.request_log import RequestLog, RequestRecord
+from headrace.gateway.upstream.seam import ReplicaLost
+from headrace.observe.request_log import MAX_DETAIL_CHARS, RequestLog, RequestRecord
 
 log = logging.getLogger("headrace.gateway")
 
@@ -146,6 +147,8 @@ class Gateway:
         reply = error_reply(error)
         record = exchange.record
         record.error = reply.code
+        if isinstance(error, ReplicaLost):
+            record.detail = f"cannot be resumed: {error.why_not_resume}"[:MAX_DETAIL_CHARS] if error.why_not_resume else "could be resumed"
         if record.outcome != "ok":
             record.outcome = outcome_of(error, reply.status)
         if not (isinstance(error, ClientLeft | SlowReader) or isinstance(exchange.left, ClientLeft | SlowReader)):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from io import FileIO
 
 MAX_QUEUED = 10_000
+MAX_DETAIL_CHARS = 200
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,7 +22,8 @@ class RequestRecord:
     request_id         ours; client_request_id is the client's own name for it, if it was short and printable
     outcome            stop | length | cancelled | deadline | error | rejected | ok (not a generating request)
     error              code of the error body, if one was sent
-    detail             our own words for the operator (exception type and text of a server fault)
+    detail             our own words for the operator (exception type and text of a server fault; of a request whose replica was lost,
+                       whether another one could have gone on); at most MAX_DETAIL_CHARS
     ttft_s, latency_s  seconds since arrival at the gateway
     queue_time_s, prefill_s, decode_s, preempted_s, stalled_s
                        where the first sequence's time in its engine went (`core.update.StageSeconds`); together from arrival there to its

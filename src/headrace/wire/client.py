@@ -11,6 +11,7 @@ import asyncio
 import logging
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -25,7 +26,7 @@ from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import decode_model_info
 from headrace.wire.service import SILENT_AFTER_S, Expectation, check_model, check_protocol
 from headrace.wire.session import Session
-from headrace.wire.stream import ReplicaStream
+from headrace.wire.stream import NO_NUMERICS, ReplicaStream
 from headrace.wire.target import parse_target
 
 log = logging.getLogger(__name__)
@@ -166,7 +167,9 @@ class ReplicaClient:
         if request.request_id in self._streams:
             raise InvalidRequest("request_id", "an id that is not open on this replica", request.request_id)
         handle = self._session.send_submit(request)
-        stream = ReplicaStream(request, handle, on_end=self._ended, on_leave=self.cancel, on_ready=self._session.ready.add)
+        stream = ReplicaStream(
+            request, handle, on_end=self._ended, on_leave=self.cancel, on_ready=self._session.ready.add, numerics=self._numerics
+        )
         self._streams[request.request_id] = stream
         self._session.streams[handle] = stream
         return stream
@@ -253,6 +256,12 @@ class ReplicaClient:
     def _take_weights_digest(self, digest: str) -> None:
         if self.info is not None:
             self.info = replace(self.info, model=self.info.model.with_weights_digest(digest))
+            for stream in self._streams.values():
+                stream.numerics = self._numerics
+
+    @property
+    def _numerics(self) -> Mapping[str, str]:
+        return self.info.model.numerics if self.info is not None else NO_NUMERICS
 
     def _take_load(self, load: LoadSnapshot) -> None:
         self.snapshot = SeenLoad(load, self._clock())

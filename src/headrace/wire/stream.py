@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from headrace.core.errors import Unavailable
 from headrace.core.ids import RequestId
@@ -20,6 +21,8 @@ from headrace.wire.handles import Attempt, Handle
 
 Tokens = tuple[int, tuple[int, ...]]
 """Sequence index and new token ids: a row that has nothing else."""
+
+NO_NUMERICS: Mapping[str, str] = MappingProxyType({})
 
 DirectReader = Callable[[Sequence[Tokens]], bool]
 """Takes all of these rows at once, or none of them (False). It must not wait."""
@@ -46,7 +49,9 @@ class ReplicaStream:
     Leaving early cancels the request at the engine. The iterator ends after the last sequence's finish or after a Rejected, and raises
     Unavailable when the replica was lost first. What is buffered is bounded by the request's own max_tokens.
 
-    direct  what takes plain rows in the reader's place, set and cleared by the reader
+    direct    what takes plain rows in the reader's place, set and cleared by the reader
+    numerics  of the replica (`core.numerics`), kept when it is lost: what it has said can go on only where they are equal. A digest of the
+              weights that it learns later is of those that it has computed with from the start
     """
 
     __slots__ = (
@@ -65,6 +70,7 @@ class ReplicaStream:
         "attempt",
         "direct",
         "handle",
+        "numerics",
     )
 
     def __init__(
@@ -75,12 +81,14 @@ class ReplicaStream:
         on_end: Callable[[ReplicaStream], None],
         on_leave: Callable[[RequestId], None],
         on_ready: Callable[[ReplicaStream], None] | None = None,
+        numerics: Mapping[str, str] = NO_NUMERICS,
     ) -> None:
         """on_ready  called when something unread begins to wait, and not again before `deliver`, which the callee calls when it is this
         stream's turn. Without it the turn is at once
         """
         self.attempt = Attempt(request.request_id, request.epoch)
         self.handle = handle
+        self.numerics = numerics
         self._running = set(request.indices)
         self._first_index = min(self._running)
         self._on_end = on_end

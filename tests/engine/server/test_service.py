@@ -15,6 +15,7 @@ from wire_kit import PATIENCE_S, Served, connected, read_all, read_updates, requ
 from headrace.core.errors import InvalidRequest, Overloaded, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
+from headrace.core.numerics import may_resume, numerics_digest
 from headrace.core.update import SequenceUpdate
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions, fake_answer
@@ -84,6 +85,22 @@ async def test_a_weights_digest_that_is_learnt_later_reaches_every_gateway() -> 
         async with connected(engine) as late:
             assert late.info is not None
             assert late.info.model.numerics_digest == engine.engine.info.numerics_digest != ""
+
+
+async def test_a_stream_keeps_the_numerics_of_its_replica_as_they_are_learnt_and_when_it_is_lost() -> None:
+    """What a stream has said was said with them; the replica's own hello is forgotten with the connection."""
+    options = FakeOptions(numerics={"weights": "", "dtype": "float32"}, step_seconds=SLOW.step_seconds)
+    async with served(options) as engine, connected(engine) as replica:
+        stream = replica.submit(request("r", max_tokens=ENDLESS))
+        await stream.__anext__()
+        assert numerics_digest(stream.numerics) == ""
+        engine.engine.info = engine.engine.info.with_weights_digest("ab")
+        await until(lambda: stream.numerics["weights"] == "ab")
+        await engine.service.stop()
+        with pytest.raises(Unavailable):
+            await read_all(stream)
+        assert replica.info is None
+        assert may_resume(numerics_digest(stream.numerics), engine.engine.info.numerics_digest)
 
 
 class PeerDuringWhoseHello:

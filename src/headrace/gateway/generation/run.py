@@ -46,6 +46,7 @@ from headrace.gateway.upstream.seam import (
     PrincipalFacts,
     Usage,
 )
+from headrace.observe.request_log import MAX_DETAIL_CHARS
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -295,5 +296,5 @@ def _raise_if_failed(finish: FinishReason, detail: str | None, exchange: Exchang
         raise DeadlineExceeded(DEADLINE_PASSED)
     if finish is FinishReason.CANCELLED:
         raise Unavailable("The engine gave this request up; it can be sent again.")
-    exchange.record.detail = detail and detail[:200]  # the engine's words are for the operator
+    exchange.record.detail = detail and detail[:MAX_DETAIL_CHARS]  # the engine's words are for the operator
     raise SequenceFailed("The engine could not continue this request. Its neighbours go on; it can be sent again.")

@@ -7,7 +7,7 @@ Health is judged here from facts the wire brings (design promise 5). Thresholds 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
@@ -17,6 +17,7 @@ from headrace.core.errors import Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.model_info import ModelInfo
+from headrace.core.numerics import why_not_resume
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.gateway.upstream.seam import ReplicaHealth
@@ -37,6 +38,8 @@ class UpdateStream(Protocol):
 
     direct: DirectReader | None
 
+    @property
+    def numerics(self) -> Mapping[str, str]: ...
     @property
     def unread_bytes(self) -> int: ...
     async def batch(self) -> list[SequenceUpdate | Rejected]: ...
@@ -80,6 +83,12 @@ class Replica:
         """0 while it has not said what it is."""
         info = self.connection.info
         return info.model.max_model_len if info is not None else 0
+
+    @property
+    def numerics(self) -> Mapping[str, str]:
+        """What its results depend on (`core.numerics`); empty while it has not said what it is."""
+        info = self.connection.info
+        return info.model.numerics if info is not None else {}
 
 
 ReplicaInstance = tuple[ReplicaId, str]
@@ -141,6 +150,17 @@ class ReplicaPool:
             random=self._random,
         )
         return None if chosen is None else next(replica for replica in fit if replica.name == chosen.replica_id)
+
+    def why_not_resume(self, numerics: Mapping[str, str] | None) -> str:
+        """Why no replica that is connected now may go on with a stream, each with its reason; empty: one may.
+
+        numerics  of the replica that said what there is of it; None: nothing was said, it may begin anywhere
+        """
+        connected = [replica for replica in self.replicas if replica.connection.state is ReplicaState.CONNECTED]
+        reasons = {replica.name: "" if numerics is None else why_not_resume(numerics, replica.numerics) for replica in connected}
+        if "" in reasons.values():
+            return ""
+        return "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "no other replica is connected"
 
     def verdicts(self) -> Iterator[tuple[Replica, str]]:
         """Each replica and why it is not ready; an empty reason means ready."""

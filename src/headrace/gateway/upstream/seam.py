@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from headrace.core.errors import Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.load import LoadSnapshot
@@ -87,6 +88,17 @@ def entry_bytes(entry: TokenEntry) -> int:
     """About how much memory one token's log-probability takes, with its alternatives."""
     given: list[TokenEntry | TopToken] = [entry, *entry.top]
     return sum([ENTRY_BYTES + string_bytes(each.token) + len(each.raw) for each in given])
+
+
+class ReplicaLost(Unavailable):
+    """The replica that worked on a stream is gone, and the stream ends; it can be sent again.
+
+    why_not_resume  why no other one could go on from what it has said; empty: one could. For the operator: nothing is resumed yet
+    """
+
+    def __init__(self, message: str, *, why_not_resume: str) -> None:
+        self.why_not_resume = why_not_resume
+        super().__init__(message)
 
 
 class ToolCall(NamedTuple):
@@ -188,7 +200,7 @@ class EventStream(Protocol):
         ...
 
     async def events(self) -> list[OutputEvent]:
-        """Everything new, at most one event per sequence; empty = ended. Raises a HeadraceError: rejected, or lost."""
+        """Everything new, at most one event per sequence; empty = ended. Raises a HeadraceError: rejected, or `ReplicaLost`."""
         ...
 
     def listen(self, listener: EventListener | None) -> None:

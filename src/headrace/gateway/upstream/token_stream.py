@@ -1,14 +1,15 @@
 """One prompt at a replica: token ids out over the wire, text back.
 
 A `Call` is everything needed to run a prompt, and to run it again: prompt ids, seed, parameters. Its `TokenStream` turns token ids back
-into text, tells the engine when a stop string ended a sequence, and re-routes the call once if a replica is full. What a later resume
-needs is kept while the stream is open: the call itself, the epoch, and every output id the engine has sent.
+into text, tells the engine when a stop string ended a sequence, and re-routes the call once if a replica is full. What a resume needs is
+kept: the call itself, the epoch, every output id the engine has sent, and the numerics of the replica that it came from. Nothing is resumed
+yet: a stream whose replica is lost ends in a retryable error, which says whether another replica could have gone on.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace.core.errors import HeadraceError, Overloaded, RequestTooLarge, Unavailable
@@ -17,7 +18,7 @@ from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import Rejected, SequenceUpdate, StageSeconds
 from headrace.gateway.upstream.replicas import Replica, ReplicaInstance, ReplicaPool, UpdateStream
-from headrace.gateway.upstream.seam import EventListener, OutputEvent, PrincipalFacts, Usage
+from headrace.gateway.upstream.seam import EventListener, OutputEvent, PrincipalFacts, ReplicaLost, Usage
 from headrace.text.assemble import OutputAssembler, OutputDelta
 from headrace.text.tokenizer import Tokenizer
 from headrace.wire.stream import Tokens
@@ -94,7 +95,8 @@ class TokenStream:
                 updates = await sent.updates.batch()
             except Unavailable as error:  # its text names sockets; the operator finds it in the log through the cause
                 self._is_over = True
-                raise Unavailable(LOST) from error
+                said_with = self.numerics if any(self.output_ids) else None
+                raise ReplicaLost(LOST, why_not_resume=self._pool.why_not_resume(said_with)) from error
             if not updates:
                 self._is_over = True
                 return []
@@ -132,6 +134,11 @@ class TokenStream:
 
     async def close(self) -> None:
         self.cancel()
+
+    @property
+    def numerics(self) -> Mapping[str, str]:
+        """Of the replica that said `output_ids`, also when it is lost: another one goes on from them only with equal ones."""
+        return self._sent.updates.numerics if self._sent else {}
 
     def _submit(self) -> _Sent:
         """To the replica the router picks; one that went away between picking and sending counts as tried. Raises Unavailable."""

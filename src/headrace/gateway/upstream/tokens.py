@@ -159,7 +159,7 @@ class TokenPrepared:
 
     @property
     def route_key(self) -> bytes:
-        """Of the first prompt: its beginning under its salt, so that no tenant's key is another's."""
+        """Of the first prompt: its beginning under its salt, so that no tenant's key is another's. Read by nothing yet."""
         call = self.calls[0]
         begin = ",".join(map(str, call.prompt_ids[:ROUTE_KEY_TOKENS]))
         return blake2b(begin.encode(), key=call.principal.salt, digest_size=16, person=b"headrace-route").digest()
