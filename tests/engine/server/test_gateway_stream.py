@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -12,8 +13,9 @@ import pytest
 from headrace.core.errors import InvalidRequest
 from headrace.core.ids import RequestId
 from headrace.core.update import SequenceUpdate
-from headrace.engine.server.gateway_stream import GatewayStream, StreamLost
+from headrace.engine.server.gateway_stream import SLICE_COMMANDS, GatewayStream, StreamLost
 from headrace.wire import headrace_pb2 as pb
+from headrace.wire.codec import encode_cancel
 from headrace.wire.handles import Handle
 
 BEAT_S = 0.25
@@ -104,3 +106,29 @@ async def test_too_much_unread_ends_the_stream_at_the_next_beat() -> None:
         await beats(stream, 1)
         with pytest.raises(StreamLost, match="1001 unread units exceed 1000"):
             task.result()
+
+
+class Flood:
+    """A peer whose next frame is full of cancels."""
+
+    def __init__(self, num_commands: int) -> None:
+        self.frames = [pb.ClientFrame(commands=[encode_cancel(Handle(1))] * num_commands).SerializeToString()]
+
+    async def read(self) -> object:
+        return self.frames.pop() if self.frames else grpc.aio.EOF
+
+
+async def test_a_frame_full_of_commands_leaves_the_event_loop_to_others_in_between() -> None:
+    turn, taken_in = 0, list[int]()
+
+    async def count() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    await GatewayStream(Flood(10_000), on_command=lambda _stream, _command: taken_in.append(turn)).pump()
+    counting.cancel()
+    assert len(taken_in) == 10_000
+    assert max(Counter(taken_in).values()) <= SLICE_COMMANDS

@@ -11,14 +11,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from wire_kit import PATIENCE_S, read_all, request, signal_until_gone, socket_dir, until
+from wire_kit import PATIENCE_S, connected, read_all, request, served, signal_until_gone, socket_dir, until
 
 from headrace.core.errors import Unavailable
 from headrace.core.plan_codec import load_plans
-from headrace.engine.server.process import ExitCode
+from headrace.engine.server.config import ProcessConfig
+from headrace.engine.server.process import ExitCode, _until_end
 from headrace.lab.fake_runner import FakeOptions, fake_answer
 from headrace.wire.client import ReplicaClient, ReplicaState
 from headrace.wire.leash import ORPHANED
@@ -204,3 +206,44 @@ async def test_sigusr1_writes_the_last_plans_where_only_the_user_can_read_them(s
     (path,) = folder.glob("headrace-plans-*.hrplan")
     assert path.stat().st_mode & 0o777 == 0o600
     assert sum(plan.num_tokens for plan in load_plans(path.read_bytes())) >= 5
+
+
+class Told:
+    """The leash of a process that is not there."""
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+
+    def failed(self, reason: str, *, can_retry: bool) -> None:
+        assert can_retry
+        self.failures.append(reason)
+
+
+@pytest.mark.parametrize("is_draining", [False, True])
+async def test_a_heartbeat_that_dies_ends_the_process_and_is_logged_with_its_traceback(
+    is_draining: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without it gateways take the engine for silent, and nobody would know why."""
+    loop, told = asyncio.get_running_loop(), Told()
+    async with served(FakeOptions(step_seconds=0.02)) as engine, connected(engine) as replica:
+        stream = replica.submit(request("r", max_tokens=ENDLESS))
+        await stream.__anext__()
+        thread = SimpleNamespace(ended=loop.create_future(), built=loop.create_future())
+        stop = SimpleNamespace(soft=loop.create_future(), hard=loop.create_future())
+        config = ProcessConfig(replica="fake-0", address=engine.address)
+        if is_draining:
+            stop.soft.set_result("stopping")
+        task = asyncio.create_task(_until_end(engine.service, thread, stop, config, told))  # type: ignore[arg-type]
+        await asyncio.sleep(0.01)
+        engine.service._send_weights_digest = broken  # type: ignore[method-assign]
+        async with asyncio.timeout(PATIENCE_S):
+            code = await task
+        assert code is (ExitCode.INTERRUPTED if is_draining else ExitCode.ENGINE_DIED)
+        assert len(told.failures) == (0 if is_draining else 1)
+        assert "the heartbeat died" in caplog.text
+        assert "not a digest" in caplog.text
+        assert "Traceback" in caplog.text
+
+
+def broken() -> None:
+    raise RuntimeError("not a digest")

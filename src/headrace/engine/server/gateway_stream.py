@@ -20,6 +20,8 @@ from headrace.wire.codec import check_known_fields
 from headrace.wire.handles import MalformedFrame
 
 HELLO_TIMEOUT_S = 5.0
+SLICE_COMMANDS = 64
+"""Read without a pause: a frame may hold 100,000 cancels, and heartbeats come from the same event loop."""
 
 
 class StreamLost(HeadraceError):
@@ -100,8 +102,10 @@ class GatewayStream:
 
     async def _read(self) -> None:
         while (frame := await self._read_frame()) is not None:
-            for command in frame.commands:
+            for number, command in enumerate(frame.commands, 1):
                 self._on_command(self, command)
+                if number % SLICE_COMMANDS == 0:
+                    await asyncio.sleep(0)  # heartbeats and other gateways have their turn
 
     async def _read_frame(self) -> pb.ClientFrame | None:
         data = await self._context.read()

@@ -158,17 +158,28 @@ def _refuse(leash: Leash, reason: str, code: ExitCode) -> ExitCode:
 
 async def _until_end(service: EngineService, thread: LoopThread, stop: StopSignals, config: ProcessConfig, leash: Leash) -> ExitCode:
     await first_of(thread.ended, stop.soft, stop.hard, service.heartbeat)
-    if thread.ended.done() or service.heartbeat.done():
-        error = thread.ended.result() if thread.ended.done() else service.heartbeat.exception()
+    if (error := _death(service, thread)) is not None:
         leash.failed(f"the engine died: {error!r:.500}", can_retry=True)
         return ExitCode.ENGINE_DIED
     service.drain(stop.soft.result() if stop.soft.done() else "stopping")
     draining = asyncio.ensure_future(service.drained(config.drain_timeout_s))
-    await first_of(draining, stop.hard, thread.ended)
+    await first_of(draining, stop.hard, thread.ended, service.heartbeat)
     if not draining.done() or not draining.result():
         draining.cancel()
+        _death(service, thread)
         log.warning("leaving with %d requests open", service.num_open)
         return ExitCode.INTERRUPTED
     thread.built.result().stop()
     await asyncio.wait([thread.ended], timeout=JOIN_S)
     return ExitCode.DRAINED
+
+
+def _death(service: EngineService, thread: LoopThread) -> BaseException | str | None:
+    """What ended the loop or the heartbeat, by itself; None while both go on. The loop's thread has logged its own."""
+    if thread.ended.done():
+        return thread.ended.result() or "its loop ended"
+    if not service.heartbeat.done():
+        return None
+    error = service.heartbeat.exception()
+    log.critical("the heartbeat died", exc_info=error)
+    return error or "its heartbeat ended"

@@ -1,8 +1,9 @@
 """Which stream carries which attempt: pure bookkeeping, so that every request that came in goes out exactly once.
 
 A route is open from Submit until every sequence of the request has finished, was rejected or cancelled, or the stream ended. An attempt
-with a higher epoch replaces an older one of the same request, wherever that one came in; what the engine still says of the older one has
-no route and is dropped.
+with a higher epoch replaces an older one of the same request, wherever that one came in. What the engine still says of an attempt that
+was replaced or cancelled has no route and is dropped: the engine knows each by a number of its own, since a gateway may send a request
+that it cancelled again, with the same epoch.
 """
 
 from __future__ import annotations
@@ -19,10 +20,15 @@ Stream = TypeVar("Stream", bound=Hashable)
 
 @dataclass(slots=True)
 class Route(Generic[Stream]):
-    """One attempt on its stream. `running` holds the sequence indices that have not finished."""
+    """One attempt on its stream. `running` holds the sequence indices that have not finished.
+
+    epoch    of the gateway; fences older attempts
+    attempt  the epoch that the engine is given: no two attempts have the same
+    """
 
     request_id: RequestId
     epoch: int
+    attempt: int
     stream: Stream
     handle: Handle
     running: set[int]
@@ -34,6 +40,7 @@ class Routes(Generic[Stream]):
 
     _by_request: dict[RequestId, Route[Stream]] = field(default_factory=dict)
     _by_handle: dict[tuple[Stream, Handle], Route[Stream]] = field(default_factory=dict)
+    _num_opened: int = 0
 
     def __len__(self) -> int:
         return len(self._by_request)
@@ -42,7 +49,8 @@ class Routes(Generic[Stream]):
         """The caller has closed an older attempt before. Raises ValueError when the request or the handle has a route already."""
         if request_id in self._by_request or (stream, handle) in self._by_handle:
             raise ValueError(f"request {request_id} or handle {handle} is routed already")
-        route = Route(request_id, epoch, stream, handle, set(indices))
+        self._num_opened += 1
+        route = Route(request_id, epoch, self._num_opened, stream, handle, set(indices))
         self._by_request[request_id] = self._by_handle[stream, handle] = route
         return route
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -61,7 +62,9 @@ class ServedEngine(Protocol):
     @property
     def clock(self) -> Clock: ...
 
-    def submit(self, request: EngineRequest) -> None: ...
+    def submit(self, request: EngineRequest) -> None:
+        """What becomes of it comes through the outbox, under the request's epoch."""
+        ...
 
     def cancel(self, request_id: RequestId) -> None: ...
 
@@ -291,8 +294,8 @@ class EngineService:
                 raise InvalidRequest("epoch", f"an epoch above {older.epoch}, which is still open", request.epoch)
             self._routes.close(older)
             self._engine.cancel(request.request_id)
-        self._routes.open(stream, handle, request.request_id, request.epoch, request.indices)
-        self._engine.submit(request)
+        route = self._routes.open(stream, handle, request.request_id, request.epoch, request.indices)
+        self._engine.submit(replace(request, epoch=route.attempt))
 
     def _cancel(self, stream: GatewayStream, handle: Handle) -> None:
         if (route := self._routes.of_handle(stream, handle)) is not None:
@@ -312,7 +315,7 @@ class EngineService:
         """One step's updates, each to the stream of its attempt; all streams get the load as of now."""
         for update in updates:
             route = self._routes.of_request(update.request_id)
-            if route is None or route.epoch != update.epoch:
+            if route is None or route.attempt != update.epoch:
                 continue  # what is still said of an attempt that was cancelled or replaced
             if isinstance(update, Rejected):
                 route.stream.unsent.put_rejected(route.handle, update.error)
