@@ -174,7 +174,8 @@ def test_a_prompt_beyond_the_context_is_refused_with_the_arithmetic(client: Open
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="random", prompt=[5] * 500, max_tokens=50)
     assert caught.value.param == "max_tokens"
-    assert "prompt tokens (500) + max_tokens <= max_model_len (512)" in str(caught.value)
+    assert "maximum context length is 512 tokens" in str(caught.value)
+    assert "550 tokens (500 in the prompt, 50 in the completion)" in str(caught.value)
 
 
 def test_a_streamed_request_that_is_refused_has_its_status(client: OpenAI) -> None:

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,16 @@ import psutil
 import pytest
 from wire_kit import PATIENCE_S, read_all, request, signal_until_gone, socket_dir, until
 
+import headrace
 from headrace.core.errors import Unavailable
 from headrace.lab.fake_runner import FakeOptions, fake_answer
 from headrace.wire.client import ReplicaClient, ReplicaState
 
 ENDLESS = 4000
 MAIN = Path(__file__).resolve().parents[1] / "support" / "fleet_main.py"
-SUPPORT = str(MAIN.parent)
+SOURCE = Path(headrace.__file__).resolve().parents[1]
+PYTHONPATH = os.pathsep.join(map(str, (SOURCE, MAIN.parent)))
+"""The package that is tested here, whichever one is installed, and what the processes of tests share."""
 SECRETS = {
     "HEADRACE_API_KEY": "a-secret-key",
     "HEADRACE_GATEWAY__API_KEYS": "[{key: a-secret-key}]",
@@ -42,15 +46,18 @@ class Fleet:
         path = folder / "fleet.json"
         path.write_text(json.dumps({"run_dir": str(folder), "gateway": {"work": "idle"}, **config}))
         self._log = open(folder / "log", "wb")  # noqa: SIM115 - closed in close()
-        environment = {**os.environ, "PYTHONPATH": SUPPORT, **SECRETS}
+        environment = {**os.environ, "PYTHONPATH": PYTHONPATH, **SECRETS}
         command = [sys.executable, str(MAIN), str(path)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, env=environment)
         self.pids: dict[str, int] = {}
 
     def hear(self) -> dict[str, Any]:
-        """The next event. Raises AssertionError with the log when the process ended without one."""
+        """The next event. Raises AssertionError with the log when the process ended without one, or says nothing for long."""
         assert self.process.stdout is not None
+        killer = threading.Timer(PATIENCE_S, self.process.kill)
+        killer.start()
         line = self.process.stdout.readline()
+        killer.cancel()
         assert line, f"the supervisor ended with {self.process.wait()}:\n{self.log}"
         said: dict[str, Any] = json.loads(line)
         self.pids.update(said.get("pids", {}))
@@ -126,7 +133,7 @@ async def test_everything_serves_in_a_private_directory_and_a_drain_leaves_nothi
         assert not any(secret in told for secret in secrets)
         environment = psutil.Process(pid).environ()
         assert not set(environment) & set(SECRETS)
-        assert environment["PYTHONPATH"] == SUPPORT
+        assert environment["PYTHONPATH"] == PYTHONPATH
     assert (written["port"], written["timeouts"]["drain_s"]) == (4, 10)
     sessions = {os.getsid(pid) for pid in fleet.pids.values()}
     assert sessions == set(fleet.pids.values()), "each child leads its own session"

@@ -46,9 +46,10 @@ async def test_what_a_full_socket_does_not_take_is_said_in_order_when_it_does() 
         theirs.setblocking(False)
         host = HostSocket(ours, {"config": 0})
         num = 0
-        while not host._unsent:
+        while not host._unsent and num < 100_000:
             host.say({"kill": num})
             num += 1
+        assert host._unsent
         for more in range(3):
             host.say({"kill": num + more})
         with pytest.raises(BlockingIOError):

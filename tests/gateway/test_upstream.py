@@ -5,12 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
-from gateway_kit import MAX_MODEL_LEN, MODEL, SAID, FakeReplica, TestBench, eventually, metric, open_bench, snapshot, two_replicas
+from gateway_kit import (
+    MAX_MODEL_LEN,
+    MODEL,
+    SAID,
+    FakeReplica,
+    TestBench,
+    eventually,
+    metric,
+    open_bench,
+    snapshot,
+    some_replicas,
+    two_replicas,
+)
 
 from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.ids import RequestId
@@ -38,6 +51,15 @@ async def test_a_full_replica_is_passed_over_once(text: TextModel) -> None:
         assert response.status_code == 429
         assert len(first.requests) == len(second.requests) == 1
         assert sorted([first.requests[0].epoch, second.requests[0].epoch]) == [0, 1]
+
+
+async def test_of_many_full_replicas_two_are_tried(text: TextModel) -> None:
+    """Under overload every further try only adds load."""
+    async with open_bench(text, models=some_replicas(5)) as bench:
+        for replica in bench.replicas.values():
+            replica.on_submit = full
+        assert (await bench.chat()).status_code == 429
+        assert sum(len(replica.requests) for replica in bench.replicas.values()) == 2
 
 
 async def test_a_rejected_request_is_answered_by_the_other_replica(text: TextModel) -> None:
@@ -205,6 +227,29 @@ async def test_a_stream_keeps_what_a_replay_needs(bench: TestBench, text: TextMo
     assert [list(ids)[: len(said)] for ids in stream.output_ids] == [said, said]
     assert stream.call.params.seed == 5
     assert stream.epoch == 0
+
+
+class Listener:
+    """Takes what the stream has at once."""
+
+    has_room = True
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def take(self, events: Sequence[OutputEvent]) -> None:
+        self.texts += [event.text for event in events]
+
+
+async def test_ids_taken_on_the_short_way_are_kept_as_well(bench: TestBench, text: TextModel) -> None:
+    """What a client has read and the stream has not kept, another engine would say again."""
+    stream, listener = stream_of(bench, text), Listener()
+    stream.listen(listener)
+    read = await read_all(stream)
+    said = text.tokenizer.encode(SAID, add_special_tokens=False)
+    assert len(listener.texts) > 3
+    assert len(listener.texts) + len(read) == len(stream.output_ids[0])
+    assert list(stream.output_ids[0])[: len(said)] == said
 
 
 async def test_kept_ids_are_those_before_the_stop_string(bench: TestBench, text: TextModel) -> None:

@@ -218,7 +218,11 @@ def gateway_config(**changes: Any) -> GatewayConfig:
 
 def two_replicas() -> list[dict[str, Any]]:
     """The `models` of a configuration with two replicas."""
-    replicas = tuple(ReplicaConfig(name=name, address="unix:/nowhere") for name in ("r0", "r1"))
+    return some_replicas(2)
+
+
+def some_replicas(count: int) -> list[dict[str, Any]]:
+    replicas = tuple(ReplicaConfig(name=f"r{number}", address="unix:/nowhere") for number in range(count))
     model = ModelConfig(name=MODEL, folder="/nowhere", replicas=replicas)
     made: list[dict[str, Any]] = [msgspec.to_builtins(model)]
     return made

@@ -22,11 +22,14 @@ from typing import Any
 import grpc
 import psutil
 
+import headrace
 from headrace.cli.child import URL_LINE
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.service import CHANNEL_OPTIONS, SNAPSHOT
 
 SUPPORT = Path(__file__).resolve().parent
+SOURCE = Path(headrace.__file__).resolve().parents[1]
+"""Of the package that is tested here, whichever one is installed: a planted bug is in a copy."""
 COMMAND = (str(Path(sys.executable).with_name("headrace")), "serve")
 FAKE_COMMAND = (sys.executable, str(SUPPORT / "serve_fake.py"))
 START_S = 240.0
@@ -83,7 +86,7 @@ class Server:
         }
         environment |= {
             "XDG_RUNTIME_DIR": str(folder),
-            "PYTHONPATH": os.pathsep.join((str(SUPPORT), str(SUPPORT / "probe"))),
+            "PYTHONPATH": os.pathsep.join(map(str, (SOURCE, SUPPORT, SUPPORT / "probe"))),
             "HEADRACE_TEST_PROBE": str(folder / "probe"),
         }
         with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
