@@ -37,15 +37,18 @@ LOOP = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% end
 STEERED = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}"
 BOMB = "{{ 'A' * 10**9 }}"
 NUM_NEIGHBOURS = 4
-FIRST_GAP_S = 30.0
+REST_S = 10.0
+"""From the last answer to the look at what remains."""
 
 
 @dataclass
 class Server:
-    """One running deployment, and the most memory its processes had (MiB): the gateway alone, and with the processes it started."""
+    """One running deployment, and the memory of its processes (MiB): the gateway alone, and with the processes it started."""
 
     process: subprocess.Popen[str]
     url: str = ""
+    gateway_mib: float = 0.0
+    family_mib: float = 0.0
     peak_gateway_mib: float = 0.0
     peak_family_mib: float = 0.0
     said: str = ""
@@ -56,8 +59,9 @@ class Server:
                 if "gateway" in child.cmdline():
                     own = child.memory_info().rss
                     family = own + sum(one.memory_full_info().uss for one in child.children(recursive=True))
-                    self.peak_gateway_mib = max(self.peak_gateway_mib, own / 2**20)
-                    self.peak_family_mib = max(self.peak_family_mib, family / 2**20)
+                    self.gateway_mib, self.family_mib = own / 2**20, family / 2**20
+                    self.peak_gateway_mib = max(self.peak_gateway_mib, self.gateway_mib)
+                    self.peak_family_mib = max(self.peak_family_mib, self.family_mib)
 
 
 @contextmanager
@@ -233,7 +237,7 @@ STORMS: tuple[Storm, ...] = (mixed, megabytes, abandoned, burst, templates)
 
 
 async def weather(storm: Storm, made: Server) -> dict[str, Any]:
-    """One storm on a fresh server."""
+    """One storm on a fresh server. What remains is what the processes have more than before it, ten seconds after the last answer."""
     connector, patience = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=120)
 
     async def look() -> None:
@@ -242,16 +246,24 @@ async def weather(storm: Storm, made: Server) -> dict[str, Any]:
             await asyncio.sleep(0.05)
 
     async with aiohttp.ClientSession(made.url, connector=connector, timeout=patience) as session:
+        made.look()
+        idle_gateway, idle_family = made.gateway_mib, made.family_mib
         looking = asyncio.create_task(look())
         async with neighbours(session) as others:
             began = time.monotonic()
             figures = await storm(session)
             took = time.monotonic() - began
         looking.cancel()
+        await asyncio.sleep(REST_S)
+        made.look()
+        remains = {
+            "remains_gateway_mib": round(made.gateway_mib - idle_gateway, 1),
+            "remains_gateway_and_workers_mib": round(made.family_mib - idle_family, 1),
+        }
         async with session.get("/metrics") as page:
             lag = worst_lag(await page.text())
     beside = {"worst_gap_s": round(others.worst_gap_s, 3), "whole": others.num_whole, "lost": others.num_lost}
-    return {"took_s": round(took, 2), **figures, "neighbours": beside, "loop_lag_s": lag, **memory(made)}
+    return {"took_s": round(took, 2), **figures, "neighbours": beside, "loop_lag_s": lag, **memory(made), **remains}
 
 
 def worst_lag(page: str) -> str:

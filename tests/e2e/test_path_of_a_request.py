@@ -1,0 +1,155 @@
+"""docs/architecture.md names the files of a request, and of one decode step, in order: one of each is watched on its way through them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import gateway_kit
+
+import headrace
+from headrace.bundled import DEFAULT_MODEL, bundled_path
+from headrace.engine.build import build_served_engine
+from headrace.engine.config import EngineConfig
+from headrace.engine.server.process import LoopThread
+from headrace.engine.server.service import AsyncioOutbox, EngineService
+from headrace.gateway.app import Gateway
+from headrace.gateway.compose import open_gateway
+from headrace.gateway.text_workers.local import LocalWorkers
+from headrace.gateway.text_workers.work import TextContext
+from headrace.gateway.upstream.tokens import TokenUpstream
+from headrace.text.folder import load_text
+from headrace.wire.target import parse_target
+
+HOME = str(Path(headrace.__file__).resolve().parent) + "/"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
+ROW = re.compile(r"^\| \d+ \| `([\w/.]+)`", re.MULTILINE)
+
+
+def files_of(title: str) -> list[str]:
+    """The first file of each numbered row below a heading of the page."""
+    section = PAGE.read_text(encoding="utf-8").split(f"\n## {title}\n")[1].split("\n## ")[0]
+    return ROW.findall(section)
+
+
+class Watch:
+    """Which of our files was entered, call by call, in every thread.
+
+    entered  (thread, file below src/headrace, function) for each call that came from another file
+    """
+
+    def __init__(self) -> None:
+        self.entered: list[tuple[str, str, str]] = []
+
+    def __call__(self, frame: FrameType, event: str, _arg: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(HOME):
+            caller = frame.f_back
+            if caller is None or caller.f_code.co_filename != code.co_filename:
+                self.entered.append((threading.current_thread().name, code.co_filename.removeprefix(HOME), code.co_qualname))
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """In this thread."""
+        sys.setprofile(self)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def order(self, files: list[str]) -> list[str]:
+        """These files, each when it was first entered; rooms (`tensor/kernels/`) by any file of theirs."""
+        first: dict[str, None] = {}
+        for _, path, _ in self.entered:
+            for name in files:
+                if path == name or (name.endswith("/") and path.startswith(name)):
+                    first.setdefault(name)
+        return list(first)
+
+
+def step_by_step(engine: Any, watch: Watch) -> threading.Semaphore:
+    """From now on the engine turns once for each permit while a sequence runs, and its turns are watched."""
+    permits = threading.Semaphore(0)
+    turn = engine.turn
+
+    def when_permitted() -> bool:
+        if engine.scheduler.num_running:
+            assert permits.acquire(timeout=60)
+        with watch.looking():
+            done: bool = turn()
+        return done
+
+    engine.turn = when_permitted
+    return permits
+
+
+def is_ready(gateway: Gateway) -> bool:
+    upstream = gateway.service.models.get(gateway_kit.MODEL).upstream
+    assert isinstance(upstream, TokenUpstream)
+    return not any(reason for _, reason in upstream._pool.verdicts())
+
+
+@asynccontextmanager
+async def deployment(watch: Watch) -> AsyncIterator[tuple[int, threading.Semaphore]]:
+    """A gateway and a real engine, in this process so that both are watched: the port, and permits for steps."""
+    folder = str(bundled_path(DEFAULT_MODEL))
+    text = load_text(folder)
+    bridge = AsyncioOutbox(asyncio.get_running_loop())
+    config = EngineConfig(model=folder, dtype="float32", num_threads=1, num_kv_blocks=100)
+    thread = LoopThread(lambda outbox: build_served_engine(config, outbox), bridge)
+    engine = await thread.built
+    steps = step_by_step(engine, watch)
+    with tempfile.TemporaryDirectory(prefix="hr-") as home:
+        address = f"unix:{home}/e.sock"
+        service = EngineService(engine, bridge, parse_target(address, None), replica="r0")
+        await service.start()
+        model = {"name": gateway_kit.MODEL, "folder": folder, "replicas": [{"name": "r0", "address": address}]}
+        settings = gateway_kit.gateway_config(models=[model])
+        workers = LocalWorkers(TextContext({gateway_kit.MODEL: text}, settings.limits))
+        try:
+            async with open_gateway(settings, {gateway_kit.MODEL: text}, workers) as gateway, gateway_kit.serving(gateway) as port:
+                await gateway_kit.eventually(lambda: is_ready(gateway))
+                yield port, steps
+        finally:
+            await service.stop()
+            engine.stop()
+            await thread.ended
+
+
+async def ask(port: int, steps: threading.Semaphore, watch: Watch, files: tuple[list[str], list[str]]) -> tuple[list[str], list[str]]:
+    """One request of four tokens: the order of the first files up to its first token, and of the second ones while its third is made."""
+    async with gateway_kit.dial(port) as (reader, writer):
+        watch.entered.clear()
+        writer.write(gateway_kit.post("/v1/chat/completions", gateway_kit.chat_body(stream=True, max_tokens=4, ignore_eos=True)))
+        await reader.readuntil(b'"content":"')  # of the opening, without text
+        await reader.readuntil(b'"content":"')
+        of_request = watch.order(files[0])
+        for _ in range(2):
+            watch.entered.clear()
+            steps.release()
+            await reader.readuntil(b'"content":"')
+        of_step = watch.order(files[1])
+        steps.release()
+        await reader.readuntil(b"[DONE]")
+    return of_request, of_step
+
+
+async def test_a_request_and_a_decode_step_go_through_the_files_in_the_pages_order() -> None:
+    """Heartbeats and idle turns enter files out of any order a few times a second: of some requests, one is not crossed by them."""
+    files = files_of("One request, from the socket to the kernel and back"), files_of("One decode step")
+    assert (len(files[0]), len(files[1])) == (13, 15)
+    watch = Watch()
+    async with deployment(watch) as (port, steps):
+        with watch.looking():
+            seen = [await ask(port, steps, watch, files) for _ in range(12)]
+    for which, of_page in enumerate(files):
+        orders = [order[which] for order in seen]
+        assert of_page in orders, f"none of {orders}"
