@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +47,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         for piece in [None, *answer]:
             if piece == "<break>":
+                return
+            if piece == "<wait>":
+                select.select([self.connection], [], [], 60.0)  # until the client leaves
                 return
             if piece == "<error>":
                 self._event({"error": {"message": "replica lost"}})

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -20,6 +24,7 @@ from headrace.cli.client import ApiClient, server_root
 from headrace.cli.exits import ExitCode, ServerFailed
 from headrace.cli.main import app
 from tests.cli.scripted import ScriptedServer, scripted_server
+from tests.house.reader import ROOT
 
 
 @pytest.mark.parametrize(
@@ -181,6 +186,78 @@ def _heard_interrupts() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+STAND_IN = """
+import json, sys, threading
+sys.path.insert(0, sys.argv[1])
+from tests.cli.scripted import ScriptedServer
+
+class Seen(list):
+    def append(self, body):
+        with open(sys.argv[2], "a") as file:
+            print(json.dumps(body["messages"]), file=file)
+
+server = ScriptedServer([["one", " two", "<wait>"], ["fine"]], ["tiny"])
+server.seen = Seen()
+print("Serving tiny at", server.url, flush=True)
+server.serve_forever(0.01)  # ends on SIGTERM, and would on SIGINT
+"""
+WITH_ITS_OWN_SERVER = """
+import fcntl, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from headrace.cli import child
+child.COMMAND = (sys.executable, *sys.argv[1:])
+sys.argv = ["headrace", "chat", "some-folder"]
+from headrace.cli.main import main
+main()
+"""
+
+
+def press_until(terminal: int, key: bytes, word: str) -> str:
+    """Press a key and wait for `word`; again where readline missed it (it came between the prompt and the wait for a key)."""
+    shown = ""
+    for _ in range(6):
+        time.sleep(0.3)
+        os.write(terminal, key)
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            if select.select([terminal], [], [], 0.1)[0]:
+                try:
+                    shown += os.read(terminal, 4096).decode()
+                except OSError:  # it has left
+                    return shown
+            if word and word in shown:
+                return shown
+    raise AssertionError(f"{word!r} was not shown: {shown}")
+
+
+@pytest.mark.usefixtures("_heard_interrupts")
+def test_ctrl_c_stops_an_answer_and_not_the_chats_own_server(tmp_path: Path) -> None:
+    """The terminal sends it to the whole process group in the foreground: the server was in it, and the conversation was lost."""
+    stand_in, seen = tmp_path / "stand_in.py", tmp_path / "seen"
+    stand_in.write_text(STAND_IN)
+    terminal, inner = pty.openpty()
+    command = [sys.executable, "-c", WITH_ITS_OWN_SERVER, str(stand_in), str(ROOT), str(seen)]
+    process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner, start_new_session=True)
+    os.close(inner)
+    try:
+        read_until(terminal, "> ")
+        os.write(terminal, b"count\n")
+        read_until(terminal, "one two")
+        assert "[stopped]" in press_until(terminal, b"\x03", "> ")
+        assert "Ctrl-C again to leave" in press_until(terminal, b"\x03", "leave, or Ctrl-D.)")
+        os.write(terminal, b"go on\n")
+        assert "fine" in read_until(terminal, "fine")
+        press_until(terminal, b"\x03", "leave, or Ctrl-D.)")  # what was typed between is no first one of two
+        press_until(terminal, b"\x03", "")
+        assert process.wait(30) == ExitCode.INTERRUPTED
+    finally:
+        process.kill()
+        os.close(terminal)
+    first, second = map(json.loads, seen.read_text().splitlines())
+    assert [message["content"] for message in first] == ["count"]
+    assert [(message["role"], message["content"]) for message in second[1:]] == [("assistant", "one two"), ("user", "go on")]
 
 
 @pytest.mark.usefixtures("_heard_interrupts")

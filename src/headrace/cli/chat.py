@@ -1,7 +1,8 @@
 """`headrace chat`: a conversation in the terminal, streamed over the HTTP API.
 
 On a terminal it prompts and explains itself; in a pipe each input line is a message and only answers are printed, so that
-`echo hi | headrace chat` works in scripts. Ctrl-C during an answer stops that answer; at the prompt it leaves.
+`echo hi | headrace chat` works in scripts. Ctrl-C during an answer stops that answer; at the prompt it asks for a second one to leave.
+A server that was started for the chat hears neither: it is stopped when the chat ends.
 """
 
 from __future__ import annotations
@@ -75,16 +76,28 @@ def converse(session: ChatSession, *, is_terminal: bool) -> int:
         print(f"Talking to {session.model} at {session.client.url}. /help lists commands.")
         _enable_line_editing()
     failed = 0
+    is_warned = False  # a Ctrl-C at the prompt, and nothing was typed since
     while True:
         try:
             line = input("> " if is_terminal else "")
         except EOFError:
             break
+        except KeyboardInterrupt:
+            if is_warned or not is_terminal:
+                raise
+            is_warned = True
+            print("\n(Ctrl-C again to leave, or Ctrl-D.)")
+            continue
+        is_warned = False
         try:
             if not session.take(line):
                 break
         except ServerFailed as error:
             failed = report(error)
+        except KeyboardInterrupt:  # it came as an answer ended, or during a command
+            if not is_terminal:
+                raise
+            print()
     if is_terminal:
         print()
     return 0 if is_terminal else failed

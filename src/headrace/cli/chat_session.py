@@ -24,7 +24,7 @@ HELP = """\
 /set NAME VALUE       set one: temperature, top_p, top_k, min_p, max_tokens, seed, stop, ...; VALUE "default" unsets it
 /model [NAME]         show the models served, or change to another
 /quit                 leave (so does Ctrl-D)
-Ctrl-C stops an answer."""
+Ctrl-C stops an answer; at the prompt two of them leave."""
 
 
 class ChatSession:

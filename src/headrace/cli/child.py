@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO
 
@@ -24,12 +25,25 @@ def started_server(model: str | None, arguments: Sequence[str] = (), *, api_key:
 
     api_key  what it asks its clients for; told through its environment, which other users cannot read
 
+    It is in a process group of its own: Ctrl-C on the terminal is for us, and we stop it. A hangup or SIGTERM ends the block, too.
+
     Raises: ServerFailed with the server's last words when it ends before it answers.
     """
     command = [*COMMAND, "serve", *([model] if model else []), "--port", "0", *arguments]
     environment = {**os.environ, **({"HEADRACE_API_KEY": api_key} if api_key else {})}
+    with _left_on(signal.SIGHUP, signal.SIGTERM):
+        yield from _serving(command, environment)
+
+
+def _serving(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        process_group=0,
     )
     assert process.stdout is not None
     assert process.stderr is not None
@@ -43,12 +57,30 @@ def started_server(model: str | None, arguments: Sequence[str] = (), *, api_key:
         process.terminate()
         try:
             process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
             process.kill()
             process.wait()
         reader.join(1.0)
         process.stdout.close()
         process.stderr.close()
+
+
+@contextmanager
+def _left_on(*numbers: signal.Signals) -> Iterator[None]:
+    """These signals leave the block as an exception does, instead of ending the process with the server still there."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # nohup
+            signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _wait_for_url(stdout: IO[str], last_words: list[str], reader: threading.Thread) -> str:
