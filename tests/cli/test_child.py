@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ from headrace.cli.child import started_server
 from headrace.cli.client import ApiClient
 from headrace.cli.exits import ServerFailed
 from headrace.fleet.config import COMMAND
+from headrace.wire.stop_signals import SAME_WISH_S
 from tests.house.stand_in import stand_in
 
 
@@ -33,6 +38,23 @@ def test_server_is_told_its_key_where_other_users_cannot_read_it(tmp_path: Path,
             assert url == f"http://{said}:4"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_server_is_gone_when_its_command_is_ended_by_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\necho $$ > {tmp_path}/pid\necho "Serving m at http://h:1"\nexec sleep 60\n')
+    program.chmod(0o700)
+    code = "import sys, time; from headrace.cli import child; child.COMMAND = (sys.argv[1],)\n"
+    code += "with child.started_server('m') as url:\n    print(url, flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code, str(program)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "http://h:1\n"
+    process.send_signal(number)
+    assert process.wait(30) == 128 + number
+    process.stdout.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
 @pytest.mark.slow
 def test_server_starts_where_no_process_can_ask_for_its_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """macOS, as far as it can be had on Linux: every process of the deployment starts without the calls that are not there."""
@@ -44,6 +66,29 @@ def test_server_starts_where_no_process_can_ask_for_its_cpus(tmp_path: Path, mon
     arguments = ["--max-model-len", "128"] if made is None else ["--max-model-len", "128", "--load-format", made[1]]
     with started_server(None if made is None else made[0], arguments) as url:
         assert ApiClient(url).models() == ["headrace-tiny"]
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_is_announced_and_ends_streams_with_an_error_event(tmp_path: Path) -> None:
+    made = stand_in(tmp_path)
+    arguments = [] if made is None else [made[0], "--load-format", made[1]]
+    command = [*COMMAND, "serve", *arguments, "--port", "0", "--drain-timeout", "600"]
+    log = tmp_path / "log"
+    with log.open("w") as stderr:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, process_group=0)
+    assert process.stdout is not None
+    url = child._wait_for_url(process.stdout, [], threading.Thread())
+    asked = {"model": "headrace-tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 400, "n": 16}
+    answer = ApiClient(url).chat({**asked, "ignore_eos": True})
+    next(answer)
+    process.send_signal(signal.SIGINT)
+    time.sleep(SAME_WISH_S + 0.1)
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(ServerFailed, match="shut down before the answer was complete"):
+        list(answer)
+    assert process.wait(30) == 75
+    process.stdout.close()
+    assert "draining 1 requests for up to 600 s; Ctrl-C again ends them now" in log.read_text()
 
 
 @pytest.mark.slow

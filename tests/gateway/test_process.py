@@ -20,6 +20,7 @@ from hostile_requests import cases
 from wire_kit import socket_dir
 
 from headrace.wire.leash import ORPHANED
+from headrace.wire.stop_signals import SAME_WISH_S
 
 VOCAB = 345
 IDLE = ('headrace_requests_running{model="fox",replica="r0"} 0.0', 'headrace_kv_blocks{model="fox",replica="r0",state="used"} 1.0')
@@ -178,6 +179,18 @@ def test_a_hanging_step_and_the_end_of_patience(folder: Path, text_folder: Path)
             with made.client() as other:
                 assert "a step has taken" in other.get("/ready").json()["reason"]
                 assert other.get("/health").status_code == 200
+            made.gateway.signal(signal.SIGTERM)
+            last = list(lines)[-1]
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert (error["type"], error["code"]) == ("service_unavailable_error", "unavailable")
+        assert made.gateway.wait() == 75
+
+
+def test_a_second_signal_ends_streams_with_an_error_event(folder: Path, text_folder: Path) -> None:
+    with site(folder, text_folder, PACED, timeouts={"drain_s": 600}) as made, made.client() as client:
+        with opened(client, ignore_eos=True) as lines:
+            made.gateway.signal(signal.SIGTERM)
+            time.sleep(SAME_WISH_S + 0.3)
             made.gateway.signal(signal.SIGTERM)
             last = list(lines)[-1]
         error = json.loads(last.removeprefix("data: "))["error"]

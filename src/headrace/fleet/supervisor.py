@@ -1,7 +1,8 @@
 """The supervisor: one gateway and one engine process per replica, kept running, and taken down in order.
 
 SIGTERM or SIGINT drains: first the gateway, which takes no new work and lets running streams finish, then the engines. A second signal
-ends everything at once. When the supervisor itself is killed, its leashes break and the children leave by themselves.
+has the gateway end its streams with an error, and then ends everything. When the supervisor itself is killed, its leashes break and the
+children leave by themselves.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ log = logging.getLogger(__name__)
 
 GATEWAY_GRACE_S = 5.0
 """Beyond the drain time, for the gateway to close what is left."""
+
+CUT_GRACE_S = 3.0
+"""After a second signal: for the gateway to write each stream its error and leave."""
 
 ENGINE_GRACE_S = 10.0
 """For engines after the gateway has left: nothing runs any more, weights are let go."""
@@ -106,9 +110,12 @@ class Supervisor:
 
     async def _drain(self, gateway: Keeper, tasks: list[asyncio.Task[None]], stop: StopSignals) -> FleetExit:
         """Gateway first, so that no stream loses its engine while it may still finish."""
-        log.info("draining: no new work, running requests have %g s", self._config.drain_timeout_s)
+        log.info("draining: no new work, running requests have %g s; a second Ctrl-C ends them now", self._config.drain_timeout_s)
         gateway.stop()
         left = await _ended(tasks[:1], stop, self._config.drain_timeout_s + GATEWAY_GRACE_S)
+        if stop.hard.done() and not left:
+            gateway.stop()  # its second signal, too
+            await asyncio.wait(tasks[:1], timeout=CUT_GRACE_S)
         for engine in self.engines:
             engine.stop()
         left = await _ended(tasks[1:], stop, ENGINE_GRACE_S) and left

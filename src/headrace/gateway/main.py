@@ -4,7 +4,7 @@
 2   refused to start: configuration or model folder (starting it again with the same file fails again)
 1   the address could not be bound
 69  the supervisor is gone (wire.leash)
-75  drained, but the time was over before every request had ended: what was left got a retryable error
+75  drained, but the time was over, or a second signal came, before every request had ended: the rest got a retryable error
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import signal
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -28,6 +27,7 @@ from headrace.gateway.text_workers.workers import Workers
 from headrace.observe.logs import log_to_stderr
 from headrace.text.folder import TextModel
 from headrace.wire.leash import Leash
+from headrace.wire.stop_signals import SAME_WISH_S, StopSignals, first_of
 
 log = logging.getLogger("headrace.gateway")
 
@@ -97,10 +97,7 @@ async def serve(config: GatewayConfig, texts: dict[str, TextModel], workers: Wor
 
     Raises CannotBind, ConfigError for what only opening it shows, or CheckpointError for a template that the workers refuse.
     """
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = StopSignals(same_wish_s=0.0 if leash.is_held else SAME_WISH_S)
     wanted = config.limits.max_connections
     num_foreign = sum(model.upstream is not None for model in config.models)
     num_replicas = sum(len(model.replicas) for model in config.models)
@@ -121,20 +118,26 @@ async def serve(config: GatewayConfig, texts: dict[str, TextModel], workers: Wor
         leash.ready({"host": config.host, "port": port})
         closed = asyncio.Event()
         serving = asyncio.create_task(server.run_until(closed))
-        await stop.wait()
-        is_complete = await drain(gateway.service.open_requests, config.timeouts.drain_s)
+        await first_of(stop.soft)
+        is_complete = await drain(gateway.service.open_requests, config.timeouts.drain_s, stop.hard)
         closed.set()
         await serving
         return is_complete
 
 
-async def drain(open_requests: OpenRequests, timeout_s: float) -> bool:
-    """New requests are refused (503 with Retry-After), running ones end by themselves; at the timeout they end with an error: False."""
+async def drain(open_requests: OpenRequests, timeout_s: float, hard: asyncio.Future[None]) -> bool:
+    """New requests are refused (503 with Retry-After), running ones end by themselves; at the timeout, or when `hard` is done, they end
+    with an error: False."""
     open_requests.drain()
-    log.info("draining %d requests for up to %g s", open_requests.num_open, timeout_s)
-    if await open_requests.wait_empty(timeout_s):
+    hint = "; Ctrl-C again ends them now" if open_requests.num_open else ""
+    log.info("draining %d requests for up to %g s%s", open_requests.num_open, timeout_s, hint)
+    emptied = asyncio.ensure_future(open_requests.wait_empty(timeout_s))
+    await first_of(emptied, hard)
+    if emptied.done() and emptied.result():
         return True
-    log.warning("%d requests are cut off after %g s", open_requests.num_open, timeout_s)
+    emptied.cancel()
+    why = "asked to a second time" if hard.done() else f"after {timeout_s:g} s"
+    log.warning("%d requests are cut off, %s", open_requests.num_open, why)
     open_requests.cut(Unavailable("This server shut down before the answer was complete; it can be sent again."))
     await open_requests.wait_empty(DRAIN_GRACE_S)
     return False

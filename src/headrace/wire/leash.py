@@ -23,6 +23,11 @@ class Leash:
         """fd  the inherited descriptor, owned by this object from now on. Raises OSError when it is no socket."""
         self._socket = None if fd is None else socket.socket(fileno=fd)
 
+    @property
+    def is_held(self) -> bool:
+        """A supervisor started this process."""
+        return self._socket is not None
+
     def watch(self, on_gone: Callable[[], None] | None = None) -> None:
         """Waits for the supervisor's end to close, in a thread of its own: a blocked event loop must not keep an orphan alive.
 

@@ -17,7 +17,9 @@ class StopSignals:
     hard  done when somebody asked twice
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, same_wish_s: float = SAME_WISH_S) -> None:
+        """same_wish_s  0 under a supervisor, which sends one signal for each wish"""
+        self._same_wish_s = same_wish_s
         self._loop = loop = asyncio.get_running_loop()
         self._asked_s = 0.0
         self.soft: asyncio.Future[str] = loop.create_future()
@@ -30,7 +32,7 @@ class StopSignals:
         if not self.soft.done():
             self._asked_s = now
             self.soft.set_result(reason)
-        elif not self.hard.done() and now - self._asked_s > SAME_WISH_S:
+        elif not self.hard.done() and now - self._asked_s > self._same_wish_s:
             self.hard.set_result(None)
 
     def close(self) -> None:
