@@ -107,12 +107,13 @@ def test_environment_wins_over_the_file_and_flags_over_both(tmp_path: Path, mode
         "HEADRACE_GATEWAY__PORT": "2000",
         "HEADRACE_GATEWAY__API_KEYS__0__KEY": "1234567890",
         "HEADRACE_CACHE_DIR": "/not/configuration",
+        "HEADRACE_DRAIN_TIMEOUT_S": "7",
         "OTHER__PORT": "1",
     }
     config = load_text(tmp_path, text, environment, gateway__port=3000, model__engine__max_num_seqs=None)
     engine = config.models[0].engine
     assert engine is not None
-    assert (engine.seed, engine.max_num_seqs, config.gateway.port) == (2, 4, 3000)
+    assert (engine.seed, engine.max_num_seqs, config.gateway.port, config.drain_timeout_s) == (2, 4, 3000, 7.0)
     assert config.gateway.api_keys[0].sha256 == hashlib.sha256(b"1234567890").hexdigest()  # digits stay a string where one is wanted
 
 
@@ -169,7 +170,10 @@ def test_wrong_files_are_refused_with_path_and_remedy(tmp_path: Path, model_fold
 @pytest.mark.parametrize(
     ("name", "value", "what"),
     [
-        ("HEADRACE_GATEWAY__PROT", "1", "Did you mean port?"),
+        ("HEADRACE_GATEWAY__PROT", "1", "Did you mean HEADRACE_GATEWAY__PORT?"),
+        ("HEADRACE_MODELS__3__ENGINE__SEDE", "1", "Did you mean HEADRACE_MODELS__3__ENGINE__SEED?"),
+        ("HEADRACE_MODEL__MAX_MODEL_LEN", "1", "Did you mean HEADRACE_MODELS__0__ENGINE__MAX_MODEL_LEN?"),
+        ("HEADRACE_DRAIN_TIMEOUT_S", "-1", "outside 0..86400"),
         ("HEADRACE_GATEWAY__PORT", "many", "expected int"),
         ("HEADRACE_GATEWAY__PORT__X", "1", "nothing can be set at 'x'"),
         ("HEADRACE_MODELS__7__NAME", "x", "filled in order"),

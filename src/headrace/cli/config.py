@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from headrace.bundled import bundled_path
-from headrace.cli.config_decode import Raw, apply_environment, decode, read_yaml, set_at
+from headrace.cli.config_decode import ELSEWHERE, Raw, apply_environment, decode, read_yaml, set_at
 from headrace.cli.config_origins import flag_steps, named_by_origin
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
@@ -169,9 +169,14 @@ def load(
     raw = {} if file is None else read_yaml(file)
     apply_environment(ServeConfig, raw, environment, ENV_PREFIX)
     _apply_flags(raw, {path: value for path, value in (flags or {}).items() if value is not None}, names)
-    _fill(raw, default_model)
     with named_by_origin(environment, ENV_PREFIX, names):
-        config = decode(ServeConfig, raw).checked()
+        return from_raw(raw, default_model)
+
+
+def from_raw(raw: Raw, default_model: str | None = None) -> ServeConfig:
+    """The checked configuration in plain data, which is filled up in place. Raises ConfigError with the path in it."""
+    _fill(raw, default_model)
+    config = decode(ServeConfig, raw).checked()
     return replace(config, gateway=_with_hashed_keys(config.gateway))
 
 
@@ -196,12 +201,11 @@ def _fill(raw: Raw, default_model: str | None) -> None:
             engine.setdefault("model", default_model)
     gateway = raw.setdefault("gateway", {})
     if isinstance(gateway, dict):
-        if "models" in gateway:
-            raise ConfigError("gateway.models", "is not set here", "Declare models at the top level.")
-        gateway["models"] = []
         timeouts = gateway.get("timeouts")
-        if isinstance(timeouts, dict) and "drain_s" in timeouts:
-            raise ConfigError("gateway.timeouts.drain_s", "is not set here", "Set drain_timeout_s at the top level.")
+        for name, section in (("gateway.models", gateway), ("gateway.timeouts.drain_s", timeouts)):
+            if isinstance(section, dict) and name.rpartition(".")[2] in section:
+                raise ConfigError(name, "is not set here", ELSEWHERE[name])
+        gateway["models"] = []
 
 
 def _with_hashed_keys(gateway: GatewayConfig) -> GatewayConfig:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from headrace.cli.exits import ExitCode
 from headrace.core.errors import ConfigError
 
 config_app = typer.Typer(help="Check, show or begin a configuration file.", no_args_is_help=True, rich_markup_mode=None)
@@ -43,9 +45,17 @@ _EXAMPLE_DIGEST = "<hex digest of the key: printf %s KEY | sha256sum>"
 
 @config_app.command()
 def check(file: Annotated[Path, typer.Argument(help="YAML file.")]) -> None:
-    """Read a file (and the environment) as `serve` would, and say whether it holds."""
+    """Read a file (and the environment) as `serve` would, and say whether it holds, or all that does not."""
     from headrace.cli.config import load
+    from headrace.cli.config_faults import faults, unread_variables
 
+    for line in unread_variables(os.environ):
+        print(f"headrace: {line}", file=sys.stderr)
+    if found := faults(file, os.environ):
+        for fault in found:
+            print(fault.words(file), file=sys.stderr)
+        print(f"headrace: {file}: {len(found)} fault{'s' if len(found) > 1 else ''}", file=sys.stderr)
+        raise typer.Exit(ExitCode.CONFIG)
     config = load(file, os.environ)
     replicas = sum(model.num_engines for model in config.models)
     names = ", ".join(model.served_name for model in config.models)

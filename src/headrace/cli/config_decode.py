@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,10 +23,16 @@ from headrace.core.errors import ConfigError
 Value = TypeVar("Value")
 Raw = dict[str, object]
 MAX_FILE_BYTES = 1 << 20
+TOP_LEVEL = ("drain_timeout_s", "run_dir", "allow_open", "block_key", "experimental")
+"""Keys without a section: HEADRACE_DRAIN_TIMEOUT_S."""
+
+ELSEWHERE = {"gateway.models": "Declare models at the top level.", "gateway.timeouts.drain_s": "Set drain_timeout_s at the top level."}
+"""Keys of the packages' own configs that are made from others: refused in a file, and never suggested."""
+
 _PLACE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?\Z", re.DOTALL)
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
+class UniqueKeyLoader(yaml.SafeLoader):
     """The safe loader, except that a key given twice is an error instead of the last one winning, and there are no anchors."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
@@ -61,7 +67,7 @@ def read_yaml(file: Path) -> Raw:
 
 def parse_yaml(text: str, where: str) -> object:
     """One YAML document. Raises ConfigError with line and column."""
-    loader = _UniqueKeyLoader(text)
+    loader = UniqueKeyLoader(text)
     try:
         return loader.get_single_data()
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -94,13 +100,18 @@ def check_known(hint: object, raw: object, where: str) -> None:
         for key, value in raw.items():
             path = f"{where}.{key}" if where else str(key)
             if key not in hints:
-                raise unknown_key(path, str(key), hints)
+                raise unknown_key(path, str(key), hints, where)
             check_known(hints[key], value, path)
 
 
-def unknown_key(path: str, key: str, known: Mapping[str, object]) -> ConfigError:
+def unknown_key(path: str, key: str, known: Iterable[str], where: str = "") -> ConfigError:
+    """The error, with the nearest of `known`, which are the keys at `where`; of those set elsewhere it says where."""
+    elsewhere = {name: ELSEWHERE[f"{where}.{name}"] for name in known if f"{where}.{name}" in ELSEWHERE}
     close = get_close_matches(key, known, n=1)
-    return ConfigError(path, "is not a known key", f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}.")
+    if close and close[0] in elsewhere:
+        return ConfigError(path, "is not a known key", elsewhere[close[0]])
+    listed = ", ".join(name for name in known if name not in elsewhere)
+    return ConfigError(path, "is not a known key", f"Did you mean {close[0]}?" if close else f"Known: {listed}.")
 
 
 def inner(hint: object) -> object:
@@ -114,22 +125,49 @@ def inner(hint: object) -> object:
 def apply_environment(kind: type, raw: Raw, environment: Mapping[str, str], prefix: str) -> None:
     """Set `PREFIX_SECTION__KEY=value` in `raw`, in place: levels are joined by two underscores, list places are numbers.
 
-    A variable without `__` after the prefix is not configuration (HEADRACE_CACHE_DIR). Raises ConfigError for an unknown path.
+    A variable without `__` after the prefix is configuration only as one of TOP_LEVEL. Raises ConfigError for an unknown path.
     """
     for name, steps in variables(environment, prefix):
-        hint = _hint_at(kind, steps, name)
-        text = environment[name]
-        set_at(raw, steps, text if inner(hint) is str else parse_yaml(text, name), name)
+        apply_variable(kind, raw, name, steps, environment[name], prefix)
+
+
+def apply_variable(kind: type, raw: Raw, name: str, steps: Sequence[str], text: str, prefix: str) -> None:
+    """Set what one variable says in `raw`, in place. Raises ConfigError naming the variable, with the nearest one."""
+    hint = _hint_at(kind, steps, name, prefix)
+    set_at(raw, steps, text if inner(hint) is str else parse_yaml(text, name), name)
 
 
 def variables(environment: Mapping[str, str], prefix: str) -> Iterator[tuple[str, list[str]]]:
     """(name, the steps of its path) of each variable that is configuration, in the order in which they are applied."""
     for name in sorted(environment):
-        if name.startswith(prefix) and "__" in name[len(prefix) :]:
-            yield name, name[len(prefix) :].lower().split("__")
+        rest = name.removeprefix(prefix).lower()
+        if name.startswith(prefix) and ("__" in rest or rest in TOP_LEVEL):
+            yield name, rest.split("__")
 
 
-def _hint_at(kind: object, steps: Sequence[str], name: str) -> object:
+def known_variables(kind: object, prefix: str, number: str = "0") -> Iterator[str]:
+    """Names of variables for every value that can be set; `number` stands for places in lists."""
+    hint = inner(kind)
+    if get_origin(hint) is tuple and is_dataclass(get_args(hint)[0]):
+        yield from known_variables(get_args(hint)[0], f"{prefix}{number}__", number)
+    elif isinstance(hint, type) and is_dataclass(hint):
+        for name, each in get_type_hints(hint).items():
+            yield from known_variables(each, f"{prefix}{name.upper()}__", number)
+    else:
+        yield prefix.removesuffix("__")
+
+
+def nearest_variable(kind: type, name: str, prefix: str) -> str | None:
+    """The variable that was probably meant: the only one that ends alike, else the nearest by letters."""
+    elsewhere = {prefix + path.upper().replace(".", "__") for path in ELSEWHERE}
+    number = next((step for step in name.split("__") if step.isdecimal()), "0")
+    known = [each for each in known_variables(kind, prefix, number) if each not in elsewhere]
+    last = name.removeprefix(prefix).rpartition("__")[2]
+    alike = [each for each in known if each.endswith(f"__{last}")]
+    return alike[0] if len(alike) == 1 else next(iter(get_close_matches(name, known, n=1, cutoff=0.7)), None)
+
+
+def _hint_at(kind: type, steps: Sequence[str], name: str, prefix: str) -> object:
     hint: object = kind
     for step in steps:
         hint = inner(hint)
@@ -138,7 +176,8 @@ def _hint_at(kind: object, steps: Sequence[str], name: str) -> object:
         elif isinstance(hint, type) and is_dataclass(hint):
             hints = get_type_hints(hint)
             if step not in hints:
-                raise unknown_key(name, step, hints)
+                nearest = nearest_variable(kind, name, prefix)
+                raise ConfigError(name, "is not a known key", f"Did you mean {nearest}?") if nearest else unknown_key(name, step, hints)
             hint = hints[step]
         else:
             raise ConfigError(name, f"nothing can be set at {step!r}", "Levels are joined by two underscores; list places are numbers.")

@@ -19,14 +19,14 @@ def named_by_origin(environment: Mapping[str, str], prefix: str, flag_names: Map
     try:
         yield
     except ConfigError as error:
-        if (name := _origin(error.where, environment, prefix, flag_names)) is None:
+        if (name := origin_of(error.where, environment, prefix, flag_names)) is None:
             raise
         raise ConfigError(name, error.reason, error.remedy) from error
 
 
-def _origin(where: str, environment: Mapping[str, str], prefix: str, flag_names: Mapping[str, str]) -> str | None:
+def origin_of(where: str, environment: Mapping[str, str], prefix: str, flag_names: Mapping[str, str] | None = None) -> str | None:
     """What set the value at `where`. Flags are applied last; of variables the later one of two that hold it."""
-    for path, name in flag_names.items():
+    for path, name in (flag_names or {}).items():
         if _rest(where, shown_path(flag_steps(path))) is not None:
             return name
     found = None

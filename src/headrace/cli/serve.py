@@ -90,11 +90,14 @@ def serve(
     """Serve a model over the OpenAI API."""
     from headrace.bundled import DEFAULT_MODEL
     from headrace.cli.config import ENV_PREFIX, load
+    from headrace.cli.config_faults import unread_variables
     from headrace.cli.config_origins import named_by_origin
     from headrace.cli.exits import UsageRefused
 
     if model_argument is not None and model is not None:
         raise UsageRefused("MODEL and --model: give one of them")
+    for line in unread_variables(os.environ):
+        print(f"headrace: {line}", file=sys.stderr)
     names = flag_names(context, sys.argv[1:])
     flags = flags_of(context.params, engine)
     resolved = load(config, os.environ, flags, flag_names=names, default_model=None if config else DEFAULT_MODEL)

@@ -1,0 +1,142 @@
+"""All faults of a configuration at once: each with its line, none of them made up by mending another."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.config import ServeConfig
+from headrace.cli.config_decode import TOP_LEVEL, inner
+from headrace.cli.config_faults import OTHER_VARIABLES, faults, lines_of, unread_variables
+from headrace.core.errors import ConfigError
+from tests.cli.test_main import Headrace, headrace  # noqa: F401  # a fixture
+from tests.house.options import config_options
+from tests.house.reader import ROOT
+
+BROKEN = """\
+models:
+  - name: a
+    replicas: two
+    engine:
+      model: /absent
+      max_num_seq: 0
+      dtype: float17
+      seed: x
+  - name: a
+    engine: {model: M, max_num_seqs: 0}
+  - name: far
+    upstream: {ulr: "http://x/v1"}
+  - engine: {model: M}
+    upstream: {url: "http://x/v1"}
+gatway: {}
+gateway:
+  port: 70000
+  api_keys:
+    - {key: short}
+    - {key: long-enough-key, priority: top}
+  timeouts: {drain: 5, body_s: -1}
+drain_timeout_s: -4
+"""
+FOUND = [
+    (3, "models[0].replicas", "expected int"),
+    (5, "models[0].engine.model", "neither a folder"),
+    (6, "models[0].engine.max_num_seq", "Did you mean max_num_seqs?"),
+    (4, "models[0].engine.max_num_seqs", "0 is outside"),  # the value of the misspelt key, which has no line under its right name
+    (7, "models[0].engine.dtype", "'float17' is not one of auto, float32, bfloat16."),
+    (8, "models[0].engine.seed", "expected int"),
+    (9, "models[1].name", "served twice"),
+    (10, "models[1].engine.max_num_seqs", "0 is outside"),
+    (12, "models[2].upstream.ulr", "Did you mean url?"),
+    (13, "models[3]", "needs exactly one of"),
+    (15, "gatway", "Did you mean gateway?"),
+    (17, "gateway.port", "70000 is outside"),
+    (19, "gateway.api_keys[0].key", "is shorter than"),
+    (20, "gateway.api_keys[1].priority", "'top' is not one of"),
+    (21, "gateway.timeouts.drain", "Set drain_timeout_s at the top level."),
+    (21, "gateway.timeouts.body_s", "is not positive"),
+    (22, "drain_timeout_s", "outside 0..86400"),
+]
+
+
+@pytest.fixture
+def broken(tmp_path: Path, model_folder: Path) -> Path:
+    file = tmp_path / "broken.yaml"
+    file.write_text(BROKEN.replace("model: M", f"model: {model_folder}"))
+    return file
+
+
+def test_every_fault_is_found_with_its_line_and_no_other(broken: Path) -> None:
+    found = {fault.error.where: fault for fault in faults(broken, {})}
+    assert set(found) == {where for _, where, _ in FOUND}
+    for line, where, words in FOUND:
+        assert found[where].line == line, where
+        assert words in str(found[where].error)
+        assert found[where].words(broken).startswith(f"{broken}:{line}: {where}: ")
+
+
+@pytest.mark.parametrize("number", range(len(BROKEN.splitlines())))
+def test_a_file_without_one_of_its_lines_still_has_an_answer(broken: Path, number: int) -> None:
+    """Mending ends, whatever is wrong; what YAML cannot read is one fault."""
+    lines = BROKEN.splitlines(keepends=True)
+    broken.write_text("".join(lines[:number] + lines[number + 1 :]))
+    try:
+        found = [str(fault.error) for fault in faults(broken, {})]
+    except ConfigError as error:
+        found = [str(error)]
+    assert found
+    assert len(found) > 5 or "is not valid YAML" in found[0]
+
+
+def test_a_fault_of_a_variable_is_named_by_it(tmp_path: Path, model_folder: Path) -> None:
+    file = tmp_path / "good.yaml"
+    file.write_text(f"models: [{{engine: {{model: {model_folder}}}}}]")
+    environment = {"HEADRACE_GATEWAY__HOTS": "x", "HEADRACE_GATEWAY__PORT": "-1", "HEADRACE_MODELS__0__ENGINE__SEED": "x"}
+    found = faults(file, environment)
+    assert {fault.error.where: fault.line for fault in found} == dict.fromkeys(environment)
+    assert "Did you mean HEADRACE_GATEWAY__HOST?" in found[0].words(file)
+    assert faults(file, {}) == []
+
+
+def test_check_prints_them_all_and_fails(headrace: Headrace, broken: Path) -> None:  # noqa: F811
+    done = headrace("config", "check", str(broken))
+    assert done.returncode == 3
+    lines = done.stderr.splitlines()
+    assert lines[-1] == f"headrace: {broken}: {len(FOUND)} faults"
+    assert len(lines) == len(FOUND) + 1
+    assert [int(line.removeprefix(f"{broken}:").partition(":")[0]) for line in lines[:-1]] == sorted(line for line, _, _ in FOUND)
+
+
+def test_lines_are_those_of_the_keys() -> None:
+    assert lines_of("a:\n  b:\n    - c: 1\n    - 2\n") == {"a": 1, "a.b": 2, "a.b[0]": 3, "a.b[0].c": 3, "a.b[1]": 4}
+    assert lines_of("") == {}
+
+
+def test_variables_that_nothing_reads_are_named() -> None:
+    environment = {
+        "HEADRACE_PORT": "8000",
+        "HEADRACE_XYZZY": "1",
+        "HEADRACE_API_KEY": "k",
+        "HEADRACE_GATEWAY__PORT": "1",
+        "HEADRACE_EXPERIMENTAL": "true",
+        "HEADRACE_SERVICE_HOST": "10.0.0.1",  # Kubernetes sets these for a service named headrace
+        "HEADRACE_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "PATH": "/bin",
+    }
+    assert list(unread_variables(environment)) == [
+        "HEADRACE_PORT is not read. Did you mean HEADRACE_GATEWAY__PORT?",
+        "HEADRACE_XYZZY is not read.",
+    ]
+    assert list(unread_variables({"HEADRACE_PORT": "tcp://10.0.0.1:8000"})) == []
+
+
+def test_every_variable_of_the_source_is_known() -> None:
+    texts = [file.read_text(encoding="utf-8") for file in (ROOT / "src").rglob("*.py")]
+    named = {name for text in texts for name in re.findall(r'"(HEADRACE_[A-Z_]+)"', text) if "__" not in name}
+    assert named <= {*OTHER_VARIABLES, "HEADRACE_", *(f"HEADRACE_{name.upper()}" for name in TOP_LEVEL)}
+
+
+def test_keys_without_a_section_are_those_of_the_configuration() -> None:
+    assert set(TOP_LEVEL) == {path for path, _ in config_options() if "." not in path}
+    assert inner(ServeConfig) is ServeConfig

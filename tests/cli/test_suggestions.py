@@ -1,0 +1,107 @@
+"""Whatever a message suggests is followed: it is taken, and not refused by the next message."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer._click.exceptions import NoSuchOption
+from typer.main import get_command
+
+from headrace.cli.config import ENV_PREFIX, ServeConfig, from_raw
+from headrace.cli.config_decode import ELSEWHERE, apply_variable, known_variables, nearest_variable, set_at, variables
+from headrace.cli.main import app
+from headrace.cli.vllm_flags import TABLE, Refused
+from headrace.core.errors import ConfigError
+from headrace.engine.config import EngineConfig, options
+from tests.house.options import config_options
+
+PATHS = [path for path, _ in config_options()]
+
+
+def misspelt(word: str) -> list[str]:
+    """A letter left out, one too many, two changed places."""
+    made = [word[:-1], word + "x", word[0] + word[2] + word[1] + word[3:]] if len(word) > 4 else [word + "x"]
+    return [each for each in made if each != word]
+
+
+def steps_of(path: str) -> list[str]:
+    return path.replace("[N]", ".0").split(".")
+
+
+@pytest.mark.parametrize("path", [*PATHS, *ELSEWHERE])
+def test_keys_that_are_suggested_are_known(path: str) -> None:
+    *section, last = steps_of(path)
+    for word in misspelt(last):
+        raw: dict[str, object] = {}
+        set_at(raw, [*section, word], 1, "test")
+        with pytest.raises(ConfigError) as caught:
+            from_raw(raw, "headrace-tiny")
+        if f"{'.'.join(section)}.{word}" in ELSEWHERE or word in [steps_of(known)[-1] for known in PATHS]:
+            continue  # another key by chance
+        assert caught.value.reason == "is not a known key", word
+        remedy = caught.value.remedy
+        suggested = re.fullmatch(r"Did you mean (\w+)\?", remedy)
+        listed = re.fullmatch(r"Known: (.*)\.", remedy)
+        names = [suggested[1]] if suggested else listed[1].split(", ") if listed else []
+        assert names or remedy in ELSEWHERE.values()
+        for name in names:
+            known = ".".join([*section, name])
+            assert any(".".join(steps_of(each)).startswith(known) for each in PATHS), f"{word} -> {known}"
+
+
+@pytest.mark.parametrize("name", list(known_variables(ServeConfig, ENV_PREFIX)))
+def test_variables_that_are_suggested_are_read(name: str) -> None:
+    for word in misspelt(name):
+        suggested = nearest_variable(ServeConfig, word, ENV_PREFIX)
+        assert suggested is not None
+        ((found, steps),) = variables({suggested: "1"}, ENV_PREFIX)
+        raw: dict[str, object] = {}
+        apply_variable(ServeConfig, raw, found, steps, "1", ENV_PREFIX)
+        assert raw
+        assert ".".join(steps) not in ELSEWHERE
+
+
+def commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield words, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, (*words, name))
+
+
+MAIN = get_command(app)
+
+
+@pytest.mark.parametrize(("words", "command"), list(commands(MAIN)), ids=lambda each: " ".join(each) if isinstance(each, tuple) else "")
+def test_flags_that_are_suggested_are_taken(words: tuple[str, ...], command: Any) -> None:
+    taken = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+    for flag in {name for name in taken | set(TABLE) if name.startswith("--")}:
+        for word in (f"--{each}" for each in misspelt(flag[2:])):
+            if word in taken or word in TABLE:
+                continue
+            with pytest.raises(NoSuchOption) as caught:
+                MAIN.main([*words, word], prog_name="headrace", standalone_mode=False)
+            message = caught.value.message
+            for suggested in re.findall(r"Did you mean (\S+)\?", message):
+                entry = TABLE.get(suggested)
+                assert suggested in taken or (entry is not None and not isinstance(entry, Refused)), message
+            if "not supported" in message:
+                assert any(entry.remedy in message for entry in TABLE.values() if isinstance(entry, Refused)), message
+
+
+@pytest.mark.parametrize("name", [name for name, option in options() if option.one_of])
+def test_values_that_are_suggested_are_accepted(name: str, model_folder: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(model="m", **{name: "xyzzy"}).checked()  # type: ignore[arg-type]
+    for value in caught.value.reason.partition(" is not one of ")[2].split(", "):
+        raw: dict[str, object] = {"models": [{"engine": {"model": str(model_folder), name: value}}], "experimental": value == "cuda"}
+        from_raw(raw)
+
+
+def test_what_a_device_wants_is_said_and_enough(model_folder: Path) -> None:
+    raw: dict[str, object] = {"models": [{"engine": {"model": str(model_folder), "device": "cuda"}}]}
+    with pytest.raises(ConfigError, match=r"experimental: true"):
+        from_raw(dict(raw))
+    assert from_raw({**raw, "experimental": True}).experimental
