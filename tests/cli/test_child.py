@@ -43,7 +43,8 @@ def test_server_is_gone_when_its_command_is_ended_by_a_signal(tmp_path: Path, nu
     program = tmp_path / "python"
     program.write_text(f'#!/bin/sh\necho $$ > {tmp_path}/pid\necho "Serving m at http://h:1"\nexec sleep 60\n')
     program.chmod(0o700)
-    code = "import sys, time; from headrace.cli import child; child.COMMAND = (sys.argv[1],)\n"
+    code = f"import signal; signal.signal({int(number)}, signal.SIG_DFL)\n"  # under nohup it is ignored
+    code += "import sys, time; from headrace.cli import child; child.COMMAND = (sys.argv[1],)\n"
     code += "with child.started_server('m') as url:\n    print(url, flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code, str(program)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -89,6 +89,29 @@ def test_a_file_without_one_of_its_lines_still_has_an_answer(broken: Path, numbe
     assert len(found) > 5 or "is not valid YAML" in found[0]
 
 
+@pytest.mark.parametrize(
+    ("text", "wheres"),
+    [
+        ("", ["configuration"]),
+        ("models: 5", ["models"]),
+        ("models: [5]", ["models[0]"]),
+        ("gateway: 7\nmodels: []", ["gateway", "models"]),
+        (
+            "models: [M]\ngateway: {allowed_hosts: [1, 2], limits: 4}",
+            ["gateway.allowed_hosts[0]", "gateway.allowed_hosts[1]", "gateway.limits"],
+        ),
+        ("models: [{aliases: [a, a, 5], engine: {model: headrace-tiny}}]", ["models[0].aliases[2]", "models[0].name"]),
+        ("models: [{upstream: {url: 'ftp://x'}}]", ["models[0].name", "models[0].upstream.url"]),
+        ("models: [{engine: {model: headrace-tiny, device: cuda, dtype: float16}}]", ["models[0].engine.device"]),
+        ("models: [M]\ngateway: {models: [], timeouts: {drain_s: 5}}", ["gateway.models", "gateway.timeouts.drain_s"]),
+    ],
+)
+def test_odd_files_have_their_own_faults_and_no_others(tmp_path: Path, model_folder: Path, text: str, wheres: list[str]) -> None:
+    file = tmp_path / "odd.yaml"
+    file.write_text(text.replace("[M]", f"[{{engine: {{model: {model_folder}}}}}]"))
+    assert sorted(fault.error.where for fault in faults(file, {})) == wheres
+
+
 def test_a_fault_of_a_variable_is_named_by_it(tmp_path: Path, model_folder: Path) -> None:
     file = tmp_path / "good.yaml"
     file.write_text(f"models: [{{engine: {{model: {model_folder}}}}}]")
@@ -106,6 +129,12 @@ def test_check_prints_them_all_and_fails(headrace: Headrace, broken: Path) -> No
     assert lines[-1] == f"headrace: {broken}: {len(FOUND)} faults"
     assert len(lines) == len(FOUND) + 1
     assert [int(line.removeprefix(f"{broken}:").partition(":")[0]) for line in lines[:-1]] == sorted(line for line, _, _ in FOUND)
+
+
+def test_serve_says_them_all_too_and_a_wrong_flag_alone(headrace: Headrace, broken: Path, model_folder: Path) -> None:  # noqa: F811
+    assert headrace("serve", "--config", str(broken)).stderr.splitlines()[-1] == f"headrace: {broken}: {len(FOUND)} faults"
+    broken.write_text(f"models: [{{engine: {{model: {model_folder}}}}}]")
+    assert headrace("serve", "--config", str(broken), "--port", "-1").stderr == "headrace: --port: -1 is outside 0..65535.\n"
 
 
 def test_lines_are_those_of_the_keys() -> None:

@@ -47,19 +47,26 @@ _EXAMPLE_DIGEST = "<hex digest of the key: printf %s KEY | sha256sum>"
 def check(file: Annotated[Path, typer.Argument(help="YAML file.")]) -> None:
     """Read a file (and the environment) as `serve` would, and say whether it holds, or all that does not."""
     from headrace.cli.config import load
-    from headrace.cli.config_faults import faults, unread_variables
+    from headrace.cli.config_faults import unread_variables
 
     for line in unread_variables(os.environ):
         print(f"headrace: {line}", file=sys.stderr)
+    leave_if_faulty(file)
+    config = load(file, os.environ)
+    replicas = sum(model.num_engines for model in config.models)
+    names = ", ".join(model.served_name for model in config.models)
+    print(f"{file}: ok. {len(config.models)} model(s) ({names}), {replicas} replica(s), {config.gateway.host}:{config.gateway.port}")
+
+
+def leave_if_faulty(file: Path) -> None:
+    """Print every fault of a file and the environment, and raise typer.Exit; nothing happens when there is none."""
+    from headrace.cli.config_faults import faults
+
     if found := faults(file, os.environ):
         for fault in found:
             print(fault.words(file), file=sys.stderr)
         print(f"headrace: {file}: {len(found)} fault{'s' if len(found) > 1 else ''}", file=sys.stderr)
         raise typer.Exit(ExitCode.CONFIG)
-    config = load(file, os.environ)
-    replicas = sum(model.num_engines for model in config.models)
-    names = ", ".join(model.served_name for model in config.models)
-    print(f"{file}: ok. {len(config.models)} model(s) ({names}), {replicas} replica(s), {config.gateway.host}:{config.gateway.port}")
 
 
 @config_app.command()

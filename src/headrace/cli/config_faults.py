@@ -74,8 +74,8 @@ def _each(raw: Raw) -> Iterator[ConfigError]:
             if where not in seen:
                 yield error
             while not _mend(raw, where, error, is_again=where in seen):
-                where, dot, _ = where.rpartition(".")
-                if not dot:
+                where = _around(where)
+                if not where:
                     return
             seen.add(error.where)
 
@@ -91,6 +91,9 @@ def _mend(raw: Raw, where: str, error: ConfigError, *, is_again: bool) -> bool:
     if missing is not None and isinstance(section, dict):
         section[missing[1]] = _stand_in(missing[1], where)
         return True
+    if last == "device" and "experimental" in error.remedy:
+        raw["experimental"] = True
+        return True
     meant = _MEANT.fullmatch(error.remedy) if where == error.where else None
     if meant is not None and isinstance(place, dict) and last in place and meant[1] not in place:
         place[meant[1]] = place.pop(last)  # so that its value is looked at too
@@ -100,7 +103,7 @@ def _mend(raw: Raw, where: str, error: ConfigError, *, is_again: bool) -> bool:
 
 def _replace(place: object, last: str, stand_in: object) -> bool:
     """Put `stand_in` there, or take out what is there where it may be left out (None) or was put there before. False: nothing changed."""
-    if isinstance(place, dict) and (last in place or last == "models"):
+    if isinstance(place, dict) and (last in place or last in ("models", "name")):
         if stand_in is None or place.get(last) == stand_in:
             return place.pop(last, None) is not None
         place[last] = stand_in
@@ -120,10 +123,12 @@ def _inside(place: object, step: str) -> object:
 def _stand_in(name: str, where: str) -> object:
     """A value that holds where one must be; None where the key may be left out. `where` makes names and keys of it differ."""
     digest = hashlib.sha256(where.encode()).hexdigest()
-    model = {"name": f"stand-in-{digest[-12:]}", "engine": {"model": DEFAULT_MODEL}}
+    name_of_its_own = f"stand-in-{digest[-12:]}"
+    model = {"name": name_of_its_own, "engine": {"model": DEFAULT_MODEL}}
     made: dict[str, object] = {
         "models": [model],
         "models[]": model,
+        "name": name_of_its_own,
         "model": DEFAULT_MODEL,
         "engine": {"model": DEFAULT_MODEL},
         "upstream": {"url": "http://127.0.0.1/v1", "model": "stand-in"},
@@ -132,7 +137,7 @@ def _stand_in(name: str, where: str) -> object:
         "sha256": digest,
         "api_keys[]": {"sha256": digest},
     }
-    return made.get(name)
+    return made.get(name, name_of_its_own if name.endswith("[]") else None)
 
 
 def lines_of(text: str) -> dict[str, int]:
@@ -160,8 +165,13 @@ def _note_lines(node: yaml.Node | None, steps: list[str], found: dict[str, int])
 def _line(lines: Mapping[str, int], where: str) -> int:
     """Of the value, or of the nearest section around it that is written."""
     while where and where not in lines:
-        where = re.sub(r"(^|\.)[^.\[\]]*$|\[\d+\]$", "", where)
+        where = _around(where)
     return lines.get(where, 1)
+
+
+def _around(where: str) -> str:
+    """The path of what holds the value at `where`; empty for a key at the top."""
+    return re.sub(r"((^|\.)[^.\[\]]*|\[\d+\])$", "", where)
 
 
 def unread_variables(environment: Mapping[str, str]) -> Iterator[str]:

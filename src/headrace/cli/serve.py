@@ -90,9 +90,11 @@ def serve(
     """Serve a model over the OpenAI API."""
     from headrace.bundled import DEFAULT_MODEL
     from headrace.cli.config import ENV_PREFIX, load
+    from headrace.cli.config_commands import leave_if_faulty
     from headrace.cli.config_faults import unread_variables
     from headrace.cli.config_origins import named_by_origin
     from headrace.cli.exits import UsageRefused
+    from headrace.core.errors import ConfigError
 
     if model_argument is not None and model is not None:
         raise UsageRefused("MODEL and --model: give one of them")
@@ -100,7 +102,12 @@ def serve(
         print(f"headrace: {line}", file=sys.stderr)
     names = flag_names(context, sys.argv[1:])
     flags = flags_of(context.params, engine)
-    resolved = load(config, os.environ, flags, flag_names=names, default_model=None if config else DEFAULT_MODEL)
+    try:
+        resolved = load(config, os.environ, flags, flag_names=names, default_model=None if config else DEFAULT_MODEL)
+    except ConfigError as error:
+        if config is not None and error.where not in names.values():
+            leave_if_faulty(config)  # all at once, each with its line
+        raise
     with named_by_origin(os.environ, ENV_PREFIX, names):  # a taken port is found out only now
         raise typer.Exit(run(resolved))
 
