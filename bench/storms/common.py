@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import headrace
+from headrace.lab.report import write_json
+
 RESULTS = Path(__file__).parents[1] / "results" / "storms"
+WATCH = Path(__file__).parents[1] / "streams" / "watch"
+LOOK, WRITE = signal.SIGRTMIN + 5, signal.SIGRTMIN + 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +41,27 @@ class Served:
         assert found is not None, "the gateway is gone"
         return round(int(found.group(1)) * 1024 / 1e6, 1)
 
+    def watch(self) -> None:
+        """Begin to look at the gateway's event loop. It was `served` with a file for what is seen."""
+        os.kill(self.gateway_pid, LOOK)
+
+    def watched(self, file: Path) -> tuple[list[tuple[float, float]], list[float]]:
+        """End it. How late each look came, with the CPU seconds since the one before it; and CPU seconds of each garbage collection."""
+        os.kill(self.gateway_pid, WRITE)
+        while not file.exists():
+            time.sleep(0.05)
+        seen = json.loads(file.read_text(encoding="utf-8"))
+        return [(late, cpu) for late, cpu in seen["looks"]], [cpu for _, cpu in seen["collections"]]
+
 
 @contextmanager
-def served(*arguments: str, timeout_s: float = 180.0) -> Iterator[Served]:
-    """`headrace serve` of the package that is imported here, on a free port, quiet."""
+def served(*arguments: str, timeout_s: float = 180.0, watch: Path | None = None) -> Iterator[Served]:
+    """`headrace serve` of the package that is imported here, on a free port, quiet. watch: see `Served.watch`"""
     command = [sys.executable, "-P", "-m", "headrace.cli.main", "serve", "--port", "0", *arguments]
     environment = {**os.environ, "HEADRACE_GATEWAY__REQUEST_LOG": "none"}
+    if watch is not None:
+        path = [str(WATCH), str(Path(headrace.__file__).parents[1])]
+        environment |= {"PYTHONPATH": os.pathsep.join(path), "HEADRACE_STREAM_WATCH": str(watch)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
     assert process.stdout is not None
     killer = threading.Timer(timeout_s, process.kill)
@@ -129,7 +150,6 @@ class Peak:
 
 
 def write_result(name: str, result: dict[str, Any]) -> Path:
-    RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(path, result)
     return path

@@ -1,18 +1,28 @@
-"""Memory of a gateway whose clients do not read: python bench/storms/memory_unread.py LABEL [--small]
+"""Memory of a gateway whose clients do not read: python -m bench.storms.memory_unread LABEL [--small] [--watched]
 
 Three storms against the bundled model, each with a server of its own: streams of echoed prompts with log-probabilities that nobody reads,
 the same read at 4 KB/s, and whole answers of many choices with log-probabilities that nobody reads. Figures: the gateway's resident
-memory before, at most, and ten seconds after every client has left. LABEL names the result: bench/results/storms/memory-unread-LABEL.json.
+memory before, at most, and ten seconds after every client has left; with --watched, how long its event loop is held. LABEL names the
+result: bench/results/storms/memory-unread-LABEL.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+import tempfile
 import time
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from bench.storms.common import Client, Peak, post, served, statuses, write_result
+import headrace
+from bench.storms.common import Client, Peak, Served, post, served, statuses, write_result
+from bench.stream_cost import percentiles
+from headrace.lab.environment import commit_of, environment
+
+CAPTION = "A machine with other work on it: times are noise, CPU and memory are not."
 
 PROMPT = "The quick brown fox jumps over the lazy dog. What is the capital of France? " * 110
 
@@ -37,26 +47,49 @@ def trickle(clients: list[Client]) -> None:
         client.read(1024)
 
 
-def storm(name: str, path: str, body: dict[str, Any], num_clients: int, seconds: float, *, is_read: bool = False) -> dict[str, Any]:
-    with served() as server:
-        time.sleep(2)
-        peak = Peak(server, server.rss_mb)
+@dataclass(frozen=True, slots=True)
+class Storm:
+    name: str
+    path: str
+    body: dict[str, Any]
+    num_clients: int
+    is_read: bool = False
+
+    def run(self, seconds: float) -> dict[str, Any]:
+        """The gateway's memory."""
+        with served() as server:
+            time.sleep(2)
+            peak = Peak(server, server.rss_mb)
+            seen = self._clients(server, seconds, peak)
+            time.sleep(10)
+            return seen | {
+                "idle_mb": peak.idle_mb, "peak_mb": peak.peak_mb, "over_idle_mb": round(peak.peak_mb - peak.idle_mb, 1),
+                "kept_mb": round(server.rss_mb - peak.idle_mb, 1),
+            }  # fmt: skip
+
+    def run_watched(self, seconds: float) -> dict[str, Any]:
+        """How long the gateway's event loop is held: CPU between two looks, a millisecond apart, and how late they come."""
+        with tempfile.TemporaryDirectory() as folder, served(watch=Path(folder) / "watch.json") as server:
+            time.sleep(2)
+            server.watch()
+            seen = self._clients(server, seconds, Peak(server, server.rss_mb))
+            looks, collections = server.watched(Path(folder) / "watch.json")
+            return seen | {
+                "slice_cpu_ms": percentiles([cpu for _, cpu in looks]), "lag_ms": percentiles([late for late, _ in looks]),
+                "cpu_s": round(sum(cpu for _, cpu in looks), 2),
+                "longest_collection_cpu_ms": round(1000 * max(collections, default=0.0), 2),
+            }  # fmt: skip
+
+    def _clients(self, server: Served, seconds: float, peak: Peak) -> dict[str, Any]:
         clients: list[Client] = []
-        for _ in range(num_clients):
-            clients.append(post(server.port, path, body))
+        for _ in range(self.num_clients):
+            clients.append(post(server.port, self.path, self.body))
             peak.watch(0)
-        peak.watch(seconds, partial(trickle, clients) if is_read else None)
+        peak.watch(seconds, partial(trickle, clients) if self.is_read else None)
         seen = statuses(clients)
         for client in clients:
             client.close()
-        time.sleep(10)
-        result = {
-            "storm": name, "clients": num_clients, "seconds": seconds, "statuses": seen, "idle_mb": peak.idle_mb,
-            "peak_mb": peak.peak_mb, "over_idle_mb": round(peak.peak_mb - peak.idle_mb, 1),
-            "kept_mb": round(server.rss_mb - peak.idle_mb, 1),
-        }  # fmt: skip
-        print(result, flush=True)
-        return result
+        return {"storm": self.name, "clients": self.num_clients, "seconds": seconds, "statuses": seen}
 
 
 def main() -> None:
@@ -64,16 +97,23 @@ def main() -> None:
     parser.add_argument("label")
     parser.add_argument("--small", action="store_true", help="a tenth of the clients")
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--watched", action="store_true", help="how long the event loop is held, instead of memory")
     given = parser.parse_args()
     share = 10 if given.small else 1
     characters = 5900  # about 1,950 tokens
     storms = [
-        storm("unread streams", "/v1/completions", echo(characters), 20 // min(share, 2), given.seconds),
-        storm("unread streams, many", "/v1/completions", echo(characters), 100 // share, given.seconds),
-        storm("streams at 4 KB/s", "/v1/completions", echo(characters), 300 // share, given.seconds, is_read=True),
-        storm("unread whole answers", "/v1/chat/completions", choices(), 60 // share, given.seconds),
+        Storm("unread streams", "/v1/completions", echo(characters), 20 // min(share, 2)),
+        Storm("unread streams, many", "/v1/completions", echo(characters), 100 // share),
+        Storm("streams at 4 KB/s", "/v1/completions", echo(characters), 300 // share, is_read=True),
+        Storm("unread whole answers", "/v1/chat/completions", choices(), 60 // share),
     ]
-    print(write_result(f"memory-unread-{given.label}", {"command": f"memory_unread.py {given.label}", "storms": storms}))
+    found: list[dict[str, Any]] = []
+    for storm in storms:
+        found.append(storm.run_watched(given.seconds) if given.watched else storm.run(given.seconds))
+        print(found[-1], flush=True)
+    source = Path(headrace.__file__).parents[2]
+    result = {"command": f"memory_unread.py {' '.join(sys.argv[1:])}", "commit": commit_of(source), "environment": environment()}
+    print(write_result(f"memory-unread-{given.label}", result | {"caption": CAPTION, "storms": found}))
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ class Reader:
         self.fed += update.token_ids
         delta = self.assembler.feed(update)
         self.text += delta.text
-        self.shown += [(entry.token_id, entry.logprob, entry.rank, entry.text_offset, entry.top) for entry in delta.logprobs]
+        self.shown += [(entry.token_id, entry.logprob, entry.rank, entry.text_offset, entry.top) for entry in delta.logprobs or ()]
         self.finish = delta.finish
 
     @property

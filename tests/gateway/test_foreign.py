@@ -379,7 +379,7 @@ LARGE_EVENTS: dict[str, dict[str, Any]] = {
     "token": {"delta": {"content": "x"}, "logprobs": {"content": [{"token": BIG, "logprob": -1}]}},
     "alternatives": {
         "delta": {"content": "x"},
-        "logprobs": {"content": [{"token": "x", "logprob": -1, "top_logprobs": [{"token": "x", "logprob": -1}] * 3000}]},
+        "logprobs": {"content": [{"token": "x", "logprob": -1, "top_logprobs": [{"token": "x", "logprob": -1}] * 30_000}]},
     },
     "stop reason": {"delta": {}, "finish_reason": "stop", "stop_reason": BIG},
 }

@@ -14,17 +14,19 @@ from typing import Any
 
 import httpx2
 import pytest
-from gateway_kit import MODEL, TestBench, chat_body, dial, eventually, metric, open_bench, post, serving
+from gateway_kit import MODEL, TestBench, chat_body, dial, eventually, metric, open_bench, post, scored, serving
 
 from headrace.core.errors import ConfigError, DeadlineExceeded, Overloaded
 from headrace.core.ids import RequestId
+from headrace.core.plan import columns_of
 from headrace.gateway import memory
 from headrace.gateway.access.budget import Held, HeldLimits, MemoryBudget
 from headrace.gateway.config import config_from
 from headrace.gateway.generation.score_limits import first_answer_bytes
 from headrace.gateway.http.exchange import ABORT_EXTENSION, Exchange
 from headrace.gateway.http.sse import StreamWatch
-from headrace.gateway.surfaces.dialect.logprobs import echo_logprobs
+from headrace.gateway.surfaces.dialect.logprobs import completion_logprobs, echo_logprobs
+from headrace.gateway.upstream.token_prompt import TokenPrompt
 from headrace.observe.request_log import RequestRecord
 from headrace.text.folder import TextModel
 
@@ -212,19 +214,19 @@ async def test_unread_answers_of_tokenize_are_bounded(text: TextModel) -> None:
             assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
 
 
-def test_choices_show_the_same_pieces() -> None:
-    class Prompt:
-        num_tokens, text = 2, "ab"
-
-        def entries(self, scores: Any) -> Any:
-            from headrace.text.assemble import TokenEntry, TopToken
-
-            for i in range(200):
-                yield TokenEntry(i, "a", b"a", -0.5, 1, (TopToken(i, "b", b"b", -1.0),), i)
-
-    made = echo_logprobs(Prompt(), (), 1)
-    first, second = made.pieces(None), made.pieces(None)
-    assert json.loads(b"".join(first))["top_logprobs"][:2] == [None, {"a": -0.5, "b": -1.0}]
+def test_choices_show_the_same_pieces(text: TextModel) -> None:
+    ids = tuple(40 + i % 50 for i in range(200))
+    prompt = TokenPrompt(ids, text.tokenizer.decode(ids), text.tokenizer)
+    scores = columns_of([scored(token_id, 1) for token_id in ids[1:]])
+    work = echo_logprobs(prompt, scores, 1)
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            echoed = end.value
+            break
+    first, second = [list(completion_logprobs((), 1, prompt=echoed)) for _ in range(2)]
+    assert json.loads(b"".join(first))["top_logprobs"][0] is None
     large = [piece for piece in first if len(piece) > 100]
     assert len(large) >= 12
     assert all(any(piece is other for other in second) for piece in large)

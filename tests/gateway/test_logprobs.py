@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
-import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 from gateway_kit import MAX_MODEL_LEN, TestBench, events_of, eventually
 
+from headrace.core.plan import TokenLogprobs, columns_of
 from headrace.gateway.generation import score_limits
+from headrace.gateway.generation.encoding import EncodingTurns
 from headrace.gateway.surfaces import completions
-from headrace.gateway.surfaces.dialect.logprobs import LOWEST_LOGPROB, chat_logprobs, completion_logprobs, echo_logprobs
-from headrace.text.assemble import TokenEntry, TopToken
+from headrace.gateway.surfaces.dialect.logprobs import LOWEST_LOGPROB, chat_logprobs, completion_logprobs
+from headrace.text.folder import TextModel
+from headrace.text.scored import ScoredTokens
 
 
-def test_a_token_the_model_rules_out_gets_the_lowest_number_not_null() -> None:
-    top = TopToken(2, "b", b"b", -math.inf)
-    entry = TokenEntry(1, "a", b"a", -math.inf, 1, (top,), 0)
-    chat = json.loads(msgspec.json.encode(chat_logprobs([entry], 1)))
+def test_a_token_the_model_rules_out_gets_the_lowest_number_not_null(text: TextModel) -> None:
+    a, b = text.tokenizer.encode("a", add_special_tokens=False) + text.tokenizer.encode("b", add_special_tokens=False)
+    scored = ScoredTokens(text.tokenizer)
+    scored.add(columns_of([TokenLogprobs(a, -math.inf, 1, (b,), (-math.inf,))]), [0], [True])
+    chat = json.loads(b"".join(chat_logprobs([scored], 1)))
     assert chat["content"][0]["logprob"] == chat["content"][0]["top_logprobs"][0]["logprob"] == LOWEST_LOGPROB
-    completion = json.loads(msgspec.json.encode(completion_logprobs([entry], 1)))
+    completion = json.loads(b"".join(completion_logprobs([scored], 1)))
     assert completion["token_logprobs"] == [LOWEST_LOGPROB]
     assert completion["top_logprobs"] == [{"a": LOWEST_LOGPROB, "b": LOWEST_LOGPROB}]
 
@@ -42,15 +47,75 @@ async def test_a_prompt_is_scored_once_whatever_n_is(bench: TestBench, monkeypat
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
-async def test_many_scores_are_written_off_the_event_loop(bench: TestBench, monkeypatch: pytest.MonkeyPatch, is_streaming: bool) -> None:
-    threads: list[str] = []
-    monkeypatch.setattr(completions, "echo_logprobs", noting(threads, threading.current_thread, echo_logprobs))
-    for prompt in ([5], [5] * (MAX_MODEL_LEN - 1)):
+async def test_many_scores_are_written_in_slices_with_turns_for_others(bench: TestBench, is_streaming: bool) -> None:
+    made: list[int] = []
+    encoding = bench.gateway.service.encoding
+    one_slice = encoding._slice
+
+    def noted(pieces: Iterator[bytes]) -> tuple[bytes, bool]:
+        assert encoding.num_pending == 1
+        found = one_slice(pieces)
+        made.append(len(found[0]))
+        return found
+
+    encoding._slice = noted  # type: ignore[method-assign]
+    for prompt, num_slices in (([5], 0), ([5] * (MAX_MODEL_LEN - 1), 4)):
         response = await bench.complete(prompt=prompt, echo=True, logprobs=20, max_tokens=1, stream=is_streaming)
         assert response.status_code == 200
-    small, large = (getattr(thread, "name", "") for thread in threads)
-    assert not small.startswith("answers")
-    assert large.startswith("answers")
+        assert len(made) >= num_slices
+        assert bool(made) == bool(num_slices)
+    assert encoding.num_pending == 0
+
+
+async def test_whoever_waits_for_its_turn_gets_it_in_order_and_one_slice_is_made_at_a_time() -> None:
+    """44 answers encoded in threads and tasks of their own held up the event loop for a second."""
+    now, turns, round_of = 0.0, EncodingTurns(lambda: now), asyncio.Event()
+    order: list[tuple[int, int]] = []
+
+    def pieces(number: int) -> Iterator[bytes]:
+        nonlocal now
+        for place in range(3):
+            now += 1.0
+            order.append((place, number))
+            yield b"x"
+
+    async def read(number: int) -> bytes:
+        return b"".join([made async for made in turns.slices(pieces(number))])
+
+    async def count_rounds() -> int:
+        num_rounds = 0
+        while not round_of.is_set():
+            num_rounds += 1
+            await asyncio.sleep(0)
+        return num_rounds
+
+    counting = asyncio.create_task(count_rounds())
+    assert await asyncio.gather(*[read(number) for number in range(5)]) == [b"xxx"] * 5
+    round_of.set()
+    assert order == [(place, number) for place in range(3) for number in range(5)]
+    assert await counting >= 15
+    assert turns.num_pending == 0
+
+
+async def test_what_waits_is_not_encoded_for_a_client_that_has_left() -> None:
+    turns, made = EncodingTurns(time.monotonic), []
+
+    def pieces() -> Iterator[bytes]:
+        made.append(1)
+        yield b"x"
+
+    async def read() -> None:
+        async for _ in turns.slices(pieces()):
+            pass
+
+    async with turns._turn:
+        tasks = [asyncio.create_task(read()) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert turns.num_pending == 3
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert (made, turns.num_pending) == ([], 0)
 
 
 async def test_scores_of_prompts_are_capped_before_anything_runs(bench: TestBench) -> None:

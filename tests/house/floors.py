@@ -36,7 +36,7 @@ ABOVE_THE_SEAM = (
     "gateway.http",
     "gateway.upstream.seam",
     "gateway.upstream.served_models",
-    "text.assemble",
+    "text.scored",
 )
 
 RUNNER_SIDE = (
@@ -96,9 +96,9 @@ FLOORS: dict[str, Floor] = {
     ),
     "headrace.gateway.generation.run": Floor(_ours("core", *ABOVE_THE_SEAM, "gateway.generation", "observe")),
     "headrace.gateway.generation.progress": Floor(_ours("core", "gateway.upstream.seam", "observe")),
-    "headrace.gateway.upstream.seam": Floor(_ours("core", "text.assemble")),
+    "headrace.gateway.upstream.seam": Floor(_ours("core", "text.scored")),
     "headrace.gateway.upstream.foreign*": Floor(
-        _ours("core", "gateway.config", "gateway.http.errors", "gateway.upstream.foreign*", "gateway.upstream.seam", "text.assemble"),
+        _ours("core", "gateway.config", "gateway.http.errors", "gateway.upstream.foreign*", "gateway.upstream.seam", "text.scored"),
         ("aiohttp", "msgspec"),
     ),
     "headrace.fleet": Floor((*GROUND, *_ours("policy")), ("grpc",), ("huggingface_hub", "ray", "kubernetes_asyncio", "obstore", "aiohttp")),

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
-from headrace.core.plan import TokenLogprobs
+from headrace.core.plan import TokenLogprobs, columns_of
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import SequenceUpdate
-from headrace.text.assemble import EngineFinish, OutputAssembler, OutputDelta, prompt_entries
+from headrace.text.assemble import EngineFinish, OutputAssembler, OutputDelta, prompt_scored
+from headrace.text.detokenize import Detokenizer
+from headrace.text.scored import ScoredTokens, TokenEntry, TopToken
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -35,13 +37,23 @@ def eos(tokenizer: Tokenizer) -> int:
     return tokenizer.eos_token_ids[0]
 
 
+def joined(parts: Sequence[ScoredTokens]) -> ScoredTokens | None:
+    for part in parts[1:]:
+        parts[0].extend(part)
+    return parts[0] if parts else None
+
+
+def entries_of(delta: OutputDelta) -> list[TokenEntry]:
+    return list(delta.logprobs or ())
+
+
 def feed_all(assembler: OutputAssembler, updates: Sequence[SequenceUpdate]) -> OutputDelta:
     """All deltas as one."""
     deltas = [assembler.feed(each) for each in updates]
     return OutputDelta(
         text="".join(d.text for d in deltas),
         token_ids=tuple(i for d in deltas for i in d.token_ids),
-        logprobs=tuple(e for d in deltas for e in d.logprobs),
+        logprobs=joined([d.logprobs for d in deltas if d.logprobs is not None]),
         finish=next((d.finish for d in deltas if d.finish), None),
         stop_reason=next((d.stop_reason for d in deltas if d.stop_reason is not None), None),
         engine_finish=next((d.engine_finish for d in deltas if d.engine_finish), None),
@@ -54,7 +66,7 @@ def test_an_end_token_is_counted_but_has_no_text(byte_level: Tokenizer) -> None:
     ids = [*letters(byte_level, "ab"), end]
     delta = assembler.feed(update(ids, finish=FinishReason.STOP, stop_token_id=end, logprobs=logprobs_of(ids)))
     assert (delta.text, delta.token_ids, delta.finish, delta.stop_reason) == ("ab", tuple(ids), FinishReason.STOP, None)
-    assert [e.is_visible for e in delta.logprobs] == [True, True, False]
+    assert [e.is_visible for e in entries_of(delta)] == [True, True, False]
     assert assembler.num_tokens == 3
     assert delta.engine_finish is None
 
@@ -114,19 +126,19 @@ def test_a_stop_string_made_of_the_last_unfinished_character_is_found(byte_level
 def test_logprob_entries_carry_text_bytes_and_offsets(byte_level: Tokenizer) -> None:
     ids = byte_level.encode("a \u65e5b", add_special_tokens=False)
     delta = OutputAssembler(byte_level, SamplingParams(logprobs=1)).feed(update(ids, logprobs=logprobs_of(ids), finish=FinishReason.LENGTH))
-    assert b"".join(e.raw for e in delta.logprobs) == "a \u65e5b".encode()
-    assert [e.token_id for e in delta.logprobs] == ids
-    assert delta.logprobs[-1].text_offset == 3
-    assert delta.logprobs[0].top[0].logprob == -0.5
-    assert [t.token_id for t in delta.logprobs[0].top] == [ids[0], 0]
+    assert b"".join(e.raw for e in entries_of(delta)) == "a \u65e5b".encode()
+    assert [e.token_id for e in entries_of(delta)] == ids
+    assert entries_of(delta)[-1].text_offset == 3
+    assert entries_of(delta)[0].top[0].logprob == -0.5
+    assert [t.token_id for t in entries_of(delta)[0].top] == [ids[0], 0]
 
 
 def test_tokens_within_a_cut_stop_string_are_marked_invisible(byte_level: Tokenizer) -> None:
     ids = letters(byte_level, "xab")
     delta = OutputAssembler(byte_level, SamplingParams(stop=("ab",), logprobs=0)).feed(update(ids, logprobs=logprobs_of(ids)))
-    assert [e.is_visible for e in delta.logprobs] == [True, False, False]
+    assert [e.is_visible for e in entries_of(delta)] == [True, False, False]
     kept = OutputAssembler(byte_level, SamplingParams(stop=("ab",), logprobs=0, include_stop_str_in_output=True))
-    assert all(e.is_visible for e in kept.feed(update(ids, logprobs=logprobs_of(ids))).logprobs)
+    assert all(e.is_visible for e in entries_of(kept.feed(update(ids, logprobs=logprobs_of(ids)))))
 
 
 @given(
@@ -147,13 +159,49 @@ def test_tokens_and_text_travel_together(byte_level: Tokenizer, text: str, cuts:
         delta = assembler.feed(each)
         shown += delta.text
         tokens += delta.token_ids
-        assert len(delta.logprobs) == len(delta.token_ids)
+        assert len(entries_of(delta)) == len(delta.token_ids)
         if assembler.finish is None:
             # No token is out before all its text is.
             assert shown.encode().startswith(byte_level.join(tokens))
     assert shown == text.split(stop)[0]
     assert tokens == ids[: assembler.num_tokens]
     assert assembler.finish is not None
+
+
+def objects_of(tokenizer: Tokenizer, updates: Sequence[SequenceUpdate], params: SamplingParams) -> list[TokenEntry]:
+    """The plain twin: an object per token, and per alternative, of an answer without a stop string."""
+    reader = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+    found: list[TokenEntry] = []
+    for each in updates:
+        for number, (token_id, at) in enumerate(zip(each.token_ids, each.logprobs, strict=True)):
+            is_visible = each.stop_token_id is None or number + 1 < len(each.token_ids)
+            top = [
+                TopToken(i, tokenizer.token_text(i), tokenizer.token_bytes(i), logprob)
+                for i, logprob in zip(at.top_ids, at.top_logprobs, strict=True)
+            ]
+            text, raw = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
+            found.append(TokenEntry(token_id, text, raw, at.logprob, at.rank, tuple(top), reader.num_chars, is_visible))
+            if is_visible:
+                reader.push((token_id,))
+    return found
+
+
+@given(text=st.text("abx\u65e5", max_size=15), cuts=st.lists(st.integers(1, 3), max_size=20), ends=st.booleans(), is_columns=st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_columns_are_the_objects_they_replace(byte_level: Tokenizer, text: str, cuts: list[int], ends: bool, is_columns: bool) -> None:
+    params = SamplingParams(logprobs=1)
+    given_as = columns_of if is_columns else tuple
+    rest = byte_level.encode(text, add_special_tokens=False)
+    updates: list[SequenceUpdate] = []
+    for size in cuts:
+        chunk, rest = rest[:size], rest[size:]
+        updates.append(update(chunk, logprobs=given_as(logprobs_of(chunk))))
+    end = eos(byte_level) if ends else None
+    last = [*rest, *([] if end is None else [end])]
+    finish = FinishReason.LENGTH if end is None else FinishReason.STOP
+    updates.append(update(last, logprobs=given_as(logprobs_of(last)), finish=finish, stop_token_id=end))
+    assembler = OutputAssembler(byte_level, params)
+    assert [entry for each in updates for entry in entries_of(assembler.feed(each))] == objects_of(byte_level, updates, params)
 
 
 def test_without_detokenizing_tokens_pass_straight_through(byte_level: Tokenizer) -> None:
@@ -180,7 +228,7 @@ def test_failures_cached_tokens_and_queue_time_are_passed_on(byte_level: Tokeniz
 
 def test_prompt_entries_start_at_the_second_token(byte_level: Tokenizer) -> None:
     ids = byte_level.encode("x \u65e5y", add_special_tokens=True)
-    entries = prompt_entries(byte_level, ids, logprobs_of(ids[1:]))
+    entries = list(prompt_scored(byte_level, ids, logprobs_of(ids[1:])))
     assert [e.token_id for e in entries] == ids[1:]
     assert entries[0].text_offset == len("<|begin|>")
     assert entries[-1].text_offset == len("<|begin|>x \u65e5")

@@ -25,7 +25,7 @@ from headrace.core.ids import RequestId
 from headrace.core.kvgroup import KvGroup
 from headrace.core.load import STEP_BOUNDS_S, EngineCounters, FailureKind, LoadSnapshot
 from headrace.core.model_info import ModelInfo
-from headrace.core.plan import TokenLogprobs
+from headrace.core.plan import LogprobColumns, TokenLogprobs
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import SequenceUpdate, StageSeconds
@@ -44,6 +44,7 @@ from headrace.wire.codec import (
     encode_updates,
 )
 from headrace.wire.codec.request import MAX_REMAINING_MS, set_remaining
+from headrace.wire.codec.update import UpdateRows
 from headrace.wire.handles import Attempt, Handle, MalformedFrame
 
 tokens = st.integers(0, 2**31 - 1)
@@ -166,7 +167,21 @@ def test_what_remains_of_a_deadline_is_rounded_up_to_whole_milliseconds(now: flo
 def test_updates_of_one_step_survive_the_wire(batch: list[SequenceUpdate]) -> None:
     rows = [(Handle(number), update) for number, update in enumerate(batch, 1)]
     message = pb.Updates.FromString(encode_updates(rows).SerializeToString())
-    assert decode_updates(message, lambda handle: Attempt(RequestId("r"), 3)) == rows
+    decoded = decode_updates(message, lambda handle: Attempt(RequestId("r"), 3))
+    for _, update in decoded:
+        assert all(isinstance(scores, LogprobColumns) for scores in (update.logprobs, update.prompt_logprobs) if scores)
+    objects = [(handle, u._replace(logprobs=tuple(u.logprobs), prompt_logprobs=tuple(u.prompt_logprobs))) for handle, u in decoded]
+    assert objects == rows
+
+
+def test_scores_of_a_prompt_that_nobody_wants_are_not_decoded() -> None:
+    """24 choices of a prompt of 2,000 tokens bring a million alternatives, of which one choice's are kept."""
+    scores = tuple(TokenLogprobs(i, -0.5, 1, (1,), (-1.0,)) for i in range(3))
+    update = SequenceUpdate(request_id=RequestId("r"), epoch=0, index=0, token_ids=(1,), logprobs=scores[:1], prompt_logprobs=scores)
+    message = encode_updates([(Handle(1), update._replace(index=index)) for index in range(3)])
+    wanted = [facts for *_, facts in UpdateRows(message, takes_prompt=lambda handle, index: (handle, index) == (1, 1))]
+    assert [facts is not None and "prompt_logprobs" in facts for facts in wanted] == [False, True, False]
+    assert all(facts is not None and len(facts["logprobs"]) == 1 for facts in wanted)
 
 
 def test_rows_of_forgotten_handles_are_skipped_and_the_others_keep_their_tokens() -> None:

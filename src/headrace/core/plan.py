@@ -17,11 +17,11 @@ result. A step that raised is planned again under another step id; a move id tha
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import accumulate
-from typing import Any
+from typing import Any, overload
 
 from headrace.core.ids import SlotId
 from headrace.core.sampling import SamplingParams
@@ -143,12 +143,12 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class LogprobColumns:
-    """Many positions' `TokenLogprobs`, flat. Filled once, then never changed.
+class LogprobColumns(Sequence[TokenLogprobs]):
+    """Many positions' `TokenLogprobs`, flat; read as a sequence, it makes each when it is asked for. Nothing is changed, only added.
 
-    Per position (equal lengths): token_ids, logprobs (32-bit float), ranks, top_counts
+    Per position (equal lengths): token_ids, logprobs (32-bit float), ranks, top_counts; 64-bit: `wide_columns`
       rank 0  not asked for at this position
-    Flat, sum(top_counts) entries: top_ids, top_logprobs (32-bit float)
+    Flat, sum(top_counts) entries: top_ids, top_logprobs (as logprobs)
     """
 
     token_ids: array[int] = field(default_factory=int_column)
@@ -161,6 +161,37 @@ class LogprobColumns:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        begin = 0
+        for token_id, logprob, rank, count in zip(self.token_ids, self.logprobs, self.ranks, self.top_counts, strict=True):
+            span = slice(begin, begin + count)
+            begin += count
+            yield TokenLogprobs(token_id, logprob, rank, tuple(self.top_ids[span]), tuple(self.top_logprobs[span]))
+
+    @overload
+    def __getitem__(self, place: int) -> TokenLogprobs: ...
+    @overload
+    def __getitem__(self, place: slice) -> LogprobColumns: ...
+    def __getitem__(self, place: int | slice) -> TokenLogprobs | LogprobColumns:
+        """One position, or neighbouring ones as columns of their own."""
+        if isinstance(place, int):
+            return next(iter(self[range(len(self))[place] :]))
+        begin, end, step = place.indices(len(self))
+        assert step == 1, "neighbouring positions"
+        first = sum(self.top_counts[:begin])
+        flat = slice(first, first + sum(self.top_counts[begin:end]))
+        *rows, top_ids, top_logprobs = self.columns()
+        return LogprobColumns(*[*[column[begin:end] for column in rows], top_ids[flat], top_logprobs[flat]])
+
+    def pages(self, size: int) -> Iterator[LogprobColumns]:
+        """All positions, up to `size` at a time."""
+        *rows, top_ids, top_logprobs = self.columns()
+        end = 0
+        for begin in range(0, len(self), size):
+            page = [column[begin : begin + size] for column in rows]
+            flat = slice(end, end := end + sum(self.top_counts[begin : begin + size]))
+            yield LogprobColumns(*[*page, top_ids[flat], top_logprobs[flat]])
+
     def append(self, entry: TokenLogprobs | None) -> None:
         """One more position; None: not asked for."""
         entry = entry or TokenLogprobs(0, 0.0, 0)
@@ -172,7 +203,7 @@ class LogprobColumns:
         self.top_logprobs.extend(entry.top_logprobs)
 
     def extend(self, other: LogprobColumns) -> None:
-        """The positions of `other`, after these."""
+        """The positions of `other`, after these. Both are wide, or neither is."""
         for column, more in zip(self.columns(), other.columns(), strict=True):
             column.extend(more)
 
@@ -187,16 +218,33 @@ class LogprobColumns:
         """In the order of the fields."""
         return self.token_ids, self.logprobs, self.ranks, self.top_counts, self.top_ids, self.top_logprobs
 
+    @property
+    def num_bytes(self) -> int:
+        """What the columns take in memory, about."""
+        return COLUMNS_BYTES + sum([len(column) * column.itemsize for column in self.columns()])
+
     def entries(self) -> list[TokenLogprobs | None]:
-        """The positions as values; None where not asked for. The one place where columns become objects."""
-        found: list[TokenLogprobs | None] = []
-        begin = 0
-        for token_id, logprob, rank, count in zip(self.token_ids, self.logprobs, self.ranks, self.top_counts, strict=True):
-            span = slice(begin, begin + count)
-            begin += count
-            top = tuple(self.top_ids[span]), tuple(self.top_logprobs[span])
-            found.append(TokenLogprobs(token_id, logprob, rank, *top) if rank else None)
-        return found
+        """The positions as values; None where not asked for."""
+        return [entry if entry.rank else None for entry in self]
+
+
+COLUMNS_BYTES = 640
+"""Six arrays and what holds them, without their contents."""
+
+
+def wide_columns() -> LogprobColumns:
+    """Without a position yet, for what comes over a wire, whoever sent it: 64-bit floats and ranks."""
+    return LogprobColumns(logprobs=array("d"), ranks=array("q"), top_logprobs=array("d"))
+
+
+def columns_of(positions: Sequence[TokenLogprobs]) -> LogprobColumns:
+    """`positions` as they are, if they are columns; else wide ones."""
+    if isinstance(positions, LogprobColumns):
+        return positions
+    made = wide_columns()
+    for position in positions:
+        made.append(position)
+    return made
 
 
 NO_LOGPROBS = LogprobColumns()

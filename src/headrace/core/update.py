@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,8 +34,8 @@ class SequenceUpdate(NamedTuple):
 
     index            sequence within the request
     token_ids        new tokens, possibly none; an end token that finished the sequence IS included
-    logprobs         one per token, or empty
-    prompt_logprobs  entries for prompt positions 1.. in order, arriving over one or more updates
+    logprobs         one per token, or empty; columns (`plan.LogprobColumns`) where it came over the wire
+    prompt_logprobs  likewise, entries for prompt positions 1.. in order, arriving over one or more updates
     finish           set exactly once, on the last update
     stop_token_id    the token that ended it, if one did (an end token's text is not part of the answer)
     error            message beside FinishReason.ERROR
@@ -47,8 +48,8 @@ class SequenceUpdate(NamedTuple):
     epoch: int
     index: int  # type: ignore[assignment]  # hides a tuple's search, which means nothing here
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     finish: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None

@@ -15,7 +15,7 @@ from headrace.core.errors import ConfigError
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.app import Gateway
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig
-from headrace.gateway.generation.answer_pool import AnswerPool
+from headrace.gateway.generation.encoding import EncodingTurns
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.memory import give_back_when_idle, machine_bytes, memory_budget
@@ -97,11 +97,10 @@ async def open_gateway(
     sources = sources or Sources()
     metrics = Metrics()
     request_log = _open_log(config.request_log)
-    answer_pool = AnswerPool()
+    encoding = EncodingTurns(sources.clock)
     limits = config.limits
     async with AsyncExitStack() as stack:
         stack.callback(request_log.close)
-        stack.callback(answer_pool.close)
         text_pool = await stack.enter_async_context(
             TextPool(
                 workers, max_workers=limits.max_text_workers, max_queue=limits.max_text_queue, max_queue_bytes=limits.max_text_queue_bytes
@@ -131,7 +130,7 @@ async def open_gateway(
             open_requests=OpenRequests(config.limits.max_requests),
             watch=await stack.enter_async_context(watch),
             text_pool=text_pool,
-            answer_pool=answer_pool,
+            encoding=encoding,
             budget=budget,
             metrics=metrics,
             salt_key=bytes.fromhex(config.salt_key) or secrets.token_bytes(32),
@@ -148,7 +147,7 @@ async def open_gateway(
                 held={pool.name: pool.held for pool in pools},
                 refused={pool.name: pool.num_refused for pool in pools},
                 num_streams_cut=watch.num_cut,
-                num_answers_pending=answer_pool.num_pending,
+                num_answers_pending=encoding.num_pending,
             )
         )
         giving_back = asyncio.create_task(give_back_when_idle(budget), name="memory given back")

@@ -9,7 +9,8 @@ from headrace.core.errors import SequenceFailed
 from headrace.core.finish import FinishReason
 from headrace.core.plan import TokenLogprobs
 from headrace.core.update import SequenceUpdate
-from headrace.text.assemble import OutputAssembler, TokenEntry, prompt_entries
+from headrace.text.assemble import OutputAssembler, prompt_scored
+from headrace.text.scored import TokenEntry
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -111,8 +112,9 @@ class SequenceCollector:
         output.token_ids += delta.token_ids
         self.prompt_logprobs += delta.prompt_logprobs
         if output.logprobs is not None and output.cumulative_logprob is not None:
-            output.logprobs += [logprob_map(entry) for entry in delta.logprobs]
-            output.cumulative_logprob += sum(entry.logprob for entry in delta.logprobs)
+            entries = list(delta.logprobs or ())
+            output.logprobs += [logprob_map(entry) for entry in entries]
+            output.cumulative_logprob += sum(entry.logprob for entry in entries)
         self.keep_tokens = delta.engine_finish.keep_tokens if delta.engine_finish else None
         if delta.finish is not None:
             output.finish_reason = delta.finish.value
@@ -128,4 +130,4 @@ def logprob_map(entry: TokenEntry) -> TokenLogprobMap:
 
 
 def prompt_logprob_maps(tokenizer: Tokenizer, prompt_ids: Sequence[int], items: Sequence[TokenLogprobs]) -> list[TokenLogprobMap | None]:
-    return [None, *(logprob_map(entry) for entry in prompt_entries(tokenizer, prompt_ids, items))]
+    return [None, *(logprob_map(entry) for entry in prompt_scored(tokenizer, prompt_ids, items))]

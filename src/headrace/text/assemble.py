@@ -7,48 +7,19 @@ is held back, because it may begin a stop string or ends within a character, wai
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from headrace.core.finish import FinishReason
-from headrace.core.plan import TokenLogprobs
+from headrace.core.plan import TokenLogprobs, columns_of
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import SequenceUpdate, StageSeconds
 from headrace.text.detokenize import Delta, Detokenizer
+from headrace.text.scored import ScoredTokens
 from headrace.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class TopToken:
-    """One of the most probable tokens at a position. `raw` are its exact bytes, `token` their text (U+FFFD for part of a character)."""
-
-    token_id: int
-    token: str
-    raw: bytes
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
-class TokenEntry:
-    """Log-probabilities of one token, with its text.
-
-    raw          exact bytes; `token` is their text (U+FFFD where they are part of a character)
-    rank         1 = it was the most probable
-    top          the k best, descending
-    text_offset  characters before it in the output (for prompt entries: in the prompt)
-    is_visible   False when none of its text is in the answer: the token that ended it, or one wholly within a cut-off stop string
-    """
-
-    token_id: int
-    token: str
-    raw: bytes
-    logprob: float
-    rank: int
-    top: tuple[TopToken, ...]
-    text_offset: int
-    is_visible: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +35,8 @@ class OutputDelta:
     """What is new in one sequence's output.
 
     token_ids        the tokens given out with this text; an end token is among them
-    logprobs         one entry per token, or empty when none were asked for
-    prompt_logprobs  passed on from the engine (see `prompt_entries`)
+    logprobs         of these tokens; None when none were asked for
+    prompt_logprobs  passed on from the engine (see `prompt_scored`)
     finish           set exactly once, on the last delta
     stop_reason      beside FinishReason.STOP: the stop string or stop token id; None for the model's own end token
     engine_finish    set when the engine does not know yet that this sequence is over
@@ -73,8 +44,8 @@ class OutputDelta:
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenEntry, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: ScoredTokens | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     finish: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
@@ -90,7 +61,6 @@ class _Pending(NamedTuple):
     """A token that waits for its text. end: characters that must have been given out before it may be."""
 
     token_id: int
-    entry: TokenEntry | None
     end: int
 
 
@@ -115,6 +85,7 @@ class OutputAssembler:
             min_tokens=params.min_tokens,
         )
         self._pending: deque[_Pending] = deque()
+        self._scored: ScoredTokens | None = None
         self.num_tokens = 0
         self.num_cached_tokens: int | None = None
         self.queue_time_s: float | None = None
@@ -159,80 +130,96 @@ class OutputAssembler:
         end_token = -1
         if update.stop_token_id is not None and not params.include_stop_str_in_output:
             end_token = len(update.token_ids) - 1
+        offsets: list[int] = []
+        delta = _NO_TEXT
         for number, token_id in enumerate(update.token_ids):
-            is_visible = number != end_token
-            offset = detokenizer.num_chars
-            delta = detokenizer.push((token_id,)) if is_visible and params.detokenize else _NO_TEXT
+            offsets.append(detokenizer.num_chars)
+            delta = detokenizer.push((token_id,)) if number != end_token and params.detokenize else _NO_TEXT
             self.num_tokens += 1
-            entry = token_entry(self._tokenizer, update.logprobs[number], offset, is_visible=is_visible) if update.logprobs else None
-            self._pending.append(_Pending(token_id, entry, detokenizer.num_chars + detokenizer.has_partial))
+            self._pending.append(_Pending(token_id, detokenizer.num_chars + detokenizer.has_partial))
             parts.append(delta.text)
             if delta.stop_match is not None:
-                return delta
-        return None
+                break
+        if update.logprobs:
+            self._add_scores(update, offsets, end_token)
+        return delta if delta.stop_match is not None else None
+
+    def _add_scores(self, update: SequenceUpdate, offsets: Sequence[int], end_token: int) -> None:
+        """Of the tokens that were read: as many as `offsets`."""
+        num_read = len(offsets)
+        scores = columns_of(update.logprobs)
+        scores = scores if num_read == len(scores) else scores[:num_read]
+        visible = bytearray([number != end_token for number in range(num_read)])
+        added = ScoredTokens(self._tokenizer, scores, array("q", offsets), visible)  # the update's own columns, which nothing adds to
+        self._scored = added if self._scored is None else self._scored.then(added)
 
     def _stopped(self, text: str, stop: Delta, update: SequenceUpdate) -> OutputDelta:
         """A stop string was completed: everything kept is given out, and the engine is told unless it ended by itself."""
         self.finish = FinishReason.STOP
-        token_ids, entries = self._release(everything=True)
-        shown = self._detokenizer.num_released
+        token_ids, scored = self._release(everything=True)
+        if scored is not None:
+            self._hide_cut(scored)
         return OutputDelta(
             text=text,
             token_ids=token_ids,
-            logprobs=tuple(replace(e, is_visible=e.is_visible and (e.text_offset < shown or not e.raw)) for e in entries),
+            logprobs=scored,
             prompt_logprobs=update.prompt_logprobs,
             finish=FinishReason.STOP,
             stop_reason=stop.stop_match,
             engine_finish=EngineFinish(self.num_tokens, FinishReason.STOP) if update.finish is None else None,
         )
 
+    def _hide_cut(self, scored: ScoredTokens) -> None:
+        """Tokens whose text begins behind all that was given out are not shown: they are part of the stop string."""
+        num_shown = self._detokenizer.num_released
+        for place, (token_id, offset) in enumerate(zip(scored.scores.token_ids, scored.text_offsets, strict=True)):
+            if offset >= num_shown and self._tokenizer.token_bytes(token_id):
+                scored.visible[place] = False
+
     def _delta(self, text: str, update: SequenceUpdate) -> OutputDelta:
         self.finish = update.finish
-        token_ids, entries = self._release(everything=update.finish is not None or not self._params.detokenize)
+        token_ids, scored = self._release(everything=update.finish is not None or not self._params.detokenize)
         asked = update.stop_token_id if update.stop_token_id in self._params.stop_token_ids else None
         return OutputDelta(
             text=text,
             token_ids=token_ids,
-            logprobs=entries,
+            logprobs=scored,
             prompt_logprobs=update.prompt_logprobs,
             finish=update.finish,
             stop_reason=asked if update.finish is FinishReason.STOP else None,
             error=update.error,
         )
 
-    def _release(self, *, everything: bool) -> tuple[tuple[int, ...], tuple[TokenEntry, ...]]:
+    def _release(self, *, everything: bool) -> tuple[tuple[int, ...], ScoredTokens | None]:
         """The waiting tokens whose text has been given out."""
         pending, released = self._pending, self._detokenizer.num_released
-        ready: list[_Pending] = []
+        ready: list[int] = []
         while pending and (everything or pending[0].end <= released):
-            ready.append(pending.popleft())
-        return tuple([p.token_id for p in ready]), tuple([p.entry for p in ready if p.entry is not None])
+            ready.append(pending.popleft().token_id)
+        return tuple(ready), self._release_scores(len(ready))
+
+    def _release_scores(self, count: int) -> ScoredTokens | None:
+        """Of the first `count` of the waiting tokens."""
+        scored = self._scored
+        if scored is None or not count:
+            return None
+        self._scored = scored.part(count, len(scored)) if count < len(scored) else None
+        return scored if self._scored is None else scored.part(0, count)
 
 
 _NOTHING = OutputDelta()
 _NO_TEXT = Delta()
 
 
-def token_entry(tokenizer: Tokenizer, at: TokenLogprobs, text_offset: int, *, is_visible: bool = True) -> TokenEntry:
-    """The engine's log-probabilities at one position, with the tokens' texts."""
-    top = tuple(
-        TopToken(i, tokenizer.token_text(i), tokenizer.token_bytes(i), logprob)
-        for i, logprob in zip(at.top_ids, at.top_logprobs, strict=True)
-    )
-    token_id = at.token_id
-    return TokenEntry(
-        token_id, tokenizer.token_text(token_id), tokenizer.token_bytes(token_id), at.logprob, at.rank, top, text_offset, is_visible
-    )
-
-
-def prompt_entries(tokenizer: Tokenizer, prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> tuple[TokenEntry, ...]:
-    """Entries for prompt positions 1.. (the first token has no probability), offsets counted in the prompt's text.
+def prompt_scored(tokenizer: Tokenizer, prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ScoredTokens:
+    """Prompt positions 1.. (the first token has no probability), offsets counted in the prompt's text.
 
     logprobs  all of them in order, as collected from `OutputDelta.prompt_logprobs`
     """
-    offsets = Detokenizer(tokenizer, skip_special_tokens=False)
-    entries: list[TokenEntry] = []
+    offsets, found = Detokenizer(tokenizer, skip_special_tokens=False), ScoredTokens(tokenizer)
     for token_id, at in zip(prompt_ids, logprobs, strict=False):
         offsets.push((token_id,))
-        entries.append(token_entry(tokenizer, at, offsets.num_chars))
-    return tuple(entries)
+        found.scores.append(at)
+        found.text_offsets.append(offsets.num_chars)
+        found.visible.append(True)
+    return found

@@ -202,7 +202,7 @@ class Session:
         if frame.weights_digest:
             self._on_weights_digest(frame.weights_digest)
         if frame.HasField("updates"):
-            await self._take_rows(UpdateRows(frame.updates))
+            await self._take_rows(UpdateRows(frame.updates, takes_prompt=self._takes_prompt))
         for rejected in frame.rejected:
             handle, error = decode_rejected(rejected)
             if (stream := self.streams.get(handle)) is not None:
@@ -224,6 +224,10 @@ class Session:
             if number % CLOCK_ROWS == 0 and self._clock() > ends_s:
                 await asyncio.sleep(0)
                 ends_s = self._clock() + SLICE_S
+
+    def _takes_prompt(self, handle: Handle, index: int) -> bool:
+        stream = self.streams.get(handle)
+        return stream is not None and stream.first_index == index
 
     def _see(self, submits_seen: int) -> None:
         while self._num_submits_seen < submits_seen and self._unseen:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from headrace.core.errors import Unavailable
 from headrace.core.ids import RequestId
-from headrace.core.plan import TokenLogprobs
+from headrace.core.plan import columns_of
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.wire.handles import Attempt, Handle
@@ -34,11 +34,6 @@ TOKENS_BYTES = 128
 TOKEN_BYTES = 40
 """Of a token id: an integer of its own, and the reference to it."""
 
-ENTRY_BYTES = 168
-TOP_BYTES = 80
-ALTERNATIVE_BYTES = 72
-"""Of one position's log-probabilities; of the two tuples of its alternatives; of each of these, an integer and a float."""
-
 
 class ReplicaStream:
     """Made by `ReplicaClient.submit`. Read it with `async for`, or in batches; leave it by scope:
@@ -49,14 +44,14 @@ class ReplicaStream:
     Leaving early cancels the request at the engine. The iterator ends after the last sequence's finish or after a Rejected, and raises
     Unavailable when the replica was lost first. What is buffered is bounded by the request's own max_tokens.
 
-    direct    what takes plain rows in the reader's place, set and cleared by the reader
-    numerics  of the replica (`core.numerics`), kept when it is lost: what it has said can go on only where they are equal. A digest of the
-              weights that it learns later is of those that it has computed with from the start
+    direct       what takes plain rows in the reader's place, set and cleared by the reader
+    first_index  of its sequences: every one has its prompt's log-probabilities, all the same ones, and this one's are kept
+    numerics     of the replica (`core.numerics`), kept when it is lost: what it has said can go on only where they are equal. A digest of
+                 the weights that it learns later is of those that it has computed with from the start
     """
 
     __slots__ = (
         "_error",
-        "_first_index",
         "_is_ended",
         "_is_ready",
         "_on_end",
@@ -69,6 +64,7 @@ class ReplicaStream:
         "_waiter",
         "attempt",
         "direct",
+        "first_index",
         "handle",
         "numerics",
     )
@@ -90,7 +86,7 @@ class ReplicaStream:
         self.handle = handle
         self.numerics = numerics
         self._running = set(request.indices)
-        self._first_index = min(self._running)
+        self.first_index = min(self._running)
         self._on_end = on_end
         self._on_leave = on_leave
         self._on_ready = on_ready
@@ -147,8 +143,8 @@ class ReplicaStream:
         """From the session. Updates of a sequence that has ended are dropped."""
         if self._is_ended or update.index not in self._running:
             return
-        if update.prompt_logprobs and update.index != self._first_index:
-            update = update._replace(prompt_logprobs=())  # every sequence has its prompt's scores, all the same ones
+        if update.prompt_logprobs and update.index != self.first_index:
+            update = update._replace(prompt_logprobs=())
         self._append(update)
         if update.finish is not None:
             self.end_sequence(update.index)
@@ -255,9 +251,5 @@ def unread_size(update: SequenceUpdate | Rejected) -> int:
         return 512
     num_bytes = UPDATE_BYTES + TOKEN_BYTES * len(update.token_ids)
     if update.logprobs or update.prompt_logprobs:
-        num_bytes += sum([_entry_size(entry) for entries in (update.logprobs, update.prompt_logprobs) for entry in entries])
+        num_bytes += sum([columns_of(scores).num_bytes for scores in (update.logprobs, update.prompt_logprobs) if scores])
     return num_bytes
-
-
-def _entry_size(entry: TokenLogprobs) -> int:
-    return ENTRY_BYTES + (TOP_BYTES + ALTERNATIVE_BYTES * len(entry.top_ids) if entry.top_ids else 0)

@@ -8,7 +8,7 @@ service's decision, this module only counts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from headrace.core.load import LoadSnapshot
 from headrace.core.plan import TokenLogprobs
@@ -179,5 +179,5 @@ def _units(update: SequenceUpdate) -> int:
     return len(update.token_ids) + _entries(update.logprobs) + _entries(update.prompt_logprobs)
 
 
-def _entries(positions: tuple[TokenLogprobs, ...]) -> int:
+def _entries(positions: Sequence[TokenLogprobs]) -> int:
     return sum(1 + len(position.top_ids) for position in positions)

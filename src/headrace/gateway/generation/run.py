@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol
 
 from headrace.core.clock import Clock
 from headrace.core.errors import DeadlineExceeded, SequenceFailed, Unavailable
@@ -33,7 +33,6 @@ from headrace.gateway.generation.score_limits import (
     unread_score_bytes,
 )
 from headrace.gateway.generation.service import Service
-from headrace.gateway.generation.wanted import WantedPrepared
 from headrace.gateway.http.exchange import PIECE_BYTES, Exchange
 from headrace.gateway.http.sse import SseStream
 from headrace.gateway.upstream.seam import (
@@ -48,8 +47,6 @@ from headrace.gateway.upstream.seam import (
 )
 from headrace.observe.request_log import MAX_DETAIL_CHARS
 
-P = ParamSpec("P")
-T = TypeVar("T")
 DEADLINE_PASSED = "The request's deadline passed before it was complete."
 
 PROMPT_TOKEN_BYTES = 36
@@ -85,9 +82,10 @@ class Ask:
 class Answer(Protocol):
     """How one request's events become bytes. Either `chunks` and `last`, or `add`s and `whole`."""
 
-    def chunks(self, events: Sequence[OutputEvent]) -> list[bytes]:
-        """Server-sent events for what is new, in pieces; empty when there is nothing a client should hear of. What several events show
-        alike is the same piece: joined, they may take far more memory."""
+    def chunks(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
+        """Server-sent events for what is new, in pieces, each made when it is asked for (less than a millisecond of work; some are empty
+        for that); none when there is nothing a client should hear of. What several events show alike is the same piece: joined, they may
+        take far more memory."""
         ...
 
     def last(self, usage: Usage) -> bytes:
@@ -96,8 +94,8 @@ class Answer(Protocol):
 
     def add(self, events: Sequence[OutputEvent]) -> None: ...
 
-    def whole(self, usage: Usage) -> Iterator[list[bytes]]:
-        """The answer, a part at a time, each in pieces."""
+    def whole(self, usage: Usage) -> Iterator[bytes]:
+        """The answer, in pieces as above."""
         ...
 
 
@@ -116,8 +114,8 @@ class DirectChunks:
     def take(self, events: Sequence[OutputEvent]) -> None:
         now = self._clock()
         self._progress.see(events, now)
-        if pieces := self._answer.chunks(events):
-            self._sse.write_now(b"".join(pieces), now)
+        if made := b"".join(self._answer.chunks(events)):
+            self._sse.write_now(made, now)
 
 
 class Run:
@@ -159,7 +157,7 @@ class Run:
             self.first_bytes = first_answer_bytes(self.params.logprobs, num_tokens=prepared.max_output_tokens)
         self.held.prompts.add(PROMPT_TOKEN_BYTES * (prepared.prompt_tokens or 0))
         self.held.answers.add(self.num_prompt_scores // ask.num_shown * PROMPT_SCORE_BYTES + piece_bytes + self.first_bytes)
-        return WantedPrepared(prepared, self._raise_if_left)
+        return prepared
 
     async def answer(self, answer: Answer, prepared: Prepared) -> None:
         """Run it and write the answer."""
@@ -214,27 +212,24 @@ class Run:
         num_top = (self.params.logprobs or 0) + 1
         while events := await self._events(stream, progress):
             answer.add(events)
-            num_new = sum([len(event.logprobs) for event in events])
+            num_new = sum([event.num_scored for event in events])
             num_tokens += num_new
             check_output_scores(self.params.logprobs, num_tokens=num_tokens)
             not_held += sum([event.text_bytes for event in events]) + num_new * num_top * OUTPUT_SCORE_BYTES
             if not_held >= HOLD_STEP_BYTES:
                 self.held.answers.add(not_held)
                 not_held = 0
-        parts = answer.whole(stream.usage())
+        pieces = answer.whole(stream.usage())
         if self.num_prompt_scores + num_tokens * num_top <= MAX_INLINE_SCORES:
-            await self.exchange.reply(200, b"".join([piece for part in parts for piece in part]))
+            await self.exchange.reply(200, b"".join(pieces))
         else:
-            await self.exchange.reply_in_pieces(self._made(parts))
+            await self.exchange.reply_in_pieces(self._slices(pieces))
 
-    async def _made(self, parts: Iterator[list[bytes]]) -> AsyncIterator[list[bytes]]:
-        """Parts that hold many log-probabilities, made off the event loop, each when it is asked for."""
-        while (part := await self._off_loop(next, parts, None)) is not None:
-            yield part
-
-    async def _off_loop(self, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Not made at all for a client that has left by then."""
-        return await self.exchange.unless_left(self.service.answer_pool.run(make, *args, **kwargs))
+    async def _slices(self, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+        """Many log-probabilities, encoded when they are asked for. Raises when the client has left."""
+        async for made in self.service.encoding.slices(pieces):
+            self._raise_if_left()
+            yield made
 
     async def _stream(self, answer: Answer, stream: EventStream, progress: Progress) -> None:
         """Nothing is sent before the first event, so that a refusal still has its status code; but not for longer than a ping's time."""
@@ -249,14 +244,18 @@ class Run:
             if self.num_prompt_scores <= MAX_INLINE_SCORES:
                 stream.listen(DirectChunks(answer, progress, sse, self.service.clock))
             while events:
-                if self.num_prompt_scores <= MAX_INLINE_SCORES:
-                    if pieces := answer.chunks(events):
-                        await sse.write(b"".join(pieces))
-                else:
-                    await sse.write_pieces(await self._off_loop(answer.chunks, events))
+                await self._write(answer, events, sse)
                 events = await self._events(stream, progress)
             stream.listen(None)
             await sse.end(answer.last(stream.usage()))
+
+    async def _write(self, answer: Answer, events: Sequence[OutputEvent], sse: SseStream) -> None:
+        num_top = (self.params.logprobs or 0) + 1
+        if self.num_prompt_scores + sum([event.num_scored for event in events]) * num_top <= MAX_INLINE_SCORES:
+            if made := b"".join(answer.chunks(events)):
+                await sse.write(made)
+        else:
+            await sse.write_slices(self._slices(answer.chunks(events)), num_bytes=sum([event.num_bytes for event in events]))
 
     async def _events(self, stream: EventStream, progress: Progress) -> list[OutputEvent]:
         """The next events; empty only after every sequence has its answer. Raises what became of it otherwise."""

@@ -8,7 +8,7 @@ from headrace.core.clock import Clock
 from headrace.gateway.access.budget import MemoryBudget
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.config import GatewayConfig
-from headrace.gateway.generation.answer_pool import AnswerPool
+from headrace.gateway.generation.encoding import EncodingTurns
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.upstream.served_models import ModelTable
@@ -28,7 +28,7 @@ class Service:
     open_requests: OpenRequests
     watch: StreamWatch
     text_pool: TextPool
-    answer_pool: AnswerPool
+    encoding: EncodingTurns
     budget: MemoryBudget
     metrics: Metrics
     salt_key: bytes

@@ -224,13 +224,11 @@ class Exchange:
             await self.write(piece)
         await self.write(b"", is_last=True)
 
-    async def reply_in_pieces(self, parts: AsyncIterator[list[bytes]]) -> None:
-        """A whole answer (200) of a length that is not known yet; each part is made when the one before it has left."""
+    async def reply_in_pieces(self, pieces: AsyncIterator[bytes]) -> None:
+        """A whole answer (200) of a length that is not known yet; each piece is made when the one before it has left."""
         await self.start(200, [_JSON])
-        async for part in parts:
-            for piece in joined_pieces(part):
-                await self.write(piece)
-                await asyncio.sleep(0)
+        async for piece in pieces:
+            await self.write(piece)
         await self.write(b"", is_last=True)
 
     async def fail(self, error: ErrorReply) -> None:

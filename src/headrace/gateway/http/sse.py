@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError
 from headrace.gateway.http.errors import SlowReader
-from headrace.gateway.http.exchange import Exchange, joined_pieces
+from headrace.gateway.http.exchange import Exchange
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
@@ -38,7 +38,18 @@ HEADERS = (
 class SseStream:
     """One event stream. Made by `StreamWatch.open`; leave it by scope."""
 
-    __slots__ = ("_clock", "_exchange", "_is_inside", "_ping", "_watch", "is_cut", "last_write_s", "score_bytes", "unread_bytes")
+    __slots__ = (
+        "_clock",
+        "_exchange",
+        "_is_inside",
+        "_ping",
+        "_unwritten_bytes",
+        "_watch",
+        "is_cut",
+        "last_write_s",
+        "score_bytes",
+        "unread_bytes",
+    )
 
     def __init__(self, exchange: Exchange, watch: StreamWatch, unread_bytes: Callable[[], int], score_bytes: int, clock: Clock) -> None:
         """unread_bytes  size of what was produced for this stream and not yet encoded
@@ -52,6 +63,7 @@ class SseStream:
         self.last_write_s = clock()
         self._ping: asyncio.Task[None] | None = None
         self._is_inside = False
+        self._unwritten_bytes = 0
         self.is_cut = False
 
     async def __aenter__(self) -> SseStream:
@@ -68,15 +80,19 @@ class SseStream:
         """Send whole events. Returns and raises as `Exchange.write` does."""
         await self._send(payload, is_last=False)
 
-    async def write_pieces(self, pieces: Iterable[bytes]) -> None:
-        """`write` of events that are larger than what should wait for a client: a piece is taken up when the one before it has left."""
+    async def write_slices(self, slices: AsyncIterator[bytes], *, num_bytes: int) -> None:
+        """`write` of events that are larger than what should wait for a client: a slice is made when the one before it has left.
+
+        num_bytes  of what they are made of, which waits meanwhile
+        """
+        self._unwritten_bytes = num_bytes
         self._is_inside = True
         try:
-            for piece in joined_pieces(pieces):
-                await self.write(piece)
-                await asyncio.sleep(0)  # a socket with room does not wait, and others have their turn all the same
+            async for made in slices:
+                await self.write(made)
         finally:
             self._is_inside = False
+            self._unwritten_bytes = 0
 
     async def end(self, payload: bytes = DONE) -> None:
         await self._send(payload, is_last=True)
@@ -117,7 +133,9 @@ class SseStream:
     @property
     def waiting_bytes(self) -> int:
         """For the client; what was made while it read at once is on its way. None once the connection was dropped."""
-        return self._exchange.pending_bytes + self.unread_bytes() if self._exchange.pending_bytes and not self.is_cut else 0
+        if self.is_cut or not self._exchange.pending_bytes:
+            return 0
+        return self._exchange.pending_bytes + self._unwritten_bytes + self.unread_bytes()
 
     def cut(self, reason: str) -> None:
         """Drop the connection with what waits in it. A stream that has ended already, while its task waits for the socket, keeps its

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
 from headrace.core.errors import InvalidRequest
-from headrace.core.plan import LogprobColumns
+from headrace.core.plan import wide_columns
 from headrace.core.request import PriorityClass
 from headrace.gateway.config import Limits
 from headrace.gateway.generation.run import Ask, Run
@@ -25,9 +25,10 @@ from headrace.gateway.surfaces.dialect.answers import (
     finish_part,
     outputs_of,
     usage_body,
+    whole_finish_part,
 )
 from headrace.gateway.surfaces.dialect.field_rule import Surface
-from headrace.gateway.surfaces.dialect.logprobs import chat_logprobs, prompt_logprobs, scores_of
+from headrace.gateway.surfaces.dialect.logprobs import chat_logprobs, prompt_logprobs
 from headrace.gateway.surfaces.dialect.parse import (
     check_shared,
     convert,
@@ -186,26 +187,24 @@ class ChatAnswer:
         self._num_top = request.top_logprobs or 0
         self._has_logprobs = request.logprobs
         self._num_prompt_top = request.prompt_logprobs
-        self._prompt_logprobs = LogprobColumns()
+        self._prompt_logprobs = wide_columns()
         self._outputs = outputs_of(request.n)
         self._is_opened = [False] * request.n
         self._chunks = Chunks(facts, "chat.completion.chunk", TEXT_CHOICE, request, prepared.prompts)
 
-    def chunks(self, events: Sequence[OutputEvent]) -> list[bytes]:
-        parts: list[bytes] = []
+    def chunks(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
         for event in events:
             if not self._is_opened[event.index]:
                 self._is_opened[event.index] = True
                 self._chunks.count(event.index, 0)
                 opening = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
-                parts.append(self._chunks.chunk(opening % event.index))
+                yield self._chunks.chunk(opening % event.index)
             self._chunks.count(event.index, event.num_tokens)
             has_parts = bool(event.reasoning or event.tool_calls)
             if has_parts or event.finish is not None or (self._has_logprobs and event.logprobs):
-                parts.append(self._chunks.chunk(self._choice(event, self._delta_of_parts(event) if has_parts else None)))
+                yield from self._chunks.around(self._choice(event, self._delta_of_parts(event) if has_parts else None))
             elif event.text:
-                parts.append(self._chunks.text(event.index, event.text))
-        return parts
+                yield self._chunks.text(event.index, event.text)
 
     def _delta_of_parts(self, event: OutputEvent) -> bytes:
         """What a foreign server tells apart from text, and the text beside it."""
@@ -217,11 +216,11 @@ class ChatAnswer:
         ]
         return _encode(ChatDelta(content=event.text or None, reasoning_content=event.reasoning or None, tool_calls=pieces or None))
 
-    def _choice(self, event: OutputEvent, delta: bytes | None) -> bytes:
+    def _choice(self, event: OutputEvent, delta: bytes | None) -> Iterator[bytes]:
         content = delta or (b'{"content":%s}' % _encode(event.text) if event.text or event.finish is None else b"{}")
-        logprobs = _encode(chat_logprobs(event.logprobs, self._num_top)) if self._has_logprobs and event.logprobs else b"null"
-        is_tool_turn = self._outputs[event.index].has_tool_calls
-        return b'{"index":%d,"delta":%s,"logprobs":%s%s' % (event.index, content, logprobs, finish_part(event, is_tool_turn=is_tool_turn))
+        yield b'{"index":%d,"delta":%s,"logprobs":' % (event.index, content)
+        yield from chat_logprobs(event.logprobs, self._num_top) if self._has_logprobs and event.logprobs else (b"null",)
+        yield finish_part(event, is_tool_turn=self._outputs[event.index].has_tool_calls)
 
     def last(self, usage: Usage) -> bytes:
         return self._chunks.last(usage)
@@ -229,11 +228,10 @@ class ChatAnswer:
     def add(self, events: Sequence[OutputEvent]) -> None:
         for event in events:
             self._outputs[event.index].add(event)
-            if event.index == 0:
-                for score in event.prompt_logprobs:
-                    self._prompt_logprobs.append(score)
+            if event.prompt_logprobs and event.index == 0:
+                self._prompt_logprobs.extend(event.prompt_logprobs)
 
-    def whole(self, usage: Usage) -> Iterator[list[bytes]]:
+    def whole(self, usage: Usage) -> Iterator[bytes]:
         answer = ChatCompletion(
             id=self._facts.id,
             object="chat.completion",
@@ -245,21 +243,19 @@ class ChatAnswer:
         )
         before, behind = around_choices(answer)
         for index, output in enumerate(self._outputs):
-            yield [b"," if index else before, _encode(self._whole_choice(index, output))]
+            yield b"," if index else before
+            yield from self._whole_choice(index, output)
         if self._num_prompt_top is None:
-            yield [behind]
+            yield behind
         else:
-            scores = scores_of(self._prompt_logprobs)
-            yield [behind[:-1], b',"prompt_logprobs":', *prompt_logprobs(self._prepared.prompts[0], scores, self._num_prompt_top), b"}"]
+            yield behind[:-1] + b',"prompt_logprobs":'
+            yield from prompt_logprobs(self._prepared.prompts[0], self._prompt_logprobs, self._num_prompt_top)
+            yield b"}"
 
-    def _whole_choice(self, index: int, output: Output) -> ChatChoice:
-        return ChatChoice(
-            index=index,
-            message=_message(output),
-            logprobs=chat_logprobs(output.entries, self._num_top) if self._has_logprobs else None,
-            finish_reason=output.finish_word,
-            stop_reason=output.stop_reason,
-        )
+    def _whole_choice(self, index: int, output: Output) -> Iterator[bytes]:
+        yield b'{"index":%d,"message":%b,"logprobs":' % (index, _encode(_message(output)))
+        yield from chat_logprobs(output.scored, self._num_top) if self._has_logprobs else (b"null",)
+        yield whole_finish_part(output)
 
 
 def _message(output: Output) -> AssistantMessage:

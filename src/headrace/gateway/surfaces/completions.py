@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from headrace.core.errors import InvalidRequest
-from headrace.core.plan import LogprobColumns
+from headrace.core.plan import wide_columns
 from headrace.core.request import PriorityClass
 from headrace.gateway.config import Limits
 from headrace.gateway.generation.run import Ask, Run
@@ -25,14 +25,14 @@ from headrace.gateway.surfaces.dialect.answers import (
     finish_part,
     outputs_of,
     usage_body,
+    whole_finish_part,
 )
-from headrace.gateway.surfaces.dialect.entries import EntryColumns
 from headrace.gateway.surfaces.dialect.field_rule import Surface
-from headrace.gateway.surfaces.dialect.logprobs import EncodedLogprobs, completion_logprobs, echo_logprobs, prompt_logprobs, scores_of
+from headrace.gateway.surfaces.dialect.logprobs import EchoedLogprobs, completion_logprobs, echo_logprobs, prompt_logprobs
 from headrace.gateway.surfaces.dialect.parse import check_shared, convert, given_params, lowered_priority, surface_fields
 from headrace.gateway.surfaces.dialect.schemas import CompletionLogprobs, PromptLogprobs, SamplingFields
 from headrace.gateway.upstream.seam import OutputEvent, PlainPrompts, Prepared, Usage
-from headrace.text.assemble import TokenEntry
+from headrace.text.scored import ScoredTokens
 
 _encode = msgspec.json.encode
 
@@ -151,40 +151,44 @@ class CompletionAnswer:
         count = prepared.num_sequences
         self._outputs = outputs_of(count)
         self._is_opened = [False] * count
-        self._scores = [LogprobColumns() for _ in prepared.prompts]
-        self._echoes: dict[int, EncodedLogprobs] = {}
+        self._scores = [wide_columns() for _ in prepared.prompts]
+        self._echoes: dict[int, EchoedLogprobs] = {}
         self._prompt_logprobs: dict[int, list[bytes]] = {}
         self._chunks = Chunks(facts, "text_completion", TEXT_CHOICE, request, self._prompts)
         self._is_echo_only = request.max_tokens == 0
 
-    def chunks(self, events: Sequence[OutputEvent]) -> list[bytes]:
+    def chunks(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
         self._collect_scores(events)
-        pieces: list[bytes] = []
         for event in events:
             self._chunks.count(event.index, 0 if self._is_echo_only else event.num_tokens)
-            self._add_chunk(event, pieces)
-        return pieces
+            yield from self._chunk(event)
 
-    def _add_chunk(self, event: OutputEvent, pieces: list[bytes]) -> None:
+    def _chunk(self, event: OutputEvent) -> Iterator[bytes]:
         index = event.index
-        text, logprobs = self._shown(event.text, event.logprobs, index)
-        scored: EncodedLogprobs | None = None
+        text, scored = self._shown(event.text, event.logprobs)
+        echoed: EchoedLogprobs | None = None
         if self._request.echo and not self._is_opened[index]:
             if not (event.num_tokens or event.finish):
                 return  # only scores of the prompt so far
             text = self._prompts[index // self._request.n].text + text
-            scored = self._echoed(index)
+            echoed = yield from self._echoed(index)
         self._is_opened[index] = True
-        if not (text or event.finish is not None or logprobs or scored):
-            return
-        if scored is None and event.finish is None and not logprobs:
-            pieces.append(self._chunks.text(index, text))
-            return
-        begin = b'{"index":%d,"text":%s,"logprobs":' % (index, _encode(text))
-        if scored is None:
-            pieces.append(self._chunks.chunk(begin + _encode(logprobs) + finish_part(event)))
-        else:
-            pieces += self._chunks.around([begin, *scored.pieces(logprobs), finish_part(event)])
+        if scored or echoed:
+            yield from self._chunks.around(self._scored_choice(index, text, scored, echoed, finish_part(event)))
+        elif event.finish is not None:
+            yield self._chunks.chunk(b'{"index":%d,"text":%b,"logprobs":null%b' % (index, _encode(text), finish_part(event)))
+        elif text:
+            yield self._chunks.text(index, text)
+
+    def _scored_choice(
+        self, index: int, text: str, scored: Sequence[ScoredTokens], echoed: EchoedLogprobs | None, end: bytes
+    ) -> Iterator[bytes]:
+        """A choice with log-probabilities. echoed: its prompt's;  end: what follows them"""
+        assert self._num_top is not None
+        yield b'{"index":%d,"text":%b,"logprobs":' % (index, _encode(text))
+        offset = len(self._prompts[index // self._request.n].text) if self._request.echo else 0
+        yield from completion_logprobs(scored, self._num_top, offset=offset, prompt=echoed)
+        yield end
 
     def last(self, usage: Usage) -> bytes:
         return self._chunks.last(self._billed(usage))
@@ -198,7 +202,7 @@ class CompletionAnswer:
         for event in events:
             self._outputs[event.index].add(event)
 
-    def whole(self, usage: Usage) -> Iterator[list[bytes]]:
+    def whole(self, usage: Usage) -> Iterator[bytes]:
         answer = Completion(
             id=self._facts.id,
             object="text_completion",
@@ -210,47 +214,51 @@ class CompletionAnswer:
         )
         before, behind = around_choices(answer)
         for index, output in enumerate(self._outputs):
-            yield [b"," if index else before, *self._whole_choice(index, output)]
-        yield [behind]
+            yield b"," if index else before
+            yield from self._whole_choice(index, output)
+        yield behind
 
-    def _whole_choice(self, index: int, output: Output) -> list[bytes]:
-        text, logprobs = self._shown("".join(output.texts), output.entries, index)
-        scored: EncodedLogprobs | None = None
+    def _whole_choice(self, index: int, output: Output) -> Iterator[bytes]:
+        text, scored = self._shown("".join(output.texts), output.scored)
+        echoed: EchoedLogprobs | None = None
         if self._request.echo:
             text = self._prompts[index // self._request.n].text + text
-            scored = self._echoed(index)
-        if logprobs is None and self._num_top is not None:
-            logprobs = CompletionLogprobs([], [], [], [])
-        shown = [_encode(logprobs)] if scored is None else scored.pieces(logprobs)
-        end = b',"finish_reason":%s,"stop_reason":%s' % (_encode(output.finish_word), _encode(output.stop_reason))
-        pieces = [b'{"index":%d,"text":%s,"logprobs":' % (index, _encode(text)), *shown, end]
+            echoed = yield from self._echoed(index)
+        end = whole_finish_part(output)
+        if self._num_top is not None:
+            yield from self._scored_choice(index, text, scored, echoed, end[:-1])
+        else:
+            yield b'{"index":%d,"text":%b,"logprobs":null%b' % (index, _encode(text), end[:-1])
         if self._request.prompt_logprobs is not None:
-            pieces += (b',"prompt_logprobs":', *self._scored_prompt(index // self._request.n, self._request.prompt_logprobs))
-        return [*pieces, b"}"]
+            yield b',"prompt_logprobs":'
+            yield from self._scored_prompt(index // self._request.n, self._request.prompt_logprobs)
+        yield b"}"
 
-    def _scored_prompt(self, number: int, num_top: int) -> list[bytes]:
+    def _scored_prompt(self, number: int, num_top: int) -> Iterator[bytes]:
         """Made once per prompt: its choices show the same."""
         made = self._prompt_logprobs.get(number)
-        if made is None:
-            made = self._prompt_logprobs[number] = prompt_logprobs(self._prompts[number], scores_of(self._scores[number]), num_top)
-        return made
+        if made is not None:
+            yield from made
+            return
+        made = []
+        for piece in prompt_logprobs(self._prompts[number], self._scores[number], num_top):
+            made.append(piece)
+            yield piece
+        self._prompt_logprobs[number] = made
 
-    def _shown(self, text: str, entries: Sequence[TokenEntry] | EntryColumns, index: int) -> tuple[str, CompletionLogprobs | None]:
+    def _shown(self, text: str, scored: Sequence[ScoredTokens]) -> tuple[str, Sequence[ScoredTokens]]:
         if self._is_echo_only:
-            return "", None
-        if self._num_top is None or not entries:
-            return text, None
-        offset = len(self._prompts[index // self._request.n].text) if self._request.echo else 0
-        return text, completion_logprobs(entries, self._num_top, offset=offset)
+            return "", ()
+        return text, () if self._num_top is None else scored
 
-    def _echoed(self, index: int) -> EncodedLogprobs | None:
-        """Log-probabilities of the echoed prompt, when they were asked for. Made once per prompt."""
+    def _echoed(self, index: int) -> Generator[bytes, None, EchoedLogprobs | None]:
+        """Log-probabilities of the echoed prompt, when they were asked for. Made once per prompt, in slices that have no piece."""
         if self._num_top is None:
             return None
         number = index // self._request.n
         made = self._echoes.get(number)
         if made is None:
-            made = self._echoes[number] = echo_logprobs(self._prompts[number], scores_of(self._scores[number]), self._num_top)
+            made = self._echoes[number] = yield from echo_logprobs(self._prompts[number], self._scores[number], self._num_top)
         return made
 
     def _collect_scores(self, events: Sequence[OutputEvent]) -> None:
@@ -258,6 +266,5 @@ class CompletionAnswer:
         for event in events:
             number, index = divmod(event.index, self._request.n)
             if event.prompt_logprobs and index == 0:
-                for score in event.prompt_logprobs:
-                    self._scores[number].append(score)
+                self._scores[number].extend(event.prompt_logprobs)
                 self._echoes.pop(number, None)

@@ -22,7 +22,7 @@ import aiohttp
 import msgspec
 
 from headrace.core.errors import ConfigError, HeadraceError, InvalidRequest, Overloaded, Unavailable
-from headrace.core.plan import TokenLogprobs
+from headrace.core.plan import LogprobColumns
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import StageSeconds
 from headrace.gateway.config import MAX_FOREIGN_CONNECTIONS, ForeignConfig
@@ -40,7 +40,7 @@ from headrace.gateway.upstream.seam import (
     Tokenization,
     Usage,
 )
-from headrace.text.assemble import TokenEntry
+from headrace.text.scored import ScoredTokens
 
 log = logging.getLogger("headrace.gateway")
 
@@ -138,7 +138,7 @@ class ForeignPrompt:
     text: str
     num_tokens: None = None
 
-    def entries(self, scores: Sequence[TokenLogprobs]) -> Iterator[TokenEntry]:
+    def scored(self, scores: LogprobColumns) -> Iterator[ScoredTokens]:
         return iter(())
 
 

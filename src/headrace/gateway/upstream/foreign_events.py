@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Annotated
 
 import aiohttp
@@ -11,8 +12,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from headrace.core.finish import FinishReason
-from headrace.gateway.upstream.seam import OutputEvent, ToolCall, Usage
-from headrace.text.assemble import TokenEntry, TopToken
+from headrace.core.plan import TokenLogprobs
+from headrace.gateway.upstream.seam import OutputEvent, ToolCall, Usage, string_bytes
+from headrace.text.scored import ScoredTokens
 
 PIECE_BYTES = 64 << 10
 """Decoded at once: a few milliseconds at most, and no more is held of what a slow client has not taken."""
@@ -31,8 +33,11 @@ COMPLETE = ("stop", "eos", "eos_token", "stop_sequence", "tool_calls", "function
 CONTEXT_OVERFLOW = ("maximum context length", "maximum model length")
 """How vLLM's messages, which have no code of their own, begin to say that a prompt is too long."""
 
-NO_ID = -1
-"""Token id of an entry whose server tells texts only."""
+MAX_NAMES_BYTES = 128 << 10
+"""Of tokens that one table numbers, some 600: a stream whose tokens are all different ones does not make it grow."""
+
+NAME_BYTES = 200
+"""One of them, beside its text and its bytes."""
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 
@@ -113,6 +118,30 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 _decode_error = msgspec.json.Decoder(_ErrorBody).decode
 
 
+class NamedTexts:
+    """Numbers for tokens whose server tells texts only. A `TokenTexts`. num_bytes: what it takes in memory"""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._numbers: dict[tuple[str, bytes], int] = {}
+        self._names: list[tuple[str, bytes]] = []
+
+    def number(self, token: str, raw: bytes) -> int:
+        name = (token, raw)
+        number = self._numbers.get(name)
+        if number is None:
+            number = self._numbers[name] = len(self._names)
+            self._names.append(name)
+            self.num_bytes += NAME_BYTES + string_bytes(token) + len(raw)
+        return number
+
+    def token_text(self, token_id: int) -> str:
+        return self._names[token_id][0]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._names[token_id][1]
+
+
 class EventReader:
     """One answer.
 
@@ -122,6 +151,7 @@ class EventReader:
     def __init__(self, num_sequences: int) -> None:
         self._is_running = [True] * num_sequences
         self._num_chars = [0] * num_sequences
+        self._names = NamedTexts()
         self.usage = Usage(0, 0, 0)
         self._is_counted = False
         self._deadline_s: float | None = None
@@ -205,23 +235,28 @@ class EventReader:
         calls = [_tool_call(call) for call in delta.tool_calls or ()]
         scores = (choice.logprobs and choice.logprobs.content) or []
         num_tokens = len(scores) or int(bool(text or reasoning or calls))
-        entries = self._entries(choice.index, scores)
+        scored = self._scored(choice.index, scores) if scores else ()
         finish, stop_reason = _finish(choice)
         if not self._is_counted:
             self.usage = self.usage._replace(completion_tokens=self.usage.completion_tokens + num_tokens)
         if finish is not None:
             self._is_running[choice.index] = False
         return OutputEvent(
-            choice.index, text, num_tokens, entries, finish=finish, stop_reason=stop_reason, reasoning=reasoning, tool_calls=calls
+            choice.index, text, num_tokens, scored, finish=finish, stop_reason=stop_reason, reasoning=reasoning, tool_calls=calls
         )
 
-    def _entries(self, index: int, scores: list[_Score]) -> list[TokenEntry]:
-        entries: list[TokenEntry] = []
+    def _scored(self, index: int, scores: list[_Score]) -> tuple[ScoredTokens, ...]:
+        if self._names.num_bytes > MAX_NAMES_BYTES:
+            self._names = NamedTexts()
+        found, known_bytes = ScoredTokens(self._names), self._names.num_bytes
         for score in scores:
-            top = tuple([TopToken(NO_ID, each.token, _raw(each), each.logprob) for each in score.top_logprobs])
-            entries.append(TokenEntry(NO_ID, score.token, _raw(score), score.logprob, 0, top, self._num_chars[index]))
+            token_id, *top_ids = [self._names.number(each.token, _raw(each)) for each in (score, *score.top_logprobs)]
+            top_logprobs = tuple([each.logprob for each in score.top_logprobs])
+            found.scores.append(TokenLogprobs(token_id, score.logprob, 0, tuple(top_ids), top_logprobs))
+            found.text_offsets.append(self._num_chars[index])
+            found.visible.append(True)
             self._num_chars[index] += len(score.token)
-        return entries
+        return (replace(found, texts_bytes=self._names.num_bytes - known_bytes),)
 
 
 def is_context_overflow(body: bytes) -> bool:

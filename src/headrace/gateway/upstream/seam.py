@@ -16,10 +16,10 @@ from headrace.core.errors import Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.load import LoadSnapshot
-from headrace.core.plan import TokenLogprobs
+from headrace.core.plan import NO_LOGPROBS, LogprobColumns
 from headrace.core.request import PriorityClass
 from headrace.core.update import StageSeconds
-from headrace.text.assemble import TokenEntry, TopToken
+from headrace.text.scored import ScoredTokens
 
 # ---------------------------------------------------------------------------------------------------------------------- what goes in
 
@@ -75,19 +75,12 @@ class PrincipalFacts:
 
 
 TOOL_CALL_BYTES = 256
-ENTRY_BYTES = 256
-"""A piece of a tool call, and a token's log-probability or an alternative to it: objects and references, beside their texts."""
+"""A piece of a tool call: objects and references, beside their texts."""
 
 
 def string_bytes(text: str) -> int:
     """What a string's characters take in memory at most: one byte each, or up to four where one is not ASCII."""
     return len(text) if text.isascii() else 4 * len(text)
-
-
-def entry_bytes(entry: TokenEntry) -> int:
-    """About how much memory one token's log-probability takes, with its alternatives."""
-    given: list[TokenEntry | TopToken] = [entry, *entry.top]
-    return sum([ENTRY_BYTES + string_bytes(each.token) + len(each.raw) for each in given])
 
 
 class ReplicaLost(Unavailable):
@@ -119,8 +112,8 @@ class OutputEvent(NamedTuple):
 
     index            of the sequence within the request: sequence i of prompt p is p * n + i
     num_tokens       output tokens given out with it
-    logprobs         one entry per token, or empty
-    prompt_logprobs  of prompt positions 1.. in order, over one or more events; `PreparedPrompt.entries` adds the texts
+    logprobs         of its tokens in order, in one or more parts, none of them empty; none where not asked for
+    prompt_logprobs  of prompt positions 1.. in order, over one or more events; `PreparedPrompt.scored` adds the texts
     finish           set exactly once, on the sequence's last event
     stop_reason      beside FinishReason.STOP: the stop string or stop token id; None for the model's own end token
     error            beside FinishReason.ERROR: for the operator
@@ -130,8 +123,8 @@ class OutputEvent(NamedTuple):
     index: int  # type: ignore[assignment]  # hides a tuple's search, which means nothing here
     text: str = ""
     num_tokens: int = 0
-    logprobs: Sequence[TokenEntry] = ()
-    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    logprobs: Sequence[ScoredTokens] = ()
+    prompt_logprobs: LogprobColumns = NO_LOGPROBS
     finish: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
@@ -153,8 +146,13 @@ class OutputEvent(NamedTuple):
         """`text_bytes` and its log-probabilities. The prompt's scores are not in it: their number is known before anything runs."""
         num_bytes = self.text_bytes
         if self.logprobs:
-            num_bytes += sum([entry_bytes(entry) for entry in self.logprobs])
+            num_bytes += sum([part.num_bytes for part in self.logprobs])
         return num_bytes
+
+    @property
+    def num_scored(self) -> int:
+        """Output tokens that have log-probabilities."""
+        return sum([len(part) for part in self.logprobs])
 
     def then(self, later: OutputEvent) -> OutputEvent:
         """This event and the same sequence's next one as one."""
@@ -163,13 +161,21 @@ class OutputEvent(NamedTuple):
             self.text + later.text,
             self.num_tokens + later.num_tokens,
             (*self.logprobs, *later.logprobs),
-            (*self.prompt_logprobs, *later.prompt_logprobs),
+            _joined(self.prompt_logprobs, later.prompt_logprobs),
             later.finish,
             later.stop_reason,
             later.error,
             self.reasoning + later.reasoning,
             (*self.tool_calls, *later.tool_calls),
         )
+
+
+def _joined(first: LogprobColumns, later: LogprobColumns) -> LogprobColumns:
+    if not (first and later):
+        return first or later
+    both = first[:]
+    both.extend(later)
+    return both
 
 
 class Usage(NamedTuple):
@@ -243,10 +249,11 @@ class PreparedPrompt(Protocol):
         """As echo shows it; empty for token ids whose text nobody needs."""
         ...
 
-    def entries(self, scores: Sequence[TokenLogprobs]) -> Iterator[TokenEntry]:
-        """Every token of the prompt with its text. The first has no probability: its numbers mean nothing.
+    def scored(self, scores: LogprobColumns) -> Iterator[ScoredTokens]:
+        """Every token of the prompt, a page at a time; taking one is little work, and some are empty for that. The first token is a page by
+        itself: it has no probability (rank 0).
 
-        scores  of positions 1.. in order, as collected from `OutputEvent.prompt_logprobs`; the entries end with them
+        scores  of positions 1.. in order, as collected from `OutputEvent.prompt_logprobs`; the pages end with them
         """
         ...
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
-from headrace.core.plan import TokenLogprobs
-from headrace.text.assemble import TokenEntry, token_entry
+from headrace.core.plan import LogprobColumns, TokenLogprobs, columns_of
 from headrace.text.detokenize import Detokenizer
+from headrace.text.scored import ScoredTokens
 from headrace.text.tokenizer import Tokenizer
+
+PAGE_TOKENS = 64
+OFFSET_TOKENS = 512
+"""Between two pages, with and without log-probabilities: half a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,21 +28,27 @@ class TokenPrompt:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
-    def entries(self, scores: Sequence[TokenLogprobs]) -> Iterator[TokenEntry]:
-        """See `seam.PreparedPrompt.entries`."""
-        offsets = prompt_offsets(self.tokenizer, self.text, self.token_ids)
-        first = self.token_ids[0]
-        yield TokenEntry(first, self.tokenizer.token_text(first), self.tokenizer.token_bytes(first), 0.0, 0, (), offsets[0])
-        for score, offset in zip(scores, offsets[1:], strict=False):
-            yield token_entry(self.tokenizer, score, offset)
+    def scored(self, scores: LogprobColumns) -> Iterator[ScoredTokens]:
+        """See `seam.PreparedPrompt.scored`."""
+        offsets = yield from self._offsets()
+        first = columns_of([TokenLogprobs(self.token_ids[0], 0.0, 0)])
+        yield ScoredTokens(self.tokenizer, first, offsets[:1], bytearray(b"\1"))
+        end = 1
+        for page in scores.pages(PAGE_TOKENS):
+            begin, end = end, end + len(page)
+            yield ScoredTokens(self.tokenizer, page, offsets[begin:end], bytearray(b"\1" * len(page)))
 
-
-def prompt_offsets(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -> list[int]:
-    """Characters of `text` before each token. A space some tokenizers put before the first word is not in the text: offsets shift by it."""
-    reader = Detokenizer(tokenizer)
-    offsets: list[int] = []
-    for token_id in token_ids:
-        offsets.append(reader.num_chars)
-        reader.push((token_id,))
-    shift = max(0, reader.num_chars - len(text))
-    return [max(0, offset - shift) for offset in offsets]
+    def _offsets(self) -> Generator[ScoredTokens, None, array[int]]:
+        """Characters of `text` before each token, with empty pages on the way. A space some tokenizers put before the first word is not in
+        the text: offsets shift by it. Where nobody reads the text, nobody reads them.
+        """
+        if not self.text:
+            return array("q", bytes(8 * len(self.token_ids)))
+        offsets, reader = array("q"), Detokenizer(self.tokenizer)
+        for begin in range(0, len(self.token_ids), OFFSET_TOKENS):
+            for token_id in self.token_ids[begin : begin + OFFSET_TOKENS]:
+                offsets.append(reader.num_chars)
+                reader.push((token_id,))
+            yield ScoredTokens(self.tokenizer)
+        shift = max(0, reader.num_chars - len(self.text))
+        return array("q", [max(0, offset - shift) for offset in offsets]) if shift else offsets

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from headrace.core.errors import HeadraceError, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.ids import RequestId
+from headrace.core.plan import NO_LOGPROBS, columns_of
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import Rejected, SequenceUpdate, StageSeconds
@@ -218,6 +219,6 @@ def merged(events: Iterable[OutputEvent]) -> list[OutputEvent]:
 
 
 def event_of(index: int, delta: OutputDelta) -> OutputEvent:
-    return OutputEvent(
-        index, delta.text, len(delta.token_ids), delta.logprobs, delta.prompt_logprobs, delta.finish, delta.stop_reason, delta.error
-    )
+    scored = () if delta.logprobs is None else (delta.logprobs,)
+    prompt_logprobs = columns_of(delta.prompt_logprobs) if delta.prompt_logprobs else NO_LOGPROBS
+    return OutputEvent(index, delta.text, len(delta.token_ids), scored, prompt_logprobs, delta.finish, delta.stop_reason, delta.error)

@@ -5,11 +5,12 @@ Tokens are columns; what only some rows have (an end, a first token's facts, log
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypedDict, TypeVar, cast
 
 from headrace.core.finish import FinishReason
-from headrace.core.plan import TokenLogprobs
+from headrace.core.plan import LogprobColumns, TokenLogprobs, int_column
 from headrace.core.update import SequenceUpdate, StageSeconds
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec.enums import FINISH_KIND, FINISH_REASON
@@ -40,8 +41,8 @@ def encode_updates(rows: Iterable[tuple[Handle, SequenceUpdate]]) -> pb.Updates:
 class Facts(TypedDict, total=False):
     """What only some rows have, under SequenceUpdate's names."""
 
-    logprobs: tuple[TokenLogprobs, ...]
-    prompt_logprobs: tuple[TokenLogprobs, ...]
+    logprobs: LogprobColumns
+    prompt_logprobs: LogprobColumns
     finish: FinishReason
     stop_token_id: int
     error: str
@@ -65,8 +66,10 @@ class UpdateRows:
     is unknown or log-probabilities that do not fit their tokens.
     """
 
-    def __init__(self, message: pb.Updates) -> None:
+    def __init__(self, message: pb.Updates, *, takes_prompt: Callable[[Handle, int], bool] = lambda _handle, _index: True) -> None:
+        """takes_prompt  whether a sequence's log-probabilities of its prompt are wanted; others are not decoded"""
         _check_columns(message)
+        self._takes_prompt = takes_prompt
         self._message = message
         num_rows = len(message.handles)
         self._finished = _by_row("finished", message.finished, num_rows)
@@ -82,9 +85,9 @@ class UpdateRows:
         end = 0
         for row, (handle, index, count) in enumerate(zip(handles, message.indices, message.token_counts, strict=True)):
             start, end = end, end + count
-            yield handle, index, token_ids[start:end], self._facts(row, count) if row in sparse else None
+            yield handle, index, token_ids[start:end], self._facts(row, handle, index, count) if row in sparse else None
 
-    def _facts(self, row: int, num_tokens: int) -> Facts:
+    def _facts(self, row: int, handle: Handle, index: int, num_tokens: int) -> Facts:
         facts = Facts()
         if (finished := self._finished.get(row)) is not None:
             _add_finish(facts, finished)
@@ -97,7 +100,7 @@ class UpdateRows:
             facts["logprobs"] = logprobs = _decode_logprobs(entry.values)
             if len(logprobs) != num_tokens:
                 raise MalformedFrame(f"updates: {len(logprobs)} logprobs for {num_tokens} tokens")
-        if (entry := self._prompt_logprobs.get(row)) is not None:
+        if (entry := self._prompt_logprobs.get(row)) is not None and self._takes_prompt(handle, index):
             facts["prompt_logprobs"] = _decode_logprobs(entry.values)
         return facts
 
@@ -158,17 +161,16 @@ def _encode_logprobs(positions: Sequence[TokenLogprobs]) -> pb.Logprobs:
     )
 
 
-def _decode_logprobs(message: pb.Logprobs) -> tuple[TokenLogprobs, ...]:
+def _decode_logprobs(message: pb.Logprobs) -> LogprobColumns:
+    """No object per position: an answer may have a million alternatives."""
     count = len(message.token_ids)
     if not len(message.logprobs) == len(message.ranks) == len(message.top_counts) == count:
         raise MalformedFrame("logprobs: columns differ in length")
     if not sum(message.top_counts) == len(message.top_ids) == len(message.top_logprobs):
         raise MalformedFrame("logprobs: top columns differ in length")
-    top_ids, top_logprobs = list(message.top_ids), list(message.top_logprobs)
-    positions: list[TokenLogprobs] = []
-    offset = 0
-    for token_id, logprob, rank, top in zip(message.token_ids, message.logprobs, message.ranks, message.top_counts, strict=True):
-        span = slice(offset, offset + top)
-        positions.append(TokenLogprobs(token_id, logprob, rank, tuple(top_ids[span]), tuple(top_logprobs[span])))
-        offset += top
-    return tuple(positions)
+    try:
+        token_ids, top_counts, top_ids = [int_column(column[:]) for column in (message.token_ids, message.top_counts, message.top_ids)]
+    except OverflowError:
+        raise MalformedFrame("logprobs: a token id beyond 31 bits") from None
+    logprobs, ranks, top_logprobs = array("d", message.logprobs[:]), array("q", message.ranks[:]), array("d", message.top_logprobs[:])
+    return LogprobColumns(token_ids, logprobs, ranks, top_counts, top_ids, top_logprobs)

@@ -6,7 +6,7 @@ A chunk is assembled from bytes: everything that is constant over a stream (id, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,8 +16,8 @@ from headrace.core.finish import FinishReason
 from headrace.gateway.generation.run import Run
 from headrace.gateway.http.sse import DONE
 from headrace.gateway.surfaces.dialect import schemas
-from headrace.gateway.surfaces.dialect.entries import EntryColumns, TokenNames
 from headrace.gateway.upstream.seam import OutputEvent, PreparedPrompt, ToolCall, Usage
+from headrace.text.scored import ScoredTokens
 
 _encode = msgspec.json.encode
 
@@ -43,9 +43,14 @@ class Facts:
 
 @dataclass(slots=True)
 class Output:
-    """One sequence, collected. tool_calls: by number, their pieces joined; has_tool_calls: also in a stream, where none is collected"""
+    """One sequence, collected.
 
-    entries: EntryColumns
+    scored          a new part where ids begin to mean something else
+    tool_calls      by number, their pieces joined
+    has_tool_calls  also in a stream, where none is collected
+    """
+
+    scored: list[ScoredTokens] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -59,7 +64,10 @@ class Output:
 
     def add(self, event: OutputEvent) -> None:
         self.texts.append(event.text)
-        self.entries.extend(event.logprobs)
+        for part in event.logprobs:
+            if not (self.scored and self.scored[-1].texts is part.texts):
+                self.scored.append(ScoredTokens(part.texts))
+            self.scored[-1].extend(part)
         if event.reasoning:
             self.reasoning.append(event.reasoning)
         for piece in event.tool_calls:
@@ -77,8 +85,7 @@ class Output:
 
 def outputs_of(count: int) -> list[Output]:
     """The sequences of one answer."""
-    names = TokenNames()
-    return [Output(entries=EntryColumns(names)) for _ in range(count)]
+    return [Output() for _ in range(count)]
 
 
 class Chunks:
@@ -134,9 +141,12 @@ class Chunks:
     def chunk(self, choice: bytes) -> bytes:
         return b"".join((self._head, choice, b"]", self._tail))
 
-    def around(self, choice: list[bytes]) -> list[bytes]:
-        """`chunk` of a choice in pieces, which are not copied."""
-        return [self._head, *choice, b"]", self._tail]
+    def around(self, choice: Iterable[bytes]) -> Iterator[bytes]:
+        """`chunk` of a choice in pieces, each taken when it is asked for."""
+        yield self._head
+        yield from choice
+        yield b"]"
+        yield self._tail
 
     def last(self, usage: Usage) -> bytes:
         if not self._include_usage:
@@ -154,6 +164,11 @@ def finish_part(event: OutputEvent, *, is_tool_turn: bool = False) -> bytes:
         return b',"finish_reason":null}'
     word = finish_word(event.finish, is_tool_turn=is_tool_turn)
     return b',"finish_reason":"%s","stop_reason":%s}' % (word.encode(), _encode(event.stop_reason))
+
+
+def whole_finish_part(output: Output) -> bytes:
+    """Of a choice of a whole answer, up to the end of its object."""
+    return b',"finish_reason":"%b","stop_reason":%b}' % (output.finish_word.encode(), _encode(output.stop_reason))
 
 
 def finish_word(finish: FinishReason, *, is_tool_turn: bool) -> str:

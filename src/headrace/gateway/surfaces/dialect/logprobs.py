@@ -1,117 +1,102 @@
-"""Log-probabilities in the shapes clients know: OpenAI's of chat and of completions, and vLLM's `prompt_logprobs`."""
+"""Log-probabilities in the shapes clients know: OpenAI's of chat and of completions, and vLLM's `prompt_logprobs`.
+
+Columns in, JSON out, a page at a time and each page only when it is asked for: an answer may have a million alternatives, and none of them
+is made an object. All functions give pieces that, joined, are one JSON value; taking the next piece is less than a millisecond of work.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from array import array
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 import msgspec
 
-from headrace.core.plan import LogprobColumns, TokenLogprobs
-from headrace.gateway.surfaces.dialect.schemas import (
-    ChatLogprobs,
-    CompletionLogprobs,
-    PromptLogprob,
-    TokenLogprob,
-    TopLogprob,
-)
+from headrace.core.plan import LogprobColumns
+from headrace.gateway.surfaces.dialect.token_json import json_of
 from headrace.gateway.upstream.seam import PreparedPrompt
-from headrace.text.assemble import TokenEntry
+from headrace.text.scored import ScoredTokens
 
 _encode = msgspec.json.encode
 
 LOWEST_LOGPROB = -9999.0
-"""JSON has no infinity; clients of this API know this number as "never"."""
-
-
-def finite(logprob: float) -> float:
-    """A log-probability as JSON can say it: a token the model rules out has minus infinity."""
-    return max(logprob, LOWEST_LOGPROB)
-
-
-def chat_logprobs(entries: Iterable[TokenEntry], num_top: int) -> ChatLogprobs:
-    """content[].{token, logprob, bytes, top_logprobs}; a token without text in the answer (the end token) is left out."""
-    return ChatLogprobs(
-        [
-            TokenLogprob(
-                entry.token,
-                finite(entry.logprob),
-                list(entry.raw),
-                [TopLogprob(top.token, finite(top.logprob), list(top.raw)) for top in entry.top[:num_top]],
-            )
-            for entry in entries
-            if entry.is_visible
-        ]
-    )
-
-
-def completion_logprobs(entries: Iterable[TokenEntry], num_top: int, *, offset: int = 0) -> CompletionLogprobs:
-    """Columns over tokens. offset: characters before the output (an echoed prompt)."""
-    shown = [entry for entry in entries if entry.is_visible]
-    return CompletionLogprobs(
-        text_offset=[offset + entry.text_offset for entry in shown],
-        token_logprobs=[finite(entry.logprob) for entry in shown],
-        tokens=[token_name(entry.token, entry.raw) for entry in shown],
-        top_logprobs=[_top_map(entry, num_top) for entry in shown],
-    )
-
+"""JSON has no infinity; clients of this API know this number as "never". A token the model rules out has minus infinity."""
 
 PAGE_TOKENS = 64
-"""Tokens of a prompt that are objects at a time, on their way into bytes."""
+"""Of one piece."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedLogprobs:
-    """`CompletionLogprobs` as JSON, made once and shown by every choice: the same pieces are written again, none is copied.
+def chat_logprobs(parts: Iterable[ScoredTokens], num_top: int) -> Iterator[bytes]:
+    """content[].{token, logprob, bytes, top_logprobs}; a token without text in the answer (the end token) is left out."""
+    yield b'{"content":['
+    yield from _between_commas(_chat_page(page, num_top) for page in _pages(parts))
+    yield b'],"refusal":null}'
 
-    columns  in the order of the fields; each a list of pieces that, joined, is a JSON list without its brackets
+
+def completion_logprobs(
+    parts: Sequence[ScoredTokens], num_top: int, *, offset: int = 0, prompt: EchoedLogprobs | None = None
+) -> Iterator[bytes]:
+    """Columns over tokens.
+
+    offset  characters before the output (an echoed prompt);  prompt  what that one's tokens have, before those of the output
     """
-
-    columns: tuple[list[bytes], ...]
-
-    def pieces(self, rest: CompletionLogprobs | None) -> list[bytes]:
-        """The object, with the columns of `rest` behind."""
-        found: list[bytes] = []
-        for number, (name, column) in enumerate(zip(COLUMNS, self.columns, strict=True)):
-            found += (b'%s"%s":[' % (b"," if number else b"{", name.encode()), *column)
-            if rest is not None and (more := getattr(rest, name)):
-                found += (b",", _inside(more))
-            found.append(b"]")
-        return [*found, b"}"]
+    for number, (name, column) in enumerate(COMPLETION_COLUMNS.items()):
+        yield b'%b"%b":[' % (b"," if number else b"{", name)
+        before = prompt[number] if prompt is not None else []
+        yield from before
+        for place, page in enumerate(_pages(parts)):
+            yield (b"," if before or place else b"") + column(page, num_top, offset)
+        yield b"]"
+    yield b"}"
 
 
-COLUMNS = CompletionLogprobs.__struct_fields__
+EchoedLogprobs = tuple[list[bytes], ...]
+"""A prompt's tokens in the columns of completions: pieces that, joined, are a JSON list without its brackets. Made once and shown by every
+choice: the same pieces are written again, none is copied."""
 
 
-def echo_logprobs(prompt: PreparedPrompt, scores: Sequence[TokenLogprobs], num_top: int) -> EncodedLogprobs:
-    """Columns over the prompt's tokens. The first one has no probability: null, as OpenAI gives it.
+def echo_logprobs(prompt: PreparedPrompt, scores: LogprobColumns, num_top: int) -> Generator[bytes, None, EchoedLogprobs]:
+    """Columns over the prompt's tokens. The first one has no probability: null, as OpenAI gives it. Gives an empty piece after each page,
+    for it is the result that is wanted.
 
     scores  of positions 1.. in order
     """
-    entries = prompt.entries(scores)
-    first = next(entries)
-    columns: tuple[list[bytes], ...] = ([b"%d" % first.text_offset], [b"null"], [_encode(token_name(first.token, first.raw))], [b"null"])
-    while page := list(islice(entries, PAGE_TOKENS)):
-        made = completion_logprobs(page, num_top)
-        for name, column in zip(COLUMNS, columns, strict=True):
-            column += (b",", _inside(getattr(made, name)))
-    return EncodedLogprobs(columns)
+    columns: EchoedLogprobs = tuple([] for _ in COMPLETION_COLUMNS)
+    for page in prompt.scored(scores):
+        for encode, column in zip(COMPLETION_COLUMNS.values() if len(page) else (), columns, strict=False):
+            has_none = encode in (_token_logprobs, _top_logprobs) and not column
+            made = b"null" if has_none else encode(page, num_top, 0)
+            column.append(b"," + made if column else made)
+        yield b""
+    return columns
 
 
-def prompt_logprobs(prompt: PreparedPrompt, scores: Sequence[TokenLogprobs], num_top: int) -> list[bytes]:
-    """vLLM's shape as JSON in pieces: one map per prompt token from token id to its log-probability; null for the first token."""
-    entries = islice(prompt.entries(scores), 1, None)
-    pieces = [b"[null"]
-    while page := list(islice(entries, PAGE_TOKENS)):
-        pieces += (b",", _inside([_ranked(entry, num_top) for entry in page]))
-    return [*pieces, b"]"]
+def prompt_logprobs(prompt: PreparedPrompt, scores: LogprobColumns, num_top: int) -> Iterator[bytes]:
+    """vLLM's shape: one map per prompt token from token id to its log-probability; null for the first token."""
+    yield b"[null"
+    for page in prompt.scored(scores):
+        is_first = len(page) and not page.scores.ranks[0]
+        yield b"," + _ranked_page(page, num_top) if len(page) and not is_first else b""
+    yield b"]"
 
 
-def _ranked(entry: TokenEntry, num_top: int) -> dict[int, PromptLogprob]:
-    ranked = {top.token_id: PromptLogprob(finite(top.logprob), rank, top.token) for rank, top in enumerate(entry.top[:num_top], start=1)}
-    ranked[entry.token_id] = PromptLogprob(finite(entry.logprob), entry.rank, entry.token)
-    return ranked
+def _pages(parts: Iterable[ScoredTokens]) -> Iterator[ScoredTokens]:
+    for part in parts:
+        yield from part.shown().pages(PAGE_TOKENS)
+
+
+def _between_commas(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    for number, piece in enumerate(pieces):
+        yield b"," + piece if number else piece
+
+
+def _numbers(logprobs: array[float]) -> list[bytes]:
+    """Each as JSON. All at once: a number by itself costs five times as much."""
+    values = logprobs.tolist()
+    if not values:
+        return []
+    if not min(values) >= LOWEST_LOGPROB:
+        values = [max(value, LOWEST_LOGPROB) for value in values]
+    return _inside(values).split(b",")
 
 
 def _inside(values: Sequence[object]) -> bytes:
@@ -119,22 +104,68 @@ def _inside(values: Sequence[object]) -> bytes:
     return _encode(values)[1:-1]
 
 
-def scores_of(columns: LogprobColumns) -> list[TokenLogprobs]:
-    """Of positions that were all asked for."""
-    return [score for score in columns.entries() if score is not None]
+def _chat_page(page: ScoredTokens, num_top: int) -> bytes:
+    scores, json = page.scores, json_of(page.texts)
+    begins, ends = json.begins, json.ends
+    tops = [begins[i] + number + ends[i] for i, number in zip(scores.top_ids, _numbers(scores.top_logprobs), strict=True)]
+    entries: list[bytes] = []
+    end = 0
+    for token_id, number, count in zip(scores.token_ids, _numbers(scores.logprobs), scores.top_counts, strict=True):
+        begin, end = end, end + count
+        best = b",".join(tops[begin : begin + min(count, num_top)])
+        entries.append(b'%b%b%b,"top_logprobs":[%b]}' % (begins[token_id], number, ends[token_id][:-1], best))
+    return b",".join(entries)
 
 
-def token_name(text: str, raw: bytes) -> str:
-    """A token as completions name it: its text, or `bytes:\\x..` where it is part of a character (several such share one text)."""
-    try:
-        raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-    return text
+def _ranked_page(page: ScoredTokens, num_top: int) -> bytes:
+    """A map per token: the best by rank, and the one that stands there."""
+    scores, decoded = page.scores, json_of(page.texts).decoded
+    top_numbers = _numbers(scores.top_logprobs)
+    entries: list[bytes] = []
+    end = 0
+    for token_id, number, rank, count in zip(scores.token_ids, _numbers(scores.logprobs), scores.ranks, scores.top_counts, strict=True):
+        begin, end = end, end + count
+        shown = slice(begin, begin + min(count, num_top))
+        best = enumerate(zip(scores.top_ids[shown], top_numbers[shown], strict=True), start=1)
+        ranked = {i: b'"%d":{"logprob":%b,"rank":%d%b' % (i, its, place, decoded[i]) for place, (i, its) in best}
+        ranked[token_id] = b'"%d":{"logprob":%b,"rank":%d%b' % (token_id, number, rank, decoded[token_id])
+        entries.append(b"{%b}" % b",".join(ranked.values()))
+    return b",".join(entries)
 
 
-def _top_map(entry: TokenEntry, num_top: int) -> dict[str, float]:
-    """The best alternatives, and the token that was chosen."""
-    named = {token_name(top.token, top.raw): finite(top.logprob) for top in reversed(entry.top[:num_top])}
-    named[token_name(entry.token, entry.raw)] = finite(entry.logprob)
-    return named
+def _text_offsets(page: ScoredTokens, _num_top: int, offset: int) -> bytes:
+    return _inside([offset + each for each in page.text_offsets])
+
+
+def _token_logprobs(page: ScoredTokens, _num_top: int, _offset: int) -> bytes:
+    return b",".join(_numbers(page.scores.logprobs))
+
+
+def _tokens(page: ScoredTokens, _num_top: int, _offset: int) -> bytes:
+    names = json_of(page.texts).names
+    return b",".join([names[token_id] for token_id in page.scores.token_ids])
+
+
+def _top_logprobs(page: ScoredTokens, num_top: int, _offset: int) -> bytes:
+    """A map per token: the best alternatives, worst first, and the token that was chosen. Several of one name are one."""
+    scores, keys = page.scores, json_of(page.texts).keys
+    names = [keys[i] for i in scores.top_ids]
+    numbers = _numbers(scores.top_logprobs)
+    entries: list[bytes] = []
+    end = 0
+    for token_id, number, count in zip(scores.token_ids, _numbers(scores.logprobs), scores.top_counts, strict=True):
+        begin, end = end, end + count
+        shown = slice(begin, begin + min(count, num_top))
+        named = dict(zip(reversed(names[shown]), reversed(numbers[shown]), strict=True))
+        named[keys[token_id]] = number
+        entries.append(b"{%b}" % b",".join([name + its for name, its in named.items()]))
+    return b",".join(entries)
+
+
+COMPLETION_COLUMNS: dict[bytes, Callable[[ScoredTokens, int, int], bytes]] = {
+    b"text_offset": _text_offsets,
+    b"token_logprobs": _token_logprobs,
+    b"tokens": _tokens,
+    b"top_logprobs": _top_logprobs,
+}
+"""What each field's list has for a page: page, alternatives shown, characters before the output -> a JSON list without its brackets."""

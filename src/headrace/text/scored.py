@@ -1,0 +1,130 @@
+"""Log-probabilities of one sequence's tokens with what they stand for: columns, from the wire to the bytes a client gets.
+
+An answer may have a hundred thousand alternatives. As objects they would take milliseconds to make, megabytes to keep, and every garbage
+collection would look at each; as columns they take 12 bytes each. Objects (`TokenEntry`) are made only for who iterates.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Protocol
+
+from headrace.core.plan import LogprobColumns, wide_columns
+
+
+class TokenTexts(Protocol):
+    """What token ids stand for. A `Tokenizer` is one."""
+
+    def token_text(self, token_id: int) -> str:
+        """For people; U+FFFD where the bytes are part of a character."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TopToken:
+    """One of the most probable tokens at a position. `raw` are its exact bytes, `token` their text (U+FFFD for part of a character)."""
+
+    token_id: int
+    token: str
+    raw: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEntry:
+    """Log-probabilities of one token, with its text.
+
+    raw          exact bytes; `token` is their text (U+FFFD where they are part of a character)
+    rank         1 = it was the most probable
+    top          the k best, descending
+    text_offset  characters before it in the output (for prompt entries: in the prompt)
+    is_visible   False when none of its text is in the answer: the token that ended it, or one wholly within a cut-off stop string
+    """
+
+    token_id: int
+    token: str
+    raw: bytes
+    logprob: float
+    rank: int
+    top: tuple[TopToken, ...]
+    text_offset: int
+    is_visible: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """Neighbouring tokens of one sequence; equal lengths. Iterating makes the objects, one at a time.
+
+    texts         of the ids in `scores`
+    text_offsets  characters before each in the output (of a prompt: in the prompt)
+    visible       1, or 0 for a token with none of its text in the answer (see `TokenEntry`)
+    texts_bytes   what `texts` takes in memory for these tokens alone
+    """
+
+    texts: TokenTexts
+    scores: LogprobColumns = field(default_factory=wide_columns)
+    text_offsets: array[int] = field(default_factory=lambda: array("q"))
+    visible: bytearray = field(default_factory=bytearray)
+    texts_bytes: int = 0
+
+    def __len__(self) -> int:
+        return len(self.visible)
+
+    def __iter__(self) -> Iterator[TokenEntry]:
+        text, raw = self.texts.token_text, self.texts.token_bytes
+        for at, offset, is_visible in zip(self.scores, self.text_offsets, self.visible, strict=True):
+            top = tuple([TopToken(i, text(i), raw(i), logprob) for i, logprob in zip(at.top_ids, at.top_logprobs, strict=True)])
+            yield TokenEntry(at.token_id, text(at.token_id), raw(at.token_id), at.logprob, at.rank, top, offset, bool(is_visible))
+
+    def add(self, scores: LogprobColumns, text_offsets: Iterable[int], visible: Iterable[int]) -> None:
+        self.scores.extend(scores)
+        self.text_offsets.extend(text_offsets)
+        self.visible.extend(visible)
+
+    def extend(self, other: ScoredTokens) -> None:
+        """The tokens of `other`, after these; what its ids stand for is the same."""
+        assert other.texts is self.texts, "ids mean the same"
+        self.add(other.scores, other.text_offsets, other.visible)
+
+    def then(self, later: ScoredTokens) -> ScoredTokens:
+        """These and the next ones of the same sequence, as columns of their own."""
+        both = ScoredTokens(self.texts)
+        both.extend(self)
+        both.extend(later)
+        return both
+
+    def part(self, begin: int, end: int) -> ScoredTokens:
+        span = slice(begin, end)
+        return ScoredTokens(self.texts, self.scores[span], self.text_offsets[span], self.visible[span])
+
+    def pages(self, size: int) -> Iterator[ScoredTokens]:
+        """All of them, up to `size` at a time."""
+        begin = 0
+        for scores in self.scores.pages(size):
+            span = slice(begin, begin := begin + len(scores))
+            yield ScoredTokens(self.texts, scores, self.text_offsets[span], self.visible[span])
+
+    def shown(self) -> ScoredTokens:
+        """The visible ones."""
+        if 0 not in self.visible:
+            return self
+        found, end = ScoredTokens(self.texts), 0
+        for is_visible, run in groupby(self.visible):
+            begin, end = end, end + len(list(run))
+            if is_visible:
+                found.extend(self.part(begin, end))
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """What the columns take in memory, about."""
+        return SCORED_BYTES + self.scores.num_bytes + 9 * len(self) + self.texts_bytes
+
+
+SCORED_BYTES = 250
+"""The object, and its own two columns without their contents."""
