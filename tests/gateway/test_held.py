@@ -303,3 +303,20 @@ async def test_cycles_are_collected_once_nothing_runs(monkeypatch: pytest.Monkey
     finally:
         gc.enable()
         task.cancel()
+
+
+async def test_memory_is_given_back_twice_once_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the last requests' connections held was freed just after the only look, and three quarters of a storm's peak were kept."""
+    monkeypatch.setattr(memory, "LOOK_S", 0.01)
+    given: list[int] = []
+    budget = MemoryBudget(prompts=HeldLimits(1, 1, 1), answers=HeldLimits(1, 1, 1))
+    monkeypatch.setattr(memory, "give_back", lambda: given.append(budget.num_open))
+    task = asyncio.create_task(memory.give_back_when_idle(budget))
+    try:
+        for num_expected in (2, 4):
+            with budget.open("a"), budget.open("b"):
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)
+            assert given == [0] * num_expected
+    finally:
+        task.cancel()
