@@ -26,6 +26,7 @@ from headrace.tensor.kernels.cpu.jit.vector_ir import (
     I32,
     I64,
     LANES,
+    STREAM_LEVEL,
     VECTOR,
     Emit,
     ask_for,
@@ -181,7 +182,7 @@ def _weights(builder: ir.IRBuilder, places: list[ir.Value]) -> list[ir.Value]:
     """The registers at `places`; what is read some iterations later is asked for."""
     words = [_vector(builder, place, WORDS) for place in places]
     for place in places:
-        ask_for(builder, step(builder, place, AHEAD * STRIP * LANES))
+        ask_for(builder, step(builder, place, AHEAD * STRIP * LANES), STREAM_LEVEL)
     return words
 
 

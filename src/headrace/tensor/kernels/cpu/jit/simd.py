@@ -25,11 +25,13 @@ from numba.extending import intrinsic
 
 from headrace.tensor.kernels.cpu.jit.vector_ir import (
     F32,
+    FIRST_LEVEL,
     I32,
     I64,
     ITEM_BYTES,
     LANES,
     STORED,
+    STREAM_LEVEL,
     STRIP_COLUMNS,
     STRIP_VECTORS,
     VECTOR,
@@ -53,7 +55,7 @@ from headrace.tensor.kernels.cpu.jit.vector_ir import (
     widened,
 )
 
-AHEAD = 24
+AHEAD = 24 if STREAM_LEVEL == FIRST_LEVEL else 64
 """Iterations for which weights are fetched ahead: the processor's own prefetching stops at every page (docs/experiments.md)."""
 
 SLACK = 8.0
@@ -357,7 +359,7 @@ def panel_block(
             right = [columns_at(builder, place) for place in places]
             reach = builder.add(I64(AHEAD * STRIP_COLUMNS), _skipped(builder, loop.index, iterations, strip_step, num_strips))
             for place in places:
-                ask_for(builder, step(builder, place, reach))
+                ask_for(builder, step(builder, place, reach), STREAM_LEVEL)
             left_at = step(builder, x_at, builder.mul(loop.index, I64(by_depth * steps)))
             for number in range(steps):
                 for r in range(num_rows):

@@ -44,6 +44,12 @@ STRIP_COLUMNS = STRIP_VECTORS * LANES
 HAS_BF16_DOTS = LANES == 16 and "avx512bf16" in native_features()
 """Two products of bfloat16 are added to a float32 by one instruction."""
 
+FIRST_LEVEL, SECOND_LEVEL = 3, 2
+"""Caches into which memory is fetched ahead of its use."""
+STREAM_LEVEL = SECOND_LEVEL if HAS_BF16_DOTS else FIRST_LEVEL
+"""For weights that pass by: the second-level cache of such CPUs has more lines under way than the first. Measured on Zen 4 alone,
+elsewhere as it was (docs/experiments.md)."""
+
 VECTOR = ir.VectorType(F32, LANES)
 ITEM_BYTES = {types.float32: 4, types.uint16: 2, types.int8: 1, types.int16: 2, types.int32: 4, types.int64: 8}
 STORED = {types.float32: F32, types.uint16: I16, types.int8: I8, types.int16: I16, types.int32: I32, types.int64: I64}
@@ -120,12 +126,12 @@ def step(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value | int) -> ir.
     return builder.gep(pointer, [index if isinstance(index, ir.Value) else I64(index)])
 
 
-def ask_for(builder: ir.IRBuilder, pointer: ir.Value) -> None:
+def ask_for(builder: ir.IRBuilder, pointer: ir.Value, level: int = FIRST_LEVEL) -> None:
     """Fetch the cache line at `pointer` ahead of time. The address may be anything: a hint cannot fail."""
     byte_pointer = ir.IntType(8).as_pointer()
     function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-    builder.call(function, [builder.bitcast(pointer, byte_pointer), I32(0), I32(3), I32(1)])
+    builder.call(function, [builder.bitcast(pointer, byte_pointer), I32(0), I32(level), I32(1)])
 
 
 def load_floats(builder: ir.IRBuilder, pointer: ir.Value, element: types.Type, like: ir.Type) -> ir.Value:
