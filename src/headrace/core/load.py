@@ -51,6 +51,10 @@ class EngineCounters:
         self.step_seconds += seconds
         self.step_buckets[bisect_left(STEP_BOUNDS_S, seconds)] += 1
 
+    def note_finished(self, reason: str) -> None:
+        """reason: a FinishReason's value."""
+        self.finished[reason] = self.finished.get(reason, 0) + 1
+
     def note_failure(self, kind: FailureKind) -> None:
         self.failures[kind.value] = self.failures.get(kind.value, 0) + 1
 

@@ -21,6 +21,7 @@ from headrace.policy.kvcache.leases import LeaseError
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.planner import PlanDraft, Planner
 from headrace.policy.schedule.scheduler import Scheduler
+from headrace.policy.schedule.sequence import Sequence
 from headrace.policy.schedule.sequence_table import SequenceTable
 from headrace.policy.schedule.step_timer import UNKNOWN_STEP_S, StepTimer
 
@@ -96,9 +97,9 @@ CALL_SITES = [
     (SequenceTable, "start"),
     (KvManager, "grow"),
     (KvManager, "take_hits"),
-    (KvManager, "can_admit"),
+    (KvManager, "num_left"),
     (KvManager, "write_tables"),
-    (SequenceTable, "append_tokens"),
+    (Sequence, "append"),
     (SequenceTable, "emit_output"),
     (SequenceTable, "_update"),
     (SequenceTable, "cancel"),

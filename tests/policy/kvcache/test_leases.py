@@ -201,7 +201,7 @@ def test_a_transfer_of_an_idle_block_is_not_a_use() -> None:
     old, middle, new = cached_blocks(pool, 3)
     leases = Leases([pool])
     lease = leases.lease(0, [old], "a transfer", 99.0)
-    assert not pool.is_idle(old)
+    assert old not in dict(pool.idle_since())
     pool.steps.now = 50.0
     leases.release(lease)
     assert list(pool.idle_since()) == [(old, 0.0), (middle, 1.0), (new, 2.0)]

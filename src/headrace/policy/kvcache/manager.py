@@ -5,6 +5,7 @@ Every method that may fail asks first and changes everything or nothing. Table w
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -49,6 +50,7 @@ class KvManager:
         self._chain_root = partial(chain_root, key, model_digest=model_digest, kv_dtype=kv_dtype)
         self._adapter_digests = adapter_digests or {}
         self._windows = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
+        self._by_group = [(index, group.window, self.pools[index]) for index, group in enumerate(groups)]
 
     # questions
 
@@ -74,9 +76,10 @@ class KvManager:
         """Positions its blocks have room for; a model without KV needs none for any."""
         return min(map(len, seq.blocks)) * self.block_size if seq.blocks else seq.limit
 
-    def may_grow(self, seq: Sequence) -> bool:
-        """Whether it may have to take another block before it ends."""
-        return bool(seq.blocks) and len(seq.blocks[0]) * self.block_size < seq.limit
+    def num_that_may_grow(self, sequences: Iterable[Sequence]) -> int:
+        """How many of these may have to take another block before they end."""
+        size = self.block_size
+        return sum([1 for seq in sequences if len(seq.blocks[0]) * size < seq.limit]) if self.pools else 0
 
     def num_hit_tokens(self, seq: Sequence) -> int:
         """Leading tokens whose KV could be reused. At least one token is always computed: it gives the logits."""
@@ -96,13 +99,13 @@ class KvManager:
 
     def _chain_hits(self, seq: Sequence, limit: int) -> int:
         """Largest number of leading blocks every group can supply: all of them in a full group, the window's in a windowed one."""
-        full = [pool for group, pool in zip(self.groups, self.pools, strict=True) if group.window is None]
         hits = limit if self.pools else 0
-        for pool in full:
-            hits = next((i for i in range(hits) if pool.find(seq.hashes[i]) is None), hits)
-        windowed = [(group.window, pool) for group, pool in zip(self.groups, self.pools, strict=True) if group.window is not None]
-        while hits and not all(self._window_holds(seq, hits, window, pool) for window, pool in windowed):
-            hits -= 1
+        for _, window, pool in self._by_group:
+            if window is None:
+                hits = pool.num_leading_hits(seq.hashes[:hits])
+        if self._windows:
+            while hits and not all(self._window_holds(seq, hits, window, self.pools[index]) for index, window in self._windows):
+                hits -= 1
         return hits
 
     def _window_holds(self, seq: Sequence, hits: int, window: int, pool: BlockPool) -> bool:
@@ -126,8 +129,8 @@ class KvManager:
     def take_hits(self, seq: Sequence, num_tokens: int) -> None:
         """Hold the blocks of `num_tokens` cached tokens for a sequence that has none yet; they count as computed."""
         count = num_tokens // self.block_size
-        for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
-            first = 0 if group.window is None else self._first_live(num_tokens, group.window)
+        for index, window, pool in self._by_group:
+            first = 0 if window is None else self._first_live(num_tokens, window)
             blocks = [PAD_BLOCK] * first
             for i in range(first, count):
                 block = pool.find(seq.hashes[i])
@@ -138,29 +141,23 @@ class KvManager:
             seq.registered[index] = count
         seq.start_behind(num_tokens)
 
-    def can_admit(self, seq: Sequence, hit_tokens: int, first_end: int, reserve_blocks: int, chunk_blocks: int = 0) -> bool:
-        """Whether a waiting sequence's whole known length fits now, leaving `reserve_blocks` to those already running.
+    def num_left(self, seq: Sequence, hit_tokens: int, first_end: int, chunk_blocks: int = 0) -> float:
+        """Blocks left in the shortest pool if a waiting sequence's whole known length were admitted now; below 0 when it does not fit.
 
-        chunk_blocks  also left to them in groups with a window, where a prompt takes its blocks chunk by chunk
+        chunk_blocks  not counted as left in groups with a window, where a prompt takes its blocks chunk by chunk
         """
-        for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
-            end = first_end if group.window is not None else len(seq.tokens)
+        left = math.inf
+        for index, window, pool in self._by_group:
+            end = first_end if window is not None else len(seq.tokens)
             held = seq.blocks[index]
             if held:
                 needed = max(0, self.blocks_for(end) - len(held)) + self._num_copies(seq, index)
             else:
                 hits = hit_tokens // self.block_size
-                first = 0 if group.window is None else self._first_live(hit_tokens, group.window)
-                idle = sum(1 for i in range(first, hits) if self._is_idle_hit(pool, seq.hashes[i]))
-                needed = self.blocks_for(end) - hits + idle
-            if needed + reserve_blocks + (0 if group.window is None else chunk_blocks) > pool.num_available:
-                return False
-        return True
-
-    @staticmethod
-    def _is_idle_hit(pool: BlockPool, identity: BlockHash) -> bool:
-        block = pool.find(identity)
-        return block is not None and pool.is_idle(block)
+                first = 0 if window is None else self._first_live(hit_tokens, window)
+                needed = self.blocks_for(end) - hits + pool.num_idle_hits(seq.hashes[first:hits])
+            left = min(left, pool.num_available - needed - (0 if window is None else chunk_blocks))
+        return left
 
     def grow(self, seq: Sequence, end: int, builder: PlanBuilder) -> bool:
         """Make positions [planned, end) of a running sequence writable. False (and no change) when blocks are short.
@@ -171,20 +168,21 @@ class KvManager:
         if len(self.pools) == 1 and known == seq.num_planned + 1 == len(seq.blocks[0]) * size + 1:
             return self._add_block(seq, builder)
         first = seq.num_planned // size
-        targets = [-(-(known if group.window is None else end) // size) for group in self.groups]
-        for index, pool in enumerate(self.pools):
+        missing: list[int] = []
+        for index, window, pool in self._by_group:
             held = len(seq.blocks[index])
+            missing.append(-(-(known if window is None else end) // size) - held)
             copies = self._num_copies(seq, index) if first < held else 0
-            if targets[index] - held + copies > pool.num_available:
+            if missing[index] + copies > pool.num_available:
                 return False
-        for index, pool in enumerate(self.pools):
+        for index, _, pool in self._by_group:
             blocks = seq.blocks[index]
             if first < len(blocks):
                 self._copy_on_write(seq, index, builder)
-            for place in range(len(blocks), targets[index]):
-                block = pool.take()
-                builder.table(index, seq.slot, place, block)
-                blocks.append(block)
+            if missing[index] > 0:
+                taken = pool.take_many(missing[index])
+                builder.tables(index, seq.slot, len(blocks), taken)
+                blocks += taken
         seq.allocate(self.num_allocated(seq))
         return True
 
@@ -219,9 +217,9 @@ class KvManager:
     def write_tables(self, seq: Sequence, builder: PlanBuilder) -> None:
         """All table entries of a sequence that just took its slot."""
         for group, blocks in enumerate(seq.blocks):
-            for index, block in enumerate(blocks):
-                if block != PAD_BLOCK:
-                    builder.table(group, seq.slot, index, block)
+            if blocks:
+                first = blocks.count(PAD_BLOCK)  # a window has passed them
+                builder.tables(group, seq.slot, first, blocks[first:])
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child shares the parent's prompt. It recomputes the last prompt token, whose logits it samples from.
@@ -262,13 +260,14 @@ class KvManager:
         return until
 
     def _register(self, seq: Sequence, group: int, full: int) -> None:
+        first = seq.registered[group]
+        seq.registered[group] = full
         if self.caching and seq.uses_prefix_cache:
             self._extend_hashes(seq, full)
             pool, blocks = self.pools[group], seq.blocks[group]
-            for i in range(seq.registered[group], full):
+            for i in range(first, full):
                 if blocks[i] != PAD_BLOCK:
                     pool.register(blocks[i], seq.hashes[i])
-        seq.registered[group] = full
 
     def _pass_window(self, seq: Sequence, group: int, window: int) -> None:
         blocks = seq.blocks[group]
@@ -281,14 +280,11 @@ class KvManager:
     def release(self, seq: Sequence, *, keep_tokens: int | None = None) -> None:
         """Give back every block, tail first. keep_tokens: full blocks beyond that length are not left in the cache."""
         keep = len(seq.tokens) if keep_tokens is None else keep_tokens
-        for index, pool in enumerate(self.pools):
+        for index, _, pool in self._by_group:
             blocks = seq.blocks[index]
-            for i in range(len(blocks) - 1, -1, -1):
-                if blocks[i] == PAD_BLOCK:
-                    continue
-                if (i + 1) * self.block_size > keep:
-                    self._unregister_own(pool, blocks[i], seq, i)
-                pool.drop(blocks[i])
+            for i in range(keep // self.block_size, len(blocks)):
+                self._unregister_own(pool, blocks[i], seq, i)
+            pool.drop(*reversed(blocks[blocks.count(PAD_BLOCK) :]))
             seq.blocks[index] = []
             seq.registered[index] = 0
         seq.reset()

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from headrace.core.hashing import BlockHash
 from headrace.policy.kvcache.events import MAX_RING_BYTES, BlockEvents
@@ -84,6 +85,14 @@ class BlockPool:
     def find(self, identity: BlockHash) -> int | None:
         return self._by_hash.get(identity)
 
+    def num_leading_hits(self, identities: Sequence[BlockHash]) -> int:
+        """How many of a chain's identities are here before the first that is not."""
+        return next((count for count, identity in enumerate(identities) if identity not in self._by_hash), len(identities))
+
+    def num_idle_hits(self, identities: Sequence[BlockHash]) -> int:
+        """How many of these are cached and held by nobody: holding them takes as many from `num_available`."""
+        return sum([1 for identity in identities if self._by_hash.get(identity) in self._cached])
+
     def identity(self, block: int) -> BlockHash | None:
         """Of a registered block."""
         return self._hash_of.get(block)
@@ -91,10 +100,6 @@ class BlockPool:
     def identities(self) -> list[BlockHash]:
         """Of all registered blocks: what a reader of `events` begins with, beside `events.next_number`."""
         return list(self._by_hash)
-
-    def is_idle(self, block: int) -> bool:
-        """Cached and held by nobody: holding it takes one from `num_available`."""
-        return block in self._cached
 
     def is_writable(self, block: int) -> bool:
         return self._num_owners[block] == 1 and block not in self._hash_of
@@ -114,6 +119,10 @@ class BlockPool:
             self._forget(block)
         self._num_owners[block] = 1
         return block
+
+    def take_many(self, count: int) -> list[int]:
+        """So many blocks for one owner, those that `take` would give one after the other."""
+        return [self.take() for _ in range(count)]
 
     def hold(self, block: int) -> None:
         """One more owner of a used or cached block, which is a use of it."""
@@ -141,28 +150,26 @@ class BlockPool:
         """The plan being made copies from this block: whichever owner drops it last, it is not reusable before that step is committed."""
         self._named_until[block] = step_id
 
-    def drop(self, block: int) -> None:
-        """One owner less. The last one's block is reusable once no uncommitted plan can name it."""
-        self._num_owners[block] -= 1
-        if self._num_owners[block]:
-            return
-        until_step = self.steps.last_planned
-        if self._named_until:
-            until_step = max(until_step, self._named_until.get(block, 0))
-        if until_step > self.steps.last_committed:
-            self._pending_free[block] = until_step
-        else:
-            self._make_reusable(block)
+    def drop(self, *blocks: int) -> None:
+        """One owner less of each, in this order. The last one's block is reusable once no uncommitted plan can name it."""
+        owners, named_until = self._num_owners, self._named_until
+        last_planned, last_committed = self.steps.last_planned, self.steps.last_committed
+        for block in blocks:
+            owners[block] -= 1
+            if owners[block]:
+                continue
+            until_step = max(last_planned, named_until.get(block, 0)) if named_until else last_planned
+            if until_step > last_committed:
+                self._pending_free[block] = until_step
+            else:
+                self._make_reusable([block])
 
     def release_pending(self) -> None:
         """Blocks that waited for plans committed by now become reusable."""
         committed = self.steps.last_committed
-        while self._pending_free:
-            block, until_step = next(iter(self._pending_free.items()))
-            if until_step > committed:
-                break
-            del self._pending_free[block]
-            self._make_reusable(block)
+        if self._pending_free:
+            due = list(takewhile(committed.__ge__, self._pending_free.values()))
+            self._make_reusable([self._pending_free.popitem(last=False)[0] for _ in due])
         if self._named_until:
             self._named_until = {block: step_id for block, step_id in self._named_until.items() if step_id > committed}
 
@@ -192,15 +199,18 @@ class BlockPool:
         if self.events is not None:
             self.events.cleared()
 
-    def _make_reusable(self, block: int) -> None:
-        last_used = self._lent.pop(block, None) if self._lent else None
-        if block not in self._hash_of:
-            self._free.append(block)
-        elif last_used is None:
-            self._cached[block] = self.steps.now
-        else:
-            self._cached[block] = last_used
-            self._cached.move_to_end(block, last=False)
+    def _make_reusable(self, blocks: list[int]) -> None:
+        registered, cached, free, now = self._hash_of, self._cached, self._free, self.steps.now
+        for block in blocks:
+            if block in registered:
+                cached[block] = now
+            else:
+                free.append(block)
+        for block in blocks if self._lent else ():
+            last_used = self._lent.pop(block, None)
+            if last_used is not None and block in cached:
+                cached[block] = last_used
+                cached.move_to_end(block, last=False)
 
     def _forget(self, block: int) -> None:
         identity = self._hash_of.pop(block, None)

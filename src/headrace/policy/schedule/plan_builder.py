@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from headrace.core.plan import SYNCHRONOUS, MoveKind, Plan, Started, int_column
+from headrace.core.plan import SYNCHRONOUS, MoveKind, Plan, Started
 from headrace.policy.schedule.step_rows import StepRows
+
+Move = tuple[int, int, int, int, int]
+"""Kind, id, group, source, target."""
 
 
 class PlanBuilder:
@@ -14,22 +17,23 @@ class PlanBuilder:
 
     def __init__(self, step_id: int) -> None:
         self.step_id = step_id
-        self.table_groups, self.table_slots, self.table_indices, self.table_blocks = (int_column() for _ in range(4))
-        self.move_kinds, self.move_ids, self.move_groups, self.move_sources, self.move_targets = (int_column() for _ in range(5))
+        self.table_groups: list[int] = []
+        self.table_slots: list[int] = []
+        self.table_indices: list[int] = []
+        self.table_blocks: list[int] = []
+        self.moves: list[Move] = []
         self.started: list[Started] = []
-        self.ended = int_column()
+        self.ended: list[int] = []
 
     @classmethod
     def repeating(cls, plan: Plan, step_id: int, is_in_flight: Callable[[int], bool]) -> PlanBuilder:
         """The changes of a plan that was built already, for another step. is_in_flight: of a move's id; what has moved stays so."""
         builder = cls(step_id)
-        builder.table_groups, builder.table_slots = plan.table_groups, plan.table_slots
-        builder.table_indices, builder.table_blocks = plan.table_indices, plan.table_blocks
+        builder.table_groups, builder.table_slots = plan.table_groups.tolist(), plan.table_slots.tolist()
+        builder.table_indices, builder.table_blocks = plan.table_indices.tolist(), plan.table_blocks.tolist()
         moves = zip(plan.move_kinds, plan.move_ids, plan.move_groups, plan.move_sources, plan.move_targets, strict=True)
-        for kind, move_id, group, source, target in moves:
-            if move_id == SYNCHRONOUS or is_in_flight(move_id):
-                builder.move(MoveKind(kind), move_id, group, source, target)
-        builder.started, builder.ended = list(plan.started), plan.ended
+        builder.moves = [move for move in moves if move[1] == SYNCHRONOUS or is_in_flight(move[1])]
+        builder.started, builder.ended = list(plan.started), plan.ended.tolist()
         return builder
 
     def table(self, group: int, slot: int, index: int, block: int) -> None:
@@ -38,24 +42,29 @@ class PlanBuilder:
         self.table_indices.append(index)
         self.table_blocks.append(block)
 
+    def tables(self, group: int, slot: int, first_index: int, blocks: Sequence[int]) -> None:
+        """Entries side by side, from `first_index` on."""
+        count = len(blocks)
+        self.table_groups += [group] * count
+        self.table_slots += [slot] * count
+        self.table_indices += range(first_index, first_index + count)
+        self.table_blocks += blocks
+
     def copy(self, group: int, source: int, target: int) -> None:
         self.move(MoveKind.COPY, SYNCHRONOUS, group, source, target)
 
     def move(self, kind: MoveKind, move_id: int, group: int, source: int, target: int) -> None:
-        self.move_kinds.append(kind)
-        self.move_ids.append(move_id)
-        self.move_groups.append(group)
-        self.move_sources.append(source)
-        self.move_targets.append(target)
+        self.moves.append((kind, move_id, group, source, target))
 
     @property
     def has_changes(self) -> bool:
         """State changes the runner must hear of even when no row is computed."""
-        return bool(self.started or self.table_slots or self.move_sources or self.ended)
+        return bool(self.started or self.table_slots or self.moves or self.ended)
 
     def build(self, rows: StepRows) -> Plan:
-        """rows: closed. All columns become the plan's and are not changed any more."""
+        """rows: closed. Their columns become the plan's and are not changed any more."""
         num_rows = len(rows)
+        kinds, ids, groups, sources, targets = zip(*self.moves, strict=True) if self.moves else [()] * 5
         return Plan(
             step_id=self.step_id,
             slots=rows.slots,
@@ -65,15 +74,15 @@ class PlanBuilder:
             drafts=rows.drafts,
             adapter_slots=array("i", [0]) * num_rows,
             mask_slots=array("i", [-1]) * num_rows,
-            table_groups=self.table_groups,
-            table_slots=self.table_slots,
-            table_indices=self.table_indices,
-            table_blocks=self.table_blocks,
-            move_kinds=self.move_kinds,
-            move_ids=self.move_ids,
-            move_groups=self.move_groups,
-            move_sources=self.move_sources,
-            move_targets=self.move_targets,
+            table_groups=array("i", self.table_groups),
+            table_slots=array("i", self.table_slots),
+            table_indices=array("i", self.table_indices),
+            table_blocks=array("i", self.table_blocks),
+            move_kinds=array("i", kinds),
+            move_ids=array("i", ids),
+            move_groups=array("i", groups),
+            move_sources=array("i", sources),
+            move_targets=array("i", targets),
             started=tuple(self.started),
-            ended=self.ended,
+            ended=array("i", self.ended),
         )

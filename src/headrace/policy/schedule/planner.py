@@ -17,7 +17,7 @@ from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.plan_builder import PlanBuilder
 from headrace.policy.schedule.price import ChunkPrice
-from headrace.policy.schedule.sequence import SeqState, Sequence
+from headrace.policy.schedule.sequence import RUNNING, Sequence
 from headrace.policy.schedule.sequence_table import SequenceTable
 from headrace.policy.schedule.step_rows import StepRows
 
@@ -47,7 +47,7 @@ class PlanDraft:
 
     @property
     def budget(self) -> int:
-        return self.max_tokens - len(self.rows) - self.num_more - self.num_unused - self.num_kept
+        return self.max_tokens - len(self.rows.seqs) - self.num_more - self.num_unused - self.num_kept
 
 
 class Planner:
@@ -71,7 +71,7 @@ class Planner:
         """Rows for these sequences alone, within the blocks they hold. Returns those the budget did not reach."""
         left: list[Sequence] = []
         for seq in sequences:
-            if seq.state is SeqState.RUNNING and not (seq.num_uncomputed == 1 and seq.is_complete):
+            if seq.state is RUNNING and not (seq.num_uncomputed == 1 and seq.is_complete):
                 held = self.kv.num_allocated(seq) - seq.num_planned
                 if seq.num_uncomputed > 0 and held > 0:
                     count = min(self._share(seq, seq.num_uncomputed, step), held)
@@ -90,14 +90,14 @@ class Planner:
         prefilling: list[Sequence] = []
         drafted: list[Sequence] = []
         seqs, starts = step.rows.seqs, step.rows.starts
-        for seq in list(self.sequences.running):
+        for seq in self.sequences.running:
             start = seq.num_planned
             if start < seq.bulk_decode_limit or self._renew(seq, step):
                 seq.num_planned = start + 1
                 seq.num_expected = start + 2
                 seqs.append(seq)
                 starts.append(start)
-            elif seq.state is SeqState.RUNNING:  # not preempted earlier in this plan
+            elif seq.state is RUNNING:  # not preempted earlier in this plan
                 num_uncomputed = seq.num_uncomputed
                 if num_uncomputed > 1:
                     prefilling.append(seq)
@@ -110,7 +110,7 @@ class Planner:
 
     def _plan_drafted(self, seq: Sequence, step: PlanDraft) -> None:
         """One row over the last token and those drafted to follow it, as far as budget, length and blocks reach."""
-        if seq.state is not SeqState.RUNNING:
+        if seq.state is not RUNNING:
             return  # preempted earlier in this plan
         drafts = seq.drafts[: max(0, min(step.budget - 1, seq.limit - 1 - len(seq.tokens)))]
         if drafts and self.kv.grow(seq, seq.num_planned + 1 + len(drafts), step.builder):
@@ -128,7 +128,7 @@ class Planner:
         if len(prefilling) > 1:
             self.charge(step)
             prefilling = self.sequences.queue.prefill_order(prefilling)
-        prefilling = [seq for seq in prefilling if seq.state is SeqState.RUNNING]  # not preempted meanwhile, for a row that decodes
+        prefilling = [seq for seq in prefilling if seq.state is RUNNING]  # not preempted meanwhile, for a row that decodes
         budget = step.budget
         long = [(seq, seq.incarnation) for seq in prefilling if self._is_long(seq, budget)]
         num_ahead = prefilling.index(long[0][0]) if long else len(prefilling)
@@ -172,7 +172,7 @@ class Planner:
 
     def _plan_one(self, seq: Sequence, step: PlanDraft) -> None:
         """Give a running sequence its share; preempt until its blocks fit."""
-        if seq.state is not SeqState.RUNNING:
+        if seq.state is not RUNNING:
             return  # preempted earlier in this plan
         count = self._share(seq, seq.num_uncomputed, step)
         if count == 0:
@@ -235,33 +235,32 @@ class Planner:
         """Admit in the queue's order. Static batching fills a batch when the last one has ended, and only then."""
         if not self._may_admit():
             return
-        is_static, reserve = self.config.static_batching, self._reserve()
+        is_static, num_ran = self.config.static_batching, self.sequences.num_running
         while self.sequences.has_free_slot and (step.budget > 0 or is_static):
             self.charge(step)
             seq = self.sequences.queue.head()
-            if seq is None or seq.num_in_flight or not self._admit(seq, step, reserve):
+            if seq is None or seq.num_in_flight or not self._admit(seq, step, num_ran):
                 return
 
     def _may_admit(self) -> bool:
         """Whether there is a sequence that waits, and a place for it."""
         if not len(self.sequences.queue) or not self.sequences.has_free_slot:
             return False
-        return not (self.config.static_batching and self.sequences.running)
+        return not (self.config.static_batching and self.sequences.num_running)
 
-    def _reserve(self) -> int:
-        """Blocks left to the running ones: one each for who may still grow, or admitting would only lead to preempting."""
-        return sum(map(self.kv.may_grow, self.sequences.running))
+    def _admit(self, seq: Sequence, step: PlanDraft, num_ran: int) -> bool:
+        """Start the head of the queue. False when it does not fit yet; none behind it is tried then, or it could starve.
 
-    def _admit(self, seq: Sequence, step: PlanDraft, reserve: int) -> bool:
-        """Start the head of the queue. False when it does not fit yet; nobody behind it is tried then, or it could starve."""
+        num_ran: leading sequences of those that run which are not new in this plan.
+        """
         is_forked = any(seq.blocks)
         hits = seq.num_planned if is_forked else self._hits(seq)
         count = self._share(seq, len(seq.tokens) - hits, step)
         if count == 0 and not self.config.static_batching:
             return False
         chunks = self.kv.blocks_for(step.budget + step.num_kept) if step.num_kept else 0  # of the long prompts, planned after this
-        while not self.kv.can_admit(seq, hits, hits + count, reserve, chunks):
-            if self.sequences.running or self.kv.has_pending_free or not self.sequences.drop_waiting_forks():
+        while not self._fits(self.kv.num_left(seq, hits, hits + count, chunks), num_ran):
+            if self.sequences.num_running or self.kv.has_pending_free or not self.sequences.drop_waiting_forks():
                 return False
             if is_forked:
                 return True  # its own blocks may have been the ones let go: look at the head anew
@@ -274,6 +273,13 @@ class Planner:
             self._grant(seq, count, step)
         return True
 
+    def _fits(self, num_left: float, num_ran: int) -> bool:
+        """Whether so many blocks are enough for the first `num_ran` of those that run: one each for all that may still grow, or admitting
+        would only lead to preempting."""
+        if not 0 <= num_left < num_ran:
+            return num_left >= 0
+        return num_left >= self.kv.num_that_may_grow(self.sequences.running[:num_ran])
+
     def _start(self, seq: Sequence, builder: PlanBuilder, now: float) -> None:
         self.sequences.start(seq, now)
         facts = Started(SlotId(seq.slot), array("i", seq.tokens), seq.num_prompt, seq.request.params, seq.index)
@@ -281,7 +287,8 @@ class Planner:
         self.kv.write_tables(seq, builder)
 
     def _take_hits(self, seq: Sequence, hits: int) -> None:
-        self.kv.take_hits(seq, hits)
+        if hits:
+            self.kv.take_hits(seq, hits)
         if seq.incarnation == 0 and self.kv.caching and seq.uses_prefix_cache:
             seq.num_cached = min(hits, seq.num_prompt)
             self.sequences.counters.prefix_cache_query_tokens += seq.num_prompt

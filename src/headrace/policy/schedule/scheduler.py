@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from itertools import accumulate
 
 from headrace.core.finish import FinishReason
 from headrace.core.ids import AdmissionId, RequestId
@@ -30,10 +29,10 @@ from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.plan_builder import PlanBuilder
 from headrace.policy.schedule.planner import PlanDraft, Planner
 from headrace.policy.schedule.prerequisites import NO_PREREQUISITES
-from headrace.policy.schedule.sequence import NO_ADMISSION, NO_DRAFTS, SeqState, Sequence
+from headrace.policy.schedule.sequence import DONE, NO_ADMISSION, RUNNING, Sequence
 from headrace.policy.schedule.sequence_table import SequenceTable
 from headrace.policy.schedule.step_rows import NO_ROWS, Row, StepRows
-from headrace.policy.schedule.updates import NOTHING, Output
+from headrace.policy.schedule.updates import NOTHING, Output, outputs
 
 
 class Scheduler:
@@ -202,18 +201,12 @@ class Scheduler:
         """Commit the rows from `first` on, of any kind; before it every row has one token."""
         if first == len(rows) == len(result.token_counts):
             return
-        errors, logprobs, prompt_logprobs = dict(result.errors), result.logprobs.entries(), result.prompt_entries()
-        drafts = _drafts_of(result)
-        offset = first
-        for i, (row, count) in enumerate(zip(rows.rows(first), result.token_counts[first:], strict=True), first):
-            end = offset + count
-            prompt = _not_emitted(row, prompt_logprobs.get(i, ()))
-            output = Output(result.token_ids[offset:end], logprobs[offset:end], prompt, drafts.get(i, NO_DRAFTS))
+        errors = dict(result.errors)
+        for i, (row, output) in enumerate(zip(rows.rows(first), outputs(result, first), strict=True), first):
             self._commit_guarded(row, output, errors.get(i), now)
-            offset = end
 
     def _commit_guarded(self, row: Row, output: Output, error: str | None, now: float) -> None:
-        if row.seq.state is SeqState.DONE:
+        if row.seq.state is DONE:
             return
         row.seq.ungrant(row.samples)
         try:
@@ -237,21 +230,27 @@ class Scheduler:
             return
         if output.token_ids and row.first_sampled != len(seq.tokens):
             output = output._replace(token_ids=NOTHING.token_ids, logprobs=())  # it was planned on the promise of a token that did not come
-        appended = self.sequences.append_tokens(seq, output)
-        if row.is_current:
-            seq.commit(row.num_computed(appended.kept))
+        if output.prompt_logprobs:
+            output = output._replace(prompt_logprobs=_not_emitted(row, output.prompt_logprobs))
+        appended = kept, reason, _ = seq.append(output.token_ids)
+        is_current = row.is_current
+        if is_current:
+            seq.commit(row.num_computed(kept))
             if seq.num_computed >= seq.num_prompt > row.start:
                 # Before the window moves on: a fork recomputes the last prompt token, seeing one token more.
                 self.sequences.fork_siblings(seq)
             next_block_commit = self.kv.commit(seq)
-        self.sequences.emit_output(seq, output, appended, now)
-        if row.is_current:
+        if kept or output.prompt_logprobs:
+            self.sequences.emit_output(seq, output, appended, now)
+        if is_current and reason is None:
             if seq.first_token_emitted:
                 seq.bulk_commit_limit = min(next_block_commit, seq.limit - 1)
-            self._look_ahead(seq, row, appended.kept, output.drafts)
+            if output.drafts or seq.waits_for_commit or kept < row.samples:
+                self._look_ahead(seq, row, kept, output.drafts)
 
     def _look_ahead(self, seq: Sequence, row: Row, kept: int, drafts: array[int]) -> None:
-        """After a current row: what was planned beyond what it computed does not count, and what was drafted is verified next."""
+        """After a current row that is not like most: what was planned beyond what it computed does not count, and what was drafted is
+        verified next."""
         seq.waits_for_commit = False
         if kept < row.samples:
             is_last = seq.num_planned == row.start + row.count
@@ -323,11 +322,11 @@ class Scheduler:
     def _check_sequence(self, seq: Sequence, in_flight: list[Row]) -> None:
         """Counts agree with the rows in flight; the limits that let a row pass in bulk are what a full check would find."""
         assert seq.num_in_flight == sum(row.samples for row in in_flight), "ids in flight and planned rows differ"
-        assert seq.num_expected <= seq.limit or seq.state is SeqState.DONE, "more is expected of it than its limit"
+        assert seq.num_expected <= seq.limit or seq.state is DONE, "more is expected of it than its limit"
         current = sum(row.count for row in in_flight if row.incarnation == seq.incarnation)
-        assert seq.state is not SeqState.RUNNING or seq.num_planned == seq.num_computed + current, "planned and computed differ"
+        assert seq.state is not RUNNING or seq.num_planned == seq.num_computed + current, "planned and computed differ"
         if seq.num_planned < seq.bulk_decode_limit:
-            assert seq.state is SeqState.RUNNING, "planned in bulk, but does not run"
+            assert seq.state is RUNNING, "planned in bulk, but does not run"
             assert seq.num_uncomputed == 1, "planned in bulk, but does not decode"
             assert seq.num_planned >= seq.num_prompt, "planned in bulk, but computes its prompt"
             assert seq.bulk_decode_limit <= min(seq.allocated_until, seq.limit - 1), "planned in bulk, but has no room"
@@ -347,12 +346,6 @@ def _are_plain(rows: StepRows, result: Result) -> bool:
     return result.token_counts[:count] == rows.samples[:count]
 
 
-def _drafts_of(result: Result) -> dict[int, array[int]]:
-    """row -> the tokens drafted to follow it."""
-    ends = accumulate(result.draft_counts)
-    return {row: result.drafts[end - count : end] for row, (count, end) in enumerate(zip(result.draft_counts, ends, strict=True)) if count}
-
-
 def _goes_on(seq: Sequence, computed: int, token: int) -> bool:
     """Whether a sequence that may be committed in bulk goes on after this token.
 
@@ -364,7 +357,7 @@ def _goes_on(seq: Sequence, computed: int, token: int) -> bool:
 
 def _not_emitted(row: Row, entries: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs, ...]:
     """Entries for prompt positions row.start + 1 and on, less those already emitted before a preemption or a repeated step."""
-    if not entries or not row.seq.is_first:
+    if not row.seq.is_first:
         return ()  # the sequences of a request share their prompt: the first one emits them
     fresh = entries[max(0, row.seq.num_prompt_logprobs_emitted - row.start) :]
     row.seq.num_prompt_logprobs_emitted += len(fresh)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from headrace.core.errors import Overloaded, RequestTooLarge
 from headrace.core.finish import FinishReason
@@ -24,17 +23,9 @@ from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.queues import Queue, make_queue
 from headrace.policy.schedule.deadlines import Deadlines, Limit
 from headrace.policy.schedule.prerequisites import FORK, HOST_KV, NO_PREREQUISITES, NO_TIME_LIMIT
-from headrace.policy.schedule.sequence import NO_ADMISSION, NO_SLOT, SeqState, Sequence, Stage
+from headrace.policy.schedule.sequence import BLOCKED, DONE, NO_ADMISSION, NO_SLOT, QUEUE, RUNNING, WAITING, Appended, SeqState, Sequence
 from headrace.policy.schedule.step_rows import RunningColumns
 from headrace.policy.schedule.updates import NOTHING, Output, token_updates
-
-
-class Appended(NamedTuple):
-    """What became of a row's tokens: how many were kept, and whether the last one ends the sequence."""
-
-    kept: int
-    reason: FinishReason | None
-    stop_token_id: int | None
 
 
 class SequenceTable:
@@ -45,7 +36,7 @@ class SequenceTable:
         self.kv = kv
         self.tier = tier
         self.queue: Queue = make_queue(config.queue_policy)
-        self.running: list[Sequence] = []
+        self._running: dict[SeqId, Sequence] = {}
         self.generation = 0
         """Raised whenever a sequence starts to run or stops."""
         self.counters = EngineCounters()
@@ -67,12 +58,17 @@ class SequenceTable:
         return len(self.queue) + len(self._blocked)
 
     @property
+    def running(self) -> list[Sequence]:
+        """In the order in which they started. The list is the caller's own."""
+        return list(self._running.values())
+
+    @property
     def num_running(self) -> int:
-        return len(self.running)
+        return len(self._running)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or len(self.queue) or self._blocked or self._updates or self._ended_slots)
+        return bool(self._running or len(self.queue) or self._blocked or self._updates or self._ended_slots)
 
     @property
     def has_free_slot(self) -> bool:
@@ -138,7 +134,7 @@ class SequenceTable:
             return
         if n > most:
             raise RequestTooLarge("n", f"n <= max_waiting_per_tenant ({most})", n, "Send several requests.")
-        waiting = sum(1 for seq in self.alive() if seq.request.tenant == request.tenant and seq.state is not SeqState.RUNNING)
+        waiting = sum(1 for seq in self.alive() if seq.request.tenant == request.tenant and seq.state is not RUNNING)
         if waiting + n > most:
             raise Overloaded(
                 f"this tenant's part of the waiting queue is full ({waiting} of max_waiting_per_tenant {most})", retry_after_s=1.0
@@ -233,7 +229,7 @@ class SequenceTable:
         """A waiting sequence runs: it takes a slot."""
         self.queue.remove(seq)
         seq.start(self._free_slots.pop(), now)
-        self.running.append(seq)
+        self._running[seq.seq_id] = seq
         self.generation += 1
 
     def disown_rows(self, seq: Sequence) -> None:
@@ -257,7 +253,7 @@ class SequenceTable:
     def drop_waiting_forks(self) -> bool:
         """Free the prompt blocks that one waiting sibling holds; it prefills by itself. True when something was freed."""
         for seq in self.alive():
-            if seq.state is SeqState.WAITING and any(seq.blocks):
+            if seq.state is WAITING and any(seq.blocks):
                 self.kv.release(seq)
                 return True
         return False
@@ -305,9 +301,9 @@ class SequenceTable:
         is_emitted: bool = False,
     ) -> None:
         """The one way out, from every state. is_emitted: the update that carries the end is emitted by the caller."""
-        if seq.state is SeqState.DONE:
+        if seq.state is DONE:
             return
-        update = None if is_emitted else self._update(seq, NOTHING, 0, now, finish=reason, error=error)
+        update = None if is_emitted else self._update(seq, NOTHING, 0, now, reason, error=error)
         num_outputs = seq.num_outputs if keep_tokens is None else min(keep_tokens, seq.num_outputs)
         # Each of these may be repeated: whoever called can end the sequence again if one of them raised.
         self.kv.release(seq, keep_tokens=seq.num_prompt + num_outputs)
@@ -316,17 +312,17 @@ class SequenceTable:
         seq.end()
         if seq.request.params.stop:
             self.counters.generation_tokens += max(0, num_outputs - len(seq.request.output_ids))
-        self.counters.finished[reason.value] = self.counters.finished.get(reason.value, 0) + 1
+        self.counters.note_finished(reason.value)
         if update is not None:
             self._updates.append(update)
 
     def _leave_state(self, seq: Sequence) -> None:
-        if seq.state is SeqState.RUNNING:
+        if seq.state is RUNNING:
             if seq.slot != NO_SLOT:
-                self.running.remove(seq)
+                del self._running[seq.seq_id]
                 self.generation += 1
                 self._give_slot_back(seq)
-        elif seq.state is SeqState.WAITING:
+        elif seq.state is WAITING:
             self.queue.remove(seq)
         else:
             self._blocked.pop(seq.seq_id, None)
@@ -357,33 +353,14 @@ class SequenceTable:
 
     # updates
 
-    def append_tokens(self, seq: Sequence, output: Output) -> Appended:
-        """Known tokens grow, as far as they reach before one ends the sequence."""
-        reason: FinishReason | None = None
-        stop_token: int | None = None
-        kept = 0
-        params = seq.request.params
-        for token in output.token_ids:
-            seq.append(token)
-            kept += 1
-            if token in seq.end_ids and seq.num_outputs >= params.min_tokens:
-                reason, stop_token = FinishReason.STOP, token
-            elif len(seq.tokens) >= seq.limit:
-                reason = FinishReason.LENGTH
-            if reason is not None:
-                break
-        if not params.stop:
-            self.counters.generation_tokens += kept  # with stop strings the text side decides how many count: see _end
-        return Appended(kept, reason, stop_token)
-
     def emit_output(self, seq: Sequence, output: Output, appended: Appended, now: float) -> None:
         """An update says what was appended; the sequence may end."""
         kept, reason, stop_token = appended
-        if kept == 0 and not output.prompt_logprobs:
-            return
         if kept:
             seq.end_prefill(now)
-        update = self._update(seq, output, kept, now, finish=reason, stop_token_id=stop_token)
+            if not seq.request.params.stop:
+                self.counters.generation_tokens += kept  # with stop strings the text side decides how many count: see _end
+        update = self._update(seq, output, kept, now, reason, stop_token)
         if reason is not None:
             self._end(seq, reason, now, is_emitted=True)
         self._updates.append(update)
@@ -411,29 +388,25 @@ class SequenceTable:
         output: Output,
         kept: int,
         now: float,
-        *,
         finish: FinishReason | None,
         stop_token_id: int | None = None,
         error: str | None = None,
     ) -> SequenceUpdate:
+        request, token_ids, prompt_logprobs = seq.request, tuple(output.token_ids[:kept]), output.prompt_logprobs
+        logprobs = tuple(entry for entry in output.logprobs[:kept] if entry is not None) if output.logprobs else ()
+        num_cached_tokens = queue_time_s = stages = None
+        if kept and not seq.first_token_emitted:
+            seq.first_token_emitted = True
+            num_cached_tokens, queue_time_s = seq.num_cached, seq.stage_seconds[QUEUE]
         if finish is not None:
             seq.enter(seq.stage, now)
-        emits_first = kept > 0 and not seq.first_token_emitted
-        seq.first_token_emitted = seq.first_token_emitted or emits_first
-        return SequenceUpdate(
-            request_id=seq.request.request_id,
-            epoch=seq.request.epoch,
-            index=seq.index,
-            token_ids=tuple(output.token_ids[:kept]),
-            logprobs=tuple(entry for entry in output.logprobs[:kept] if entry is not None) if output.logprobs else (),
-            prompt_logprobs=output.prompt_logprobs,
-            finish=finish,
-            stop_token_id=stop_token_id,
-            error=error,
-            num_cached_tokens=seq.num_cached if emits_first else None,
-            queue_time_s=seq.stage_seconds[Stage.QUEUE] if emits_first else None,
-            stages=None if finish is None else StageSeconds(*seq.stage_seconds),
+            stages = StageSeconds(*seq.stage_seconds)
+        # fmt: off
+        return SequenceUpdate(  # by place: twelve fields given by name take 0.9 us longer
+            request.request_id, request.epoch, seq.index, token_ids, logprobs, prompt_logprobs,
+            finish, stop_token_id, error, num_cached_tokens, queue_time_s, stages,
         )
+        # fmt: on
 
     def take_updates(self) -> list[SequenceUpdate]:
         updates, self._updates = self._updates, []
@@ -449,9 +422,9 @@ class SequenceTable:
         assert len(set(slots)) == len(slots), "two sequences in one slot"
         assert sorted([*slots, *self._free_slots]) == list(range(self.config.max_num_seqs)), "a slot was lost"
         states = {state: [seq for seq in alive if seq.state is state] for state in SeqState}
-        assert not states[SeqState.DONE], "a done sequence was not forgotten"
-        assert len(states[SeqState.RUNNING]) == len(self.running)
-        assert len(states[SeqState.WAITING]) == len(self.queue)
-        assert len(states[SeqState.BLOCKED]) == len(self._blocked)
+        assert not states[DONE], "a done sequence was not forgotten"
+        assert len(states[RUNNING]) == self.num_running
+        assert len(states[WAITING]) == len(self.queue)
+        assert len(states[BLOCKED]) == len(self._blocked)
         prepared = {id(family) for family in self._prepared.values()}
         assert prepared <= {id(family) for family in self._families.values()}, "an admission outlived its request"

@@ -8,19 +8,20 @@ are in `RunningColumns`, built once and shared by every step until then.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, NamedTuple
 
-from headrace.policy.schedule.sequence import SeqState, Sequence
+from headrace.core.ids import RequestId
+from headrace.policy.schedule.sequence import RUNNING, RunningFacts, Sequence
 
 
-@dataclass(slots=True, eq=False)
-class Row:
+class Row(NamedTuple):
     """What one planned row meant. samples: most tokens it can give, from as many positions at its end."""
 
     seq: Sequence
     incarnation: int
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides a tuple's method, which means nothing here
     samples: int
 
     @property
@@ -38,27 +39,29 @@ class Row:
     @property
     def is_current(self) -> bool:
         """Its sequence still runs, and was not preempted since."""
-        return self.incarnation == self.seq.incarnation and self.seq.state is SeqState.RUNNING
+        return self.incarnation == self.seq.incarnation and self.seq.state is RUNNING
 
 
 class RunningColumns:
-    """What does not change about sequences while they run, by column; never modified.
+    """The `RunningFacts` of a step's sequences, by column; never modified.
 
     generation  of the sequence table when these were built: while it stands, no sequence started or ended
-    counted     1 where committed tokens count as generated, 0 where the text side says at the end how many do (stop strings)
     """
+
+    incarnations: tuple[int, ...]
+    request_ids: tuple[RequestId, ...]
+    epochs: tuple[int, ...]
+    indices: tuple[int, ...]
+    counted: tuple[int, ...]
 
     __slots__ = ("counted", "epochs", "generation", "incarnations", "indices", "num_counted", "request_ids", "seqs", "slots")
 
     def __init__(self, seqs: list[Sequence], generation: int) -> None:
-        requests = [seq.request for seq in seqs]
         self.seqs, self.generation = seqs, generation
-        self.slots = array("i", [seq.slot for seq in seqs])
-        self.incarnations = [seq.incarnation for seq in seqs]
-        self.request_ids = [request.request_id for request in requests]
-        self.epochs = [request.epoch for request in requests]
-        self.indices = [seq.index for seq in seqs]
-        self.counted = [int(not request.params.stop) for request in requests]
+        facts = [seq.facts for seq in seqs]
+        columns: list[tuple[Any, ...]] = list(zip(*facts, strict=True)) if facts else [()] * len(RunningFacts._fields)
+        slots, self.incarnations, self.request_ids, self.epochs, self.indices, self.counted = columns
+        self.slots = array("i", slots)
         self.num_counted = sum(self.counted)
 
     def __len__(self) -> int:
@@ -94,7 +97,7 @@ class StepRows:
         self.drafts = array("i")
         self.num_decodes = 0
         self.slots = array("i")
-        self.incarnations: list[int] = []
+        self.incarnations: tuple[int, ...] = ()
         self.decode_columns = NO_ROWS
 
     def __len__(self) -> int:
@@ -125,7 +128,7 @@ class StepRows:
         self.slots, self.incarnations = columns.slots, columns.incarnations
         if prefills:
             self.slots = columns.slots + array("i", [seq.slot for seq in prefills])
-            self.incarnations = columns.incarnations + [seq.incarnation for seq in prefills]
+            self.incarnations = (*columns.incarnations, *[seq.incarnation for seq in prefills])
 
     def row(self, index: int) -> Row:
         """One row of a closed step."""
@@ -133,4 +136,6 @@ class StepRows:
 
     def rows(self, first: int = 0) -> list[Row]:
         """The rows of a closed step from `first` on."""
-        return [self.row(index) for index in range(first, len(self))]
+        columns = (self.seqs, self.incarnations, self.starts, self.counts, self.samples)
+        values = zip(*[column[first:] for column in columns], strict=True)
+        return list(map(tuple.__new__, repeat(Row), values))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import repeat
+from itertools import accumulate, pairwise, repeat
 from typing import NamedTuple
 
-from headrace.core.plan import TokenLogprobs
+from headrace.core.plan import Result, TokenLogprobs
 from headrace.core.update import SequenceUpdate
 from headrace.policy.schedule.sequence import NO_DRAFTS
 from headrace.policy.schedule.step_rows import RunningColumns
@@ -23,6 +23,26 @@ class Output(NamedTuple):
 
 
 NOTHING = Output(array("i"))
+
+
+def outputs(result: Result, first: int) -> list[Output]:
+    """What each row of a step produced, from row `first` on; each row before it produced one token."""
+    ends = accumulate(result.token_counts[first:], initial=first)
+    plain = [Output(result.token_ids[begin:end]) for begin, end in pairwise(ends)]
+    if not (result.logprobs or result.prompt_rows or result.draft_counts):
+        return plain
+    logprobs, prompts, drafts = result.logprobs.entries(), result.prompt_entries(), _drafts_of(result)
+    ends = accumulate(result.token_counts[first:], initial=first)
+    return [
+        output._replace(logprobs=logprobs[begin:end], prompt_logprobs=prompts.get(row, ()), drafts=drafts.get(row, NO_DRAFTS))
+        for row, (output, (begin, end)) in enumerate(zip(plain, pairwise(ends), strict=True), first)
+    ]
+
+
+def _drafts_of(result: Result) -> dict[int, array[int]]:
+    """row -> the tokens drafted to follow it."""
+    ends = accumulate(result.draft_counts)
+    return {row: result.drafts[end - count : end] for row, (count, end) in enumerate(zip(result.draft_counts, ends, strict=True)) if count}
 
 
 _UNSET = tuple(repeat(SequenceUpdate._field_defaults[name]) for name in SequenceUpdate._fields[4:])
