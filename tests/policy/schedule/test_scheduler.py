@@ -19,6 +19,7 @@ from headrace.core.request import PriorityClass
 from headrace.policy.queues.keyed import FcfsQueue
 from headrace.policy.queues.shares import StepShares
 from headrace.policy.schedule.planner import MAX_SCORED_TOKENS
+from headrace.policy.schedule.sequence_table import SequenceTable
 
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(2 + 3 * (i % 6))] for i in range(12)]
 GROUPS = {"full": (FULL,), "full+window": (FULL, WINDOW), "window": (WINDOW,)}
@@ -661,3 +662,21 @@ def test_a_queue_policy_decides_the_shares_of_a_step(monkeypatch: pytest.MonkeyP
     assert chunks(StepShares()) == [[16], [16], [8]]
     assert chunks(StepShares(prefill=0.5)) == [[8], [6], [6]], "half a step, and the prompt is long for such steps"
     assert chunks(StepShares(long_prompt_steps=1))[1] == [12], "those behind it have their quarter first"
+
+
+def test_a_tenants_part_is_known_without_looking_at_every_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were preempted wait again; those that end do not; nothing is searched when a request comes."""
+    driven = DrivenEngine(max_num_seqs=2, max_waiting=8, max_waiting_per_tenant=3)
+    driven.submit(*(request(f"a{i}", [1, i], tenant="a", max_tokens=20) for i in range(3)))
+    driven.turn(2)
+    driven.scheduler.sequences.preempt(driven.scheduler.sequences.running[0], driven.clock.now)
+    driven.scheduler.check()
+    with monkeypatch.context() as patched:
+        patched.setattr(SequenceTable, "alive", lambda self: pytest.fail("every sequence was looked at"))
+        driven.scheduler.check_admission(request("a3", [1, 3], tenant="a"))
+        driven.scheduler.add(request("a3", [1, 3], tenant="a"), driven.clock.now)
+        with pytest.raises(Overloaded, match="3 of max_waiting_per_tenant 3"):
+            driven.scheduler.check_admission(request("a4", [1, 4], tenant="a"))
+        driven.scheduler.cancel(RequestId("a3"), driven.clock.now)
+        driven.scheduler.check_admission(request("a5", [1, 5], tenant="a"))
+    driven.run()

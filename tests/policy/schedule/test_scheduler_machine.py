@@ -27,6 +27,7 @@ class EngineMachine(RuleBasedStateMachine):
         chunked=st.booleans(),
         static=st.booleans(),
         costly=st.sampled_from([0, 1, 4, 100]),
+        per_tenant=st.sampled_from([None, 2, 6]),
     )
     def build(
         self,
@@ -38,6 +39,7 @@ class EngineMachine(RuleBasedStateMachine):
         chunked: bool,
         static: bool,
         costly: int,
+        per_tenant: int | None,
     ) -> None:
         self.driven = DrivenEngine(
             depth=depth,
@@ -51,6 +53,7 @@ class EngineMachine(RuleBasedStateMachine):
             enable_chunked_prefill=chunked,
             static_batching=static,
             costly_context=costly,
+            max_waiting_per_tenant=per_tenant,
             prerequisite_timeout_s=20.0,
         )
         self.driven.runner.fail_when = [POISON]

@@ -25,6 +25,7 @@ from headrace.policy.schedule.deadlines import Deadlines, Limit
 from headrace.policy.schedule.prerequisites import FORK, HOST_KV, NO_PREREQUISITES, NO_TIME_LIMIT
 from headrace.policy.schedule.sequence import BLOCKED, DONE, NO_ADMISSION, NO_SLOT, QUEUE, RUNNING, WAITING, Appended, SeqState, Sequence
 from headrace.policy.schedule.step_rows import RunningColumns
+from headrace.policy.schedule.tenants import WaitingTenants
 from headrace.policy.schedule.updates import NOTHING, Output, token_updates
 
 
@@ -44,6 +45,7 @@ class SequenceTable:
         self._families: dict[RequestId, list[Sequence]] = {}
         self._prepared: dict[AdmissionId, list[Sequence]] = {}
         self._ended_admissions: list[AdmissionId] = []
+        self._tenants = WaitingTenants(config.max_waiting_per_tenant)
         self._deadlines = Deadlines()
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._ended_slots: list[int] = []
@@ -94,7 +96,7 @@ class SequenceTable:
         self._refuse_what_never_fits(request)
         if self.num_waiting + n > self.config.max_waiting:
             raise Overloaded(f"the engine's waiting queue is full ({self.num_waiting} of {self.config.max_waiting})", retry_after_s=1.0)
-        self._refuse_beyond_tenants_part(request)
+        self._tenants.refuse_beyond(request)
         if request.request_id in self._families:
             raise ValueError(f"request id {request.request_id} is in use")
 
@@ -116,6 +118,7 @@ class SequenceTable:
         self._families[request.request_id] = family
         try:
             for seq in family:
+                self._tenants.add(seq)
                 self._place(seq)
                 self._watch_deadlines(seq, now)
         except Exception:
@@ -126,19 +129,6 @@ class SequenceTable:
             for seq in family:
                 seq.admission = admission
         self.counters.prompt_tokens += len(request.prompt_ids)
-
-    def _refuse_beyond_tenants_part(self, request: EngineRequest) -> None:
-        """One tenant may not fill the waiting queue for all. Raises Overloaded, RequestTooLarge."""
-        most, n = self.config.max_waiting_per_tenant, request.params.n
-        if most is None:
-            return
-        if n > most:
-            raise RequestTooLarge("n", f"n <= max_waiting_per_tenant ({most})", n, "Send several requests.")
-        waiting = sum(1 for seq in self.alive() if seq.request.tenant == request.tenant and seq.state is not RUNNING)
-        if waiting + n > most:
-            raise Overloaded(
-                f"this tenant's part of the waiting queue is full ({waiting} of max_waiting_per_tenant {most})", retry_after_s=1.0
-            )
 
     def _watch_deadlines(self, seq: Sequence, now: float) -> None:
         if seq.request.deadline_s is not None:
@@ -152,6 +142,7 @@ class SequenceTable:
         for seq in family:
             self.queue.remove(seq)
             self._blocked.pop(seq.seq_id, None)
+            self._tenants.remove(seq)
             seq.end()
         del self._families[family[0].request.request_id]
 
@@ -228,6 +219,7 @@ class SequenceTable:
     def start(self, seq: Sequence, now: float) -> None:
         """A waiting sequence runs: it takes a slot."""
         self.queue.remove(seq)
+        self._tenants.remove(seq)
         seq.start(self._free_slots.pop(), now)
         self._running[seq.seq_id] = seq
         self.generation += 1
@@ -247,6 +239,7 @@ class SequenceTable:
         self._leave_state(seq)
         self.kv.release(seq)
         seq.preempt(now)
+        self._tenants.add(seq)
         self.queue.push(seq, seq.limit)
         self.counters.preemptions += 1
 
@@ -322,7 +315,9 @@ class SequenceTable:
                 del self._running[seq.seq_id]
                 self.generation += 1
                 self._give_slot_back(seq)
-        elif seq.state is WAITING:
+            return
+        self._tenants.remove(seq)
+        if seq.state is WAITING:
             self.queue.remove(seq)
         else:
             self._blocked.pop(seq.seq_id, None)
@@ -428,3 +423,4 @@ class SequenceTable:
         assert len(states[BLOCKED]) == len(self._blocked)
         prepared = {id(family) for family in self._prepared.values()}
         assert prepared <= {id(family) for family in self._families.values()}, "an admission outlived its request"
+        self._tenants.check([*states[WAITING], *states[BLOCKED]])
