@@ -1,8 +1,9 @@
-"""Random lives of an engine: submit, cancel, finish, fail, wait, at any moment; invariants hold after every turn."""
+"""Random lives of an engine: submit, cancel, finish, wait, steps and plans that fail, at any moment; invariants hold after every turn."""
 
 from __future__ import annotations
 
 from engine_kit import FULL, VOCAB, WINDOW, DrivenEngine, request
+from failing_plans import SITES, fail_next_plan
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -124,6 +125,10 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.5, 3.0, 25.0]))
     def wait(self, seconds: float) -> None:
         self.driven.clock.now += seconds
+
+    @rule(site=st.sampled_from(SITES), after=st.integers(0, 4))
+    def fail_a_plan(self, site: str, after: int) -> None:
+        fail_next_plan(self.driven.scheduler, site, after)
 
     @invariant()
     def adds_up(self) -> None:
