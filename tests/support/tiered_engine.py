@@ -18,7 +18,7 @@ from headrace.lab.fake_runner import FakeOptions, FakeRunner, fake_answer, fake_
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.host_tier import HostTier, HostTierConfig
 from headrace.policy.kvcache.manager import KvManager
-from headrace.policy.schedule.scheduler import Scheduler
+from headrace.policy.schedule.scheduler import MOVE_POLL_S, Scheduler
 
 OPTIONS = FakeOptions(vocab_size=50, max_model_len=48, block_size=4, num_blocks=14, host_slots=12, move_steps=(0, 3))
 
@@ -94,10 +94,13 @@ class TieredEngine:
         return is_busy
 
     def run(self, max_turns: int = 3000) -> None:
-        """Turn until nothing is left to do."""
+        """Turn until nothing is left to do; time passes while only moves are."""
         for _ in range(max_turns):
-            if not self.turn():
+            if self.turn():
+                continue
+            if not self.kv.leases.has_moves:
                 return
+            self.clock.now += MOVE_POLL_S
         raise AssertionError("the engine did not come to rest")
 
     def evict_all(self) -> None:

@@ -125,6 +125,11 @@ class Plan:
     def num_tokens(self) -> int:
         return sum(self.counts)
 
+    @property
+    def only_asks(self) -> bool:
+        """Nothing is computed and nothing changes: it is made to hear of moves in flight."""
+        return not (self.slots or self.started or self.ended or self.table_slots or self.move_kinds)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

@@ -302,7 +302,8 @@ class Engine:
         return plan
 
     def _submit_plan(self, plan: Plan) -> None:
-        self._ring.append(plan)
+        if not plan.only_asks:
+            self._ring.append(plan)
         now = self._clock()
         self._step = _RunningStep(now if self._step is None else self._step.started, self._timer.predict(plan.num_tokens))
         try:

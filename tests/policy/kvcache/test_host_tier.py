@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from engine_kit import FULL, WINDOW, request
+from failing_plans import SITES, fail_next_plan
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -18,6 +19,7 @@ from headrace.lab.fake_runner import FakeRunner
 from headrace.policy.kvcache.host_tier import HostTier, HostTierConfig
 from headrace.policy.kvcache.leases import LeaseError
 from headrace.policy.kvcache.manager import KvManager
+from headrace.policy.schedule.scheduler import MOVE_POLL_S
 
 SPARED = (None,) * 6
 """Steps that do not fail: those that repeat, in parts, the rows of one that did."""
@@ -52,6 +54,24 @@ def test_a_prompt_is_brought_back_from_the_host_instead_of_computed(depth: int) 
     assert (driven.tier.counters.blocks_out, driven.tier.counters.blocks_in) == (3, 3)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_blocks_that_come_from_the_host_do_not_push_out_those_before_them(depth: int) -> None:
+    """The prompt's first block is on the device, the oldest of all; the other two are in the host, and only one block is free."""
+    driven = moved_out(TieredEngine(depth=depth))
+    driven.submit(request("head", list(range(5)), max_tokens=1))
+    driven.run()
+    driven.clock.now += 0.1
+    driven.submit(request("newer", [(7 * i + 1) % 49 for i in range(40)], max_tokens=5))
+    driven.run()
+    pool = driven.kv.pools[0]
+    assert (pool.num_free, pool.num_cached) == (1, 12)
+    driven.submit(request("second", list(range(13)), max_tokens=2))
+    driven.run()
+    driven.check_answers()
+    assert driven.cached["second", 0] == 12
+    assert kinds(driven)[-2:] == [MoveKind.HOST_IN] * 2
+
+
 def test_blocks_stay_on_the_device_until_they_are_old_enough() -> None:
     driven = TieredEngine(tier=HostTierConfig(num_slots=12, idle_s=5.0))
     driven.submit(request("first", list(range(13)), max_tokens=3))
@@ -76,6 +96,28 @@ def test_blocks_of_one_age_do_not_take_turns_in_too_few_slots() -> None:
     driven.clock.now += 10.0
     driven.run()
     assert kinds(driven) == [MoveKind.HOST_OUT] * 4, "what was used later does take the place of what is older"
+
+
+def test_while_only_moves_are_in_flight_the_runner_is_asked_now_and_then_and_no_plan_is_kept() -> None:
+    driven = moved_out(TieredEngine())
+    driven.runner._moves._steps = NEVER
+    driven.submit(request("second", list(range(13)), max_tokens=5))
+    driven.turn()
+    plans, kept = len(driven.runner.plans), driven.engine.recent_plans()
+    driven.clock.now += MOVE_POLL_S
+    assert [driven.turn() for _ in range(20)] == [True] + [False] * 19
+    assert len(driven.runner.plans) == plans + 1
+    assert driven.scheduler.next_deadline() == driven.clock.now + MOVE_POLL_S
+    driven.clock.now += MOVE_POLL_S
+    driven.turn(20)
+    assert len(driven.runner.plans) == plans + 2
+    assert driven.engine.recent_plans() == kept
+    driven.submit(request("beside", [40], max_tokens=2))
+    assert driven.turn(), "a new request does not wait for the next time"
+    for move in driven.runner._moves._in_flight.values():
+        move.steps = 0
+    driven.run()
+    driven.check_answers()
 
 
 def test_a_sequence_goes_on_when_its_blocks_do_not_arrive_in_time() -> None:
@@ -237,7 +279,7 @@ def test_a_block_that_is_given_away_while_it_moves_is_found(kind: MoveKind, bloc
 
 
 class TierMachine(RuleBasedStateMachine):
-    """Random lives with few blocks, few slots, slow moves and failing steps; the plain function is the twin."""
+    """Random lives with few blocks, few slots, slow moves, failing steps and failing plans; the plain function is the twin."""
 
     @initialize(
         depth=st.sampled_from([1, 2]),
@@ -303,6 +345,10 @@ class TierMachine(RuleBasedStateMachine):
     def fail_steps(self, failures: list[Failure]) -> None:
         if not self.driven.runner.fail_next:
             self.driven.runner.fail_next = [entry for failure in failures for entry in (failure, *SPARED)]
+
+    @rule(site=st.sampled_from(SITES), after=st.integers(0, 4))
+    def fail_a_plan(self, site: str, after: int) -> None:
+        fail_next_plan(self.driven.scheduler, site, after)
 
     @rule()
     def reset(self) -> None:

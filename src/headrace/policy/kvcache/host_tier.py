@@ -166,8 +166,13 @@ class HostTier:
     def _begin_in(self, seq: Sequence, builder: PlanBuilder, now: float) -> bool:
         """False: there is nothing to wait for, or no blocks to bring it to."""
         identities = self._stored_behind_hits(seq)
-        if not identities or len(identities) > self._pool.num_available:
+        if not identities:
             return False
+        prompt = self.kv.hashes_before(seq, identities[-1])
+        if len(identities) > self._pool.num_available - self._pool.num_idle_hits(prompt):
+            return False
+        # What is brought in is of use behind the blocks that are here: these must not be forgotten to make place for it.
+        self._pool.renew([block for identity in prompt if (block := self._pool.find(identity)) is not None])
         lease = self.kv.leases.lease_fresh(GROUP, len(identities), "host in", now + self.config.lease_s)
         slots = [self._slots.stored[identity] for identity in identities]
         for identity, slot, block in zip(identities, slots, lease.blocks, strict=True):

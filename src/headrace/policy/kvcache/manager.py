@@ -97,6 +97,10 @@ class KvManager:
         hits = self.num_hit_tokens(seq) // self.block_size
         return seq.hashes[hits : (len(seq.tokens) - 1) // self.block_size]
 
+    def hashes_before(self, seq: Sequence, last: BlockHash) -> list[BlockHash]:
+        """Identities of its blocks before the one of this identity, which must be one of its own."""
+        return seq.hashes[: seq.hashes.index(last)]
+
     def _chain_hits(self, seq: Sequence, limit: int) -> int:
         """Largest number of leading blocks every group can supply: all of them in a full group, the window's in a windowed one."""
         hits = limit if self.pools else 0

@@ -132,6 +132,13 @@ class BlockPool:
             self._lent.pop(block, None)
         self._num_owners[block] += 1
 
+    def renew(self, blocks: Sequence[int]) -> None:
+        """A prompt that waits begins with these, in this order: cached ones are used now, so others are forgotten before them."""
+        for block in reversed(blocks):
+            if block in self._cached:
+                self._cached[block] = self.steps.now
+                self._cached.move_to_end(block)
+
     def lend(self, block: int) -> None:
         """One more owner, a transfer: a cached block that is not used meanwhile is afterwards as old as it was."""
         last_used = self._cached.get(block)

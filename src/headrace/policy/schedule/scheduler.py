@@ -34,6 +34,9 @@ from headrace.policy.schedule.sequence_table import SequenceTable
 from headrace.policy.schedule.step_rows import NO_ROWS, Row, StepRows
 from headrace.policy.schedule.updates import NOTHING, Output, outputs
 
+MOVE_POLL_S = 0.005
+"""A runner tells of moves only in results: while nothing else is to be computed, it is asked for them this often and no more."""
+
 
 class Scheduler:
     """Decides steps over a `SequenceTable`. All methods run on the loop's thread."""
@@ -48,6 +51,8 @@ class Scheduler:
         self._decode_columns = NO_ROWS
         self._unsent: PlanBuilder | None = None
         self._next_step = 1
+        self._ask_at = 0.0
+        """When a plan without rows may ask for moves again."""
         self._failures: list[Exception] = []
 
     # the sequences; see `SequenceTable` for what each does
@@ -106,7 +111,10 @@ class Scheduler:
 
     def next_deadline(self) -> float | None:
         """When `plan` has to run next at the latest, on the clock its `now` comes from."""
-        return self.sequences.next_deadline()
+        deadline = self.sequences.next_deadline()
+        if not self._waits_for_moves:
+            return deadline
+        return self._ask_at if deadline is None else min(deadline, self._ask_at)
 
     def take_updates(self) -> list[SequenceUpdate]:
         return self.sequences.take_updates()
@@ -122,7 +130,7 @@ class Scheduler:
             if self.tier is not None:
                 self.sequences.end_host_waits(self.tier.plan(step.builder, now))
             self._planner.fill(step)
-            if not (len(step.rows) or step.builder.has_changes or self.sequences.has_ended_slots or self._waits_for_moves):
+            if not (len(step.rows) or step.builder.has_changes or self.sequences.has_ended_slots or self._asks_for_moves(now)):
                 return None
             return self._freeze(step)
         except Exception:
@@ -131,8 +139,15 @@ class Scheduler:
 
     @property
     def _waits_for_moves(self) -> bool:
-        """Whether a plan without rows is to ask for moves in flight: no other result is to come that would tell of them."""
+        """Whether moves are in flight, and no result is to come that would tell of them."""
         return not self._rows and len(self.kv.leases) > 0 and self.kv.leases.has_moves
+
+    def _asks_for_moves(self, now: float) -> bool:
+        """Whether a plan without rows is to ask for moves in flight now; the next one may come `MOVE_POLL_S` later."""
+        if not self._waits_for_moves or now < self._ask_at:
+            return False
+        self._ask_at = now + MOVE_POLL_S
+        return True
 
     def _builder(self) -> PlanBuilder:
         """Of the next plan; it begins with the changes that a plan which could not be made has left."""
