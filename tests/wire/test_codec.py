@@ -344,6 +344,10 @@ def _break_top(m: pb.Updates) -> None:
     m.prompt_logprobs[0].values.top_counts[0] = 1
 
 
+def _break_top_id(m: pb.Updates) -> None:
+    m.logprobs[0].values.top_ids[0] = 2**31
+
+
 def _break_logprob_count(m: pb.Updates) -> None:
     m.token_ids.append(3)
     m.token_counts[0] = 2
@@ -351,7 +355,17 @@ def _break_logprob_count(m: pb.Updates) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [_break_indices, _break_counts, _break_row, _break_twice, _break_reason, _break_logprobs, _break_top, _break_logprob_count],
+    [
+        _break_indices,
+        _break_counts,
+        _break_row,
+        _break_twice,
+        _break_reason,
+        _break_logprobs,
+        _break_top,
+        _break_top_id,
+        _break_logprob_count,
+    ],
 )
 def test_updates_that_break_the_format_are_refused(damage: object) -> None:
     message = _valid_updates()
