@@ -224,6 +224,25 @@ async def test_a_thousand_ready_streams_are_served_in_slices_and_all_of_them() -
     serving.cancel()
 
 
+async def test_streams_with_many_updates_are_fewer_in_a_slice() -> None:
+    """Sixteen requests of 64 sequences with log-probabilities, woken at once, held the event loop for 20 ms."""
+    ready = ReadyStreams(lambda: 0.0)
+    streams = [made(64, on_ready=ready.add) for _ in range(16)]
+    tasks = [asyncio.create_task(stream.batch()) for stream in streams]
+    await turns()
+    for stream in streams:
+        for index in range(64):
+            stream.put(update(index, 1))
+    num_done = []
+    serving = asyncio.create_task(ready.run())
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        num_done.append(sum(task.done() for task in tasks))
+    assert max(b - a for a, b in zip([0, *num_done], num_done, strict=False)) == 1
+    assert [len(await task) for task in tasks] == [64] * 16
+    serving.cancel()
+
+
 async def test_what_came_before_the_connection_was_lost_is_still_delivered() -> None:
     ready = ReadyStreams(lambda: 0.0)
     stream = made(on_ready=ready.add)

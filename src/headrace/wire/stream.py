@@ -109,6 +109,11 @@ class ReplicaStream:
         return self._is_ended
 
     @property
+    def num_unread(self) -> int:
+        """Updates that its reader's task has not taken."""
+        return len(self._updates)
+
+    @property
     def unread_bytes(self) -> int:
         """About how much memory the unread updates take: what a reader's reader may make wait is bounded by it."""
         return self._unread_bytes + sum([TOKENS_BYTES + TOKEN_BYTES * len(token_ids) for _, token_ids in self._plain])
