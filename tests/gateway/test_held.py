@@ -22,6 +22,7 @@ from headrace.core.plan import columns_of
 from headrace.gateway import memory
 from headrace.gateway.access.budget import Held, HeldLimits, MemoryBudget
 from headrace.gateway.config import config_from
+from headrace.gateway.generation.run import Run
 from headrace.gateway.generation.score_limits import first_answer_bytes
 from headrace.gateway.http.exchange import ABORT_EXTENSION, Exchange
 from headrace.gateway.http.sse import StreamWatch
@@ -320,3 +321,21 @@ async def test_memory_is_given_back_twice_once_nothing_runs(monkeypatch: pytest.
             assert given == [0] * num_expected
     finally:
         task.cancel()
+
+
+@pytest.mark.parametrize("prompt", ["fox and " * 20_000, [5] * 9_000], ids=["text", "ids"])
+async def test_a_refused_request_is_freed_at_once_and_not_by_a_collection(bench: TestBench, prompt: Any) -> None:
+    """Its error, the future that raised it and the frames in between held each other: 400 refusals of a megabyte took half a GB."""
+    async with serving(bench.gateway) as port:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                async with dial(port) as (reader, writer):
+                    writer.write(post("/v1/completions", {"model": MODEL, "prompt": prompt, "n": 64}))
+                    assert (await reader.readline()).split()[1] == b"400"
+            await eventually(lambda: bench.gateway.service.open_requests.num_open == 0)
+            await asyncio.sleep(0.05)
+            assert not [kept for kept in gc.get_objects() if isinstance(kept, Run)]
+        finally:
+            gc.enable()
