@@ -120,9 +120,54 @@ def with_room(params: SamplingParams, chosen: int | None, room: int) -> Sampling
     return params.with_(max_tokens=min(max(chosen, params.min_tokens), room)).checked()
 
 
-def _check_int(name: str, value: object, low: int, high: int, remedy: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidRequest(name, f"an integer with {low} <= {name} <= {high}", value, remedy)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """Which numbers a parameter may be.
+
+    kind            int, or float, which ints are as well
+    low, high       inclusive
+    is_low_outside  low itself is not allowed
+    """
+
+    kind: type
+    low: float
+    high: float
+    is_low_outside: bool = False
+    remedy: str = ""
+
+
+def _integers(low: int, high: int, remedy: str = "") -> Bound:
+    return Bound(kind=int, low=low, high=high, remedy=remedy)
+
+
+def _numbers(low: float, high: float, *, is_low_outside: bool = False) -> Bound:
+    return Bound(kind=float, low=low, high=high, is_low_outside=is_low_outside)
+
+
+BOUNDS: Mapping[str, Bound] = {
+    "n": _integers(1, MAX_N, "Send several requests for more."),
+    "temperature": _numbers(0.0, 2.0),
+    "top_p": _numbers(0.0, 1.0, is_low_outside=True),
+    "top_k": _integers(-1, 2**31 - 1, "0 or -1 switches it off."),
+    "min_p": _numbers(0.0, 1.0),
+    "presence_penalty": _numbers(-2.0, 2.0),
+    "frequency_penalty": _numbers(-2.0, 2.0),
+    "repetition_penalty": _numbers(0.0, 10.0, is_low_outside=True),
+    "seed": _integers(-MAX_SEED - 1, MAX_SEED),
+    "max_tokens": _integers(1, MAX_OUTPUT_TOKENS),
+    "min_tokens": _integers(0, MAX_OUTPUT_TOKENS),
+    "logprobs": _integers(0, MAX_LOGPROBS),
+    "prompt_logprobs": _integers(0, MAX_LOGPROBS),
+}
+_OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
+"""Of these None means something."""
+
+
+def _check_bound(name: str, value: object, bound: Bound) -> None:
+    if bound.kind is float:
+        _check_float(name, value, bound.low, bound.high, above=bound.is_low_outside)
+    elif isinstance(value, bool) or not isinstance(value, int) or not bound.low <= value <= bound.high:
+        raise InvalidRequest(name, f"an integer with {bound.low} <= {name} <= {bound.high}", value, bound.remedy)
 
 
 def _check_float(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
@@ -135,24 +180,12 @@ def _check_float(name: str, value: object, low: float, high: float, *, above: bo
 
 
 def _check_numbers(p: SamplingParams) -> None:
-    _check_int("n", p.n, 1, MAX_N, "Send several requests for more.")
-    _check_float("temperature", p.temperature, 0.0, 2.0)
-    _check_float("top_p", p.top_p, 0.0, 1.0, above=True)
-    _check_int("top_k", p.top_k, -1, 2**31 - 1, "0 or -1 switches it off.")
-    _check_float("min_p", p.min_p, 0.0, 1.0)
-    _check_float("presence_penalty", p.presence_penalty, -2.0, 2.0)
-    _check_float("frequency_penalty", p.frequency_penalty, -2.0, 2.0)
-    _check_float("repetition_penalty", p.repetition_penalty, 0.0, 10.0, above=True)
-    if p.seed is not None:
-        _check_int("seed", p.seed, -MAX_SEED - 1, MAX_SEED)
-    if p.max_tokens is not None:
-        _check_int("max_tokens", p.max_tokens, 1, MAX_OUTPUT_TOKENS)
-    _check_int("min_tokens", p.min_tokens, 0, MAX_OUTPUT_TOKENS)
+    for name, bound in BOUNDS.items():
+        value = getattr(p, name)
+        if value is not None or name not in _OPTIONAL:
+            _check_bound(name, value, bound)
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise InvalidRequest("min_tokens", f"min_tokens <= max_tokens ({p.max_tokens})", p.min_tokens)
-    for name in ("logprobs", "prompt_logprobs"):
-        if getattr(p, name) is not None:
-            _check_int(name, getattr(p, name), 0, MAX_LOGPROBS)
     for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "detokenize"):
         if not isinstance(getattr(p, name), bool):
             raise InvalidRequest(name, "true or false", getattr(p, name))

@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 
 import headrace
+from headrace.gateway.config import Limits
 from headrace.gateway.http.errors import TABLE, ErrorBody
-from headrace.gateway.surfaces.dialect.field_rule import Surface, Treatment
-from headrace.gateway.surfaces.dialect.field_table import TABLE as FIELDS
+from headrace.gateway.surfaces.dialect.field_rule import Inside
+from headrace.gateway.surfaces.dialect.request_schemas import messages_schema, object_schema
 from headrace.gateway.surfaces.endpoint import Endpoint
 
 _REF = "#/components/schemas/{name}"
@@ -18,8 +19,12 @@ _JSON = "application/json"
 _ERRORS = sorted({str(row.status) for _, row in TABLE if row.status != 499})
 
 
-def document(endpoints: Sequence[Endpoint[object]]) -> bytes:
-    """The whole document as JSON."""
+_INSIDE = {"Message": Inside.MESSAGE, "TextPart": Inside.PART, "StreamOptions": Inside.STREAM_OPTIONS}
+"""Wire types of objects in a body, whose fields have rows of their own."""
+
+
+def document(endpoints: Sequence[Endpoint[object]], limits: Limits) -> bytes:
+    """The whole document as JSON. limits: of this server, so that a client can hold to them"""
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
         paths.setdefault(endpoint.shown_path, {})[endpoint.method.lower()] = _operation(endpoint)
@@ -28,7 +33,7 @@ def document(endpoints: Sequence[Endpoint[object]]) -> bytes:
             "openapi": "3.1.0",
             "info": {"title": "Headrace", "version": headrace.__version__, "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
             "paths": paths,
-            "components": {"schemas": _schemas(endpoints), "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+            "components": {"schemas": _schemas(endpoints, limits), "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         }
     )
 
@@ -61,24 +66,17 @@ def _responses(endpoint: Endpoint[object]) -> dict[str, Any]:
     return responses
 
 
-def _schemas(endpoints: Sequence[Endpoint[object]]) -> dict[str, Any]:
+def _schemas(endpoints: Sequence[Endpoint[object]], limits: Limits) -> dict[str, Any]:
     kinds = [kind for row in endpoints for kind in (row.request, row.reply, row.chunk) if kind is not None]
     _, components = msgspec.json.schema_components([*dict.fromkeys([ErrorBody, *kinds])], ref_template=_REF)
     for row in endpoints:
         if row.request is not None and row.fields is not None:
-            _describe(components[row.request.__name__], row.fields)
+            name = row.request.__name__
+            components[name] = object_schema(components[name], row.fields, limits)
+    for name, place in _INSIDE.items():
+        components[name] = object_schema(components[name], place, limits)
+    components["TokenizeRequest"]["properties"]["messages"] = {"anyOf": [messages_schema(limits), {"type": "null"}]}
     return dict(components)
-
-
-def _describe(schema: dict[str, Any], surface: Surface) -> None:
-    """What the field table knows of each field."""
-    properties = schema["properties"]
-    for rule in FIELDS:
-        if surface in rule.places and rule.name in properties:
-            properties[rule.name]["description"] = rule.note
-        elif surface in rule.places and rule.treatment is Treatment.INERT:
-            properties[rule.name] = {"description": f"No effect. {rule.note}"}
-    schema["additionalProperties"] = False
 
 
 def _ref(kind: type) -> dict[str, str]:

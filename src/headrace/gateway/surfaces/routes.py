@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from functools import cache
 
+from headrace.gateway.config import Limits
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces import chat, completions, docs_page, front_page, models, openapi, probes, tokenize
@@ -18,7 +19,7 @@ Handler = Callable[[Service, Exchange], Awaitable[None]]
 
 
 async def openapi_json(service: Service, exchange: Exchange) -> None:
-    await exchange.reply(200, _document())
+    await exchange.reply(200, _document(service.config.limits))
 
 
 ENDPOINTS: tuple[Endpoint[Handler], ...] = (
@@ -129,8 +130,8 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
 
 
 @cache
-def _document() -> bytes:
-    return openapi.document(ENDPOINTS)
+def _document(limits: Limits) -> bytes:
+    return openapi.document(ENDPOINTS, limits)
 
 
 def render_table() -> str:

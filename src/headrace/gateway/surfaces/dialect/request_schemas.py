@@ -1,0 +1,117 @@
+"""JSON Schemas of what a request may hold, as strict as its checks are for one field alone: from the field table, `core.sampling`'s bounds
+and the limits of this server.
+
+What a schema cannot say is not in it: rules between fields, what follows from the model (its vocabulary, context, template), the class of
+the key. Of `stop` it counts characters where the check counts bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.core.sampling import BOUNDS, MAX_LOGIT_BIAS, MAX_STOP, MAX_STOP_BYTES, MAX_STOP_TOKEN_IDS, Bound
+from headrace.gateway.config import Limits
+from headrace.gateway.surfaces.dialect.field_rule import FieldRule, Inside, Place, Surface, Treatment
+from headrace.gateway.surfaces.dialect.field_table import MAX_INERT_CHARS, MAX_METADATA
+from headrace.gateway.surfaces.dialect.fields import RULES
+from headrace.gateway.surfaces.dialect.parse import MAX_CACHE_SALT_CHARS, MAX_PARTS, PRIORITIES
+
+Schema = dict[str, Any]
+
+TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+_INERT_TEXT: Schema = {"type": "string", "maxLength": MAX_INERT_CHARS}
+_STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES}
+_SCALAR: Schema = {"type": ["string", "number", "boolean", "null"]}
+
+
+def object_schema(given: Schema, place: Place, limits: Limits) -> Schema:
+    """The schema of an object whose fields are the rows of `place`.
+
+    given  the schema of its wire type: types and defaults of the honoured fields
+    """
+    bounded = _bounded(place, limits)
+    properties = {
+        name: _described(_value_schema(rule, given, bounded), rule, is_required=name in given.get("required", ()))
+        for name, rule in RULES[place].items()
+    }
+    return {**given, "properties": properties, "additionalProperties": False}
+
+
+def _value_schema(rule: FieldRule, given: Schema, bounded: Mapping[str, Schema]) -> Schema:
+    if rule.treatment is Treatment.REFUSED:
+        return {"enum": list(rule.off)}
+    if rule.treatment is Treatment.INERT:
+        return _metadata() if rule.name == "metadata" else _INERT_TEXT
+    made: Schema = given["properties"][rule.name]
+    if rule.name not in bounded:
+        return made
+    return bounded[rule.name] | ({"default": made["default"]} if "default" in made else {})
+
+
+def _described(schema: Schema, rule: FieldRule, *, is_required: bool) -> Schema:
+    says = {Treatment.HONOURED: "", Treatment.INERT: "No effect. ", Treatment.REFUSED: f"Not served: only {rule.off_words}. "}
+    return {**(schema if is_required else _or_null(schema)), "description": says[rule.treatment] + rule.note}
+
+
+def _or_null(schema: Schema) -> Schema:
+    """null means absent."""
+    if "enum" in schema:
+        return {**schema, "enum": [*schema["enum"], None]}
+    if isinstance(kind := schema.get("type"), str):
+        return {**schema, "type": [kind, "null"]}
+    if any(each == {"type": "null"} for each in schema.get("anyOf", ())):
+        return schema
+    outside = {key: value for key, value in schema.items() if key == "default"}
+    inside = {key: value for key, value in schema.items() if key != "default"}
+    return {"anyOf": [inside, {"type": "null"}], **outside}
+
+
+def _bounded(place: Place, limits: Limits) -> dict[str, Schema]:
+    """Schemas of the honoured fields whose types alone say too little."""
+    if place is Inside.MESSAGE:
+        parts = {"type": "array", "maxItems": MAX_PARTS, "items": {"$ref": "#/components/schemas/TextPart"}}
+        return {"content": {"anyOf": [{"type": "string"}, parts]}}
+    if isinstance(place, Inside):
+        return {}
+    made = {name: _number(bound) for name, bound in BOUNDS.items()} | {
+        "stop": {"anyOf": [_STOP, {"type": "array", "maxItems": MAX_STOP, "items": _STOP}]},
+        "stop_token_ids": {"type": "array", "maxItems": MAX_STOP_TOKEN_IDS, "items": TOKEN_ID},
+        "logit_bias": {
+            "type": "object",
+            "maxProperties": MAX_LOGIT_BIAS,
+            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        },
+        "priority": {"enum": [0, *PRIORITIES]},
+        "cache_salt": {"type": "string", "maxLength": MAX_CACHE_SALT_CHARS},
+        "messages": messages_schema(limits),
+    }
+    if place is Surface.CHAT:
+        own = {"max_completion_tokens": made["max_tokens"], "top_logprobs": made["logprobs"], "logprobs": {"type": "boolean"}}
+        return made | own | {"chat_template_kwargs": {"type": "object", "additionalProperties": _SCALAR}}
+    return made | {"max_tokens": made["max_tokens"] | {"minimum": 0}, "best_of": made["n"], "prompt": _prompt(limits)}
+
+
+def messages_schema(limits: Limits) -> Schema:
+    return {"type": "array", "minItems": 1, "maxItems": limits.max_messages, "items": {"$ref": "#/components/schemas/Message"}}
+
+
+def _prompt(limits: Limits) -> Schema:
+    several = {"type": "array", "minItems": 1, "maxItems": limits.max_prompts}
+    ids = {"type": "array", "minItems": 1, "items": TOKEN_ID}
+    return {"anyOf": [{"type": "string"}, {**several, "items": {"type": "string"}}, ids, {**several, "items": ids}]}
+
+
+def _number(bound: Bound) -> Schema:
+    low = "exclusiveMinimum" if bound.is_low_outside else "minimum"
+    return {"type": "integer" if bound.kind is int else "number", low: bound.low, "maximum": bound.high}
+
+
+def _metadata() -> Schema:
+    return {
+        "type": "object",
+        "maxProperties": MAX_METADATA,
+        "propertyNames": {"maxLength": MAX_INERT_CHARS},
+        "additionalProperties": _INERT_TEXT,
+    }

@@ -1,0 +1,304 @@
+"""/openapi.json is as strict as the checks: a body that its schemas allow is taken, one that breaks a bound is refused by both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import msgspec
+import pytest
+from gateway_kit import TestBench, open_bench
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headrace.core.request import PriorityClass
+from headrace.core.sampling import SamplingParams
+from headrace.gateway.config import Limits
+from headrace.gateway.surfaces import chat, completions, openapi
+from headrace.gateway.surfaces.dialect.field_rule import Surface
+from headrace.gateway.surfaces.routes import ENDPOINTS
+from headrace.text.folder import TextModel
+
+LIMITS = Limits(max_messages=20, max_prompts=7)
+"""Not the defaults: the schemas are of this server."""
+
+NAMES = {Surface.CHAT: "ChatRequest", Surface.COMPLETIONS: "CompletionRequest"}
+PATHS = {Surface.CHAT: "/v1/chat/completions", Surface.COMPLETIONS: "/v1/completions"}
+BASE: dict[Surface, dict[str, Any]] = {
+    Surface.CHAT: {"messages": [{"role": "user", "content": "Hello"}]},
+    Surface.COMPLETIONS: {"prompt": "Hello"},
+}
+
+
+@cache
+def schemas() -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.json.decode(openapi.document(ENDPOINTS, LIMITS))["components"]["schemas"]
+    return found
+
+
+def resolved(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema behind a reference."""
+    if "$ref" not in schema:
+        return schema
+    found: dict[str, Any] = schemas()[schema["$ref"].rsplit("/", 1)[1]]
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- a validator of what is used here
+
+
+KINDS = {"string": str, "boolean": bool, "array": list, "object": dict, "null": type(None)}
+
+
+def allows(schema: dict[str, Any], value: object) -> bool:
+    """JSON Schema's judgement, for the keywords that our documents use."""
+    schema = resolved(schema)
+    if "anyOf" in schema and not any(allows(each, value) for each in schema["anyOf"]):
+        return False
+    if "enum" in schema and not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in schema["enum"]):
+        return False
+    if "type" in schema and not any(is_kind(kind, value) for kind in [schema["type"]] if isinstance(kind, str)):
+        return isinstance(schema["type"], list) and any(allows({**schema, "type": kind}, value) for kind in schema["type"])
+    match value:
+        case bool():
+            return True
+        case int() | float():
+            low, above, high = (schema.get(word) for word in ("minimum", "exclusiveMinimum", "maximum"))
+            is_high_enough = (low is None or value >= low) and (above is None or value > above)
+            return is_high_enough and (high is None or value <= high)
+        case str():
+            is_long_enough = schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value))
+            return is_long_enough and ("pattern" not in schema or re.search(schema["pattern"], value) is not None)
+        case list():
+            items = schema.get("items", {})
+            return schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)) and all(
+                allows(items, item) for item in value
+            )
+        case dict():
+            return (
+                len(value) <= schema.get("maxProperties", len(value))
+                and all(allows_field(schema, *pair) for pair in value.items())
+                and (set(schema.get("required", ())) <= set(value))
+            )
+        case _:
+            return True
+
+
+def is_kind(kind: str, value: object) -> bool:
+    if kind in ("integer", "number"):
+        return isinstance(value, int if kind == "integer" else int | float) and not isinstance(value, bool)
+    return isinstance(value, KINDS[kind])
+
+
+def allows_field(schema: dict[str, Any], name: str, value: object) -> bool:
+    if name in schema.get("properties", {}):
+        return allows(schema["properties"][name], value)
+    others = schema.get("additionalProperties", True)
+    return allows(schema.get("propertyNames", {}), name) and (allows(others, value) if isinstance(others, dict) else others)
+
+
+# ------------------------------------------------------------------------------------------------------------------- allowed bodies
+
+
+TEXT = st.sampled_from("abcXYZ 0190_-.!")
+"""ASCII: `stop` is bounded in bytes, which a schema cannot say."""
+
+
+def values_of(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """Values that a schema allows."""
+    schema = resolved(schema)
+    if "enum" in schema:
+        return st.sampled_from(schema["enum"])
+    if "anyOf" in schema:
+        return st.one_of([values_of(each) for each in schema["anyOf"]])
+    if isinstance(schema["type"], list):
+        return st.one_of([values_of({**schema, "type": kind}) for kind in schema["type"]])
+    match schema["type"]:
+        case "integer":
+            return st.sampled_from([schema["minimum"], schema["maximum"]]) | st.integers(schema["minimum"], schema["maximum"])
+        case "number":
+            low = schema.get("minimum", schema.get("exclusiveMinimum", -1e300))
+            return st.floats(low, schema.get("maximum", 1e300), exclude_min="exclusiveMinimum" in schema)
+        case "boolean":
+            return st.booleans()
+        case "null":
+            return st.none()
+        case "string":
+            return st.text(TEXT, min_size=schema.get("minLength", 0), max_size=min(schema.get("maxLength", 20), 20))
+        case "array":
+            return st.lists(values_of(schema["items"]), min_size=schema.get("minItems", 0), max_size=min(schema.get("maxItems", 4), 4))
+        case kind:
+            assert kind == "object"
+            return objects_of(schema)
+
+
+def objects_of(schema: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    if "properties" not in schema:
+        is_id = "pattern" in schema.get("propertyNames", {})
+        names = st.integers(0, 999_999_999).map(str) if is_id else st.text(TEXT)
+        return st.dictionaries(names, values_of(schema["additionalProperties"]), max_size=3)
+    fields = {name: values_of(each) for name, each in schema["properties"].items()}
+    required = {name: fields.pop(name) for name in schema.get("required", ())}
+    # All optional fields at once would end in a body of nulls and offs: a few of them meet each other.
+    some = st.lists(st.sampled_from(sorted(fields)), max_size=4, unique=True)
+    return some.flatmap(lambda chosen: st.fixed_dictionaries({**required, **{name: fields[name] for name in chosen}}))
+
+
+def in_agreement(body: dict[str, Any], surface: Surface) -> dict[str, Any]:
+    """The body with the rules between fields kept, which no schema of one field can say. docs/api.md has them beside the fields."""
+    made = dict(body)
+    for name in ("max_completion_tokens", "best_of"):
+        made.pop(name, None)
+    if made.get("top_logprobs") is not None:
+        made["logprobs"] = True
+    if made.get("max_tokens") == 0 and surface is Surface.COMPLETIONS:
+        made["echo"] = True
+    if made.get("min_tokens"):
+        made["max_tokens"] = made["min_tokens"]
+    if made.get("stream_options") is not None:
+        made["stream"] = True
+        if made["stream_options"].get("continuous_usage_stats"):
+            made["stream_options"] = {**made["stream_options"], "include_usage": True}
+    if made.get("stream"):
+        made.pop("prompt_logprobs", None)
+    return made
+
+
+@pytest.mark.parametrize("surface", Surface)
+def test_what_the_schema_allows_is_taken(surface: Surface) -> None:
+    schema = schemas()[NAMES[surface]]
+
+    @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # strategies are made at the first draw
+    @given(values_of(schema))
+    def takes(body: dict[str, Any]) -> None:
+        body = in_agreement(body, surface)
+        assert allows(schema, body)
+        take(body, surface)
+
+    takes()
+
+
+def take(body: dict[str, Any], surface: Surface) -> None:
+    """Every check that needs no model. Raises InvalidRequest."""
+    if surface is Surface.CHAT:
+        request, _ = chat.parse_chat(body, LIMITS)
+        ask = chat._ask(request, PriorityClass.PREMIUM)
+    else:
+        (plain, prompts), _ = completions.parse_completion(body, LIMITS)
+        ask = completions._ask(plain, prompts, PriorityClass.PREMIUM)
+    SamplingParams(**ask.sampling).checked()
+
+
+@pytest.mark.parametrize("surface", Surface)
+def test_what_is_just_within_a_bound_is_taken(surface: Surface) -> None:
+    schema = schemas()[NAMES[surface]]
+    num_tried = 0
+    for name, field in schema["properties"].items():
+        for value in edges(field):
+            body = in_agreement({**BASE[surface], name: value}, surface)
+            assert allows(schema, body), (name, value)
+            take(body, surface)
+            num_tried += 1
+    assert num_tried > 100
+
+
+def edges(schema: dict[str, Any]) -> Iterator[Any]:
+    """Values at each bound of a schema."""
+    schema = resolved(schema)
+    yield from schema.get("enum", ())
+    for each in schema.get("anyOf", ()):
+        yield from edges(each)
+    yield from (schema[bound] for bound in ("minimum", "maximum") if bound in schema)
+    yield from ("x" * schema[bound] for bound in ("minLength", "maxLength") if bound in schema)
+    if "items" in schema:
+        yield from ([good(schema["items"])] * schema.get(bound, 1) for bound in ("minItems", "maxItems"))
+        yield from ([value] for value in edges(schema["items"]))
+    if "maxProperties" in schema:
+        yield {str(number): good(schema["additionalProperties"]) for number in range(schema["maxProperties"])}
+        yield from ({"1": value} for value in edges(schema["additionalProperties"]))
+    if "properties" in schema:
+        yield from ({**good(schema), name: value} for name, each in schema["properties"].items() for value in edges(each))
+
+
+# ------------------------------------------------------------------------------------------------------------------- broken bounds
+
+
+def wrong(schema: dict[str, Any]) -> Iterator[Any]:
+    """Values one step beyond each bound of a schema, and of other types. Some may be allowed by another part of it."""
+    schema = resolved(schema)
+    yield from ("surely not", {"surely": "not"}, 1.5, True, [None], -(2**70))
+    for each in schema.get("anyOf", ()):
+        yield from wrong(each)
+    if "minimum" in schema:
+        yield schema["minimum"] - 1
+    if "exclusiveMinimum" in schema:
+        yield schema["exclusiveMinimum"]
+    if "maximum" in schema:
+        yield schema["maximum"] + 1
+    if "minLength" in schema:
+        yield ""
+    if "maxLength" in schema:
+        yield "x" * (schema["maxLength"] + 1)
+    if "minItems" in schema:
+        yield []
+    if "items" in schema:
+        one = good(schema["items"])
+        if schema.get("maxItems", 4096) < 4096:
+            yield [one] * (schema["maxItems"] + 1)
+        yield from ([one, value] for value in wrong(schema["items"]) if not allows(schema["items"], value))
+    if "maxProperties" in schema:
+        yield {str(number): good(schema["additionalProperties"]) for number in range(schema["maxProperties"] + 1)}
+        yield {"1" * 600: good(schema["additionalProperties"])}
+        yield from ({"1": value} for value in wrong(schema["additionalProperties"]))
+    if "properties" in schema:
+        base = good(schema)
+        yield {**base, "surely_not": 1}
+        yield from ({key: value for key, value in base.items() if key != name} for name in schema.get("required", ()))
+        yield from ({**base, name: value} for name, each in schema["properties"].items() for value in wrong(each))
+
+
+def good(schema: dict[str, Any]) -> Any:
+    """The plainest value of an item."""
+    schema = resolved(schema)
+    if "properties" in schema:
+        return {name: good(schema["properties"][name]) for name in schema.get("required", ())}
+    if "enum" in schema:
+        return schema["enum"][0]
+    if "anyOf" in schema:
+        return good(schema["anyOf"][0])
+    return {"string": "x", "integer": 1, "number": 1, "array": [1]}[schema["type"]]
+
+
+@pytest.fixture
+async def narrow(text: TextModel) -> Any:
+    async with open_bench(text, limits={"max_messages": LIMITS.max_messages, "max_prompts": LIMITS.max_prompts}) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("surface", Surface)
+async def test_what_breaks_a_bound_is_refused_by_both(narrow: TestBench, surface: Surface) -> None:
+    """Every bound of every field, one at a time, at the running gateway."""
+    schema = schemas()[NAMES[surface]]
+    num_tried = 0
+    for name, field in schema["properties"].items():
+        values = [value for value in wrong(field) if not allows(field, value)]
+        assert values, name
+        for value in values:
+            assert not allows(schema, {**BASE[surface], name: value})
+            response = await narrow.client.post(
+                PATHS[surface], json={**BASE[surface], **({"stream": True} if name == "stream_options" else {}), name: value}
+            )
+            assert response.status_code in (400, 413), (name, value, response.text)
+            assert response.json()["error"]["param"].startswith(name), (name, value, response.text)
+            num_tried += 1
+    assert num_tried > 500
+    assert not narrow.replica.requests
+
+
+async def test_the_schema_is_of_this_server(narrow: TestBench) -> None:
+    served = (await narrow.client.get("/openapi.json")).json()["components"]["schemas"]
+    assert served["ChatRequest"]["properties"]["messages"]["maxItems"] == 20
+    assert served["ChatRequest"]["required"] == ["messages"]
+    assert served["CompletionRequest"]["required"] == ["prompt"]
