@@ -281,3 +281,36 @@ async def test_a_single_model_needs_no_name(text: TextModel, surface: Surface) -
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, "model")
         assert "one of: one, two" in error["message"]
+
+
+READ = {"enable_thinking": False}
+
+
+@pytest.mark.parametrize("off", [None, False, 0, ""])
+async def test_a_variable_no_template_reads_may_ask_for_nothing(bench: TestBench, off: object) -> None:
+    """Clients of one model's switch send it to every model."""
+    plain, plain_sent = await ask(bench, Surface.CHAT, chat_template_kwargs=READ)
+    response, sent = await ask(bench, Surface.CHAT, chat_template_kwargs={**READ, "thinking": off})
+    assert (response.status_code, sent) == (200, plain_sent)
+    assert response.headers["x-headrace-ignored"] == "chat_template_kwargs.thinking"
+    assert "x-headrace-ignored" not in plain.headers
+
+
+@pytest.mark.parametrize("on", [True, 1, "yes", [], {}])
+async def test_a_variable_no_template_reads_may_not_ask_for_something(bench: TestBench, on: object) -> None:
+    response, sent = await ask(bench, Surface.CHAT, chat_template_kwargs={"thinking": on})
+    assert (response.status_code, response.json()["error"]["param"], sent) == (400, "chat_template_kwargs.thinking", None)
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "loop", "self", "bos_token", "x\r\nset-cookie: a", "x y", "\u00e9", "x" * 65, "__class__.x"]
+)
+async def test_names_that_are_no_plain_variables_are_refused(bench: TestBench, name: str) -> None:
+    response, sent = await ask(bench, Surface.CHAT, chat_template_kwargs={name: False})
+    assert (response.status_code, sent) == (400, None)
+    assert response.json()["error"]["param"].startswith("chat_template_kwargs.")
+
+
+async def test_many_variables_are_named_together(bench: TestBench) -> None:
+    response, _ = await ask(bench, Surface.CHAT, chat_template_kwargs={f"x{number}": None for number in range(1000)})
+    assert (response.status_code, response.headers["x-headrace-ignored"]) == (200, "chat_template_kwargs")

@@ -57,7 +57,8 @@ async def workers(
 
 
 async def encode(text: ModelText, content: str, tenant: str = "t") -> list[int]:
-    return list(await text.encode_chat(says(content), max_model_len=None, tenant=tenant))
+    ids, _ = await text.encode_chat(says(content), max_model_len=None, tenant=tenant)
+    return list(ids)
 
 
 @pytest.fixture

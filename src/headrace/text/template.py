@@ -21,6 +21,7 @@ from headrace.text.tokenizer import SPECIAL_TOKEN_NAMES, Tokenizer, any_of
 MAX_CHAT_CHARS = 4 * 2**20
 """Characters a rendered conversation may have: far beyond any context that is served, small enough to hold in memory many times."""
 MAX_KWARG_CHARS = 4096
+MAX_UNREAD_NAME_CHARS = 64
 MAX_GROWTH = 4
 """A template writes every string about once; beside that it has words of its own:"""
 OWN_CHARS, OWN_CHARS_PER_MESSAGE = 64 << 10, 1024
@@ -85,7 +86,7 @@ class ChatTemplate:
         """The conversation as one text, exactly as the template writes it. To get token ids use `encode`, which is safe.
 
         tools, documents  JSON objects for templates that show them
-        kwargs            scalars for variables this template reads (e.g. enable_thinking)
+        kwargs            scalars for variables this template reads (e.g. enable_thinking); null, false, 0 and "" for any other
 
         Raises: InvalidRequest (no template, a message the template refuses, an unknown kwarg), RequestTooLarge.
         """
@@ -142,7 +143,8 @@ class ChatTemplate:
         else:
             marks = None
         text = self._render(chat, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
-        return RenderedChat(text) if marks is None else RenderedChat(text, marks.split(text, tokens))
+        unread = tuple(name for name in chat.kwargs if name not in _names_in(self._source(bool(chat.tools))))
+        return RenderedChat(text, None if marks is None else marks.split(text, tokens), unread)
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
 
@@ -180,7 +182,7 @@ class ChatTemplate:
                 continue_final_message=continue_final_message,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
-                **chat.kwargs,
+                **{name: value for name, value in chat.kwargs.items() if name in _names_in(source)},
             )
         except TemplateSyntaxError as error:
             raise _broken(error) from error
@@ -207,10 +209,12 @@ class RenderedChat:
 
     text    with the marks around users' control tokens, if there are any
     pieces  the text cut at them, as `Tokenizer.encode_pieces` takes it; None without any
+    unread  names of kwargs that this template does not read, all of which asked for nothing
     """
 
     text: str
     pieces: Sequence[tuple[str, bool]] | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def plain_text(self) -> str:
@@ -287,12 +291,17 @@ def _objects(given: object, name: str) -> list[Mapping[str, object]]:
 def _check_kwargs(kwargs: Mapping[str, object], source: str) -> None:
     for name, value in kwargs.items():
         field = f"chat_template_kwargs.{name[:80]}"
-        if name in _RESERVED or name not in _names_in(source):
+        if name in _RESERVED or (name not in _names_in(source) and not _asks_for_nothing(name, value)):
             raise InvalidRequest(field, "a variable that this model's chat template reads", value, "Leave it out for this model.")
         if isinstance(value, int | float) and abs(value) <= 2**53:
             continue
         if value is not None and not (isinstance(value, str) and len(value) <= MAX_KWARG_CHARS):
             raise InvalidRequest(field, f"true, false, null, a number or a string of at most {MAX_KWARG_CHARS} characters", value)
+
+
+def _asks_for_nothing(name: str, value: object) -> bool:
+    """A variable that is not there is false to a template: so is one that it does not read and that says null, false, 0 or ""."""
+    return name.isascii() and name.isidentifier() and len(name) <= MAX_UNREAD_NAME_CHARS and value in (None, False, "")
 
 
 @lru_cache(maxsize=16)

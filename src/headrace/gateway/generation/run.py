@@ -145,6 +145,7 @@ class Run:
             request_id=self.exchange.request_id, prompt=ask.prompt, sampling=ask.sampling, deadline_s=self._deadline_s()
         )
         prepared = await self.model.upstream.prepare(request, self._principal())
+        self.exchange.ignored += prepared.ignored
         record.seed, record.prompt_tokens = prepared.seed, prepared.prompt_tokens
         self.num_prompt_scores = num_prompt_scores(
             ask.score_field, self.params.prompt_logprobs, num_tokens=prepared.prompt_tokens or 0, num_shown=ask.num_shown

@@ -89,9 +89,10 @@ class Answer(msgspec.Struct, tag_field="answer"):
 
 
 class Ids(Answer, tag="ids", kw_only=True):
-    """The tail is the ids of all texts; counts: how many of each."""
+    """The tail is the ids of all texts; counts: how many of each; unread: kwargs of a conversation that its template does not read."""
 
     counts: list[int]
+    unread: list[str] = []
 
 
 class Text(Answer, tag="text", kw_only=True):

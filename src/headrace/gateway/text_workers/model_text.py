@@ -36,11 +36,13 @@ class ModelText:
         kwargs: Mapping[str, object] | None = None,
         max_model_len: int | None,
         tenant: str,
-    ) -> array[int]:
-        """A conversation as token ids. Raises as `ChatTemplate.encode` and `check_fits` do."""
+    ) -> tuple[array[int], list[str]]:
+        """A conversation as token ids, and the kwargs its template does not read. Raises as `ChatTemplate.encode` and `check_fits` do."""
         job = self._chat_job(messages, add_generation_prompt, continue_final_message, kwargs or {}, max_model_len)
-        (ids,) = _split(*await self._pool.submit(job, tenant=tenant, field="messages"))
-        return ids
+        answer, tail = await self._pool.submit(job, tenant=tenant, field="messages")
+        (ids,) = _split(answer, tail)
+        assert isinstance(answer, frames.Ids)
+        return ids, answer.unread
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool, max_model_len: int | None, tenant: str) -> list[array[int]]:
         """Texts as token ids. One that cannot fit is refused before it travels where that is seen cheaply. Raises as `Tokenizer.encode`."""

@@ -53,8 +53,11 @@ class TextContext:
         match job:
             case frames.ParseBody():
                 return frames.Json(), msgspec.json.encode(parse_body(job.parser, tail, self.limits))
-            case frames.EncodeChat() | frames.EncodeTexts():
-                return _ids(self._encode(job))
+            case frames.EncodeChat():
+                encoded, unread = encode_chat(self.texts[job.model], job)
+                return _ids([encoded], unread)
+            case frames.EncodeTexts():
+                return _ids(encode_texts(self.texts[job.model], job))
             case frames.Tokenize():
                 return self._tokenize(job)
             case frames.DecodeIds():
@@ -63,14 +66,11 @@ class TextContext:
                 check_token_ids(job.field, ids, tokenizer.vocab_size)
                 return frames.Text(text=tokenizer.decode(ids, skip_special_tokens=job.skip_special_tokens)), b""
 
-    def _encode(self, job: frames.EncodeChat | frames.EncodeTexts) -> list[list[int]]:
-        text = self.texts[job.model]
-        return [encode_chat(text, job)] if isinstance(job, frames.EncodeChat) else encode_texts(text, job)
-
     def _tokenize(self, job: frames.Tokenize) -> tuple[frames.AnyAnswer, bytes]:
-        (ids,) = self._encode(job.prompt)
+        text, prompt = self.texts[job.prompt.model], job.prompt
+        ids: Sequence[int] = encode_chat(text, prompt)[0] if isinstance(prompt, frames.EncodeChat) else encode_texts(text, prompt)[0]
         ids_json = msgspec.json.encode(ids)
-        spell = self.texts[job.prompt.model].tokenizer.id_to_token
+        spell = text.tokenizer.id_to_token
         strings_json = msgspec.json.encode([spell(token_id) or "" for token_id in ids] if job.needs_texts else None)
         return frames.Tokens(count=len(ids), num_id_bytes=len(ids_json)), ids_json + strings_json
 
@@ -80,7 +80,8 @@ def parse_body(parser: str, body: bytes, limits: Limits) -> Any:
     return PARSERS[parser](decode_object(body, Caps(depth=limits.max_json_depth)), limits)
 
 
-def encode_chat(text: TextModel, job: frames.EncodeChat) -> list[int]:
+def encode_chat(text: TextModel, job: frames.EncodeChat) -> tuple[list[int], tuple[str, ...]]:
+    """The ids, and the kwargs that the template does not read."""
     rendered = text.template.rendered(
         text.tokenizer,
         job.messages,
@@ -89,7 +90,7 @@ def encode_chat(text: TextModel, job: frames.EncodeChat) -> list[int]:
         kwargs=job.kwargs,
     )
     check_fits("messages", rendered.plain_text, text.tokenizer.bound, job.max_model_len)
-    return rendered.encode(text.tokenizer)
+    return rendered.encode(text.tokenizer), rendered.unread
 
 
 def encode_texts(text: TextModel, job: frames.EncodeTexts) -> list[list[int]]:
@@ -98,5 +99,7 @@ def encode_texts(text: TextModel, job: frames.EncodeTexts) -> list[list[int]]:
     return [text.tokenizer.encode(given, add_special_tokens=job.add_special_tokens) for given in job.texts]
 
 
-def _ids(encoded: Sequence[Sequence[int]]) -> tuple[frames.Ids, bytes]:
-    return frames.Ids(counts=[len(ids) for ids in encoded]), b"".join([frames.ids_to_bytes("prompt", ids) for ids in encoded])
+def _ids(encoded: Sequence[Sequence[int]], unread: Sequence[str] = ()) -> tuple[frames.Ids, bytes]:
+    return frames.Ids(counts=[len(ids) for ids in encoded], unread=list(unread)), b"".join(
+        [frames.ids_to_bytes("prompt", ids) for ids in encoded]
+    )

@@ -152,6 +152,10 @@ class HttpPrepared:
     _body: bytes
 
     @property
+    def ignored(self) -> Sequence[str]:
+        return ()  # that server does not say
+
+    @property
     def prompt_tokens(self) -> int | None:
         return None
 

@@ -267,7 +267,11 @@ class Prepared(Protocol):
     route_key          requests with equal keys begin alike and may share cached blocks; empty where nothing is known.
                        Nothing reads it yet: a replica is chosen by its load alone
     seed               that the answer follows from; None where it is not known
+    ignored            names of what the client gave that changes nothing here
     """
+
+    @property
+    def ignored(self) -> Sequence[str]: ...
 
     @property
     def prompt_tokens(self) -> int | None: ...

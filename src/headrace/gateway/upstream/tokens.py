@@ -37,6 +37,9 @@ FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 MAX_TOKENS_AT_ONCE = 16_384
 """A prompt's checks take some 80 ns per token."""
 
+MAX_NAMED = 8
+"""More variables that a template does not read are named together."""
+
 ROUTE_KEY_TOKENS = 256
 """Requests that agree in so many first tokens share a system prompt at least."""
 
@@ -65,13 +68,13 @@ class TokenUpstream:
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> TokenPrepared:
         info = self._info()
         params = self._params(request, info)
-        prompts = await self._encode(request.prompt, params.max_tokens, info, principal.tenant)
+        prompts, ignored = await self._encode(request.prompt, params.max_tokens, info, principal.tenant)
         calls: list[Call] = []
         for number, prompt in enumerate(prompts):
             if number or len(prompt.token_ids) > MAX_TOKENS_AT_ONCE:
                 await asyncio.sleep(0)  # each call's checks take up to milliseconds: others have their turn between them
             calls.append(_call(number, prompt.token_ids, params, request, info, principal))
-        return TokenPrepared(self._pool, self._text.tokenizer, tuple(prompts), tuple(calls))
+        return TokenPrepared(self._pool, self._text.tokenizer, tuple(prompts), tuple(calls), ignored)
 
     async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
         if isinstance(prompt, Conversation):
@@ -102,10 +105,15 @@ class TokenUpstream:
 
     # -- prompts -------------------------------------------------------------------------------------------------------------------
 
-    async def _encode(self, prompt: Conversation | PlainPrompts, max_tokens: int | None, info: ModelInfo, tenant: str) -> list[TokenPrompt]:
-        """Raises ContextLengthExceeded for most prompts that do not fit; `_call` does for all."""
+    async def _encode(
+        self, prompt: Conversation | PlainPrompts, max_tokens: int | None, info: ModelInfo, tenant: str
+    ) -> tuple[list[TokenPrompt], list[str]]:
+        """The prompts, and what of the request changes nothing in them.
+
+        Raises ContextLengthExceeded for most prompts that do not fit; `_call` does for all.
+        """
         if isinstance(prompt, Conversation):
-            ids = await self._text.encode_chat(
+            ids, unread = await self._text.encode_chat(
                 prompt.messages,
                 add_generation_prompt=prompt.add_generation_prompt,
                 continue_final_message=prompt.continue_final_message,
@@ -113,8 +121,9 @@ class TokenUpstream:
                 max_model_len=info.max_model_len,
                 tenant=tenant,
             )
-            return [TokenPrompt(tuple(ids), "", self._text.tokenizer)]
-        return await self._encode_plain(prompt, max_tokens, info, tenant)
+            named = [f"chat_template_kwargs.{name}" for name in unread]
+            return [TokenPrompt(tuple(ids), "", self._text.tokenizer)], named if len(named) <= MAX_NAMED else ["chat_template_kwargs"]
+        return await self._encode_plain(prompt, max_tokens, info, tenant), []
 
     async def _encode_plain(self, prompt: PlainPrompts, max_tokens: int | None, info: ModelInfo, tenant: str) -> list[TokenPrompt]:
         """Texts in one job. Ids are taken as they are; text that nobody will read is not made of them."""
@@ -144,6 +153,7 @@ class TokenPrepared:
     _tokenizer: Tokenizer
     prompts: tuple[TokenPrompt, ...]
     calls: tuple[Call, ...]
+    ignored: Sequence[str] = ()
 
     @property
     def prompt_tokens(self) -> int:

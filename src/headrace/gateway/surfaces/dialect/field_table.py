@@ -73,7 +73,9 @@ _SERVED = (
     _honoured("add_special_tokens", COMPLETIONS, "The tokenizer adds its own begin token; default true."),
     _honoured("add_generation_prompt", CHAT, "The template opens the assistant's turn; default true."),
     _honoured("continue_final_message", CHAT, "The last message is left open to be continued; needs add_generation_prompt false."),
-    _honoured("chat_template_kwargs", CHAT, "Scalars for variables that the model's own template reads; others are refused by name."),
+    _honoured(
+        "chat_template_kwargs", CHAT, 'Scalars for variables that the model\'s own template reads; of others only null, false, 0 or "".'
+    ),
     _honoured("echo", COMPLETIONS, "The prompt precedes the text; with logprobs it is scored as well."),
     _honoured("logprobs", CHAT, "true or false: log-probabilities of the tokens of the answer."),
     _honoured("logprobs", COMPLETIONS, "0..20: the chosen token's log-probability and so many of the best."),
