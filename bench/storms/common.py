@@ -58,19 +58,19 @@ class Served:
 def served(*arguments: str, timeout_s: float = 180.0, watch: Path | None = None) -> Iterator[Served]:
     """`headrace serve` of the package that is imported here, on a free port, quiet. watch: see `Served.watch`"""
     command = [sys.executable, "-P", "-m", "headrace.cli.main", "serve", "--port", "0", *arguments]
-    environment = {**os.environ, "HEADRACE_GATEWAY__REQUEST_LOG": "none"}
+    environment = {**os.environ, "HEADRACE_GATEWAY__REQUEST_LOG": "off"}
     if watch is not None:
         path = [str(WATCH), str(Path(headrace.__file__).parents[1])]
         environment |= {"PYTHONPATH": os.pathsep.join(path), "HEADRACE_STREAM_WATCH": str(watch)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
-    assert process.stdout is not None
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
     killer = threading.Timer(timeout_s, process.kill)
     killer.start()
     try:
-        for line in process.stdout:
-            if found := re.match(r"Serving .* at http://.*:(\d+)$", line.strip()):
+        for line in process.stderr:
+            if found := re.search(r"\bServing .* at http://[^\s\"]*:(\d+)", line):
                 killer.cancel()
-                threading.Thread(target=process.stdout.read, daemon=True).start()
+                threading.Thread(target=process.stderr.read, daemon=True).start()
                 yield Served(int(found.group(1)), _gateway_of(process.pid))
                 return
         raise RuntimeError("the server did not start")

@@ -69,14 +69,15 @@ def server(source: Path, folder: Path) -> Iterator[Server]:
     """`headrace serve` from a source tree. Its `url` is empty when it refused to start; `said` has its words then."""
     command = [sys.executable, "-m", "headrace.cli.main", "serve", str(folder), "--served-model-name", MODEL, "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(source / "src")}
-    with tempfile.NamedTemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+    with tempfile.NamedTemporaryFile("w+") as out, tempfile.NamedTemporaryFile("w+") as errors:
         process = subprocess.Popen(command, cwd=source, env=environment, stdout=out, stderr=errors, text=True)
         made = Server(process)
         try:
             deadline = time.monotonic() + 60
             while time.monotonic() < deadline and process.poll() is None and not made.url:
                 made.look()
-                if found := re.search(r"Serving .* at (http://\S+)", Path(out.name).read_text()):
+                said = Path(errors.name).read_text() + Path(out.name).read_text()  # sources differ in where they say it
+                if found := re.search(r"Serving .* at (http://[^\s\"]+)", said):
                     made.url = found[1]
                 time.sleep(0.02)
             yield made

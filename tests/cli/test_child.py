@@ -29,7 +29,7 @@ def test_server_that_cannot_start_tells_its_last_words() -> None:
 def test_server_is_told_its_key_where_other_users_cannot_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in says what it found: its URL's host is the key, its port the number of arguments."""
     program = tmp_path / "python"
-    program.write_text('#!/bin/sh\necho "Serving m at http://$HEADRACE_API_KEY:$#"\nexec sleep 60\n')
+    program.write_text('#!/bin/sh\necho "Serving m at http://$HEADRACE_API_KEY:$#" >&2\nexec sleep 60\n')
     program.chmod(0o700)
     monkeypatch.setattr(child, "COMMAND", (str(program),))
     monkeypatch.setenv("HEADRACE_API_KEY", "of-the-shell")

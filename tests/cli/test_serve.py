@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
+import logging
 import shlex
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from headrace.cli import announcement
 from headrace.cli import serve as serve_module
+from headrace.cli.announcement import announce
 from headrace.cli.child import URL_LINE
 from headrace.cli.config import ServeConfig, load
 from headrace.cli.engine_flags import engine_values
-from headrace.cli.serve import FLAG_PATHS, OTHER_PATHS, announce, flags_of, serve
+from headrace.cli.serve import FLAG_PATHS, OTHER_PATHS, flags_of, serve
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.fleet.supervisor import FleetReady
+from headrace.observe.logs import LogFormat, set_up_logging
 
 
 def config_with(model_folder: Path, **params: object) -> ServeConfig:
@@ -57,6 +64,8 @@ def test_every_flag_reaches_the_configuration(model_folder: Path) -> None:
         experimental=True,
         seed=9,
         drain_timeout=1.5,
+        request_log="/var/log/requests.jsonl",
+        log_format="json",
     )
     (model,) = config.models
     assert model.engine == EngineConfig(
@@ -83,7 +92,8 @@ def test_every_flag_reaches_the_configuration(model_folder: Path) -> None:
     assert (config.gateway.host, config.gateway.port, len(config.gateway.api_keys)) == ("localhost", 0, 2)
     assert config.gateway.allowed_hosts == ("models.example",)
     assert config.gateway.allowed_origins == ("https://a.example", "https://b.example")
-    assert config.drain_timeout_s == 1.5
+    assert (config.drain_timeout_s, config.log_format) == (1.5, "json")
+    assert config.gateway.request_log == "/var/log/requests.jsonl"
 
 
 def test_flags_not_given_leave_every_default(model_folder: Path) -> None:
@@ -97,29 +107,70 @@ def test_every_parameter_of_serve_is_used(model_folder: Path) -> None:
     assert set(inspect.signature(serve).parameters) == {"context", "config", *FLAG_PATHS, *OTHER_PATHS}
 
 
-def test_announcement_says_where_how_and_why(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = config_with(model_folder, served_model_name=["tiny"])
-    facts = {"decided": ["2 threads: the cgroup allows 2", "500 KV blocks: 0.5 of 4 GiB"]}
-    announce(config, FleetReady({"host": "127.0.0.1", "port": 8123}, {"tiny-0": facts, "tiny-1": facts}))
-    lines = capsys.readouterr().out.splitlines()
-    found = URL_LINE.match(lines[0])
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A terminal in the place of stderr."""
+    found = Terminal()
+    monkeypatch.setattr(announcement, "sys", SimpleNamespace(stderr=found))
+    return found
+
+
+TWO = {"decided": ["2 threads: the cgroup allows 2", "500 KV blocks: 0.5 of 4 GiB"]}
+READY = FleetReady({"host": "127.0.0.1", "port": 8123}, {"tiny-0": TWO, "tiny-1": TWO})
+
+
+def test_people_are_told_where_how_and_why(model_folder: Path, terminal: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
+    announce(config_with(model_folder, served_model_name=["tiny"]), READY)
+    text = terminal.getvalue()
+    found = URL_LINE.search(text)
     assert found is not None
     assert found.group(1) == "http://127.0.0.1:8123"
-    text = "\n".join(lines)
     assert text.count("500 KV blocks") == 1
     assert "tiny-0, tiny-1" in text
-    assert "No API key is set" in text
-    curl = shlex.split(text[text.index("curl") : text.index("\n\n", text.index("curl"))])
+    assert text.index("500 KV blocks") < text.index("No API key is set") < text.index("Serving "), "what serves comes last"
+    curl = shlex.split(text[text.index("curl") :])
     assert curl[1] == "http://127.0.0.1:8123/v1/chat/completions"
     assert json.loads(curl[curl.index("-d") + 1])["model"] == "tiny"
+    assert capsys.readouterr().out == "", "the request log has stdout to itself"
+
+
+@pytest.mark.parametrize(("is_terminal", "log_format"), [(False, "auto"), (False, "text"), (True, "json")])
+def test_machines_read_it_in_the_log(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool, log_format: str, restored_logging: None
+) -> None:
+    stream = Terminal() if is_terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    set_up_logging(LogFormat(log_format))
+    announce(config_with(model_folder, served_model_name=["tiny"], log_format=log_format), READY)
+    *notes, last = stream.getvalue().splitlines()
+    assert [sum(what in line for line in notes) for what in ("500 KV blocks", "No API key is set")] == [1, 1]
+    found = URL_LINE.search(last)
+    assert found is not None
+    assert found.group(1) == "http://127.0.0.1:8123"
+    if log_format != "text":
+        assert json.loads(last)["url"] == "http://127.0.0.1:8123"
+        assert json.loads(last)["models"] == ["tiny"]
 
 
 @pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "http://127.0.0.1:5"), ("::", "http://[::1]:5"), ("10.1.2.3", "http://10.1.2.3:5")])
-def test_announced_url_can_be_reached_from_here(model_folder: Path, capsys: pytest.CaptureFixture[str], host: str, url: str) -> None:
+def test_announced_url_can_be_reached_from_here(model_folder: Path, terminal: Terminal, host: str, url: str) -> None:
     config = config_with(model_folder, host=host, api_key=["a-long-enough-key"])
     announce(config, FleetReady({"host": host, "port": 5}, {}))
-    out = capsys.readouterr().out
-    assert out.splitlines()[0].endswith(f" at {url}")
+    out = terminal.getvalue()
+    assert f" at {url}\n" in out
     assert "YOUR_KEY" in out
     assert "a-long-enough-key" not in out
 
@@ -148,29 +199,29 @@ def answering(*statuses: int) -> Iterator[tuple[FleetReady, list[int]]]:
 
 
 @pytest.mark.parametrize("answer", [200, 403, 404])
-def test_a_gateway_that_refuses_the_question_is_serving(model_folder: Path, capsys: pytest.CaptureFixture[str], answer: int) -> None:
+def test_a_gateway_that_refuses_the_question_is_serving(model_folder: Path, terminal: Terminal, answer: int) -> None:
     """With allowed_hosts it refuses whoever calls it 127.0.0.1, as we do."""
     with answering(503, answer) as (ready, said):
-        serve_module._announce_when_ready(config_with(model_folder), ready)
+        announcement.announce_when_ready(config_with(model_folder), ready)
     assert said == [503, answer]
-    out = capsys.readouterr().out
-    assert out.startswith("Serving ")
+    out = terminal.getvalue()
+    assert "Serving " in out
     assert "Not ready" not in out
 
 
-def test_what_never_gets_ready_is_announced_as_such(
-    model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(serve_module, "READY_TIMEOUT_S", 0.6)
+def test_what_never_gets_ready_is_announced_as_such(model_folder: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(announcement, "READY_TIMEOUT_S", 0.6)
     with answering(503) as (ready, said):
-        serve_module._announce_when_ready(config_with(model_folder), ready)
-    assert 2 <= len(said) <= 4, "each look is a line in the gateway's log"
-    out = capsys.readouterr().out
-    assert URL_LINE.match(out.splitlines()[0])
+        announcement.announce_when_ready(config_with(model_folder), ready)
+    assert 2 <= len(said) <= 4
+    out = terminal.getvalue()
+    assert URL_LINE.search(out)
     assert "Not ready yet, after 0.6 s" in out
 
 
-def test_a_taken_port_is_refused_at_once_with_what_to_do(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_taken_port_is_refused_at_once_with_what_to_do(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, restored_logging: None
+) -> None:
     monkeypatch.setattr("headrace.fleet.supervisor.run_fleet", lambda *args, **kwargs: pytest.fail("the fleet was started"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

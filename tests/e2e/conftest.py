@@ -104,7 +104,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Server]:
     """Two replicas of the bundled model (the random one where it is missing) as "pair", with overlapped steps and the fair queue."""
     folder = bundled_path(DEFAULT_MODEL) or request.getfixturevalue("random_folder")
     engine = {**ENGINE, "model": str(folder), "num_kv_blocks": 200, "depth": 2, "queue_policy": "fair", "max_num_batched_tokens": 101}
-    config = {"models": [{"name": "pair", "replicas": 2, "engine": engine}], "gateway": {"api_keys": [{"key": KEY}], "request_log": "none"}}
+    config = {"models": [{"name": "pair", "replicas": 2, "engine": engine}], "gateway": {"api_keys": [{"key": KEY}], "request_log": "off"}}
     with serving(config) as server:
         yield server
 

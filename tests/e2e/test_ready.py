@@ -81,7 +81,7 @@ def doomed(random_folder: Path) -> Iterator[Server]:
     }
     config = {
         "models": [{"name": "random", "engine": engine}],
-        "gateway": {"api_keys": [{"key": KEY}], "request_log": "none"},
+        "gateway": {"api_keys": [{"key": KEY}], "request_log": "off"},
         "drain_timeout_s": 40,
     }
     with serving(config) as server:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -141,7 +142,7 @@ async def test_everything_serves_in_a_private_directory_and_a_drain_leaves_nothi
     assert await fleet.wait() == 0
     assert not any(is_alive(pid) for pid in fleet.pids.values())
     assert not run_dir.exists()
-    assert "[org-fake-1] INFO" in fleet.log
+    assert re.search(r"^[0-9: -]+ \[org-fake-1\] org-fake-1 serves ", fleet.log, re.MULTILINE), "its own event, under its label"
 
 
 async def test_a_killed_engine_is_started_again_and_its_requests_are_told(start: Start) -> None:

@@ -301,7 +301,7 @@ async def test_a_bug_is_answered_without_its_words(bench: TestBench, caplog: pyt
 async def test_client_request_id_is_only_logged(text: TextModel, tmp_path: Path, given: str, logged: str | None) -> None:
     path = tmp_path / "log"
     async with open_bench(text, request_log=str(path)) as bench:
-        response = await bench.client.get("/live", headers=[(b"x-request-id", given.encode())])
+        response = await bench.client.get("/version", headers=[(b"x-request-id", given.encode())])
     line = json.loads(path.read_text())
     assert line.get("client_request_id") == logged
     assert response.headers["x-request-id"] == line["request_id"] != given
@@ -311,5 +311,5 @@ async def test_a_generating_request_without_a_key_is_counted_as_rejected(text: T
     log = tmp_path / "log"
     async with open_bench(text, request_log=str(log), api_keys=KEYS) as bench:
         assert (await bench.chat()).status_code == 401
-        assert metric(bench.gateway, "headrace_requests_total", model="", replica="", outcome="rejected") == 1
-    assert json.loads(log.read_text())["outcome"] == "rejected"
+        assert metric(bench.gateway, "headrace_requests_total", model="", replica="", outcome="refused") == 1
+    assert json.loads(log.read_text())["outcome"] == "refused"

@@ -234,7 +234,7 @@ async def test_request_is_counted_once(bench: TestBench) -> None:
     await bench.chat(temperature=9)
     gateway = bench.gateway
     assert metric(gateway, "headrace_requests_total", model=MODEL, replica="r0", outcome="length") == 1
-    assert metric(gateway, "headrace_requests_total", model=MODEL, replica="", outcome="rejected") == 1
+    assert metric(gateway, "headrace_requests_total", model=MODEL, replica="", outcome="refused") == 1
     assert metric(gateway, "headrace_time_to_first_token_seconds_count", model=MODEL, replica="r0") == 1
     assert metric(gateway, "headrace_inter_token_latency_seconds_count", model=MODEL, replica="r0") == 2
     assert metric(gateway, "headrace_time_per_output_token_seconds_count", model=MODEL, replica="r0") == 1

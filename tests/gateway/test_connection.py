@@ -110,7 +110,7 @@ async def test_refusals_of_the_protocol_are_logged_and_counted(text: TextModel, 
         answer = await talk(port, BROKEN["garbage"])
         assert metric(bench.gateway, "headrace_http_responses_total", status="400") == 1
     line = json.loads(log.read_text())
-    assert (line["status"], line["outcome"], line["error"]) == (400, "rejected", "bad_http")
+    assert (line["status"], line["outcome"], line["error"]) == (400, "refused", "bad_http")
     assert f"x-request-id: {line['request_id']}".encode() in answer
 
 

@@ -321,7 +321,7 @@ async def test_a_stream_that_breaks_after_its_first_token_ends_in_a_retryable_er
         assert last["error"]["code"] == "unavailable"
         assert "sent again" in last["error"]["message"]
         assert "secret" not in response.text
-        assert metric(near.gateway, "headrace_requests_total", model=FAR, replica="foreign", outcome="error") == 1
+        assert metric(near.gateway, "headrace_requests_total", model=FAR, replica="foreign", outcome="failed") == 1
 
 
 async def test_a_silent_server_is_given_up(text: TextModel) -> None:

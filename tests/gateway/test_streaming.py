@@ -191,7 +191,7 @@ async def test_shutdown_drops_a_client_that_does_not_take_the_rest_of_its_answer
             bench.gateway.service.open_requests.cut(Unavailable("shutting down"))
         assert bench.gateway.service.open_requests.num_open == 0
     line = json.loads(log.read_text())
-    assert (line["outcome"], line["error"]) == ("error", "unavailable")
+    assert (line["outcome"], line["error"]) == ("failed", "unavailable")
 
 
 async def test_backlog_leaves_as_one_chunk(either: TestBench) -> None:
@@ -236,7 +236,7 @@ async def test_replica_lost_mid_stream_is_an_error_event(either: TestBench) -> N
     error = events_of(response.text)[-1]["error"]
     assert (error["type"], error["code"]) == ("service_unavailable_error", "unavailable")
     assert "secret" not in response.text
-    assert metric(either.gateway, "headrace_requests_total", model=MODEL, replica=either.label, outcome="error") == 1
+    assert metric(either.gateway, "headrace_requests_total", model=MODEL, replica=either.label, outcome="failed") == 1
 
 
 async def test_rejection_of_a_stream_keeps_its_status(bench: TestBench) -> None:

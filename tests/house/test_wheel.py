@@ -69,19 +69,19 @@ def environment_of(site: Path) -> dict[str, str]:
 def serving(site: Path, *arguments: str) -> Iterator[str]:
     """`headrace serve` from the installed wheel, in a folder of its own. Yields the URL it prints."""
     command = [str(site / "bin" / "headrace"), "serve", "--port", "0", *arguments]
-    log = (site.parent / "log").open("w+")
-    process = subprocess.Popen(command, cwd=site.parent, env=environment_of(site), stdout=subprocess.PIPE, stderr=log, text=True)
-    assert process.stdout is not None
+    environment = environment_of(site)
+    process = subprocess.Popen(command, cwd=site.parent, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
     try:
-        found = next((match for line in process.stdout if (match := URL_LINE.match(line.strip()))), None)
-        log.seek(0)
-        assert found is not None, log.read()
+        said, found = "", None
+        while found is None and (line := process.stderr.readline()):
+            said, found = said + line, URL_LINE.search(line)
+        assert found is not None, said
         yield found.group(1)
     finally:
         process.terminate()
         process.wait(60)
-        process.stdout.close()
-        log.close()
+        process.stderr.close()
     assert process.returncode == 0
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-import logging
+import os
+import pty
+import re
 from pathlib import Path
 
 import pytest
 
-from headrace.observe.logs import OneLine
-from headrace.observe.request_log import MAX_QUEUED, RequestLog, RequestRecord
+from headrace.observe import request_log
+from headrace.observe.logs import LogFormat
+from headrace.observe.request_log import MAX_QUEUED, Outcome, RequestLog, RequestRecord
 
 
 def record(**fields: object) -> RequestRecord:
@@ -52,8 +55,6 @@ def test_lines_that_cannot_be_written_are_counted() -> None:
 
 
 def test_a_stopped_reader_costs_lines_not_requests(tmp_path: Path) -> None:
-    import os
-
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -66,17 +67,68 @@ def test_a_stopped_reader_costs_lines_not_requests(tmp_path: Path) -> None:
 
 
 def test_no_log_is_no_thread() -> None:
-    log = RequestLog("none")
+    log = RequestLog("off")
     log.write(record())
     log.close()
     assert log.num_dropped == 0
 
 
-def test_process_log_escapes_tracebacks() -> None:
-    try:
-        raise ValueError("line one\nFAKE line two \x1b[31m")
-    except ValueError as error:
-        entry = logging.LogRecord("headrace", logging.ERROR, __file__, 1, "failed", (), (type(error), error, error.__traceback__))
-    text = OneLine().format(entry)
-    assert text.isprintable()
-    assert "ValueError: line one\\nFAKE line two \\x1b[31m" in text
+def test_time_is_a_timestamp() -> None:
+    assert json.loads(record(time=1_795_399_722.6589).line())["time"] == "2026-11-23T02:08:42.658Z"
+
+
+COMPLETE = {"status": 200, "outcome": Outcome.COMPLETED, "model": "m", "prompt_tokens": 5, "completion_tokens": 64, "ttft_s": 0.05}
+REFUSED = {"status": 400, "outcome": Outcome.REFUSED, "error": "invalid_value", "param": "top_p", "reason": "0 < top_p <= 1"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (COMPLETE, "200 m, 5 tokens in, 64 out, first after 0.050 s, 1.500 s (abc)"),
+        (REFUSED, "400 refused invalid_value: top_p: expected 0 < top_p <= 1, 1.500 s (abc)"),
+        ({"status": 500, "error": "internal_error", "detail": "KeyError"}, "500 failed internal_error: KeyError, 1.500 s (abc)"),
+        ({"status": 503, "error": "unavailable", "reason": "no room"}, "503 failed unavailable: no room, 1.500 s (abc)"),
+    ],
+)
+def test_people_read_a_short_line(fields: dict[str, object], said: str) -> None:
+    text = record(latency_s=1.5, **fields).text()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d POST /v1/chat/completions (.*)", text)
+    assert text.split(" ", 3)[3] == said
+
+
+@pytest.mark.parametrize("path", ["/a\r\nSet-Cookie: x", "/\x1b[31mred", "/\u2028", "/\ud800"])
+def test_a_short_line_stays_one_line(path: str) -> None:
+    assert record(path=path, reason=path, detail=path, model=path, method=path).text().isprintable()
+
+
+@pytest.mark.parametrize(("log_format", "is_json"), [(LogFormat.AUTO, False), (LogFormat.TEXT, False), (LogFormat.JSON, True)])
+def test_a_terminal_gets_text_unless_json_is_asked_for(monkeypatch: pytest.MonkeyPatch, log_format: LogFormat, is_json: bool) -> None:
+    """A real terminal in the place of stderr."""
+    ours, terminal = pty.openpty()
+    monkeypatch.setitem(request_log.STREAMS, "stderr", terminal)
+    log = RequestLog("stderr", log_format)
+    log.write(record(**COMPLETE))
+    log.close()
+    written = os.read(ours, 4096).decode()
+    os.close(terminal)
+    os.close(ours)
+    assert written.startswith("{") == is_json
+
+
+@pytest.mark.parametrize(("log_format", "is_json"), [(LogFormat.AUTO, True), (LogFormat.TEXT, False), (LogFormat.JSON, True)])
+def test_a_pipe_gets_json_unless_text_is_asked_for(monkeypatch: pytest.MonkeyPatch, log_format: LogFormat, is_json: bool) -> None:
+    ours, theirs = os.pipe()
+    monkeypatch.setitem(request_log.STREAMS, "on", theirs)
+    log = RequestLog("on", log_format)
+    log.write(record(**COMPLETE))
+    log.close()
+    os.close(theirs)
+    with open(ours, encoding="utf-8") as pipe:
+        assert pipe.read().startswith("{") == is_json
+
+
+def test_a_file_is_json_whatever_is_asked_for(tmp_path: Path) -> None:
+    log = RequestLog(str(tmp_path / "log"), LogFormat.TEXT)
+    log.write(record(**COMPLETE))
+    log.close()
+    assert json.loads((tmp_path / "log").read_text())["outcome"] == "completed"

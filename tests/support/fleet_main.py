@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from headrace.core.errors import HeadraceError
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.supervisor import FleetReady, Supervisor
+from headrace.observe.logs import LogFormat, set_up_logging
 
 SUPPORT = Path(__file__).resolve().parent
 
@@ -50,7 +50,7 @@ async def supervise(given: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    set_up_logging(LogFormat.TEXT)
     given = json.loads(Path(sys.argv[1]).read_text())
     try:
         status = asyncio.run(supervise(given))

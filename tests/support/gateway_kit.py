@@ -210,7 +210,7 @@ def gateway_config(**changes: Any) -> GatewayConfig:
     data: dict[str, Any] = {
         "models": [{"name": MODEL, "aliases": ["gpt-4o"], "folder": "/nowhere", "replicas": [{"name": "r0", "address": "unix:/nowhere"}]}],
         "port": 0,
-        "request_log": "none",
+        "request_log": "off",
         **changes,
     }
     return config_from(data)

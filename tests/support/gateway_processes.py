@@ -135,5 +135,5 @@ def write_gateway_file(folder: Path, text_folder: Path, num_engines: int, change
     replicas = [{"name": f"r{number}", "address": f"unix:{folder}/e{number}"} for number in range(num_engines)]
     models = [{"name": "fox", "folder": str(text_folder), "replicas": replicas}]
     path = folder / "gateway.json"
-    path.write_text(json.dumps({"models": models, "port": 0, "request_log": "none", **changes}))
+    path.write_text(json.dumps({"models": models, "port": 0, "request_log": "off", **changes}))
     return path

@@ -14,16 +14,17 @@ from pathlib import Path
 
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.supervisor import FleetReady, run_fleet
+from headrace.observe.logs import set_up_logging
 
 ENGINE = Path(__file__).with_name("fleet_engine.py")
 
 
 def announce(ready: FleetReady) -> None:
-    print(f"Serving fake at http://127.0.0.1:{ready.gateway['port']}", flush=True)
+    logging.info("Serving fake at http://127.0.0.1:%s", ready.gateway["port"])
 
 
 def main() -> None:
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    set_up_logging()
     path = Path(sys.argv[1])
     given = json.loads(path.read_text())
     options = path.with_name("fake.json")
@@ -31,7 +32,7 @@ def main() -> None:
     model = ModelSpec(name="fake", folder=Path(given["folder"]), replicas=given.get("replicas", 1), engine=given.get("engine", {}))
     config = FleetConfig(
         models=(model,),
-        gateway={"port": 0, "request_log": "none", **given.get("gateway", {})},
+        gateway={"port": 0, "request_log": "off", **given.get("gateway", {})},
         drain_timeout_s=given.get("drain_timeout_s", 20.0),
         run_dir=Path(given["run_dir"]),
         engine_command=(sys.executable, str(ENGINE), str(options)),

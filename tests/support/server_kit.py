@@ -103,8 +103,7 @@ class Server:
 
         def announced() -> bool:
             assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.log[-4000:]}"
-            lines = (self.folder / "out").read_text(errors="replace").splitlines()
-            found = next((match for line in lines if (match := URL_LINE.match(line.strip()))), None)
+            found = URL_LINE.search((self.folder / "err").read_text(errors="replace"))
             if found is None:
                 return False
             self.port = int(found.group(1).rsplit(":", 1)[1])

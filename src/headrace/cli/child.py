@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO
@@ -14,8 +16,8 @@ from typing import IO
 from headrace.cli.exits import ServerFailed
 from headrace.fleet.config import COMMAND
 
-URL_LINE = re.compile(r"^Serving .* at (http://\S+)$")
-"""What `headrace serve` prints once it answers; `cli.serve` writes it."""
+URL_LINE = re.compile(r"\bServing .* at (http://[^\s\"]+)")
+"""In the line, of text or JSON, that `headrace serve` writes to stderr once it answers: `cli.announcement`."""
 STOP_TIMEOUT_S = 30.0
 
 
@@ -39,20 +41,17 @@ def _serving(command: Sequence[str], environment: Mapping[str, str]) -> Iterator
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
         process_group=0,
     )
-    assert process.stdout is not None
     assert process.stderr is not None
-    last_words: list[str] = []
-    # stderr is read on a thread of its own: a full pipe would stop the server.
-    reader = threading.Thread(target=_keep_tail, args=(process.stderr, last_words), daemon=True)
+    reader = _LogReader(process.stderr)
     reader.start()
     try:
-        yield _wait_for_url(process.stdout, last_words, reader)
+        yield reader.wait_for_url()
     finally:
         process.terminate()
         try:
@@ -61,7 +60,6 @@ def _serving(command: Sequence[str], environment: Mapping[str, str]) -> Iterator
             process.kill()
             process.wait()
         reader.join(1.0)
-        process.stdout.close()
         process.stderr.close()
 
 
@@ -83,19 +81,40 @@ def _left_on(*numbers: signal.Signals) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _wait_for_url(stdout: IO[str], last_words: list[str], reader: threading.Thread) -> str:
-    for line in stdout:
-        if found := URL_LINE.match(line.strip()):
-            threading.Thread(target=_keep_tail, args=(stdout, []), daemon=True).start()
-            return found.group(1)
-    reader.join(5.0)
-    raise ServerFailed("the server ended before it answered" + "".join(f"\n  {line}" for line in last_words))
+class _LogReader(threading.Thread):
+    """Reads the server's log on a thread of its own, to its end: a full pipe would stop the server."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        super().__init__(name="server log", daemon=True)
+        self._stream = stream
+        self._last_words: deque[str] = deque(maxlen=10)
+        self._url: str | None = None
+        self._is_known = threading.Event()
+        """Where it serves, or that it never will."""
+
+    def run(self) -> None:
+        try:
+            for line in self._stream:
+                self._last_words.append(_words(line))
+                if self._url is None and (found := URL_LINE.search(line)):
+                    self._url = found.group(1)
+                    self._is_known.set()
+        except ValueError:  # closed while reading: the server is being stopped
+            pass
+        finally:
+            self._is_known.set()
+
+    def wait_for_url(self) -> str:
+        """Raises ServerFailed when the server ended before it served."""
+        self._is_known.wait()
+        if self._url is None:
+            raise ServerFailed("the server ended before it answered" + "".join(f"\n  {line}" for line in self._last_words))
+        return self._url
 
 
-def _keep_tail(stream: IO[str], lines: list[str]) -> None:
+def _words(line: str) -> str:
+    """What a line says to people."""
     try:
-        for line in stream:
-            lines.append(line.rstrip())
-            del lines[:-10]
-    except ValueError:  # closed while reading: the server is being stopped
-        return
+        return str(json.loads(line)["message"])
+    except (ValueError, TypeError, KeyError):
+        return line.rstrip()

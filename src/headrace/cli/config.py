@@ -23,6 +23,7 @@ from headrace.engine.config import EngineConfig
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.weights import HUB_ID
 from headrace.gateway.config import ForeignConfig, GatewayConfig, ModelConfig, ReplicaConfig, config_from
+from headrace.observe.logs import LogFormat
 
 ENV_PREFIX = "HEADRACE_"
 
@@ -62,6 +63,7 @@ class ServeConfig:
 
     gateway          its own section; `gateway.models` is made from `models`, `gateway.timeouts.drain_s` from `drain_timeout_s`
     drain_timeout_s  after SIGTERM: how long running requests may take
+    log_format       text on a terminal and JSON elsewhere (auto), or one of them everywhere; a request log that is a file is JSON
     run_dir          parent of the private directory for sockets; None: XDG_RUNTIME_DIR, else the temporary directory
     allow_open       listen beyond loopback without API keys
     block_key        secret (hex) of block hashes: engines that share blocks share it; empty: drawn at start, one for all engines
@@ -71,6 +73,7 @@ class ServeConfig:
     models: tuple[ModelSection, ...]
     gateway: GatewayConfig = field(default_factory=lambda: GatewayConfig(models=()))
     drain_timeout_s: float = 30.0
+    log_format: str = "auto"
     run_dir: str | None = None
     allow_open: bool = False
     block_key: str = field(default="", repr=False)
@@ -81,6 +84,8 @@ class ServeConfig:
         for index, model in enumerate(self.models):
             self._check_model(f"models[{index}]", model)
         self._check_gateway()
+        if self.log_format not in list(LogFormat):
+            raise ConfigError("log_format", f"{self.log_format!r} is not one of {', '.join(LogFormat)}")
         self.fleet(lambda model: Path(model)).checked()
         if not (is_loopback(self.gateway.host) or self.gateway.api_keys or self.allow_open):
             raise ConfigError(
@@ -137,7 +142,12 @@ class ServeConfig:
             models.append(spec)
         run_dir = None if self.run_dir is None else Path(self.run_dir).expanduser()
         return FleetConfig(
-            models=tuple(models), gateway=gateway, block_key=self.block_key, drain_timeout_s=self.drain_timeout_s, run_dir=run_dir
+            models=tuple(models),
+            gateway=gateway,
+            block_key=self.block_key,
+            drain_timeout_s=self.drain_timeout_s,
+            log_format=LogFormat(self.log_format),
+            run_dir=run_dir,
         )
 
 

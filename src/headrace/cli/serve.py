@@ -5,11 +5,9 @@ Flag names are vLLM's where vLLM has the option. A flag that is not given leaves
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,6 +33,7 @@ FLAG_PATHS = {
     "allowed_hosts": "gateway.allowed_hosts",
     "allowed_origins": "gateway.allowed_origins",
     "request_log": "gateway.request_log",
+    "log_format": "log_format",
     "drain_timeout": "drain_timeout_s",
 }
 """Parameter of `serve` -> path in the configuration; those missing here take more than setting one value."""
@@ -49,12 +48,6 @@ OTHER_PATHS = {
     "experimental": ("experimental",),
 }
 """The same for those: what they set is not their value as it stands."""
-
-READY_TIMEOUT_S = 30.0
-"""How long the gateway may take to connect to engines that are up, before the announcement is made anyway."""
-
-POLL_S = 0.25
-"""Between two looks at it: each is a line in the gateway's request log."""
 
 Flag = typer.Option
 
@@ -78,10 +71,13 @@ def serve(
     allowed_origins: Annotated[
         list[str] | None, Flag("--allowed-origins", help="Origin whose pages a browser may let in, or *; again for more. Default: none.")
     ] = None,
-    request_log: Annotated[
-        str | None, Flag("--request-log", help="stdout, stderr, none or a file: where a line per request goes. Default stdout.")
-    ] = None,
     replicas: Annotated[int | None, Flag("--replicas", help="Engine processes, each with its own weights.")] = None,
+    request_log: Annotated[
+        str | None, Flag("--request-log", help="One line per request: on (stdout), off, stderr or a file. Default on.")
+    ] = None,
+    log_format: Annotated[
+        str | None, Flag("--log-format", help="text, json, or auto: text on a terminal and JSON elsewhere. Default auto.")
+    ] = None,
     drain_timeout: Annotated[float | None, Flag("--drain-timeout", help="Seconds running requests may take after SIGTERM.")] = None,
     experimental: Annotated[bool, Flag("--experimental", help="Allow what has not been run where Headrace is tested.")] = False,
     *,
@@ -157,12 +153,14 @@ def _name_in(words: Sequence[str], param: Parameter) -> str:
 
 def run(config: ServeConfig) -> int:
     """Serve until stopped. Returns the exit code. Raises ConfigError and FleetFailed."""
+    from headrace.cli.announcement import announce_when_ready
     from headrace.fleet.listening import check_can_listen
     from headrace.fleet.supervisor import run_fleet
     from headrace.fleet.weights import resolve_model
     from headrace.gateway.http.descriptors import connection_limit
+    from headrace.observe.logs import LogFormat, set_up_logging
 
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    set_up_logging(LogFormat(config.log_format))
     num_engines, num_foreign = sum(model.num_engines for model in config.models), sum(model.upstream is not None for model in config.models)
     limits = config.gateway.limits
     connection_limit(limits.max_connections, num_engines, num_foreign, num_text_workers=limits.max_text_workers)  # children inherit ours
@@ -170,62 +168,7 @@ def run(config: ServeConfig) -> int:
 
     def on_ready(ready: FleetReady) -> None:
         # On a thread: the callback runs on the supervisor's event loop, which must not wait.
-        threading.Thread(target=_announce_when_ready, args=(config, ready), name="announce", daemon=True).start()
+        threading.Thread(target=announce_when_ready, args=(config, ready), name="announce", daemon=True).start()
 
     resolve = partial(resolve_model, experimental=config.experimental)
     return int(run_fleet(config.fleet(resolve), on_ready=on_ready))
-
-
-def _announce_when_ready(config: ServeConfig, ready: FleetReady) -> None:
-    """Engines and gateway are up; the gateway may still be connecting to them. What is announced must answer."""
-    url = _url(ready.gateway)
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while not (is_serving := _is_serving(url)) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    announce(config, ready, *([] if is_serving else [f"Not ready yet, after {READY_TIMEOUT_S:g} s: see {url}/ready for what is missing."]))
-
-
-def _is_serving(url: str) -> bool:
-    """Any answer but "unavailable": a gateway with allowed_hosts refuses this very question, and serves those it is meant for."""
-    from http.client import HTTPConnection, HTTPException
-    from urllib.parse import urlsplit
-
-    connection = HTTPConnection(urlsplit(url).netloc, timeout=2.0)
-    try:
-        connection.request("GET", "/ready")
-        return connection.getresponse().status != 503
-    except (OSError, HTTPException):
-        return False
-    finally:
-        connection.close()
-
-
-def announce(config: ServeConfig, ready: FleetReady, *warnings: str) -> None:
-    """Say where it serves, how to try it, and what was decided at start and why. The first line is read by `cli.child`."""
-    url = _url(ready.gateway)
-    names = [model.served_name for model in config.models]
-    lines = [f"Serving {', '.join(names)} at {url}", "", "  Try it:", *_curl(config, url, names[0]), ""]
-    told: dict[str, list[str]] = {}
-    for replica, facts in ready.replicas.items():
-        decided = facts.get("decided")
-        text = "\n".join(f"  {line}" for line in decided) if isinstance(decided, list | tuple) else ""
-        told.setdefault(text, []).append(replica)
-    for text, replicas in told.items():
-        lines += [f"  Decided at start ({', '.join(replicas)}):", text] if text else []
-    if not config.gateway.api_keys:
-        lines.append("  No API key is set: whoever reaches this address may use it.")
-    lines += [f"  {warning}" for warning in warnings]
-    print("\n".join(lines), flush=True)
-
-
-def _url(gateway: Mapping[str, object]) -> str:
-    """Where a client on this machine reaches what the gateway says of itself."""
-    host = str(gateway.get("host", ""))
-    local = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host).strip("[]")
-    return f"http://[{local}]:{gateway.get('port')}" if ":" in local else f"http://{local}:{gateway.get('port')}"
-
-
-def _curl(config: ServeConfig, url: str, model: str) -> list[str]:
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.gateway.api_keys else ""
-    return [f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\", f"    -d '{body}'"]

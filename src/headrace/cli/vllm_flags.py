@@ -57,7 +57,7 @@ _SPECULATIVE = "Speculative decoding is not supported yet."
 _TOKENIZER = "The tokenizer of the model's folder is used."
 _GENERATION = "Serve a copy of the model's folder without generation_config.json, or with another one."
 _GRAPHS = "no graphs are captured and nothing is compiled ahead"
-_PROMPTS = "prompts are never logged; --request-log none leaves out the line per request too"
+_PROMPTS = "prompts are never logged; --request-log off leaves out the line per request too"
 
 TABLE: dict[str, Refused | NoEffect | Same] = {
     # the same under another name
@@ -65,7 +65,7 @@ TABLE: dict[str, Refused | NoEffect | Same] = {
     "-dp": Same(("--replicas",), takes_value=True),
     "--num-gpu-blocks-override": Same(("--num-kv-blocks",), takes_value=True),
     "--kv-cache-memory-bytes": Same(("--kv-cache-bytes",), takes_value=True),
-    "--disable-uvicorn-access-log": Same(("--request-log", "none")),
+    "--disable-uvicorn-access-log": Same(("--request-log", "off")),
     # harmless
     "--disable-log-requests": NoEffect(_PROMPTS),
     "--max-log-len": NoEffect(_PROMPTS, takes_value=True),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from headrace.core.errors import ConfigError
 from headrace.engine.build import build_served_engine
 from headrace.engine.server.config import load_process_config
 from headrace.engine.server.process import ExitCode, leave, run_process
+from headrace.observe.logs import set_up_logging
 from headrace.tensor.host.openmp import prepare_openmp
 from headrace.wire.leash import Leash
 
@@ -21,7 +21,7 @@ def run_engine(config_path: str | Path, parent_fd: int | None = None) -> None:
     config_path  JSON, see `engine.server.config`
     parent_fd    the inherited end of the supervisor's leash; None when started by hand
     """
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    set_up_logging()
     prepare_openmp(os.environ)  # before torch is imported, which building the engine does
     leash = Leash(parent_fd)
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from headrace.core.errors import ConfigError
 from headrace.core.hashing import check_secret
 from headrace.fleet.launcher import SECRET_VARIABLES
+from headrace.observe.logs import LogFormat
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,255}")
 MAX_REPLICAS = 64
@@ -48,6 +49,7 @@ class FleetConfig:
     gateway          keys of the gateway's own file beside `models` (host, port, api_keys, limits, ...)
     block_key        secret (hex) that keys block hashes, the same in every engine; empty: `with_keys` draws one
     drain_timeout_s  after SIGTERM: how long running requests may take
+    log_format       of the logs of every process
     run_dir          parent of this deployment's private directory; None: XDG_RUNTIME_DIR, else the temporary directory
     engine_command, gateway_command   started with `--config FILE --parent-fd N` appended
     """
@@ -56,6 +58,7 @@ class FleetConfig:
     gateway: Mapping[str, object] = field(default_factory=dict, repr=False)
     block_key: str = field(default="", repr=False)
     drain_timeout_s: float = 30.0
+    log_format: LogFormat = LogFormat.AUTO
     run_dir: Path | None = None
     engine_command: tuple[str, ...] = (*COMMAND, "engine")
     gateway_command: tuple[str, ...] = (*COMMAND, "gateway")

@@ -1,7 +1,7 @@
 """Starts one process on this machine, in a session of its own, on the supervisor's leash, its output labelled.
 
-A child says through the leash that it is ready or why it refuses (`wire.leash`); what it prints goes to our stderr with its label before
-each line, or straight through where there is no label.
+A child says through the leash that it is ready or why it refuses (`wire.leash`). What it logs and prints is logged here under its label
+(`observe.logs.relay`), or goes straight through where it is not forwarded.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import json
 import os
 import signal
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, TextIO
+from typing import Protocol
+
+from headrace.observe.logs import ENVIRONMENT as LOG_FORMAT
+from headrace.observe.logs import LogFormat, relay
 
 MAX_LINE_BYTES = 2**16
 SECRET_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_GATEWAY__API_KEYS", "HEADRACE_GATEWAY__SALT_KEY", "HEADRACE_BLOCK_KEY")
@@ -40,12 +42,11 @@ class Child:
     failure  what it said of its end, if it said something
     """
 
-    def __init__(self, label: str, process: asyncio.subprocess.Process, leash: socket.socket, output: TextIO) -> None:
+    def __init__(self, label: str, process: asyncio.subprocess.Process, leash: socket.socket) -> None:
         self.label = label
         self.failure: Failure | None = None
         self.ready: asyncio.Future[dict[str, object]] = asyncio.get_running_loop().create_future()
         self._process = process
-        self._output = output
         self._leash = leash
         self.exited: asyncio.Task[int] = asyncio.create_task(self._live(), name=f"child {label}")
 
@@ -107,14 +108,13 @@ class Child:
             *lines, rest = (rest + chunk).split(b"\n")
             if len(rest) > MAX_LINE_BYTES:
                 lines, rest = [*lines, rest], b""
-            self._print(lines)
+            self._log(lines)
         if rest:
-            self._print([rest])
+            self._log([rest])
 
-    def _print(self, lines: Sequence[bytes]) -> None:
-        text = "".join(f"[{self.label}] {line.decode('utf-8', 'replace')}\n" for line in lines)
-        self._output.write(text)
-        self._output.flush()
+    def _log(self, lines: Sequence[bytes]) -> None:
+        for line in lines:
+            relay(line.decode("utf-8", "replace"), self.label)
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
@@ -132,19 +132,19 @@ class Launcher(Protocol):
 class ProcessLauncher:
     """Child processes of this one."""
 
-    def __init__(self, *, environment: Mapping[str, str] | None = None, output: TextIO | None = None) -> None:
+    def __init__(self, *, environment: Mapping[str, str] | None = None, log_format: LogFormat = LogFormat.AUTO) -> None:
         """
         environment  added to our own
-        output       where labelled lines go; stderr by default
+        log_format   of children that write to our own stdout and stderr
         """
         # gRPC's C core prints its own INFO lines to stderr otherwise.
         self._environment = {"GRPC_VERBOSITY": "ERROR", "PYTHONUNBUFFERED": "1", **without_secrets(os.environ), **(environment or {})}
-        self._output = output or sys.stderr
+        self._log_format = log_format
 
     async def launch(self, label: str, command: Sequence[str], *, forward: bool) -> Child:
         """
         command  without the leash, which is appended as `--parent-fd N`
-        forward  True: its output is labelled; False: it writes to our stdout and stderr itself
+        forward  True: its output is logged here under its label; False: it writes to our stdout and stderr itself
 
         Raises: OSError when the program cannot be started.
         """
@@ -160,11 +160,11 @@ class ProcessLauncher:
                 stderr=asyncio.subprocess.STDOUT if forward else None,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env=self._environment,
+                env={**self._environment, LOG_FORMAT: LogFormat.JSON if forward else self._log_format},
             )
         except BaseException:
             ours.close()
             raise
         finally:
             theirs.close()
-        return Child(label, process, ours, self._output)
+        return Child(label, process, ours)

@@ -59,7 +59,7 @@ class Supervisor:
     ) -> None:
         """on_ready  called once, when the gateway and every replica have served for the first time"""
         self._config = config.checked().with_keys()
-        self._launcher = launcher or ProcessLauncher()
+        self._launcher = launcher or ProcessLauncher(log_format=config.log_format)
         self._on_ready = on_ready
         self.engines: list[Keeper] = []
         self.gateway: Keeper | None = None
@@ -91,7 +91,7 @@ class Supervisor:
             await asyncio.gather(announcing, *tasks, return_exceptions=True)
 
     def _gateway_keeper(self, path: Path) -> Keeper:
-        # Unlabelled: its standard output is the request log, one JSON object per line.
+        # Not forwarded: its standard output is the request log, and it writes more lines than all others together.
         return Keeper("gateway", (*self._config.gateway_command, "--config", str(path)), self._launcher, forward=False)
 
     def _engine_keeper(self, replica: ReplicaFiles) -> Keeper:

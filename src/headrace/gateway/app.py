@@ -10,29 +10,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import time
 import traceback
 from dataclasses import dataclass
 
 from starlette.routing import Route, Router
 
-from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded
+from headrace.core.errors import DeadlineExceeded, HeadraceError, InvalidRequest
 from headrace.core.ids import RequestId
 from headrace.gateway.access.auth import Authenticator
+from headrace.gateway.access.open_requests import Draining
 from headrace.gateway.generation.service import Service
-from headrace.gateway.http.errors import BAD_HTTP, ClientLeft, MethodNotAllowed, RouteNotFound, SlowReader, error_reply
+from headrace.gateway.http.errors import BAD_HTTP, INTERNAL, ClientLeft, MethodNotAllowed, RouteNotFound, SlowReader, error_reply, row_of
 from headrace.gateway.http.exchange import Exchange, Receive, Scope, Send
 from headrace.gateway.http.hosts import HostCheck
 from headrace.gateway.http.origins import Origins, answer_preflight, is_preflight
 from headrace.gateway.surfaces.endpoint import Endpoint
 from headrace.gateway.surfaces.routes import ENDPOINTS, Handler
 from headrace.gateway.upstream.seam import ReplicaLost
-from headrace.observe.request_log import MAX_DETAIL_CHARS, RequestLog, RequestRecord
+from headrace.observe.request_log import MAX_DETAIL_CHARS, Outcome, RequestLog, RequestRecord
 
 log = logging.getLogger("headrace.gateway")
 
 EXCHANGE = "headrace.exchange"
 MAX_LOGGED_PATH = 200
+_FIELD = re.compile(r"[A-Za-z_]{1,40}(?:\[[0-9]{1,6}\]|\.[A-Za-z_]{1,40}){0,8}")
+UNPRINTED = "(a field of another form)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,10 @@ class _Path:
     @property
     def generates(self) -> bool:
         return any(endpoint.generates for endpoint in self.methods.values())
+
+    @property
+    def is_quiet(self) -> bool:
+        return all(endpoint.is_quiet for endpoint in self.methods.values())
 
     @property
     def is_public(self) -> bool:
@@ -106,10 +114,11 @@ class Gateway:
                 await answer_preflight(exchange)
             else:
                 await self._router(scope, receive, send)
+            exchange.record.outcome = Outcome.COMPLETED
         except HeadraceError as error:
             await self._fail(exchange, error)
         except asyncio.CancelledError:
-            exchange.record.outcome = "cancelled"
+            exchange.record.detail = "cut off at the end of a shutdown"
             raise
         except Exception as error:  # the outermost border: a bug of ours must not take the connection's neighbours with it
             log.error("request %s failed: %s", exchange.request_id, fault(error))
@@ -120,8 +129,8 @@ class Gateway:
 
     async def dispatch(self, path: _Path | None, exchange: Exchange) -> None:
         """Who may, then what. Default-deny: an unknown path wants a key as well before it is called unknown."""
-        if path is not None and path.generates:
-            exchange.record.outcome = "rejected"  # until it is something else
+        if path is not None:
+            exchange.generates, exchange.is_quiet = path.generates, path.is_quiet
         if path is None or not (path.is_public or path.path in self._public):
             exchange.principal = self._authenticator.principal(exchange.headers)
             exchange.record.tenant = exchange.principal.tenant
@@ -129,11 +138,11 @@ class Gateway:
             raise RouteNotFound(exchange.scope["path"])
         await path.endpoint(exchange.scope["method"]).handler(self.service, exchange)
 
-    def refused(self, request_id: str, status: int) -> None:
+    def refused(self, request_id: str, status: int, reason: str) -> None:
         """The protocol answered in the application's place (no HTTP, too large or too late a head): its log line and its count."""
         self.service.metrics.http_responses.labels(str(status)).inc()
-        record = RequestRecord(request_id=request_id, method="", path="", time=time.time(), status=status, outcome="rejected")
-        record.error = BAD_HTTP
+        record = RequestRecord(request_id=request_id, method="", path="", time=time.time(), status=status, reason=reason)
+        record.error, record.outcome = BAD_HTTP, Outcome.REFUSED
         self._request_log.write(record)
 
     def _open(self, scope: Scope, receive: Receive, send: Send) -> Exchange:
@@ -147,11 +156,10 @@ class Gateway:
         reply = error_reply(error)
         forget_frames(error)
         record = exchange.record
-        record.error = reply.code
+        record.error, record.outcome = reply.code, outcome_of(error, reply.status)
+        record.param, record.reason = param_of(error), reason_of(error)
         if isinstance(error, ReplicaLost):
             record.detail = f"cannot be resumed: {error.why_not_resume}"[:MAX_DETAIL_CHARS] if error.why_not_resume else "could be resumed"
-        if record.outcome != "ok":
-            record.outcome = outcome_of(error, reply.status)
         if not (isinstance(error, ClientLeft | SlowReader) or isinstance(exchange.left, ClientLeft | SlowReader)):
             await exchange.fail(reply)
         record.status = record.status or reply.status
@@ -160,20 +168,40 @@ class Gateway:
         record = exchange.record
         record.latency_s = self.service.clock() - exchange.arrived_s
         self.service.metrics.http_responses.labels(str(record.status)).inc()
-        if record.outcome != "ok":
-            self.service.metrics.finished(record.model or "", record.replica or "", record.outcome)
-        self._request_log.write(record)
+        if exchange.generates:
+            self.service.metrics.finished(record.model or "", record.replica or "", counted_as(record))
+        if not (exchange.is_quiet and record.outcome is Outcome.COMPLETED):
+            self._request_log.write(record)
 
 
-def outcome_of(error: Exception, status: int) -> str:
-    """A generating request's outcome in metrics and log, when it was not an answer."""
+def outcome_of(error: Exception, status: int) -> Outcome:
+    """What became of a request that was not answered whole."""
     if isinstance(error, ClientLeft | SlowReader):
-        return "cancelled"
-    if status == 504:
-        return "deadline"
-    if isinstance(error, InvalidRequest | Overloaded) or status < 500:
-        return "rejected"
-    return "error"
+        return Outcome.CANCELLED
+    if isinstance(error, DeadlineExceeded):
+        return Outcome.DEADLINE
+    return Outcome.REFUSED if status < 500 or isinstance(error, Draining) else Outcome.FAILED
+
+
+def counted_as(record: RequestRecord) -> str:
+    """The metrics' outcome: of a complete answer why it ended, stop, or length when one sequence ran out of room."""
+    if record.outcome is not Outcome.COMPLETED:
+        return record.outcome
+    return "length" if "length" in (record.finish_reasons or ()) else "stop"
+
+
+def param_of(error: Exception) -> str | None:
+    """The field that an error is about, as far as it is made of words that fields have: a client may put anything into a key."""
+    if not isinstance(error, InvalidRequest):
+        return None
+    return error.field if _FIELD.fullmatch(error.field) else UNPRINTED
+
+
+def reason_of(error: Exception) -> str | None:
+    """Why, without what the client gave: the rule it broke, or our own sentence. A fault's words stay out of the log."""
+    if isinstance(error, InvalidRequest):
+        return error.limit
+    return str(error) if row_of(error) is not INTERNAL else None
 
 
 def fault(error: BaseException) -> str:

@@ -29,6 +29,7 @@ from headrace.gateway.upstream.replicas import Connection, Replica, ReplicaPool
 from headrace.gateway.upstream.seam import Upstream
 from headrace.gateway.upstream.served_models import ModelTable, ServedModel
 from headrace.gateway.upstream.tokens import TokenUpstream
+from headrace.observe.logs import environment_format
 from headrace.observe.metrics import MemoryReading, Metrics
 from headrace.observe.request_log import RequestLog
 from headrace.policy.routing.choice import Random, ReplicaId
@@ -96,7 +97,7 @@ async def open_gateway(
     """
     sources = sources or Sources()
     metrics = Metrics()
-    request_log = _open_log(config.request_log)
+    request_log = _open_log(config.request_log_target)
     encoding = EncodingTurns(sources.clock)
     limits = config.limits
     async with AsyncExitStack() as stack:
@@ -157,7 +158,7 @@ async def open_gateway(
 
 def _open_log(target: str) -> RequestLog:
     try:
-        return RequestLog(target)
+        return RequestLog(target, environment_format())
     except OSError as error:
         raise ConfigError("request_log", f"{target} cannot be opened: {error.strerror}") from None
 

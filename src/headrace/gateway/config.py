@@ -194,7 +194,7 @@ class GatewayConfig:
     open_metrics   /metrics without a key although keys exist
     allowed_hosts  names a Host header may carry. Empty: localhost names when bound to loopback, anything otherwise
     allowed_origins  whose pages a browser may let use this server, as it writes them ("https://app.example"); "*": anybody's. Empty: none
-    request_log    where the one line per request goes: "stdout", "stderr", "none" or a file's path
+    request_log    where the one line per request goes: on (stdout), off, "stderr" or a file's path. YAML's on and off are true and false
     salt_key       secret (hex) that turns tenants into cache salts; empty: drawn by this process, which then shares no cached
                    prefixes with other gateways; the supervisor draws one for its whole site
     """
@@ -206,7 +206,7 @@ class GatewayConfig:
     open_metrics: bool = False
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
-    request_log: str = "stdout"
+    request_log: bool | str = "on"
     salt_key: str = field(default="", repr=False)
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -218,6 +218,8 @@ class GatewayConfig:
             _check_key(f"api_keys[{index}]", key)
         if not 0 <= self.port <= 65535:
             raise ConfigError("port", f"{self.port} is outside 0..65535")
+        if self.request_log in ("", "none", "stdout"):
+            raise ConfigError("request_log", f"{self.request_log!r} is no target", "Write on (stdout), off, stderr or a file's path.")
         check_secret("salt_key", self.salt_key)
         _check_names(self.allowed_hosts, self.allowed_origins)
         for part, value in (("limits", self.limits), ("timeouts", self.timeouts)):
@@ -227,6 +229,11 @@ class GatewayConfig:
                     raise ConfigError(f"{part}.{item.name}", f"{given} is not positive")
         _check_share(self.limits.max_tenant_share, self.num_tenants)
         return self
+
+    @property
+    def request_log_target(self) -> str:
+        """As `observe.request_log` names it."""
+        return self.request_log if isinstance(self.request_log, str) else "on" if self.request_log else "off"
 
     @property
     def num_tenants(self) -> int:

@@ -24,7 +24,7 @@ from headrace.gateway.config import GatewayConfig, load_config
 from headrace.gateway.http.descriptors import connection_limit
 from headrace.gateway.http.server import Server
 from headrace.gateway.text_workers.workers import Workers
-from headrace.observe.logs import log_to_stderr
+from headrace.observe.logs import set_up_logging
 from headrace.text.folder import TextModel
 from headrace.wire.leash import Leash
 from headrace.wire.stop_signals import SAME_WISH_S, StopSignals, first_of
@@ -52,7 +52,7 @@ def run_gateway(config_path: str | Path, parent_fd: int | None = None) -> int:
     config_path  JSON, see `gateway.config`
     parent_fd    the inherited end of the supervisor's leash; None when started by hand
     """
-    log_to_stderr()
+    set_up_logging()
     sys.setswitchinterval(SWITCH_S)
     leash = Leash(parent_fd)
     leash.watch()

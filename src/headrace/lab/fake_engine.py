@@ -7,7 +7,6 @@ above the engine; the `headrace` command cannot reach it.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.server.config import ProcessConfig, decode, load_json, section
 from headrace.engine.server.process import ExitCode, leave, run_process
 from headrace.lab.fake_runner import FakeOptions, fake_engine
+from headrace.observe.logs import set_up_logging
 from headrace.wire.leash import Leash
 
 
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--parent-fd", type=int)
     given = parser.parse_args(arguments)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    set_up_logging()
     leash = Leash(given.parent_fd)
     try:
         process, engine, options = load_fake_config(given.config)

@@ -1,24 +1,116 @@
-"""The process log: one line per event, whatever is in it. A traceback or a client's words cannot forge lines or colour a terminal."""
+"""The process log, on stderr: short lines for people on a terminal, one JSON object per event for everybody else.
+
+Whatever is in an event, it stays one line: a traceback or a client's words cannot forge lines or colour a terminal. Every line has its
+time, every process of a deployment writes the same form: a child whose output is piped to its supervisor writes JSON, and `relay` logs
+it again there, under the child's name.
+
+    02:10:11 [tiny-0] the model is loaded
+    {"time":"2026-11-23T02:10:11.123Z","level":"info","process":"tiny-0","logger":"headrace.engine.main","message":"the model is loaded"}
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import sys
+import time
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import TextIO
+
+ENVIRONMENT = "HEADRACE_LOG_FORMAT"
+"""A process that is told nothing else takes its form from here: `headrace serve` tells its children."""
 
 
-class OneLine(logging.Formatter):
-    """LEVEL logger: message, with every control character (newlines of tracebacks included) written as an escape."""
+class LogFormat(StrEnum):
+    AUTO = "auto"
+    """Text on a terminal, else JSON."""
+    TEXT = "text"
+    JSON = "json"
 
-    def __init__(self) -> None:
-        super().__init__("%(levelname)s %(name)s: %(message)s")
+    def on(self, is_terminal: bool) -> LogFormat:
+        """What AUTO means there."""
+        if self is not LogFormat.AUTO:
+            return self
+        return LogFormat.TEXT if is_terminal else LogFormat.JSON
+
+
+def set_up_logging(log_format: LogFormat | None = None, stream: TextIO | None = None, level: int = logging.INFO) -> None:
+    """Set up the root logger of a process. log_format: None is the environment's; stream: None is stderr."""
+    stream = stream or sys.stderr
+    chosen = (log_format or environment_format()).on(stream.isatty())
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonLine() if chosen is LogFormat.JSON else TextLine(is_short=stream.isatty()))
+    logging.basicConfig(handlers=[handler], level=level, force=True)
+
+
+def environment_format() -> LogFormat:
+    """What ENVIRONMENT says; AUTO where it says nothing that is known."""
+    try:
+        return LogFormat(os.environ.get(ENVIRONMENT, LogFormat.AUTO))
+    except ValueError:
+        return LogFormat.AUTO
+
+
+def printable(text: str) -> str:
+    """Text as one line of a log: every control character (newlines of tracebacks included) is written as an escape."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def timestamp(unix_s: float) -> str:
+    """ISO 8601 in UTC with milliseconds."""
+    return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def clock_time(unix_s: float, *, is_short: bool) -> str:
+    """Local time for people; is_short: of today."""
+    return time.strftime("%H:%M:%S" if is_short else "%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
+
+
+class TextLine(logging.Formatter):
+    """TIME [process] LEVEL: message; the level where it is above INFO."""
+
+    def __init__(self, *, is_short: bool = True) -> None:
+        super().__init__("%(message)s")
+        self._is_short = is_short
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        return text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+        process = getattr(record, "child", "")
+        words = [clock_time(record.created, is_short=self._is_short), f"[{process}]" if process else ""]
+        words += [f"{record.levelname}:" if record.levelno > logging.INFO else "", super().format(record)]
+        return printable(" ".join(word for word in words if word))
 
 
-def log_to_stderr(level: int = logging.INFO) -> None:
-    """Set up the root logger of a server process."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLine())
-    logging.basicConfig(handlers=[handler], level=level, force=True)
+class JsonLine(logging.Formatter):
+    """One JSON object in ASCII. `facts` of the event, a mapping given as `extra`, are keys of their own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        child = getattr(record, "child", "")
+        found: dict[str, object] = {
+            "time": timestamp(record.created),
+            "level": record.levelname.lower(),
+            **({"process": child} if child else {}),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "facts", {}),
+        }
+        text = self.formatException(record.exc_info) if record.exc_info else record.exc_text
+        if text:
+            found["exception"] = text
+        return json.dumps(found, ensure_ascii=True, separators=(",", ":"), default=str)
+
+
+def relay(line: str, child: str) -> None:
+    """Log here what a child process wrote: its own events with their time and level, anything else (a crash's last words) as it is."""
+    try:
+        event = json.loads(line)
+        record = logging.LogRecord(
+            str(event["logger"]), logging.getLevelNamesMapping()[event["level"].upper()], "", 0, str(event["message"]), None, None
+        )
+        record.created = datetime.fromisoformat(event["time"]).timestamp()
+        record.exc_text = event.get("exception")
+    except (ValueError, TypeError, KeyError, AttributeError):
+        record = logging.LogRecord(__name__, logging.INFO, "", 0, line, None, None)
+    record.child = child
+    logging.getLogger(record.name).handle(record)

@@ -1,4 +1,6 @@
-"""One JSON line per HTTP request: what happened, never what was said. No prompt, no answer, no key, no raw header enters a record.
+"""One line per HTTP request: what happened, never what was said. No prompt, no answer, no key, no raw header enters a record.
+
+JSON in a file or a pipe, a short line on a terminal.
 
 Lines are written by a thread of its own behind a bounded queue: a full disk or a stopped reader costs lines (counted), never a request.
 """
@@ -6,13 +8,34 @@ Lines are written by a thread of its own behind a bounded queue: a full disk or 
 from __future__ import annotations
 
 import json
+import os
 import queue
 import threading
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from io import FileIO
+
+from headrace.observe.logs import LogFormat, clock_time, printable, timestamp
 
 MAX_QUEUED = 10_000
 MAX_DETAIL_CHARS = 200
+OFF = "off"
+STREAMS = {"on": 1, "stderr": 2}
+"""Targets that are no file, and their descriptors."""
+
+
+class Outcome(StrEnum):
+    """How a request ended."""
+
+    COMPLETED = "completed"
+    """Its answer was given whole."""
+    REFUSED = "refused"
+    """By what it asked for, who asked, or because there was no room; nothing was computed for it."""
+    CANCELLED = "cancelled"
+    """By its client, who left or did not read."""
+    DEADLINE = "deadline"
+    FAILED = "failed"
+    """By us."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,8 +43,9 @@ class RequestRecord:
     """Filled while a request runs. Fields that stay None are left out of the line.
 
     request_id         ours; client_request_id is the client's own name for it, if it was short and printable
-    outcome            stop | length | cancelled | deadline | error | rejected | ok (not a generating request)
+    time               Unix seconds when it came; an ISO 8601 timestamp in the line
     error              code of the error body, if one was sent
+    param, reason      the field that an error is about, and the rule that it broke: never the value that was given
     detail             our own words for the operator (exception type and text of a server fault; of a request whose replica was lost,
                        whether another one could have gone on); at most MAX_DETAIL_CHARS
     ttft_s, latency_s  seconds since arrival at the gateway
@@ -35,7 +59,7 @@ class RequestRecord:
     path: str
     time: float = 0.0
     status: int = 0
-    outcome: str = "ok"
+    outcome: Outcome = Outcome.FAILED
     client_request_id: str | None = None
     tenant: str | None = None
     model: str | None = None
@@ -55,23 +79,51 @@ class RequestRecord:
     stalled_s: float | None = None
     latency_s: float | None = None
     error: str | None = None
+    param: str | None = None
+    reason: str | None = None
     detail: str | None = None
 
     def line(self) -> str:
         """One line of ASCII JSON: no control character survives, so nothing a client sends can forge a second line."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        values = {item.name: getattr(self, item.name) for item in fields(self)} | {"time": timestamp(self.time)}
         kept = {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items() if value is not None}
         return json.dumps(kept, ensure_ascii=True, separators=(",", ":"))
 
+    def text(self) -> str:
+        """The same for people, without what they rarely ask for."""
+        words = [clock_time(self.time, is_short=True), self.method, self.path, str(self.status)]
+        words += [self.outcome] if self.outcome is not Outcome.COMPLETED else []
+        words += [", ".join(part for part in (self._said(), self._spent()) if part), f"({self.request_id})"]
+        return printable(" ".join(word for word in words if word))
+
+    def _said(self) -> str:
+        """Why it was not answered."""
+        about = f"{self.param}: expected {self.reason}" if self.param and self.reason else self.reason or self.param
+        return ": ".join(word for word in (self.error, about, self.detail) if word)
+
+    def _spent(self) -> str:
+        parts = [self.model or ""]
+        if self.completion_tokens is not None:
+            parts.append(f"{self.prompt_tokens} tokens in, {self.completion_tokens} out")
+        if self.ttft_s is not None:
+            parts.append(f"first after {self.ttft_s:.3f} s")
+        if self.latency_s is not None:
+            parts.append(f"{self.latency_s:.3f} s")
+        return ", ".join(part for part in parts if part)
+
 
 class RequestLog:
-    """target: "stdout", "stderr", "none" or a file's path (appended to). Raises OSError when that cannot be opened."""
+    """target: "on" (stdout), "stderr", "off" or a file's path (appended to). Raises OSError when that cannot be opened.
 
-    def __init__(self, target: str) -> None:
+    log_format  of a stream; a file is JSON whatever it says
+    """
+
+    def __init__(self, target: str, log_format: LogFormat = LogFormat.AUTO) -> None:
         self.num_dropped = 0
+        self._is_text = target in STREAMS and log_format.on(os.isatty(STREAMS[target])) is LogFormat.TEXT
         self._queue: queue.Queue[str | None] = queue.Queue(MAX_QUEUED)
         self._thread: threading.Thread | None = None
-        if target != "none":
+        if target != OFF:
             self._thread = threading.Thread(target=self._run, args=(_open(target),), name="request-log", daemon=True)
             self._thread.start()
 
@@ -80,7 +132,7 @@ class RequestLog:
         if self._thread is None:
             return
         try:
-            self._queue.put_nowait(record.line())
+            self._queue.put_nowait(record.text() if self._is_text else record.line())
         except queue.Full:
             self.num_dropped += 1
 
@@ -101,7 +153,7 @@ class RequestLog:
 
     def _write(self, file: FileIO, line: str) -> None:
         """Unbuffered: a line that could not be written is gone, and does not fail the ones after it once more."""
-        data = memoryview(line.encode("ascii") + b"\n")
+        data = memoryview(line.encode("utf-8", "replace") + b"\n")
         try:
             while data:
                 data = data[file.write(data) :]
@@ -110,6 +162,6 @@ class RequestLog:
 
 
 def _open(target: str) -> FileIO:
-    if target in ("stdout", "stderr"):
-        return FileIO(1 if target == "stdout" else 2, "w", closefd=False)
+    if target in STREAMS:
+        return FileIO(STREAMS[target], "w", closefd=False)
     return FileIO(target, "a")

@@ -14,6 +14,10 @@ from headrace.core.errors import HeadraceError, Overloaded, Unavailable
 from headrace.core.ids import RequestId
 
 
+class Draining(Unavailable):
+    """The server shuts down: it finishes what it has and takes nothing new."""
+
+
 class OpenRequest:
     """An admitted request. Leave it by scope: `with open_requests.admit(request_id) as entry:`."""
 
@@ -47,10 +51,10 @@ class OpenRequests:
         """
         cut  ends the request with an error before its time
 
-        Raises Unavailable while draining and Overloaded at the cap; nothing was counted then.
+        Raises Draining once `drain` was called and Overloaded at the cap; nothing was counted then.
         """
         if self.is_draining:
-            raise Unavailable("This server is shutting down and takes no new requests.", retry_after_s=5.0)
+            raise Draining("This server is shutting down and takes no new requests.", retry_after_s=5.0)
         if len(self._open) >= self._max_requests:
             raise Overloaded(f"This server already works on {self._max_requests} requests.", retry_after_s=1.0)
         assert request_id not in self._open, "request ids are unique"

@@ -76,11 +76,6 @@ class Progress:
     def finish_reasons(self) -> list[str]:
         return [sequence.finish.value for sequence in self._sequences if sequence.finish is not None]
 
-    @property
-    def outcome(self) -> str:
-        """stop when every sequence stopped by itself, length when one ran out of room."""
-        return "length" if any(sequence.finish is FinishReason.LENGTH for sequence in self._sequences) else "stop"
-
     def _metrics_of(self, index: int) -> ReplicaMetrics | None:
         """The instruments of the replica that runs a sequence: each prompt may have another one. None before one is known."""
         name = self._stream.replica(index)

@@ -177,7 +177,6 @@ class Run:
                 await self._stream(answer, stream, progress)
             else:
                 await self._whole(answer, stream, progress)
-            self.exchange.record.outcome = progress.outcome
         finally:
             if deadline is not None:
                 deadline.cancel()

@@ -54,8 +54,8 @@ TLS_NOTICE_S = 60.0
 """Between two lines of the log about such clients: a health check over https comes every second."""
 
 
-OnRefused = Callable[[str, int], None]
-"""Called for each answer that is given here and not by the application, with its x-request-id and status."""
+OnRefused = Callable[[str, int, str], None]
+"""Called for each answer that is given here and not by the application, with its x-request-id, status and message."""
 
 
 def protocol_for(config: GatewayConfig, on_refused: OnRefused) -> type[HttpToolsProtocol]:
@@ -65,8 +65,8 @@ def protocol_for(config: GatewayConfig, on_refused: OnRefused) -> type[HttpTools
         bounds = config
         tls_notice = TlsNotice()
 
-        def log_refusal(self, request_id: str, status: int) -> None:
-            on_refused(request_id, status)
+        def log_refusal(self, request_id: str, status: int, message: str) -> None:
+            on_refused(request_id, status, message)
 
     return ConfiguredProtocol
 
@@ -161,7 +161,7 @@ class BoundedProtocol(HttpToolsProtocol):
     tls_notice: TlsNotice
     _client: ClientTransport
 
-    def log_refusal(self, request_id: str, status: int) -> None:
+    def log_refusal(self, request_id: str, status: int, message: str) -> None:
         """Called after each answer that is given here."""
         raise NotImplementedError
 
@@ -312,7 +312,7 @@ class BoundedProtocol(HttpToolsProtocol):
             % (status, REASONS[status], len(body), request_id.encode(), body)
         )
         self._half_close()
-        self.log_refusal(request_id, status)
+        self.log_refusal(request_id, status, message)
 
     @property
     def _is_idle(self) -> bool:

@@ -49,6 +49,8 @@ class DirectWriter(Protocol):
 
 class Exchange:
     """
+    generates      the path gives a model's tokens, and its requests are counted by outcome
+    is_quiet       it is not logged when it was answered as it is meant to be
     arrived_s      the service clock when the request's headers were complete
     left           why the answer will not be completed, once that is known: nobody reads it, its deadline passed, the server shuts down
     more_headers   of the answer, whatever it will be: what its client's browser wants to be told
@@ -65,8 +67,10 @@ class Exchange:
         "_receive",
         "_send",
         "arrived_s",
+        "generates",
         "headers",
         "ignored",
+        "is_quiet",
         "is_started",
         "left",
         "more_headers",
@@ -88,6 +92,8 @@ class Exchange:
         self.arrived_s = arrived_s
         self.headers: list[tuple[bytes, bytes]] = list(scope["headers"])
         self.principal: Principal = ANYBODY
+        self.generates = False
+        self.is_quiet = False
         self.is_started = False
         self.ignored: list[str] = []
         self.left: HeadraceError | None = None

@@ -123,7 +123,7 @@ class Listener:
             client.send(_refusal(request_id))  # an empty socket takes it whole
             client.shutdown(socket.SHUT_WR)
         self._loop.add_reader(client.fileno(), self._read, client)
-        self._on_refused(request_id, 503)
+        self._on_refused(request_id, 503, MESSAGE)
 
     def _read(self, client: socket.socket) -> None:
         try:

@@ -23,6 +23,7 @@ class Endpoint(Generic[HandlerT]):
     chunk       wire type of a stream's events, where the body's `stream` asks for them
     fields      the field table its body is held to; only what generates has one, and is counted in headrace_requests_total
     is_public   answers without a key, and an HTTP/1.0 client without a Host. Never more than the probes and the front page
+    is_quiet    asked every second by machines: no line in the request log where it was answered
     may_be_503  says "not now" with its own reply instead of an error
     """
 
@@ -36,6 +37,7 @@ class Endpoint(Generic[HandlerT]):
     media_type: str = "application/json"
     fields: Surface | None = None
     is_public: bool = False
+    is_quiet: bool = False
     may_be_503: bool = False
 
     @property

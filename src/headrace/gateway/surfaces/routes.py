@@ -90,6 +90,7 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         "vLLM's meaning: 200 while every model has a living engine process, else 503.",
         reply=probes.ProbeReply,
         is_public=True,
+        is_quiet=True,
         may_be_503=True,
     ),
     Endpoint(
@@ -99,9 +100,10 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         "The same under SageMaker's name.",
         reply=probes.ProbeReply,
         is_public=True,
+        is_quiet=True,
         may_be_503=True,
     ),
-    Endpoint("GET", "/live", probes.live, "200 while this process answers.", reply=probes.ProbeReply, is_public=True),
+    Endpoint("GET", "/live", probes.live, "200 while this process answers.", reply=probes.ProbeReply, is_public=True, is_quiet=True),
     Endpoint(
         "GET",
         "/ready",
@@ -110,6 +112,7 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         "else 503 and why.",
         reply=probes.ProbeReply,
         is_public=True,
+        is_quiet=True,
         may_be_503=True,
     ),
     Endpoint(
@@ -119,8 +122,9 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         "What this server is and where to go on: a page for browsers, else JSON. OPTIONS is answered as GET /health is.",
         reply=front_page.FrontPage,
         is_public=True,
+        is_quiet=True,
     ),
-    Endpoint("GET", "/metrics", probes.metrics, "Prometheus text (or OpenMetrics, if asked for).", media_type="text/plain"),
+    Endpoint("GET", "/metrics", probes.metrics, "Prometheus text (or OpenMetrics, if asked for).", media_type="text/plain", is_quiet=True),
     Endpoint("GET", "/version", probes.version, "The version of Headrace.", reply=probes.VersionReply),
     Endpoint("GET", "/load", probes.load, "How many generating requests are in this server.", reply=probes.LoadReply),
     Endpoint("GET", "/openapi.json", openapi_json, "The schemas of all of these.", media_type="application/json"),

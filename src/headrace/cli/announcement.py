@@ -1,0 +1,99 @@
+"""What `headrace serve` says once it serves: what was decided at start and why, where it serves, and how to try it.
+
+On a terminal a few lines on stderr; elsewhere events of the log, so that nothing but the log is in its stream. The last one has the URL.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.cli.config import ServeConfig
+    from headrace.fleet.supervisor import FleetReady
+
+log = logging.getLogger(__name__)
+
+READY_TIMEOUT_S = 30.0
+"""How long the gateway may take to connect to engines that are up, before the announcement is made anyway."""
+
+POLL_S = 0.25
+"""Between two looks at it."""
+
+OPEN = "No API key is set: whoever reaches this address may use it."
+
+
+def announce_when_ready(config: ServeConfig, ready: FleetReady) -> None:
+    """Engines and gateway are up; the gateway may still be connecting to them. What is announced must answer."""
+    url = _url(ready.gateway)
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while not (is_serving := _is_serving(url)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    announce(config, ready, *([] if is_serving else [f"Not ready yet, after {READY_TIMEOUT_S:g} s: see {url}/ready for what is missing."]))
+
+
+def _is_serving(url: str) -> bool:
+    """Any answer but "unavailable": a gateway with allowed_hosts refuses this very question, and serves those it is meant for."""
+    from http.client import HTTPConnection, HTTPException
+    from urllib.parse import urlsplit
+
+    connection = HTTPConnection(urlsplit(url).netloc, timeout=2.0)
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status != 503
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def announce(config: ServeConfig, ready: FleetReady, *warnings: str) -> None:
+    """For people where there is a terminal and the log is not to be JSON; else to the log. `cli.child` reads the URL in either."""
+    from headrace.observe.logs import LogFormat
+
+    url, names = _url(ready.gateway), [model.served_name for model in config.models]
+    serving = f"Serving {', '.join(names)} at {url}"
+    notes = [*([] if config.gateway.api_keys else [OPEN]), *warnings]
+    if sys.stderr.isatty() and config.log_format != LogFormat.JSON:
+        _print(_decided(ready), notes, [serving, "", "  Try it:", *_curl(config, url, names[0])])
+        return
+    for replicas, lines in _decided(ready).items():
+        for line in lines:
+            log.info("decided (%s): %s", replicas, line)
+    for note in notes:
+        log.log(logging.WARNING if note in warnings else logging.INFO, "%s", note)
+    log.info("%s", serving, extra={"facts": {"url": url, "models": names}})
+
+
+def _decided(ready: FleetReady) -> dict[str, list[str]]:
+    """Replicas that decided the same, by name -> what, in lines."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for replica, facts in ready.replicas.items():
+        decided = facts.get("decided")
+        if isinstance(decided, list | tuple) and decided:
+            names.setdefault(tuple(map(str, decided)), []).append(replica)
+    return {", ".join(replicas): list(lines) for lines, replicas in names.items()}
+
+
+def _print(decided: Mapping[str, list[str]], notes: list[str], serving: list[str]) -> None:
+    lines = [""]
+    for replicas, what in decided.items():
+        lines += [f"  Decided at start ({replicas}):", *(f"    {line}" for line in what)]
+    lines += [f"  {note}" for note in notes]
+    print("\n".join([*lines, "", *serving, ""]), file=sys.stderr, flush=True)
+
+
+def _url(gateway: Mapping[str, object]) -> str:
+    """Where a client on this machine reaches what the gateway says of itself."""
+    host = str(gateway.get("host", ""))
+    local = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host).strip("[]")
+    return f"http://[{local}]:{gateway.get('port')}" if ":" in local else f"http://{local}:{gateway.get('port')}"
+
+
+def _curl(config: ServeConfig, url: str, model: str) -> list[str]:
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.gateway.api_keys else ""
+    return [f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\", f"    -d '{body}'"]
