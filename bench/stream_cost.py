@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -179,8 +180,8 @@ class Round:
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and gateway.poll() is None:
             text = log.read_text()
-            if "is connected" in text and (found := text.partition("listening on http://127.0.0.1:")[2]):
-                return gateway, int(found.split()[0])
+            if "is connected" in text and (found := re.search(r"listening on http://127\.0\.0\.1:(\d+)", text)):
+                return gateway, int(found.group(1))
             time.sleep(0.05)
         raise AssertionError(f"the gateway does not serve: {log.read_text()[-2000:]}")
 

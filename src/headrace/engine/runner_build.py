@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +21,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.kv_sizing import Budget, KvSizing, activation_bytes, describe_bytes, size_kv
 from headrace.engine.memory import Available, read_available
 from headrace.engine.runner import ModelRunner
+from headrace.engine.runner_compiling import told_of_compiling
 from headrace.engine.runner_overlapped import OverlappedRunner
 from headrace.engine.warmup import warm_up
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
@@ -30,6 +33,8 @@ from headrace.tensor.kernels.filters import draw as plain_draw
 from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.models import LoadedModel, ModelDescription, describe, load_model
 from headrace.tensor.packed.file import PackedFolder
+
+log = logging.getLogger(__name__)
 
 
 class Built(NamedTuple):
@@ -48,7 +53,7 @@ def build_runner(
 
 
 def build(config: EngineConfig, packed: PackedFolder | None = None, features: CpuFeatures | None = None) -> Built:
-    """Choose threads, dtype and kernels, load the weights, size and reserve the KV cache, warm up.
+    """Choose threads, dtype and kernels, load the weights, size and reserve the KV cache, warm up. What takes long is logged.
 
     packed    where packed weights are kept, if they are; reading may have begun (`engine.read_ahead`)
     features  of the CPU whose choices are made; None: this machine's
@@ -65,27 +70,31 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
     backend = load_backend(kernels, deterministic=config.deterministic, features=features)
     threads = plan_threads(config.num_threads)  # after the kernels: Numba's threading layer is known then
     apply_threads(threads)
-    loaded = load_model(
-        folder,
-        backend=backend,
-        dtype=dtype,
-        device=config.device,
-        load_format=config.load_format,
-        seed=config.seed,
-        max_model_len=config.max_model_len,
-        quantization=config.quantization,
-        packed=packed,
-    )
-    kv_dtype, why_kv = _kv_dtype(config, dtype, found.dtype_name, features)
-    groups = tuple(stored_as(group, kv_dtype) for group in loaded.model.kv_groups)
-    sizing = _size(config, loaded, groups)
-    kv = allocate_kv(loaded.model.kv_shapes, loaded.model.group_of, sizing.num_blocks, config.block_size, kv_dtype, config.device)
-    runner = _make_runner(config, loaded, sizing, kv, backend)
-    try:
-        seconds = warm_up(runner, config, max_model_len=sizing.max_model_len, vocab_size=loaded.vocab_size)
-    except BaseException:
-        runner.close()
-        raise
+    log.info("loading %s", config.model)
+    began = time.perf_counter()
+    with told_of_compiling(kernels):
+        loaded = load_model(
+            folder,
+            backend=backend,
+            dtype=dtype,
+            device=config.device,
+            load_format=config.load_format,
+            seed=config.seed,
+            max_model_len=config.max_model_len,
+            quantization=config.quantization,
+            packed=packed,
+        )
+        log.info("loaded %s of weights in %.1f s", describe_bytes(loaded.resident_bytes), time.perf_counter() - began)
+        kv_dtype, why_kv = _kv_dtype(config, dtype, found.dtype_name, features)
+        groups = tuple(stored_as(group, kv_dtype) for group in loaded.model.kv_groups)
+        sizing = _size(config, loaded, groups)
+        kv = allocate_kv(loaded.model.kv_shapes, loaded.model.group_of, sizing.num_blocks, config.block_size, kv_dtype, config.device)
+        runner = _make_runner(config, loaded, sizing, kv, backend)
+        try:
+            seconds = warm_up(runner, config, max_model_len=sizing.max_model_len, vocab_size=loaded.vocab_size)
+        except BaseException:
+            runner.close()
+            raise
     kv.clear_pad_block()
     decided = (
         f"model: {loaded.architecture} from {config.model}, {describe_bytes(loaded.resident_bytes)} of weights{_rounded(config)}",

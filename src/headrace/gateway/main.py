@@ -114,7 +114,7 @@ async def serve(config: GatewayConfig, texts: dict[str, TextModel], workers: Wor
         gc.collect()
         gc.freeze()
         gc.set_threshold(YOUNG_OBJECTS)
-        log.info("listening on http://%s:%d", config.host, port)
+        log.info("listening on http://%s:%d; a model answers once its engine is up", config.host, port)
         leash.ready({"host": config.host, "port": port})
         closed = asyncio.Event()
         serving = asyncio.create_task(server.run_until(closed))

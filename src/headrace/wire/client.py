@@ -25,7 +25,7 @@ from headrace.core.request import EngineRequest
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import decode_model_info
 from headrace.wire.service import SILENT_AFTER_S, Expectation, check_model, check_protocol
-from headrace.wire.session import Session
+from headrace.wire.session import NobodyListens, Session
 from headrace.wire.stream import NO_NUMERICS, ReplicaStream
 from headrace.wire.target import parse_target
 
@@ -209,14 +209,16 @@ class ReplicaClient:
                     clock=self._clock,
                 )
                 self._session = session
+                is_starting = False
                 try:
                     await session.run()
                 except HeadraceError as error:
                     self.reason = str(error)
+                    is_starting = isinstance(error, NobodyListens) and self._logged_state is None
                 except Exception as error:  # the outermost loop: a bug of ours must not leave the replica down for ever
                     log.exception("replica %s: the connection failed", self.name)
                     self.reason = f"{type(error).__name__}: {error}"
-                self._log_down()
+                self._log_down(is_starting=is_starting)
                 retry_s = FIRST_RETRY_S if self.info is not None else min(LAST_RETRY_S, 2 * retry_s)
                 self._lose()
                 await asyncio.sleep(retry_s * random.uniform(0.8, 1.2))
@@ -241,17 +243,19 @@ class ReplicaClient:
             self._logged_state = state
             log.log(logging.WARNING if state is ReplicaState.SILENT else logging.INFO, "replica %s is %s", self.name, state.value)
 
-    def _log_down(self) -> None:
+    def _log_down(self, *, is_starting: bool) -> None:
         """Each reason once per outage: the connection is tried again every second, and gRPC words one cause in several ways.
 
-        A replica that was never up is still loading: nothing to warn of, and the supervisor logs how that goes.
+        is_starting  nobody answers, and nobody ever has: it is still loading, and logs itself how that goes. gRPC's words for it (a
+                     failed precondition) would alarm people for nothing
         """
-        if self.reason not in self._logged_reasons:
-            self._logged_reasons.add(self.reason)
-            if self._logged_state is None:
-                log.info("replica %s is not up yet: %s", self.name, self.reason)
+        reason = "" if is_starting else self.reason
+        if reason not in self._logged_reasons:
+            self._logged_reasons.add(reason)
+            if is_starting:
+                log.info("waiting for replica %s to start", self.name)
             else:
-                log.warning("replica %s is down: %s", self.name, self.reason)
+                log.warning("replica %s is down: %s", self.name, reason)
 
     def _take_weights_digest(self, digest: str) -> None:
         if self.info is not None:

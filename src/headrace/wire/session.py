@@ -40,6 +40,10 @@ class ConnectionLost(HeadraceError):
     """The session is over; says why."""
 
 
+class NobodyListens(ConnectionLost):
+    """Nothing is at the address, or it went away."""
+
+
 class Session:
     """Owns a gRPC channel for the length of `run`. `streams` is shared with the client, which adds and removes; theirs is `ready.add`."""
 
@@ -112,7 +116,7 @@ class Session:
             call = channel.stream_stream(CONNECT, request_serializer=pb.ClientFrame.SerializeToString)(metadata=metadata)
             await self._pump(call)
         except grpc.aio.AioRpcError as error:
-            raise ConnectionLost(_describe(error)) from error
+            raise _lost(error.code(), error.details()) from error
         except (grpc.aio.BaseError, asyncio.InvalidStateError, OSError) as error:
             # InvalidStateError is what gRPC says of a write to a call that has just ended.
             raise ConnectionLost(f"{type(error).__name__}: {error}") from error
@@ -171,7 +175,7 @@ class Session:
         if data is grpc.aio.EOF:
             code = await call.code()
             if code is not grpc.StatusCode.OK:
-                raise ConnectionLost(f"{code.name.lower()}: {await call.details()}")
+                raise _lost(code, await call.details())
             return None
         try:
             return pb.EngineFrame.FromString(data)
@@ -235,5 +239,6 @@ class Session:
             self._unseen.popleft()
 
 
-def _describe(error: grpc.aio.AioRpcError) -> str:
-    return f"{error.code().name.lower()}: {error.details()}"
+def _lost(code: grpc.StatusCode, details: str | None) -> ConnectionLost:
+    kind = NobodyListens if code is grpc.StatusCode.UNAVAILABLE else ConnectionLost
+    return kind(f"{code.name.lower()}: {details}")

@@ -13,8 +13,10 @@ from typing import Any
 
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
 from numba.core.ccallback import CFunc
+from numba.core.event import trigger_event
 
 from headrace.tensor.host.cache_folder import ENVIRONMENT
+from headrace.tensor.kernels.cpu.jit.progress import COMPILE
 
 log = logging.getLogger(__name__)
 
@@ -88,3 +90,8 @@ class KeptCFunc(CFunc):
 
     def enable_caching(self) -> None:
         self._cache = KernelCache(self.__wrapped__)
+
+    def _compile_uncached(self) -> Any:
+        numba_cfunc: Any = super()
+        with trigger_event(COMPILE):
+            return numba_cfunc._compile_uncached()

@@ -1,0 +1,58 @@
+"""What the log says while a start compiles kernels: that it does, how far it is, and that the next start will not."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from headrace.core.clock import Clock
+
+log = logging.getLogger(__name__)
+
+EXPECTED = 95
+"""About how many functions a start compiles, whatever it serves: which ones it needs is known for certain only once all are there.
+tests/engine/runner/test_runner_compiling.py counts them."""
+
+TELL_S = 5.0
+"""Between two lines."""
+
+
+class CompileNotice:
+    """Called with the number of functions compiled so far, as often as it changes; logs rarely. Nothing is said where none is compiled."""
+
+    def __init__(self, kept: str, clock: Clock = time.perf_counter) -> None:
+        """kept: one sentence about where what is compiled is kept, if it is"""
+        self._kept, self._clock = kept, clock
+        self._began_s = self._told_s = 0.0
+        self._num_compiled: int | None = None
+
+    def __call__(self, num_compiled: int) -> None:
+        now = self._clock()
+        if self._num_compiled is None:
+            self._began_s = self._told_s = now
+            log.info("compiling about %d kernels for this CPU, which takes about half a minute: %s", EXPECTED, self._kept)
+        elif now - self._told_s >= TELL_S:
+            self._told_s = now
+            log.info("compiled %d of about %d kernels in %.0f s", num_compiled, max(EXPECTED, num_compiled), now - self._began_s)
+        self._num_compiled = num_compiled
+
+    def end(self) -> None:
+        if self._num_compiled is not None:
+            log.info("compiled %d kernels in %.0f s", self._num_compiled, self._clock() - self._began_s)
+
+
+@contextmanager
+def told_of_compiling(kernels: str) -> Iterator[None]:
+    """What is compiled inside is logged. kernels: those that were loaded"""
+    if kernels != "numba":
+        yield
+        return
+    from headrace.tensor.kernels.cpu.jit.launch import CACHE
+    from headrace.tensor.kernels.cpu.jit.progress import telling
+
+    notice = CompileNotice(f"once per machine and version, {CACHE.reason}" if CACHE.directory else CACHE.reason)
+    with telling(notice):
+        yield
+    notice.end()
