@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -41,7 +40,7 @@ def test_server_is_told_its_key_where_other_users_cannot_read_it(tmp_path: Path,
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_server_is_gone_when_its_command_is_ended_by_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     program = tmp_path / "python"
-    program.write_text(f'#!/bin/sh\necho $$ > {tmp_path}/pid\necho "Serving m at http://h:1"\nexec sleep 60\n')
+    program.write_text(f'#!/bin/sh\necho $$ > {tmp_path}/pid\necho "Serving m at http://h:1" >&2\nexec sleep 60\n')
     program.chmod(0o700)
     code = f"import signal; signal.signal({int(number)}, signal.SIG_DFL)\n"  # under nohup it is ignored
     code += "import sys, time; from headrace.cli import child; child.COMMAND = (sys.argv[1],)\n"
@@ -76,9 +75,11 @@ def test_a_second_ctrl_c_is_announced_and_ends_streams_with_an_error_event(tmp_p
     command = [*COMMAND, "serve", *arguments, "--port", "0", "--drain-timeout", "600"]
     log = tmp_path / "log"
     with log.open("w") as stderr:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, process_group=0)
-    assert process.stdout is not None
-    url = child._wait_for_url(process.stdout, [], threading.Thread())
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, process_group=0)
+    while (found := child.URL_LINE.search(log.read_text())) is None:
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.05)
+    url = found.group(1)
     asked = {"model": "headrace-tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 400, "n": 16}
     answer = ApiClient(url).chat({**asked, "ignore_eos": True})
     next(answer)
@@ -88,7 +89,6 @@ def test_a_second_ctrl_c_is_announced_and_ends_streams_with_an_error_event(tmp_p
     with pytest.raises(ServerFailed, match="shut down before the answer was complete"):
         list(answer)
     assert process.wait(30) == 75
-    process.stdout.close()
     assert "draining 1 requests for up to 600 s; Ctrl-C again ends them now" in log.read_text()
 
 
