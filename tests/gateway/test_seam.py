@@ -51,7 +51,7 @@ async def test_a_seed_is_the_clients_or_drawn(bench: TestBench) -> None:
 async def test_what_the_model_cannot_take_is_refused_before_anything_runs(bench: TestBench) -> None:
     with pytest.raises(ContextLengthExceeded):
         await prepared(bench, PlainPrompts(prompts=[[5] * MAX_MODEL_LEN]))
-    with pytest.raises(InvalidRequest, match="max_tokens"):
+    with pytest.raises(ContextLengthExceeded, match=f"maximum context length is {MAX_MODEL_LEN} tokens.*you requested 600 tokens"):
         await prepared(bench, PlainPrompts(prompts=[[5] * 500]), max_tokens=100)
     with pytest.raises(InvalidRequest, match="token ids"):
         await prepared(bench, PlainPrompts(prompts=[[10**6]]))
