@@ -164,9 +164,10 @@ def test_a_server_started_for_a_chat_is_asked_with_the_key_it_was_started_with(m
 
 
 def read_until(terminal: int, word: str) -> str:
-    """What the terminal shows, up to and including `word`."""
+    """What the terminal shows, up to and including `word`; nothing new for a minute is a failure."""
     shown = ""
     while word not in shown:
+        assert select.select([terminal], [], [], 60.0)[0], f"{word!r} was not shown: {shown}"
         shown += os.read(terminal, 4096).decode()
     return shown
 
@@ -200,7 +201,7 @@ class Seen(list):
 
 server = ScriptedServer([["one", " two", "<wait>"], ["fine"]], ["tiny"])
 server.seen = Seen()
-print("Serving tiny at", server.url, flush=True)
+print("Serving tiny at", server.url, file=sys.stderr, flush=True)
 server.serve_forever(0.01)  # ends on SIGTERM, and would on SIGINT
 """
 WITH_ITS_OWN_SERVER = """
