@@ -23,7 +23,7 @@ from headrace.core.errors import ConfigError
 Value = TypeVar("Value")
 Raw = dict[str, object]
 MAX_FILE_BYTES = 1 << 20
-TOP_LEVEL = ("drain_timeout_s", "run_dir", "allow_open", "block_key", "experimental")
+TOP_LEVEL = ("drain_timeout_s", "run_dir", "allow_open", "block_key", "log_format", "experimental")
 """Keys without a section: HEADRACE_DRAIN_TIMEOUT_S."""
 
 ELSEWHERE = {"gateway.models": "Declare models at the top level.", "gateway.timeouts.drain_s": "Set drain_timeout_s at the top level."}
