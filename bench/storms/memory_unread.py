@@ -22,7 +22,7 @@ from bench.storms.common import Client, Peak, Served, post, served, statuses, wr
 from bench.stream_cost import percentiles
 from headrace.lab.environment import commit_of, environment
 
-CAPTION = "A machine with other work on it: times are noise, CPU and memory are not."
+CAPTION = "Times depend on what else the machine did (environment.load_average); processor time and memory do not."
 
 PROMPT = "The quick brown fox jumps over the lazy dog. What is the capital of France? " * 110
 

@@ -30,7 +30,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results" / "storms"
-CAPTION = "A machine with other work on it: times are noise, counts and memory are not."
+CAPTION = "Times depend on what else the machine did (load_average before the storms); counts and memory do not."
 MODEL = "headrace-tiny"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LOOP = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
@@ -327,9 +327,11 @@ def main() -> None:
     cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
     path = RESULTS / f"text-{commit}.json"
     known = json.loads(path.read_text(encoding="utf-8"))["storms"] if path.exists() else {}  # storms may be measured one by one
+    load_average = os.getloadavg()
     figures = known | measure(given.source.resolve(), given.only)
     RESULTS.mkdir(parents=True, exist_ok=True)
-    made = {"commit": commit, "machine": f"{cpu}, {os.cpu_count()} cores", "caption": CAPTION, "storms": figures}
+    machine = f"{cpu}, {os.cpu_count()} cores"
+    made = {"commit": commit, "machine": machine, "caption": CAPTION, "load_average": load_average, "storms": figures}
     path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
 
 
