@@ -157,6 +157,8 @@ def test_variables_that_nothing_reads_are_named() -> None:
         "HEADRACE_PORT is not read. Did you mean HEADRACE_GATEWAY__PORT?",
         "HEADRACE_XYZZY is not read.",
     ]
+    [said] = unread_variables({"HEADRACE_API_KEYS": "k"})  # a server that its operator takes for a closed one
+    assert said.startswith("HEADRACE_API_KEYS is not read.")
     assert list(unread_variables({"HEADRACE_PORT": "tcp://10.0.0.1:8000"})) == []
 
 

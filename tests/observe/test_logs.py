@@ -120,3 +120,10 @@ def test_what_a_child_prints_beside_its_log_is_a_line_as_it_is(line: str) -> Non
     event = json.loads(written.getvalue())
     assert (event["message"], event["process"], event["level"]) == (line, "tiny-0", "info")
     assert abs(datetime.fromisoformat(event["time"]).timestamp() - datetime.now(UTC).timestamp()) < 60
+
+
+def test_a_line_nested_too_deeply_is_a_line_like_others(caplog: pytest.LogCaptureFixture) -> None:
+    """It ended the task that reads a child's output, and the child stopped at a full pipe."""
+    with caplog.at_level(logging.INFO):
+        relay("[" * 60_000, "r0")
+    assert caplog.records

@@ -66,6 +66,21 @@ def test_a_stopped_reader_costs_lines_not_requests(tmp_path: Path) -> None:
     log.close()
 
 
+def test_a_full_pipe_that_does_not_block_costs_lines_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer tried again for as long as the reader was stopped: a core, and the interpreter's lock."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    monkeypatch.setitem(request_log.STREAMS, "stdout", writing)
+    log = RequestLog("stdout", LogFormat.JSON)
+    for _ in range(1000):
+        log.write(record(detail="x" * 200))
+    log.close()
+    assert log.num_dropped > 0
+    assert log.num_dropped < 1000
+    os.close(reading)
+    os.close(writing)
+
+
 def test_no_log_is_no_thread() -> None:
     log = RequestLog("off")
     log.write(record())

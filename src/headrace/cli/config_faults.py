@@ -178,7 +178,7 @@ def unread_variables(environment: Mapping[str, str]) -> Iterator[str]:
     """A line for each variable that looks like ours and is not read. What Kubernetes sets for a service named headrace is left alone."""
     known = {name for name, _ in variables(environment, ENV_PREFIX)}
     for name, value in sorted(environment.items()):
-        if not name.startswith(ENV_PREFIX) or name in known or name.startswith(OTHER_VARIABLES) or _is_service(name, value):
+        if not name.startswith(ENV_PREFIX) or name in known or name in OTHER_VARIABLES or _is_service(name, value):
             continue
         nearest = nearest_variable(ServeConfig, name, ENV_PREFIX)
         yield f"{name} is not read." + (f" Did you mean {nearest}?" if nearest else "")

@@ -47,8 +47,10 @@ class Option:
         """Raises ConfigError when `value` is none of `one_of`, or outside `low`..`high`. None is what an option nobody set has."""
         if self.one_of and value not in self.one_of:
             raise ConfigError(name, f"{value!r} is not one of {', '.join(self.one_of)}")
-        if self.low is None or not isinstance(value, int):
+        if self.low is None or value is None:
             return
+        if type(value) is not int:
+            raise ConfigError(name, f"{value!r} is not a whole number")
         if self.high is None and value < self.low:
             raise ConfigError(name, f"{value} is not positive" if self.low == 1 else f"{value} is less than {self.low}")
         if self.high is not None and not self.low <= value <= self.high:

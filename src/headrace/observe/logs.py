@@ -110,7 +110,7 @@ def relay(line: str, child: str) -> None:
         )
         record.created = datetime.fromisoformat(event["time"]).timestamp()
         record.exc_text = event.get("exception")
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         record = logging.LogRecord(__name__, logging.INFO, "", 0, line, None, None)
     record.child = child
     logging.getLogger(record.name).handle(record)

@@ -156,7 +156,11 @@ class RequestLog:
         data = memoryview(line.encode("utf-8", "replace") + b"\n")
         try:
             while data:
-                data = data[file.write(data) :]
+                num_written = file.write(data)
+                if num_written is None:  # a pipe that does not block, and its reader has stopped
+                    self.num_dropped += 1
+                    return
+                data = data[num_written:]
         except OSError:  # disk full, or the reader is gone
             self.num_dropped += 1
 

@@ -36,9 +36,12 @@ class StopSignals:
             self.hard.set_result(None)
 
     def close(self) -> None:
-        """Gives the signals back their default meaning."""
+        """Gives the signals back their default meaning. Where somebody asked twice they have none: the process ends, and a third one
+        must not change what it says by its exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(number)
+            if self.hard.done():
+                signal.signal(number, signal.SIG_IGN)
 
 
 async def first_of(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:

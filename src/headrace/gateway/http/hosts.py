@@ -1,8 +1,8 @@
 """Host and Origin: a page in somebody's browser must not reach a server on loopback through a rebound DNS name.
 
-Bound to loopback, only loopback names are answered; bound elsewhere, any name, unless the operator lists the allowed ones. A browser's
-Origin must be the very host it talks to, or one that the operator lists (`http.origins`). Neither has a part in routing or in who may do
-what.
+Bound to loopback, only loopback names are answered, and those that the operator lists; bound elsewhere, any name, or only the listed
+ones. A browser's Origin must be the very host it talks to, or one that the operator lists (`http.origins`). Neither has a part in routing
+or in who may do what.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _HOST = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::
 class HostCheck:
     def __init__(self, bound_to: str, allowed_hosts: Sequence[str]) -> None:
         self._allowed: frozenset[str] | None = frozenset(name.lower() for name in allowed_hosts) or None
-        if self._allowed is None and is_loopback(bound_to):
-            self._allowed = LOOPBACK_NAMES | {bound_to.lower()}
+        if is_loopback(bound_to):
+            self._allowed = LOOPBACK_NAMES | {bound_to.lower()} | (self._allowed or set())
 
     def __call__(self, exchange: Exchange, *, is_probe: bool) -> str:
         """The Host of a request that may be answered; empty where an HTTP/1.0 client sent none, which only probes do.
