@@ -64,5 +64,6 @@ def test_a_storm_of_unread_log_probabilities_is_bounded_and_given_back(quiet_sit
             time.sleep(0.02)
     time.sleep(3.5)
     kept = resident_bytes(pid)
+    assert peak - idle > 4 << 20, "nothing was let in: a storm of refusals shows nothing"
     assert peak - idle < MAX_OVER_IDLE
     assert kept - idle < MAX_KEPT

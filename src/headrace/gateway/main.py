@@ -35,8 +35,9 @@ REFUSED = 2
 CANNOT_BIND = 1
 CUT = 75
 SWITCH_S = 0.0005
-"""How long the thread that encodes large answers keeps the event loop waiting, each time the loop comes back from the operating system:
-every send, receive and drawn request id lets go of the interpreter. Python's own 5 ms made seconds under a storm."""
+"""How long another thread (the request log's, gRPC's) keeps the event loop waiting, each time the loop comes back from the operating
+system: every send, receive and drawn request id lets go of the interpreter. With Python's own 5 ms a thread that encoded answers, which is
+no more, made seconds of it under a storm; not measured since."""
 
 YOUNG_OBJECTS = 50_000
 """Objects made and not yet freed between two collections of the youngest: more than the rows of a large frame. With Python's 700 a frame
