@@ -10,12 +10,12 @@ from itertools import pairwise
 
 from bench.harness import Machine, Measure, Table, finished, requests_for
 from headrace.engine.config import EngineConfig
-from headrace.lab.datasets import LoadRequest, Shape
+from headrace.lab.datasets import LoadRequest, WorkloadShape
 from headrace.lab.metrics import percentile
 from headrace.lab.offline import run_offline
 
 NUM_STREAMS = 4
-STREAM = Shape(input_tokens=16, output_tokens=160)
+STREAM = WorkloadShape(input_tokens=16, output_tokens=160)
 NUM_LONG = 3
 LONG_TOKENS = 900
 STEP_TOKENS = 64
@@ -52,7 +52,7 @@ def run(machine: Machine, number: int) -> Mapping[str, float]:
     alone = finished(run_offline(machine.engine, machine.collector, streams)).duration_s
     longs = [
         LoadRequest(request.prompt_ids, 1)
-        for request in requests_for(machine, NUM_LONG, Shape(input_tokens=LONG_TOKENS, output_tokens=1), seed=number)
+        for request in requests_for(machine, NUM_LONG, WorkloadShape(input_tokens=LONG_TOKENS, output_tokens=1), seed=number)
     ]
     arrivals = [0.0] * NUM_STREAMS + [alone * (index + 1) / (NUM_LONG + 1) for index in range(NUM_LONG)]
     done = finished(run_offline(machine.engine, machine.collector, [*streams, *longs], arrivals))

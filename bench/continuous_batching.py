@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from bench.harness import Machine, Measure, Table, finished, requests_for
 from headrace.engine.config import EngineConfig
-from headrace.lab.datasets import Shape
+from headrace.lab.datasets import WorkloadShape
 from headrace.lab.metrics import summarize
 from headrace.lab.offline import run_offline
 
 NUM_REQUESTS = 64
 BATCH = 16
-SHAPE = Shape(input_tokens=64, output_tokens=64, spread=0.9)
+SHAPE = WorkloadShape(input_tokens=64, output_tokens=64, spread=0.9)
 
 
 def table(base: EngineConfig) -> Table:

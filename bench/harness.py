@@ -14,7 +14,7 @@ from pathlib import Path
 from headrace.engine.build import build_engine
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine
-from headrace.lab.datasets import LoadRequest, Shape, make_requests
+from headrace.lab.datasets import LoadRequest, WorkloadShape, make_requests
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 from headrace.lab.offline import Collector, OfflineRun
 from headrace.lab.report import write_json
@@ -123,7 +123,7 @@ def replace_block(page: Path, name: str, text: str) -> None:
     page.write_text(page.read_text(encoding="utf-8").replace(old.join(marks), text.join(marks)), encoding="utf-8")
 
 
-def requests_for(machine: Machine, count: int, shape: Shape, *, seed: int) -> list[LoadRequest]:
+def requests_for(machine: Machine, count: int, shape: WorkloadShape, *, seed: int) -> list[LoadRequest]:
     """Prompts of `shape` from the model's own vocabulary. Equal for equal seeds and models, whatever the configuration."""
     vocab_size = machine.engine.info.vocab_size
     fitted = replace(shape, low_id=min(shape.low_id, vocab_size // 2), high_id=min(shape.high_id, vocab_size))

@@ -35,22 +35,22 @@ from bench.smoke.trees import Side
 from headrace.core.errors import ConfigError
 from headrace.engine.config import QUANTIZATIONS, EngineConfig
 from headrace.fleet.weights import resolve_model
-from headrace.lab.datasets import Shape, make_requests
+from headrace.lab.datasets import WorkloadShape, make_requests
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 from headrace.lab.offline import run_offline
 from headrace.lab.pairs import paired_ratio
 from headrace.tensor.host.cache_folder import cache_root
 
-STREAM = Shape(input_tokens=32, output_tokens=64)
-UNIQUE, NUM_UNIQUE = Shape(input_tokens=480, output_tokens=8), 32
-FEW_STREAM = Shape(input_tokens=8, output_tokens=16)
-FEW_UNIQUE, NUM_FEW_UNIQUE = Shape(input_tokens=128, output_tokens=8), 8
+STREAM = WorkloadShape(input_tokens=32, output_tokens=64)
+UNIQUE, NUM_UNIQUE = WorkloadShape(input_tokens=480, output_tokens=8), 32
+FEW_STREAM = WorkloadShape(input_tokens=8, output_tokens=16)
+FEW_UNIQUE, NUM_FEW_UNIQUE = WorkloadShape(input_tokens=128, output_tokens=8), 8
 """For a model given by its folder, which takes a thousand times longer per token than the bundled one."""
 PARTS = ("streaming", "prefixes", "overlap")
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
 
 
-def offline_seconds(machine: Machine, count: int, shape: Shape, seed: int) -> float:
+def offline_seconds(machine: Machine, count: int, shape: WorkloadShape, seed: int) -> float:
     return finished(run_offline(machine.engine, machine.collector, make_requests(count, shape, seed=seed))).duration_s
 
 
@@ -67,7 +67,7 @@ def thread_seconds(pid: int) -> dict[str, float]:
     return found
 
 
-def streamed(target: Server, clients: int, shape: Shape, seed: int) -> tuple[float, dict[str, float]]:
+def streamed(target: Server, clients: int, shape: WorkloadShape, seed: int) -> tuple[float, dict[str, float]]:
     """(seconds, CPU seconds per thread and second); threads that ended meanwhile are left out."""
     before, began = thread_seconds(target.pid), time.monotonic()
     seconds = target.stream_seconds(seed, count=clients, shape=shape)
@@ -76,7 +76,7 @@ def streamed(target: Server, clients: int, shape: Shape, seed: int) -> tuple[flo
     return seconds, {name: (after[name] - before.get(name, 0.0)) / spent for name in after}
 
 
-def streaming(base: EngineConfig, clients: int, shape: Shape, rounds: int) -> dict[str, object]:
+def streaming(base: EngineConfig, clients: int, shape: WorkloadShape, rounds: int) -> dict[str, object]:
     """Round 0 warms up and is not kept. Each round the two change places."""
     pairs: list[tuple[float, float]] = []
     threads: list[dict[str, float]] = []
@@ -97,17 +97,17 @@ def streaming(base: EngineConfig, clients: int, shape: Shape, rounds: int) -> di
     return {"clients": clients, **_summary("offline", "streamed", pairs[1:]), "cpu_per_second": threads[1:]}
 
 
-def prefixes(base: EngineConfig, count: int, shape: Shape, rounds: int) -> dict[str, object]:
+def prefixes(base: EngineConfig, count: int, shape: WorkloadShape, rounds: int) -> dict[str, object]:
     machines = {name: build(replace(base, enable_prefix_caching=on, max_num_seqs=8)) for name, on in (("off", False), ("on", True))}
     return in_turns(machines, count, shape, rounds)
 
 
-def overlap(base: EngineConfig, count: int, shape: Shape, rounds: int) -> dict[str, object]:
+def overlap(base: EngineConfig, count: int, shape: WorkloadShape, rounds: int) -> dict[str, object]:
     machines = {f"depth {depth}": build(replace(base, depth=depth)) for depth in (1, 2)}
     return {"streams": count, **in_turns(machines, count, shape, rounds)}
 
 
-def in_turns(machines: Mapping[str, Machine], count: int, shape: Shape, rounds: int) -> dict[str, object]:
+def in_turns(machines: Mapping[str, Machine], count: int, shape: WorkloadShape, rounds: int) -> dict[str, object]:
     """Two machines with the same requests, offline. Round 0 warms up; each round the two change places."""
     pairs = []
     for number in range(rounds + 1):

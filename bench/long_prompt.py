@@ -24,7 +24,7 @@ from bench.peers.engines import peak_of
 from headrace.core.errors import ConfigError
 from headrace.engine.config import KV_CACHE_DTYPES, QUANTIZATIONS, EngineConfig
 from headrace.fleet.weights import resolve_model
-from headrace.lab.datasets import LoadRequest, Shape
+from headrace.lab.datasets import LoadRequest, WorkloadShape
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 from headrace.lab.metrics import percentile
 from headrace.lab.offline import run_offline
@@ -33,7 +33,7 @@ STREAM_PROMPT = 16
 ALONE_TOKENS = 16
 """What each stream has said before the long prompt comes."""
 ANSWER_TOKENS = 8
-NEWCOMER = Shape(input_tokens=64, output_tokens=2)
+NEWCOMER = WorkloadShape(input_tokens=64, output_tokens=2)
 NEWCOMER_EVERY_S = 4.0
 
 
@@ -49,13 +49,13 @@ def measure(
     dearer = 1.0 + tokens / (2 * costly) if costly else 1.0  # on average, see `policy.schedule.price`
     asked = tokens * dearer + newcomers * (NEWCOMER.input_tokens + NEWCOMER.output_tokens)
     num_steps = math.ceil(1.1 * asked / (step_tokens - streams))
-    shape = Shape(input_tokens=STREAM_PROMPT, output_tokens=ALONE_TOKENS)
+    shape = WorkloadShape(input_tokens=STREAM_PROMPT, output_tokens=ALONE_TOKENS)
     alone = [requests_for(machine, streams, shape, seed=seed) for seed in (0, 4)]  # another prompt each: the second finds no prefix
     seconds = min(finished(run_offline(machine.engine, machine.collector, requests)).duration_s for requests in alone)
     before = peak_of(os.getpid())
-    shape = Shape(input_tokens=STREAM_PROMPT, output_tokens=4 * ALONE_TOKENS + num_steps + ANSWER_TOKENS)
+    shape = WorkloadShape(input_tokens=STREAM_PROMPT, output_tokens=4 * ALONE_TOKENS + num_steps + ANSWER_TOKENS)
     flowing = requests_for(machine, streams, shape, seed=1)
-    long = requests_for(machine, 1, Shape(input_tokens=tokens, output_tokens=1), seed=2)[0]
+    long = requests_for(machine, 1, WorkloadShape(input_tokens=tokens, output_tokens=1), seed=2)[0]
     short = requests_for(machine, newcomers, NEWCOMER, seed=3)
     arrivals = [0.0] * streams + [seconds] + [seconds + every_s * (i + 0.5) for i in range(newcomers)]
     requests = [*flowing, LoadRequest(long.prompt_ids, ANSWER_TOKENS), *short]

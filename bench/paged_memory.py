@@ -10,7 +10,7 @@ from dataclasses import replace
 from bench.harness import Machine, Measure, Table, finished, requests_for
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
-from headrace.lab.datasets import Shape
+from headrace.lab.datasets import WorkloadShape
 from headrace.lab.metrics import summarize
 from headrace.lab.offline import run_offline
 
@@ -19,7 +19,7 @@ MAX_MODEL_LEN = 512
 BLOCK_SIZE = 16
 PLACES = 4
 """Sequences that the preallocated pool holds: the pool is PLACES * MAX_MODEL_LEN tokens in both variants."""
-SHAPE = Shape(input_tokens=48, output_tokens=48, spread=0.5)
+SHAPE = WorkloadShape(input_tokens=48, output_tokens=48, spread=0.5)
 
 
 def table(base: EngineConfig) -> Table:

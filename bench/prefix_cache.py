@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from bench.harness import Machine, Measure, Table, finished, requests_for
 from headrace.engine.config import EngineConfig
-from headrace.lab.datasets import Shape
+from headrace.lab.datasets import WorkloadShape
 from headrace.lab.metrics import summarize
 from headrace.lab.offline import OfflineRun, run_offline
 
 NUM_REQUESTS = 32
-SHARED = Shape(input_tokens=480, output_tokens=8, prefix_tokens=448, num_prefixes=2)
-UNIQUE = Shape(input_tokens=480, output_tokens=8)
+SHARED = WorkloadShape(input_tokens=480, output_tokens=8, prefix_tokens=448, num_prefixes=2)
+UNIQUE = WorkloadShape(input_tokens=480, output_tokens=8)
 
 
 def table(base: EngineConfig) -> Table:
@@ -54,5 +54,5 @@ def run(machine: Machine, number: int) -> Mapping[str, float]:
     }
 
 
-def _run(machine: Machine, shape: Shape, seed: int) -> OfflineRun:
+def _run(machine: Machine, shape: WorkloadShape, seed: int) -> OfflineRun:
     return finished(run_offline(machine.engine, machine.collector, requests_for(machine, NUM_REQUESTS, shape, seed=seed)))

@@ -24,8 +24,8 @@ from bench.peers.rows import HIGH_ID, LOW_ID, Figure
 from bench.peers.run import Turn, parser_of, take_turns
 from bench.peers.servers import MODEL_NAME, ServerLaunch, flags_of, serving
 from headrace.lab.arrivals import send_times
-from headrace.lab.datasets import Shape, make_requests
-from headrace.lab.loadgen import Target, run_load
+from headrace.lab.datasets import WorkloadShape, make_requests
+from headrace.lab.loadgen import LoadTarget, run_load
 from headrace.lab.metrics import LoadReport, Slo, parse_slo, summarize
 
 ENGINES = ("headrace", "llama.cpp", "vllm")
@@ -33,8 +33,8 @@ CAPACITY = "http-capacity"
 RATES: Mapping[str, float] = {"http-40": 0.4, "http-80": 0.8}
 """Row -> share of the capacity that is offered."""
 NUM_REQUESTS = 32
-WORKLOAD = Shape(input_tokens=128, output_tokens=64, spread=0.5, low_id=LOW_ID, high_id=HIGH_ID)
-WARM_UP = Shape(input_tokens=32, output_tokens=4, low_id=LOW_ID, high_id=HIGH_ID)
+WORKLOAD = WorkloadShape(input_tokens=128, output_tokens=64, spread=0.5, low_id=LOW_ID, high_id=HIGH_ID)
+WARM_UP = WorkloadShape(input_tokens=32, output_tokens=4, low_id=LOW_ID, high_id=HIGH_ID)
 WARM_UPS = 2
 REQUEST_TIMEOUT_S = 240.0
 """From the intended send time: no load lasts longer than its schedule and this."""
@@ -54,11 +54,11 @@ class Load:
     seed: int
     slo: Slo
     num_requests: int = NUM_REQUESTS
-    shape: Shape = WORKLOAD
+    shape: WorkloadShape = WORKLOAD
     timeout_s: float = REQUEST_TIMEOUT_S
 
     def run(self, url: str) -> LoadReport:
-        target = Target(url=url, model=MODEL_NAME, timeout_s=self.timeout_s)
+        target = LoadTarget(url=url, model=MODEL_NAME, timeout_s=self.timeout_s)
         times = send_times(self.num_requests, rate=self.rate, seed=self.seed)
         requests = make_requests(self.num_requests, self.shape, seed=self.seed)
         return summarize(asyncio.run(run_load(target, requests, times)), self.slo)

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.smoke.trees import Side, SmokeError
-from headrace.lab.datasets import Shape, make_requests
-from headrace.lab.loadgen import Target, run_load
+from headrace.lab.datasets import WorkloadShape, make_requests
+from headrace.lab.loadgen import LoadTarget, run_load
 
 WORKER = Path(__file__).with_name("worker.py")
 SERVED = "headrace-tiny"
 START_TIMEOUT_S, END_TIMEOUT_S, POLL_S = 60.0, 10.0, 0.01
-STREAMS = Shape(input_tokens=32, output_tokens=48)
+STREAMS = WorkloadShape(input_tokens=32, output_tokens=48)
 NUM_STREAMS = 16
 
 
@@ -92,7 +92,7 @@ class Server:
     def __init__(self, process: subprocess.Popen[str], port: int, start_s: float) -> None:
         self.start_s = start_s
         self._process = process
-        self._target = Target(url=f"http://127.0.0.1:{port}", model=SERVED)
+        self._target = LoadTarget(url=f"http://127.0.0.1:{port}", model=SERVED)
 
     @property
     def pid(self) -> int:
@@ -103,7 +103,7 @@ class Server:
         """Ask it to; waiting is its block's."""
         self._process.terminate()
 
-    def stream_seconds(self, seed: int, *, count: int = NUM_STREAMS, shape: Shape = STREAMS) -> float:
+    def stream_seconds(self, seed: int, *, count: int = NUM_STREAMS, shape: WorkloadShape = STREAMS) -> float:
         """Seconds until the last of `count` streams begun together has ended."""
         records = asyncio.run(run_load(self._target, make_requests(count, shape, seed=seed), [0.0] * count))
         errors = [record.error for record in records if record.error]

@@ -23,7 +23,7 @@ import headrace
 from headrace.engine.build import build_engine
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine
-from headrace.lab.datasets import Shape, make_requests
+from headrace.lab.datasets import WorkloadShape, make_requests
 from headrace.lab.fake_runner import FakeOptions, fake_engine
 from headrace.lab.offline import Collector, OfflineRun, run_offline
 
@@ -74,11 +74,11 @@ class Workload:
             return self.scheduler(seed)
         kind, _, precision = row.partition(" ")
         if kind == "prefill":
-            return self.run(precision, 1, Shape(input_tokens=PREFILL_TOKENS, output_tokens=1), seed).duration_s
-        run = self.run(precision, DECODE[kind], Shape(input_tokens=PROMPT_TOKENS, output_tokens=DECODE_TOKENS), seed)
+            return self.run(precision, 1, WorkloadShape(input_tokens=PREFILL_TOKENS, output_tokens=1), seed).duration_s
+        run = self.run(precision, DECODE[kind], WorkloadShape(input_tokens=PROMPT_TOKENS, output_tokens=DECODE_TOKENS), seed)
         return statistics.median(after - before for before, after in itertools.pairwise(run.records[0].chunk_s))
 
-    def run(self, precision: str, count: int, shape: Shape, seed: int) -> OfflineRun:
+    def run(self, precision: str, count: int, shape: WorkloadShape, seed: int) -> OfflineRun:
         engine, collector = self.engines[precision]
         run = run_offline(engine, collector, make_requests(count, shape, seed=seed))
         errors = [record.error for record in run.records if record.error]
@@ -93,7 +93,7 @@ class Workload:
         engine = fake_engine(collector, FakeOptions(verify=False), EngineConfig(model="fake", max_num_seqs=RUNNING))
         timed = Timed(engine.scheduler)
         engine.scheduler = timed  # type: ignore[assignment]
-        run_offline(engine, collector, make_requests(REQUESTS, Shape(input_tokens=64, output_tokens=16, spread=0.5), seed=seed))
+        run_offline(engine, collector, make_requests(REQUESTS, WorkloadShape(input_tokens=64, output_tokens=16, spread=0.5), seed=seed))
         return timed.seconds
 
 

@@ -13,7 +13,7 @@ from headrace.cli import bench_offline
 from headrace.cli.bench_common import make_shape
 from headrace.cli.bench_offline import latency, throughput
 from headrace.cli.bench_serve import serve
-from headrace.cli.exits import ExitCode, UsageRefused
+from headrace.cli.exits import CommandExitCode, UsageRefused
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine
 from headrace.lab import environment
@@ -66,7 +66,7 @@ def test_serve_says_why_when_nothing_was_answered(as_json: bool, capsys: pytest.
     """It printed thirty lines of "inf"."""
     with scripted_server(429, 503, 429) as server, pytest.raises(typer.Exit) as ended:
         serve(url=server.url, num_prompts=3, bandwidth=False, as_json=as_json)
-    assert ended.value.exit_code == ExitCode.FAILED
+    assert ended.value.exit_code == CommandExitCode.FAILED
     out, error = capsys.readouterr()
     assert error.splitlines()[0] == "headrace: no request was answered"
     assert "3 of 3 requests failed:\n  2 x 429 error\n  1 x 503 error\n" in error

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from headrace.cli import child
 from headrace.cli.chat_session import ChatSession
 from headrace.cli.client import ApiClient, server_root
-from headrace.cli.exits import ExitCode, ServerFailed
+from headrace.cli.exits import CommandExitCode, ServerFailed
 from headrace.cli.main import app
 from tests.cli.scripted import ScriptedServer, scripted_server
 from tests.house.reader import ROOT
@@ -136,13 +136,13 @@ def test_chat_works_in_a_pipe() -> None:
 def test_chat_exits_with_the_servers_failure() -> None:
     with scripted_server(429) as server:
         done = headrace("chat", "--url", server.url, text="hi\n")
-    assert done.returncode == ExitCode.SERVER
+    assert done.returncode == CommandExitCode.SERVER
     assert "answered 429: the queue is full" in done.stderr
     done = headrace("chat", "--url", server.url, text="hi\n")
-    assert done.returncode == ExitCode.SERVER
+    assert done.returncode == CommandExitCode.SERVER
     assert "Is a server running there?" in done.stderr
     done = headrace("chat", "folder", "--url", server.url)
-    assert done.returncode == ExitCode.USAGE
+    assert done.returncode == CommandExitCode.USAGE
 
 
 @pytest.mark.parametrize("keys", ["sk-of-the-shell", "sk-of-the-shell sk-another"])
@@ -252,7 +252,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_chats_own_server(tmp_path: Path) -> 
         assert "fine" in read_until(terminal, "fine")
         press_until(terminal, b"\x03", "leave, or Ctrl-D.)")  # what was typed between is no first one of two
         press_until(terminal, b"\x03", "")
-        assert process.wait(30) == ExitCode.INTERRUPTED
+        assert process.wait(30) == CommandExitCode.INTERRUPTED
     finally:
         process.kill()
         os.close(terminal)
@@ -274,5 +274,5 @@ def test_terminal_prompts_answers_and_leaves_on_interrupt() -> None:
         interrupt(process)
         _, stderr = process.communicate(timeout=60)
         os.close(terminal)
-    assert process.returncode == ExitCode.INTERRUPTED
+    assert process.returncode == CommandExitCode.INTERRUPTED
     assert b"Traceback" not in stderr

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 import typer.main
 
-from headrace.cli.exits import CODES, ExitCode, exit_code_of
+from headrace.cli.exits import CODES, CommandExitCode, exit_code_of
 from headrace.cli.main import app, main
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, InvalidRequest
 
@@ -108,31 +108,41 @@ def test_version_is_the_packages(headrace: Headrace) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "what"),
     [
-        (["serv"], ExitCode.USAGE, "Did you mean 'serve'"),
-        (["serve", "--max-modl-len", "5"], ExitCode.USAGE, "Did you mean --max-model-len?"),
-        (["serve", "--no-enable-chunked-prefil"], ExitCode.USAGE, "Did you mean --no-enable-chunked-prefill?"),
-        (["serve", "--tensor-paralel-size", "2"], ExitCode.USAGE, "--tensor-parallel-size: not supported. Only 1 is accepted."),
-        (["bench", "serve", "--num-promts", "2"], ExitCode.USAGE, "Did you mean --num-prompts?"),
-        (["--versoin"], ExitCode.USAGE, "Did you mean --version?"),
-        (["serve", "--xyzzy"], ExitCode.USAGE, "No such option: --xyzzy\n"),
-        (["serve", "--max-model-len", "many"], ExitCode.USAGE, "--max-model-len"),
-        (["serve", "--tensor-parallel-size", "2"], ExitCode.USAGE, "--replicas"),
-        (["serve", "a", "--model", "b"], ExitCode.USAGE, "give one of them"),
-        (["serve", "/absent/folder"], ExitCode.CONFIG, "headrace: MODEL: '/absent/folder' is neither a folder"),
-        (["serve", "--model", "/absent/folder"], ExitCode.CONFIG, "headrace: --model: '/absent/folder' is neither a folder"),
-        (["serve", "--max-num-seqs", "0"], ExitCode.CONFIG, "headrace: --max-num-seqs: 0 is outside"),
-        (["serve", "--gpu-memory-utilization", "3"], ExitCode.CONFIG, "headrace: --gpu-memory-utilization: 3.0 is outside"),
-        (["serve", "--gpu-memory-utilization", "3", "--memory-fraction=4"], ExitCode.CONFIG, "headrace: --memory-fraction: 4.0 is outside"),
-        (["serve", "--api-key", "short"], ExitCode.CONFIG, "headrace: --api-key: is shorter"),
-        (["serve", "--served-model-name", "a", "--served-model-name", "a"], ExitCode.CONFIG, "headrace: --served-model-name: 'a' is"),
-        (["serve", "--config", "/absent.yaml"], ExitCode.CONFIG, "/absent.yaml"),
-        (["models", "/absent"], ExitCode.CONFIG, "no model folder"),
-        (["replay", "/absent"], ExitCode.CONFIG, "cannot be read"),
-        (["chat", "--url", "ftp://x"], ExitCode.SERVER, "not an http(s) URL"),
-        ([], ExitCode.USAGE, "Usage: headrace"),
+        (["serv"], CommandExitCode.USAGE, "Did you mean 'serve'"),
+        (["serve", "--max-modl-len", "5"], CommandExitCode.USAGE, "Did you mean --max-model-len?"),
+        (["serve", "--no-enable-chunked-prefil"], CommandExitCode.USAGE, "Did you mean --no-enable-chunked-prefill?"),
+        (["serve", "--tensor-paralel-size", "2"], CommandExitCode.USAGE, "--tensor-parallel-size: not supported. Only 1 is accepted."),
+        (["bench", "serve", "--num-promts", "2"], CommandExitCode.USAGE, "Did you mean --num-prompts?"),
+        (["--versoin"], CommandExitCode.USAGE, "Did you mean --version?"),
+        (["serve", "--xyzzy"], CommandExitCode.USAGE, "No such option: --xyzzy\n"),
+        (["serve", "--max-model-len", "many"], CommandExitCode.USAGE, "--max-model-len"),
+        (["serve", "--tensor-parallel-size", "2"], CommandExitCode.USAGE, "--replicas"),
+        (["serve", "a", "--model", "b"], CommandExitCode.USAGE, "give one of them"),
+        (["serve", "/absent/folder"], CommandExitCode.CONFIG, "headrace: MODEL: '/absent/folder' is neither a folder"),
+        (["serve", "--model", "/absent/folder"], CommandExitCode.CONFIG, "headrace: --model: '/absent/folder' is neither a folder"),
+        (["serve", "--max-num-seqs", "0"], CommandExitCode.CONFIG, "headrace: --max-num-seqs: 0 is outside"),
+        (["serve", "--gpu-memory-utilization", "3"], CommandExitCode.CONFIG, "headrace: --gpu-memory-utilization: 3.0 is outside"),
+        (
+            ["serve", "--gpu-memory-utilization", "3", "--memory-fraction=4"],
+            CommandExitCode.CONFIG,
+            "headrace: --memory-fraction: 4.0 is outside",
+        ),
+        (["serve", "--api-key", "short"], CommandExitCode.CONFIG, "headrace: --api-key: is shorter"),
+        (
+            ["serve", "--served-model-name", "a", "--served-model-name", "a"],
+            CommandExitCode.CONFIG,
+            "headrace: --served-model-name: 'a' is",
+        ),
+        (["serve", "--config", "/absent.yaml"], CommandExitCode.CONFIG, "/absent.yaml"),
+        (["models", "/absent"], CommandExitCode.CONFIG, "no model folder"),
+        (["replay", "/absent"], CommandExitCode.CONFIG, "cannot be read"),
+        (["chat", "--url", "ftp://x"], CommandExitCode.SERVER, "not an http(s) URL"),
+        ([], CommandExitCode.USAGE, "Usage: headrace"),
     ],
 )
-def test_mistakes_are_explained_with_the_right_exit_code(headrace: Headrace, arguments: list[str], code: ExitCode, what: str) -> None:
+def test_mistakes_are_explained_with_the_right_exit_code(
+    headrace: Headrace, arguments: list[str], code: CommandExitCode, what: str
+) -> None:
     done = headrace(*arguments)
     assert done.returncode == code
     assert what in done.stderr + (done.stdout if not arguments else "")
@@ -154,8 +164,13 @@ def test_a_taken_port_is_refused_under_the_name_of_what_chose_it(headrace: Headr
 
 def test_every_error_of_ours_has_an_exit_code() -> None:
     errors: list[HeadraceError] = [ConfigError("a", "b"), CheckpointError("a", "b"), InvalidRequest("a", "b"), HeadraceError("x")]
-    assert [exit_code_of(error) for error in errors] == [ExitCode.CONFIG, ExitCode.CONFIG, ExitCode.USAGE, ExitCode.FAILED]
-    assert all(code is not ExitCode.OK for _, code in CODES)
+    assert [exit_code_of(error) for error in errors] == [
+        CommandExitCode.CONFIG,
+        CommandExitCode.CONFIG,
+        CommandExitCode.USAGE,
+        CommandExitCode.FAILED,
+    ]
+    assert all(code is not CommandExitCode.OK for _, code in CODES)
 
 
 def test_completion_script_is_offered(headrace: Headrace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import typer
 
-from headrace.cli.exits import ExitCode
+from headrace.cli.exits import CommandExitCode
 from headrace.cli.replay import replay
 from headrace.core.errors import ConfigError
 from headrace.core.plan_codec import PlanCodecError, dump_plans, load_plans
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.build import build_engine
 from headrace.engine.config import EngineConfig
-from headrace.lab.datasets import Shape, make_requests
+from headrace.lab.datasets import WorkloadShape, make_requests
 from headrace.lab.offline import Collector, run_offline
 from tests.house.stand_in import TINY
 
@@ -48,7 +48,7 @@ def dumped(model: Path) -> tuple[Path, list[int]]:
         max_num_seqs=8,
     )
     engine = build_engine(config.checked(), outbox)
-    run_offline(engine, collector, make_requests(3, Shape(input_tokens=20, output_tokens=5, low_id=5, high_id=300)))
+    run_offline(engine, collector, make_requests(3, WorkloadShape(input_tokens=20, output_tokens=5, low_id=5, high_id=300)))
     (model / "ring").write_bytes(engine.recent_plans())
     return model / "ring", tokens
 
@@ -92,7 +92,7 @@ def test_rows_of_sequences_begun_before_the_dump_are_counted_not_run(
     (tmp_path / "late").write_bytes(dump_plans(late))
     with pytest.raises(typer.Exit) as ended:
         replay(tmp_path / "late", model="/absent: not even looked at")
-    assert ended.value.exit_code == ExitCode.FAILED
+    assert ended.value.exit_code == CommandExitCode.FAILED
     shown = capsys.readouterr()
     num_rows = sum(plan.num_rows for plan in late)
     assert shown.err.startswith(f"{num_rows} of {num_rows} rows are left out: their sequences began before")

@@ -14,7 +14,7 @@ from typer.main import get_command
 from headrace.cli.config import ENV_PREFIX, ServeConfig, from_raw
 from headrace.cli.config_decode import ELSEWHERE, apply_variable, known_variables, nearest_variable, set_at, variables
 from headrace.cli.main import app
-from headrace.cli.vllm_flags import TABLE, Refused
+from headrace.cli.vllm_flags import TABLE, RefusedFlag
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig, options
 from tests.house.options import config_options
@@ -86,9 +86,9 @@ def test_flags_that_are_suggested_are_taken(words: tuple[str, ...], command: Any
             message = caught.value.message
             for suggested in re.findall(r"Did you mean (\S+)\?", message):
                 entry = TABLE.get(suggested)
-                assert suggested in taken or (entry is not None and not isinstance(entry, Refused)), message
+                assert suggested in taken or (entry is not None and not isinstance(entry, RefusedFlag)), message
             if "not supported" in message:
-                assert any(entry.remedy in message for entry in TABLE.values() if isinstance(entry, Refused)), message
+                assert any(entry.remedy in message for entry in TABLE.values() if isinstance(entry, RefusedFlag)), message
 
 
 @pytest.mark.parametrize("name", [name for name, option in options() if option.one_of])

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 from typer.main import get_command
 
-from headrace.cli.exits import ExitCode, UsageRefused, exit_code_of
+from headrace.cli.exits import CommandExitCode, UsageRefused, exit_code_of
 from headrace.cli.main import app
 from headrace.cli.serve import FLAG_PATHS
-from headrace.cli.vllm_flags import SEVERAL, TABLE, NoEffect, Refused, Same, translated
+from headrace.cli.vllm_flags import SEVERAL, TABLE, IgnoredFlag, RefusedFlag, TranslatedFlag, translated
 from tests.house.reader import ROOT
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ def parsed(*arguments: str) -> Context:
     return context
 
 
-@pytest.mark.parametrize("name", [name for name, entry in TABLE.items() if isinstance(entry, Same)])
+@pytest.mark.parametrize("name", [name for name, entry in TABLE.items() if isinstance(entry, TranslatedFlag)])
 def test_what_means_the_same_is_put_as_ours_and_taken_by_the_parser(name: str) -> None:
     entry = TABLE[name]
-    assert isinstance(entry, Same)
+    assert isinstance(entry, TranslatedFlag)
     assert entry.ours[0] in TAKEN
     value = [NUMBER] if entry.takes_value else []
     for words in ([name, *value], [f"{name}={NUMBER}"] if value else [name]):
@@ -48,10 +48,10 @@ def test_what_means_the_same_is_put_as_ours_and_taken_by_the_parser(name: str) -
         assert str(params[ours]) == [*entry.ours[1:], *value][0]
 
 
-@pytest.mark.parametrize("name", [name for name, entry in TABLE.items() if isinstance(entry, NoEffect)])
+@pytest.mark.parametrize("name", [name for name, entry in TABLE.items() if isinstance(entry, IgnoredFlag)])
 def test_what_has_no_effect_is_dropped_and_said_in_one_line(name: str) -> None:
     entry = TABLE[name]
-    assert isinstance(entry, NoEffect)
+    assert isinstance(entry, IgnoredFlag)
     value = ["x"] if entry.takes_value else []
     kept, notices = translated(["serve", name, *value, "m"])
     assert kept == ["serve", "m"]
@@ -63,10 +63,10 @@ def test_what_has_no_effect_is_dropped_and_said_in_one_line(name: str) -> None:
     assert parsed("m", name, *value).params["model_argument"] == "m"
 
 
-@pytest.mark.parametrize("name", [name for name, entry in TABLE.items() if isinstance(entry, Refused)])
+@pytest.mark.parametrize("name", [name for name, entry in TABLE.items() if isinstance(entry, RefusedFlag)])
 def test_what_is_not_done_is_refused_by_name_with_a_remedy(name: str) -> None:
     entry = TABLE[name]
-    assert isinstance(entry, Refused)
+    assert isinstance(entry, RefusedFlag)
     assert entry.remedy
     value = ["x"] if entry.takes_value else []
     for words in ([name, *value], [f"{name}=x"], [underscored(name), *value]):
@@ -74,7 +74,7 @@ def test_what_is_not_done_is_refused_by_name_with_a_remedy(name: str) -> None:
             translated(["serve", "m", *words])
         assert str(caught.value).startswith(name)
         assert entry.remedy in str(caught.value)
-        assert exit_code_of(caught.value) is ExitCode.USAGE
+        assert exit_code_of(caught.value) is CommandExitCode.USAGE
     for accepted in entry.accepted or ():
         assert translated(["serve", name, accepted, "m"]) == (["serve", "m"], [])
         assert translated(["serve", f"{name}={accepted}", "m"]) == (["serve", "m"], [])
@@ -85,7 +85,7 @@ def test_what_is_not_done_is_refused_by_name_with_a_remedy(name: str) -> None:
 def test_every_flag_that_a_message_names_is_taken() -> None:
     """A remedy that is then refused is none."""
     for name, entry in TABLE.items():
-        text = entry.remedy if isinstance(entry, Refused) else entry.why if isinstance(entry, NoEffect) else " ".join(entry.ours)
+        text = entry.remedy if isinstance(entry, RefusedFlag) else entry.why if isinstance(entry, IgnoredFlag) else " ".join(entry.ours)
         assert set(re.findall(r"--[a-z][a-z-]+", text)) <= TAKEN, name
 
 

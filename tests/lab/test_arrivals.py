@@ -9,7 +9,7 @@ import statistics
 import pytest
 
 from headrace.lab.arrivals import send_times
-from headrace.lab.datasets import Shape, make_requests
+from headrace.lab.datasets import WorkloadShape, make_requests
 
 
 def test_offered_load_is_exact_for_every_seed() -> None:
@@ -45,12 +45,12 @@ def test_senseless_rates_are_refused(rate: float, burstiness: float) -> None:
 
 def test_same_seed_gives_the_same_times_and_prompts() -> None:
     assert send_times(50, rate=9.0, seed=3) == send_times(50, rate=9.0, seed=3) != send_times(50, rate=9.0, seed=4)
-    shape = Shape(input_tokens=20, output_tokens=5, spread=0.5)
+    shape = WorkloadShape(input_tokens=20, output_tokens=5, spread=0.5)
     assert make_requests(9, shape, seed=3) == make_requests(9, shape, seed=3) != make_requests(9, shape, seed=4)
 
 
 def test_prompts_have_the_asked_lengths_and_prefixes() -> None:
-    shape = Shape(input_tokens=40, output_tokens=10, spread=0.5, prefix_tokens=30, num_prefixes=2, low_id=5, high_id=9)
+    shape = WorkloadShape(input_tokens=40, output_tokens=10, spread=0.5, prefix_tokens=30, num_prefixes=2, low_id=5, high_id=9)
     requests = make_requests(200, shape)
     assert {request.prompt_ids[:30] for request in requests} == {requests[0].prompt_ids[:30]} | {
         next(r.prompt_ids[:30] for r in requests if r.prompt_ids[:30] != requests[0].prompt_ids[:30])
@@ -63,4 +63,4 @@ def test_prompts_have_the_asked_lengths_and_prefixes() -> None:
 @pytest.mark.parametrize("wrong", [{"spread": 2.0}, {"prefix_tokens": 8}, {"low_id": 10, "high_id": 10}, {"output_tokens": 0}])
 def test_senseless_shapes_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError):
-        make_requests(1, Shape(**{"input_tokens": 8, "output_tokens": 8, **wrong}))
+        make_requests(1, WorkloadShape(**{"input_tokens": 8, "output_tokens": 8, **wrong}))

@@ -11,9 +11,9 @@ from itertools import pairwise
 
 from aiohttp import web
 
-from headrace.lab.datasets import Shape, make_requests
-from headrace.lab.loadgen import Places, Target, run_load
-from headrace.lab.metrics import RequestRecord, summarize
+from headrace.lab.datasets import WorkloadShape, make_requests
+from headrace.lab.loadgen import LoadTarget, Places, run_load
+from headrace.lab.metrics import LoadRecord, summarize
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -52,10 +52,10 @@ USAGE: dict[str, object] = {
 }
 
 
-async def load(handler: Handler, count: int = 4, *, timeout_s: float = 30.0, max_concurrency: int | None = None) -> list[RequestRecord]:
-    requests = make_requests(count, Shape(input_tokens=8, output_tokens=5))
+async def load(handler: Handler, count: int = 4, *, timeout_s: float = 30.0, max_concurrency: int | None = None) -> list[LoadRecord]:
+    requests = make_requests(count, WorkloadShape(input_tokens=8, output_tokens=5))
     async with serving(handler) as url:
-        target = Target(url=url, model="m", timeout_s=timeout_s, max_concurrency=max_concurrency, api_key="secret")
+        target = LoadTarget(url=url, model="m", timeout_s=timeout_s, max_concurrency=max_concurrency, api_key="secret")
         return await run_load(target, requests, [0.01 * n for n in range(count)])
 
 
@@ -147,8 +147,8 @@ async def test_every_way_to_fail_is_a_record() -> None:
 
 
 async def test_nobody_listening_is_a_failure_and_no_exception() -> None:
-    requests = make_requests(1, Shape(input_tokens=2, output_tokens=1))
-    (record,) = await run_load(Target(url="http://127.0.0.1:9", model="m"), requests, [0.0])
+    requests = make_requests(1, WorkloadShape(input_tokens=2, output_tokens=1))
+    (record,) = await run_load(LoadTarget(url="http://127.0.0.1:9", model="m"), requests, [0.0])
     assert record.error is not None
     assert record.error.startswith("connection")
     assert "127.0.0.1:9" in record.detail

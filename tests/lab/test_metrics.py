@@ -9,7 +9,7 @@ import pytest
 
 from headrace.lab.metrics import (
     NEEDED_SAMPLES,
-    RequestRecord,
+    LoadRecord,
     Slo,
     distribution,
     parse_slo,
@@ -20,12 +20,10 @@ from headrace.lab.metrics import (
 )
 
 # Intended at 10.0, sent 50 ms late, four tokens in three chunks (0.5, 0.7, 1.1 s after the intended time).
-LATE = RequestRecord(intended_s=10.0, sent_s=10.05, chunk_s=(10.5, 10.7, 11.1), end_s=11.2, prompt_tokens=7, output_tokens=4, status=200)
-ONE_TOKEN = RequestRecord(intended_s=12.0, sent_s=12.0, chunk_s=(12.2,), end_s=12.25, prompt_tokens=3, output_tokens=1, status=200)
-REFUSED = RequestRecord(intended_s=10.5, sent_s=10.5, end_s=10.6, status=429, error="429 overloaded")
-BROKEN = RequestRecord(
-    intended_s=10.5, sent_s=10.5, chunk_s=(10.8, 10.9), end_s=14.0, output_tokens=2, status=200, error="stream ended early"
-)
+LATE = LoadRecord(intended_s=10.0, sent_s=10.05, chunk_s=(10.5, 10.7, 11.1), end_s=11.2, prompt_tokens=7, output_tokens=4, status=200)
+ONE_TOKEN = LoadRecord(intended_s=12.0, sent_s=12.0, chunk_s=(12.2,), end_s=12.25, prompt_tokens=3, output_tokens=1, status=200)
+REFUSED = LoadRecord(intended_s=10.5, sent_s=10.5, end_s=10.6, status=429, error="429 overloaded")
+BROKEN = LoadRecord(intended_s=10.5, sent_s=10.5, chunk_s=(10.8, 10.9), end_s=14.0, output_tokens=2, status=200, error="stream ended early")
 
 
 def test_latencies_start_at_the_intended_send_time() -> None:
@@ -104,7 +102,7 @@ def test_quantiles_are_known_from_so_many_samples_that_one_is_expected_beyond() 
 
 
 def test_waiting_for_a_place_is_latency_and_not_the_clients_lag() -> None:
-    waited = RequestRecord(intended_s=10.0, due_s=12.0, sent_s=12.0005, chunk_s=(13.0,), end_s=13.0, output_tokens=1, status=200)
+    waited = LoadRecord(intended_s=10.0, due_s=12.0, sent_s=12.0005, chunk_s=(13.0,), end_s=13.0, output_tokens=1, status=200)
     assert waited.ttft_s == pytest.approx(3.0)
     assert waited.client_lag_s == pytest.approx(0.0005)
     assert summarize([waited]).is_valid
@@ -121,4 +119,4 @@ def test_goodput_limits_are_read_as_vllm_writes_them() -> None:
 
 def test_peak_concurrency_does_not_count_a_handover_twice() -> None:
     spans = [(0.0, 2.0), (1.0, 3.0), (2.0, 4.0)]
-    assert peak_concurrency([RequestRecord(intended_s=a, sent_s=a, end_s=b) for a, b in spans]) == 2
+    assert peak_concurrency([LoadRecord(intended_s=a, sent_s=a, end_s=b) for a, b in spans]) == 2

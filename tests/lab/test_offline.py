@@ -8,9 +8,9 @@ from headrace.core.kvgroup import KvGroup
 from headrace.core.model_info import ModelInfo
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine
-from headrace.lab.datasets import LoadRequest, Shape, make_requests
+from headrace.lab.datasets import LoadRequest, WorkloadShape, make_requests
 from headrace.lab.fake_runner import FakeOptions, fake_engine
-from headrace.lab.metrics import RequestRecord, summarize
+from headrace.lab.metrics import LoadRecord, summarize
 from headrace.lab.offline import (
     Collector,
     OfflineRun,
@@ -30,7 +30,7 @@ def engine_with(config: EngineConfig | None = None, **options: int | float) -> t
 
 def test_every_token_is_counted_and_stamped() -> None:
     engine, collector = engine_with()
-    run = run_offline(engine, collector, make_requests(5, Shape(input_tokens=20, output_tokens=7, low_id=0, high_id=400)))
+    run = run_offline(engine, collector, make_requests(5, WorkloadShape(input_tokens=20, output_tokens=7, low_id=0, high_id=400)))
     assert [(record.prompt_tokens, record.output_tokens, record.error) for record in run.records] == [(20, 7, None)] * 5
     assert all(len(record.chunk_s) == 7 and list(record.chunk_s) == sorted(record.chunk_s) for record in run.records)
     assert (run.output_tokens, run.prompt_tokens, run.peak_running, run.preemptions) == (35, 100, 5, 0)
@@ -41,7 +41,7 @@ def test_every_token_is_counted_and_stamped() -> None:
 
 def test_second_run_does_not_see_the_first_but_its_cache_does() -> None:
     engine, collector = engine_with()
-    requests = make_requests(2, Shape(input_tokens=33, output_tokens=2, low_id=0, high_id=400))
+    requests = make_requests(2, WorkloadShape(input_tokens=33, output_tokens=2, low_id=0, high_id=400))
     first = run_offline(engine, collector, requests)
     second = run_offline(engine, collector, requests)
     assert [record.cached_tokens for record in first.records] == [0, 0]
@@ -67,7 +67,7 @@ def test_refused_request_is_a_record() -> None:
 
 def test_small_pool_shows_as_preemptions() -> None:
     engine, collector = engine_with(num_blocks=8, block_size=4)
-    run = run_offline(engine, collector, make_requests(3, Shape(input_tokens=8, output_tokens=12, low_id=0, high_id=400)))
+    run = run_offline(engine, collector, make_requests(3, WorkloadShape(input_tokens=8, output_tokens=12, low_id=0, high_id=400)))
     assert run.preemptions > 0
     assert all(record.output_tokens == 12 for record in run.records)
 
@@ -91,7 +91,7 @@ FULL_TOKEN, WINDOW_TOKEN = 2 * 2 * 2 * 4 * 2, 1 * 2 * 2 * 4 * 2
 
 def paper_run(chunks: list[tuple[float, ...]], prompt: int = 3) -> OfflineRun:
     records = [
-        RequestRecord(intended_s=0.0, sent_s=0.0, chunk_s=times, end_s=times[-1], prompt_tokens=prompt, output_tokens=len(times))
+        LoadRecord(intended_s=0.0, sent_s=0.0, chunk_s=times, end_s=times[-1], prompt_tokens=prompt, output_tokens=len(times))
         for times in chunks
     ]
     return OfflineRun(tuple(records), 0.0, 10.0, (), len(chunks), 0)

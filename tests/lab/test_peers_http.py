@@ -20,7 +20,7 @@ from bench.peers.rows import Figure
 from bench.peers.run import Turn
 from bench.peers.servers import Server, ServerLaunch, flags_of, serving
 from headrace.lab.datasets import make_requests
-from headrace.lab.metrics import RequestRecord, Slo, summarize
+from headrace.lab.metrics import LoadRecord, Slo, summarize
 from headrace.tensor.host.cpu_features import CpuFeatures
 
 SERVER = """
@@ -154,8 +154,8 @@ def test_a_cell_holds_what_the_client_saw_of_a_real_server(turn: Turn, launch_wi
 
 
 def test_a_failed_request_leaves_quantiles_it_reaches_empty() -> None:
-    good = RequestRecord(intended_s=0.0, sent_s=0.0, chunk_s=(1.0, 2.0), end_s=2.0, output_tokens=2, prompt_tokens=5)
-    bad = RequestRecord(intended_s=0.0, sent_s=0.0, end_s=9.0, error="timeout")
+    good = LoadRecord(intended_s=0.0, sent_s=0.0, chunk_s=(1.0, 2.0), end_s=2.0, output_tokens=2, prompt_tokens=5)
+    bad = LoadRecord(intended_s=0.0, sent_s=0.0, end_s=9.0, error="timeout")
     found = http.figures_of(summarize([good] * 9 + [bad], Slo(ttft_s=1.5)), 3.0)
     assert (found["failed"], found["ttft_p50_s"], found["ttft_p99_s"]) == (1, 1.0, None)
     assert found["goodput"] == pytest.approx(1.0)

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from headrace.lab import environment as facts
-from headrace.lab.metrics import RequestRecord, Slo, summarize
+from headrace.lab.metrics import LoadRecord, Slo, summarize
 from headrace.lab.report import failures, lines, to_plain, write_json
 
-GOOD = RequestRecord(intended_s=0.0, sent_s=0.0, chunk_s=(0.1, 0.2), end_s=0.2, prompt_tokens=3, output_tokens=2, status=200)
-BAD = RequestRecord(intended_s=0.0, sent_s=0.0, end_s=1.0, status=429, error="429 overloaded")
+GOOD = LoadRecord(intended_s=0.0, sent_s=0.0, chunk_s=(0.1, 0.2), end_s=0.2, prompt_tokens=3, output_tokens=2, status=200)
+BAD = LoadRecord(intended_s=0.0, sent_s=0.0, end_s=1.0, status=429, error="429 overloaded")
 
 
 def test_report_with_failures_is_strict_json(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_brackets_are_said_to_be_what_they_are_and_few_samples_show_no_tail() ->
 
 
 def test_failures_are_counted_by_kind_with_the_words_of_the_first() -> None:
-    other = RequestRecord(intended_s=-1.0, sent_s=0.0, end_s=1.0, status=404, error="404 model_not_found", detail="tiny is served")
+    other = LoadRecord(intended_s=-1.0, sent_s=0.0, end_s=1.0, status=404, error="404 model_not_found", detail="tiny is served")
     assert list(failures(summarize([BAD, other, BAD]))) == [
         "3 of 3 requests failed:",
         "  2 x 429 overloaded",

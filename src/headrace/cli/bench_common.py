@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from headrace.lab.datasets import Shape
-    from headrace.lab.metrics import RequestRecord
+    from headrace.lab.datasets import WorkloadShape
+    from headrace.lab.metrics import LoadRecord
 
 Flag = typer.Option
 Output = Annotated[Path | None, Flag("--output-json", "--result-filename", help="Write everything measured here, raw records included.")]
@@ -19,7 +19,7 @@ Seed = Annotated[int, Flag("--seed", help="Of prompts and arrivals.")]
 Bandwidth = Annotated[bool, Flag("--bandwidth/--no-bandwidth", help="Measure read bandwidth beside it (needs a checkout).")]
 
 
-class Facts:
+class RunConditions:
     """Where and when: the environment before, read bandwidth before and after.
 
     bandwidth       bytes per second; None when it is not known
@@ -52,15 +52,15 @@ class Facts:
         }
 
 
-def make_shape(dataset: str, inputs: int, outputs: int, spread: float, prefix: int, num_prefixes: int, high_id: int) -> Shape:
+def make_shape(dataset: str, inputs: int, outputs: int, spread: float, prefix: int, num_prefixes: int, high_id: int) -> WorkloadShape:
     """The checked shape of a data set named as vLLM names it. Raises ValueError."""
-    from headrace.lab.datasets import Shape
+    from headrace.lab.datasets import WorkloadShape
 
     if dataset not in ("random", "shared-prefix"):
         raise ValueError(f"--dataset-name {dataset}: is not one of random, shared-prefix")
     if dataset == "shared-prefix" and not prefix:
         prefix = inputs // 2
-    return Shape(
+    return WorkloadShape(
         input_tokens=inputs,
         output_tokens=outputs,
         spread=spread,
@@ -71,7 +71,7 @@ def make_shape(dataset: str, inputs: int, outputs: int, spread: float, prefix: i
     ).checked()
 
 
-def write_result(file: Path | None, result: Mapping[str, object], records: Sequence[RequestRecord]) -> None:
+def write_result(file: Path | None, result: Mapping[str, object], records: Sequence[LoadRecord]) -> None:
     from headrace.lab.report import write_json
 
     if file is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.bench_common import AsJson, Bandwidth, Facts, Flag, Output, Seed, make_shape, write_result
+from headrace.cli.bench_common import AsJson, Bandwidth, Flag, Output, RunConditions, Seed, make_shape, write_result
 from headrace.cli.engine_flags import Given, with_engine_flags
 from headrace.cli.exits import UsageRefused
 from headrace.engine.config import EngineConfig
@@ -18,8 +18,8 @@ from headrace.engine.config import EngineConfig
 if TYPE_CHECKING:
     from headrace.core.model_info import ModelInfo
     from headrace.engine.loop import Engine
-    from headrace.lab.datasets import LoadRequest, Shape
-    from headrace.lab.metrics import Distribution, RequestRecord
+    from headrace.lab.datasets import LoadRequest, WorkloadShape
+    from headrace.lab.metrics import Distribution, LoadRecord
     from headrace.lab.offline import Collector
 
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder, bundled model or hub id; default: headrace-tiny.")]
@@ -53,7 +53,7 @@ def throughput(
     loop, collector = _engine(config)
     shape = _offline_shape(loop.info, input_len, output_len, range_ratio, prefix_len)
     run_offline(loop, collector, _warm_up(shape))
-    facts = Facts(bandwidth)
+    facts = RunConditions(bandwidth)
     run = run_offline(loop, collector, make_requests(num_prompts, shape, seed=seed))
     tokens = run.output_tokens
     values: dict[str, object] = {
@@ -108,7 +108,7 @@ def latency(
     batches = [make_requests(batch_size, shape, seed=seed + 1 + number) for number in range(num_iters_warmup + num_iters)]
     for batch in batches[:num_iters_warmup]:
         run_offline(loop, collector, batch)
-    facts = Facts(bandwidth)
+    facts = RunConditions(bandwidth)
     runs = [run_offline(loop, collector, batch) for batch in batches[num_iters_warmup:]]
     speeds = [speed for run in runs if (speed := decode_speed(loop.info, run, facts.bandwidth)) is not None]
     whole = distribution(run.duration_s * 1000 for run in runs)
@@ -140,7 +140,7 @@ def _shown(samples: Distribution, quantile: str) -> object:
     return value if value is not None else _unknown(f"{NEEDED_SAMPLES[quantile]} iterations needed")
 
 
-def _bandwidth_rows(facts: Facts) -> dict[str, object]:
+def _bandwidth_rows(facts: RunConditions) -> dict[str, object]:
     return {"read bandwidth (GB/s)": facts.bandwidth / 1e9} if facts.bandwidth else {}
 
 
@@ -148,7 +148,7 @@ def _unknown(why: str) -> str:
     return f"not known: {why}"
 
 
-def _offline_shape(info: ModelInfo, inputs: int, outputs: int, spread: float, prefix: int) -> Shape:
+def _offline_shape(info: ModelInfo, inputs: int, outputs: int, spread: float, prefix: int) -> WorkloadShape:
     try:
         shape = make_shape("random", inputs, outputs, spread, prefix, 1, info.vocab_size)
     except ValueError as error:
@@ -159,7 +159,7 @@ def _offline_shape(info: ModelInfo, inputs: int, outputs: int, spread: float, pr
     return shape
 
 
-def _warm_up(shape: Shape) -> list[LoadRequest]:
+def _warm_up(shape: WorkloadShape) -> list[LoadRequest]:
     """A few prompts of another seed, so that compiling and first touches are not measured."""
     from headrace.lab.datasets import make_requests
 
@@ -183,7 +183,7 @@ def _engine(config: EngineConfig) -> tuple[Engine, Collector]:
     return build_engine(replace(config, model=str(resolve_model(config.model))), collector), collector
 
 
-def _finish(result: dict[str, object], records: Sequence[RequestRecord], output_json: Path | None, as_json: bool) -> None:
+def _finish(result: dict[str, object], records: Sequence[LoadRecord], output_json: Path | None, as_json: bool) -> None:
     from headrace.lab.report import to_plain
 
     write_result(output_json, result, records)

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.bench_common import AsJson, Bandwidth, Facts, Flag, Output, Seed, make_shape, write_result
+from headrace.cli.bench_common import AsJson, Bandwidth, Flag, Output, RunConditions, Seed, make_shape, write_result
 from headrace.cli.client_key import ClientKey
-from headrace.cli.exits import ExitCode, UsageRefused
+from headrace.cli.exits import CommandExitCode, UsageRefused
 
 
 def serve(
@@ -42,7 +42,7 @@ def serve(
     from headrace.cli.client import ApiClient
     from headrace.lab.arrivals import send_times
     from headrace.lab.datasets import make_requests
-    from headrace.lab.loadgen import Target, run_load
+    from headrace.lab.loadgen import LoadTarget, run_load
     from headrace.lab.metrics import parse_slo, summarize
     from headrace.lab.report import failures, lines, to_plain
 
@@ -53,14 +53,14 @@ def serve(
     except ValueError as error:
         raise UsageRefused(str(error)) from error
     client = ApiClient(url, api_key=api_key)
-    target = Target(
+    target = LoadTarget(
         url=client.url,
         model=model or (client.models() or [""])[0],
         api_key=api_key,
         timeout_s=timeout,
         max_concurrency=max_concurrency,
     )
-    facts = Facts(bandwidth)
+    facts = RunConditions(bandwidth)
     records = asyncio.run(run_load(target, make_requests(num_prompts, shape, seed=seed), times))
     report = summarize(records, slo)
     settings = {
@@ -80,4 +80,4 @@ def serve(
     if as_json:
         print(json.dumps(to_plain(result), indent=1))
     print("\n".join(["headrace: no request was answered", *failures(report)]), file=sys.stderr)
-    raise typer.Exit(ExitCode.FAILED)
+    raise typer.Exit(CommandExitCode.FAILED)

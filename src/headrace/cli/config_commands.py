@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.exits import ExitCode
+from headrace.cli.exits import CommandExitCode
 from headrace.core.errors import ConfigError
 
 config_app = typer.Typer(help="Check, show or begin a configuration file.", no_args_is_help=True, rich_markup_mode=None)
@@ -66,7 +66,7 @@ def leave_if_faulty(file: Path) -> None:
         for fault in found:
             print(fault.words(file), file=sys.stderr)
         print(f"headrace: {file}: {len(found)} fault{'s' if len(found) > 1 else ''}", file=sys.stderr)
-        raise typer.Exit(ExitCode.CONFIG)
+        raise typer.Exit(CommandExitCode.CONFIG)
 
 
 @config_app.command()

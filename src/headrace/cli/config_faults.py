@@ -30,7 +30,7 @@ _MISSING = re.compile(r"missing required field (\w+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class ConfigFault:
     """line: in the file, from 1; None when it is not in the file but in a variable, which `error` names."""
 
     error: ConfigError
@@ -40,25 +40,25 @@ class Fault:
         return str(self.error) if self.line is None else f"{file}:{self.line}: {self.error}"
 
 
-def faults(file: Path, environment: Mapping[str, str]) -> list[Fault]:
+def faults(file: Path, environment: Mapping[str, str]) -> list[ConfigFault]:
     """Of a file and the environment.
 
     Raises: ConfigError for a file that cannot be read or is no YAML, where the first fault hides the rest.
     """
     raw = read_yaml(file)
     lines = lines_of(file.read_text(encoding="utf-8"))
-    found: list[Fault] = []
+    found: list[ConfigFault] = []
     for name, steps in variables(environment, ENV_PREFIX):
         try:
             apply_variable(ServeConfig, raw, name, steps, environment[name], ENV_PREFIX)
         except ConfigError as error:
-            found.append(Fault(error, None))
+            found.append(ConfigFault(error, None))
     for fault in _each(raw):
         origin = origin_of(fault.where, environment, ENV_PREFIX)
         if origin is None:
-            found.append(Fault(fault, _line(lines, fault.where)))
+            found.append(ConfigFault(fault, _line(lines, fault.where)))
         elif origin not in {other.error.where for other in found}:
-            found.append(Fault(ConfigError(origin, fault.reason, fault.remedy), None))
+            found.append(ConfigFault(ConfigError(origin, fault.reason, fault.remedy), None))
     return sorted(found, key=lambda fault: (fault.line is None, fault.line))
 
 

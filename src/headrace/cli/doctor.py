@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.exits import ExitCode
+from headrace.cli.exits import CommandExitCode
 
 
 def doctor(
@@ -25,4 +25,4 @@ def doctor(
         for finding in findings:
             print(f"{finding.health.value:>5}  {finding.name}: {finding.found}" + (f"\n       {finding.remedy}" if finding.remedy else ""))
     if any(finding.health is Health.FAIL for finding in findings):
-        raise typer.Exit(ExitCode.FAILED)
+        raise typer.Exit(CommandExitCode.FAILED)

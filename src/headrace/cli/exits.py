@@ -16,7 +16,7 @@ from enum import IntEnum
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, InvalidRequest
 
 
-class ExitCode(IntEnum):
+class CommandExitCode(IntEnum):
     OK = 0
     FAILED = 1
     USAGE = 2
@@ -33,20 +33,20 @@ class ServerFailed(HeadraceError):
     """A server that could not be reached, or whose answer was an error."""
 
 
-CODES: tuple[tuple[type[HeadraceError], ExitCode], ...] = (
-    (UsageRefused, ExitCode.USAGE),
-    (InvalidRequest, ExitCode.USAGE),
-    (ConfigError, ExitCode.CONFIG),
-    (CheckpointError, ExitCode.CONFIG),
-    (ServerFailed, ExitCode.SERVER),
+CODES: tuple[tuple[type[HeadraceError], CommandExitCode], ...] = (
+    (UsageRefused, CommandExitCode.USAGE),
+    (InvalidRequest, CommandExitCode.USAGE),
+    (ConfigError, CommandExitCode.CONFIG),
+    (CheckpointError, CommandExitCode.CONFIG),
+    (ServerFailed, CommandExitCode.SERVER),
 )
 
 
-def exit_code_of(error: HeadraceError) -> ExitCode:
-    return next((code for kind, code in CODES if isinstance(error, kind)), ExitCode.FAILED)
+def exit_code_of(error: HeadraceError) -> CommandExitCode:
+    return next((code for kind, code in CODES if isinstance(error, kind)), CommandExitCode.FAILED)
 
 
-def report(error: HeadraceError) -> ExitCode:
+def report(error: HeadraceError) -> CommandExitCode:
     """Print the error as one line on stderr. Returns the code to exit with."""
     print(f"headrace: {error}", file=sys.stderr)
     return exit_code_of(error)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.engine_flags import Given, with_engine_flags
-from headrace.cli.exits import ExitCode
+from headrace.cli.exits import CommandExitCode
 from headrace.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _say_left_out(plans: list[Plan]) -> None:
         print(f"{left_out} of {run + left_out} rows are left out: {why}.", file=sys.stderr)
     if not run:
         print("There is no row to run again. Without --model the plans are shown as they are.", file=sys.stderr)
-        raise typer.Exit(ExitCode.FAILED)
+        raise typer.Exit(CommandExitCode.FAILED)
 
 
 def _run(plans: list[Plan], model: str, options: dict[str, object], *, as_json: bool) -> Iterator[str]:

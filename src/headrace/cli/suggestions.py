@@ -13,7 +13,7 @@ from typer._click.core import Context  # these two have no public name that fits
 from typer._click.exceptions import NoSuchOption
 from typer.core import TyperGroup
 
-from headrace.cli.vllm_flags import TABLE, Refused
+from headrace.cli.vllm_flags import TABLE, RefusedFlag
 
 
 class SuggestingGroup(TyperGroup):
@@ -37,6 +37,6 @@ def _nearest_flag_suggested() -> Iterator[None]:
         known = [name for param in params for name in (*param.opts, *param.secondary_opts)]
         for nearest in get_close_matches(error.option_name, [*known, *TABLE], n=1):
             entry = TABLE.get(nearest)
-            error.message += f". {entry.words(nearest)}" if isinstance(entry, Refused) else f". Did you mean {nearest}?"
+            error.message += f". {entry.words(nearest)}" if isinstance(entry, RefusedFlag) else f". Did you mean {nearest}?"
         error.possibilities = None  # the parser's own, of the flags the command takes
         raise

@@ -14,7 +14,7 @@ from headrace.cli.exits import UsageRefused
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedFlag:
     """remedy: what to do instead. accepted: values that ask for what happens anyway; None: the flag takes no value."""
 
     remedy: str
@@ -31,7 +31,7 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class NoEffect:
+class IgnoredFlag:
     """why: as the end of "--flag has no effect: ...". accepted: values of which nothing is said."""
 
     why: str
@@ -40,7 +40,7 @@ class NoEffect:
 
 
 @dataclass(frozen=True, slots=True)
-class Same:
+class TranslatedFlag:
     """ours: the words that mean the same; the value, if it takes one, follows them."""
 
     ours: tuple[str, ...]
@@ -59,79 +59,79 @@ _GENERATION = "Serve a copy of the model's folder without generation_config.json
 _GRAPHS = "no graphs are captured and nothing is compiled ahead"
 _PROMPTS = "prompts are never logged; --request-log off leaves out the line per request too"
 
-TABLE: dict[str, Refused | NoEffect | Same] = {
+TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
     # the same under another name
-    "--data-parallel-size": Same(("--replicas",), takes_value=True),
-    "-dp": Same(("--replicas",), takes_value=True),
-    "--num-gpu-blocks-override": Same(("--num-kv-blocks",), takes_value=True),
-    "--kv-cache-memory-bytes": Same(("--kv-cache-bytes",), takes_value=True),
-    "--disable-uvicorn-access-log": Same(("--request-log", "off")),
+    "--data-parallel-size": TranslatedFlag(("--replicas",), takes_value=True),
+    "-dp": TranslatedFlag(("--replicas",), takes_value=True),
+    "--num-gpu-blocks-override": TranslatedFlag(("--num-kv-blocks",), takes_value=True),
+    "--kv-cache-memory-bytes": TranslatedFlag(("--kv-cache-bytes",), takes_value=True),
+    "--disable-uvicorn-access-log": TranslatedFlag(("--request-log", "off")),
     # harmless
-    "--disable-log-requests": NoEffect(_PROMPTS),
-    "--max-log-len": NoEffect(_PROMPTS, takes_value=True),
-    "--enable-log-requests": NoEffect("every request is a line of the request log, without its prompt"),
-    "--disable-log-stats": NoEffect("no statistics are logged; /metrics has them for whoever reads it"),
-    "--uvicorn-log-level": NoEffect("there is one log level; --request-log says where the line per request goes", takes_value=True),
-    "--swap-space": NoEffect("preempted sequences are recomputed, nothing is swapped", takes_value=True, accepted=("0",)),
-    "--preemption-mode": NoEffect("preempted sequences are recomputed, nothing is swapped", takes_value=True, accepted=("recompute",)),
-    "--enforce-eager": NoEffect(_GRAPHS),
-    "--max-seq-len-to-capture": NoEffect(_GRAPHS, takes_value=True),
-    "--compilation-config": NoEffect(_GRAPHS, takes_value=True),
-    "--disable-custom-all-reduce": NoEffect("a replica is one process"),
-    "--max-parallel-loading-workers": NoEffect("weights are read by one process", takes_value=True),
-    "--disable-frontend-multiprocessing": NoEffect("gateway and engine are always processes of their own"),
-    "--use-v2-block-manager": NoEffect("there is one block manager"),
-    "--enable-prompt-tokens-details": NoEffect("usage always says how many prompt tokens were cached"),
+    "--disable-log-requests": IgnoredFlag(_PROMPTS),
+    "--max-log-len": IgnoredFlag(_PROMPTS, takes_value=True),
+    "--enable-log-requests": IgnoredFlag("every request is a line of the request log, without its prompt"),
+    "--disable-log-stats": IgnoredFlag("no statistics are logged; /metrics has them for whoever reads it"),
+    "--uvicorn-log-level": IgnoredFlag("there is one log level; --request-log says where the line per request goes", takes_value=True),
+    "--swap-space": IgnoredFlag("preempted sequences are recomputed, nothing is swapped", takes_value=True, accepted=("0",)),
+    "--preemption-mode": IgnoredFlag("preempted sequences are recomputed, nothing is swapped", takes_value=True, accepted=("recompute",)),
+    "--enforce-eager": IgnoredFlag(_GRAPHS),
+    "--max-seq-len-to-capture": IgnoredFlag(_GRAPHS, takes_value=True),
+    "--compilation-config": IgnoredFlag(_GRAPHS, takes_value=True),
+    "--disable-custom-all-reduce": IgnoredFlag("a replica is one process"),
+    "--max-parallel-loading-workers": IgnoredFlag("weights are read by one process", takes_value=True),
+    "--disable-frontend-multiprocessing": IgnoredFlag("gateway and engine are always processes of their own"),
+    "--use-v2-block-manager": IgnoredFlag("there is one block manager"),
+    "--enable-prompt-tokens-details": IgnoredFlag("usage always says how many prompt tokens were cached"),
     # not here
-    "--calculate-kv-scales": Refused(_QUANTIZED, None),
-    "--tensor-parallel-size": Refused(_PARALLEL, ("1",)),
-    "-tp": Refused(_PARALLEL, ("1",)),
-    "--pipeline-parallel-size": Refused(_PARALLEL, ("1",)),
-    "-pp": Refused(_PARALLEL, ("1",)),
-    "--enable-expert-parallel": Refused(_PARALLEL, None),
-    "--distributed-executor-backend": Refused(_PARALLEL, ("mp", "uni")),
-    "--enable-lora": Refused(_LORA, None),
-    "--lora-modules": Refused(_LORA),
-    "--max-loras": Refused(_LORA),
-    "--max-lora-rank": Refused(_LORA),
-    "--enable-auto-tool-choice": Refused(_TOOLS, None),
-    "--tool-call-parser": Refused(_TOOLS),
-    "--tool-parser-plugin": Refused(_TOOLS),
-    "--reasoning-parser": Refused("Reasoning is not split from the answer yet; it is part of the text."),
-    "--structured-outputs-config": Refused("Constrained output is not supported yet."),
-    "--guided-decoding-backend": Refused("Constrained output is not supported yet.", ("auto",)),
-    "--speculative-config": Refused(_SPECULATIVE),
-    "--speculative-model": Refused(_SPECULATIVE),
-    "--num-speculative-tokens": Refused(_SPECULATIVE),
-    "--trust-remote-code": Refused("Code from a repository of a model is never run; known architectures are built in.", None),
-    "--tokenizer": Refused(_TOKENIZER),
-    "--tokenizer-mode": Refused("The model's tokenizer.json is used.", ("auto",)),
-    "--tokenizer-revision": Refused(_TOKENIZER),
-    "--skip-tokenizer-init": Refused("Use the Python API with prompt_token_ids and detokenize=False.", None),
-    "--chat-template": Refused("Put the template into the model's folder as chat_template.jinja."),
-    "--hf-overrides": Refused("Edit a copy of the model's config.json."),
-    "--rope-scaling": Refused("Edit rope_scaling in a copy of the model's config.json."),
-    "--rope-theta": Refused("Edit rope_theta in a copy of the model's config.json."),
-    "--generation-config": Refused(_GENERATION, ("auto",)),
-    "--override-generation-config": Refused(_GENERATION),
-    "--revision": Refused("Download the revision you want and give its folder."),
-    "--code-revision": Refused("Code from a model's repository is never run."),
-    "--download-dir": Refused("Set HF_HOME, or give a local folder."),
-    "--task": Refused("Only text generation is served.", ("auto", "generate")),
-    "--runner": Refused("Only text generation is served.", ("auto", "generate")),
-    "--convert": Refused("Only text generation is served.", ("auto", "none")),
-    "--cpu-offload-gb": Refused("Weights stay where they are computed.", ("0",)),
-    "--kv-transfer-config": Refused("Prefill and decode run in one replica."),
-    "--sliding-window": Refused("The window comes from the model's config.json."),
-    "--limit-mm-per-prompt": Refused(_MEDIA),
-    "--mm-processor-kwargs": Refused(_MEDIA),
-    "--max-logprobs": Refused("At most 20 log-probabilities per token can be asked for.", ("20",)),
-    "--ssl-keyfile": Refused(_TLS),
-    "--ssl-certfile": Refused(_TLS),
-    "--root-path": Refused("Rewrite paths in a proxy in front of the gateway.", ("/",)),
-    "--middleware": Refused("Code named on a command line is never loaded."),
-    "--api-server-count": Refused("One gateway process is started; run more behind a load balancer.", ("1",)),
-    "--response-role": Refused("Answers have the role assistant.", ("assistant",)),
+    "--calculate-kv-scales": RefusedFlag(_QUANTIZED, None),
+    "--tensor-parallel-size": RefusedFlag(_PARALLEL, ("1",)),
+    "-tp": RefusedFlag(_PARALLEL, ("1",)),
+    "--pipeline-parallel-size": RefusedFlag(_PARALLEL, ("1",)),
+    "-pp": RefusedFlag(_PARALLEL, ("1",)),
+    "--enable-expert-parallel": RefusedFlag(_PARALLEL, None),
+    "--distributed-executor-backend": RefusedFlag(_PARALLEL, ("mp", "uni")),
+    "--enable-lora": RefusedFlag(_LORA, None),
+    "--lora-modules": RefusedFlag(_LORA),
+    "--max-loras": RefusedFlag(_LORA),
+    "--max-lora-rank": RefusedFlag(_LORA),
+    "--enable-auto-tool-choice": RefusedFlag(_TOOLS, None),
+    "--tool-call-parser": RefusedFlag(_TOOLS),
+    "--tool-parser-plugin": RefusedFlag(_TOOLS),
+    "--reasoning-parser": RefusedFlag("Reasoning is not split from the answer yet; it is part of the text."),
+    "--structured-outputs-config": RefusedFlag("Constrained output is not supported yet."),
+    "--guided-decoding-backend": RefusedFlag("Constrained output is not supported yet.", ("auto",)),
+    "--speculative-config": RefusedFlag(_SPECULATIVE),
+    "--speculative-model": RefusedFlag(_SPECULATIVE),
+    "--num-speculative-tokens": RefusedFlag(_SPECULATIVE),
+    "--trust-remote-code": RefusedFlag("Code from a repository of a model is never run; known architectures are built in.", None),
+    "--tokenizer": RefusedFlag(_TOKENIZER),
+    "--tokenizer-mode": RefusedFlag("The model's tokenizer.json is used.", ("auto",)),
+    "--tokenizer-revision": RefusedFlag(_TOKENIZER),
+    "--skip-tokenizer-init": RefusedFlag("Use the Python API with prompt_token_ids and detokenize=False.", None),
+    "--chat-template": RefusedFlag("Put the template into the model's folder as chat_template.jinja."),
+    "--hf-overrides": RefusedFlag("Edit a copy of the model's config.json."),
+    "--rope-scaling": RefusedFlag("Edit rope_scaling in a copy of the model's config.json."),
+    "--rope-theta": RefusedFlag("Edit rope_theta in a copy of the model's config.json."),
+    "--generation-config": RefusedFlag(_GENERATION, ("auto",)),
+    "--override-generation-config": RefusedFlag(_GENERATION),
+    "--revision": RefusedFlag("Download the revision you want and give its folder."),
+    "--code-revision": RefusedFlag("Code from a model's repository is never run."),
+    "--download-dir": RefusedFlag("Set HF_HOME, or give a local folder."),
+    "--task": RefusedFlag("Only text generation is served.", ("auto", "generate")),
+    "--runner": RefusedFlag("Only text generation is served.", ("auto", "generate")),
+    "--convert": RefusedFlag("Only text generation is served.", ("auto", "none")),
+    "--cpu-offload-gb": RefusedFlag("Weights stay where they are computed.", ("0",)),
+    "--kv-transfer-config": RefusedFlag("Prefill and decode run in one replica."),
+    "--sliding-window": RefusedFlag("The window comes from the model's config.json."),
+    "--limit-mm-per-prompt": RefusedFlag(_MEDIA),
+    "--mm-processor-kwargs": RefusedFlag(_MEDIA),
+    "--max-logprobs": RefusedFlag("At most 20 log-probabilities per token can be asked for.", ("20",)),
+    "--ssl-keyfile": RefusedFlag(_TLS),
+    "--ssl-certfile": RefusedFlag(_TLS),
+    "--root-path": RefusedFlag("Rewrite paths in a proxy in front of the gateway.", ("/",)),
+    "--middleware": RefusedFlag("Code named on a command line is never loaded."),
+    "--api-server-count": RefusedFlag("One gateway process is started; run more behind a load balancer.", ("1",)),
+    "--response-role": RefusedFlag("Answers have the role assistant.", ("assistant",)),
 }
 
 SEVERAL = ("--served-model-name", "--api-key", "--allowed-hosts", "--allowed-origins", "--goodput")
@@ -164,9 +164,9 @@ def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         if entry.takes_value and not equals and rest:
             value = rest.pop(0)
-        if isinstance(entry, Same):
+        if isinstance(entry, TranslatedFlag):
             kept += [*entry.ours, *([value] if entry.takes_value else [])]
-        elif isinstance(entry, NoEffect):
+        elif isinstance(entry, IgnoredFlag):
             if not value or value not in entry.accepted:
                 notices.append(f"{f'{name} {value}'.rstrip()} has no effect: {entry.why}.")
         elif not (value and value in (entry.accepted or ())):
@@ -177,7 +177,7 @@ def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def _is_off(name: str) -> bool:
     """`--no-enable-lora` and its like ask for what happens anyway."""
     entry = TABLE.get(f"--{name.removeprefix('--no-')}") if name.startswith("--no-") else None
-    return entry is not None and not isinstance(entry, Same) and not entry.takes_value
+    return entry is not None and not isinstance(entry, TranslatedFlag) and not entry.takes_value
 
 
 def _one_value_each(arguments: Sequence[str]) -> Iterator[str]:

@@ -18,7 +18,7 @@ class LoadRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class WorkloadShape:
     """Lengths of a data set.
 
     input_tokens, output_tokens  mean lengths, prefix included
@@ -34,7 +34,7 @@ class Shape:
     low_id: int = 300
     high_id: int = 2000
 
-    def checked(self) -> Shape:
+    def checked(self) -> WorkloadShape:
         """This value if its rules hold. Raises ValueError."""
         if min(self.input_tokens, self.output_tokens, self.num_prefixes) < 1 or not 0.0 <= self.spread <= 1.0:
             raise ValueError(f"lengths and num_prefixes must be positive and spread within 0..1: {self}")
@@ -45,7 +45,7 @@ class Shape:
         return self
 
 
-def make_requests(num_requests: int, shape: Shape, *, seed: int = 0) -> list[LoadRequest]:
+def make_requests(num_requests: int, shape: WorkloadShape, *, seed: int = 0) -> list[LoadRequest]:
     """Random prompts of `shape`. The same seed gives the same prompts."""
     shape.checked()
     draw = random.Random(seed)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from headrace.lab.datasets import LoadRequest
-from headrace.lab.metrics import RequestRecord
+from headrace.lab.metrics import LoadRecord
 
 MAX_LINE_BYTES = 1 << 20
 MAX_DETAIL_CHARS = 300
@@ -26,7 +26,7 @@ SPIN_S = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class LoadTarget:
     """Who is asked, and how.
 
     url              server's root, e.g. http://127.0.0.1:8000
@@ -83,12 +83,12 @@ class _Trace:
 
 
 async def run_load(
-    target: Target,
+    target: LoadTarget,
     requests: Sequence[LoadRequest],
     send_times_s: Sequence[float],
     *,
-    on_end: Callable[[RequestRecord], None] = lambda record: None,
-) -> list[RequestRecord]:
+    on_end: Callable[[LoadRecord], None] = lambda record: None,
+) -> list[LoadRecord]:
     """Send each request at its time and wait for all. Returns records in the order of `requests`; failures are records too."""
     if len(requests) != len(send_times_s):
         raise ValueError(f"{len(requests)} requests for {len(send_times_s)} send times")
@@ -100,7 +100,7 @@ async def run_load(
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers, read_bufsize=MAX_LINE_BYTES) as session:
         begin_s = time.monotonic() + 2 * SPIN_S
 
-        async def one(request: LoadRequest, offset_s: float) -> RequestRecord:
+        async def one(request: LoadRequest, offset_s: float) -> LoadRecord:
             intended_s = begin_s + offset_s
             await _sleep_until(intended_s)
             freed_s = await places.take()
@@ -121,7 +121,7 @@ async def _sleep_until(moment_s: float) -> None:
         await asyncio.sleep(left_s - SPIN_S if left_s > SPIN_S else 0)
 
 
-async def _measure(session: aiohttp.ClientSession, target: Target, request: LoadRequest, intended_s: float, due_s: float) -> RequestRecord:
+async def _measure(session: aiohttp.ClientSession, target: LoadTarget, request: LoadRequest, intended_s: float, due_s: float) -> LoadRecord:
     trace = _Trace()
     error: str | None = None
     try:
@@ -133,7 +133,7 @@ async def _measure(session: aiohttp.ClientSession, target: Target, request: Load
         error = f"connection: {type(failure).__name__}"
         trace.detail = str(failure)
     prompt_details = trace.usage.get("cached_tokens", 0)
-    return RequestRecord(
+    return LoadRecord(
         intended_s=intended_s,
         due_s=due_s,
         sent_s=trace.sent_s,
@@ -148,7 +148,7 @@ async def _measure(session: aiohttp.ClientSession, target: Target, request: Load
     )
 
 
-async def _stream(session: aiohttp.ClientSession, target: Target, request: LoadRequest, trace: _Trace) -> str | None:
+async def _stream(session: aiohttp.ClientSession, target: LoadTarget, request: LoadRequest, trace: _Trace) -> str | None:
     """Run one streamed completion into `trace`. Returns what went wrong, None when the answer arrived whole."""
     body = {
         "model": target.model,

@@ -25,7 +25,7 @@ Z_95 = 1.959964
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestRecord:
+class LoadRecord:
     """One request as the client saw it. Times are seconds on one monotonic clock.
 
     intended_s     when the arrival process wanted it sent
@@ -98,7 +98,7 @@ class Slo:
     tpot_s: float | None = None
     e2el_s: float | None = None
 
-    def is_met_by(self, record: RequestRecord) -> bool:
+    def is_met_by(self, record: LoadRecord) -> bool:
         """All limits hold; a failed request meets none. A request of one token has TPOT 0."""
         pairs = ((self.ttft_s, record.ttft_s), (self.tpot_s, record.tpot_s or 0.0), (self.e2el_s, record.e2el_s))
         return record.is_finished and all(limit is None or value <= limit for limit, value in pairs)
@@ -218,7 +218,7 @@ class LoadReport:
         return not self.client_lag_s.quantiles["p99"] >= 1e-3  # nan, when nothing was sent, is not late
 
 
-def summarize(records: Sequence[RequestRecord], slo: Slo | None = None) -> LoadReport:
+def summarize(records: Sequence[LoadRecord], slo: Slo | None = None) -> LoadReport:
     """The report over all records. Raises ValueError without any."""
     if not records:
         raise ValueError("no request was made")
@@ -255,12 +255,12 @@ def summarize(records: Sequence[RequestRecord], slo: Slo | None = None) -> LoadR
     )
 
 
-def _first_error(records: Sequence[RequestRecord]) -> str:
+def _first_error(records: Sequence[LoadRecord]) -> str:
     failed = sorted((record for record in records if record.error is not None), key=lambda record: record.intended_s)
     return ": ".join(word for word in (failed[0].error, failed[0].detail) if word) if failed else ""
 
 
-def peak_concurrency(records: Iterable[RequestRecord]) -> int:
+def peak_concurrency(records: Iterable[LoadRecord]) -> int:
     """Most requests in flight at once; one that ends when another begins is not counted twice."""
     events = [event for r in records if r.sent_s is not None for event in ((r.sent_s, 1), (r.end_s, -1))]
     running = peak = 0

@@ -18,7 +18,7 @@ from headrace.core.sampling import SamplingParams
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.loop import Engine
 from headrace.lab.datasets import LoadRequest
-from headrace.lab.metrics import RequestRecord
+from headrace.lab.metrics import LoadRecord
 
 
 @dataclass(slots=True)
@@ -65,9 +65,9 @@ class Collector:
         self._traces = {str(number): _Trace() for number in range(count)}
         self.num_ended = 0
 
-    def record(self, number: int, prompt_tokens: int, intended_s: float, sent_s: float) -> RequestRecord:
+    def record(self, number: int, prompt_tokens: int, intended_s: float, sent_s: float) -> LoadRecord:
         trace = self._traces[str(number)]
-        return RequestRecord(
+        return LoadRecord(
             intended_s=intended_s,
             sent_s=sent_s,
             chunk_s=tuple(trace.token_s),
@@ -88,7 +88,7 @@ class OfflineRun:
     preemptions   sequences that lost their blocks to others meanwhile
     """
 
-    records: tuple[RequestRecord, ...]
+    records: tuple[LoadRecord, ...]
     began_s: float
     ended_s: float
     step_s: tuple[float, ...]

@@ -20,7 +20,7 @@ from headrace.core.sampling import MAX_SEED, SamplingParams, params_from_mapping
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
-from headrace.llm.batch import Batch, Job, Progress, outputs_of
+from headrace.llm.batch import ProgressLine, PromptBatch, PromptJob, outputs_of
 from headrace.llm.options import ENGINE_FIELDS, described, engine_config, refuse_others
 from headrace.llm.outputs import RequestOutput
 from headrace.llm.prompts import ParsedPrompt, Prompt, parse_conversations, parse_params, parse_prompts
@@ -201,15 +201,15 @@ class LLM:
             jobs = [
                 self._job(prompt, each, f"prompts[{number}]") for number, (prompt, each) in enumerate(zip(prompts, params, strict=True))
             ]
-            batch = Batch(self._engine, self._inbox, max_waiting=self._config.max_waiting)
+            batch = PromptBatch(self._engine, self._inbox, max_waiting=self._config.max_waiting)
             try:
-                batch.run(jobs, Progress(len(jobs), is_on=use_tqdm))
+                batch.run(jobs, ProgressLine(len(jobs), is_on=use_tqdm))
             except EngineFatal:
                 self._is_open = False
                 raise
         return outputs_of(jobs)
 
-    def _job(self, prompt: ParsedPrompt, params: SamplingParams, field: str) -> Job:
+    def _job(self, prompt: ParsedPrompt, params: SamplingParams, field: str) -> PromptJob:
         """A request the engine can serve. Raises InvalidRequest."""
         if params.seed is None:
             params = params.with_(seed=self._random.randint(0, MAX_SEED))
@@ -220,7 +220,7 @@ class LLM:
         except InvalidRequest as error:
             error.add_note(f"in {field}")
             raise
-        return Job(request, prompt.text, self._text.tokenizer)
+        return PromptJob(request, prompt.text, self._text.tokenizer)
 
 
 _KEYWORDS = frozenset(LLM.__init__.__kwdefaults__ or ())

@@ -20,7 +20,7 @@ MAX_IDLE_TURNS = 1000
 """An engine that does nothing this often while sequences are open has lost them."""
 
 
-class Job:
+class PromptJob:
     """One prompt: its request, and the answer as far as it has come."""
 
     def __init__(self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer) -> None:
@@ -72,17 +72,17 @@ class Job:
         return next((collector.error for collector in self.collectors if collector.error is not None), None)
 
 
-class Batch:
+class PromptBatch:
     """Answers a list of jobs with one engine, whose outbox fills `inbox`. No more are handed in than the engine lets wait."""
 
     def __init__(self, engine: Engine, inbox: deque[SequenceUpdate | Rejected], *, max_waiting: int) -> None:
         self._engine = engine
         self._inbox = inbox
         self._max_waiting = max_waiting
-        self._open: dict[RequestId, Job] = {}
+        self._open: dict[RequestId, PromptJob] = {}
         self._num_open = 0
 
-    def run(self, jobs: Sequence[Job], progress: Progress) -> None:
+    def run(self, jobs: Sequence[PromptJob], progress: ProgressLine) -> None:
         """Until every job is finished. On any way out nothing of them is left in the engine.
 
         Raises: the engine's refusal of a request; GenerationFailed for the first sequence that failed, after all others are done;
@@ -105,7 +105,7 @@ class Batch:
             if job.error is not None:
                 raise GenerationFailed(f"prompt {number}: {job.error}", outputs_of(jobs))
 
-    def _hand_in(self, waiting: deque[Job]) -> None:
+    def _hand_in(self, waiting: deque[PromptJob]) -> None:
         while waiting and (not self._open or self._num_open + waiting[0].request.params.n <= self._max_waiting):
             job = waiting.popleft()
             job.output.metrics.arrival_time = time.monotonic()
@@ -113,7 +113,7 @@ class Batch:
             self._num_open += job.request.params.n
             self._engine.submit(job.request)
 
-    def _take(self, progress: Progress) -> bool:
+    def _take(self, progress: ProgressLine) -> bool:
         """Handle what came out. False when nothing did."""
         took = False
         while self._inbox:
@@ -142,7 +142,7 @@ class Batch:
         self._inbox.clear()
 
 
-class Progress:
+class ProgressLine:
     """A line on standard error: prompts done and tokens per second. Silent unless switched on and standard error is a terminal."""
 
     def __init__(self, total: int, *, is_on: bool) -> None:
@@ -165,5 +165,5 @@ class Progress:
             print(file=sys.stderr)
 
 
-def outputs_of(jobs: Iterable[Job]) -> list[RequestOutput]:
+def outputs_of(jobs: Iterable[PromptJob]) -> list[RequestOutput]:
     return [job.output for job in jobs]
