@@ -16,7 +16,7 @@ from headrace.cli.child import started_server
 from headrace.cli.client import ApiClient
 from headrace.cli.exits import ServerFailed
 from headrace.fleet.config import COMMAND
-from headrace.wire.stop_signals import SAME_WISH_S
+from headrace.wire.stop_signals import DUPLICATE_SIGNAL_S
 from tests.house.stand_in import stand_in
 
 
@@ -84,7 +84,7 @@ def test_a_second_ctrl_c_is_announced_and_ends_streams_with_an_error_event(tmp_p
     answer = ApiClient(url).chat({**asked, "ignore_eos": True})
     next(answer)
     process.send_signal(signal.SIGINT)
-    time.sleep(SAME_WISH_S + 0.1)
+    time.sleep(DUPLICATE_SIGNAL_S + 0.1)
     process.send_signal(signal.SIGINT)
     with pytest.raises(ServerFailed, match="shut down before the answer was complete"):
         list(answer)

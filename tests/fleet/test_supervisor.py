@@ -22,7 +22,7 @@ from wire_kit import PATIENCE_S, read_all, request, signal_until_gone, socket_di
 import headrace
 from headrace.core.errors import Unavailable
 from headrace.lab.fake_runner import FakeOptions, fake_answer
-from headrace.wire.client import ReplicaClient, ReplicaState
+from headrace.wire.client import ConnectionState, ReplicaClient
 
 ENDLESS = 4000
 MAIN = Path(__file__).resolve().parents[1] / "support" / "fleet_main.py"
@@ -235,7 +235,7 @@ async def test_an_engine_that_dies_in_service_again_and_again_is_started_again_a
             instances.add((await replica.wait_connected(PATIENCE_S)).instance_id)
             with pytest.raises(Unavailable):
                 await read_all(replica.submit(request(f"r{i}", max_tokens=50)))
-            await until(lambda: replica.state is ReplicaState.DOWN)
+            await until(lambda: replica.state is ConnectionState.DOWN)
     assert len(instances) == 3
     assert "the fake device is gone" in fleet.log
     fleet.process.send_signal(signal.SIGTERM)

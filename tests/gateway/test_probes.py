@@ -9,31 +9,31 @@ import headrace
 from headrace.gateway.text_workers.local import LocalWorkers
 from headrace.gateway.upstream.replicas import verdict
 from headrace.text.folder import TextModel
-from headrace.wire.client import ReplicaState, SeenLoad
+from headrace.wire.client import ConnectionState, SeenLoad
 from headrace.wire.service import HEARTBEAT_S, SILENT_AFTER_S
 
 
 @pytest.mark.parametrize(
     ("state", "seen", "now", "reason"),
     [
-        (ReplicaState.DOWN, None, 0.0, "not connected"),
-        (ReplicaState.SILENT, SeenLoad(snapshot(), 0.0), 0.0, "does not answer"),
-        (ReplicaState.DRAINING, SeenLoad(snapshot(), 0.0), 0.0, "draining"),
-        (ReplicaState.CONNECTED, None, 0.0, "has not reported yet"),
-        (ReplicaState.CONNECTED, SeenLoad(snapshot(loop_age_s=0.3), 0.0), 0.2, ""),
-        (ReplicaState.CONNECTED, SeenLoad(snapshot(loop_age_s=0.7), 0.0), 0.2, "its loop has not turned for 0.9 s"),
-        (ReplicaState.CONNECTED, SeenLoad(snapshot(step_age_s=0.8, loop_age_s=0.8), 0.0), 0.1, ""),
-        (ReplicaState.CONNECTED, SeenLoad(snapshot(step_age_s=0.9), 0.0), 0.2, "a step has taken 1.1 s, expected at most 1.0 s"),
-        (ReplicaState.CONNECTED, SeenLoad(snapshot(step_age_s=7.9, step_predicted_s=2.0), 0.0), 0.0, ""),
+        (ConnectionState.DOWN, None, 0.0, "not connected"),
+        (ConnectionState.SILENT, SeenLoad(snapshot(), 0.0), 0.0, "does not answer"),
+        (ConnectionState.DRAINING, SeenLoad(snapshot(), 0.0), 0.0, "draining"),
+        (ConnectionState.CONNECTED, None, 0.0, "has not reported yet"),
+        (ConnectionState.CONNECTED, SeenLoad(snapshot(loop_age_s=0.3), 0.0), 0.2, ""),
+        (ConnectionState.CONNECTED, SeenLoad(snapshot(loop_age_s=0.7), 0.0), 0.2, "its loop has not turned for 0.9 s"),
+        (ConnectionState.CONNECTED, SeenLoad(snapshot(step_age_s=0.8, loop_age_s=0.8), 0.0), 0.1, ""),
+        (ConnectionState.CONNECTED, SeenLoad(snapshot(step_age_s=0.9), 0.0), 0.2, "a step has taken 1.1 s, expected at most 1.0 s"),
+        (ConnectionState.CONNECTED, SeenLoad(snapshot(step_age_s=7.9, step_predicted_s=2.0), 0.0), 0.0, ""),
         (
-            ReplicaState.CONNECTED,
+            ConnectionState.CONNECTED,
             SeenLoad(snapshot(step_age_s=8.1, step_predicted_s=2.0), 0.0),
             0.0,
             "a step has taken 8.1 s, expected at most 8.0 s",
         ),
     ],
 )
-def test_verdict(state: ReplicaState, seen: SeenLoad | None, now: float, reason: str) -> None:
+def test_verdict(state: ConnectionState, seen: SeenLoad | None, now: float, reason: str) -> None:
     assert verdict(state, seen, now) == reason
 
 
@@ -52,7 +52,7 @@ async def test_ready_says_which_replica_and_why(text: TextModel) -> None:
             ],
             "reason": "",
         }
-        bench.replicas["r1"].state = ReplicaState.SILENT
+        bench.replicas["r1"].state = ConnectionState.SILENT
         response = await bench.client.get("/ready")
         assert response.status_code == 503
         assert response.json()["reason"] == f"{MODEL}/r1 does not answer"
@@ -63,7 +63,7 @@ async def test_health_asks_for_one_living_engine_per_model(text: TextModel) -> N
     async with open_bench(text, models=two_replicas()) as bench:
         bench.replicas["r0"].die()
         assert (await bench.client.get("/health")).status_code == 200
-        bench.replicas["r1"].state = ReplicaState.SILENT
+        bench.replicas["r1"].state = ConnectionState.SILENT
         assert (await bench.client.get("/health")).status_code == 200
         bench.replicas["r1"].die()
         response = await bench.client.get("/health")

@@ -20,7 +20,7 @@ from hostile_requests import cases
 from wire_kit import socket_dir
 
 from headrace.wire.leash import ORPHANED
-from headrace.wire.stop_signals import SAME_WISH_S
+from headrace.wire.stop_signals import DUPLICATE_SIGNAL_S
 
 VOCAB = 345
 IDLE = ('headrace_requests_running{model="fox",replica="r0"} 0.0', 'headrace_kv_blocks{model="fox",replica="r0",state="used"} 1.0')
@@ -190,7 +190,7 @@ def test_a_second_signal_ends_streams_with_an_error_event(folder: Path, text_fol
     with site(folder, text_folder, PACED, timeouts={"drain_s": 600}) as made, made.client() as client:
         with opened(client, ignore_eos=True) as lines:
             made.gateway.signal(signal.SIGTERM)
-            time.sleep(SAME_WISH_S + 0.3)
+            time.sleep(DUPLICATE_SIGNAL_S + 0.3)
             made.gateway.signal(signal.SIGTERM)
             last = list(lines)[-1]
         error = json.loads(last.removeprefix("data: "))["error"]

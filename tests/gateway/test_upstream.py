@@ -35,7 +35,7 @@ from headrace.gateway.upstream.seam import OutputEvent, ReplicaLost
 from headrace.gateway.upstream.token_stream import LOST, Call, TokenStream
 from headrace.gateway.upstream.tokens import TokenPrepared, TokenUpstream
 from headrace.text.folder import TextModel
-from headrace.wire.client import ReplicaState, SeenLoad
+from headrace.wire.client import ConnectionState, SeenLoad
 from headrace.wire.stream import ReplicaStream
 
 
@@ -114,7 +114,7 @@ async def test_a_request_goes_where_it_fits(text: TextModel) -> None:
         error = (await bench.complete(prompt=[5], max_tokens=200)).json()["error"]
         assert (error["param"], "maximum context length is 200 tokens" in error["message"]) == ("max_tokens", True)
         assert (await bench.client.get("/v1/models")).json()["data"][0]["max_model_len"] == 200
-        large.state = ReplicaState.DRAINING
+        large.state = ConnectionState.DRAINING
         assert (await bench.complete(prompt=[5] * 150, max_tokens=1)).status_code == 503
         assert (await bench.complete(prompt=[5] * 50, max_tokens=1)).status_code == 200
 
@@ -169,13 +169,13 @@ async def test_a_replica_whose_step_hangs_is_taken_only_when_no_other_is(text: T
         for _ in range(3):
             assert (await bench.chat(max_tokens=1)).status_code == 200
         assert (len(stuck.requests), len(busy.requests)) == (0, 3)
-        busy.state = ReplicaState.DRAINING
+        busy.state = ConnectionState.DRAINING
         assert (await bench.chat(max_tokens=1)).status_code == 200
         assert len(stuck.requests) == 1
 
 
-@pytest.mark.parametrize("state", [ReplicaState.DOWN, ReplicaState.SILENT, ReplicaState.DRAINING])
-async def test_replicas_that_take_no_work_are_skipped(text: TextModel, state: ReplicaState) -> None:
+@pytest.mark.parametrize("state", [ConnectionState.DOWN, ConnectionState.SILENT, ConnectionState.DRAINING])
+async def test_replicas_that_take_no_work_are_skipped(text: TextModel, state: ConnectionState) -> None:
     async with open_bench(text, models=two_replicas()) as bench:
         first, second = bench.replicas.values()
         first.state = state
@@ -343,8 +343,8 @@ async def test_a_lost_stream_knows_whether_another_replica_could_go_on(
         assert str(raised.value) == LOST, "neither numerics nor names are for clients"
 
 
-@pytest.mark.parametrize("state", [ReplicaState.CONNECTED, ReplicaState.DRAINING])
-async def test_what_a_lost_replica_never_began_could_begin_wherever_work_is_taken(text: TextModel, state: ReplicaState) -> None:
+@pytest.mark.parametrize("state", [ConnectionState.CONNECTED, ConnectionState.DRAINING])
+async def test_what_a_lost_replica_never_began_could_begin_wherever_work_is_taken(text: TextModel, state: ConnectionState) -> None:
     async with open_bench(text, models=two_replicas()) as bench:
         lost, other = bench.replicas.values()
         other.snapshot = SeenLoad(snapshot(num_running=9), time.monotonic() + 1e6)
@@ -356,7 +356,7 @@ async def test_what_a_lost_replica_never_began_could_begin_wherever_work_is_take
         lost.die()
         with pytest.raises(ReplicaLost) as raised:
             await reader
-        assert raised.value.why_not_resume == ("" if state is ReplicaState.CONNECTED else "no other replica is connected")
+        assert raised.value.why_not_resume == ("" if state is ConnectionState.CONNECTED else "no other replica is connected")
 
 
 @pytest.mark.parametrize("is_equal", [True, False])
@@ -404,7 +404,7 @@ async def test_cancel_is_harmless_whenever_it_comes(bench: TestBench, text: Text
 
 
 async def test_while_its_replica_is_stopped_a_request_is_refused_at_once(bench: TestBench) -> None:
-    bench.replica.state = ReplicaState.SILENT
+    bench.replica.state = ConnectionState.SILENT
     await bench.chat()  # the first one pays for imports
     for _ in range(3):
         began_s = time.monotonic()

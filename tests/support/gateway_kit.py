@@ -32,7 +32,7 @@ from headrace.gateway.text_workers.local import LocalWorkers
 from headrace.gateway.text_workers.work import TextContext
 from headrace.gateway.text_workers.workers import Workers
 from headrace.text.folder import TextModel
-from headrace.wire.client import ReplicaInfo, ReplicaState, SeenLoad
+from headrace.wire.client import ConnectionState, ReplicaInfo, SeenLoad
 from headrace.wire.handles import Handle
 from headrace.wire.stream import ReplicaStream
 
@@ -87,7 +87,7 @@ class FakeReplica:
 
     text: TextModel
     name: str = "r0"
-    state: ReplicaState = ReplicaState.CONNECTED
+    state: ConnectionState = ConnectionState.CONNECTED
     info: ReplicaInfo | None = None
     snapshot: SeenLoad | None = None
     num_sent_since_snapshot: int = 0
@@ -121,7 +121,7 @@ class FakeReplica:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
     def submit(self, request: EngineRequest) -> ReplicaStream:
-        if self.state is not ReplicaState.CONNECTED or self.info is None:
+        if self.state is not ConnectionState.CONNECTED or self.info is None:
             raise Unavailable("secret reason at unix:/run/secret.sock")
         stream = ReplicaStream(
             request, Handle(len(self.requests) + 1), on_end=self._ended, on_leave=self.cancel, numerics=self.info.model.numerics
@@ -152,7 +152,7 @@ class FakeReplica:
 
     def die(self) -> None:
         """The process is gone: its streams fail as the wire's do."""
-        self.state, self.info, self.snapshot = ReplicaState.DOWN, None, None
+        self.state, self.info, self.snapshot = ConnectionState.DOWN, None, None
         for stream in list(self.streams.values()):
             stream.fail(Unavailable("replica r0 was lost (unavailable: unix:/run/secret.sock)"))
 

@@ -14,7 +14,7 @@ from wire_kit import PATIENCE_S, connected, read_all, request, served, socket_di
 
 from headrace.core.errors import Unavailable
 from headrace.lab.fake_runner import FakeOptions, fake_answer
-from headrace.wire.client import ReplicaClient, ReplicaState
+from headrace.wire.client import ConnectionState, ReplicaClient
 from headrace.wire.service import HEARTBEAT_S, SILENT_AFTER_S, Expectation
 
 
@@ -117,8 +117,8 @@ async def test_a_gateway_that_was_held_up_itself_does_not_call_its_replicas_sile
         stream = replica.submit(request("r", max_tokens=60))
         await stream.__anext__()
         time.sleep(2 * SILENT_AFTER_S)  # the event loop of the gateway (and of this engine) stands still
-        assert replica.state is ReplicaState.CONNECTED, "asked at once: nothing that waits could be read yet"
+        assert replica.state is ConnectionState.CONNECTED, "asked at once: nothing that waits could be read yet"
         await asyncio.sleep(2 * HEARTBEAT_S)
-        assert replica.state is ReplicaState.CONNECTED
+        assert replica.state is ConnectionState.CONNECTED
         await read_all(stream)
         assert not any("silent" in line for line in told)

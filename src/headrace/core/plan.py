@@ -126,7 +126,7 @@ class Plan:
         return sum(self.counts)
 
     @property
-    def only_asks(self) -> bool:
+    def only_polls_moves(self) -> bool:
         """Nothing is computed and nothing changes: it is made to hear of moves in flight."""
         return not (self.slots or self.started or self.ended or self.table_slots or self.move_kinds)
 

@@ -23,7 +23,7 @@ class Injected(Exception):
     """What an armed failpoint raises unless told otherwise."""
 
 
-class Fault:
+class ArmedFailpoint:
     """One armed place. Passes `skip` calls, then raises `times` times (None: until disarmed). `hits` counts the raises."""
 
     def __init__(self, name: str, make: Callable[[], BaseException], skip: int, times: int | None) -> None:
@@ -40,7 +40,7 @@ class Fault:
         raise self._make()
 
 
-_armed: dict[str, Fault] = {}
+_armed: dict[str, ArmedFailpoint] = {}
 
 
 def failpoint(name: str) -> None:
@@ -50,7 +50,7 @@ def failpoint(name: str) -> None:
 
 
 @contextmanager
-def armed(name: str, make: Callable[[], BaseException] | None = None, *, skip: int = 0, times: int | None = 1) -> Iterator[Fault]:
+def armed(name: str, make: Callable[[], BaseException] | None = None, *, skip: int = 0, times: int | None = 1) -> Iterator[ArmedFailpoint]:
     """Arm one place of this process until the block ends.
 
     make   builds the exception; default `Injected`
@@ -63,7 +63,7 @@ def armed(name: str, make: Callable[[], BaseException] | None = None, *, skip: i
         raise ValueError(f"no failpoint {name!r}; known: {', '.join(sites())}")
     if name in _armed:
         raise ValueError(f"{name} is armed already")
-    fault = Fault(name, make or (lambda: Injected(f"failpoint {name}")), skip, times)
+    fault = ArmedFailpoint(name, make or (lambda: Injected(f"failpoint {name}")), skip, times)
     _armed[name] = fault
     try:
         yield fault

@@ -28,7 +28,7 @@ class KvSizing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
+class MemoryBudget:
     """What the machine leaves once the weights are loaded.
 
     available_bytes   free now
@@ -43,7 +43,7 @@ class Budget:
     activation_bytes: int
 
 
-def size_kv(config: EngineConfig, groups: tuple[KvGroup, ...], max_model_len: int, budget: Budget) -> KvSizing:
+def size_kv(config: EngineConfig, groups: tuple[KvGroup, ...], max_model_len: int, budget: MemoryBudget) -> KvSizing:
     """Blocks per group for a model whose longest context is max_model_len.
 
     Raises: ConfigError when not one sequence fits: of max_model_len if the operator named it, else of a single token; and when what the
@@ -122,7 +122,7 @@ class _Pools:
         return self.max_model_len
 
 
-def _full_blocks(pools: _Pools, budget: Budget) -> tuple[int, str]:
+def _full_blocks(pools: _Pools, budget: MemoryBudget) -> tuple[int, str]:
     """Blocks of the full groups, without the pad block; how that came about, in one line."""
     config = pools.config
     if config.num_kv_blocks is not None:
@@ -142,7 +142,7 @@ def _full_blocks(pools: _Pools, budget: Budget) -> tuple[int, str]:
     return min(within, enough), line
 
 
-def _check_fits(pools: _Pools, full_blocks: int, budget: Budget) -> None:
+def _check_fits(pools: _Pools, full_blocks: int, budget: MemoryBudget) -> None:
     """What was computed from the free memory fits it; what an operator names may not, and is refused before it is reserved."""
     config, needed = pools.config, pools.num_bytes(full_blocks)
     if needed <= budget.available_bytes:

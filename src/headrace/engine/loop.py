@@ -302,7 +302,7 @@ class Engine:
         return plan
 
     def _submit_plan(self, plan: Plan) -> None:
-        if not plan.only_asks:
+        if not plan.only_polls_moves:
             self._ring.append(plan)
         now = self._clock()
         self._step = _RunningStep(now if self._step is None else self._step.started, self._timer.predict(plan.num_tokens))

@@ -9,7 +9,7 @@ from pathlib import Path
 from headrace.core.errors import ConfigError
 from headrace.engine.build import build_served_engine
 from headrace.engine.server.config import load_process_config
-from headrace.engine.server.process import ExitCode, leave, run_process
+from headrace.engine.server.process import EngineExitCode, leave, run_process
 from headrace.observe.logs import set_up_logging
 from headrace.tensor.host.openmp import prepare_openmp
 from headrace.wire.leash import Leash
@@ -30,6 +30,6 @@ def run_engine(config_path: str | Path, parent_fd: int | None = None) -> None:
     except (ConfigError, OSError, ValueError) as error:
         print(f"headrace engine: {error}", file=sys.stderr)
         leash.failed(str(error), can_retry=False)
-        leave(ExitCode.REFUSED)
+        leave(EngineExitCode.REFUSED)
         return
     leave(run_process(lambda outbox: build_served_engine(engine, outbox, process.block_key), process, leash))

@@ -27,7 +27,7 @@ from headrace.gateway.text_workers.workers import Workers
 from headrace.observe.logs import set_up_logging
 from headrace.text.folder import TextModel
 from headrace.wire.leash import Leash
-from headrace.wire.stop_signals import SAME_WISH_S, StopSignals, first_of
+from headrace.wire.stop_signals import DUPLICATE_SIGNAL_S, StopSignals, first_of
 
 log = logging.getLogger("headrace.gateway")
 
@@ -98,7 +98,7 @@ async def serve(config: GatewayConfig, texts: dict[str, TextModel], workers: Wor
 
     Raises CannotBind, ConfigError for what only opening it shows, or CheckpointError for a template that the workers refuse.
     """
-    stop = StopSignals(same_wish_s=0.0 if leash.is_held else SAME_WISH_S)
+    stop = StopSignals(duplicate_signal_s=0.0 if leash.is_held else DUPLICATE_SIGNAL_S)
     wanted = config.limits.max_connections
     num_foreign = sum(model.upstream is not None for model in config.models)
     num_replicas = sum(len(model.replicas) for model in config.models)

@@ -13,7 +13,7 @@ from pathlib import Path
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.server.config import ProcessConfig, decode, load_json, section
-from headrace.engine.server.process import ExitCode, leave, run_process
+from headrace.engine.server.process import EngineExitCode, leave, run_process
 from headrace.lab.fake_runner import FakeOptions, fake_engine
 from headrace.observe.logs import set_up_logging
 from headrace.wire.leash import Leash
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
     except ConfigError as error:
         leash.failed(str(error), can_retry=False)
         print(f"fake engine: {error}", file=sys.stderr)
-        leave(ExitCode.REFUSED)
+        leave(EngineExitCode.REFUSED)
         return
     leave(run_process(lambda outbox: fake_engine(outbox, options, engine, block_key=process.block_key), process, leash))
 

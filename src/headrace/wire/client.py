@@ -25,7 +25,7 @@ from headrace.core.request import EngineRequest
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import decode_model_info
 from headrace.wire.service import SILENT_AFTER_S, Expectation, check_model, check_protocol
-from headrace.wire.session import NobodyListens, Session
+from headrace.wire.session import NotListening, Session
 from headrace.wire.stream import NO_NUMERICS, ReplicaStream
 from headrace.wire.target import parse_target
 
@@ -35,7 +35,7 @@ FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
 
 
-class ReplicaState(StrEnum):
+class ConnectionState(StrEnum):
     DOWN = "down"
     """No connection, or a hello that does not fit; `reason` says which."""
     CONNECTED = "connected"
@@ -97,7 +97,7 @@ class ReplicaClient:
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._logged_reasons: set[str] = set()
-        self._logged_state: ReplicaState | None = None
+        self._logged_state: ConnectionState | None = None
         self.info: ReplicaInfo | None = None
         self.snapshot: SeenLoad | None = None
 
@@ -121,13 +121,13 @@ class ReplicaClient:
             self._task = None
 
     @property
-    def state(self) -> ReplicaState:
+    def state(self) -> ConnectionState:
         session = self._session
         if session is None or not session.is_open:
-            return ReplicaState.DOWN
+            return ConnectionState.DOWN
         if session.silent_s > SILENT_AFTER_S:
-            return ReplicaState.SILENT
-        return ReplicaState.DRAINING if session.is_draining else ReplicaState.CONNECTED
+            return ConnectionState.SILENT
+        return ConnectionState.DRAINING if session.is_draining else ConnectionState.CONNECTED
 
     @property
     def num_open(self) -> int:
@@ -148,7 +148,7 @@ class ReplicaClient:
         """The hello, as soon as there is a connection. Raises Unavailable with the last reason after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
-                while self.info is None or self.state is ReplicaState.DOWN:
+                while self.info is None or self.state is ConnectionState.DOWN:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -161,8 +161,8 @@ class ReplicaClient:
         Raises: Unavailable when the replica takes no work now, InvalidRequest for what the wire cannot carry or an id already open.
         """
         state = self.state
-        if self._session is None or state is not ReplicaState.CONNECTED:
-            why = self.reason if state is ReplicaState.DOWN else "takes no new work"
+        if self._session is None or state is not ConnectionState.CONNECTED:
+            why = self.reason if state is ConnectionState.DOWN else "takes no new work"
             raise Unavailable(f"replica {self.name} is {state.value}: {why}")
         if request.request_id in self._streams:
             raise InvalidRequest("request_id", "an id that is not open on this replica", request.request_id)
@@ -214,7 +214,7 @@ class ReplicaClient:
                     await session.run()
                 except HeadraceError as error:
                     self.reason = str(error)
-                    is_starting = isinstance(error, NobodyListens) and self._logged_state is None
+                    is_starting = isinstance(error, NotListening) and self._logged_state is None
                 except Exception as error:  # the outermost loop: a bug of ours must not leave the replica down for ever
                     log.exception("replica %s: the connection failed", self.name)
                     self.reason = f"{type(error).__name__}: {error}"
@@ -233,7 +233,7 @@ class ReplicaClient:
         self.info = ReplicaInfo(hello.instance_id, hello.replica, model)
         self._changed.set()
         self._logged_reasons.clear()
-        self._logged_state = ReplicaState.CONNECTED
+        self._logged_state = ConnectionState.CONNECTED
         log.info("replica %s is connected (instance %s)", self.name, hello.instance_id)
 
     def _log_state(self) -> None:
@@ -241,7 +241,7 @@ class ReplicaClient:
         state = self.state
         if state is not self._logged_state:
             self._logged_state = state
-            log.log(logging.WARNING if state is ReplicaState.SILENT else logging.INFO, "replica %s is %s", self.name, state.value)
+            log.log(logging.WARNING if state is ConnectionState.SILENT else logging.INFO, "replica %s is %s", self.name, state.value)
 
     def _log_down(self, *, is_starting: bool) -> None:
         """Each reason once per outage: the connection is tried again every second, and gRPC words one cause in several ways.

@@ -29,7 +29,7 @@ from headrace.wire.handles import Handle, MalformedFrame
 from headrace.wire.ready import SLICE_S, ReadyStreams
 from headrace.wire.service import CHANNEL_OPTIONS, CONNECT, HEARTBEAT_S, LEASE_S, PROTOCOL_VERSION, Expectation
 from headrace.wire.stream import ReplicaStream
-from headrace.wire.target import TOKEN_METADATA, Target
+from headrace.wire.target import TOKEN_METADATA, GrpcTarget
 
 HELLO_TIMEOUT_S = 5.0
 CLOCK_ROWS = 64
@@ -40,7 +40,7 @@ class ConnectionLost(HeadraceError):
     """The session is over; says why."""
 
 
-class NobodyListens(ConnectionLost):
+class NotListening(ConnectionLost):
     """Nothing is at the address, or it went away."""
 
 
@@ -49,7 +49,7 @@ class Session:
 
     def __init__(
         self,
-        target: Target,
+        target: GrpcTarget,
         expect: Expectation,
         *,
         on_hello: Callable[[pb.EngineHello], None],
@@ -218,13 +218,13 @@ class Session:
     async def _take_rows(self, rows: UpdateRows) -> None:
         """To the streams that are still open (others were cancelled meanwhile). A large frame in slices of the event loop."""
         streams, ends_s = self.streams, self._clock() + SLICE_S
-        for number, (handle, index, token_ids, facts) in enumerate(rows):
+        for number, (handle, index, token_ids, extras) in enumerate(rows):
             if (stream := streams.get(handle)) is None:
                 continue
-            if facts is None:
+            if extras is None:
                 stream.put_tokens(index, token_ids)
             else:
-                stream.put(update_of(stream.attempt, index, token_ids, facts))
+                stream.put(update_of(stream.attempt, index, token_ids, extras))
             if number % CLOCK_ROWS == 0 and self._clock() > ends_s:
                 await asyncio.sleep(0)
                 ends_s = self._clock() + SLICE_S
@@ -240,5 +240,5 @@ class Session:
 
 
 def _lost(code: grpc.StatusCode, details: str | None) -> ConnectionLost:
-    kind = NobodyListens if code is grpc.StatusCode.UNAVAILABLE else ConnectionLost
+    kind = NotListening if code is grpc.StatusCode.UNAVAILABLE else ConnectionLost
     return kind(f"{code.name.lower()}: {details}")

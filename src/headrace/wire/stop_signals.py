@@ -6,7 +6,7 @@ import asyncio
 import signal
 from typing import Any
 
-SAME_WISH_S = 0.5
+DUPLICATE_SIGNAL_S = 0.5
 """A terminal and a wrapper (make, timeout, a shell) may both deliver one Ctrl-C: signals this close together are one wish."""
 
 
@@ -17,9 +17,9 @@ class StopSignals:
     hard  done when somebody asked twice
     """
 
-    def __init__(self, *, same_wish_s: float = SAME_WISH_S) -> None:
-        """same_wish_s  0 under a supervisor, which sends one signal for each wish"""
-        self._same_wish_s = same_wish_s
+    def __init__(self, *, duplicate_signal_s: float = DUPLICATE_SIGNAL_S) -> None:
+        """duplicate_signal_s  0 under a supervisor, which sends one signal for each wish"""
+        self._duplicate_signal_s = duplicate_signal_s
         self._loop = loop = asyncio.get_running_loop()
         self._asked_s = 0.0
         self.soft: asyncio.Future[str] = loop.create_future()
@@ -32,7 +32,7 @@ class StopSignals:
         if not self.soft.done():
             self._asked_s = now
             self.soft.set_result(reason)
-        elif not self.hard.done() and now - self._asked_s > self._same_wish_s:
+        elif not self.hard.done() and now - self._asked_s > self._duplicate_signal_s:
             self.hard.set_result(None)
 
     def close(self) -> None:

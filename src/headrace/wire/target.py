@@ -20,7 +20,7 @@ MIN_TOKEN_CHARS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class GrpcTarget:
     """An address gRPC understands, checked.
 
     address  "unix:/path" or "host:port"
@@ -33,7 +33,7 @@ class Target:
     token: str | None
 
 
-def parse_target(address: str, token: str | None = None) -> Target:
+def parse_target(address: str, token: str | None = None) -> GrpcTarget:
     """Raises ConfigError for whatever the wire does not do: other hosts without TLS, loopback without a token, long socket paths."""
     if token is not None and len(token) < MIN_TOKEN_CHARS:
         raise ConfigError("engine token", f"{len(token)} characters are too few", f"Use at least {MIN_TOKEN_CHARS} random ones.")
@@ -45,7 +45,7 @@ def parse_target(address: str, token: str | None = None) -> Target:
             raise ConfigError(
                 "engine address", f"the socket path has more than {MAX_UNIX_PATH_BYTES} bytes", "Use a shorter run directory."
             )
-        return Target(address, path, token)
+        return GrpcTarget(address, path, token)
     host, separator, port = address.rpartition(":")
     if not separator or not port.isdecimal() or int(port) > 65535:
         raise ConfigError("engine address", f"{address!r} is neither unix:/path nor host:port")
@@ -59,7 +59,7 @@ def parse_target(address: str, token: str | None = None) -> Target:
         raise ConfigError(
             "engine address", f"{address!r} needs a token", "Anybody on this machine could connect; a Unix socket needs none."
         )
-    return Target(address, None, token)
+    return GrpcTarget(address, None, token)
 
 
 def check_private(path: Path) -> None:

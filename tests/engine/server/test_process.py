@@ -20,9 +20,9 @@ from wire_kit import PATIENCE_S, connected, read_all, request, served, signal_un
 from headrace.core.errors import Unavailable
 from headrace.core.plan_codec import load_plans
 from headrace.engine.server.config import ProcessConfig
-from headrace.engine.server.process import ExitCode, _until_end
+from headrace.engine.server.process import EngineExitCode, _until_end
 from headrace.lab.fake_runner import FakeOptions, fake_answer
-from headrace.wire.client import ReplicaClient, ReplicaState
+from headrace.wire.client import ConnectionState, ReplicaClient
 from headrace.wire.leash import ORPHANED
 
 ENDLESS = 4000
@@ -87,10 +87,10 @@ async def test_sigterm_lets_running_streams_finish_and_exits_zero(start: Any) ->
         stream = replica.submit(one)
         first = await stream.__anext__()
         engine.process.send_signal(signal.SIGTERM)
-        await until(lambda: replica.state is ReplicaState.DRAINING)
+        await until(lambda: replica.state is ConnectionState.DRAINING)
         rest = await read_all(stream)
         assert [*first.token_ids, *rest[0]] == fake_answer(one, 0, 40, FakeOptions())  # type: ignore[union-attr]
-        assert await engine.wait() == ExitCode.DRAINED
+        assert await engine.wait() == EngineExitCode.DRAINED
 
 
 LOADING = """
@@ -114,7 +114,7 @@ async def test_one_signal_is_enough_while_the_model_is_loading(number: signal.Si
         assert process.stdout is not None
         assert process.stdout.readline() == b"loading\n"
         process.send_signal(number)
-        assert await asyncio.to_thread(process.wait, PATIENCE_S) == ExitCode.DRAINED
+        assert await asyncio.to_thread(process.wait, PATIENCE_S) == EngineExitCode.DRAINED
         process.stdout.close()
     finally:
         process.kill()
@@ -129,7 +129,7 @@ async def test_an_insistent_sigterm_does_not_wait(start: Any) -> None:
         stream = replica.submit(request("r", max_tokens=ENDLESS))
         await stream.__anext__()
         await signal_until_gone(engine.process, signal.SIGTERM)
-        assert await engine.wait() == ExitCode.INTERRUPTED
+        assert await engine.wait() == EngineExitCode.INTERRUPTED
         with pytest.raises(Unavailable):
             await read_all(stream)
 
@@ -143,13 +143,13 @@ async def test_a_stopped_process_is_noticed_and_its_streams_go_on_afterwards(sta
         stream = replica.submit(one)
         first = await stream.__anext__()
         engine.process.send_signal(signal.SIGSTOP)
-        await until(lambda: replica.state is ReplicaState.SILENT)
+        await until(lambda: replica.state is ConnectionState.SILENT)
         with pytest.raises(Unavailable, match="silent"):
             replica.submit(request("late"))
         engine.process.send_signal(signal.SIGCONT)
         rest = await read_all(stream)
         assert [*first.token_ids, *rest[0]] == fake_answer(one, 0, 100, FakeOptions())  # type: ignore[union-attr]
-        assert replica.state is ReplicaState.CONNECTED
+        assert replica.state is ConnectionState.CONNECTED
 
 
 async def test_the_process_ends_when_its_leash_breaks_even_while_a_step_hangs(start: Any) -> None:
@@ -170,7 +170,7 @@ async def test_a_dead_device_ends_the_process_with_its_own_status(start: Any) ->
         await replica.wait_connected(PATIENCE_S)
         with pytest.raises(Unavailable):
             await read_all(replica.submit(request("r", max_tokens=ENDLESS)))
-        assert await engine.wait() == ExitCode.ENGINE_DIED
+        assert await engine.wait() == EngineExitCode.ENGINE_DIED
     said = engine.hear()
     assert said["can_retry"]
     assert "the fake device is gone" in said["reason"]
@@ -178,20 +178,20 @@ async def test_a_dead_device_ends_the_process_with_its_own_status(start: Any) ->
 
 async def test_a_checkpoint_that_is_refused_is_not_worth_a_retry(start: Any) -> None:
     engine = start(refuse="model.safetensors is truncated")
-    assert await engine.wait() == ExitCode.REFUSED
+    assert await engine.wait() == EngineExitCode.REFUSED
     assert engine.hear() == {"event": "failed", "reason": "fake: model.safetensors is truncated.", "can_retry": False}
 
 
 async def test_a_wrong_key_is_not_worth_a_retry(start: Any) -> None:
     engine = start(no_such_option=1)
-    assert await engine.wait() == ExitCode.REFUSED
+    assert await engine.wait() == EngineExitCode.REFUSED
     assert "fake.no_such_option" in engine.hear()["reason"]
 
 
 async def test_an_open_directory_is_refused(start: Any, folder: Path) -> None:
     os.chmod(folder, 0o755)
     engine = start()
-    assert await engine.wait() == ExitCode.REFUSED
+    assert await engine.wait() == EngineExitCode.REFUSED
     assert "0700" in engine.hear()["reason"]
 
 
@@ -238,7 +238,7 @@ async def test_a_heartbeat_that_dies_ends_the_process_and_is_logged_with_its_tra
         engine.service._send_weights_digest = broken  # type: ignore[method-assign]
         async with asyncio.timeout(PATIENCE_S):
             code = await task
-        assert code is (ExitCode.INTERRUPTED if is_draining else ExitCode.ENGINE_DIED)
+        assert code is (EngineExitCode.INTERRUPTED if is_draining else EngineExitCode.ENGINE_DIED)
         assert len(told.failures) == (0 if is_draining else 1)
         assert "the heartbeat died" in caplog.text
         assert "not a digest" in caplog.text

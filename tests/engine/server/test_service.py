@@ -20,7 +20,7 @@ from headrace.core.update import SequenceUpdate
 from headrace.engine.config import EngineConfig
 from headrace.lab.fake_runner import FakeOptions, fake_answer
 from headrace.wire import headrace_pb2 as pb
-from headrace.wire.client import ReplicaClient, ReplicaState
+from headrace.wire.client import ConnectionState, ReplicaClient
 from headrace.wire.codec import encode_cancel, encode_submit
 from headrace.wire.handles import Handle
 from headrace.wire.service import CHANNEL_OPTIONS, CONNECT, DRAIN, PROTOCOL_VERSION, SNAPSHOT, Expectation
@@ -211,7 +211,7 @@ async def test_a_lost_engine_raises_unavailable_in_every_open_stream() -> None:
         for stream in streams:
             with pytest.raises(Unavailable, match="can be sent again"):
                 await read_all(stream)
-        assert replica.state is ReplicaState.DOWN
+        assert replica.state is ConnectionState.DOWN
         with pytest.raises(Unavailable):
             replica.submit(request("late"))
 
@@ -219,7 +219,7 @@ async def test_a_lost_engine_raises_unavailable_in_every_open_stream() -> None:
 async def test_the_client_reconnects_when_the_engine_is_back() -> None:
     async with served() as engine, connected(engine) as replica:
         await engine.service.stop()
-        await until(lambda: replica.state is ReplicaState.DOWN)
+        await until(lambda: replica.state is ConnectionState.DOWN)
         await engine.service.start()
         await replica.wait_connected(PATIENCE_S)
         assert len((await read_all(replica.submit(request("again"))))[0]) == 8
@@ -260,7 +260,7 @@ async def test_draining_takes_no_new_work_and_lets_running_streams_finish() -> N
         stream = replica.submit(request("r", max_tokens=20))
         await stream.__anext__()
         engine.service.drain("stopping")
-        await until(lambda: replica.state is ReplicaState.DRAINING)
+        await until(lambda: replica.state is ConnectionState.DRAINING)
         with pytest.raises(Unavailable, match="draining"):
             replica.submit(request("late"))
         assert len((await read_all(stream))[0]) == 19
@@ -280,7 +280,7 @@ async def test_heartbeats_tell_of_a_step_that_hangs() -> None:
     async with served(options) as engine, connected(engine) as replica:
         replica.submit(request("r", max_tokens=ENDLESS))
         await until(lambda: replica.snapshot is not None and (replica.snapshot.load.step_age_s or 0) > 0.5)
-        assert replica.state is ReplicaState.CONNECTED
+        assert replica.state is ConnectionState.CONNECTED
         replica.cancel(RequestId("r"))
 
 
@@ -318,10 +318,10 @@ async def test_a_replica_without_heartbeats_is_silent_before_a_second_is_over(mo
 
         monkeypatch.setattr(Session, "_take", nothing_comes)
         stopped_s = time.monotonic()
-        await until(lambda: replica.state is ReplicaState.SILENT)
+        await until(lambda: replica.state is ConnectionState.SILENT)
         assert time.monotonic() - stopped_s < 1.0
         monkeypatch.undo()
-        await until(lambda: replica.state is ReplicaState.CONNECTED)
+        await until(lambda: replica.state is ConnectionState.CONNECTED)
 
 
 # hellos and tokens
@@ -339,7 +339,7 @@ async def test_a_model_that_does_not_fit_is_refused_by_name(expect: Expectation,
     options = FakeOptions(digests={"tokenizer": "aa", "template": "bb"})
     async with served(options) as engine, ReplicaClient(engine.address, expect=expect) as replica:
         await until(lambda: word in replica.reason)
-        assert replica.state is ReplicaState.DOWN
+        assert replica.state is ConnectionState.DOWN
         with pytest.raises(Unavailable, match=word):
             replica.submit(request("r"))
 
@@ -348,7 +348,7 @@ async def test_equal_digests_and_unknown_kinds_fit() -> None:
     options = FakeOptions(digests={"tokenizer": "aa"})
     expect = Expectation(digests={"tokenizer": "aa", "model": "only here"}, vocab_size=options.vocab_size)
     async with served(options) as engine, connected(engine, expect=expect) as replica:
-        assert replica.state is ReplicaState.CONNECTED
+        assert replica.state is ConnectionState.CONNECTED
 
 
 async def test_another_protocol_version_is_refused_by_name() -> None:
@@ -381,7 +381,7 @@ async def test_a_token_is_needed_where_one_is_set() -> None:
     async with served(token=token) as engine:
         async with ReplicaClient(engine.address, token=token[:-1] + "x") as stranger:
             await until(lambda: "token" in stranger.reason)
-            assert stranger.state is ReplicaState.DOWN
+            assert stranger.state is ConnectionState.DOWN
         async with connected(engine, token=token) as replica:
             assert len((await read_all(replica.submit(request("r"))))[0]) == 8
         with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
@@ -546,7 +546,7 @@ async def test_control_shows_the_load_and_drains() -> None:
         assert (seen.num_streams, seen.num_open, seen.draining, seen.hello.replica) == (1, 1, False, "fake-0")
         assert seen.load.num_running == 1
         assert pb.DrainReply.FromString(await call_control(engine, DRAIN, pb.DrainRequest())).num_open == 1
-        await until(lambda: replica.state is ReplicaState.DRAINING)
+        await until(lambda: replica.state is ConnectionState.DRAINING)
         assert len((await read_all(stream))[0]) == 19
 
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from headrace.core.hashing import block_hash, chain_root
 from headrace.policy.kvcache.leases import Lease, LeaseError, Leases
 from headrace.policy.kvcache.manager import KvManager
-from headrace.policy.kvcache.pool import BlockPool, Steps
+from headrace.policy.kvcache.pool import BlockPool, StepClock
 
 ROOT = chain_root(b"k", model_digest=b"", kv_dtype="")
 
@@ -26,7 +26,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps = Steps()
+        self.steps = StepClock()
         self.pool = BlockPool(8, self.steps)
         self.leases = Leases([self.pool])
         self.owners: Counter[int] = Counter()
@@ -224,7 +224,7 @@ def test_the_source_of_a_copy_waits_for_the_plan_that_copies_whoever_drops_it_la
 
     Its block was then free at once, could be handed out within plan 5, and a repetition of plan 5's copy would read the new owner's KV.
     """
-    pool = BlockPool(3, Steps(last_planned=4, last_committed=4))
+    pool = BlockPool(3, StepClock(last_planned=4, last_committed=4))
     source = pool.take()
     pool.hold(source)
     pool.name_until(source, 5)

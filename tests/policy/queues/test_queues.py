@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from headrace.core.ids import SeqId
 from headrace.policy.queues import fair
-from headrace.policy.queues.fair import FairQueue
+from headrace.policy.queues.fair import FairShareQueue
 from headrace.policy.schedule.sequence import Sequence
 
 
@@ -21,7 +21,7 @@ class FairQueueMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = FairQueue()
+        self.queue = FairShareQueue()
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.tenants: list[str] = []
@@ -84,7 +84,7 @@ test_fair_queue_state_machine = FairQueueMachine.TestCase
 def test_who_comes_back_is_not_forgotten_at_that_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """More tenants than are remembered, all idle but one that was served little."""
     monkeypatch.setattr(fair, "MAX_REMEMBERED_TENANTS", 3)
-    queue = FairQueue()
+    queue = FairShareQueue()
     made = [Sequence(SeqId(i), request(f"r{i}", [1], tenant=f"t{i}"), 0, float(i), array("i", [1]), 1, 8) for i in range(12)]
     for count, seq in enumerate(made):
         queue.push(seq, 1)

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 JOIN_S = 5.0
 
 
-class ExitCode(IntEnum):
+class EngineExitCode(IntEnum):
     """What an engine process's exit status means (sysexits' numbers where one fits). 69: wire.leash.ORPHANED."""
 
     DRAINED = 0
@@ -96,13 +96,13 @@ class LoopThread:
         call_unless_closed(self._loop, what, value)
 
 
-def run_process(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -> ExitCode:
+def run_process(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -> EngineExitCode:
     """Serves until drained, told to end, or dead. The caller passes the status to `leave`."""
     leash.watch()
     return asyncio.run(_serve(make_engine, config, leash))
 
 
-def leave(code: ExitCode) -> None:
+def leave(code: EngineExitCode) -> None:
     """Ends the process now: a step that hangs in its daemon thread must not hold up the interpreter's shutdown."""
     logging.shutdown()
     sys.stdout.flush()
@@ -110,7 +110,7 @@ def leave(code: ExitCode) -> None:
     os._exit(code)
 
 
-async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -> ExitCode:
+async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -> EngineExitCode:
     stop = StopSignals()
     loop = asyncio.get_running_loop()
     # Whoever asks for a dump too early must not end the process, which is what the signal does by default.
@@ -121,15 +121,15 @@ async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -
         thread = LoopThread(make_engine, bridge)
         await first_of(thread.built, stop.soft, stop.hard)
         if not thread.built.done():
-            return ExitCode.DRAINED  # while loading there is nothing to wait for
+            return EngineExitCode.DRAINED  # while loading there is nothing to wait for
         engine = thread.built.result()
         service = EngineService(engine, bridge, target, replica=config.replica, on_drain=stop.ask)
         await service.start()
     except (ConfigError, CheckpointError) as error:
-        return _refuse(leash, str(error), ExitCode.REFUSED)
+        return _refuse(leash, str(error), EngineExitCode.REFUSED)
     except Exception as error:  # the outermost frame of start-up: whatever it was, the supervisor is told
         log.critical("start-up failed", exc_info=error)
-        return _refuse(leash, f"{type(error).__name__}: {error}", ExitCode.ENGINE_DIED)
+        return _refuse(leash, f"{type(error).__name__}: {error}", EngineExitCode.ENGINE_DIED)
     gc.collect()
     gc.freeze()  # what is here stays: a full collection would walk torch's and Numba's objects between two steps
     leash.ready({"address": config.address, "instance_id": service.hello.instance_id, "decided": list(engine.info.decided)})
@@ -150,17 +150,17 @@ def dump_plans(engine: RunnableEngine) -> str:
     return path
 
 
-def _refuse(leash: Leash, reason: str, code: ExitCode) -> ExitCode:
+def _refuse(leash: Leash, reason: str, code: EngineExitCode) -> EngineExitCode:
     log.error("cannot start: %s", reason)
-    leash.failed(reason, can_retry=code is not ExitCode.REFUSED)
+    leash.failed(reason, can_retry=code is not EngineExitCode.REFUSED)
     return code
 
 
-async def _until_end(service: EngineService, thread: LoopThread, stop: StopSignals, config: ProcessConfig, leash: Leash) -> ExitCode:
+async def _until_end(service: EngineService, thread: LoopThread, stop: StopSignals, config: ProcessConfig, leash: Leash) -> EngineExitCode:
     await first_of(thread.ended, stop.soft, stop.hard, service.heartbeat)
     if (error := _death(service, thread)) is not None:
         leash.failed(f"the engine died: {error!r:.500}", can_retry=True)
-        return ExitCode.ENGINE_DIED
+        return EngineExitCode.ENGINE_DIED
     service.drain(stop.soft.result() if stop.soft.done() else "stopping")
     draining = asyncio.ensure_future(service.drained(config.drain_timeout_s))
     await first_of(draining, stop.hard, thread.ended, service.heartbeat)
@@ -168,10 +168,10 @@ async def _until_end(service: EngineService, thread: LoopThread, stop: StopSigna
         draining.cancel()
         _death(service, thread)
         log.warning("leaving with %d requests open", service.num_open)
-        return ExitCode.INTERRUPTED
+        return EngineExitCode.INTERRUPTED
     thread.built.result().stop()
     await asyncio.wait([thread.ended], timeout=JOIN_S)
-    return ExitCode.DRAINED
+    return EngineExitCode.DRAINED
 
 
 def _death(service: EngineService, thread: LoopThread) -> BaseException | str | None:

@@ -45,7 +45,7 @@ from headrace.wire.service import (
     check_model,
     check_protocol,
 )
-from headrace.wire.target import Target, check_private, token_matches
+from headrace.wire.target import GrpcTarget, check_private, token_matches
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class EngineService:
         self,
         engine: ServedEngine,
         bridge: AsyncioOutbox,
-        target: Target,
+        target: GrpcTarget,
         *,
         replica: str,
         on_drain: Callable[[str], None] | None = None,

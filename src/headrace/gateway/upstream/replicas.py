@@ -22,7 +22,7 @@ from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.policy.routing.choice import Candidate, Random, ReplicaId, choose
-from headrace.wire.client import ReplicaInfo, ReplicaState, SeenLoad
+from headrace.wire.client import ConnectionState, ReplicaInfo, SeenLoad
 from headrace.wire.stream import DirectReader
 
 IDLE_STALL_S = 0.8
@@ -49,7 +49,7 @@ class Connection(Protocol):
     """A connection to a replica (`wire.client.ReplicaClient`)."""
 
     @property
-    def state(self) -> ReplicaState: ...
+    def state(self) -> ConnectionState: ...
     @property
     def info(self) -> ReplicaInfo | None: ...
     @property
@@ -135,7 +135,7 @@ class ReplicaPool:
         num_tokens = prompt_tokens + max_output_tokens
         left = [(r, reason) for r, reason in self.verdicts() if r.instance not in tried and r.max_model_len >= num_tokens]
         ready = [replica for replica, reason in left if not reason]
-        connected = [replica for replica, _ in left if replica.connection.state is ReplicaState.CONNECTED]
+        connected = [replica for replica, _ in left if replica.connection.state is ConnectionState.CONNECTED]
         chosen = self._choose(ready, prompt_tokens) or self._choose(connected, prompt_tokens)
         if chosen is None:
             raise Unavailable(f"No replica of {self.model} takes requests now.", retry_after_s=1.0)
@@ -156,7 +156,7 @@ class ReplicaPool:
 
         numerics  of the replica that said what there is of it; None: nothing was said, it may begin anywhere
         """
-        connected = [replica for replica in self.replicas if replica.connection.state is ReplicaState.CONNECTED]
+        connected = [replica for replica in self.replicas if replica.connection.state is ConnectionState.CONNECTED]
         reasons = {replica.name: "" if numerics is None else why_not_resume(numerics, replica.numerics) for replica in connected}
         if "" in reasons.values():
             return ""
@@ -172,18 +172,18 @@ class ReplicaPool:
         found: list[ReplicaHealth] = []
         for replica, reason in self.verdicts():
             seen = replica.connection.snapshot
-            is_connected = replica.connection.state is not ReplicaState.DOWN
+            is_connected = replica.connection.state is not ConnectionState.DOWN
             found.append(ReplicaHealth(replica.name, is_connected, reason, seen.load if seen else None))
         return found
 
 
-def verdict(state: ReplicaState, seen: SeenLoad | None, now: float) -> str:
+def verdict(state: ConnectionState, seen: SeenLoad | None, now: float) -> str:
     """Why a replica is not ready, in words a client may read; empty = ready. Pure."""
-    if state is ReplicaState.DOWN:
+    if state is ConnectionState.DOWN:
         return "not connected"
-    if state is ReplicaState.SILENT:
+    if state is ConnectionState.SILENT:
         return "does not answer"
-    if state is ReplicaState.DRAINING:
+    if state is ConnectionState.DRAINING:
         return "draining"
     if seen is None:
         return "has not reported yet"

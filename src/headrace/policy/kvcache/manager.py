@@ -14,7 +14,7 @@ from itertools import pairwise
 from headrace.core.hashing import BlockHash, block_hash, chain_root
 from headrace.core.kvgroup import KvGroup
 from headrace.policy.kvcache.leases import Leases
-from headrace.policy.kvcache.pool import PAD_BLOCK, BlockPool, Steps
+from headrace.policy.kvcache.pool import PAD_BLOCK, BlockPool, StepClock
 from headrace.policy.schedule.plan_builder import PlanBuilder
 from headrace.policy.schedule.sequence import Sequence
 
@@ -42,7 +42,7 @@ class KvManager:
         caching: bool = True,
     ) -> None:
         self.groups = groups
-        self.steps = Steps()
+        self.steps = StepClock()
         self.pools = [BlockPool(total, self.steps) for total in num_blocks]
         self.leases = Leases(self.pools)
         self.block_size = block_size

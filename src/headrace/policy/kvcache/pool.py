@@ -28,7 +28,7 @@ PAD_BLOCK = 0
 
 
 @dataclass(slots=True)
-class Steps:
+class StepClock:
     """What the pools of an engine know of its steps. last_planned: may name any block held now. now: seconds, of the latest plan."""
 
     last_planned: int = 0
@@ -39,11 +39,11 @@ class Steps:
 class BlockPool:
     """Blocks 1..total-1; block 0 is the pad block, without owner and never handed out. steps: shared, changed by the manager."""
 
-    def __init__(self, total: int, steps: Steps | None = None) -> None:
+    def __init__(self, total: int, steps: StepClock | None = None) -> None:
         if total < 2:
             raise ValueError(f"a pool needs the pad block and at least one more, got {total}")
         self.total = total
-        self.steps = steps or Steps()
+        self.steps = steps or StepClock()
         self.events: BlockEvents | None = None
         self._free = list(range(total - 1, 0, -1))
         self._num_owners = array("i", bytes(4 * total))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from headrace.policy.queues.fair import FairQueue
+from headrace.policy.queues.fair import FairShareQueue
 from headrace.policy.queues.keyed import FcfsQueue, KeyQueue, PriorityQueue, SjfQueue
 from headrace.policy.queues.queue import Queue
 
 __all__ = ["QUEUES", "Queue", "make_queue"]
 
-QUEUES: dict[str, type[KeyQueue] | type[FairQueue]] = {
+QUEUES: dict[str, type[KeyQueue] | type[FairShareQueue]] = {
     "fcfs": FcfsQueue,
     "priority": PriorityQueue,
     "sjf": SjfQueue,
-    "fair": FairQueue,
+    "fair": FairShareQueue,
 }
 
 

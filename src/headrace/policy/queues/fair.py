@@ -15,7 +15,7 @@ _Standing = tuple[float, float, int, str]
 """A tenant that waits: its service, the key of its first sequence, when it began to wait (to break ties), its name."""
 
 
-class FairQueue:
+class FairShareQueue:
     """Virtual token counter per tenant (Sheng et al. 2024): the tenant with the least weighted service goes first.
 
     A tenant that had nothing waiting is lifted to the least counter among those that have or, when nobody waits, to that of the last one

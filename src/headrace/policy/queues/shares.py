@@ -10,12 +10,12 @@ class StepShares:
     """The shares every policy here has; one that differs has a value, or a subclass, of its own.
 
     long_prompt_steps  a prompt that would fill more steps than this is long: those queued behind it do not wait for its end
-    behind_long        one part in so many of what is left of a step's tokens goes to those queued behind a long prompt first
+    queued_share_divisor        one part in so many of what is left of a step's tokens goes to those queued behind a long prompt first
     prefill            share of what rows that decode leave of a step's tokens; the rest is not used
     """
 
     long_prompt_steps: int = 2
-    behind_long: int = 4
+    queued_share_divisor: int = 4
     prefill: float = 1.0
 
     def for_prefill(self, budget: int) -> int:
@@ -26,6 +26,6 @@ class StepShares:
         """Whether the rest of a prompt is long, which costs `num_tokens`, for steps that have `budget` for prefills."""
         return num_tokens > self.long_prompt_steps * max(budget, 1)
 
-    def kept_for_long(self, budget: int) -> int:
+    def reserved_for_long(self, budget: int) -> int:
         """What long prompts keep of a budget while those behind them have their share, which is one token at least."""
-        return budget - max(budget // self.behind_long, 1) if budget > 1 else max(budget, 0)
+        return budget - max(budget // self.queued_share_divisor, 1) if budget > 1 else max(budget, 0)

@@ -40,14 +40,14 @@ class PlanDraft:
     """Tokens granted beyond one per row, at what they cost."""
     num_unused: int = 0
     """Tokens that the queue policy does not give to prefills."""
-    num_kept: int = 0
+    num_reserved_for_long: int = 0
     """Tokens kept for long prompts while those behind them have their share."""
     num_charged: int = 0
     """Leading rows the queue policy has been charged for."""
 
     @property
     def budget(self) -> int:
-        return self.max_tokens - len(self.rows.seqs) - self.num_more - self.num_unused - self.num_kept
+        return self.max_tokens - len(self.rows.seqs) - self.num_more - self.num_unused - self.num_reserved_for_long
 
 
 class Planner:
@@ -135,12 +135,12 @@ class Planner:
         for seq in prefilling[:num_ahead]:
             self._plan_one(seq, step)
         if long:
-            step.num_kept = shares.kept_for_long(step.budget)
+            step.num_reserved_for_long = shares.reserved_for_long(step.budget)
         for seq in prefilling[num_ahead:]:
             if (seq, seq.incarnation) not in long:
                 self._plan_one(seq, step)
         self._plan_waiting(step)
-        step.num_kept = 0
+        step.num_reserved_for_long = 0
         for seq, incarnation in long:
             if seq.incarnation == incarnation:  # or it was preempted, and may have been admitted anew
                 self._plan_one(seq, step)
@@ -203,7 +203,7 @@ class Planner:
         Without chunking a prompt runs whole or not; one longer than the whole budget runs as the only prefill of its step.
         """
         if self.config.enable_chunked_prefill or num_uncomputed == 1:
-            is_priced = num_uncomputed > 1 and (len(step.rows) or step.num_kept)
+            is_priced = num_uncomputed > 1 and (len(step.rows) or step.num_reserved_for_long)
             most = self._price.most(seq.num_expected - num_uncomputed, step.budget) if is_priced else max(step.budget, 0)
             return min(num_uncomputed, most, max(step.score_budget, 1) if num_uncomputed > 1 and seq.scores_prompt else num_uncomputed)
         if num_uncomputed <= step.budget:
@@ -258,7 +258,9 @@ class Planner:
         count = self._share(seq, len(seq.tokens) - hits, step)
         if count == 0 and not self.config.static_batching:
             return False
-        chunks = self.kv.blocks_for(step.budget + step.num_kept) if step.num_kept else 0  # of the long prompts, planned after this
+        chunks = (
+            self.kv.blocks_for(step.budget + step.num_reserved_for_long) if step.num_reserved_for_long else 0
+        )  # of the long prompts, planned after this
         while not self._fits(self.kv.num_left(seq, hits, hits + count, chunks), num_ran):
             if self.sequences.num_running or self.kv.has_pending_free or not self.sequences.drop_waiting_forks():
                 return False

@@ -31,8 +31,8 @@ from headrace.policy.schedule.planner import PlanDraft, Planner
 from headrace.policy.schedule.prerequisites import NO_PREREQUISITES
 from headrace.policy.schedule.sequence import DONE, NO_ADMISSION, RUNNING, Sequence
 from headrace.policy.schedule.sequence_table import SequenceTable
-from headrace.policy.schedule.step_rows import NO_ROWS, Row, StepRows
-from headrace.policy.schedule.updates import NOTHING, Output, outputs
+from headrace.policy.schedule.step_rows import NO_ROWS, StepRow, StepRows
+from headrace.policy.schedule.updates import NOTHING, RowOutput, outputs
 
 MOVE_POLL_S = 0.005
 """A runner tells of moves only in results: while nothing else is to be computed, it is asked for them this often and no more."""
@@ -51,7 +51,7 @@ class Scheduler:
         self._decode_columns = NO_ROWS
         self._unsent: PlanBuilder | None = None
         self._next_step = 1
-        self._ask_at = 0.0
+        self._next_poll = 0.0
         """When a plan without rows may ask for moves again."""
         self._failures: list[Exception] = []
 
@@ -114,7 +114,7 @@ class Scheduler:
         deadline = self.sequences.next_deadline()
         if not self._waits_for_moves:
             return deadline
-        return self._ask_at if deadline is None else min(deadline, self._ask_at)
+        return self._next_poll if deadline is None else min(deadline, self._next_poll)
 
     def take_updates(self) -> list[SequenceUpdate]:
         return self.sequences.take_updates()
@@ -130,7 +130,7 @@ class Scheduler:
             if self.tier is not None:
                 self.sequences.end_host_waits(self.tier.plan(step.builder, now))
             self._planner.fill(step)
-            if not (len(step.rows) or step.builder.has_changes or self.sequences.has_ended_slots or self._asks_for_moves(now)):
+            if not (len(step.rows) or step.builder.has_changes or self.sequences.has_ended_slots or self._polls_moves(now)):
                 return None
             return self._freeze(step)
         except Exception:
@@ -142,11 +142,11 @@ class Scheduler:
         """Whether moves are in flight, and no result is to come that would tell of them."""
         return not self._rows and len(self.kv.leases) > 0 and self.kv.leases.has_moves
 
-    def _asks_for_moves(self, now: float) -> bool:
+    def _polls_moves(self, now: float) -> bool:
         """Whether a plan without rows is to ask for moves in flight now; the next one may come `MOVE_POLL_S` later."""
-        if not self._waits_for_moves or now < self._ask_at:
+        if not self._waits_for_moves or now < self._next_poll:
             return False
-        self._ask_at = now + MOVE_POLL_S
+        self._next_poll = now + MOVE_POLL_S
         return True
 
     def _builder(self) -> PlanBuilder:
@@ -202,7 +202,7 @@ class Scheduler:
         self.sequences.emit_tokens(rows.decode_columns, token_ids.tolist(), needs_full_commit)
         for i in needs_block_commit:  # in the rows' order, which is that of the cache's blocks
             if i in needs_full_commit:
-                self._commit_guarded(rows.row(i), Output(token_ids[i : i + 1]), None, now)
+                self._commit_guarded(rows.row(i), RowOutput(token_ids[i : i + 1]), None, now)
             else:
                 self._commit_blocks(rows.seqs[i], now)
 
@@ -220,7 +220,7 @@ class Scheduler:
         for i, (row, output) in enumerate(zip(rows.rows(first), outputs(result, first), strict=True), first):
             self._commit_guarded(row, output, errors.get(i), now)
 
-    def _commit_guarded(self, row: Row, output: Output, error: str | None, now: float) -> None:
+    def _commit_guarded(self, row: StepRow, output: RowOutput, error: str | None, now: float) -> None:
         if row.seq.state is DONE:
             return
         row.seq.ungrant(row.samples)
@@ -238,7 +238,7 @@ class Scheduler:
         failures, self._failures = self._failures, []
         return failures
 
-    def _commit_row(self, row: Row, output: Output, error: str | None, now: float) -> None:
+    def _commit_row(self, row: StepRow, output: RowOutput, error: str | None, now: float) -> None:
         seq = row.seq
         if error is not None:
             self.sequences.fail(seq, error, now)
@@ -263,7 +263,7 @@ class Scheduler:
             if output.drafts or seq.waits_for_commit or kept < row.samples:
                 self._look_ahead(seq, row, kept, output.drafts)
 
-    def _look_ahead(self, seq: Sequence, row: Row, kept: int, drafts: array[int]) -> None:
+    def _look_ahead(self, seq: Sequence, row: StepRow, kept: int, drafts: array[int]) -> None:
         """After a current row that is not like most: what was planned beyond what it computed does not count, and what was drafted is
         verified next."""
         seq.waits_for_commit = False
@@ -334,7 +334,7 @@ class Scheduler:
         for seq in self.sequences.alive():
             self._check_sequence(seq, [row for row in in_flight if row.seq is seq])
 
-    def _check_sequence(self, seq: Sequence, in_flight: list[Row]) -> None:
+    def _check_sequence(self, seq: Sequence, in_flight: list[StepRow]) -> None:
         """Counts agree with the rows in flight; the limits that let a row pass in bulk are what a full check would find."""
         assert seq.num_in_flight == sum(row.samples for row in in_flight), "ids in flight and planned rows differ"
         assert seq.num_expected <= seq.limit or seq.state is DONE, "more is expected of it than its limit"
@@ -370,7 +370,7 @@ def _goes_on(seq: Sequence, computed: int, token: int) -> bool:
     return seq.bulk_commit_limit > 0 and computed < seq.limit - 1 and token not in seq.end_ids
 
 
-def _not_emitted(row: Row, entries: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs, ...]:
+def _not_emitted(row: StepRow, entries: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs, ...]:
     """Entries for prompt positions row.start + 1 and on, less those already emitted before a preemption or a repeated step."""
     if not row.seq.is_first:
         return ()  # the sequences of a request share their prompt: the first one emits them

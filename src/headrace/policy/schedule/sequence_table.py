@@ -26,7 +26,7 @@ from headrace.policy.schedule.prerequisites import FORK, HOST_KV, NO_PREREQUISIT
 from headrace.policy.schedule.sequence import BLOCKED, DONE, NO_ADMISSION, NO_SLOT, QUEUE, RUNNING, WAITING, Appended, SeqState, Sequence
 from headrace.policy.schedule.step_rows import RunningColumns
 from headrace.policy.schedule.tenants import WaitingTenants
-from headrace.policy.schedule.updates import NOTHING, Output, token_updates
+from headrace.policy.schedule.updates import NOTHING, RowOutput, token_updates
 
 
 class SequenceTable:
@@ -348,7 +348,7 @@ class SequenceTable:
 
     # updates
 
-    def emit_output(self, seq: Sequence, output: Output, appended: Appended, now: float) -> None:
+    def emit_output(self, seq: Sequence, output: RowOutput, appended: Appended, now: float) -> None:
         """An update says what was appended; the sequence may end."""
         kept, reason, stop_token = appended
         if kept:
@@ -380,7 +380,7 @@ class SequenceTable:
     def _update(
         self,
         seq: Sequence,
-        output: Output,
+        output: RowOutput,
         kept: int,
         now: float,
         finish: FinishReason | None,

@@ -15,7 +15,7 @@ from headrace.core.ids import RequestId
 from headrace.policy.schedule.sequence import RUNNING, RunningFacts, Sequence
 
 
-class Row(NamedTuple):
+class StepRow(NamedTuple):
     """What one planned row meant. samples: most tokens it can give, from as many positions at its end."""
 
     seq: Sequence
@@ -130,12 +130,12 @@ class StepRows:
             self.slots = columns.slots + array("i", [seq.slot for seq in prefills])
             self.incarnations = (*columns.incarnations, *[seq.incarnation for seq in prefills])
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> StepRow:
         """One row of a closed step."""
-        return Row(self.seqs[index], self.incarnations[index], self.starts[index], self.counts[index], self.samples[index])
+        return StepRow(self.seqs[index], self.incarnations[index], self.starts[index], self.counts[index], self.samples[index])
 
-    def rows(self, first: int = 0) -> list[Row]:
+    def rows(self, first: int = 0) -> list[StepRow]:
         """The rows of a closed step from `first` on."""
         columns = (self.seqs, self.incarnations, self.starts, self.counts, self.samples)
         values = zip(*[column[first:] for column in columns], strict=True)
-        return list(map(tuple.__new__, repeat(Row), values))
+        return list(map(tuple.__new__, repeat(StepRow), values))

@@ -13,7 +13,7 @@ from headrace.policy.schedule.sequence import NO_DRAFTS
 from headrace.policy.schedule.step_rows import RunningColumns
 
 
-class Output(NamedTuple):
+class RowOutput(NamedTuple):
     """What one row of a step produced."""
 
     token_ids: array[int]
@@ -22,13 +22,13 @@ class Output(NamedTuple):
     drafts: array[int] = NO_DRAFTS
 
 
-NOTHING = Output(array("i"))
+NOTHING = RowOutput(array("i"))
 
 
-def outputs(result: Result, first: int) -> list[Output]:
+def outputs(result: Result, first: int) -> list[RowOutput]:
     """What each row of a step produced, from row `first` on; each row before it produced one token."""
     ends = accumulate(result.token_counts[first:], initial=first)
-    plain = [Output(result.token_ids[begin:end]) for begin, end in pairwise(ends)]
+    plain = [RowOutput(result.token_ids[begin:end]) for begin, end in pairwise(ends)]
     if not (result.logprobs or result.prompt_rows or result.draft_counts):
         return plain
     logprobs, prompts, drafts = result.logprobs.entries(), result.prompt_entries(), _drafts_of(result)

@@ -1,6 +1,6 @@
 """SequenceUpdates <-> Updates: one frame's columns.
 
-Tokens are columns; what only some rows have (an end, a first token's facts, logprobs) is a sparse list whose entries name their row.
+Tokens are columns; what only some rows have (an end, a first token's extras, logprobs) is a sparse list whose entries name their row.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def encode_updates(rows: Iterable[tuple[Handle, SequenceUpdate]]) -> pb.Updates:
     return message
 
 
-class Facts(TypedDict, total=False):
+class RowExtras(TypedDict, total=False):
     """What only some rows have, under SequenceUpdate's names."""
 
     logprobs: LogprobColumns
@@ -51,11 +51,11 @@ class Facts(TypedDict, total=False):
     stages: StageSeconds
 
 
-def update_of(attempt: Attempt, index: int, token_ids: tuple[int, ...], facts: Facts) -> SequenceUpdate:
-    return SequenceUpdate(request_id=attempt.request_id, epoch=attempt.epoch, index=index, token_ids=token_ids, **facts)
+def update_of(attempt: Attempt, index: int, token_ids: tuple[int, ...], extras: RowExtras) -> SequenceUpdate:
+    return SequenceUpdate(request_id=attempt.request_id, epoch=attempt.epoch, index=index, token_ids=token_ids, **extras)
 
 
-Row = tuple[Handle, int, tuple[int, ...], "Facts | None"]
+UpdateRow = tuple[Handle, int, tuple[int, ...], "RowExtras | None"]
 """Handle, sequence index, token ids, and what only some rows have; None: tokens and nothing else, as nearly all rows are."""
 
 
@@ -77,7 +77,7 @@ class UpdateRows:
         self._logprobs = _by_row("logprobs", message.logprobs, num_rows)
         self._prompt_logprobs = _by_row("prompt_logprobs", message.prompt_logprobs, num_rows)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[UpdateRow]:
         message = self._message
         handles = cast("Iterable[Handle]", message.handles)
         token_ids = tuple(message.token_ids)
@@ -85,24 +85,24 @@ class UpdateRows:
         end = 0
         for row, (handle, index, count) in enumerate(zip(handles, message.indices, message.token_counts, strict=True)):
             start, end = end, end + count
-            yield handle, index, token_ids[start:end], self._facts(row, handle, index, count) if row in sparse else None
+            yield handle, index, token_ids[start:end], self._extras(row, handle, index, count) if row in sparse else None
 
-    def _facts(self, row: int, handle: Handle, index: int, num_tokens: int) -> Facts:
-        facts = Facts()
+    def _extras(self, row: int, handle: Handle, index: int, num_tokens: int) -> RowExtras:
+        extras = RowExtras()
         if (finished := self._finished.get(row)) is not None:
-            _add_finish(facts, finished)
+            _add_finish(extras, finished)
         if (first := self._first.get(row)) is not None:
             if first.HasField("num_cached_tokens"):
-                facts["num_cached_tokens"] = first.num_cached_tokens
+                extras["num_cached_tokens"] = first.num_cached_tokens
             if first.HasField("queue_time_s"):
-                facts["queue_time_s"] = first.queue_time_s
+                extras["queue_time_s"] = first.queue_time_s
         if (entry := self._logprobs.get(row)) is not None:
-            facts["logprobs"] = logprobs = _decode_logprobs(entry.values)
+            extras["logprobs"] = logprobs = _decode_logprobs(entry.values)
             if len(logprobs) != num_tokens:
                 raise MalformedFrame(f"updates: {len(logprobs)} logprobs for {num_tokens} tokens")
         if (entry := self._prompt_logprobs.get(row)) is not None and self._takes_prompt(handle, index):
-            facts["prompt_logprobs"] = _decode_logprobs(entry.values)
-        return facts
+            extras["prompt_logprobs"] = _decode_logprobs(entry.values)
+        return extras
 
 
 def _check_columns(message: pb.Updates) -> None:
@@ -112,17 +112,17 @@ def _check_columns(message: pb.Updates) -> None:
         raise MalformedFrame(f"updates: counts sum to {sum(message.token_counts)}, but there are {len(message.token_ids)} token ids")
 
 
-def _add_finish(facts: Facts, finished: pb.RowFinish) -> None:
+def _add_finish(extras: RowExtras, finished: pb.RowFinish) -> None:
     if finished.reason not in FINISH_REASON:
         raise MalformedFrame(f"updates: unknown finish reason {finished.reason}")
-    facts["finish"] = FINISH_REASON[finished.reason]
+    extras["finish"] = FINISH_REASON[finished.reason]
     if finished.HasField("stop_token_id"):
-        facts["stop_token_id"] = finished.stop_token_id
+        extras["stop_token_id"] = finished.stop_token_id
     if finished.HasField("error"):
-        facts["error"] = finished.error
+        extras["error"] = finished.error
     if finished.HasField("stages"):
         spent = finished.stages
-        facts["stages"] = StageSeconds(spent.queue, spent.prefill, spent.decode, spent.preempted, spent.stalled)
+        extras["stages"] = StageSeconds(spent.queue, spent.prefill, spent.decode, spent.preempted, spent.stalled)
 
 
 def _add_sparse(message: pb.Updates, row: int, update: SequenceUpdate) -> None:
