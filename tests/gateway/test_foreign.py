@@ -24,7 +24,7 @@ from headrace.gateway.config import ForeignConfig, config_from
 from headrace.gateway.upstream import foreign, foreign_events
 from headrace.gateway.upstream.foreign import HttpStream, read_key
 from headrace.gateway.upstream.foreign_events import BrokenStream, EventReader
-from headrace.gateway.upstream.seam import GenerationRequest, OutputEvent, PlainPrompts, PrincipalFacts, Usage
+from headrace.gateway.upstream.seam import GenerationRequest, OutputEvent, PlainPrompts, PrincipalFacts, TokenUsage
 from headrace.text.folder import TextModel
 
 FAR = "far"
@@ -605,7 +605,7 @@ def test_an_answer_reads_the_same_wherever_it_is_cut(cuts: list[int]) -> None:
     whole, cut = EventReader(2), EventReader(2)
     expected = asyncio.run(read_events(whole, [ANSWER]))
     assert asyncio.run(read_events(cut, [ANSWER[a:b] for a, b in pairwise(places)])) == expected
-    assert cut.usage == whole.usage == Usage(3, 5, 0)
+    assert cut.usage == whole.usage == TokenUsage(3, 5, 0)
     assert [(each.text, each.reasoning, each.finish) for each in expected.values()] == [
         ("caf\u00e9 end", "", FinishReason.STOP),
         ("one two", "hm", FinishReason.LENGTH),

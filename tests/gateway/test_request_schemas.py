@@ -184,10 +184,10 @@ def take(body: dict[str, Any], surface: Surface) -> None:
     """Every check that needs no model. Raises InvalidRequest."""
     if surface is Surface.CHAT:
         request, _ = chat.parse_chat(body, LIMITS)
-        ask = chat._ask(request, PriorityClass.PREMIUM)
+        ask = chat._parsed_request(request, PriorityClass.PREMIUM)
     else:
         (plain, prompts), _ = completions.parse_completion(body, LIMITS)
-        ask = completions._ask(plain, prompts, PriorityClass.PREMIUM)
+        ask = completions._parsed_request(plain, prompts, PriorityClass.PREMIUM)
     SamplingParams(**ask.sampling).checked()
 
 

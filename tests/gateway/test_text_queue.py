@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headrace.core.errors import Overloaded
-from headrace.gateway.text_workers.queue import Entry, FairQueue
+from headrace.gateway.text_workers.queue import Entry, JobQueue
 
 MAX_ENTRIES, MAX_BYTES = 12, 100
 
@@ -17,7 +17,7 @@ def entry(number: int, tenant: str = "a", num_bytes: int = 1, *, is_heavy: bool 
     return Entry(number, tenant, num_bytes, is_heavy)
 
 
-def drained(queue: FairQueue[int]) -> list[int]:
+def drained(queue: JobQueue[int]) -> list[int]:
     found: list[int] = []
     while (popped := queue.pop(may_be_heavy=True)) is not None:
         found.append(popped.item)
@@ -25,7 +25,7 @@ def drained(queue: FairQueue[int]) -> list[int]:
 
 
 def test_tenants_take_turns_and_each_keeps_its_order() -> None:
-    queue: FairQueue[int] = FairQueue(max_entries=100, max_bytes=100)
+    queue: JobQueue[int] = JobQueue(max_entries=100, max_bytes=100)
     for number in range(6):
         queue.push(entry(number, "flood"))
     queue.push(entry(10, "other"))
@@ -34,7 +34,7 @@ def test_tenants_take_turns_and_each_keeps_its_order() -> None:
 
 
 def test_heavy_and_light_jobs_take_turns_unless_heavy_ones_must_wait() -> None:
-    queue: FairQueue[int] = FairQueue(max_entries=100, max_bytes=100)
+    queue: JobQueue[int] = JobQueue(max_entries=100, max_bytes=100)
     for number in range(4):
         queue.push(entry(number, is_heavy=True))
         queue.push(entry(10 + number))
@@ -44,7 +44,7 @@ def test_heavy_and_light_jobs_take_turns_unless_heavy_ones_must_wait() -> None:
 
 def test_a_flood_is_refused_to_the_one_who_makes_it() -> None:
     """One tenant's prompts filled the queue, and everybody else's got 429."""
-    queue: FairQueue[int] = FairQueue(max_entries=10, max_bytes=1000)
+    queue: JobQueue[int] = JobQueue(max_entries=10, max_bytes=1000)
     flood = [entry(number, "flood") for number in range(10)]
     for one in flood:
         queue.push(one)
@@ -57,7 +57,7 @@ def test_a_flood_is_refused_to_the_one_who_makes_it() -> None:
 
 
 def test_room_in_bytes_is_made_by_the_tenant_with_most_bytes_and_only_as_far_as_it_has_more() -> None:
-    queue: FairQueue[int] = FairQueue(max_entries=100, max_bytes=100)
+    queue: JobQueue[int] = JobQueue(max_entries=100, max_bytes=100)
     heavy = [entry(number, "flood", 30, is_heavy=True) for number in range(3)]
     for one in heavy:
         queue.push(one)
@@ -70,7 +70,7 @@ def test_room_in_bytes_is_made_by_the_tenant_with_most_bytes_and_only_as_far_as_
 
 def test_megabytes_that_wait_refuse_no_short_prompt() -> None:
     """Without keys all are one tenant, and 64 long prompts had short ones answered with 429."""
-    queue: FairQueue[int] = FairQueue(max_entries=100, max_bytes=100)
+    queue: JobQueue[int] = JobQueue(max_entries=100, max_bytes=100)
     for number in range(3):
         queue.push(entry(number, num_bytes=30, is_heavy=True))
     with pytest.raises(Overloaded):
@@ -85,7 +85,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue: FairQueue[int] = FairQueue(max_entries=MAX_ENTRIES, max_bytes=MAX_BYTES)
+        self.queue: JobQueue[int] = JobQueue(max_entries=MAX_ENTRIES, max_bytes=MAX_BYTES)
         self.waiting: list[Entry[int]] = []
         self.number = 0
 

@@ -110,7 +110,7 @@ def params_from_mapping(given: Mapping[str, Any], *, defaults: SamplingParams | 
     return replace(defaults or SamplingParams(), **given)
 
 
-def with_room(params: SamplingParams, chosen: int | None, room: int) -> SamplingParams:
+def with_default_max_tokens(params: SamplingParams, chosen: int | None, room: int) -> SamplingParams:
     """Parameters of somebody who named no max_tokens: the length the model's author chose, as far as the context leaves `room`.
 
     Raises: InvalidRequest when min_tokens do not fit.

@@ -29,7 +29,7 @@ class FleetFailed(HeadraceError):
     """A process of the fleet cannot be kept running; names it and its reason."""
 
 
-class Keeper:
+class ProcessKeeper:
     """One role of the fleet, whichever process fills it at the moment.
 
     ready    set once it has served for the first time; `facts` holds what the running process told

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from headrace.fleet.config import FleetConfig
 from headrace.fleet.files import ReplicaFiles, run_dir, write_engine_files, write_gateway_file
-from headrace.fleet.keeper import Keeper
+from headrace.fleet.keeper import ProcessKeeper
 from headrace.fleet.launcher import Launcher, ProcessLauncher
 from headrace.wire.stop_signals import StopSignals, first_of
 
@@ -61,8 +61,8 @@ class Supervisor:
         self._config = config.checked().with_keys()
         self._launcher = launcher or ProcessLauncher(log_format=config.log_format)
         self._on_ready = on_ready
-        self.engines: list[Keeper] = []
-        self.gateway: Keeper | None = None
+        self.engines: list[ProcessKeeper] = []
+        self.gateway: ProcessKeeper | None = None
 
     async def run(self) -> FleetExit:
         """Until drained. Raises ConfigError or FleetFailed when a process cannot be kept running. Leaves no process behind."""
@@ -90,15 +90,15 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(announcing, *tasks, return_exceptions=True)
 
-    def _gateway_keeper(self, path: Path) -> Keeper:
+    def _gateway_keeper(self, path: Path) -> ProcessKeeper:
         # Not forwarded: its standard output is the request log, and it writes more lines than all others together.
-        return Keeper("gateway", (*self._config.gateway_command, "--config", str(path)), self._launcher, forward=False)
+        return ProcessKeeper("gateway", (*self._config.gateway_command, "--config", str(path)), self._launcher, forward=False)
 
-    def _engine_keeper(self, replica: ReplicaFiles) -> Keeper:
+    def _engine_keeper(self, replica: ReplicaFiles) -> ProcessKeeper:
         command = (*self._config.engine_command, "--config", str(replica.config))
-        return Keeper(replica.name, command, self._launcher, forward=True)
+        return ProcessKeeper(replica.name, command, self._launcher, forward=True)
 
-    async def _announce(self, gateway: Keeper, write_file: Callable[..., Path]) -> None:
+    async def _announce(self, gateway: ProcessKeeper, write_file: Callable[..., Path]) -> None:
         """Tell once that everything serves. A gateway started again must be found where the first one was."""
         await gateway.ready.wait()
         if self._config.gateway.get("port") == 0:
@@ -108,7 +108,7 @@ class Supervisor:
         if self._on_ready is not None:
             self._on_ready(FleetReady(gateway.facts, {keeper.label: keeper.facts for keeper in self.engines}))
 
-    async def _drain(self, gateway: Keeper, tasks: list[asyncio.Task[None]], stop: StopSignals) -> FleetExit:
+    async def _drain(self, gateway: ProcessKeeper, tasks: list[asyncio.Task[None]], stop: StopSignals) -> FleetExit:
         """Gateway first, so that no stream loses its engine while it may still finish."""
         log.info("draining: no new work, running requests have %g s; a second Ctrl-C ends them now", self._config.drain_timeout_s)
         gateway.stop()

@@ -16,7 +16,7 @@ from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.core.errors import ConfigError, EngineFatal, InvalidRequest, Unavailable
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
-from headrace.core.sampling import MAX_SEED, SamplingParams, params_from_mapping, with_room
+from headrace.core.sampling import MAX_SEED, SamplingParams, params_from_mapping, with_default_max_tokens
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
@@ -194,7 +194,10 @@ class LLM:
         params = parse_params(given, len(prompts), self.get_default_sampling_params())
         if given is None:
             max_model_len = self._engine.info.max_model_len
-            params = [with_room(each, each.max_tokens, max_model_len - len(p.token_ids)) for each, p in zip(params, prompts, strict=True)]
+            params = [
+                with_default_max_tokens(each, each.max_tokens, max_model_len - len(p.token_ids))
+                for each, p in zip(params, prompts, strict=True)
+            ]
         with self._lock:
             if not self._is_open:
                 raise Unavailable("this LLM has been shut down")

@@ -24,7 +24,7 @@ class _Sequence:
     """Of the replica that gave the first token."""
 
 
-class Progress:
+class RequestProgress:
     """ttft_s  seconds from arrival to the first token of any sequence, None before it"""
 
     __slots__ = ("_arrived_s", "_instruments", "_sequences", "_stream", "num_sequences", "ttft_s")

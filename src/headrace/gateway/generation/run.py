@@ -1,6 +1,6 @@
 """One admitted request, from what its surface asks for to the last byte of its answer.
 
-    ask -> Upstream.prepare -> limits -> events -> chunks or one answer -> close
+    ParsedRequest -> Upstream.prepare -> limits -> events -> chunks or one answer -> close
 
 The request's own task does all of it. A client that leaves is noticed by `Exchange.watching`, which cancels the stream at once; the task
 then finds it ended and unwinds. Whatever way it ends, `Run._close` runs once. The body before it and the bytes after it are the
@@ -22,7 +22,7 @@ from headrace.core.finish import FinishReason
 from headrace.core.request import PriorityClass
 from headrace.core.sampling import SamplingParams
 from headrace.gateway.access.budget import RequestHeld
-from headrace.gateway.generation.progress import Progress
+from headrace.gateway.generation.progress import RequestProgress
 from headrace.gateway.generation.score_limits import (
     MAX_INLINE_SCORES,
     OUTPUT_SCORE_BYTES,
@@ -43,7 +43,7 @@ from headrace.gateway.upstream.seam import (
     PlainPrompts,
     Prepared,
     PrincipalFacts,
-    Usage,
+    TokenUsage,
 )
 from headrace.observe.request_log import MAX_DETAIL_CHARS
 
@@ -60,7 +60,7 @@ DEADLINE_GRACE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class ParsedRequest:
     """What a client wants, in no surface's words.
 
     model        name or alias; None: the one that is served
@@ -79,7 +79,7 @@ class Ask:
     num_shown: int = 1
 
 
-class Answer(Protocol):
+class AnswerEncoder(Protocol):
     """How one request's events become bytes. Either `chunks` and `last`, or `add`s and `whole`."""
 
     def chunks(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
@@ -88,13 +88,13 @@ class Answer(Protocol):
         take far more memory."""
         ...
 
-    def last(self, usage: Usage) -> bytes:
+    def last(self, usage: TokenUsage) -> bytes:
         """The end of a stream: usage if it was asked for, then [DONE]."""
         ...
 
     def add(self, events: Sequence[OutputEvent]) -> None: ...
 
-    def whole(self, usage: Usage) -> Iterator[bytes]:
+    def whole(self, usage: TokenUsage) -> Iterator[bytes]:
         """The answer, in pieces as above."""
         ...
 
@@ -104,7 +104,7 @@ class DirectChunks:
 
     __slots__ = ("_answer", "_clock", "_progress", "_sse")
 
-    def __init__(self, answer: Answer, progress: Progress, sse: SseStream, clock: Clock) -> None:
+    def __init__(self, answer: AnswerEncoder, progress: RequestProgress, sse: SseStream, clock: Clock) -> None:
         self._answer, self._progress, self._sse, self._clock = answer, progress, sse, clock
 
     @property
@@ -121,7 +121,7 @@ class DirectChunks:
 class Run:
     """One admitted request of a known model."""
 
-    def __init__(self, service: Service, exchange: Exchange, held: RequestHeld, ask: Ask) -> None:
+    def __init__(self, service: Service, exchange: Exchange, held: RequestHeld, parsed: ParsedRequest) -> None:
         """held: what this request takes in memory is added to it.
 
         Raises: ModelNotFound or InvalidRequest, for everything that can be refused without asking the upstream.
@@ -129,43 +129,43 @@ class Run:
         self.service = service
         self.exchange = exchange
         self.held = held
-        self.ask = ask
-        self.model = service.models.only(ask.model)
+        self.parsed = parsed
+        self.model = service.models.only(parsed.model)
         record = exchange.record
-        record.model, record.stream, record.n = self.model.name, ask.is_streaming, ask.sampling.get("n")
-        self.params = SamplingParams(**ask.sampling).checked()
+        record.model, record.stream, record.n = self.model.name, parsed.is_streaming, parsed.sampling.get("n")
+        self.params = SamplingParams(**parsed.sampling).checked()
         self.num_prompt_scores = 0
         self.unread_score_bytes = 0
         self.first_bytes = 0
 
     async def prepare(self) -> Prepared:
         """Raises what `Upstream.prepare` raises, and RequestTooLarge for more log-probabilities than an answer may hold."""
-        ask, record = self.ask, self.exchange.record
+        parsed, record = self.parsed, self.exchange.record
         request = GenerationRequest(
-            request_id=self.exchange.request_id, prompt=ask.prompt, sampling=ask.sampling, deadline_s=self._deadline_s()
+            request_id=self.exchange.request_id, prompt=parsed.prompt, sampling=parsed.sampling, deadline_s=self._deadline_s()
         )
         prepared = await self.model.upstream.prepare(request, self._principal())
         self.exchange.ignored += prepared.ignored
         record.seed, record.prompt_tokens = prepared.seed, prepared.prompt_tokens
         self.num_prompt_scores = num_prompt_scores(
-            ask.score_field, self.params.prompt_logprobs, num_tokens=prepared.prompt_tokens or 0, num_shown=ask.num_shown
+            parsed.score_field, self.params.prompt_logprobs, num_tokens=prepared.prompt_tokens or 0, num_shown=parsed.num_shown
         )
-        if not ask.is_streaming and self.params.max_tokens is not None:
+        if not parsed.is_streaming and self.params.max_tokens is not None:
             check_output_scores(self.params.logprobs, num_tokens=prepared.num_sequences * self.params.max_tokens)
         piece_bytes = 2 * PIECE_BYTES if self.num_prompt_scores else 0  # the piece of them that is on its way
         self.unread_score_bytes = piece_bytes + unread_score_bytes(self.params.logprobs, num_tokens=prepared.max_output_tokens or 0)
-        if not ask.is_streaming:
+        if not parsed.is_streaming:
             self.first_bytes = first_answer_bytes(self.params.logprobs, num_tokens=prepared.max_output_tokens)
         self.held.prompts.add(PROMPT_TOKEN_BYTES * (prepared.prompt_tokens or 0))
-        self.held.answers.add(self.num_prompt_scores // ask.num_shown * PROMPT_SCORE_BYTES + piece_bytes + self.first_bytes)
+        self.held.answers.add(self.num_prompt_scores // parsed.num_shown * PROMPT_SCORE_BYTES + piece_bytes + self.first_bytes)
         return prepared
 
-    async def answer(self, answer: Answer, prepared: Prepared) -> None:
+    async def answer(self, answer: AnswerEncoder, prepared: Prepared) -> None:
         """Run it and write the answer."""
         self._raise_if_left()
         deadline = self._deadline()
         stream = prepared.stream()
-        progress = Progress(
+        progress = RequestProgress(
             stream,
             num_sequences=prepared.num_sequences,
             arrived_s=self.exchange.arrived_s,
@@ -173,7 +173,7 @@ class Run:
         )
         try:
             self.exchange.on_left(stream.cancel)
-            if self.ask.is_streaming:
+            if self.parsed.is_streaming:
                 await self._stream(answer, stream, progress)
             else:
                 await self._whole(answer, stream, progress)
@@ -186,8 +186,8 @@ class Run:
     def _principal(self) -> PrincipalFacts:
         principal = self.exchange.principal
         salt = hashlib.blake2b(principal.tenant.encode(), digest_size=16, key=self.service.salt_key, person=b"headrace-salt")
-        salt.update(b"\0" + self.ask.cache_salt.encode())
-        return PrincipalFacts(tenant=principal.tenant, weight=principal.weight, priority=self.ask.priority, salt=salt.digest())
+        salt.update(b"\0" + self.parsed.cache_salt.encode())
+        return PrincipalFacts(tenant=principal.tenant, weight=principal.weight, priority=self.parsed.priority, salt=salt.digest())
 
     def _deadline_s(self) -> float | None:
         """On the service's clock. Raises DeadlineExceeded when it has passed."""
@@ -207,7 +207,7 @@ class Run:
         remaining_s = deadline_s - self.service.clock()
         return asyncio.get_running_loop().call_later(remaining_s + DEADLINE_GRACE_S, self.exchange.leave, DeadlineExceeded(DEADLINE_PASSED))
 
-    async def _whole(self, answer: Answer, stream: EventStream, progress: Progress) -> None:
+    async def _whole(self, answer: AnswerEncoder, stream: EventStream, progress: RequestProgress) -> None:
         num_tokens, not_held = 0, -self.first_bytes
         num_top = (self.params.logprobs or 0) + 1
         while events := await self._events(stream, progress):
@@ -231,7 +231,7 @@ class Run:
             self._raise_if_left()
             yield made
 
-    async def _stream(self, answer: Answer, stream: EventStream, progress: Progress) -> None:
+    async def _stream(self, answer: AnswerEncoder, stream: EventStream, progress: RequestProgress) -> None:
         """Nothing is sent before the first event, so that a refusal still has its status code; but not for longer than a ping's time."""
         first: list[OutputEvent] | None = None
         try:
@@ -249,7 +249,7 @@ class Run:
             stream.listen(None)
             await sse.end(answer.last(stream.usage()))
 
-    async def _write(self, answer: Answer, events: Sequence[OutputEvent], sse: SseStream) -> None:
+    async def _write(self, answer: AnswerEncoder, events: Sequence[OutputEvent], sse: SseStream) -> None:
         num_top = (self.params.logprobs or 0) + 1
         if self.num_prompt_scores + sum([event.num_scored for event in events]) * num_top <= MAX_INLINE_SCORES:
             if made := b"".join(answer.chunks(events)):
@@ -257,7 +257,7 @@ class Run:
         else:
             await sse.write_slices(self._slices(answer.chunks(events)), num_bytes=sum([event.num_bytes for event in events]))
 
-    async def _events(self, stream: EventStream, progress: Progress) -> list[OutputEvent]:
+    async def _events(self, stream: EventStream, progress: RequestProgress) -> list[OutputEvent]:
         """The next events; empty only after every sequence has its answer. Raises what became of it otherwise."""
         self._raise_if_left()
         events = await stream.events()
@@ -274,7 +274,7 @@ class Run:
         if self.exchange.left is not None:
             raise self.exchange.left
 
-    def _close(self, stream: EventStream, progress: Progress) -> None:
+    def _close(self, stream: EventStream, progress: RequestProgress) -> None:
         """The last line: metrics and the request's record, whatever happened."""
         record, usage = self.exchange.record, stream.usage()
         record.prompt_tokens, record.completion_tokens, record.cached_tokens = usage

@@ -12,7 +12,7 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.plan import wide_columns
 from headrace.core.request import PriorityClass
 from headrace.gateway.config import Limits
-from headrace.gateway.generation.run import Ask, Run
+from headrace.gateway.generation.run import ParsedRequest, Run
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces.body import parsed
@@ -39,7 +39,7 @@ from headrace.gateway.surfaces.dialect.parse import (
     template_messages,
 )
 from headrace.gateway.surfaces.dialect.schemas import ChatLogprobs, Message, PromptLogprobs, SamplingFields
-from headrace.gateway.upstream.seam import Conversation, OutputEvent, Prepared, Usage
+from headrace.gateway.upstream.seam import Conversation, OutputEvent, Prepared, TokenUsage
 
 _encode = msgspec.json.encode
 
@@ -48,7 +48,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     with service.open_requests.admit(exchange.request_id, exchange.leave), service.budget.open(exchange.principal.tenant) as held:
         request = await parsed(service, exchange, held, parse_chat)
         with fields_as_written(_names(request)):
-            run = Run(service, exchange, held, _ask(request, exchange.principal.priority))
+            run = Run(service, exchange, held, _parsed_request(request, exchange.principal.priority))
             async with exchange.watching():
                 prepared = await exchange.unless_left(run.prepare())
                 await run.answer(ChatAnswer(request, prepared, Facts.of("chatcmpl-", run)), prepared)
@@ -64,9 +64,9 @@ def _names(request: ChatRequest) -> dict[str, str]:
     return names
 
 
-def _ask(request: ChatRequest, own_priority: PriorityClass) -> Ask:
+def _parsed_request(request: ChatRequest, own_priority: PriorityClass) -> ParsedRequest:
     num_top = (request.top_logprobs or 0) if request.logprobs else None
-    return Ask(
+    return ParsedRequest(
         model=request.model,
         prompt=Conversation(
             messages=template_messages(request.messages),
@@ -179,7 +179,7 @@ TEXT_CHOICE = b'{"index":%d,"delta":{"content":%s},"logprobs":null,"finish_reaso
 
 
 class ChatAnswer:
-    """A `generation.run.Answer`."""
+    """A `generation.run.AnswerEncoder`."""
 
     def __init__(self, request: ChatRequest, prepared: Prepared, facts: Facts) -> None:
         self._facts = facts
@@ -222,7 +222,7 @@ class ChatAnswer:
         yield from chat_logprobs(event.logprobs, self._num_top) if self._has_logprobs and event.logprobs else (b"null",)
         yield finish_part(event, is_tool_turn=self._outputs[event.index].has_tool_calls)
 
-    def last(self, usage: Usage) -> bytes:
+    def last(self, usage: TokenUsage) -> bytes:
         return self._chunks.last(usage)
 
     def add(self, events: Sequence[OutputEvent]) -> None:
@@ -231,7 +231,7 @@ class ChatAnswer:
             if event.prompt_logprobs and event.index == 0:
                 self._prompt_logprobs.extend(event.prompt_logprobs)
 
-    def whole(self, usage: Usage) -> Iterator[bytes]:
+    def whole(self, usage: TokenUsage) -> Iterator[bytes]:
         answer = ChatCompletion(
             id=self._facts.id,
             object="chat.completion",

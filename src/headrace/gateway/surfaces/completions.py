@@ -12,7 +12,7 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.plan import wide_columns
 from headrace.core.request import PriorityClass
 from headrace.gateway.config import Limits
-from headrace.gateway.generation.run import Ask, Run
+from headrace.gateway.generation.run import ParsedRequest, Run
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces.body import parsed
@@ -31,7 +31,7 @@ from headrace.gateway.surfaces.dialect.field_rule import Surface
 from headrace.gateway.surfaces.dialect.logprobs import EchoedLogprobs, completion_logprobs, echo_logprobs, prompt_logprobs
 from headrace.gateway.surfaces.dialect.parse import check_shared, convert, given_params, lowered_priority, surface_fields
 from headrace.gateway.surfaces.dialect.schemas import CompletionLogprobs, PromptLogprobs, SamplingFields
-from headrace.gateway.upstream.seam import OutputEvent, PlainPrompts, Prepared, Usage
+from headrace.gateway.upstream.seam import OutputEvent, PlainPrompts, Prepared, TokenUsage
 from headrace.text.scored import ScoredTokens
 
 _encode = msgspec.json.encode
@@ -43,14 +43,14 @@ DEFAULT_MAX_TOKENS = 16
 async def completions(service: Service, exchange: Exchange) -> None:
     with service.open_requests.admit(exchange.request_id, exchange.leave), service.budget.open(exchange.principal.tenant) as held:
         request, prompts = await parsed(service, exchange, held, parse_completion)
-        run = Run(service, exchange, held, _ask(request, prompts, exchange.principal.priority))
+        run = Run(service, exchange, held, _parsed_request(request, prompts, exchange.principal.priority))
         async with exchange.watching():
             prepared = await exchange.unless_left(run.prepare())
             await run.answer(CompletionAnswer(request, prepared, Facts.of("cmpl-", run)), prepared)
 
 
-def _ask(request: CompletionRequest, prompts: Sequence[str | list[int]], own_priority: PriorityClass) -> Ask:
-    return Ask(
+def _parsed_request(request: CompletionRequest, prompts: Sequence[str | list[int]], own_priority: PriorityClass) -> ParsedRequest:
+    return ParsedRequest(
         model=request.model,
         prompt=PlainPrompts(prompts=prompts, add_special_tokens=request.add_special_tokens, needs_text=request.echo),
         sampling=given_params(request) | _own_params(request),
@@ -138,7 +138,7 @@ TEXT_CHOICE = b'{"index":%d,"text":%s,"logprobs":null,"finish_reason":null}'
 
 
 class CompletionAnswer:
-    """A `generation.run.Answer`. Choices are numbered prompt by prompt: prompt p's sequence i is choice p * n + i.
+    """A `generation.run.AnswerEncoder`. Choices are numbered prompt by prompt: prompt p's sequence i is choice p * n + i.
 
     With max_tokens 0 (echo only) the one token that was generated is not shown.
     """
@@ -190,10 +190,10 @@ class CompletionAnswer:
         yield from completion_logprobs(scored, self._num_top, offset=offset, prompt=echoed)
         yield end
 
-    def last(self, usage: Usage) -> bytes:
+    def last(self, usage: TokenUsage) -> bytes:
         return self._chunks.last(self._billed(usage))
 
-    def _billed(self, usage: Usage) -> Usage:
+    def _billed(self, usage: TokenUsage) -> TokenUsage:
         """With echo only, the token that was made is not part of the answer."""
         return usage._replace(completion_tokens=0) if self._is_echo_only else usage
 
@@ -202,7 +202,7 @@ class CompletionAnswer:
         for event in events:
             self._outputs[event.index].add(event)
 
-    def whole(self, usage: Usage) -> Iterator[bytes]:
+    def whole(self, usage: TokenUsage) -> Iterator[bytes]:
         answer = Completion(
             id=self._facts.id,
             object="text_completion",

@@ -2,7 +2,7 @@
 
 4 bytes  length of the head, little endian
 4 bytes  length of the tail
-head     JSON: a `Job` or an `Answer`, decoded against these types only
+head     JSON: a `WorkerJob` or an `WorkerReply`, decoded against these types only
 tail     bytes beside it: a request's body, or token ids as 32-bit integers of this machine
 """
 
@@ -37,17 +37,17 @@ class HostConfig(msgspec.Struct):
     start_cpu_s: float = START_CPU_S
 
 
-class Job(msgspec.Struct, tag_field="job"):
+class WorkerJob(msgspec.Struct, tag_field="job"):
     """What a worker is asked."""
 
 
-class ParseBody(Job, tag="parse"):
+class ParseBody(WorkerJob, tag="parse"):
     """The tail is a request's body; `parser` is a row of `work.PARSERS`."""
 
     parser: str
 
 
-class EncodeChat(Job, tag="chat"):
+class EncodeChat(WorkerJob, tag="chat"):
     """A conversation as token ids. max_model_len: what cannot fit into it is refused; None: any length."""
 
     model: str
@@ -58,7 +58,7 @@ class EncodeChat(Job, tag="chat"):
     max_model_len: int | None
 
 
-class EncodeTexts(Job, tag="texts"):
+class EncodeTexts(WorkerJob, tag="texts"):
     """Texts as token ids."""
 
     model: str
@@ -67,7 +67,7 @@ class EncodeTexts(Job, tag="texts"):
     max_model_len: int | None
 
 
-class DecodeIds(Job, tag="decode"):
+class DecodeIds(WorkerJob, tag="decode"):
     """The tail is token ids, `field` of a request; their text."""
 
     model: str
@@ -75,42 +75,42 @@ class DecodeIds(Job, tag="decode"):
     skip_special_tokens: bool
 
 
-class Tokenize(Job, tag="tokenize"):
+class Tokenize(WorkerJob, tag="tokenize"):
     """One prompt's ids as a client reads them, and how the vocabulary spells each, if that is wanted."""
 
     prompt: EncodeChat | EncodeTexts
     needs_texts: bool
 
 
-class Answer(msgspec.Struct, tag_field="answer"):
+class WorkerReply(msgspec.Struct, tag_field="answer"):
     """What a worker says. is_last: it leaves after this one; there is more memory in it than it should keep."""
 
     is_last: bool = False
 
 
-class Ids(Answer, tag="ids", kw_only=True):
+class Ids(WorkerReply, tag="ids", kw_only=True):
     """The tail is the ids of all texts; counts: how many of each; unread: kwargs of a conversation that its template does not read."""
 
     counts: list[int]
     unread: list[str] = []
 
 
-class Text(Answer, tag="text", kw_only=True):
+class Text(WorkerReply, tag="text", kw_only=True):
     text: str
 
 
-class Tokens(Answer, tag="tokens", kw_only=True):
+class Tokens(WorkerReply, tag="tokens", kw_only=True):
     """The tail is two pieces of JSON: a list of ids, num_id_bytes long, then a list of strings or null."""
 
     count: int
     num_id_bytes: int
 
 
-class Json(Answer, tag="json"):
+class Json(WorkerReply, tag="json"):
     """The tail is JSON whose type the asker knows."""
 
 
-class Refused(Answer, tag="refused", kw_only=True):
+class JobRefused(WorkerReply, tag="refused", kw_only=True):
     """An error of `REFUSALS`, for the client."""
 
     kind: str
@@ -121,24 +121,24 @@ class Refused(Answer, tag="refused", kw_only=True):
     remedy: str = ""
 
 
-class NoMemory(Answer, tag="no memory"):
+class NoMemory(WorkerReply, tag="no memory"):
     """The job met its bound on memory."""
 
 
-class Failed(Answer, tag="failed", kw_only=True):
+class Failed(WorkerReply, tag="failed", kw_only=True):
     """A fault of ours or of the model's files: `detail` says where, without a client's words."""
 
     detail: str
 
 
 AnyJob = ParseBody | EncodeChat | EncodeTexts | DecodeIds | Tokenize
-AnyAnswer = Ids | Text | Tokens | Json | Refused | NoMemory | Failed
+AnyAnswer = Ids | Text | Tokens | Json | JobRefused | NoMemory | Failed
 REFUSALS: dict[str, type[InvalidRequest]] = {kind.__name__: kind for kind in (InvalidRequest, RequestTooLarge, ContextLengthExceeded)}
 _jobs = msgspec.json.Decoder(AnyJob)
 _answers = msgspec.json.Decoder(AnyAnswer)
 
 
-def frame(head: Job | Answer, tail: bytes | memoryview = b"") -> bytes:
+def frame(head: WorkerJob | WorkerReply, tail: bytes | memoryview = b"") -> bytes:
     data = msgspec.json.encode(head)
     return b"".join((SIZES.pack(len(data), len(tail)), data, tail))
 
@@ -168,16 +168,16 @@ def ids_from_bytes(data: bytes | memoryview) -> array[int]:
     return ids
 
 
-def refusal(error: InvalidRequest | UnsupportedMediaType) -> Refused:
+def refusal(error: InvalidRequest | UnsupportedMediaType) -> JobRefused:
     """An error as it travels."""
     if isinstance(error, UnsupportedMediaType):
-        return Refused(kind=UnsupportedMediaType.__name__, message=str(error))
+        return JobRefused(kind=UnsupportedMediaType.__name__, message=str(error))
     kind = next(name for name, kind in reversed(REFUSALS.items()) if isinstance(error, kind))
     value = None if error.given is None else error.value
-    return Refused(kind=kind, field=error.field, limit=error.limit, value=value, remedy=error.remedy)
+    return JobRefused(kind=kind, field=error.field, limit=error.limit, value=value, remedy=error.remedy)
 
 
-def refused(answer: Refused) -> HeadraceError:
+def refused(answer: JobRefused) -> HeadraceError:
     """The error it was."""
     if answer.kind == UnsupportedMediaType.__name__:
         return UnsupportedMediaType(answer.message)

@@ -30,7 +30,7 @@ HEAVY_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class JobBudget:
     """What one job of `num_bytes` may take."""
 
     num_bytes: int

@@ -18,8 +18,8 @@ from functools import partial
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, Unavailable
 from headrace.gateway.text_workers import frames
-from headrace.gateway.text_workers.limits import MIB, Budget
-from headrace.gateway.text_workers.queue import Entry, FairQueue
+from headrace.gateway.text_workers.limits import MIB, JobBudget
+from headrace.gateway.text_workers.queue import Entry, JobQueue
 from headrace.gateway.text_workers.workers import HOST_LOST, Worker, Workers
 from headrace.observe.metrics import TextReading
 
@@ -50,7 +50,7 @@ class _Task:
     name: str
     field: str
     future: asyncio.Future[Done]
-    budget: Budget
+    budget: JobBudget
     is_waiting: bool = True
     worker: Worker | None = None
     began_s: float = 0.0
@@ -70,7 +70,7 @@ class TextPool:
     def __init__(self, workers: Workers, *, max_workers: int, max_queue: int, max_queue_bytes: int, clock: Clock = time.monotonic) -> None:
         self._workers = workers
         self._max_workers = max_workers
-        self._queue: FairQueue[_Task] = FairQueue(max_entries=max_queue, max_bytes=max_queue_bytes)
+        self._queue: JobQueue[_Task] = JobQueue(max_entries=max_queue, max_bytes=max_queue_bytes)
         self._clock = clock
         self._idle: list[Worker] = []
         self._running: dict[Worker, _Task] = {}
@@ -108,7 +108,7 @@ class TextPool:
         queue, killed = self._queue, dict(self.num_killed)
         return TextReading(len(queue), queue.num_bytes, len(self._running), self.num_refused, killed, self.busy_s)
 
-    def submit(self, job: frames.Job, tail: bytes | memoryview = b"", *, tenant: str, field: str) -> asyncio.Future[Done]:
+    def submit(self, job: frames.WorkerJob, tail: bytes | memoryview = b"", *, tenant: str, field: str) -> asyncio.Future[Done]:
         """Queue a job. The future has its answer, or raises what became of it; cancel it when nobody wants it any more.
 
         field  of the request, named where the job exceeds its budget
@@ -118,7 +118,7 @@ class TextPool:
         if self._is_down:
             raise Unavailable(DOWN)
         data = frames.frame(job, tail)
-        task = _Task(data, type(job).__name__, field, asyncio.get_running_loop().create_future(), Budget(len(data)))
+        task = _Task(data, type(job).__name__, field, asyncio.get_running_loop().create_future(), JobBudget(len(data)))
         entry = Entry(task, tenant, len(data), task.budget.is_heavy)
         try:
             evicted = self._queue.push(entry)
@@ -263,7 +263,7 @@ class TextPool:
 
     def _resolve(self, task: _Task, answer: frames.AnyAnswer, tail: memoryview) -> None:
         match answer:
-            case frames.Refused():
+            case frames.JobRefused():
                 task.future.set_exception(frames.refused(answer))
             case frames.NoMemory():
                 task.future.set_exception(self._exceeded(task, "memory"))

@@ -36,7 +36,7 @@ class _Held:
     num_bytes: int = 0
 
 
-class FairQueue(Generic[T]):
+class JobQueue(Generic[T]):
     """Light jobs and heavy ones, each within the bounds: megabytes that wait refuse nobody's short prompts."""
 
     def __init__(self, *, max_entries: int, max_bytes: int) -> None:

@@ -14,7 +14,7 @@ import socket
 import sys
 
 from headrace.gateway.text_workers import frames
-from headrace.gateway.text_workers.limits import MIB, Budget
+from headrace.gateway.text_workers.limits import MIB, JobBudget
 from headrace.gateway.text_workers.work import TextContext
 
 KEEPS_BYTES = 32 * MIB
@@ -32,7 +32,7 @@ def work(channel: socket.socket, context: TextContext, parent: int) -> None:
     try:
         while (sizes := _exactly(channel, frames.SIZES.size)) is not None:
             num_head, num_tail = frames.SIZES.unpack(sizes)
-            budget = Budget(num_head + num_tail)
+            budget = JobBudget(num_head + num_tail)
             bound_memory(own_bytes + budget.memory_bytes)
             head, tail = _exactly(channel, num_head), _exactly(channel, num_tail)
             if head is None or tail is None:

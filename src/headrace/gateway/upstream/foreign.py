@@ -38,7 +38,7 @@ from headrace.gateway.upstream.seam import (
     PrincipalFacts,
     ReplicaHealth,
     Tokenization,
-    Usage,
+    TokenUsage,
 )
 from headrace.text.scored import ScoredTokens
 
@@ -221,7 +221,7 @@ class HttpStream:
     def listen(self, listener: EventListener | None) -> None:
         """Not used: the task that reads is not the one that may write."""
 
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         return self._reader.usage
 
     def replica(self, index: int) -> str | None:

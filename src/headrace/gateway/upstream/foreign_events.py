@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 
 from headrace.core.finish import FinishReason
 from headrace.core.plan import TokenLogprobs
-from headrace.gateway.upstream.seam import OutputEvent, ToolCall, Usage, string_bytes
+from headrace.gateway.upstream.seam import OutputEvent, TokenUsage, ToolCall, string_bytes
 from headrace.text.scored import ScoredTokens
 
 PIECE_BYTES = 64 << 10
@@ -152,7 +152,7 @@ class EventReader:
         self._is_running = [True] * num_sequences
         self._num_chars = [0] * num_sequences
         self._names = NamedTexts()
-        self.usage = Usage(0, 0, 0)
+        self.usage = TokenUsage(0, 0, 0)
         self._is_counted = False
         self._deadline_s: float | None = None
 
@@ -226,7 +226,7 @@ class EventReader:
             self._is_counted = True
             details = chunk.usage.prompt_tokens_details
             cached = details.cached_tokens if details is not None else None
-            self.usage = Usage(chunk.usage.prompt_tokens, chunk.usage.completion_tokens, cached or 0)
+            self.usage = TokenUsage(chunk.usage.prompt_tokens, chunk.usage.completion_tokens, cached or 0)
 
     def _event(self, choice: _Choice) -> OutputEvent:
         delta = choice.delta or _Delta()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from headrace.core.update import StageSeconds
-from headrace.gateway.upstream.seam import EventListener, EventStream, OutputEvent, Usage
+from headrace.gateway.upstream.seam import EventListener, EventStream, OutputEvent, TokenUsage
 
 
 class MergedStream:
@@ -37,9 +37,9 @@ class MergedStream:
     def listen(self, listener: EventListener | None) -> None:
         """Not used: several streams that write as they please would cut into each other's events."""
 
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         parts = [stream.usage() for stream in self._streams]
-        return Usage(*[sum(column) for column in zip(*parts, strict=True)])
+        return TokenUsage(*[sum(column) for column in zip(*parts, strict=True)])
 
     def replica(self, index: int) -> str | None:
         return self._streams[index // self._n].replica(index)

@@ -178,7 +178,7 @@ def _joined(first: LogprobColumns, later: LogprobColumns) -> LogprobColumns:
     return both
 
 
-class Usage(NamedTuple):
+class TokenUsage(NamedTuple):
     """What a request cost so far. A prompt counts once, however many sequences continue it."""
 
     prompt_tokens: int
@@ -215,7 +215,7 @@ class EventStream(Protocol):
         """
         ...
 
-    def usage(self) -> Usage: ...
+    def usage(self) -> TokenUsage: ...
 
     def replica(self, index: int) -> str | None:
         """Who works on a sequence: a configured name. None before that is known."""

@@ -19,7 +19,7 @@ from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import Rejected, SequenceUpdate, StageSeconds
 from headrace.gateway.upstream.replicas import Replica, ReplicaInstance, ReplicaPool, UpdateStream
-from headrace.gateway.upstream.seam import EventListener, OutputEvent, PrincipalFacts, ReplicaLost, Usage
+from headrace.gateway.upstream.seam import EventListener, OutputEvent, PrincipalFacts, ReplicaLost, TokenUsage
 from headrace.text.assemble import OutputAssembler, OutputDelta
 from headrace.text.tokenizer import Tokenizer
 from headrace.wire.stream import Tokens
@@ -114,9 +114,9 @@ class TokenStream:
         if self._sent is not None:
             self._sent.updates.direct = self._take_tokens if listener is not None else None
 
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         completion = sum(assembler.num_tokens for assembler in self._assemblers)
-        return Usage(len(self.call.prompt_ids), completion, self._assemblers[0].num_cached_tokens or 0)
+        return TokenUsage(len(self.call.prompt_ids), completion, self._assemblers[0].num_cached_tokens or 0)
 
     def replica(self, index: int) -> str | None:
         return self._sent.replica.name if self._sent else None

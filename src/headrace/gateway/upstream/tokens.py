@@ -13,7 +13,7 @@ from hashlib import blake2b
 from headrace.core.errors import Unavailable
 from headrace.core.ids import RequestId
 from headrace.core.model_info import ModelInfo
-from headrace.core.sampling import SamplingParams, with_room
+from headrace.core.sampling import SamplingParams, with_default_max_tokens
 from headrace.gateway.http.errors import context_overflow
 from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.upstream.merge import MergedStream
@@ -138,7 +138,7 @@ class TokenUpstream:
             if isinstance(given, str):
                 ids, text = tuple(next(encoded)), given
             else:
-                check_room(len(given), max_tokens, info, part="prompt")
+                check_fits_context(len(given), max_tokens, info, part="prompt")
                 text = await self._text.decode(given, field="prompt", tenant=tenant) if prompt.needs_text else ""
                 ids = tuple(given)
             made.append(TokenPrompt(ids, text, self._text.tokenizer))
@@ -184,7 +184,7 @@ class TokenPrepared:
         return streams[0] if len(streams) == 1 else MergedStream(streams, n)
 
 
-def check_room(num_tokens: int, max_tokens: int | None, info: ModelInfo, *, part: str) -> int:
+def check_fits_context(num_tokens: int, max_tokens: int | None, info: ModelInfo, *, part: str) -> int:
     """Tokens the context leaves for output.
 
     max_tokens  None: as many as it leaves
@@ -203,9 +203,9 @@ def _call(
 ) -> Call:
     """The request's prompt `number`. Raises InvalidRequest for what the model cannot take, by the rules the engine holds it to."""
     part = "messages" if isinstance(request.prompt, Conversation) else "prompt"
-    room = check_room(len(prompt_ids), params.max_tokens, info, part=part)
+    room = check_fits_context(len(prompt_ids), params.max_tokens, info, part=part)
     if params.max_tokens is None:  # what the model's author chose, if anything, as far as the context leaves room
-        params = with_room(params, info.sampling_defaults.get("max_tokens"), room)
+        params = with_default_max_tokens(params, info.sampling_defaults.get("max_tokens"), room)
     call = Call(
         request_id=RequestId(f"{request.request_id}-{number}"),
         prompt_ids=prompt_ids,

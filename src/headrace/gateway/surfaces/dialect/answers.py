@@ -16,7 +16,7 @@ from headrace.core.finish import FinishReason
 from headrace.gateway.generation.run import Run
 from headrace.gateway.http.sse import DONE
 from headrace.gateway.surfaces.dialect import schemas
-from headrace.gateway.upstream.seam import OutputEvent, PreparedPrompt, ToolCall, Usage
+from headrace.gateway.upstream.seam import OutputEvent, PreparedPrompt, TokenUsage, ToolCall
 from headrace.text.scored import ScoredTokens
 
 _encode = msgspec.json.encode
@@ -36,7 +36,7 @@ class Facts:
         return cls(
             id=f"{prefix}{run.exchange.request_id}",
             created=int(run.service.unix_time()),
-            model=run.ask.model or run.model.name,
+            model=run.parsed.model or run.model.name,
             fingerprint=run.model.upstream.fingerprint,
         )
 
@@ -148,13 +148,13 @@ class Chunks:
         yield b"]"
         yield self._tail
 
-    def last(self, usage: Usage) -> bytes:
+    def last(self, usage: TokenUsage) -> bytes:
         if not self._include_usage:
             return DONE
         return b"".join((self._head, b'],"usage":', _encode(usage_body(usage)), b"}\n\n", DONE))
 
 
-def usage_body(usage: Usage) -> schemas.Usage:
+def usage_body(usage: TokenUsage) -> schemas.Usage:
     prompt, completion, cached = usage
     return schemas.Usage(prompt, completion, prompt + completion, schemas.PromptTokensDetails(cached))
 
