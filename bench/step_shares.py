@@ -38,7 +38,7 @@ from headrace.core.errors import ConfigError
 from headrace.engine.config import QUANTIZATIONS
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.kernels.cpu.jit.launch import kernel_names
-from headrace.tensor.kernels.cpu.together import Recording, run_list
+from headrace.tensor.kernels.cpu.together import RecordedLaunches, run_list
 from headrace.tensor.models.decoder import Decoder
 
 PROMPT_TOKENS = 128
@@ -59,16 +59,16 @@ class Watched:
 @contextmanager
 def watched() -> Iterator[Watched]:
     """Every other recorded step is taken apart while the block runs: what comes of those is nonsense."""
-    seen, run, logits = Watched(), Recording.run, Decoder.logits
+    seen, run, logits = Watched(), RecordedLaunches.run, Decoder.logits
 
-    def seconds_of(recording: Recording, kernel: int) -> float:
+    def seconds_of(recording: RecordedLaunches, kernel: int) -> float:
         entries = recording.entries_of(kernel)
         recording.rewind()
         began = time.perf_counter()
         run_list(entries, recording.workers)
         return time.perf_counter() - began
 
-    def timed_run(recording: Recording) -> None:
+    def timed_run(recording: RecordedLaunches) -> None:
         began = time.perf_counter()
         run(recording)
         seen.lists.append(time.perf_counter() - began)
@@ -83,7 +83,7 @@ def watched() -> Iterator[Watched]:
             seen.heads.append(time.perf_counter() - began)
         return made
 
-    with patch.object(Recording, "run", timed_run), patch.object(Decoder, "logits", timed_logits):
+    with patch.object(RecordedLaunches, "run", timed_run), patch.object(Decoder, "logits", timed_logits):
         yield seen
 
 

@@ -22,7 +22,7 @@ from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features, re
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.kernels.cpu.backend import EXECUTOR, FEW_TOKENS
 from headrace.tensor.kernels.cpu.linear import OneDnnLinear, onednn_takes
-from headrace.tensor.kernels.cpu.together import Recording, run_pending
+from headrace.tensor.kernels.cpu.together import RecordedLaunches, run_pending
 from headrace.tensor.kernels.rounding import Precision, round_weight
 
 STEP_ROWS = 2048
@@ -168,7 +168,7 @@ class Ceiling:
         make = weights or (lambda shape: torch.randn(shape).mul_(0.02).bfloat16())
         self.layer = [Product(kinds) for _ in products.layer]
         self.head = Product(kinds)
-        self._recorded: dict[Pass, Recording] = {}
+        self._recorded: dict[Pass, RecordedLaunches] = {}
         self._layers = products.layers
         for _ in range(products.layers):
             for product, shape in zip(self.layer, products.layer, strict=True):

@@ -50,9 +50,9 @@ def told_of_compiling(kernels: str) -> Iterator[None]:
         yield
         return
     from headrace.tensor.kernels.cpu.jit.launch import CACHE
-    from headrace.tensor.kernels.cpu.jit.progress import telling
+    from headrace.tensor.kernels.cpu.jit.progress import report_compiling
 
     notice = CompileNotice(f"once per machine and version, {CACHE.reason}" if CACHE.directory else CACHE.reason)
-    with telling(notice):
+    with report_compiling(notice):
         yield
     notice.end()

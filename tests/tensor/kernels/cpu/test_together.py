@@ -66,7 +66,7 @@ def test_a_list_is_run_early_before_it_holds_too_much(monkeypatch: pytest.Monkey
     monkeypatch.setattr(type(EXECUTOR), "next_layer", lambda _: None)  # all results take memory of their own
     with together.together():
         got = _block(x, layers, norm)
-        assert isinstance(CALLER.pending, together.Batched)
+        assert isinstance(CALLER.pending, together.LaunchList)
         assert len(CALLER.pending.entries) < 3 * 10
     assert torch.equal(got, want)
 
@@ -81,7 +81,7 @@ def test_a_layer_takes_the_memory_of_the_one_before_the_last() -> None:
             EXECUTOR.next_layer()
             got = linear(x)
             places.append(got.data_ptr())
-            assert isinstance(CALLER.pending, together.Batched)
+            assert isinstance(CALLER.pending, together.LaunchList)
             kept.append(CALLER.pending.kept_bytes)
             together.run_pending()
             assert torch.equal(got, want)

@@ -26,7 +26,7 @@ from headrace.tensor.kernels.cpu.integer.simd import STRIP_COLUMNS
 from headrace.tensor.kernels.cpu.jit.launch import fresh, thread_limit
 from headrace.tensor.kernels.cpu.linear import OneDnnLinear, StripLinear, onednn_takes
 from headrace.tensor.kernels.cpu.packing import DEPTH, can_strip
-from headrace.tensor.kernels.cpu.together import MOST_KEPT_BYTES, Recording, next_layer, recording, run_pending, together
+from headrace.tensor.kernels.cpu.together import MOST_KEPT_BYTES, RecordedLaunches, next_layer, recording, run_pending, together
 from headrace.tensor.kernels.filters import Doubles, FilterLimits, Floats, Ints
 from headrace.tensor.kernels.plain_packing import PACKING as PLAIN_PACKING
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
@@ -137,7 +137,7 @@ class NumbaExecutor:
     def together(self, num_tokens: int) -> AbstractContextManager[None]:
         return together() if num_tokens <= FEW_TOKENS else nullcontext()
 
-    def recording(self, num_tokens: int) -> AbstractContextManager[Recording] | None:
+    def recording(self, num_tokens: int) -> AbstractContextManager[RecordedLaunches] | None:
         return recording() if num_tokens <= FEW_TOKENS else None
 
     def next_layer(self) -> None:

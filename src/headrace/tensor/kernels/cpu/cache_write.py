@@ -120,7 +120,7 @@ def round_slots(a: Pointer, key: Pointer, value: Pointer, cache_: Pointer, worke
 
 
 @helper
-def turn_token(a: Pointer, query: Pointer, key: Pointer, token: int) -> None:
+def rotate_token(a: Pointer, query: Pointer, key: Pointer, token: int) -> None:
     """Turn one token's query and key in place. Arguments in the order of `rotary_scatter`."""
     angles, half = at(as_f32(load(a, 21)), load(as_i64(load(a, 22)), token) * load(a, 23)), load(a, 24)
     rotate_heads(a, 25, query, token, angles, half)
@@ -130,21 +130,21 @@ def turn_token(a: Pointer, query: Pointer, key: Pointer, token: int) -> None:
 
 
 @helper
-def turn_and_write(a: Pointer, query: Pointer, key: Pointer, value: Pointer, cache_: Pointer, worker: int, workers: int) -> None:
+def rotate_and_write(a: Pointer, query: Pointer, key: Pointer, value: Pointer, cache_: Pointer, worker: int, workers: int) -> None:
     s, slots = read_slots(a, cache_), as_i64(load(a, 3))
     first, last = share(load(a, 4), worker, workers)
     for token in range(first, last):
-        turn_token(a, query, key, token)
+        rotate_token(a, query, key, token)
         if load(slots, token) >= 0:
             write_heads(a, s, key, value, token, load(slots, token))
 
 
 @helper
-def turn_and_round(a: Pointer, query: Pointer, key: Pointer, value: Pointer, cache_: Pointer, worker: int, workers: int) -> None:
+def rotate_and_round(a: Pointer, query: Pointer, key: Pointer, value: Pointer, cache_: Pointer, worker: int, workers: int) -> None:
     s, slots = read_slots(a, cache_), as_i64(load(a, 3))
     first, last = share(load(a, 4), worker, workers)
     for token in range(first, last):
-        turn_token(a, query, key, token)
+        rotate_token(a, query, key, token)
         if load(slots, token) >= 0:
             round_heads(a, s, key, value, token, load(slots, token))
 
@@ -186,27 +186,27 @@ def _scatter_bf16_int8(arguments: int, worker: int, workers: int) -> None:
 
 def _rotary_scatter_f32(arguments: int, worker: int, workers: int) -> None:
     a = as_i64(arguments)
-    turn_and_write(a, as_f32(load(a, 20)), as_f32(load(a, 0)), as_f32(load(a, 1)), as_f32(load(a, 2)), worker, workers)
+    rotate_and_write(a, as_f32(load(a, 20)), as_f32(load(a, 0)), as_f32(load(a, 1)), as_f32(load(a, 2)), worker, workers)
 
 
 def _rotary_scatter_bf16(arguments: int, worker: int, workers: int) -> None:
     a = as_i64(arguments)
-    turn_and_write(a, as_bf16(load(a, 20)), as_bf16(load(a, 0)), as_bf16(load(a, 1)), as_bf16(load(a, 2)), worker, workers)
+    rotate_and_write(a, as_bf16(load(a, 20)), as_bf16(load(a, 0)), as_bf16(load(a, 1)), as_bf16(load(a, 2)), worker, workers)
 
 
 def _rotary_scatter_f32_bf16(arguments: int, worker: int, workers: int) -> None:
     a = as_i64(arguments)
-    turn_and_write(a, as_f32(load(a, 20)), as_f32(load(a, 0)), as_f32(load(a, 1)), as_bf16(load(a, 2)), worker, workers)
+    rotate_and_write(a, as_f32(load(a, 20)), as_f32(load(a, 0)), as_f32(load(a, 1)), as_bf16(load(a, 2)), worker, workers)
 
 
 def _rotary_scatter_f32_int8(arguments: int, worker: int, workers: int) -> None:
     a = as_i64(arguments)
-    turn_and_round(a, as_f32(load(a, 20)), as_f32(load(a, 0)), as_f32(load(a, 1)), as_i8(load(a, 2)), worker, workers)
+    rotate_and_round(a, as_f32(load(a, 20)), as_f32(load(a, 0)), as_f32(load(a, 1)), as_i8(load(a, 2)), worker, workers)
 
 
 def _rotary_scatter_bf16_int8(arguments: int, worker: int, workers: int) -> None:
     a = as_i64(arguments)
-    turn_and_round(a, as_bf16(load(a, 20)), as_bf16(load(a, 0)), as_bf16(load(a, 1)), as_i8(load(a, 2)), worker, workers)
+    rotate_and_round(a, as_bf16(load(a, 20)), as_bf16(load(a, 0)), as_bf16(load(a, 1)), as_i8(load(a, 2)), worker, workers)
 
 
 def rotary(query: Tensor, key: Tensor, cos_sin: Tensor, positions: Tensor) -> None:

@@ -40,7 +40,7 @@ WORK_PER_THREAD = 1 << 18
 """Multiply-adds worth a second thread."""
 
 
-class Product(NamedTuple):
+class FloatProduct(NamedTuple):
     """out [rows, columns] = x [rows, inputs] times the strips, plus bias [columns]. panels: x as `pack_panels` leaves it.
 
     x_ratio, word_ratio: inputs per element of the panels' and of the strips' pointer type.
@@ -107,7 +107,7 @@ def _pack_pairs(arguments: int, worker: int, workers: int) -> None:
 
 
 @helper
-def multiply_panel(p: Product, weights: Pointer, row: int, count: int, column: int, strips: int, depth: int, length: int) -> None:
+def multiply_panel(p: FloatProduct, weights: Pointer, row: int, count: int, column: int, strips: int, depth: int, length: int) -> None:
     """One panel of `count` rows against one piece of `strips` strips, of which some are taken at once where rows are few."""
     out, x = at(p.out, row * p.columns + column), at(p.panels, (row * p.inputs + depth * count) // p.x_ratio)
     start, start_stride = (at(p.bias, column), 0) if depth == 0 else (out, p.columns)
@@ -136,7 +136,7 @@ def multiply_panel(p: Product, weights: Pointer, row: int, count: int, column: i
 
 
 @helper
-def multiply_block(p: Product, first: int, last: int) -> None:
+def multiply_block(p: FloatProduct, first: int, last: int) -> None:
     """Strips [first, last), a block, for all rows."""
     strips = last - first
     for chunk in range(0, p.rows, CHUNK_ROWS):
@@ -152,7 +152,7 @@ def multiply_block(p: Product, first: int, last: int) -> None:
 
 
 @helper
-def multiply(p: Product, block: int, counter: Pointer) -> None:
+def multiply(p: FloatProduct, block: int, counter: Pointer) -> None:
     """Take blocks of strips until none is left."""
     num_strips = p.columns // STRIP_COLUMNS
     first = take_ticket(counter) * block
@@ -163,19 +163,25 @@ def multiply(p: Product, block: int, counter: Pointer) -> None:
 
 def _multiply_f32(arguments: int, worker: int, workers: int) -> None:
     a = as_i64(arguments)
-    p = Product(as_f32(load(a, 0)), as_f32(load(a, 1)), as_f32(load(a, 3)), as_f32(load(a, 2)), load(a, 4), load(a, 5), load(a, 6), 1, 1)
+    p = FloatProduct(
+        as_f32(load(a, 0)), as_f32(load(a, 1)), as_f32(load(a, 3)), as_f32(load(a, 2)), load(a, 4), load(a, 5), load(a, 6), 1, 1
+    )
     multiply(p, load(a, 7), as_i64(load(a, 8)))
 
 
 def _multiply_bf16(arguments: int, worker: int, workers: int) -> None:
     a = as_i64(arguments)
-    p = Product(as_f32(load(a, 0)), as_i32(load(a, 1)), as_f32(load(a, 3)), as_f32(load(a, 2)), load(a, 4), load(a, 5), load(a, 6), 1, 2)
+    p = FloatProduct(
+        as_f32(load(a, 0)), as_i32(load(a, 1)), as_f32(load(a, 3)), as_f32(load(a, 2)), load(a, 4), load(a, 5), load(a, 6), 1, 2
+    )
     multiply(p, load(a, 7), as_i64(load(a, 8)))
 
 
 def _multiply_pairs(arguments: int, worker: int, workers: int) -> None:
     a = as_i64(arguments)
-    p = Product(as_i32(load(a, 0)), as_i32(load(a, 1)), as_f32(load(a, 3)), as_f32(load(a, 2)), load(a, 4), load(a, 5), load(a, 6), 2, 2)
+    p = FloatProduct(
+        as_i32(load(a, 0)), as_i32(load(a, 1)), as_f32(load(a, 3)), as_f32(load(a, 2)), load(a, 4), load(a, 5), load(a, 6), 2, 2
+    )
     multiply(p, load(a, 7), as_i64(load(a, 8)))
 
 

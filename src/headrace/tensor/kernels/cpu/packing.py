@@ -19,8 +19,8 @@ from torch import Tensor
 
 from headrace.tensor.kernels.cpu import pages
 from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, helper, launch, thread_limit, with_counter
-from headrace.tensor.kernels.cpu.jit.simd import as_i32, as_i64, at, current, load, store, take_ticket
-from headrace.tensor.kernels.cpu.jit.vector_ir import I32, I64, LANES, STRIP_COLUMNS, Emit, constant, step, transpose
+from headrace.tensor.kernels.cpu.jit.simd import as_i32, as_i64, at, load, load_acquire, store, take_ticket
+from headrace.tensor.kernels.cpu.jit.vector_ir import I32, I64, LANES, STRIP_COLUMNS, Emit, constant, gep, transpose
 from headrace.tensor.kernels.cpu.together import run_pending
 
 Pointer = Any
@@ -86,7 +86,7 @@ def piece_start(strip: int, strips: int, block: int, items: int, first: int, len
 def store_square(builder: ir.IRBuilder, rows: list[ir.Value], target: ir.Value, columns: int) -> None:
     """Store LANES vectors as columns of a strip that is `columns` wide."""
     for number, row in enumerate(transpose(builder, rows)):
-        where = step(builder, target, number * columns)
+        where = gep(builder, target, number * columns)
         builder.store(row, builder.bitcast(where, row.type.as_pointer()), align=4)
 
 
@@ -97,7 +97,7 @@ def shuffled(builder: ir.IRBuilder, first: ir.Value, second: ir.Value, places: S
 
 def item_row(builder: ir.IRBuilder, source: ir.Value, stride: ir.Value, row: int, first: int) -> ir.Value:
     """LANES items of a row, from item `first` of it."""
-    where = step(builder, step(builder, source, builder.mul(stride, I64(row))), first)
+    where = gep(builder, gep(builder, source, builder.mul(stride, I64(row))), first)
     return builder.load(builder.bitcast(where, _WORDS.as_pointer()), align=1)
 
 
@@ -180,7 +180,7 @@ def _narrow(arguments: int, worker: int, workers: int) -> None:
     source, target, rows, items, block, depth = as_i32(load(a, 0)), as_i32(load(a, 1)), load(a, 2), load(a, 3), load(a, 4), load(a, 5)
     strips = -(-rows // STRIP_COLUMNS)
     strip = take_ticket(as_i64(load(a, 6)))
-    while strip < strips and current(at(a, 7)) != 0:
+    while strip < strips and load_acquire(at(a, 7)) != 0:
         row, count, lost = strip * STRIP_COLUMNS, min(STRIP_COLUMNS, rows - strip * STRIP_COLUMNS), 0
         for first in range(0, items, depth):
             length = min(depth, items - first)

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from headrace.core.errors import EngineFatal
 from headrace.tensor.kernels.cpu.jit.launch import CALLER, address_of, call, compile_kernel, guarded, helper, run_now, words
-from headrace.tensor.kernels.cpu.jit.simd import arrive, as_i64, at, current, decide, load, pause
+from headrace.tensor.kernels.cpu.jit.simd import as_i64, at, compare_and_set, increment, load, load_acquire, pause
 
 _Made = TypeVar("_Made")
-_Renewal = TypeVar("_Renewal", bound="Callable[[Recording], bool]")
+_Renewal = TypeVar("_Renewal", bound="Callable[[RecordedLaunches], bool]")
 
-SPINS_TO_MEET = 1 << 16
+BASE_SPINS = 1 << 16
 """Waiting rounds, of some 50 ns and more, after which a worker no longer expects the others."""
 SPINS_PER_KERNEL = 1 << 11
 """So many more for each kernel on the list: who gives up does all of them alone, and may wait for about as long as that would take."""
@@ -33,14 +33,14 @@ MOST_SPINS = 1 << 18
 SPINS_BEFORE_YIELD = 1 << 12
 MOST_WAIT_S = 60.0
 """A worker waits so long for the others in the middle of a list, where a kernel takes milliseconds; then the list is given up."""
-MOST_LOOK_NS = 1_000_000_000
+MAX_CLOCK_GAP_NS = 1_000_000_000
 """Between two looks at the clock, what counts as waiting: more than that, and the process itself was stopped, its workers with it."""
 MOST_KEPT_BYTES = 32 << 20
 """Of the memory that a list holds before it is run, and most that one recording holds."""
 _yield = types.ExternalFunction("sched_yield", types.int32())
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
 _CLOCK = time.CLOCK_MONOTONIC
-ARRIVED, VERDICT, PASSED, GAVE_UP, CLOCKS = 0, 1, 2, 3, 4
+ARRIVED, VERDICT, PASSED, TIMED_OUT, CLOCKS = 0, 1, 2, 3, 4
 """Places in a list's state; from CLOCKS on, two numbers per worker to read the time into."""
 
 
@@ -55,7 +55,7 @@ def read_ns(place: int) -> int:
 @helper
 def waited_more(waited_ns: int, last_ns: int, now_ns: int) -> int:
     """What has been waited by now, for a worker that last looked at the clock at last_ns (0: this is its first look)."""
-    return waited_ns if last_ns == 0 else waited_ns + min(now_ns - last_ns, MOST_LOOK_NS)
+    return waited_ns if last_ns == 0 else waited_ns + min(now_ns - last_ns, MAX_CLOCK_GAP_NS)
 
 
 @helper
@@ -65,7 +65,7 @@ def wait_until(state: Any, value: int, clock: int, limit_ns: int) -> bool:
     The processor is left to others now and then: a worker that waits may hold up the one it waits for.
     """
     spins, last, waited = 0, 0, 0
-    while current(at(state, PASSED)) < value:
+    while load_acquire(at(state, PASSED)) < value:
         pause()
         spins += 1
         if spins % SPINS_BEFORE_YIELD == 0:
@@ -73,23 +73,23 @@ def wait_until(state: Any, value: int, clock: int, limit_ns: int) -> bool:
             now = read_ns(clock)
             waited, last = waited_more(waited, last, now), now
             if waited > limit_ns:
-                decide(at(state, GAVE_UP), 1)
-            if current(at(state, GAVE_UP)) != 0:
+                compare_and_set(at(state, TIMED_OUT), 1)
+            if load_acquire(at(state, TIMED_OUT)) != 0:
                 return False
     return True
 
 
 @helper
-def meet(state: Any, worker: int, workers: int, patience: int) -> int:
+def gather_workers(state: Any, worker: int, workers: int, max_spins: int) -> int:
     """How many workers there are: all of them when they came together in time; else the one that gave up is alone, the others are 0."""
-    arrive(at(state, ARRIVED))
+    increment(at(state, ARRIVED))
     spins = 0
-    while current(at(state, ARRIVED)) < workers and current(at(state, VERDICT)) == 0 and spins < patience:
+    while load_acquire(at(state, ARRIVED)) < workers and load_acquire(at(state, VERDICT)) == 0 and spins < max_spins:
         pause()
         spins += 1
         if spins % SPINS_BEFORE_YIELD == 0:
             _yield()
-    verdict = decide(at(state, VERDICT), 1 if current(at(state, ARRIVED)) >= workers else 2 + worker)
+    verdict = compare_and_set(at(state, VERDICT), 1 if load_acquire(at(state, ARRIVED)) >= workers else 2 + worker)
     if verdict == 1:
         return workers
     return 1 if verdict == 2 + worker else 0
@@ -100,7 +100,7 @@ def _run_list(arguments: int, worker: int, workers: int) -> None:
     a = as_i64(arguments)
     entries, count, state, limit_ns = as_i64(load(a, 0)), load(a, 1), as_i64(load(a, 2)), load(a, 3)
     clock = load(a, 2) + 8 * (CLOCKS + 2 * worker)
-    team = workers if workers == 1 else meet(state, worker, workers, min(SPINS_TO_MEET + SPINS_PER_KERNEL * count, MOST_SPINS))
+    team = workers if workers == 1 else gather_workers(state, worker, workers, min(BASE_SPINS + SPINS_PER_KERNEL * count, MOST_SPINS))
     me, passed, before = (0 if team == 1 else worker), 0, 0
     if team == 0:
         return
@@ -108,7 +108,7 @@ def _run_list(arguments: int, worker: int, workers: int) -> None:
         own = min(load(entries, 3 * index + 2), team)
         if index > 0 and max(own, before) > 1:  # what one worker alone does in a row needs no meeting
             passed += team
-            arrive(at(state, PASSED))
+            increment(at(state, PASSED))
             if not wait_until(state, passed, clock, limit_ns):
                 return
         if me < own:
@@ -116,7 +116,7 @@ def _run_list(arguments: int, worker: int, workers: int) -> None:
         before = own
 
 
-class Batched:
+class LaunchList:
     """Kernels asked for and not run yet, with all they touch."""
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class Batched:
         self._clear()
 
 
-class Recording(Batched):
+class RecordedLaunches(LaunchList):
     """A list that can be run again. Not where something had to be looked at in between, or where it holds too much memory."""
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class Recording(Batched):
         self.is_whole = True
         self._list = words(())
         self._counters: list[array[int]] = []
-        self._renewals: dict[Hashable, Callable[[Recording], bool]] = {}
+        self._renewals: dict[Hashable, Callable[[RecordedLaunches], bool]] = {}
 
     def counted(self, memory: array[int]) -> None:
         self._counters.append(memory)
@@ -240,7 +240,7 @@ def run_list(entries: array[int], workers: int) -> None:
     state = words([0] * (CLOCKS + 2 * workers))
     arguments = words((address_of(entries), len(entries) // 3, address_of(state), int(MOST_WAIT_S * 1e9)))
     guarded(run_now, _list_kernel(), address_of(arguments), workers)
-    if state[GAVE_UP]:
+    if state[TIMED_OUT]:
         raise EngineFatal(f"kernel threads waited {MOST_WAIT_S:g} s for one of them in the middle of a step, and gave up")
 
 
@@ -256,7 +256,7 @@ def together() -> Iterator[None]:
     if CALLER.pending is not None:
         yield
         return
-    CALLER.pending = batched = Batched()
+    CALLER.pending = batched = LaunchList()
     try:
         yield
         batched.run_pending()
@@ -265,11 +265,11 @@ def together() -> Iterator[None]:
 
 
 @contextmanager
-def recording() -> Iterator[Recording]:
+def recording() -> Iterator[RecordedLaunches]:
     """`together`, and what is yielded can be run again if it `is_whole` in the end. Not to be nested."""
     if CALLER.pending is not None:
         raise RuntimeError("kernels are being recorded or put together already")
-    CALLER.pending = recorded = Recording()
+    CALLER.pending = recorded = RecordedLaunches()
     try:
         yield recorded
         recorded.finish()
@@ -280,18 +280,18 @@ def recording() -> Iterator[Recording]:
 def next_layer() -> None:
     """A layer begins, which reads results of the last one only: what is made inside `together` from here on may take the memory of those
     before. A step's results are then as large as two layers', which caches hold, and not as all. Elsewhere nothing changes."""
-    if isinstance(CALLER.pending, Batched):
+    if isinstance(CALLER.pending, LaunchList):
         CALLER.pending.next_layer()
 
 
-def current_recording() -> Recording | None:
-    return CALLER.pending if isinstance(CALLER.pending, Recording) else None
+def current_recording() -> RecordedLaunches | None:
+    return CALLER.pending if isinstance(CALLER.pending, RecordedLaunches) else None
 
 
 def once(key: Hashable, make: Callable[[], _Made]) -> _Made:
     """What `make` gives; inside `together`, made once per key: of tensors that nobody changes meanwhile, named by their addresses."""
     pending = CALLER.pending
-    if not isinstance(pending, Batched):
+    if not isinstance(pending, LaunchList):
         return make()
     if key not in pending.known:
         pending.known[key] = make()
@@ -300,5 +300,5 @@ def once(key: Hashable, make: Callable[[], _Made]) -> _Made:
 
 def run_pending() -> None:
     """Run what has been asked for so far inside `together`; elsewhere nothing is ever left to do."""
-    if isinstance(CALLER.pending, Batched):
+    if isinstance(CALLER.pending, LaunchList):
         CALLER.pending.run_pending()

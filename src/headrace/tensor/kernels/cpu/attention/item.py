@@ -261,7 +261,7 @@ def add_values(sums: Pointer, wide: int, weights: Pointer, strip: Pointer, lengt
 
 
 @helper
-def turn_keys(g: Geometry, scratch: Scratch, tile: int, low: int, high: int, ahead: int) -> None:
+def transpose_keys(g: Geometry, scratch: Scratch, tile: int, low: int, high: int, ahead: int) -> None:
     """The tile's keys into strips. Their values are asked for meanwhile, and keys a few blocks before their turn, up to `ahead`."""
     keys, values, dim = at(scratch.keys, tile), at(g.cache, g.cache_value), g.head_dim
     for block in range(low // LANES * LANES, high, LANES):
@@ -310,7 +310,7 @@ def attend_tile(g: Geometry, scratch: Scratch, running: Sums, tile: int, positio
     from the tile's start.
     """
     dim, wide, values = g.head_dim, padded_dim(g.head_dim), at(g.cache, g.cache_value)
-    turn_keys(g, scratch, tile, low, high, ahead)
+    transpose_keys(g, scratch, tile, low, high, ahead)
     row = 0
     while row < used:
         count = panel_rows(used - row)

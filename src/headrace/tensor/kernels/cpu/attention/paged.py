@@ -54,7 +54,7 @@ from headrace.tensor.kernels.cpu.jit.launch import (
 )
 from headrace.tensor.kernels.cpu.jit.simd import as_bf16, as_f32, as_i8, as_i32, as_i64, at, load, take_ticket
 from headrace.tensor.kernels.cpu.jit.vector_ir import LANES
-from headrace.tensor.kernels.cpu.together import Recording, current_recording, once, run_pending
+from headrace.tensor.kernels.cpu.together import RecordedLaunches, current_recording, once, run_pending
 
 Pointer = Any
 """A typed pointer of `simd`, inside compiled code."""
@@ -189,7 +189,7 @@ class Replan:
         self.kind, self.plan = kind, plan
         self.places: list[tuple[array[int], int]] = []
 
-    def __call__(self, recorded: Recording) -> bool:
+    def __call__(self, recorded: RecordedLaunches) -> bool:
         plan = make_plan(self.kind)
         if (plan.has_parts, plan.tokens) != (self.plan.has_parts, self.plan.tokens):
             return False

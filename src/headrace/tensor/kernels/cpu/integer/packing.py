@@ -32,10 +32,10 @@ from headrace.tensor.kernels.cpu.jit.vector_ir import (
     constant,
     fma,
     fold_lanes,
+    gep,
     larger,
     load_floats,
     splat,
-    step,
 )
 from headrace.tensor.kernels.cpu.packing import item_row, shuffled, store_square
 from headrace.tensor.kernels.cpu.together import run_pending
@@ -87,7 +87,7 @@ def extremes(_: Any, pointer: Any, length: Any) -> tuple[Any, Emit]:
         for slot, value in ((least, first), (most, first), (poison, constant(VECTOR, 0.0))):
             builder.store(value, slot)
         with cgutils.for_range(builder, builder.udiv(count, I64(LANES))) as loop:
-            value = load_floats(builder, step(builder, start, builder.mul(loop.index, I64(LANES))), pointer.dtype, VECTOR)
+            value = load_floats(builder, gep(builder, start, builder.mul(loop.index, I64(LANES))), pointer.dtype, VECTOR)
             builder.store(_smaller(builder, value, builder.load(least)), least)
             builder.store(larger(builder, value, builder.load(most)), most)
             builder.store(fma(builder, value, constant(VECTOR, 0.0), builder.load(poison)), poison)
@@ -112,10 +112,10 @@ def divide(_: Any, target: Any, source: Any, length: Any, divisor: Any, least: A
         divisors, lows, highs = (splat(builder, value) for value in arguments[3:])
         with cgutils.for_range(builder, builder.udiv(count, I64(LANES))) as loop:
             first = builder.mul(loop.index, I64(LANES))
-            value = builder.fdiv(load_floats(builder, step(builder, source_at, first), source.dtype, VECTOR), divisors)
+            value = builder.fdiv(load_floats(builder, gep(builder, source_at, first), source.dtype, VECTOR), divisors)
             value = call_llvm(builder, "llvm.minnum", call_llvm(builder, "llvm.maxnum", value, lows), highs)
             whole = builder.fptosi(call_llvm(builder, "llvm.rint", value), WORDS)
-            builder.store(builder.trunc(whole, stored), builder.bitcast(step(builder, target_at, first), stored.as_pointer()), align=1)
+            builder.store(builder.trunc(whole, stored), builder.bitcast(gep(builder, target_at, first), stored.as_pointer()), align=1)
         return context.get_dummy_value()
 
     return types.void(target, source, types.intp, types.float32, types.float32, types.float32), emit

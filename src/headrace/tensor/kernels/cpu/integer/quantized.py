@@ -55,7 +55,7 @@ def pack_scales(scales: Tensor) -> Tensor:
     return padded.reshape(-1, STRIP_COLUMNS, scales.shape[1]).transpose(1, 2).contiguous()
 
 
-class Product(NamedTuple):
+class IntegerProduct(NamedTuple):
     """out [rows, columns] = x [rows, inputs] times the weight, plus bias [columns]. x, row_scales, sums: see `quantize_row`."""
 
     x: Pointer
@@ -69,7 +69,7 @@ class Product(NamedTuple):
 
 
 @helper
-def bytes_of_rows(p: Product, words: Pointer, scales: Pointer, column: int, row: int, count: int, strips: int) -> None:
+def bytes_of_rows(p: IntegerProduct, words: Pointer, scales: Pointer, column: int, row: int, count: int, strips: int) -> None:
     """`count` rows from `row` against `strips` strips from `column`; both have to be what a block is compiled for."""
     out, x, size = at(p.out, row * p.columns + column), at(p.x, row * p.inputs), STRIP_COLUMNS * p.inputs // 4
     weights, own, bias = at(words, column * p.inputs // 4), at(scales, column), at(p.bias, column)
@@ -85,7 +85,7 @@ def bytes_of_rows(p: Product, words: Pointer, scales: Pointer, column: int, row:
 
 
 @helper
-def nibbles_of_rows(p: Product, words: Pointer, scales: Pointer, group: int, column: int, row: int, count: int, strips: int) -> None:
+def nibbles_of_rows(p: IntegerProduct, words: Pointer, scales: Pointer, group: int, column: int, row: int, count: int, strips: int) -> None:
     groups, runs = p.inputs // group, group // NIBBLE_RUN
     out, x, size = at(p.out, row * p.columns + column), at(p.x, row * p.inputs), STRIP_COLUMNS * p.inputs // 8
     weights, own, bias = at(words, column * p.inputs // 8), at(scales, column * groups), at(p.bias, column)
@@ -101,7 +101,7 @@ def nibbles_of_rows(p: Product, words: Pointer, scales: Pointer, group: int, col
 
 
 @helper
-def multiply_bytes(p: Product, words: Pointer, scales: Pointer, span: int, counter: Pointer) -> None:
+def multiply_bytes(p: IntegerProduct, words: Pointer, scales: Pointer, span: int, counter: Pointer) -> None:
     """Take spans of strips until none is left: blocks of ROWS rows strip by strip, which stays in the second-level cache meanwhile; then
     the rows left over, a pair and one, several strips at once, as one stream of weights does not fill the memory's pipes."""
     num_strips, fours, first = p.columns // STRIP_COLUMNS, p.rows // ROWS * ROWS, take_ticket(counter) * span
@@ -123,7 +123,7 @@ def multiply_bytes(p: Product, words: Pointer, scales: Pointer, span: int, count
 
 
 @helper
-def multiply_nibbles(p: Product, words: Pointer, scales: Pointer, group: int, span: int, counter: Pointer) -> None:
+def multiply_nibbles(p: IntegerProduct, words: Pointer, scales: Pointer, group: int, span: int, counter: Pointer) -> None:
     """`multiply_bytes` for nibbles."""
     num_strips, fours, first = p.columns // STRIP_COLUMNS, p.rows // ROWS * ROWS, take_ticket(counter) * span
     while first < num_strips:
@@ -189,14 +189,14 @@ def _quantize_nibbles(arguments: int, worker: int, workers: int) -> None:
 def _multiply_bytes(arguments: int, worker: int, workers: int) -> None:
     a = as_i64(arguments)
     x, row_scales, sums = as_input(load(a, 1)), as_f32(load(a, 2)), as_i32(load(a, 3))
-    p = Product(x, row_scales, sums, as_f32(load(a, 7)), as_f32(load(a, 8)), load(a, 4), load(a, 5), load(a, 9))
+    p = IntegerProduct(x, row_scales, sums, as_f32(load(a, 7)), as_f32(load(a, 8)), load(a, 4), load(a, 5), load(a, 9))
     multiply_bytes(p, as_i32(load(a, 10)), as_f32(load(a, 11)), load(a, 13), as_i64(load(a, 12)))
 
 
 def _multiply_nibbles(arguments: int, worker: int, workers: int) -> None:
     a = as_i64(arguments)
     x, row_scales, sums = as_i8(load(a, 1)), as_f32(load(a, 2)), as_i32(load(a, 3))
-    p = Product(x, row_scales, sums, as_f32(load(a, 7)), as_f32(load(a, 8)), load(a, 4), load(a, 5), load(a, 9))
+    p = IntegerProduct(x, row_scales, sums, as_f32(load(a, 7)), as_f32(load(a, 8)), load(a, 4), load(a, 5), load(a, 9))
     multiply_nibbles(p, as_i32(load(a, 10)), as_bf16(load(a, 11)), load(a, 6), load(a, 13), as_i64(load(a, 12)))
 
 

@@ -29,15 +29,15 @@ from headrace.tensor.kernels.cpu.jit.vector_ir import (
     STREAM_LEVEL,
     VECTOR,
     Emit,
-    ask_for,
     call_llvm,
     constant,
     fma,
     fold_lanes,
+    gep,
     load_floats,
     native_features,
+    prefetch_line,
     splat,
-    step,
     store_floats,
 )
 
@@ -122,7 +122,7 @@ def largest_magnitude(_: Any, pointer: Any, length: Any) -> tuple[Any, Emit]:
         for slot in (best, poison):
             builder.store(constant(VECTOR, 0.0), slot)
         with cgutils.for_range(builder, builder.udiv(count, I64(LANES))) as loop:
-            value = load_floats(builder, step(builder, start, builder.mul(loop.index, I64(LANES))), pointer.dtype, VECTOR)
+            value = load_floats(builder, gep(builder, start, builder.mul(loop.index, I64(LANES))), pointer.dtype, VECTOR)
             builder.store(call_llvm(builder, "llvm.maxnum", builder.load(best), call_llvm(builder, "llvm.fabs", value)), best)
             builder.store(fma(builder, value, constant(VECTOR, 0.0), builder.load(poison)), poison)
         largest = fold_lanes(builder, builder.load(best), functools.partial(call_llvm, builder, "llvm.maxnum"))
@@ -143,7 +143,7 @@ def quantize(_: Any, target: Any, source: Any, length: Any, factor: Any) -> tupl
         builder.store(constant(WORDS, 0), total)
         with cgutils.for_range(builder, builder.udiv(count, I64(LANES))) as loop:
             first = builder.mul(loop.index, I64(LANES))
-            value = builder.fmul(load_floats(builder, step(builder, source_at, first), source.dtype, VECTOR), scales)
+            value = builder.fmul(load_floats(builder, gep(builder, source_at, first), source.dtype, VECTOR), scales)
             value = call_llvm(
                 builder, "llvm.minnum", call_llvm(builder, "llvm.maxnum", value, constant(VECTOR, -127.0)), constant(VECTOR, 127.0)
             )
@@ -152,7 +152,7 @@ def quantize(_: Any, target: Any, source: Any, length: Any, factor: Any) -> tupl
             if target.dtype == types.int16:
                 order = [first + place for first in range(0, LANES, 4) for place in PAIR_ORDER]
                 whole = builder.shuffle_vector(whole, whole, ir.Constant(WORDS, order))
-            where = builder.bitcast(step(builder, target_at, first), stored.as_pointer())
+            where = builder.bitcast(gep(builder, target_at, first), stored.as_pointer())
             builder.store(builder.trunc(whole, stored), where, align=1)
         return builder.sext(fold_lanes(builder, builder.load(total), builder.add), I64)
 
@@ -163,7 +163,7 @@ def quantize(_: Any, target: Any, source: Any, length: Any, factor: Any) -> tupl
 
 
 def _pointers(builder: ir.IRBuilder, base: ir.Value, stride: ir.Value, count: int) -> list[ir.Value]:
-    return [step(builder, base, builder.mul(stride, I64(i))) for i in range(count)]
+    return [gep(builder, base, builder.mul(stride, I64(i))) for i in range(count)]
 
 
 def _zeros(builder: ir.IRBuilder, count: int, like: ir.Type) -> list[ir.Value]:
@@ -175,14 +175,14 @@ def _zeros(builder: ir.IRBuilder, count: int, like: ir.Type) -> list[ir.Value]:
 
 def _registers(builder: ir.IRBuilder, starts: list[ir.Value]) -> list[ir.Value]:
     """Where the STRIP registers at each start lie."""
-    return [step(builder, start, c * LANES) for start in starts for c in range(STRIP)]
+    return [gep(builder, start, c * LANES) for start in starts for c in range(STRIP)]
 
 
 def _weights(builder: ir.IRBuilder, places: list[ir.Value]) -> list[ir.Value]:
     """The registers at `places`; what is read some iterations later is asked for."""
     words = [_vector(builder, place, WORDS) for place in places]
     for place in places:
-        ask_for(builder, step(builder, place, AHEAD * STRIP * LANES), STREAM_LEVEL)
+        prefetch_line(builder, gep(builder, place, AHEAD * STRIP * LANES), STREAM_LEVEL)
     return words
 
 
@@ -192,12 +192,12 @@ def _finish(
     """out[r, c] = sums[r, c] * scale of row r + bias[c]."""
     registers = len(sums) // rows
     for r in range(rows):
-        scale = splat(builder, builder.load(step(builder, row_scales, r)))
-        target = step(builder, out, builder.mul(out_stride, I64(r)))
+        scale = splat(builder, builder.load(gep(builder, row_scales, r)))
+        target = gep(builder, out, builder.mul(out_stride, I64(r)))
         for c in range(registers):
-            added = load_floats(builder, step(builder, bias, c * LANES), types.float32, VECTOR)
+            added = load_floats(builder, gep(builder, bias, c * LANES), types.float32, VECTOR)
             value = fma(builder, sums[r * registers + c], scale, added)
-            store_floats(builder, value, step(builder, target, c * LANES), types.float32)
+            store_floats(builder, value, gep(builder, target, c * LANES), types.float32)
 
 
 @intrinsic(prefer_literal=True)
@@ -219,15 +219,15 @@ def byte_block(
         totals = _zeros(builder, num_rows * registers, WORDS)
         with cgutils.for_range(builder, builder.udiv(count, I64(4))) as loop:
             offset = builder.mul(loop.index, I64(STRIP * LANES))
-            words = _weights(builder, _registers(builder, [step(builder, base, offset) for base in bases]))
-            quads = [step(builder, start, builder.mul(loop.index, I64(4))) for start in starts]
+            words = _weights(builder, _registers(builder, [gep(builder, base, offset) for base in bases]))
+            quads = [gep(builder, start, builder.mul(loop.index, I64(4))) for start in starts]
             _add_quads(builder, totals, words, quads)
         sums = []
         for r in range(num_rows):
-            excess = splat(builder, builder.mul(builder.load(step(builder, row_sums_at, r)), I32(BYTE_OFFSET)), I32)
+            excess = splat(builder, builder.mul(builder.load(gep(builder, row_sums_at, r)), I32(BYTE_OFFSET)), I32)
             for c in range(registers):
                 exact = builder.sub(builder.load(totals[r * registers + c]), excess)
-                scale = load_floats(builder, step(builder, scales_at, c * LANES), types.float32, VECTOR)
+                scale = load_floats(builder, gep(builder, scales_at, c * LANES), types.float32, VECTOR)
                 sums.append(builder.fmul(builder.sitofp(exact, VECTOR), scale))
         _finish(builder, sums, out_at, out_step, bias_at, row_scales_at, num_rows)
         return context.get_dummy_value()
@@ -244,7 +244,7 @@ def _add_quads(builder: ir.IRBuilder, totals: list[ir.Value], words: list[ir.Val
         taken = words[first : first + at_once]
         halves = [] if HAS_DOTS else [(builder.and_(word, even), _high_bytes(builder, word)) for word in taken]
         for r, quad in enumerate(quads):
-            inputs = [_broadcast(builder, quad)] if HAS_DOTS else [_broadcast(builder, step(builder, quad, place)) for place in (0, 2)]
+            inputs = [_broadcast(builder, quad)] if HAS_DOTS else [_broadcast(builder, gep(builder, quad, place)) for place in (0, 2)]
             for c, word in enumerate(taken):
                 total = totals[r * len(words) + first + c]
                 value = builder.load(total)
@@ -295,17 +295,17 @@ def nibble_block(
             with cgutils.for_range(builder, num_runs) as run:
                 number = builder.add(builder.mul(group.index, num_runs), run.index)
                 offset = builder.mul(number, I64(NIBBLE_RUN // 8 * STRIP * LANES))
-                quads = [step(builder, start, builder.mul(number, I64(NIBBLE_RUN))) for start in starts]
-                _nibble_run(builder, wholes, quads, [step(builder, base, offset) for base in bases])
+                quads = [gep(builder, start, builder.mul(number, I64(NIBBLE_RUN))) for start in starts]
+                _nibble_run(builder, wholes, quads, [gep(builder, base, offset) for base in bases])
             own = builder.mul(group.index, I64(STRIP_COLUMNS))
-            own_scales = [step(builder, base, own) for base in scale_bases]
+            own_scales = [gep(builder, base, own) for base in scale_bases]
             for place in own_scales:
                 for line in range(0, STRIP_COLUMNS, LINE_SCALES):
-                    ask_for(builder, step(builder, place, GROUPS_AHEAD * STRIP_COLUMNS + line))
+                    prefetch_line(builder, gep(builder, place, GROUPS_AHEAD * STRIP_COLUMNS + line))
             scales_now = [load_floats(builder, place, types.uint16, VECTOR) for place in _registers(builder, own_scales)]
             for r in range(num_rows):
                 place = builder.add(builder.mul(num_groups, I64(r)), group.index)
-                excess = splat(builder, builder.mul(builder.load(step(builder, group_sums_at, place)), I32(NIBBLE_OFFSET)), I32)
+                excess = splat(builder, builder.mul(builder.load(gep(builder, group_sums_at, place)), I32(NIBBLE_OFFSET)), I32)
                 for c, scale in enumerate(scales_now):
                     exact = builder.sub(builder.load(wholes[r * registers + c]), excess)
                     total = totals[r * registers + c]
@@ -324,14 +324,14 @@ def _nibble_run(builder: ir.IRBuilder, wholes: list[ir.Value], quads: list[ir.Va
     like = WORDS if HAS_DOTS else SHORTS
     sums: list[ir.Value] = [constant(like, 0)] * len(wholes)
     for octet in range(NIBBLE_RUN // 8):
-        places = _registers(builder, [step(builder, chunk, octet * STRIP * LANES) for chunk in chunks])
+        places = _registers(builder, [gep(builder, chunk, octet * STRIP * LANES) for chunk in chunks])
         at_once = _at_once(len(quads), len(places))
         for first in range(0, len(places), at_once):
             words = _weights(builder, places[first : first + at_once])
             halves = [(builder.and_(word, low), builder.and_(builder.lshr(word, constant(WORDS, 4)), low)) for word in words]
             for r, start in enumerate(quads):
                 for half in range(2):
-                    inputs = _broadcast(builder, step(builder, start, octet * 8 + half * 4))
+                    inputs = _broadcast(builder, gep(builder, start, octet * 8 + half * 4))
                     for c in range(len(words)):
                         place = r * len(places) + first + c
                         if HAS_DOTS:

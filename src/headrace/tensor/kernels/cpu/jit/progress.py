@@ -27,7 +27,7 @@ class _Count(Listener):
 
 
 @contextmanager
-def telling(tell: Callable[[int], None]) -> Iterator[None]:
+def report_compiling(tell: Callable[[int], None]) -> Iterator[None]:
     """While inside, `tell` is called with the number of functions compiled so far: 0 when the first begins, never if all come from the
     cache on disk. On the thread that compiles."""
     with install_listener(COMPILE, _Count(tell)):

@@ -36,20 +36,20 @@ from headrace.tensor.kernels.cpu.jit.vector_ir import (
     STRIP_VECTORS,
     VECTOR,
     Emit,
-    ask_for,
     constant,
     dot_pairs,
     emit_exp,
     fma,
     fold_lanes,
+    gep,
     larger,
     load_floats,
     native_features,
     part_of,
+    prefetch_line,
     rounded_bits,
     shaped,
     splat,
-    step,
     store_floats,
     transpose,
     widened,
@@ -87,7 +87,7 @@ def at(_: Any, pointer: Any, index: Any) -> tuple[Any, Emit]:
     """pointer + index elements."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        return step(builder, arguments[0], arguments[1])
+        return gep(builder, arguments[0], arguments[1])
 
     return pointer(pointer, types.intp), emit
 
@@ -98,7 +98,7 @@ def load(_: Any, pointer: Any, index: Any) -> tuple[Any, Emit]:
     is_float = pointer.dtype in (types.float32, types.uint16)
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        where = step(builder, arguments[0], arguments[1])
+        where = gep(builder, arguments[0], arguments[1])
         if is_float:
             return load_floats(builder, where, pointer.dtype, F32)
         value = builder.load(where, align=ITEM_BYTES[pointer.dtype])
@@ -114,7 +114,7 @@ def store(_: Any, value: Any, pointer: Any, index: Any) -> tuple[Any, Emit]:
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         value = builder.trunc(arguments[0], I32) if pointer.dtype == types.int32 else arguments[0]
-        store_floats(builder, value, step(builder, arguments[1], arguments[2]), pointer.dtype)
+        store_floats(builder, value, gep(builder, arguments[1], arguments[2]), pointer.dtype)
         return context.get_dummy_value()
 
     return types.void(given, pointer, types.intp), emit
@@ -126,10 +126,10 @@ def prefetch(_: Any, pointer: Any, index: Any, length: Any) -> tuple[Any, Emit]:
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         byte_pointer = ir.IntType(8).as_pointer()
-        start = builder.bitcast(step(builder, arguments[0], arguments[1]), byte_pointer)
+        start = builder.bitcast(gep(builder, arguments[0], arguments[1]), byte_pointer)
         num_lines = builder.lshr(builder.add(builder.mul(arguments[2], I64(ITEM_BYTES[pointer.dtype])), I64(63)), I64(6))
         with cgutils.for_range(builder, num_lines) as loop:
-            ask_for(builder, builder.gep(start, [builder.mul(loop.index, I64(64))]))
+            prefetch_line(builder, builder.gep(start, [builder.mul(loop.index, I64(64))]))
         return context.get_dummy_value()
 
     return types.void(pointer, types.intp, types.intp), emit
@@ -154,8 +154,8 @@ def take_ticket(_: Any, counter: Any) -> tuple[Any, Emit]:
 
 
 @intrinsic
-def arrive(_: Any, counter: Any) -> tuple[Any, Emit]:
-    """Atomically counter[0] += 1; what this thread wrote before is seen by whoever reads the new value with `current`."""
+def increment(_: Any, counter: Any) -> tuple[Any, Emit]:
+    """Atomically counter[0] += 1; what this thread wrote before is seen by whoever reads the new value with `load_acquire`."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         builder.atomic_rmw("add", arguments[0], I64(1), "acq_rel")
@@ -165,7 +165,7 @@ def arrive(_: Any, counter: Any) -> tuple[Any, Emit]:
 
 
 @intrinsic
-def current(_: Any, counter: Any) -> tuple[Any, Emit]:
+def load_acquire(_: Any, counter: Any) -> tuple[Any, Emit]:
     """counter[0] as the other threads have left it."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
@@ -175,7 +175,7 @@ def current(_: Any, counter: Any) -> tuple[Any, Emit]:
 
 
 @intrinsic
-def decide(_: Any, place: Any, value: Any) -> tuple[Any, Emit]:
+def compare_and_set(_: Any, place: Any, value: Any) -> tuple[Any, Emit]:
     """place[0] = value if it was 0, atomically; returns what stands there now."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
@@ -203,18 +203,18 @@ def pause(_: Any) -> tuple[Any, Emit]:
 _WORDS = ir.VectorType(I32, LANES)
 
 
-def _turn(
+def _transpose_rows(
     builder: ir.IRBuilder, out: ir.Value, out_stride: ir.Value | int, source: ir.Value, element: types.Type, offsets: ir.Value,
     length: ir.Value, factor: ir.Value | None,
 ) -> None:  # fmt: skip
     """out[d * out_stride + c] = source[offsets[c] + d] for d < length, c < LANES, times lane c of `factor`. Written in the order of d."""
-    rows = [step(builder, source, builder.load(step(builder, offsets, c), align=8)) for c in range(LANES)]
+    rows = [gep(builder, source, builder.load(gep(builder, offsets, c), align=8)) for c in range(LANES)]
     with cgutils.for_range(builder, builder.lshr(length, I64(LANES.bit_length() - 1))) as loop:
         first = builder.mul(loop.index, I64(LANES))
-        turned = transpose(builder, [load_floats(builder, step(builder, row, first), element, VECTOR) for row in rows])
+        turned = transpose(builder, [load_floats(builder, gep(builder, row, first), element, VECTOR) for row in rows])
         for d, vector in enumerate(turned):
             place = builder.mul(builder.add(first, I64(d)), out_stride if isinstance(out_stride, ir.Value) else I64(out_stride))
-            store_floats(builder, builder.fmul(vector, factor) if factor else vector, step(builder, out, place), types.float32)
+            store_floats(builder, builder.fmul(vector, factor) if factor else vector, gep(builder, out, place), types.float32)
 
 
 @intrinsic
@@ -227,7 +227,7 @@ def pack_keys(_: Any, out: Any, keys: Any, offsets: Any, scales: Any, length: An
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         out_at, keys_at, offsets_at, scales_at, count = arguments
         scale = load_floats(builder, scales_at, types.float32, VECTOR) if keys.dtype == types.int8 else None
-        _turn(builder, out_at, STRIP_COLUMNS, keys_at, keys.dtype, offsets_at, count, scale)
+        _transpose_rows(builder, out_at, STRIP_COLUMNS, keys_at, keys.dtype, offsets_at, count, scale)
         return context.get_dummy_value()
 
     return types.void(out, keys, offsets, scales, types.intp), emit
@@ -241,7 +241,7 @@ def pack_queries(_: Any, out: Any, rows: Any, queries: Any, offsets: Any, scale:
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         out_at, stride, queries_at, offsets_at, factor, count = arguments
-        _turn(builder, out_at, stride, queries_at, queries.dtype, offsets_at, count, splat(builder, factor))
+        _transpose_rows(builder, out_at, stride, queries_at, queries.dtype, offsets_at, count, splat(builder, factor))
         return context.get_dummy_value()
 
     return types.void(out, types.intp, queries, offsets, types.float32, types.intp), emit
@@ -255,12 +255,12 @@ def pack_value(_: Any, out: Any, strip_stride: Any, value: Any, scale: Any, leng
         out_at, strip_step, value_at, factor, count = arguments
         factors, shift = splat(builder, factor), STRIP_VECTORS.bit_length() - 1
         with cgutils.for_range(builder, builder.lshr(count, I64(LANES.bit_length() - 1))) as loop:
-            vector = load_floats(builder, step(builder, value_at, builder.mul(loop.index, I64(LANES))), value.dtype, VECTOR)
+            vector = load_floats(builder, gep(builder, value_at, builder.mul(loop.index, I64(LANES))), value.dtype, VECTOR)
             if value.dtype == types.int8:
                 vector = builder.fmul(vector, factors)
-            strip = step(builder, out_at, builder.mul(builder.lshr(loop.index, I64(shift)), strip_step))
+            strip = gep(builder, out_at, builder.mul(builder.lshr(loop.index, I64(shift)), strip_step))
             part = builder.mul(builder.and_(loop.index, I64(STRIP_VECTORS - 1)), I64(LANES))
-            store_floats(builder, vector, step(builder, strip, part), types.float32)
+            store_floats(builder, vector, gep(builder, strip, part), types.float32)
         return context.get_dummy_value()
 
     return types.void(out, types.intp, value, types.float32, types.intp), emit
@@ -269,12 +269,12 @@ def pack_value(_: Any, out: Any, strip_stride: Any, value: Any, scale: Any, leng
 def _row_items(builder: ir.IRBuilder, source: ir.Value, index: ir.Value, like: ir.Type, element: types.Type) -> ir.Value:
     """Items `index` and following of a row of float32, as many as `like` has: float32, or words of two inputs rounded to bfloat16."""
     if element == types.float32:
-        return load_floats(builder, step(builder, source, index), types.float32, shaped(like, F32))
-    first = step(builder, source, builder.mul(index, I64(2)))
+        return load_floats(builder, gep(builder, source, index), types.float32, shaped(like, F32))
+    first = gep(builder, source, builder.mul(index, I64(2)))
     if not isinstance(like, ir.VectorType):
-        low, high = (load_floats(builder, step(builder, first, i), types.float32, F32) for i in range(2))
+        low, high = (load_floats(builder, gep(builder, first, i), types.float32, F32) for i in range(2))
     else:
-        here, there = (load_floats(builder, step(builder, first, i * LANES), types.float32, VECTOR) for i in range(2))
+        here, there = (load_floats(builder, gep(builder, first, i * LANES), types.float32, VECTOR) for i in range(2))
         low, high = (
             builder.shuffle_vector(here, there, ir.Constant(_WORDS, list(range(start, 2 * LANES, 2)))) for start in range(2)
         )  # fmt: skip
@@ -293,7 +293,7 @@ def pack_rows(_: Any, panel: Any, source: Any, items: Any, stride: Any, rows: An
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         panel_at, source_at, count, distance = arguments[:4]
-        starts = [step(builder, source_at, builder.mul(distance, I64(r))) for r in range(num_rows)]
+        starts = [gep(builder, source_at, builder.mul(distance, I64(r))) for r in range(num_rows)]
         whole = builder.and_(count, I64(-LANES))
         with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES), intp=I64) as (first, _):
             columns = [_row_items(builder, start, first, _WORDS, element) for start in starts]
@@ -302,12 +302,12 @@ def pack_rows(_: Any, panel: Any, source: Any, items: Any, stride: Any, rows: An
                 turned = transpose(builder, columns + [missing] * (LANES - num_rows))
                 columns = [part_of(builder, vector, 0, num_rows) for vector in turned]
             for d, vector in enumerate(columns):
-                where = step(builder, panel_at, builder.mul(builder.add(first, I64(d)), I64(num_rows)))
+                where = gep(builder, panel_at, builder.mul(builder.add(first, I64(d)), I64(num_rows)))
                 builder.store(vector, builder.bitcast(where, vector.type.as_pointer()), align=4)
         with cgutils.for_range_slice(builder, whole, count, I64(1), intp=I64) as (item, _):
             for r, start in enumerate(starts):
                 value = _row_items(builder, start, item, I32, element)
-                builder.store(value, step(builder, panel_at, builder.add(builder.mul(item, I64(num_rows)), I64(r))))
+                builder.store(value, gep(builder, panel_at, builder.add(builder.mul(item, I64(num_rows)), I64(r))))
         return context.get_dummy_value()
 
     return types.void(panel, source, types.intp, types.intp, rows), emit
@@ -351,27 +351,27 @@ def panel_block(
         totals = [[cgutils.alloca_once(builder, VECTOR) for _ in vectors] for _ in range(num_rows)]
         for total in itertools.chain.from_iterable(totals):
             builder.store(constant(VECTOR, 0.0), total)
-        bases = [step(builder, weights_at, builder.mul(strip_step, I64(strip))) for strip in range(num_strips)]
+        bases = [gep(builder, weights_at, builder.mul(strip_step, I64(strip))) for strip in range(num_strips)]
         iterations = builder.udiv(count, I64(halves))
         with cgutils.for_range(builder, iterations) as loop:
             offset = builder.mul(loop.index, I64(STRIP_COLUMNS))
-            places = [step(builder, step(builder, bases[strip], offset), part * LANES) for strip, part in vectors]
+            places = [gep(builder, gep(builder, bases[strip], offset), part * LANES) for strip, part in vectors]
             right = [columns_at(builder, place) for place in places]
             reach = builder.add(I64(AHEAD * STRIP_COLUMNS), _skipped(builder, loop.index, iterations, strip_step, num_strips))
             for place in places:
-                ask_for(builder, step(builder, place, reach), STREAM_LEVEL)
-            left_at = step(builder, x_at, builder.mul(loop.index, I64(by_depth * steps)))
+                prefetch_line(builder, gep(builder, place, reach), STREAM_LEVEL)
+            left_at = gep(builder, x_at, builder.mul(loop.index, I64(by_depth * steps)))
             for number in range(steps):
                 for r in range(num_rows):
-                    left = splat(builder, builder.load(step(builder, left_at, number * by_depth + r * by_row)), STORED[x.dtype])
+                    left = splat(builder, builder.load(gep(builder, left_at, number * by_depth + r * by_row)), STORED[x.dtype])
                     for total, columns in zip(totals[r], right, strict=True):
                         builder.store(add(builder, builder.load(total), left, columns[number]), total)
         for r in range(num_rows):
-            target, before = step(builder, out_at, builder.mul(out_step, I64(r))), step(builder, start_at, builder.mul(start_step, I64(r)))
+            target, before = gep(builder, out_at, builder.mul(out_step, I64(r))), gep(builder, start_at, builder.mul(start_step, I64(r)))
             for total, (strip, part) in zip(totals[r], vectors, strict=True):
                 column = strip * STRIP_COLUMNS + part * LANES
-                value = builder.fadd(load_floats(builder, step(builder, before, column), types.float32, VECTOR), builder.load(total))
-                store_floats(builder, value, step(builder, target, column), types.float32)
+                value = builder.fadd(load_floats(builder, gep(builder, before, column), types.float32, VECTOR), builder.load(total))
+                store_floats(builder, value, gep(builder, target, column), types.float32)
         return context.get_dummy_value()
 
     return types.void(out, types.intp, x, weights, types.intp, types.intp, start, types.intp, rows, strips, spread), emit
@@ -400,13 +400,13 @@ def _emit_sum(pointer: Any, add: Callable[[ir.IRBuilder, ir.Value, ir.Value], ir
             builder.store(constant(total.type.pointee, 0.0), total)
         whole = builder.udiv(count, I64(LANES * num_sums))
         with cgutils.for_range(builder, whole) as loop:
-            chunk = step(builder, start, builder.mul(loop.index, I64(LANES * num_sums)))
+            chunk = gep(builder, start, builder.mul(loop.index, I64(LANES * num_sums)))
             for i, total in enumerate(sums):
-                value = load_floats(builder, step(builder, chunk, i * LANES), pointer.dtype, VECTOR)
+                value = load_floats(builder, gep(builder, chunk, i * LANES), pointer.dtype, VECTOR)
                 builder.store(add(builder, value, builder.load(total)), total)
         done = builder.mul(whole, I64(LANES * num_sums))
         with cgutils.for_range(builder, builder.sub(count, done)) as loop:
-            value = load_floats(builder, step(builder, start, builder.add(done, loop.index)), pointer.dtype, F32)
+            value = load_floats(builder, gep(builder, start, builder.add(done, loop.index)), pointer.dtype, F32)
             builder.store(add(builder, value, builder.load(rest)), rest)
         total = functools.reduce(builder.fadd, [builder.load(total) for total in sums])
         return builder.fadd(fold_lanes(builder, total, builder.fadd), builder.load(rest))
@@ -427,7 +427,7 @@ def softmax_tile(_: Any, scores: Any, first: Any, last: Any, reference: Any, sof
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         scores_at, low, high, start, cap = arguments[:5]
-        places = [step(builder, scores_at, chunk * LANES) for chunk in range(num_chunks)]
+        places = [gep(builder, scores_at, chunk * LANES) for chunk in range(num_chunks)]
         masks = [] if all_seen else _visible(builder, low, high, num_chunks)
 
         def seen(chunk: int, value: ir.Value, other: ir.Value) -> ir.Value:

@@ -122,11 +122,11 @@ def emit_dot(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -
     return builder.call(function, [total, builder.bitcast(a, pairs), builder.bitcast(b, pairs)])
 
 
-def step(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value | int) -> ir.Value:
+def gep(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value | int) -> ir.Value:
     return builder.gep(pointer, [index if isinstance(index, ir.Value) else I64(index)])
 
 
-def ask_for(builder: ir.IRBuilder, pointer: ir.Value, level: int = FIRST_LEVEL) -> None:
+def prefetch_line(builder: ir.IRBuilder, pointer: ir.Value, level: int = FIRST_LEVEL) -> None:
     """Fetch the cache line at `pointer` ahead of time. The address may be anything: a hint cannot fail."""
     byte_pointer = ir.IntType(8).as_pointer()
     function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, I32, I32, I32])
