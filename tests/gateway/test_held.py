@@ -28,7 +28,7 @@ from headrace.gateway.http.exchange import ABORT_EXTENSION, Exchange
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.surfaces.dialect.logprobs import completion_logprobs, echo_logprobs
 from headrace.gateway.upstream.token_prompt import TokenPrompt
-from headrace.observe.request_log import RequestRecord
+from headrace.observe.request_log import RequestLogRecord
 from headrace.text.folder import TextModel
 
 PROMPT = [40 + i % 50 for i in range(480)]
@@ -239,7 +239,7 @@ class Client:
     def __init__(self, size: int) -> None:
         self.was_dropped = False
         extensions = {ABORT_EXTENSION: self._drop}
-        record = RequestRecord(request_id=RequestId("r"), method="POST", path="/", time=0.0)
+        record = RequestLogRecord(request_id=RequestId("r"), method="POST", path="/", time=0.0)
         self.exchange = Exchange(
             {"headers": [], "extensions": extensions}, self._never, self._never, request_id=RequestId("r"), record=record, arrived_s=0.0
         )

@@ -12,11 +12,11 @@ import pytest
 
 from headrace.observe import request_log
 from headrace.observe.logs import LogFormat
-from headrace.observe.request_log import MAX_QUEUED, Outcome, RequestLog, RequestRecord
+from headrace.observe.request_log import MAX_QUEUED, Outcome, RequestLog, RequestLogRecord
 
 
-def record(**fields: object) -> RequestRecord:
-    made = RequestRecord(request_id="abc", method="POST", path="/v1/chat/completions")
+def record(**fields: object) -> RequestLogRecord:
+    made = RequestLogRecord(request_id="abc", method="POST", path="/v1/chat/completions")
     for name, value in fields.items():
         setattr(made, name, value)
     return made

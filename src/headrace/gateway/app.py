@@ -29,7 +29,7 @@ from headrace.gateway.http.origins import Origins, answer_preflight, is_prefligh
 from headrace.gateway.surfaces.endpoint import Endpoint
 from headrace.gateway.surfaces.routes import ENDPOINTS, Handler
 from headrace.gateway.upstream.seam import ReplicaLost
-from headrace.observe.request_log import MAX_DETAIL_CHARS, Outcome, RequestLog, RequestRecord
+from headrace.observe.request_log import MAX_DETAIL_CHARS, Outcome, RequestLog, RequestLogRecord
 
 log = logging.getLogger("headrace.gateway")
 
@@ -141,13 +141,15 @@ class Gateway:
     def refused(self, request_id: str, status: int, reason: str) -> None:
         """The protocol answered in the application's place (no HTTP, too large or too late a head): its log line and its count."""
         self.service.metrics.http_responses.labels(str(status)).inc()
-        record = RequestRecord(request_id=request_id, method="", path="", time=time.time(), status=status, reason=reason)
+        record = RequestLogRecord(request_id=request_id, method="", path="", time=time.time(), status=status, reason=reason)
         record.error, record.outcome = BAD_HTTP, Outcome.REFUSED
         self._request_log.write(record)
 
     def _open(self, scope: Scope, receive: Receive, send: Send) -> Exchange:
         request_id = RequestId(os.urandom(12).hex())
-        record = RequestRecord(request_id=request_id, method=scope["method"][:16], path=scope["path"][:MAX_LOGGED_PATH], time=time.time())
+        record = RequestLogRecord(
+            request_id=request_id, method=scope["method"][:16], path=scope["path"][:MAX_LOGGED_PATH], time=time.time()
+        )
         exchange = Exchange(scope, receive, send, request_id=request_id, record=record, arrived_s=self.service.clock())
         record.client_request_id = sane_request_id(exchange.header(b"x-request-id"))
         return exchange
@@ -183,7 +185,7 @@ def outcome_of(error: Exception, status: int) -> Outcome:
     return Outcome.REFUSED if status < 500 or isinstance(error, Draining) else Outcome.FAILED
 
 
-def counted_as(record: RequestRecord) -> str:
+def counted_as(record: RequestLogRecord) -> str:
     """The metrics' outcome: of a complete answer why it ended, stop, or length when one sequence ran out of room."""
     if record.outcome is not Outcome.COMPLETED:
         return record.outcome

@@ -39,7 +39,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(slots=True, kw_only=True)
-class RequestRecord:
+class RequestLogRecord:
     """Filled while a request runs. Fields that stay None are left out of the line.
 
     request_id         ours; client_request_id is the client's own name for it, if it was short and printable
@@ -127,7 +127,7 @@ class RequestLog:
             self._thread = threading.Thread(target=self._run, args=(_open(target),), name="request-log", daemon=True)
             self._thread.start()
 
-    def write(self, record: RequestRecord) -> None:
+    def write(self, record: RequestLogRecord) -> None:
         """Queue one line; never blocks. A full queue drops the line and counts it."""
         if self._thread is None:
             return

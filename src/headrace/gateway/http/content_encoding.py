@@ -16,7 +16,7 @@ _WINDOW_BITS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 """zlib's number for each: 16 more is gzip's frame. deflate is zlib's frame (RFC 9110), never bare."""
 
 
-class Decoder(Protocol):
+class BodyDecoder(Protocol):
     """One body's bytes, put in as they come."""
 
     def parts(self, chunk: bytes) -> Iterator[bytes]:
@@ -61,7 +61,7 @@ class Inflater:
             raise InvalidRequest("body", f"a whole {self._name} stream", remedy="The body ends before the stream does.")
 
 
-def decoder_of(values: Sequence[bytes]) -> Decoder:
+def decoder_of(values: Sequence[bytes]) -> BodyDecoder:
     """values: of every Content-Encoding header. Raises UnsupportedEncoding for any but one known encoding."""
     name = b",".join(values).strip().lower()
     if name in (b"", b"identity"):

@@ -109,32 +109,32 @@ class SlowReader(HeadraceError):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ErrorRow:
     status: int
     type: str
     code: str
 
 
 # Most specific class first: the first row whose class matches wins.
-TABLE: tuple[tuple[type[BaseException], Row], ...] = (
-    (ModelNotFound, Row(404, "invalid_request_error", "model_not_found")),
-    (RequestTooLarge, Row(413, "invalid_request_error", "request_too_large")),
-    (ContextLengthExceeded, Row(400, "invalid_request_error", "context_length_exceeded")),
-    (InvalidRequest, Row(400, "invalid_request_error", "invalid_value")),
-    (Unauthorized, Row(401, "authentication_error", "invalid_api_key")),
-    (Forbidden, Row(403, "permission_error", "forbidden")),
-    (RouteNotFound, Row(404, "invalid_request_error", "not_found")),
-    (MethodNotAllowed, Row(405, "invalid_request_error", "method_not_allowed")),
-    (UnsupportedMediaType, Row(415, "invalid_request_error", "unsupported_media_type")),
-    (ReadTimeout, Row(408, "invalid_request_error", "read_timeout")),
-    (Overloaded, Row(429, "rate_limit_error", "overloaded")),
-    (Unavailable, Row(503, "service_unavailable_error", "unavailable")),
-    (DeadlineExceeded, Row(504, "timeout_error", "deadline_exceeded")),
-    (SequenceFailed, Row(500, "server_error", "sequence_failed")),
-    (ClientLeft, Row(499, "client_error", "client_left")),
-    (SlowReader, Row(499, "client_error", "slow_reader")),
+TABLE: tuple[tuple[type[BaseException], ErrorRow], ...] = (
+    (ModelNotFound, ErrorRow(404, "invalid_request_error", "model_not_found")),
+    (RequestTooLarge, ErrorRow(413, "invalid_request_error", "request_too_large")),
+    (ContextLengthExceeded, ErrorRow(400, "invalid_request_error", "context_length_exceeded")),
+    (InvalidRequest, ErrorRow(400, "invalid_request_error", "invalid_value")),
+    (Unauthorized, ErrorRow(401, "authentication_error", "invalid_api_key")),
+    (Forbidden, ErrorRow(403, "permission_error", "forbidden")),
+    (RouteNotFound, ErrorRow(404, "invalid_request_error", "not_found")),
+    (MethodNotAllowed, ErrorRow(405, "invalid_request_error", "method_not_allowed")),
+    (UnsupportedMediaType, ErrorRow(415, "invalid_request_error", "unsupported_media_type")),
+    (ReadTimeout, ErrorRow(408, "invalid_request_error", "read_timeout")),
+    (Overloaded, ErrorRow(429, "rate_limit_error", "overloaded")),
+    (Unavailable, ErrorRow(503, "service_unavailable_error", "unavailable")),
+    (DeadlineExceeded, ErrorRow(504, "timeout_error", "deadline_exceeded")),
+    (SequenceFailed, ErrorRow(500, "server_error", "sequence_failed")),
+    (ClientLeft, ErrorRow(499, "client_error", "client_left")),
+    (SlowReader, ErrorRow(499, "client_error", "slow_reader")),
 )
-INTERNAL = Row(500, "server_error", "internal_error")
+INTERNAL = ErrorRow(500, "server_error", "internal_error")
 INTERNAL_MESSAGE = "The server failed on this request. It has been logged under its x-request-id."
 
 
@@ -170,7 +170,7 @@ def error_reply(error: BaseException) -> ErrorReply:
     return ErrorReply(row.status, body, row.code, tuple(_headers(error)))
 
 
-def row_of(error: BaseException) -> Row:
+def row_of(error: BaseException) -> ErrorRow:
     return next((row for kind, row in TABLE if isinstance(error, kind)), INTERNAL)
 
 

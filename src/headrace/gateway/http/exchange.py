@@ -16,7 +16,7 @@ from headrace.core.ids import RequestId
 from headrace.gateway.access.auth import ANYBODY, Principal
 from headrace.gateway.http.content_encoding import decoder_of
 from headrace.gateway.http.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, SlowReader, UnsupportedMediaType
-from headrace.observe.request_log import RequestRecord
+from headrace.observe.request_log import RequestLogRecord
 
 T = TypeVar("T")
 Scope = MutableMapping[str, Any]
@@ -82,7 +82,7 @@ class Exchange:
     )
 
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, *, request_id: RequestId, record: RequestRecord, arrived_s: float
+        self, scope: Scope, receive: Receive, send: Send, *, request_id: RequestId, record: RequestLogRecord, arrived_s: float
     ) -> None:
         self.scope = scope
         self._receive = receive

@@ -18,9 +18,9 @@ from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces.body import parsed
 from headrace.gateway.surfaces.dialect import schemas
 from headrace.gateway.surfaces.dialect.answers import (
+    AnswerHead,
+    ChoiceOutput,
     Chunks,
-    Facts,
-    Output,
     around_choices,
     finish_part,
     outputs_of,
@@ -51,7 +51,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
             run = Run(service, exchange, held, _parsed_request(request, exchange.principal.priority))
             async with exchange.watching():
                 prepared = await exchange.unless_left(run.prepare())
-                await run.answer(ChatAnswer(request, prepared, Facts.of("chatcmpl-", run)), prepared)
+                await run.answer(ChatAnswer(request, prepared, AnswerHead.of("chatcmpl-", run)), prepared)
 
 
 def _names(request: ChatRequest) -> dict[str, str]:
@@ -129,7 +129,7 @@ class ChatCompletion(Struct):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: schemas.Usage
+    usage: schemas.CompletionUsage
     system_fingerprint: str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
@@ -156,7 +156,7 @@ class ChatChunk(Struct):
     model: str
     choices: list[ChatChunkChoice]
     system_fingerprint: str | None = None
-    usage: schemas.Usage | UnsetType | None = UNSET
+    usage: schemas.CompletionUsage | UnsetType | None = UNSET
 
 
 def parse_chat(body: dict[str, object], limits: Limits) -> tuple[ChatRequest, list[str]]:
@@ -181,8 +181,8 @@ TEXT_CHOICE = b'{"index":%d,"delta":{"content":%s},"logprobs":null,"finish_reaso
 class ChatAnswer:
     """A `generation.run.AnswerEncoder`."""
 
-    def __init__(self, request: ChatRequest, prepared: Prepared, facts: Facts) -> None:
-        self._facts = facts
+    def __init__(self, request: ChatRequest, prepared: Prepared, head: AnswerHead) -> None:
+        self._head = head
         self._prepared = prepared
         self._num_top = request.top_logprobs or 0
         self._has_logprobs = request.logprobs
@@ -190,7 +190,7 @@ class ChatAnswer:
         self._prompt_logprobs = wide_columns()
         self._outputs = outputs_of(request.n)
         self._is_opened = [False] * request.n
-        self._chunks = Chunks(facts, "chat.completion.chunk", TEXT_CHOICE, request, prepared.prompts)
+        self._chunks = Chunks(head, "chat.completion.chunk", TEXT_CHOICE, request, prepared.prompts)
 
     def chunks(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
         for event in events:
@@ -233,13 +233,13 @@ class ChatAnswer:
 
     def whole(self, usage: TokenUsage) -> Iterator[bytes]:
         answer = ChatCompletion(
-            id=self._facts.id,
+            id=self._head.id,
             object="chat.completion",
-            created=self._facts.created,
-            model=self._facts.model,
+            created=self._head.created,
+            model=self._head.model,
             choices=[],
             usage=usage_body(usage),
-            system_fingerprint=self._facts.fingerprint,
+            system_fingerprint=self._head.fingerprint,
         )
         before, behind = around_choices(answer)
         for index, output in enumerate(self._outputs):
@@ -252,13 +252,13 @@ class ChatAnswer:
             yield from prompt_logprobs(self._prepared.prompts[0], self._prompt_logprobs, self._num_prompt_top)
             yield b"}"
 
-    def _whole_choice(self, index: int, output: Output) -> Iterator[bytes]:
+    def _whole_choice(self, index: int, output: ChoiceOutput) -> Iterator[bytes]:
         yield b'{"index":%d,"message":%b,"logprobs":' % (index, _encode(_message(output)))
         yield from chat_logprobs(output.scored, self._num_top) if self._has_logprobs else (b"null",)
         yield whole_finish_part(output)
 
 
-def _message(output: Output) -> AssistantMessage:
+def _message(output: ChoiceOutput) -> AssistantMessage:
     message = AssistantMessage(role="assistant", content="".join(output.texts))
     if output.reasoning:
         message.reasoning_content = "".join(output.reasoning)

@@ -18,9 +18,9 @@ from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces.body import parsed
 from headrace.gateway.surfaces.dialect import schemas
 from headrace.gateway.surfaces.dialect.answers import (
+    AnswerHead,
+    ChoiceOutput,
     Chunks,
-    Facts,
-    Output,
     around_choices,
     finish_part,
     outputs_of,
@@ -46,7 +46,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
         run = Run(service, exchange, held, _parsed_request(request, prompts, exchange.principal.priority))
         async with exchange.watching():
             prepared = await exchange.unless_left(run.prepare())
-            await run.answer(CompletionAnswer(request, prepared, Facts.of("cmpl-", run)), prepared)
+            await run.answer(CompletionAnswer(request, prepared, AnswerHead.of("cmpl-", run)), prepared)
 
 
 def _parsed_request(request: CompletionRequest, prompts: Sequence[str | list[int]], own_priority: PriorityClass) -> ParsedRequest:
@@ -99,7 +99,7 @@ class Completion(Struct):
     model: str
     choices: list[CompletionChoice]
     system_fingerprint: str | None = None
-    usage: schemas.Usage | UnsetType | None = UNSET
+    usage: schemas.CompletionUsage | UnsetType | None = UNSET
 
 
 Prompts = list[str | list[int]]
@@ -143,10 +143,10 @@ class CompletionAnswer:
     With max_tokens 0 (echo only) the one token that was generated is not shown.
     """
 
-    def __init__(self, request: CompletionRequest, prepared: Prepared, facts: Facts) -> None:
+    def __init__(self, request: CompletionRequest, prepared: Prepared, head: AnswerHead) -> None:
         self._request = request
         self._prompts = prepared.prompts
-        self._facts = facts
+        self._head = head
         self._num_top = request.logprobs
         count = prepared.num_sequences
         self._outputs = outputs_of(count)
@@ -154,7 +154,7 @@ class CompletionAnswer:
         self._scores = [wide_columns() for _ in prepared.prompts]
         self._echoes: dict[int, EchoedLogprobs] = {}
         self._prompt_logprobs: dict[int, list[bytes]] = {}
-        self._chunks = Chunks(facts, "text_completion", TEXT_CHOICE, request, self._prompts)
+        self._chunks = Chunks(head, "text_completion", TEXT_CHOICE, request, self._prompts)
         self._is_echo_only = request.max_tokens == 0
 
     def chunks(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
@@ -204,12 +204,12 @@ class CompletionAnswer:
 
     def whole(self, usage: TokenUsage) -> Iterator[bytes]:
         answer = Completion(
-            id=self._facts.id,
+            id=self._head.id,
             object="text_completion",
-            created=self._facts.created,
-            model=self._facts.model,
+            created=self._head.created,
+            model=self._head.model,
             choices=[],
-            system_fingerprint=self._facts.fingerprint,
+            system_fingerprint=self._head.fingerprint,
             usage=usage_body(self._billed(usage)),
         )
         before, behind = around_choices(answer)
@@ -218,7 +218,7 @@ class CompletionAnswer:
             yield from self._whole_choice(index, output)
         yield behind
 
-    def _whole_choice(self, index: int, output: Output) -> Iterator[bytes]:
+    def _whole_choice(self, index: int, output: ChoiceOutput) -> Iterator[bytes]:
         text, scored = self._shown("".join(output.texts), output.scored)
         echoed: EchoedLogprobs | None = None
         if self._request.echo:

@@ -12,7 +12,7 @@ from headrace.gateway.http.exchange import Exchange
 _encode = msgspec.json.encode
 
 
-class ReplicaState(Struct):
+class ReplicaReadiness(Struct):
     model: str
     replica: str
     ok: bool
@@ -23,7 +23,7 @@ class ProbeReply(Struct):
     """Body of /health, /live and /ready: the verdict and why."""
 
     ok: bool
-    replicas: list[ReplicaState]
+    replicas: list[ReplicaReadiness]
     reason: str = ""
 
 
@@ -52,7 +52,7 @@ async def health(service: Service, exchange: Exchange) -> None:
 async def ready(service: Service, exchange: Exchange) -> None:
     """200 while this gateway takes requests, prompts can be read, and every replica of every model answers and its loop turns."""
     states = [
-        ReplicaState(model=model.name, replica=replica.name, ok=not replica.reason, reason=replica.reason)
+        ReplicaReadiness(model=model.name, replica=replica.name, ok=not replica.reason, reason=replica.reason)
         for model in service.models.models
         for replica in model.upstream.replicas()
     ]

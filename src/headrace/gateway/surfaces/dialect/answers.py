@@ -1,4 +1,4 @@
-"""What the answers of chat and completions share: facts repeated in every part, a sequence collected, the bytes around a choice.
+"""What the answers of chat and completions share: the head repeated in every part, a sequence collected, the bytes around a choice.
 
 A chunk is assembled from bytes: everything that is constant over a stream (id, model, created, ...) is encoded once, only the new text
 (and log-probabilities, if asked for) is encoded per chunk. Text is always a JSON string, so nothing a model says can break the framing.
@@ -23,8 +23,8 @@ _encode = msgspec.json.encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What every part of an answer repeats."""
+class AnswerHead:
+    """What every part of an answer repeats: the answer's id, the time of its creation, the model and its fingerprint."""
 
     id: str
     created: int
@@ -32,7 +32,7 @@ class Facts:
     fingerprint: str | None
 
     @classmethod
-    def of(cls, prefix: str, run: Run) -> Facts:
+    def of(cls, prefix: str, run: Run) -> AnswerHead:
         return cls(
             id=f"{prefix}{run.exchange.request_id}",
             created=int(run.service.unix_time()),
@@ -42,7 +42,7 @@ class Facts:
 
 
 @dataclass(slots=True)
-class Output:
+class ChoiceOutput:
     """One sequence, collected.
 
     scored          a new part where ids begin to mean something else
@@ -83,9 +83,9 @@ class Output:
         )
 
 
-def outputs_of(count: int) -> list[Output]:
+def outputs_of(count: int) -> list[ChoiceOutput]:
     """The sequences of one answer."""
-    return [Output() for _ in range(count)]
+    return [ChoiceOutput() for _ in range(count)]
 
 
 class Chunks:
@@ -105,15 +105,15 @@ class Chunks:
     )
 
     def __init__(
-        self, facts: Facts, kind: str, text_choice: bytes, request: schemas.SamplingFields, prompts: Sequence[PreparedPrompt]
+        self, head: AnswerHead, kind: str, text_choice: bytes, request: schemas.SamplingFields, prompts: Sequence[PreparedPrompt]
     ) -> None:
         """text_choice: a choice with nothing but text, as a format of its index and the text's JSON"""
         options = request.stream_options or schemas.StreamOptions()
         self._include_usage = options.include_usage
         self._counts: list[int] | None = [0] * (request.n * len(prompts)) if options.continuous_usage_stats else None
         self._n, self._prompts = request.n, prompts
-        head = {"id": facts.id, "object": kind, "created": facts.created, "model": facts.model, "system_fingerprint": facts.fingerprint}
-        self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
+        shared = {"id": head.id, "object": kind, "created": head.created, "model": head.model, "system_fingerprint": head.fingerprint}
+        self._head = b"data: " + _encode(shared)[:-1] + b',"choices":['
         before_index, after_index = text_choice.split(b"%d")
         before_text, after_text = after_index.split(b"%s")
         self._before_index = self._head + before_index
@@ -128,7 +128,7 @@ class Chunks:
             return
         prompt = self._prompts[index // self._n].num_tokens or 0
         completion = self._counts[index] = self._counts[index] + num_new
-        self._end_with(b',"usage":%b}\n\n' % _encode(schemas.Usage(prompt, completion, prompt + completion)))
+        self._end_with(b',"usage":%b}\n\n' % _encode(schemas.CompletionUsage(prompt, completion, prompt + completion)))
 
     def _end_with(self, tail: bytes) -> None:
         self._tail = tail
@@ -154,9 +154,9 @@ class Chunks:
         return b"".join((self._head, b'],"usage":', _encode(usage_body(usage)), b"}\n\n", DONE))
 
 
-def usage_body(usage: TokenUsage) -> schemas.Usage:
+def usage_body(usage: TokenUsage) -> schemas.CompletionUsage:
     prompt, completion, cached = usage
-    return schemas.Usage(prompt, completion, prompt + completion, schemas.PromptTokensDetails(cached))
+    return schemas.CompletionUsage(prompt, completion, prompt + completion, schemas.PromptTokensDetails(cached))
 
 
 def finish_part(event: OutputEvent, *, is_tool_turn: bool = False) -> bytes:
@@ -166,7 +166,7 @@ def finish_part(event: OutputEvent, *, is_tool_turn: bool = False) -> bytes:
     return b',"finish_reason":"%s","stop_reason":%s}' % (word.encode(), _encode(event.stop_reason))
 
 
-def whole_finish_part(output: Output) -> bytes:
+def whole_finish_part(output: ChoiceOutput) -> bytes:
     """Of a choice of a whole answer, up to the end of its object."""
     return b',"finish_reason":"%b","stop_reason":%b}' % (output.finish_word.encode(), _encode(output.stop_reason))
 

@@ -63,7 +63,7 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
-class Usage(Struct):
+class CompletionUsage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
