@@ -39,7 +39,7 @@ from headrace.engine.config import QUANTIZATIONS
 from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.kernels.cpu.jit.launch import kernel_names
 from headrace.tensor.kernels.cpu.together import RecordedLaunches, run_list
-from headrace.tensor.models.decoder import Decoder
+from headrace.tensor.models.decoder import DecoderModel
 
 PROMPT_TOKENS = 128
 PRODUCTS = ("linear.", "quantized.")
@@ -59,7 +59,7 @@ class Watched:
 @contextmanager
 def watched() -> Iterator[Watched]:
     """Every other recorded step is taken apart while the block runs: what comes of those is nonsense."""
-    seen, run, logits = Watched(), RecordedLaunches.run, Decoder.logits
+    seen, run, logits = Watched(), RecordedLaunches.run, DecoderModel.logits
 
     def seconds_of(recording: RecordedLaunches, kernel: int) -> float:
         entries = recording.entries_of(kernel)
@@ -76,14 +76,14 @@ def watched() -> Iterator[Watched]:
         seen.parts.append({kernel: seconds_of(recording, kernel) for kernel in kernels})
         seen.left.append(time.perf_counter())
 
-    def timed_logits(model: Decoder, hidden: Tensor) -> Tensor:
+    def timed_logits(model: DecoderModel, hidden: Tensor) -> Tensor:
         began = time.perf_counter()
         made = logits(model, hidden)
         if seen.lists:  # or it is the prompts'
             seen.heads.append(time.perf_counter() - began)
         return made
 
-    with patch.object(RecordedLaunches, "run", timed_run), patch.object(Decoder, "logits", timed_logits):
+    with patch.object(RecordedLaunches, "run", timed_run), patch.object(DecoderModel, "logits", timed_logits):
         yield seen
 
 

@@ -17,7 +17,7 @@ import torch
 
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.models import load_model
-from headrace.tensor.models.decoder import Decoder
+from headrace.tensor.models.decoder import DecoderModel
 
 SLACK_BYTES = 2**29
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,7 +48,7 @@ class PeakSampler(threading.Thread):
         return max(self.peak, anonymous_bytes())
 
 
-def largest_linear_bytes(model: Decoder) -> int:
+def largest_linear_bytes(model: DecoderModel) -> int:
     """The largest fused tensor: what exists unpacked beside its packed form."""
     attention = [linear.weight_bytes for block in model.blocks for linear in block.attention.linears]
     mlp = [linear.weight_bytes for block in model.blocks for linear in block.mlp.linears]

@@ -19,7 +19,7 @@ from headrace.engine.memory import Available
 from headrace.engine.read_ahead import read_ahead
 from headrace.tensor.packed import store as packed_store
 from headrace.tensor.packed.file import NOTE_SUFFIX, PackedFile
-from headrace.tensor.packed.store import KEEPER
+from headrace.tensor.packed.store import WRITER
 
 CONFIG = EngineConfig(model=str(bundled_path(DEFAULT_MODEL)), quantization="int8", num_kv_blocks=16, max_model_len=64)
 
@@ -56,7 +56,7 @@ def started(config: EngineConfig) -> None:
     """An engine, and what it keeps on disk is there."""
     build_engine(config, lambda updates: None)
     for thread in threading.enumerate():
-        if thread.name == KEEPER:
+        if thread.name == WRITER:
             thread.join()
 
 

@@ -22,7 +22,7 @@ from headrace.tensor.batch import allocate_kv
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.kernels.filters import draw
 from headrace.tensor.models import load_model
-from headrace.tensor.models.decoder import Decoder
+from headrace.tensor.models.decoder import DecoderModel
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, CONTEXT = 101, 32, 2, 4, 2, 8, 48, 96
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=None)
@@ -113,12 +113,14 @@ class DenseLlama:
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def load_decoder(folder: Path) -> Decoder:
+def load_decoder(folder: Path) -> DecoderModel:
     backend = load_backend("reference")
     return load_model(folder, backend=backend, dtype=torch.float32, device="cpu", load_format="auto", seed=0, max_model_len=None).model
 
 
-def make_runner(decoder: Decoder, *, model: Model | None = None, block_size: int = 4, num_blocks: int = 64, slots: int = 8) -> ModelRunner:
+def make_runner(
+    decoder: DecoderModel, *, model: Model | None = None, block_size: int = 4, num_blocks: int = 64, slots: int = 8
+) -> ModelRunner:
     """A runner over the decoder's KV shapes; `model` may stand in front of it."""
     kv = allocate_kv(decoder.kv_shapes, decoder.group_of, (num_blocks,), block_size, torch.float32, "cpu")
     return ModelRunner(model or decoder, kv, max_num_seqs=slots, max_model_len=CONTEXT, draw=draw, eos_token_ids=(2,))

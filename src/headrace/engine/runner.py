@@ -23,16 +23,16 @@ from headrace.core.plan import NO_LOGPROBS, LogprobColumns, Plan, Result, int_co
 from headrace.engine.failpoints import failpoint
 from headrace.engine.runner_batch import (
     Rows,
-    Wanted,
+    Selection,
     build_batch,
-    find_wanted,
     num_scored,
     read_rows,
     refuse_drafts,
     refuse_moves_but_copies,
+    select_tokens,
 )
 from headrace.engine.runner_slots import Ints, SlotState, column
-from headrace.tensor.batch import Batch, KvCache
+from headrace.tensor.batch import ForwardBatch, KvCache
 from headrace.tensor.kernels.filters import Draw
 from headrace.tensor.sampling import Sampled, Sampler, prompt_logprobs
 from headrace.tensor.sampling.sampler import NOT_A_DISTRIBUTION
@@ -52,12 +52,12 @@ class PromptScores:
 
 
 class Model(Protocol):
-    """What the runner needs of a loaded model; `tensor.models.decoder.Decoder` is one."""
+    """What the runner needs of a loaded model; `tensor.models.decoder.DecoderModel` is one."""
 
     vocab_size: int
 
-    def forward(self, ids: Tensor, batch: Batch, kv: KvCache) -> Tensor:
-        """ids [T] int64 -> hidden [T, E], of `batch.wanted` [W, E]; writes the step's keys and values into `kv`."""
+    def forward(self, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
+        """ids [T] int64 -> hidden [T, E], of `batch.selected` [W, E]; writes the step's keys and values into `kv`."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class Model(Protocol):
         ...
 
 
-class Done:
+class CompletedStep:
     """The ticket of a step that has been computed already, one way or the other."""
 
     def __init__(self, outcome: Result | Exception) -> None:
@@ -100,12 +100,12 @@ class ModelRunner:
         self._state = SlotState(max_num_seqs, max_model_len, len(kv.pools), kv.block_size)
         self._sampler = Sampler(model.vocab_size, eos_token_ids, draw)
 
-    def submit(self, plan: Plan) -> Done:
+    def submit(self, plan: Plan) -> CompletedStep:
         """Compute the plan now. Never raises: what the step raised comes out of the ticket."""
         try:
-            return Done(self.execute(plan))
+            return CompletedStep(self.execute(plan))
         except Exception as error:
-            return Done(error)
+            return CompletedStep(error)
 
     def close(self) -> None:
         """Nothing is held that the garbage collector does not free."""
@@ -145,13 +145,13 @@ class ModelRunner:
         self._rewind(rows, sampling)
         failpoint("runner.batch")
         scored = num_scored(rows, self._state)
-        wanted = find_wanted(rows, scored)
-        ids, batch = build_batch(rows, self._state, self._device, wanted)
+        selected = select_tokens(rows, scored)
+        ids, batch = build_batch(rows, self._state, self._device, selected)
         failpoint("runner.forward")
         hidden = self.model.forward(ids, batch, self.kv)
         failed = {int(row) for row in np.flatnonzero(self._state.failed[rows.slots])}
-        prompts = self._prompt_logprobs(rows, scored, wanted, hidden)
-        sampled = self._sample(rows, sampling, wanted, hidden)
+        prompts = self._prompt_logprobs(rows, scored, selected, hidden)
+        sampled = self._sample(rows, sampling, selected, hidden)
         failed |= prompts.failed | {int(row) for row in sampling[sampled.failed]}
         failpoint("runner.commit")
         self._commit(rows, sampling, sampled, failed)
@@ -166,21 +166,21 @@ class ModelRunner:
             self._sampler.retract(slot, stale.tolist())
             state.known[slot] = ends[row]
 
-    def _sample(self, rows: Rows, sampling: Ints, wanted: Wanted, hidden: Tensor) -> Sampled:
+    def _sample(self, rows: Rows, sampling: Ints, selected: Selection, hidden: Tensor) -> Sampled:
         """Tokens for the rows [S] that sample, from their last positions."""
         if not len(sampling):
             return Sampled(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_), NO_LOGPROBS)
-        last = torch.from_numpy(wanted.places(rows.row_starts[sampling + 1] - 1)).to(hidden.device)
+        last = torch.from_numpy(selected.places(rows.row_starts[sampling + 1] - 1)).to(hidden.device)
         failpoint("runner.logits")
         logits = self.model.logits(hidden if len(last) == len(hidden) else hidden[last])
         failpoint("runner.sample")
         return self._sampler.sample(logits, rows.slots[sampling], rows.ends[sampling])
 
-    def _prompt_logprobs(self, rows: Rows, scored: Ints, wanted: Wanted, hidden: Tensor) -> PromptScores:
+    def _prompt_logprobs(self, rows: Rows, scored: Ints, selected: Selection, hidden: Tensor) -> PromptScores:
         """Of the rows that asked for them and computed prompt positions."""
         scores = PromptScores()
         asked = np.flatnonzero(scored)
-        for row, first in zip(asked.tolist(), wanted.places(rows.row_starts[asked]).tolist(), strict=True):
+        for row, first in zip(asked.tolist(), selected.places(rows.row_starts[asked]).tolist(), strict=True):
             found = self._prompt_row(int(rows.slots[row]), int(rows.starts[row]), hidden[first : first + scored[row]])
             if found is None:
                 scores.failed.add(row)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.core.plan import MoveKind, Plan
 from headrace.engine.runner_slots import Ints, SlotState, column
-from headrace.tensor.batch import Batch, GroupBatch
+from headrace.tensor.batch import ForwardBatch, GroupBatch
 
 
 class UnknownToken(Exception):
@@ -61,17 +61,17 @@ def refuse_drafts(plan: Plan) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Selection:
     """Tokens of the step [W], ascending, whose hidden states are looked at; None: all, as leaving a few out gains nothing."""
 
     tokens: Ints | None
 
     def places(self, tokens: Ints) -> Ints:
-        """Where these, all of them wanted, stand in what the model gives."""
+        """Where these, all of them selected, stand in what the model gives."""
         return tokens if self.tokens is None else np.searchsorted(self.tokens, tokens)
 
 
-ALL = Wanted(None)
+ALL = Selection(None)
 
 
 def num_scored(rows: Rows, state: SlotState) -> Ints:
@@ -82,7 +82,7 @@ def num_scored(rows: Rows, state: SlotState) -> Ints:
     return np.where(asks, np.clip(state.num_prompt[rows.slots] - 1 - rows.starts, 0, rows.counts), 0)
 
 
-def find_wanted(rows: Rows, scored: Ints) -> Wanted:
+def select_tokens(rows: Rows, scored: Ints) -> Selection:
     """scored: what `num_scored` says of these rows."""
     num_tokens = int(rows.row_starts[-1])
     if num_tokens == len(rows.slots):
@@ -92,10 +92,10 @@ def find_wanted(rows: Rows, scored: Ints) -> Wanted:
     for row in np.flatnonzero(scored):
         is_wanted[rows.row_starts[row] : rows.row_starts[row] + scored[row]] = True
     tokens = np.flatnonzero(is_wanted)
-    return Wanted(tokens) if 2 * len(tokens) <= num_tokens else ALL
+    return Selection(tokens) if 2 * len(tokens) <= num_tokens else ALL
 
 
-def build_batch(rows: Rows, state: SlotState, device: str, wanted: Wanted = ALL) -> tuple[Tensor, Batch]:
+def build_batch(rows: Rows, state: SlotState, device: str, selected: Selection = ALL) -> tuple[Tensor, ForwardBatch]:
     """Token ids [T] int64 and the batch that goes with them.
 
     Raises: UnknownToken. A row of a slot that failed alone is computed over whatever stands there; its result is dropped.
@@ -115,13 +115,13 @@ def build_batch(rows: Rows, state: SlotState, device: str, wanted: Wanted = ALL)
         )
         for table in state.tables
     )
-    batch = Batch(
+    batch = ForwardBatch(
         positions=_to(positions, device),
         row_starts=_to(rows.row_starts.astype(np.int32), device),
         context_lens=_to(rows.ends.astype(np.int32), device),
         max_count=int(rows.counts.max()),
         groups=groups,
-        wanted=None if wanted.tokens is None else _to(wanted.tokens, device),
+        selected=None if selected.tokens is None else _to(selected.tokens, device),
     )
     return _to(ids, device), batch
 

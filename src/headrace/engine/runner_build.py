@@ -21,7 +21,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.kv_sizing import KvSizing, MemoryBudget, activation_bytes, describe_bytes, size_kv
 from headrace.engine.memory import Available, read_available
 from headrace.engine.runner import ModelRunner
-from headrace.engine.runner_compiling import told_of_compiling
+from headrace.engine.runner_compiling import log_compiling
 from headrace.engine.runner_overlapped import OverlappedRunner
 from headrace.engine.warmup import warm_up
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
@@ -72,7 +72,7 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
     apply_threads(threads)
     log.info("loading %s", config.model)
     began = time.perf_counter()
-    with told_of_compiling(kernels):
+    with log_compiling(kernels):
         loaded = load_model(
             folder,
             backend=backend,

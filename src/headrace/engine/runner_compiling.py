@@ -15,7 +15,7 @@ EXPECTED = 95
 """About how many functions a start compiles, whatever it serves: which ones it needs is known for certain only once all are there.
 tests/engine/runner/test_runner_compiling.py counts them."""
 
-TELL_S = 5.0
+LOG_INTERVAL_S = 5.0
 """Between two lines."""
 
 
@@ -33,7 +33,7 @@ class CompileNotice:
         if self._num_compiled is None:
             self._began_s = self._told_s = now
             log.info("compiling about %d kernels for this CPU, which takes about half a minute: %s", EXPECTED, self._kept)
-        elif now - self._told_s >= TELL_S:
+        elif now - self._told_s >= LOG_INTERVAL_S:
             self._told_s = now
             log.info("compiled %d of about %d kernels in %.0f s", num_compiled, max(EXPECTED, num_compiled), now - self._began_s)
         self._num_compiled = num_compiled
@@ -44,7 +44,7 @@ class CompileNotice:
 
 
 @contextmanager
-def told_of_compiling(kernels: str) -> Iterator[None]:
+def log_compiling(kernels: str) -> Iterator[None]:
     """What is compiled inside is logged. kernels: those that were loaded"""
     if kernels != "numba":
         yield

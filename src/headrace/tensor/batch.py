@@ -31,7 +31,7 @@ class GroupBatch:
 
 
 @dataclass(slots=True)
-class Batch:
+class ForwardBatch:
     """A ragged batch, rows back to back.
 
     positions      [T] int64 absolute position of each token
@@ -40,7 +40,7 @@ class Batch:
     max_count      largest row length; 1 means a pure decode step
     groups         per KV group
     adapter_slots  [R] int32, 0 = base model
-    wanted         [W] int64, ascending: tokens whose hidden state is asked for; None = all
+    selected         [W] int64, ascending: tokens whose hidden state is asked for; None = all
     """
 
     positions: Tensor
@@ -49,7 +49,7 @@ class Batch:
     max_count: int
     groups: tuple[GroupBatch, ...]
     adapter_slots: Tensor | None = None
-    wanted: Tensor | None = None
+    selected: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -72,7 +72,7 @@ class LayerKv:
 class KvCache:
     """All layers' paged caches of one rank.
 
-    group_of  per model layer: index of its KV group (into Batch.groups)
+    group_of  per model layer: index of its KV group (into ForwardBatch.groups)
     pools     per KV group: uint8 [B, bytes of a block]. A block is one piece of memory: layer by layer, each its values, then its scales
     """
 

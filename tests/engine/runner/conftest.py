@@ -10,7 +10,7 @@ import torch
 from runner_kit import DenseLlama, load_decoder, save_tiny_llama
 
 from headrace.tensor.host.fresh_memory import poisoned
-from headrace.tensor.models.decoder import Decoder
+from headrace.tensor.models.decoder import DecoderModel
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +24,7 @@ def dense(tiny_folder: Path) -> DenseLlama:
 
 
 @pytest.fixture(scope="session")
-def decoder(tiny_folder: Path) -> Decoder:
+def decoder(tiny_folder: Path) -> DecoderModel:
     return load_decoder(tiny_folder)
 
 

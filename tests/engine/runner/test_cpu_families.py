@@ -20,7 +20,7 @@ from headrace.tensor.host.cpu_features import CpuFeatures
 from headrace.tensor.kernels.cpu.backend import OutsideLinear
 from headrace.tensor.kernels.cpu.integer.quantized import IntegerLinear
 from headrace.tensor.kernels.cpu.linear import OneDnnLinear, StripLinear
-from headrace.tensor.models.decoder import Decoder
+from headrace.tensor.models.decoder import DecoderModel
 
 LIBRARY: frozenset[type[object]] = frozenset({OneDnnLinear, OutsideLinear})
 """oneDNN, or torch where this machine's oneDNN does not take the dtype; neither is recorded."""
@@ -97,7 +97,7 @@ def test_what_is_chosen_on_a_family_of_cpus(cpu: CpuFeatures, choice: Choice, ti
     decided = dict(line.split(": ", 1) for line in info.decided)
     assert (info.dtype, decided["KV dtype"].split(",")[0]) == (choice.dtype, choice.kv_dtype)
     model = runner.model
-    assert isinstance(model, Decoder)
+    assert isinstance(model, DecoderModel)
     layers = [linear for block in model.blocks for linear in (*block.attention.linears, *block.mlp.linears)]
     assert {type(linear) for linear in (*layers, model.head)} <= choice.linears
     assert {linear.products for linear in layers if isinstance(linear, StripLinear)} <= {choice.products}

@@ -19,7 +19,7 @@ from headrace.engine.build import assemble
 from headrace.engine.config import EngineConfig
 from headrace.engine.failpoints import armed, sites
 from headrace.engine.runner_overlapped import OverlappedRunner
-from headrace.tensor.models.decoder import Decoder
+from headrace.tensor.models.decoder import DecoderModel
 
 RUNNER_SITES = [name for name in sites() if name.startswith("runner.") and name != "runner.prompt_logprobs"]
 Key = tuple[str, int]
@@ -33,7 +33,7 @@ def request(name: str, prompt: list[int], **changes: Any) -> EngineRequest:
 class Served:
     """What an engine over the tiny Llama said to each sequence, turned by hand until idle."""
 
-    def __init__(self, decoder: Decoder, requests: list[EngineRequest], *, depth: int, num_blocks: int, **config: Any) -> None:
+    def __init__(self, decoder: DecoderModel, requests: list[EngineRequest], *, depth: int, num_blocks: int, **config: Any) -> None:
         settings = EngineConfig(model="tiny", depth=depth, block_size=4, **{"max_num_seqs": 8, "max_num_batched_tokens": 16, **config})
         plain = make_runner(decoder, num_blocks=num_blocks)
         self.runner = OverlappedRunner(plain) if depth > 1 else plain
@@ -85,7 +85,7 @@ def prompts(count: int) -> list[list[int]]:
     ids=["roomy", "preempting", "plain twins", "fair", "static"],
 )
 def test_every_request_gets_the_plain_loops_tokens(
-    decoder: Decoder, dense: DenseLlama, depth: int, num_blocks: int, config: dict[str, Any]
+    decoder: DecoderModel, dense: DenseLlama, depth: int, num_blocks: int, config: dict[str, Any]
 ) -> None:
     given = prompts(8)
     served = Served(decoder, [request(f"r{i}", p) for i, p in enumerate(given)], depth=depth, num_blocks=num_blocks, **config).run()
@@ -95,7 +95,7 @@ def test_every_request_gets_the_plain_loops_tokens(
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_seeded_samples_do_not_depend_on_depth_preemption_or_neighbours(decoder: Decoder, depth: int) -> None:
+def test_seeded_samples_do_not_depend_on_depth_preemption_or_neighbours(decoder: DecoderModel, depth: int) -> None:
     """Three samples per prompt, with penalties: preempted and resumed sequences draw and count what they would have."""
     given = [
         request(f"r{i}", p, n=3, temperature=1.0, top_p=0.9, seed=i, presence_penalty=0.8, repetition_penalty=1.2)
@@ -112,7 +112,7 @@ def test_seeded_samples_do_not_depend_on_depth_preemption_or_neighbours(decoder:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("site", RUNNER_SITES)
-def test_a_failing_step_costs_nobody_a_token(decoder: Decoder, dense: DenseLlama, site: str, depth: int) -> None:
+def test_a_failing_step_costs_nobody_a_token(decoder: DecoderModel, dense: DenseLlama, site: str, depth: int) -> None:
     given = prompts(3)
     requests = [request(f"r{i}", p, max_tokens=6, frequency_penalty=1e-6) for i, p in enumerate(given)]
     with armed(site, skip=3) as fault:

@@ -14,9 +14,9 @@ from torch import Tensor
 from headrace.core.plan import MoveKind, Plan, Result, TokenLogprobs
 from headrace.core.sampling import SamplingParams
 from headrace.engine.runner import ModelRunner
-from headrace.tensor.batch import Batch, KvCache, allocate_kv
+from headrace.tensor.batch import ForwardBatch, KvCache, allocate_kv
 from headrace.tensor.kernels.filters import draw
-from headrace.tensor.models.decoder import Decoder
+from headrace.tensor.models.decoder import DecoderModel
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -28,7 +28,7 @@ def run(runner: ModelRunner, plan: Plan) -> Result:
     return runner.submit(plan).result()
 
 
-def test_batched_prefill_and_decode_equal_the_plain_loop(decoder: Decoder, dense: DenseLlama) -> None:
+def test_batched_prefill_and_decode_equal_the_plain_loop(decoder: DecoderModel, dense: DenseLlama) -> None:
     runner, planner, given = make_runner(decoder, num_blocks=128), Planner(), prompts(6)
     for slot, prompt in enumerate(given):
         planner.start(slot, prompt)
@@ -41,7 +41,7 @@ def test_batched_prefill_and_decode_equal_the_plain_loop(decoder: Decoder, dense
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 7])
-def test_chunked_prefill_beside_a_decoding_row(decoder: Decoder, dense: DenseLlama, chunk: int) -> None:
+def test_chunked_prefill_beside_a_decoding_row(decoder: DecoderModel, dense: DenseLlama, chunk: int) -> None:
     runner, planner = make_runner(decoder), Planner()
     short, long = prompts(1, seed=4)[0][:5], list(range(40, 61))
     planner.start(3, short)
@@ -58,7 +58,7 @@ def test_chunked_prefill_beside_a_decoding_row(decoder: Decoder, dense: DenseLla
     assert decoded == dense.greedy(short, len(decoded))
 
 
-def test_two_plans_may_be_submitted_before_a_result_is_read(decoder: Decoder, dense: DenseLlama) -> None:
+def test_two_plans_may_be_submitted_before_a_result_is_read(decoder: DecoderModel, dense: DenseLlama) -> None:
     runner, planner, prompt = make_runner(decoder), Planner(), [5, 6, 7, 8, 9]
     planner.start(0, prompt)
     plans = [planner.plan((0, 0, 5, 1)), *(planner.plan((0, 5 + i, 1, 1)) for i in range(6))]
@@ -66,7 +66,7 @@ def test_two_plans_may_be_submitted_before_a_result_is_read(decoder: Decoder, de
     assert [row_tokens(ticket.result())[0][0] for ticket in tickets] == dense.greedy(prompt, 7)
 
 
-def test_a_resumed_sequence_goes_on_from_its_outputs(decoder: Decoder, dense: DenseLlama) -> None:
+def test_a_resumed_sequence_goes_on_from_its_outputs(decoder: DecoderModel, dense: DenseLlama) -> None:
     runner, planner, prompt = make_runner(decoder), Planner(), [9, 8, 7]
     outputs = dense.greedy(prompt, 6)
     planner.start(0, prompt, outputs=outputs[:4])
@@ -74,7 +74,7 @@ def test_a_resumed_sequence_goes_on_from_its_outputs(decoder: Decoder, dense: De
     assert row_tokens(run(runner, planner.plan((0, 7, 1, 1)))) == [outputs[5:]]
 
 
-def test_a_fork_shares_full_blocks_and_copies_the_last(decoder: Decoder, dense: DenseLlama) -> None:
+def test_a_fork_shares_full_blocks_and_copies_the_last(decoder: DecoderModel, dense: DenseLlama) -> None:
     """Two sequences of one prompt: two shared blocks, the third copied, then different tokens; neither disturbs the other."""
     runner, planner, prompt = make_runner(decoder), Planner(), list(range(20, 30))
     planner.start(0, prompt)
@@ -92,7 +92,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_last(decoder: Decoder, dense: 
     assert parent == dense.greedy(prompt, 5)
 
 
-def test_a_prefix_held_by_somebody_else_is_read_and_not_computed(decoder: Decoder, dense: DenseLlama) -> None:
+def test_a_prefix_held_by_somebody_else_is_read_and_not_computed(decoder: DecoderModel, dense: DenseLlama) -> None:
     runner, planner, prompt = make_runner(decoder), Planner(), list(range(50, 61))
     planner.start(0, prompt)
     run(runner, planner.plan((0, 0, 11, 1)))
@@ -102,7 +102,7 @@ def test_a_prefix_held_by_somebody_else_is_read_and_not_computed(decoder: Decode
     assert row_tokens(run(runner, planner.plan((2, 8, 3, 1)))) == [dense.greedy(longer, 1)]
 
 
-def test_a_slot_changes_hands_within_one_plan(decoder: Decoder, dense: DenseLlama) -> None:
+def test_a_slot_changes_hands_within_one_plan(decoder: DecoderModel, dense: DenseLlama) -> None:
     """The new sequence is shorter: nothing of the former one, tokens or blocks, may be read."""
     runner, planner = make_runner(decoder), Planner()
     planner.start(0, list(range(3, 33)), SamplingParams(temperature=0.0, seed=0, repetition_penalty=3.0, logit_bias={5: 50.0}))
@@ -112,7 +112,7 @@ def test_a_slot_changes_hands_within_one_plan(decoder: Decoder, dense: DenseLlam
     assert row_tokens(run(runner, planner.plan((0, 0, 2, 1)))) == [dense.greedy([9, 9], 1)]
 
 
-def test_a_sequence_may_fill_the_whole_context(decoder: Decoder, dense: DenseLlama) -> None:
+def test_a_sequence_may_fill_the_whole_context(decoder: DecoderModel, dense: DenseLlama) -> None:
     runner, planner, prompt = make_runner(decoder), Planner(), list(range(3, 3 + CONTEXT - 2))
     planner.start(0, prompt)
     tokens = row_tokens(run(runner, planner.plan((0, 0, len(prompt), 1))))[0]
@@ -121,7 +121,7 @@ def test_a_sequence_may_fill_the_whole_context(decoder: Decoder, dense: DenseLla
     assert tokens[:2] == dense.greedy(prompt, 2)
 
 
-def test_a_plan_of_changes_alone_computes_nothing(decoder: Decoder) -> None:
+def test_a_plan_of_changes_alone_computes_nothing(decoder: DecoderModel) -> None:
     runner, planner = make_runner(decoder), Planner()
     planner.start(0, [4, 5])
     result = run(runner, planner.plan())
@@ -129,7 +129,7 @@ def test_a_plan_of_changes_alone_computes_nothing(decoder: Decoder) -> None:
     assert len(row_tokens(run(runner, planner.plan((0, 0, 2, 1))))[0]) == 1
 
 
-def test_seeded_sampling_is_the_same_alone_and_among_neighbours(decoder: Decoder) -> None:
+def test_seeded_sampling_is_the_same_alone_and_among_neighbours(decoder: DecoderModel) -> None:
     """Reference kernels multiply row by row alike here; the sampler adds nothing of the batch."""
     params = SamplingParams(seed=1234, temperature=0.9, top_p=0.95, presence_penalty=0.5)
 
@@ -149,7 +149,7 @@ def test_seeded_sampling_is_the_same_alone_and_among_neighbours(decoder: Decoder
     assert generate(0) == generate(7)
 
 
-def test_logprobs_stand_beside_the_tokens_of_their_rows(decoder: Decoder, dense: DenseLlama) -> None:
+def test_logprobs_stand_beside_the_tokens_of_their_rows(decoder: DecoderModel, dense: DenseLlama) -> None:
     runner, planner = make_runner(decoder), Planner()
     planner.start(0, [5, 6, 7])
     planner.start(1, [8, 9], SamplingParams(temperature=0.0, seed=0, logprobs=3))
@@ -169,7 +169,7 @@ def test_logprobs_stand_beside_the_tokens_of_their_rows(decoder: Decoder, dense:
 @pytest.mark.parametrize("piece", [2, 10_000])
 @pytest.mark.parametrize("beside", [3, 24])
 def test_prompt_logprobs_cover_every_prompt_position_once(
-    decoder: Decoder, dense: DenseLlama, monkeypatch: pytest.MonkeyPatch, chunks: list[tuple[int, int]], piece: int, beside: int
+    decoder: DecoderModel, dense: DenseLlama, monkeypatch: pytest.MonkeyPatch, chunks: list[tuple[int, int]], piece: int, beside: int
 ) -> None:
     """Also beside a prompt so long that only some of the step's tokens are looked at."""
     monkeypatch.setattr("headrace.engine.runner._PROMPT_LOGITS", piece * VOCAB)
@@ -192,19 +192,19 @@ def test_prompt_logprobs_cover_every_prompt_position_once(
 class Poisoned:
     """The model, with NaN in the hidden state of every token of one position."""
 
-    def __init__(self, decoder: Decoder, token_id: int) -> None:
+    def __init__(self, decoder: DecoderModel, token_id: int) -> None:
         self.decoder, self.token_id, self.vocab_size = decoder, token_id, decoder.vocab_size
 
-    def forward(self, ids: Tensor, batch: Batch, kv: KvCache) -> Tensor:
+    def forward(self, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
         hidden = self.decoder.forward(ids, batch, kv)
-        hidden[(ids if batch.wanted is None else ids[batch.wanted]) == self.token_id] = float("nan")
+        hidden[(ids if batch.selected is None else ids[batch.selected]) == self.token_id] = float("nan")
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(hidden)
 
 
-def test_a_row_that_turns_to_nan_fails_alone(decoder: Decoder, dense: DenseLlama) -> None:
+def test_a_row_that_turns_to_nan_fails_alone(decoder: DecoderModel, dense: DenseLlama) -> None:
     """Its next row was planned already (depth 2): that one fails too, and the neighbour never notices."""
     runner, planner = make_runner(decoder, model=Poisoned(decoder, 13)), Planner()
     planner.start(0, [5, 6, 13])
@@ -220,7 +220,7 @@ def test_a_row_that_turns_to_nan_fails_alone(decoder: Decoder, dense: DenseLlama
     assert row_tokens(run(runner, planner.plan((0, 0, 2, 1)))) == [dense.greedy([5, 6], 1)]
 
 
-def test_a_prompt_position_that_is_nan_fails_its_row_alone(decoder: Decoder) -> None:
+def test_a_prompt_position_that_is_nan_fails_its_row_alone(decoder: DecoderModel) -> None:
     runner, planner = make_runner(decoder, model=Poisoned(decoder, 13)), Planner()
     params = SamplingParams(temperature=0.0, seed=0, prompt_logprobs=0)
     planner.start(0, [13, 6, 7], params)
@@ -233,7 +233,7 @@ def test_a_prompt_position_that_is_nan_fails_its_row_alone(decoder: Decoder) -> 
 
 
 @pytest.mark.parametrize("kind", [MoveKind.HOST_OUT, MoveKind.HOST_IN, MoveKind.SEND, MoveKind.RECEIVE, 99])
-def test_moves_this_runner_cannot_make_are_refused_with_nothing_applied(decoder: Decoder, dense: DenseLlama, kind: int) -> None:
+def test_moves_this_runner_cannot_make_are_refused_with_nothing_applied(decoder: DecoderModel, dense: DenseLlama, kind: int) -> None:
     runner, planner = make_runner(decoder), Planner()
     planner.start(0, [4, 5], GREEDY)
     plan = planner.plan((0, 0, 2, 1))
@@ -246,7 +246,7 @@ def test_moves_this_runner_cannot_make_are_refused_with_nothing_applied(decoder:
 
 
 @pytest.mark.parametrize(("column", "value"), [("adapter_slots", 1), ("mask_slots", 0)])
-def test_what_this_runner_does_not_have_is_refused_by_name(decoder: Decoder, column: str, value: int) -> None:
+def test_what_this_runner_does_not_have_is_refused_by_name(decoder: DecoderModel, column: str, value: int) -> None:
     runner, planner = make_runner(decoder), Planner()
     planner.start(0, [4, 5], GREEDY)
     plan = planner.plan((0, 0, 2, 1))
@@ -260,10 +260,10 @@ class NextWord:
 
     vocab_size = VOCAB
 
-    def forward(self, ids: Tensor, batch: Batch, kv: KvCache) -> Tensor:
+    def forward(self, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
         assert (batch.groups, kv.layers) == ((), [])
         hidden = torch.nn.functional.one_hot((3 * ids + 1) % VOCAB, VOCAB).float()
-        return hidden if batch.wanted is None else hidden[batch.wanted]
+        return hidden if batch.selected is None else hidden[batch.selected]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden.clone()

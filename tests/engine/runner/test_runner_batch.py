@@ -10,7 +10,7 @@ import pytest
 from headrace.core.ids import SlotId
 from headrace.core.plan import Plan, Started
 from headrace.core.sampling import SamplingParams
-from headrace.engine.runner_batch import ALL, Rows, UnknownToken, Wanted, build_batch, find_wanted, num_scored, read_rows
+from headrace.engine.runner_batch import ALL, Rows, Selection, UnknownToken, build_batch, num_scored, read_rows, select_tokens
 from headrace.engine.runner_slots import SlotState
 
 
@@ -108,30 +108,30 @@ def test_untouched_slots_cost_no_memory() -> None:
     assert state.known[4095] == 3
 
 
-def wanted_of(rows: Rows, state: SlotState) -> Wanted:
-    return find_wanted(rows, num_scored(rows, state))
+def selection_of(rows: Rows, state: SlotState) -> Selection:
+    return select_tokens(rows, num_scored(rows, state))
 
 
 def test_only_tokens_that_are_looked_at_are_wanted() -> None:
     state = state_with_two_sequences()
     sampling, chunk = rows_of((5, 0, 6, 1), (2, 2, 1, 1)), rows_of((5, 0, 4, 0), (2, 1, 1, 0))
-    found = wanted_of(sampling, state)
+    found = selection_of(sampling, state)
     assert found.tokens is not None
     assert found.tokens.tolist() == [5, 6]
     assert found.places(np.array([6, 5])).tolist() == [1, 0]
     batch = build_batch(sampling, state, "cpu", found)[1]
-    assert batch.wanted is not None
-    assert batch.wanted.tolist() == [5, 6]
-    assert wanted_of(chunk, state).tokens.tolist() == []  # type: ignore[union-attr]
+    assert batch.selected is not None
+    assert batch.selected.tolist() == [5, 6]
+    assert selection_of(chunk, state).tokens.tolist() == []  # type: ignore[union-attr]
 
 
 def test_all_tokens_are_wanted_where_few_could_be_left_out() -> None:
     state = state_with_two_sequences()
-    assert wanted_of(rows_of((2, 2, 1, 1), (5, 6, 1, 0)), state) is ALL
-    assert wanted_of(rows_of((5, 4, 3, 1), (2, 2, 1, 1)), state).tokens is not None
-    assert wanted_of(rows_of((5, 5, 2, 1), (2, 2, 1, 1)), state) is ALL
+    assert selection_of(rows_of((2, 2, 1, 1), (5, 6, 1, 0)), state) is ALL
+    assert selection_of(rows_of((5, 4, 3, 1), (2, 2, 1, 1)), state).tokens is not None
+    assert selection_of(rows_of((5, 5, 2, 1), (2, 2, 1, 1)), state) is ALL
     assert ALL.places(np.array([2, 0])).tolist() == [2, 0]
-    assert build_batch(rows_of((5, 5, 2, 1)), state, "cpu")[1].wanted is None
+    assert build_batch(rows_of((5, 5, 2, 1)), state, "cpu")[1].selected is None
 
 
 def test_prompt_tokens_that_are_scored_are_wanted() -> None:
@@ -139,4 +139,4 @@ def test_prompt_tokens_that_are_scored_are_wanted() -> None:
     state.prompt_logprobs[2] = 1
     rows = rows_of((5, 0, 6, 1), (2, 0, 2, 1))
     assert num_scored(rows, state).tolist() == [0, 1]
-    assert wanted_of(rows, state).tokens.tolist() == [5, 6, 7]  # type: ignore[union-attr]
+    assert selection_of(rows, state).tokens.tolist() == [5, 6, 7]  # type: ignore[union-attr]

@@ -24,7 +24,7 @@ from headrace.tensor.host.cpu_features import CpuFeatures
 from headrace.tensor.kernels.cpu.backend import FEW_TOKENS
 from headrace.tensor.kernels.cpu.jit import launch
 from headrace.tensor.layers.moe import MoeSpec
-from headrace.tensor.models.decoder import Decoder
+from headrace.tensor.models.decoder import DecoderModel
 
 
 def config(folder: Path, **changes: Any) -> EngineConfig:
@@ -55,7 +55,7 @@ def test_the_runner_answers_and_its_facts_are_right(tiny_folder: Path, dense: De
     }
 
 
-def test_context_is_costly_where_attention_takes_as_long_as_the_products(decoder: Decoder) -> None:
+def test_context_is_costly_where_attention_takes_as_long_as_the_products(decoder: DecoderModel) -> None:
     """Per token and layer 32 x (96 + 144) multiplications; attention 2 x 4 x 8 per token of context, at three quarters of the speed."""
     spec = decoder.spec
     layer, attention = spec.layers[0], spec.layers[0].attention

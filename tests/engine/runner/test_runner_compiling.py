@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
-from headrace.engine.runner_compiling import EXPECTED, TELL_S, CompileNotice, told_of_compiling
+from headrace.engine.runner_compiling import EXPECTED, LOG_INTERVAL_S, CompileNotice, log_compiling
 
 STARTS = """
 import logging, sys
@@ -37,8 +37,8 @@ def test_people_hear_at_once_that_it_compiles_and_rarely_how_far_it_is(caplog: p
     found = said(caplog, [0.5 * number for number in range(1, 25)])
     assert found == [
         f"compiling about {EXPECTED} kernels for this CPU, which takes about half a minute: kept in /cache",
-        f"compiled 11 of about {EXPECTED} kernels in {TELL_S:.0f} s",
-        f"compiled 21 of about {EXPECTED} kernels in {2 * TELL_S:.0f} s",
+        f"compiled 11 of about {EXPECTED} kernels in {LOG_INTERVAL_S:.0f} s",
+        f"compiled 21 of about {EXPECTED} kernels in {2 * LOG_INTERVAL_S:.0f} s",
         "compiled 24 kernels in 12 s",
     ]
 
@@ -52,9 +52,9 @@ def test_more_than_expected_is_not_more_than_all(caplog: pytest.LogCaptureFixtur
 def test_nothing_is_said_where_nothing_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         CompileNotice("kept in /cache").end()
-        with told_of_compiling("reference"):
+        with log_compiling("reference"):
             pass
-        with told_of_compiling("numba"):
+        with log_compiling("numba"):
             pass
     assert not caplog.records
 
@@ -72,7 +72,7 @@ def test_what_numba_compiles_is_counted_once_and_what_it_loads_is_not(caplog: py
 
     compile_kernel(_empty)  # the region that all kernels share is there from now on
     caplog.clear()
-    with caplog.at_level(logging.INFO), told_of_compiling("numba"):
+    with caplog.at_level(logging.INFO), log_compiling("numba"):
         numba.njit(lambda value: value * 3)(2)
         numba.cfunc("void(intp, intp, intp)")(_empty)
         inner(1)

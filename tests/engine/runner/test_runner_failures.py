@@ -17,8 +17,8 @@ from headrace.engine.failpoints import Injected, armed, sites
 from headrace.engine.runner import ModelRunner
 from headrace.engine.runner_batch import UnknownToken
 from headrace.engine.runner_overlapped import OverlappedRunner
-from headrace.tensor.batch import Batch, KvCache
-from headrace.tensor.models.decoder import Decoder
+from headrace.tensor.batch import ForwardBatch, KvCache
+from headrace.tensor.models.decoder import DecoderModel
 
 PARAMS = SamplingParams(seed=3, temperature=0.8, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.2, prompt_logprobs=0)
 PROMPT, STEPS = [5, 6, 7, 8, 9], 8
@@ -32,7 +32,7 @@ def sequence_of_plans() -> list[Plan]:
     return [planner.plan((0, 0, 3, 0)), planner.plan((0, 3, 2, 1)), *(planner.plan((0, 5 + i, 1, 1)) for i in range(STEPS))]
 
 
-def unbroken(decoder: Decoder) -> list[list[list[int]]]:
+def unbroken(decoder: DecoderModel) -> list[list[list[int]]]:
     runner = make_runner(decoder)
     return [row_tokens(runner.submit(plan).result()) for plan in sequence_of_plans()]
 
@@ -53,7 +53,7 @@ def changes_of(plan: Plan) -> Plan:
 @pytest.mark.parametrize(
     ("site", "resend"), [(site, resend) for site in RUNNER_SITES for resend in (False, True) if resend or site != "runner.apply"]
 )
-def test_a_step_that_raised_anywhere_can_be_repeated(decoder: Decoder, site: str, resend: bool) -> None:
+def test_a_step_that_raised_anywhere_can_be_repeated(decoder: DecoderModel, site: str, resend: bool) -> None:
     """Every place inside the runner fails once in every step that passes it. Changes that were not applied have to be sent again;
     those that were may be."""
     runner, tokens, hits = make_runner(decoder), [], 0
@@ -75,7 +75,7 @@ def test_every_site_of_the_runner_is_listed() -> None:
     assert {"runner.apply", "runner.batch", "runner.forward", "runner.logits", "runner.sample", "runner.commit"} <= set(RUNNER_SITES)
 
 
-def test_a_plan_made_on_a_failed_ones_promise_raises(decoder: Decoder) -> None:
+def test_a_plan_made_on_a_failed_ones_promise_raises(decoder: DecoderModel) -> None:
     runner, plans = make_runner(decoder), sequence_of_plans()
     runner.submit(plans[0]).result()
     with armed("runner.forward"):
@@ -88,7 +88,7 @@ def test_a_plan_made_on_a_failed_ones_promise_raises(decoder: Decoder) -> None:
     assert [row_tokens(runner.submit(plan).result()) for plan in plans[1:]] == unbroken(decoder)[1:]
 
 
-def test_a_later_plan_that_succeeded_is_rewound_when_planned_again(decoder: Decoder) -> None:
+def test_a_later_plan_that_succeeded_is_rewound_when_planned_again(decoder: DecoderModel) -> None:
     """The loop takes every plan after a failed one back: its tokens must not be counted twice by the penalties."""
     runner, plans = make_runner(decoder), sequence_of_plans()
     for plan in plans[:5]:
@@ -100,11 +100,11 @@ def test_a_later_plan_that_succeeded_is_rewound_when_planned_again(decoder: Deco
 class Gate:
     """The model, waiting inside forward until told to go on."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: DecoderModel) -> None:
         self.decoder, self.vocab_size = decoder, decoder.vocab_size
         self.entered, self.opened = threading.Event(), threading.Event()
 
-    def forward(self, ids: Tensor, batch: Batch, kv: KvCache) -> Tensor:
+    def forward(self, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
         self.entered.set()
         assert self.opened.wait(timeout=30)
         return self.decoder.forward(ids, batch, kv)
@@ -113,7 +113,7 @@ class Gate:
         return self.decoder.logits(hidden)
 
 
-def test_overlapped_runner_returns_at_once_and_gives_the_same_tokens(decoder: Decoder) -> None:
+def test_overlapped_runner_returns_at_once_and_gives_the_same_tokens(decoder: DecoderModel) -> None:
     gate = Gate(decoder)
     runner = OverlappedRunner(make_runner(decoder, model=gate))
     try:
@@ -127,7 +127,7 @@ def test_overlapped_runner_returns_at_once_and_gives_the_same_tokens(decoder: De
         runner.close()
 
 
-def test_overlapped_runner_hands_the_exception_to_whoever_waits(decoder: Decoder) -> None:
+def test_overlapped_runner_hands_the_exception_to_whoever_waits(decoder: DecoderModel) -> None:
     runner = OverlappedRunner(make_runner(decoder))
     plans = sequence_of_plans()
     try:
@@ -143,7 +143,7 @@ def test_overlapped_runner_hands_the_exception_to_whoever_waits(decoder: Decoder
         runner.close()
 
 
-def test_closing_finishes_the_step_in_progress_and_drops_the_rest(decoder: Decoder) -> None:
+def test_closing_finishes_the_step_in_progress_and_drops_the_rest(decoder: DecoderModel) -> None:
     gate = Gate(decoder)
     runner = OverlappedRunner(make_runner(decoder, model=gate))
     first, second = (runner.submit(plan) for plan in sequence_of_plans()[:2])
@@ -158,7 +158,7 @@ def test_closing_finishes_the_step_in_progress_and_drops_the_rest(decoder: Decod
     assert isinstance(first.result(), Result)
 
 
-def test_a_device_that_failed_ends_the_engine(decoder: Decoder) -> None:
+def test_a_device_that_failed_ends_the_engine(decoder: DecoderModel) -> None:
     runner: ModelRunner = make_runner(decoder)
     with armed("runner.forward", lambda: torch.AcceleratorError("illegal memory access")):
         ticket = runner.submit(sequence_of_plans()[0])
@@ -166,7 +166,7 @@ def test_a_device_that_failed_ends_the_engine(decoder: Decoder) -> None:
         ticket.result()
 
 
-def test_plain_submission_never_raises(decoder: Decoder) -> None:
+def test_plain_submission_never_raises(decoder: DecoderModel) -> None:
     runner: ModelRunner = make_runner(decoder)
     plan = sequence_of_plans()[0]
     with armed("runner.apply"):
@@ -175,7 +175,7 @@ def test_plain_submission_never_raises(decoder: Decoder) -> None:
         ticket.result()
 
 
-def test_closing_leaves_a_step_that_hangs_behind(decoder: Decoder, caplog: pytest.LogCaptureFixture) -> None:
+def test_closing_leaves_a_step_that_hangs_behind(decoder: DecoderModel, caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate(decoder)
     runner = OverlappedRunner(make_runner(decoder, model=gate), close_timeout_s=0.05)
     ticket = runner.submit(sequence_of_plans()[0])

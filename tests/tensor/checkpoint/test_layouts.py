@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace.core.errors import CheckpointError
-from headrace.tensor.batch import Batch
+from headrace.tensor.batch import ForwardBatch
 from headrace.tensor.checkpoint.folder import Checkpoint
 from headrace.tensor.checkpoint.random_weights import RandomWeights
 from headrace.tensor.kernels import load_backend
@@ -147,10 +147,10 @@ def reader(source: Any, rank: int, world: int) -> WeightReader:
     return WeightReader(source, BACKEND, torch.float32, "cpu", rank, world)
 
 
-def batch_of(num_tokens: int) -> Batch:
+def batch_of(num_tokens: int) -> ForwardBatch:
     """A prompt without a cache."""
     starts, context = torch.tensor([0, num_tokens], dtype=torch.int32), torch.tensor([num_tokens], dtype=torch.int32)
-    return Batch(torch.arange(num_tokens), starts, context, num_tokens, ())
+    return ForwardBatch(torch.arange(num_tokens), starts, context, num_tokens, ())
 
 
 @pytest.mark.parametrize("world", [2, 3])

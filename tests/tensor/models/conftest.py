@@ -13,8 +13,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from headrace.tensor.batch import Batch, GroupBatch, allocate_kv
-from headrace.tensor.models.decoder import Decoder
+from headrace.tensor.batch import ForwardBatch, GroupBatch, allocate_kv
+from headrace.tensor.models.decoder import DecoderModel
 
 BLOCK_SIZE = 4
 
@@ -94,7 +94,7 @@ class _Row:
 class PagedRun:
     """Sequences over a paged cache with shuffled block ids, computed in ragged steps."""
 
-    def __init__(self, model: Decoder, *, num_blocks: int = 96, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, model: DecoderModel, *, num_blocks: int = 96, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         self.model = model
         groups = len(model.kv_groups)
         self.kv = allocate_kv(model.kv_shapes, model.group_of, (num_blocks,) * groups, BLOCK_SIZE, dtype, "cpu")
@@ -112,26 +112,26 @@ class PagedRun:
         self.rows.append(_Row(tokens, tables, shared_blocks * BLOCK_SIZE))
         return len(self.rows) - 1
 
-    def step(self, counts: dict[int, int], wanted: list[int] | None = None) -> None:
-        """Compute the next `count` tokens of each row, rows in the order given; logits of all, or of the step's `wanted` tokens."""
+    def step(self, counts: dict[int, int], selected: list[int] | None = None) -> None:
+        """Compute the next `count` tokens of each row, rows in the order given; logits of all, or of the step's `selected` tokens."""
         rows = [(self.rows[index], count) for index, count in counts.items()]
         ids = [t for row, count in rows for t in row.tokens[row.computed : row.computed + count]]
         positions = [p for row, count in rows for p in range(row.computed, row.computed + count)]
         starts = [0]
         for _, count in rows:
             starts.append(starts[-1] + count)
-        batch = Batch(
+        batch = ForwardBatch(
             positions=torch.tensor(positions),
             row_starts=torch.tensor(starts, dtype=torch.int32),
             context_lens=torch.tensor([row.computed + count for row, count in rows], dtype=torch.int32),
             max_count=max(counts.values()),
             groups=tuple(self._group(g, rows) for g in range(len(self.pools))),
-            wanted=None if wanted is None else torch.tensor(wanted, dtype=torch.int64),
+            selected=None if selected is None else torch.tensor(selected, dtype=torch.int64),
         )
         with torch.inference_mode():
             hidden = self.model.forward(torch.tensor(ids), batch, self.kv)
             logits = self.model.logits(hidden) if len(hidden) else torch.empty(0, self.model.vocab_size)
-        tokens = range(len(ids)) if wanted is None else wanted
+        tokens = range(len(ids)) if selected is None else selected
         assert len(logits) == len(tokens)
         for (row, count), start in zip(rows, starts[:-1], strict=True):
             row.logits.append(logits[[start <= token < start + count for token in tokens]])

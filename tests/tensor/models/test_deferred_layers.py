@@ -12,12 +12,12 @@ from torch import Tensor
 pytest.importorskip("numba")
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
-from headrace.tensor.batch import Batch, GroupBatch, allocate_kv
+from headrace.tensor.batch import ForwardBatch, GroupBatch, allocate_kv
 from headrace.tensor.kernels import Backend, load_backend
 from headrace.tensor.layers import can_be_deferred
 from headrace.tensor.layers.mlp import Mlp
 from headrace.tensor.models import decoder, load_model
-from headrace.tensor.models.decoder import Decoder
+from headrace.tensor.models.decoder import DecoderModel
 
 NUMBA = load_backend("numba", features=AVX2)
 
@@ -25,7 +25,7 @@ NUMBA = load_backend("numba", features=AVX2)
 class Halved(Mlp):
     """What torch computes stands between two kernels. It says nothing of itself, so it is not its parent."""
 
-    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         return super().__call__(x * 0.5 + x.sign() * 0.125, batch)
 
 
@@ -52,7 +52,7 @@ class WithAdapter(Mlp):
         self.down = Adapted(self.down)
 
 
-def load(backend: Backend, mlp: type[Mlp], monkeypatch: pytest.MonkeyPatch) -> Decoder:
+def load(backend: Backend, mlp: type[Mlp], monkeypatch: pytest.MonkeyPatch) -> DecoderModel:
     folder = bundled_path(DEFAULT_MODEL)
     if folder is None:
         pytest.skip("no bundled model in this checkout")
@@ -64,7 +64,7 @@ def load(backend: Backend, mlp: type[Mlp], monkeypatch: pytest.MonkeyPatch) -> D
 
 
 @torch.inference_mode()
-def answers(model: Decoder) -> Tensor:
+def answers(model: DecoderModel) -> Tensor:
     """Hidden states [5, E] of a prompt of 3 tokens and 2 decode steps of its kind."""
     kv = allocate_kv(model.kv_shapes, model.group_of, (9,), 16, torch.float32, "cpu")
 
@@ -72,7 +72,7 @@ def answers(model: Decoder) -> Tensor:
         positions = torch.arange(first, first + len(ids))
         group = GroupBatch(torch.tensor([[1]], dtype=torch.int32), 16 + positions)
         starts, context = torch.tensor([0, len(ids)], dtype=torch.int32), torch.tensor([first + len(ids)], dtype=torch.int32)
-        return model.forward(torch.tensor(ids), Batch(positions, starts, context, len(ids), (group,)), kv)
+        return model.forward(torch.tensor(ids), ForwardBatch(positions, starts, context, len(ids), (group,)), kv)
 
     return torch.cat([step([300, 301, 302], 0), step([303], 3), step([304], 4)])
 

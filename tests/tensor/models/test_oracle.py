@@ -118,9 +118,9 @@ def test_of_tokens_nobody_asks_about_keys_and_values_are_left(
 ) -> None:
     run, tokens = paged_run(pair.loaded.model, seed=2), prompts(100, 21)
     first, second = (run.add(row) for row in tokens)
-    run.step({first: 12, second: 9}, wanted=[])
-    run.step({first: 80, second: 11}, wanted=[5, 79, 83, 90])
-    run.step({first: 8, second: 1}, wanted=[7])
+    run.step({first: 12, second: 9}, selected=[])
+    run.step({first: 80, second: 11}, selected=[5, 79, 83, 90])
+    run.step({first: 8, second: 1}, selected=[7])
     assert_close(run.logits(first), pair.oracle.logits(tokens[0])[[17, 91, 99]])
     assert_close(run.logits(second), pair.oracle.logits(tokens[1])[[12, 19]])
 

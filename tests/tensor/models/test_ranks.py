@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.tensor.batch import Batch, GroupBatch, LayerKv, allocate_kv
+from headrace.tensor.batch import ForwardBatch, GroupBatch, LayerKv, allocate_kv
 from headrace.tensor.checkpoint.config import read_config
 from headrace.tensor.checkpoint.folder import Checkpoint
 from headrace.tensor.kernels import load_backend
-from headrace.tensor.layers.weights import Reduce, WeightReader, alone
+from headrace.tensor.layers.weights import Reduce, WeightReader, no_reduce
 from headrace.tensor.models import ARCHITECTURES
-from headrace.tensor.models.decoder import Decoder
+from headrace.tensor.models.decoder import DecoderModel
 
 TINY = {"vocab_size": 31, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
@@ -50,11 +50,11 @@ def own_part(x: Tensor) -> Tensor:
     return x
 
 
-def decoder(folder: Path, rank: int, world: int, reduce: Reduce = alone) -> Decoder:
+def decoder(folder: Path, rank: int, world: int, reduce: Reduce = no_reduce) -> DecoderModel:
     config = read_config(folder)
     spec = ARCHITECTURES[str(config.items("architectures")[0])](config)
     checkpoint = Checkpoint(folder)
-    made = Decoder(WeightReader(checkpoint, load_backend("reference"), torch.float32, "cpu", rank, world, reduce=reduce), spec)
+    made = DecoderModel(WeightReader(checkpoint, load_backend("reference"), torch.float32, "cpu", rank, world, reduce=reduce), spec)
     checkpoint.check_all_read()
     return made
 
@@ -67,10 +67,10 @@ def test_ranks_blocks_sum_to_the_whole_block(family: str, make_oracle: Callable[
     assert torch.equal(whole.embedding.whole(), ranks[1].embedding.whole())
     x = torch.randn(9, 48, generator=torch.Generator().manual_seed(1))
     group = GroupBatch(torch.tensor([[2, 1, 3]], dtype=torch.int32), torch.tensor([8, 9, 10, 11, 4, 5, 6, 7, 12]))
-    batch = Batch(torch.arange(9), torch.tensor([0, 9], dtype=torch.int32), torch.tensor([9], dtype=torch.int32), 9, (group,))
+    batch = ForwardBatch(torch.arange(9), torch.tensor([0, 9], dtype=torch.int32), torch.tensor([9], dtype=torch.int32), 9, (group,))
     for index, block in enumerate(whole.blocks):
 
-        def attention(model: Decoder, at: int = index) -> torch.Tensor:
+        def attention(model: DecoderModel, at: int = index) -> torch.Tensor:
             heads, dim = model.kv_shapes[at]
             return model.blocks[at].attention(x, batch, group, LayerKv(torch.zeros(4, 2, 4, heads, dim)))
 
@@ -78,7 +78,7 @@ def test_ranks_blocks_sum_to_the_whole_block(family: str, make_oracle: Callable[
         assert torch.allclose(ranks[0].blocks[index].mlp(x, batch) + ranks[1].blocks[index].mlp(x, batch), block.mlp(x, batch), atol=1e-4)
 
 
-def forward(model: Decoder) -> Tensor:
+def forward(model: DecoderModel) -> Tensor:
     """Logits [11, V] of a prompt of 9 tokens and 2 decode steps."""
     kv = allocate_kv(model.kv_shapes, model.group_of, (4,) * len(model.kv_groups), 4, torch.float32, "cpu")
     table, found = torch.tensor([[2, 1, 3]], dtype=torch.int32), []
@@ -86,7 +86,7 @@ def forward(model: Decoder) -> Tensor:
     for first, last in ((0, 9), (9, 10), (10, 11)):
         starts, context = torch.tensor([0, last - first], dtype=torch.int32), torch.tensor([last], dtype=torch.int32)
         groups = tuple(GroupBatch(table, slots[first:last]) for _ in model.kv_groups)
-        batch = Batch(torch.arange(first, last), starts, context, last - first, groups)
+        batch = ForwardBatch(torch.arange(first, last), starts, context, last - first, groups)
         found.append(model.logits(model.forward(torch.arange(first, last) + 3, batch, kv)))
     return torch.cat(found)
 

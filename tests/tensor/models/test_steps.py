@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("numba")
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
-from headrace.tensor.batch import Batch, GroupBatch, KvCache, allocate_kv
+from headrace.tensor.batch import ForwardBatch, GroupBatch, KvCache, allocate_kv
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.kernels.cpu import backend as cpu
 from headrace.tensor.models import LoadedModel, load_model
@@ -49,7 +49,7 @@ def _cache(loaded: LoadedModel, dtype: torch.dtype, num_blocks: int = 1 + MOST_R
     return kv
 
 
-def _batch(rows: list[int], contexts: list[int], blocks_per_row: int = BLOCKS_PER_ROW) -> Batch:
+def _batch(rows: list[int], contexts: list[int], blocks_per_row: int = BLOCKS_PER_ROW) -> ForwardBatch:
     """One token of each row, which then has that context."""
     width = max(-(-context // BLOCK_SIZE) for context in contexts)
     table = torch.zeros((len(rows), width), dtype=torch.int32)
@@ -59,10 +59,10 @@ def _batch(rows: list[int], contexts: list[int], blocks_per_row: int = BLOCKS_PE
     positions = torch.tensor(contexts) - 1
     slots = torch.tensor([(1 + row * blocks_per_row) * BLOCK_SIZE + context - 1 for row, context in zip(rows, contexts, strict=True)])
     starts = torch.arange(len(rows) + 1, dtype=torch.int32)
-    return Batch(positions, starts, torch.tensor(contexts, dtype=torch.int32), 1, (GroupBatch(table, slots),))
+    return ForwardBatch(positions, starts, torch.tensor(contexts, dtype=torch.int32), 1, (GroupBatch(table, slots),))
 
 
-def _plain(loaded: LoadedModel, ids: Tensor, batch: Batch, kv: KvCache) -> Tensor:
+def _plain(loaded: LoadedModel, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "FEW_TOKENS", 0)
         return loaded.model.forward(ids, batch, kv)
@@ -116,7 +116,7 @@ def test_steps_of_as_many_rows_as_are_recorded_have_the_same_bits(quantization: 
 @torch.inference_mode()
 def test_rows_with_adapters_are_not_recorded() -> None:
     loaded = _loaded("none")
-    steps = module.Steps(STRIPS.executor, loaded.model._layers)
+    steps = module.RecordedSteps(STRIPS.executor, loaded.model._layers)
     batch, branch = _batch([0], [20]), torch.zeros(1, loaded.model.spec.hidden_size)
     steps.run(branch, replace(batch, adapter_slots=torch.tensor([1], dtype=torch.int32)), _cache(loaded, torch.float32))
     assert steps.num_recorded == 0
@@ -131,7 +131,7 @@ def test_a_step_like_the_last_is_repeated_and_a_long_one_is_not(monkeypatch: pyt
     calls: list[int] = []
     layers = model._steps._layers
 
-    def counted(branch: Tensor, residual: Tensor, batch: Batch, kv: KvCache) -> Tensor:
+    def counted(branch: Tensor, residual: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
         calls.append(batch.num_tokens)
         return layers(branch, residual, batch, kv)
 
@@ -148,7 +148,7 @@ def test_a_step_like_the_last_is_repeated_and_a_long_one_is_not(monkeypatch: pyt
 @torch.inference_mode()
 def test_as_many_shapes_are_kept_as_their_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = _loaded("none")
-    kv, steps = _cache(loaded, torch.float32), module.Steps(STRIPS.executor, loaded.model._layers)
+    kv, steps = _cache(loaded, torch.float32), module.RecordedSteps(STRIPS.executor, loaded.model._layers)
     monkeypatch.setattr(loaded.model, "_steps", steps)
 
     def run(count: int) -> None:
@@ -176,7 +176,7 @@ def test_what_cannot_be_recorded_is_not_tried_again(monkeypatch: pytest.MonkeyPa
     from headrace.tensor.kernels.cpu import together
 
     loaded = _loaded("none")
-    kv, steps = _cache(loaded, torch.float32), module.Steps(STRIPS.executor, loaded.model._layers)
+    kv, steps = _cache(loaded, torch.float32), module.RecordedSteps(STRIPS.executor, loaded.model._layers)
     monkeypatch.setattr(loaded.model, "_steps", steps)
     monkeypatch.setattr(together, "MOST_KEPT_BYTES", 1000)
     batch, ids = _batch([3], [50]), torch.tensor([7])
@@ -192,5 +192,5 @@ def test_a_step_of_which_only_some_tokens_are_wanted_is_not_repeated() -> None:
     kv, batch = _cache(loaded, torch.float32), _batch([0, 1, 2], [7, 9, 3])
     ids = torch.tensor([5, 6, 7])
     every = loaded.model.forward(ids, batch, kv)
-    some = loaded.model.forward(ids, replace(batch, wanted=torch.tensor([0, 2])), kv)
+    some = loaded.model.forward(ids, replace(batch, selected=torch.tensor([0, 2])), kv)
     assert torch.equal(some, every[[0, 2]])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.tensor.batch import Batch, GroupBatch, LayerKv
+from headrace.tensor.batch import ForwardBatch, GroupBatch, LayerKv
 from headrace.tensor.kernels import Linear
 from headrace.tensor.layers.rope import RopeSpec
 from headrace.tensor.layers.weights import Part, WeightReader, stacked_parts
@@ -67,8 +67,8 @@ class Attention:
     def parts(self) -> tuple[object, ...]:
         return self.linears
 
-    def __call__(self, x: Tensor, batch: Batch, group: GroupBatch, cache: LayerKv, wanted: Tensor | None = None) -> Tensor:
-        """x [T, E] -> [T, E], or [W, E] of the `wanted` tokens alone, of all ranks. The cache is modified in place, for all tokens."""
+    def __call__(self, x: Tensor, batch: ForwardBatch, group: GroupBatch, cache: LayerKv, selected: Tensor | None = None) -> Tensor:
+        """x [T, E] -> [T, E], or [W, E] of the `selected` tokens alone, of all ranks. The cache is modified in place, for all tokens."""
         kernels, spec = self.kernels, self.spec
         qkv = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, spec.head_dim)
         query, key, value = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
@@ -77,7 +77,7 @@ class Attention:
         if self.k_norm is not None:
             key = kernels.rms_norm(key, self.k_norm, self.eps)
         kernels.rotary_scatter(query, key, value, self.cos_sin, batch.positions, cache.values, group.slot_mapping, kv_scales=cache.scales)
-        if wanted is not None and not len(wanted):
+        if selected is not None and not len(selected):
             return x[:0]
         seen = kernels.attention(
             query,
@@ -89,6 +89,6 @@ class Attention:
             window=spec.window,
             kv_scales=cache.scales,
         )
-        if wanted is not None:
-            seen = kernels.select(seen, wanted)
+        if selected is not None:
+            seen = kernels.select(seen, selected)
         return self.reduce(self.output(seen.reshape(-1, self.heads * spec.head_dim)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headrace.tensor.batch import Batch
+from headrace.tensor.batch import ForwardBatch
 from headrace.tensor.kernels import Linear
 from headrace.tensor.layers.weights import Part, WeightReader, stacked_parts
 
@@ -46,8 +46,8 @@ class Mlp:
     def parts(self) -> tuple[object, ...]:
         return self.linears
 
-    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        """x [T, E], or [W, E] of the `wanted` tokens of the batch, -> the same shape, of all ranks."""
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, E], or [W, E] of the `selected` tokens of the batch, -> the same shape, of all ranks."""
         return self.reduce(self.down(self.kernels.gated_activation(self.gate_up(x), self.activation)))
 
     def weight_bytes(self, *, one_token: bool) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.tensor.batch import Batch
+from headrace.tensor.batch import ForwardBatch
 from headrace.tensor.host.fresh_memory import empty
 from headrace.tensor.kernels import Linear
 from headrace.tensor.kernels.rounding import Precision
@@ -67,8 +67,8 @@ class SparseMoe:
     def linears(self) -> tuple[Linear, ...]:
         return self.router, *self.gate_up, *self.down
 
-    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        """x [T, E], or [W, E] of the `wanted` tokens of the batch, -> the same shape, of all ranks."""
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, E], or [W, E] of the `selected` tokens of the batch, -> the same shape, of all ranks."""
         weights, experts = self.route(x)
         top_k = self.spec.top_k
         order = torch.argsort(experts.view(-1), stable=True)  # (token, choice) pairs, grouped by expert

@@ -37,7 +37,7 @@ class WeightSource(Protocol):
         ...
 
 
-class Keeper(Protocol):
+class LinearStore(Protocol):
     """Where packed linears and tables are kept between starts; see `tensor.packed.store`."""
 
     def find(self, name: str) -> Linear | None: ...
@@ -53,7 +53,7 @@ Reduce = Callable[[Tensor], Tensor]
 """[T, E] of which every rank has computed a part -> their sum, the same on all of them. Every rank calls it equally often."""
 
 
-def alone(x: Tensor) -> Tensor:
+def no_reduce(x: Tensor) -> Tensor:
     """`Reduce` of the only rank."""
     return x
 
@@ -88,10 +88,10 @@ def stacked_parts(prefix: str, names: tuple[str, ...], rows: list[int]) -> list[
 class WeightReader:
     """Reads for one rank, in the dtype and on the device the model computes with: `dtype` is that of the linears' products.
 
-    Every tensor returned is a copy; what a keeper gives back lies in its file, or in memory that was read from it.
+    Every tensor returned is a copy; what a store gives back lies in its file, or in memory that was read from it.
 
     precision  of the linears' weights; norms, embeddings and routers stay as they are
-    keeper     gives linears of that precision, and tables, back without reading their weights
+    store     gives linears of that precision, and tables, back without reading their weights
     reduce     for the layers: what they compute with row-parallel linears is a part of a sum
     """
 
@@ -102,8 +102,8 @@ class WeightReader:
     rank: int = 0
     world: int = 1
     precision: Precision = Precision.NONE
-    keeper: Keeper | None = None
-    reduce: Reduce = alone
+    store: LinearStore | None = None
+    reduce: Reduce = no_reduce
 
     @property
     def kernels(self) -> Kernels:
@@ -123,14 +123,14 @@ class WeightReader:
 
     def table(self, name: str, rows: int, columns: int) -> Table:
         """An embedding table [rows, columns], whole on every rank. A smaller stored dtype is kept: looked-up rows convert exactly."""
-        if self.keeper is not None and (known := self.keeper.find_table(name, (rows, columns))) is not None:
+        if self.store is not None and (known := self.store.find_table(name, (rows, columns))) is not None:
             self.source.expect(name, (rows, columns))
             return known
         stored = self.source.read(name, (rows, columns))
         dtype = stored.dtype if stored.dtype.itemsize < self.dtype.itemsize else self.dtype
         table = torch.empty((rows, columns), dtype=dtype, device=self.device).copy_(stored)
-        if self.keeper is not None:
-            self.keeper.keep_table(name, table)
+        if self.store is not None:
+            self.store.keep_table(name, table)
         return HeldTable(table)
 
     def column_linear(self, parts: Sequence[Part], in_features: int, *, bias: bool) -> Linear:
@@ -161,9 +161,9 @@ class WeightReader:
 
     def _known(self, parts: Sequence[Part], in_features: int, bias: bool, *, is_stored: bool = True) -> Linear | None:
         """The linear of these parts, if it was kept; the checkpoint must hold their weights all the same."""
-        if self.keeper is None:
+        if self.store is None:
             return None
-        if (known := self.keeper.find(_name(parts))) is not None and is_stored:
+        if (known := self.store.find(_name(parts))) is not None and is_stored:
             for part in parts:
                 self.source.expect(part.name, self._stored_shape(part, in_features))
                 if bias:
@@ -176,8 +176,8 @@ class WeightReader:
             made = packing.pack_linear(weight, bias, self.dtype)
         else:
             made = packing.pack_rounded(packing.round_weight(weight, precision), bias)
-        if self.keeper is not None:
-            self.keeper.keep(_name(parts), made)
+        if self.store is not None:
+            self.store.keep(_name(parts), made)
         return made
 
     def _stacked(

@@ -25,7 +25,7 @@ from headrace.tensor.kernels import Backend, load_backend
 from headrace.tensor.kernels.rounding import Precision
 from headrace.tensor.layers.weights import WeightReader
 from headrace.tensor.models import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
-from headrace.tensor.models.decoder import Decoder
+from headrace.tensor.models.decoder import DecoderModel
 from headrace.tensor.models.fields import refuse_set
 from headrace.tensor.models.spec import DecoderSpec
 from headrace.tensor.packed.file import PackedFolder
@@ -60,7 +60,7 @@ class LoadedModel:
     keeping            writes the packed weights to disk; None: there is nothing to write
     """
 
-    model: Decoder
+    model: DecoderModel
     architecture: str
     vocab_size: int
     max_model_len: int
@@ -131,7 +131,7 @@ def load_model(
     if load_format == "dummy":
         dtype = dtype or _named_dtype(config) or torch.float32
         source = RandomWeights(seed, dtype, 1.0 - spec.norm_plus)
-        model = Decoder(WeightReader(source, backend, dtype, device, rank, world, precision), spec)
+        model = DecoderModel(WeightReader(source, backend, dtype, device, rank, world, precision), spec)
         digest = blake2b(Path(config.file).read_bytes() + f"{seed}".encode(), digest_size=16).hexdigest()
     else:
         checkpoint = Checkpoint(folder)
@@ -145,7 +145,7 @@ def load_model(
             store = PackedStore(
                 packed, store_name(digest, checkpoint.files, precision=kind, layout=layout), backend.packing, weights.content
             )
-        model = Decoder(WeightReader(checkpoint, backend, dtype or torch.float32, device, rank, world, precision, store), spec)
+        model = DecoderModel(WeightReader(checkpoint, backend, dtype or torch.float32, device, rank, world, precision, store), spec)
         checkpoint.check_all_read()
         if store is not None:
             if (made_from := store.made_from) is not None:
@@ -180,7 +180,7 @@ def describe(
     shapes = WeightShapes(dtype)
     # No positions: rotary tables count for nothing here, and arithmetic on the meta device imports half of torch (seconds).
     reader = WeightReader(shapes, load_backend("reference"), dtype, "meta", precision=Precision(quantization))
-    model = Decoder(reader, replace(spec, max_positions=0))
+    model = DecoderModel(reader, replace(spec, max_positions=0))
     return ModelDescription(
         architecture=architecture,
         vocab_size=spec.vocab_size,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.kvgroup import KvGroup
-from headrace.tensor.batch import Batch, GroupBatch, KvCache, LayerKv
+from headrace.tensor.batch import ForwardBatch, GroupBatch, KvCache, LayerKv
 from headrace.tensor.kernels import Kernels
 from headrace.tensor.layers import can_be_deferred
 from headrace.tensor.layers.attention import Attention
@@ -21,9 +21,9 @@ from headrace.tensor.layers.memory import return_freed_memory
 from headrace.tensor.layers.mlp import Mlp, MlpSpec
 from headrace.tensor.layers.moe import SparseMoe
 from headrace.tensor.layers.rope import RopeSpec, rope_table
-from headrace.tensor.layers.weights import Part, WeightReader, alone
+from headrace.tensor.layers.weights import Part, WeightReader, no_reduce
 from headrace.tensor.models.spec import DecoderSpec, LayerSpec
-from headrace.tensor.models.steps import Steps
+from headrace.tensor.models.steps import RecordedSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +72,16 @@ class Block:
         return self.attention, self.mlp, *(norm for norm in norms if norm is not None)
 
     def __call__(
-        self, branch: Tensor, residual: Tensor, batch: Batch, group: GroupBatch, cache: LayerKv, wanted: Tensor | None = None
+        self, branch: Tensor, residual: Tensor, batch: ForwardBatch, group: GroupBatch, cache: LayerKv, selected: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Adds `branch` and the attention's output to residual [T, E] in place; returns the feed-forward branch, not added yet, and it.
 
-        With `wanted`, which is the last layer's, both are of these tokens only: of the others nothing but keys and values is needed.
+        With `selected`, which is the last layer's, both are of these tokens only: of the others nothing but keys and values is needed.
         """
-        branch = self.attention(self.attention_norm(branch, residual), batch, group, cache, wanted)
-        if wanted is not None:
-            residual = self.attention.kernels.select(residual, wanted)
-            if not len(wanted):
+        branch = self.attention(self.attention_norm(branch, residual), batch, group, cache, selected)
+        if selected is not None:
+            residual = self.attention.kernels.select(residual, selected)
+            if not len(selected):
                 return branch, residual
         if self.attention_output_norm is not None:
             branch = self.attention_output_norm(branch)
@@ -93,7 +93,7 @@ class Block:
         return attention + self.mlp.weight_bytes(one_token=one_token)
 
 
-class Decoder:
+class DecoderModel:
     """A loaded model on one rank.
 
     dtype           of the linears' products
@@ -108,7 +108,7 @@ class Decoder:
     runs_only_kernels = True
 
     def __init__(self, reader: WeightReader, spec: DecoderSpec) -> None:
-        assert reader.world == 1 or reader.reduce is not alone, "several ranks, and nobody sums what they compute"
+        assert reader.world == 1 or reader.reduce is not no_reduce, "several ranks, and nobody sums what they compute"
         self.spec, self.dtype, self.activations, self.vocab_size = spec, reader.dtype, reader.activations, spec.vocab_size
         names = spec.names
         self.embedding = reader.table(f"{names.embedding}.weight", spec.vocab_size, spec.hidden_size)
@@ -133,7 +133,7 @@ class Decoder:
         return_freed_memory()
         self.kv_groups, self.group_of = group_layers(spec, reader.world, reader.dtype.itemsize)
         is_deferred = reader.world == 1 and can_be_deferred(self)  # a sum over ranks is no kernel
-        self._steps = Steps(reader.backend.executor if is_deferred else None, self._layers)
+        self._steps = RecordedSteps(reader.backend.executor if is_deferred else None, self._layers)
         self.kv_shapes = [(block.attention.kv_heads, block.attention.spec.head_dim) for block in self.blocks]
 
     @property
@@ -154,18 +154,18 @@ class Decoder:
         """Most that recorded steps hold beside the weights."""
         return self._steps.most_bytes
 
-    def forward(self, ids: Tensor, batch: Batch, kv: KvCache) -> Tensor:
-        """ids [T] int64 -> hidden [T, E], of `batch.wanted` [W, E], normed, ready for `logits`. Writes keys and values into `kv`."""
+    def forward(self, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
+        """ids [T] int64 -> hidden [T, E], of `batch.selected` [W, E], normed, ready for `logits`. Writes keys and values into `kv`."""
         branch = self.embedding.rows(ids).to(self.activations)
         if self._embedding_scale != 1.0:
             branch *= self._embedding_scale
         return self._steps.run(branch, batch, kv)
 
-    def _layers(self, branch: Tensor, residual: Tensor, batch: Batch, kv: KvCache) -> Tensor:
+    def _layers(self, branch: Tensor, residual: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
         for block, group, cache in zip(self.blocks, self.group_of, kv.layers, strict=True):
             self._steps.next_layer()
-            wanted = batch.wanted if block is self.blocks[-1] else None
-            branch, residual = block(branch, residual, batch, batch.groups[group], cache, wanted)
+            selected = batch.selected if block is self.blocks[-1] else None
+            branch, residual = block(branch, residual, batch, batch.groups[group], cache, selected)
         return self.final_norm(branch, residual) if len(residual) else residual
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ _ROPE_COMMON = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class DecoderShape:
     """Sizes every decoder has."""
 
     vocab_size: int
@@ -43,7 +43,7 @@ class Shape:
     norm_eps: float
 
 
-def read_shape(config: ConfigFile, *, norm_eps: float = 1e-6) -> Shape:
+def read_shape(config: ConfigFile, *, norm_eps: float = 1e-6) -> DecoderShape:
     """Raises CheckpointError naming the field. norm_eps: where the file names none."""
     hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
     heads = config.integer("num_attention_heads", 1, 4096)
@@ -53,7 +53,7 @@ def read_shape(config: ConfigFile, *, norm_eps: float = 1e-6) -> Shape:
     if not config.has("head_dim") and hidden_size % heads:
         config.refuse("num_attention_heads", f"must divide hidden_size ({hidden_size}) when head_dim is not given")
     head_dim = config.integer("head_dim", 2, 1024, default=max(hidden_size // heads, 2))
-    return Shape(
+    return DecoderShape(
         vocab_size=config.integer("vocab_size", 1, 2**24),
         hidden_size=hidden_size,
         num_layers=config.integer("num_hidden_layers", 1, MAX_LAYERS),
@@ -66,7 +66,7 @@ def read_shape(config: ConfigFile, *, norm_eps: float = 1e-6) -> Shape:
 
 
 def attention_spec(
-    shape: Shape, rope: RopeSpec, *, window: int | None = None, qkv_bias: bool = False, output_bias: bool = False
+    shape: DecoderShape, rope: RopeSpec, *, window: int | None = None, qkv_bias: bool = False, output_bias: bool = False
 ) -> AttentionSpec:
     """The usual attention: scores divided by sqrt(head_dim)."""
     return AttentionSpec(
@@ -135,7 +135,7 @@ def refuse_set(config: ConfigFile, *names: str) -> None:
             config.refuse(name, "is not supported")
 
 
-def read_rope(config: ConfigFile, shape: Shape, *, theta: float = 10_000.0, layer_type: str | None = None,
+def read_rope(config: ConfigFile, shape: DecoderShape, *, theta: float = 10_000.0, layer_type: str | None = None,
               theta_field: str = "rope_theta", has_partial: bool = False) -> RopeSpec:  # fmt: skip
     """Rotary parameters: `rope_parameters` (flat, or below the layer type), or the older `rope_theta` beside `rope_scaling`.
 
@@ -208,7 +208,7 @@ def _factor(params: ConfigFile, default: float | None = None) -> float:
     return factor
 
 
-def decoder(config: ConfigFile, shape: Shape, layers: Iterable[LayerSpec], names: TensorNames | None = None) -> DecoderSpec:
+def decoder(config: ConfigFile, shape: DecoderShape, layers: Iterable[LayerSpec], names: TensorNames | None = None) -> DecoderSpec:
     """The spec of a decoder whose head is its own unless `tie_word_embeddings`."""
     return DecoderSpec(
         vocab_size=shape.vocab_size,

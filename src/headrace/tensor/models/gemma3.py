@@ -12,7 +12,7 @@ from headrace.tensor.layers.rope import RopeSpec
 from headrace.tensor.models.fields import (
     MAX_LAYERS,
     MAX_WIDTH,
-    Shape,
+    DecoderShape,
     attention_spec,
     decoder,
     read_activation,
@@ -63,7 +63,7 @@ def _read_windows(config: ConfigFile, num_layers: int) -> list[int | None]:
     return [window if (index + 1) % pattern else None for index in range(num_layers)]
 
 
-def _read_ropes(config: ConfigFile, shape: Shape) -> tuple[RopeSpec, RopeSpec]:
+def _read_ropes(config: ConfigFile, shape: DecoderShape) -> tuple[RopeSpec, RopeSpec]:
     """Local, global. The older `rope_scaling` was always meant for the global layers alone."""
     unscaled = ConfigFile(config.file, {name: value for name, value in config.values.items() if name != "rope_scaling"})
     return (

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.tensor.batch import Batch, GroupBatch, KvCache
+from headrace.tensor.batch import ForwardBatch, GroupBatch, KvCache
 from headrace.tensor.kernels import Recording, StepExecutor
 
 MOST_KEPT = 32
@@ -26,11 +26,11 @@ LARGEST_KEPT = 4
 TABLE_MULTIPLE = 64
 """Block tables are recorded with room to grow, so that a new block does not mean a new recording."""
 
-Layers = Callable[[Tensor, Tensor, Batch, KvCache], Tensor]
+Layers = Callable[[Tensor, Tensor, ForwardBatch, KvCache], Tensor]
 """(branch, residual, batch, cache) -> hidden."""
 
 
-class Steps:
+class RecordedSteps:
     """The steps of one model. executor: None where there is none, or where a layer does not say that it may be deferred."""
 
     def __init__(self, executor: StepExecutor | None, layers: Layers) -> None:
@@ -52,7 +52,7 @@ class Steps:
         if self._executor is not None:
             self._executor.next_layer()
 
-    def run(self, branch: Tensor, batch: Batch, kv: KvCache) -> Tensor:
+    def run(self, branch: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
         """The layers' result, a new tensor. branch may be written over."""
         if self._executor is None:
             return self._layers(branch, torch.zeros_like(branch), batch, kv)
@@ -63,11 +63,11 @@ class Steps:
         with self._executor.together(batch.num_tokens):
             return self._layers(branch, residual, batch, kv)
 
-    def _is_repeatable(self, batch: Batch) -> bool:
-        is_plain = batch.adapter_slots is None and batch.wanted is None
+    def _is_repeatable(self, batch: ForwardBatch) -> bool:
+        is_plain = batch.adapter_slots is None and batch.selected is None
         return batch.max_count == 1 and batch.num_tokens <= self._most_tokens and is_plain
 
-    def _repeat(self, recording: AbstractContextManager[Recording], branch: Tensor, batch: Batch, kv: KvCache) -> Tensor:
+    def _repeat(self, recording: AbstractContextManager[Recording], branch: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
         """A recorded step of this shape, or this one recorded with `recording`."""
         key = (len(batch.context_lens), batch.num_tokens, id(kv))
         step = self._kept.pop(key, None)
@@ -97,17 +97,17 @@ class _Inputs:
 
     branch: Tensor
     residual: Tensor
-    batch: Batch
+    batch: ForwardBatch
 
     @classmethod
-    def of(cls, branch: Tensor, batch: Batch) -> _Inputs:
+    def of(cls, branch: Tensor, batch: ForwardBatch) -> _Inputs:
         with torch.inference_mode(False):  # such tensors may be written in any mode
             groups = tuple(GroupBatch(_roomy(group.block_table), _copied(group.slot_mapping)) for group in batch.groups)
             positions, starts, lens = _copied(batch.positions), _copied(batch.row_starts), _copied(batch.context_lens)
-            own = Batch(positions, starts, lens, batch.max_count, groups)
+            own = ForwardBatch(positions, starts, lens, batch.max_count, groups)
             return cls(_copied(branch), torch.zeros(branch.shape, dtype=branch.dtype), own)
 
-    def load(self, branch: Tensor, batch: Batch) -> bool:
+    def load(self, branch: Tensor, batch: ForwardBatch) -> bool:
         """Write another step's values. False where a block table has outgrown its room."""
         mine = self.batch
         for own, group in zip(mine.groups, batch.groups, strict=True):
@@ -133,7 +133,7 @@ class _Step:
     out: Tensor
     kv: KvCache
 
-    def load(self, branch: Tensor, batch: Batch) -> bool:
+    def load(self, branch: Tensor, batch: ForwardBatch) -> bool:
         return self.inputs.load(branch, batch)
 
 

@@ -39,7 +39,7 @@ MAX_DISK_SHARE = 0.5
 """Of the free space that a new file may take."""
 LEAST_BYTES = 4 << 20
 """Less is packed as fast as it is found."""
-KEEPER = "headrace-keep"
+WRITER = "headrace-pack"
 """The thread that writes."""
 
 
@@ -138,7 +138,7 @@ class PackedStore:
         elif self._found is not None:
             self._folder.remember(self._path.name)
         elif self._made:
-            thread = Thread(target=self._write, name=KEEPER, daemon=False)
+            thread = Thread(target=self._write, name=WRITER, daemon=False)
             thread.start()
             return thread
         return None

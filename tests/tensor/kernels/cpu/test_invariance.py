@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("numba")
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
-from headrace.tensor.batch import Batch, GroupBatch, KvCache, allocate_kv
+from headrace.tensor.batch import ForwardBatch, GroupBatch, KvCache, allocate_kv
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.models import LoadedModel, load_model
 
@@ -29,14 +29,14 @@ def _loaded(dtype: torch.dtype) -> LoadedModel:
     return load_model(folder, backend=backend, dtype=dtype, device="cpu", load_format="auto", seed=0, max_model_len=None)
 
 
-def _batch(step: Step, computed: dict[int, int]) -> Batch:
+def _batch(step: Step, computed: dict[int, int]) -> ForwardBatch:
     positions = [p for row, count in step for p in range(computed[row], computed[row] + count)]
     slots = [(1 + row * BLOCKS_PER_ROW) * BLOCK_SIZE + p for row, count in step for p in range(computed[row], computed[row] + count)]
     table = torch.tensor([[1 + row * BLOCKS_PER_ROW + i for i in range(BLOCKS_PER_ROW)] for row, _ in step], dtype=torch.int32)
     starts = torch.tensor([0, *(count for _, count in step)]).cumsum(0).int()
     contexts = torch.tensor([computed[row] + count for row, count in step], dtype=torch.int32)
     group = GroupBatch(table, torch.tensor(slots))
-    return Batch(torch.tensor(positions), starts, contexts, max(count for _, count in step), (group,))
+    return ForwardBatch(torch.tensor(positions), starts, contexts, max(count for _, count in step), (group,))
 
 
 @torch.inference_mode()
