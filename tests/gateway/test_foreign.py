@@ -111,7 +111,7 @@ async def test_what_only_the_server_knows_is_unknown_to_admission(text: TextMode
         upstream = near.gateway.service.models.get(FAR).upstream
         request = GenerationRequest(request_id=RequestId("r"), prompt=PlainPrompts(prompts=["a", "b"]), sampling={"n": 2, "max_tokens": 5})
         made = await upstream.prepare(request, PrincipalFacts())
-        assert (made.prompt_tokens, made.max_output_tokens, made.num_sequences, made.route_key) == (None, 20, 4, b"")
+        assert (made.prompt_tokens, made.max_output_tokens, made.num_sequences) == (None, 20, 4)
 
 
 @pytest.mark.parametrize(

@@ -35,13 +35,6 @@ async def test_without_max_tokens_the_context_is_the_worst_case(bench: TestBench
     assert made.max_output_tokens == 2 * (MAX_MODEL_LEN - 12)
 
 
-async def test_requests_that_begin_alike_share_a_route_key_within_a_salt(bench: TestBench) -> None:
-    begin = [5] * 300
-    keys = [(await prepared(bench, PlainPrompts(prompts=[ids]))).route_key for ids in (begin, [*begin, 6], [6, *begin])]
-    assert keys[0] == keys[1] != keys[2]
-    assert (await prepared(bench, PlainPrompts(prompts=[begin]), b"other")).route_key != keys[0]
-
-
 async def test_a_seed_is_the_clients_or_drawn(bench: TestBench) -> None:
     assert (await prepared(bench, PlainPrompts(prompts=["Hello"]), seed=3)).seed == 3
     drawn = {(await prepared(bench, PlainPrompts(prompts=["Hello"]))).seed for _ in range(3)}

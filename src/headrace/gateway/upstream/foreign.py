@@ -168,10 +168,6 @@ class HttpPrepared:
         return len(self.prompts) * self._params.n
 
     @property
-    def route_key(self) -> bytes:
-        return b""
-
-    @property
     def seed(self) -> int | None:
         return self._params.seed
 

@@ -264,8 +264,6 @@ class Prepared(Protocol):
     prompt_tokens      of all prompts; None where only the server that answers can count them
     max_output_tokens  worst case over all sequences; None as above
     num_sequences      over all prompts
-    route_key          requests with equal keys begin alike and may share cached blocks; empty where nothing is known.
-                       Nothing reads it yet: a replica is chosen by its load alone
     seed               that the answer follows from; None where it is not known
     ignored            names of what the client gave that changes nothing here
     """
@@ -279,8 +277,6 @@ class Prepared(Protocol):
     def max_output_tokens(self) -> int | None: ...
     @property
     def num_sequences(self) -> int: ...
-    @property
-    def route_key(self) -> bytes: ...
     @property
     def seed(self) -> int | None: ...
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
 from headrace.core.errors import Unavailable
 from headrace.core.ids import RequestId
@@ -39,9 +38,6 @@ MAX_TOKENS_AT_ONCE = 16_384
 
 MAX_NAMED = 8
 """More variables that a template does not read are named together."""
-
-ROUTE_KEY_TOKENS = 256
-"""Requests that agree in so many first tokens share a system prompt at least."""
 
 
 class TokenUpstream:
@@ -166,13 +162,6 @@ class TokenPrepared:
     @property
     def num_sequences(self) -> int:
         return sum(call.params.n for call in self.calls)
-
-    @property
-    def route_key(self) -> bytes:
-        """Of the first prompt: its beginning under its salt, so that no tenant's key is another's. Read by nothing yet."""
-        call = self.calls[0]
-        begin = ",".join(map(str, call.prompt_ids[:ROUTE_KEY_TOKENS]))
-        return blake2b(begin.encode(), key=call.principal.salt, digest_size=16, person=b"headrace-route").digest()
 
     @property
     def seed(self) -> int | None:
