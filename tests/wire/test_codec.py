@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from update_rows import decode_updates
 
 from headrace.core.errors import (
-    DeadlineExceeded,
     HeadraceError,
     InvalidRequest,
     ModelNotFound,
@@ -263,7 +262,6 @@ def test_model_facts_survive_the_wire_with_the_types_of_their_defaults() -> None
         ModelNotFound("gpt", ["a", "b"]),
         Overloaded("the queue is full", retry_after_s=2.5),
         Unavailable("draining", retry_after_s=0.5),
-        DeadlineExceeded("too late"),
         SequenceFailed("broken"),
     ],
 )

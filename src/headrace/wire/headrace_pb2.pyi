@@ -38,7 +38,6 @@ class RejectKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REJECT_MODEL_NOT_FOUND: _ClassVar[RejectKind]
     REJECT_OVERLOADED: _ClassVar[RejectKind]
     REJECT_UNAVAILABLE: _ClassVar[RejectKind]
-    REJECT_DEADLINE: _ClassVar[RejectKind]
     REJECT_FAILED: _ClassVar[RejectKind]
 PRIORITY_UNSPECIFIED: Priority
 PRIORITY_PREMIUM: Priority
@@ -60,7 +59,6 @@ REJECT_TOO_LARGE: RejectKind
 REJECT_MODEL_NOT_FOUND: RejectKind
 REJECT_OVERLOADED: RejectKind
 REJECT_UNAVAILABLE: RejectKind
-REJECT_DEADLINE: RejectKind
 REJECT_FAILED: RejectKind
 
 class KvGroup(_message.Message):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from headrace.core.errors import (
-    DeadlineExceeded,
     HeadraceError,
     InvalidRequest,
     ModelNotFound,
@@ -62,8 +61,6 @@ def _kind(error: Exception) -> pb.RejectKind:
             return pb.REJECT_OVERLOADED
         case Unavailable():
             return pb.REJECT_UNAVAILABLE
-        case DeadlineExceeded():
-            return pb.REJECT_DEADLINE
         case _:
             return pb.REJECT_FAILED
 
@@ -81,8 +78,6 @@ def _error(message: pb.Rejected) -> Exception:
             return Overloaded(message.message, retry_after_s=message.retry_after_s)
         case pb.REJECT_UNAVAILABLE:
             return Unavailable(message.message, retry_after_s=message.retry_after_s)
-        case pb.REJECT_DEADLINE:
-            return DeadlineExceeded(message.message)
         case pb.REJECT_FAILED:
             return SequenceFailed(message.message)
     raise MalformedFrame(f"rejected: unknown kind {message.kind}")
