@@ -37,9 +37,13 @@ TOLD = (
 )
 
 
-def record(seed: int, *, one_by_one: bool = False) -> str:
-    """The digest of the life that `seed` draws. one_by_one: every row is looked at, none passes in bulk (the plain twin)."""
-    life = Life(seed)
+def record(seed: int, *, one_by_one: bool = False, queue_policy: str | None = None, priority: PriorityClass | None = None) -> str:
+    """The digest of the life that `seed` draws.
+
+    one_by_one              every row is looked at, none passes in bulk (the plain twin)
+    queue_policy, priority  take the place of the drawn policy, and of the drawn class of every request; None: as drawn
+    """
+    life = Life(seed, queue_policy, priority)
     if one_by_one:
         check_every_row(life.driven.scheduler)
     for _ in range(life.random.randint(20, 90)):
@@ -85,8 +89,9 @@ def recorded_bytes(plan: Plan) -> bytes:
 class Life:
     """An engine over the oracle runner, and chance that submits, cancels, finishes, waits and lets steps fail."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, queue_policy: str | None = None, priority: PriorityClass | None = None) -> None:
         self.random = Random(seed)
+        self.queue_policy, self.priority = queue_policy, priority
         self.digest = hashlib.blake2b(digest_size=16)
         self.num_requests = 0
         self.driven = DrivenEngine(**self._settings())
@@ -106,7 +111,7 @@ class Life:
 
     def _settings(self) -> dict[str, Any]:
         draw = self.random
-        return {
+        drawn = {
             "depth": draw.choice([1, 2]),
             "caching": draw.random() < 0.6,
             "groups": draw.choice([(FULL,), (FULL,), (FULL, WINDOW), (WINDOW,)]),
@@ -121,6 +126,7 @@ class Life:
             "eos": (3, 5) if draw.random() < 0.5 else (),
             "prerequisite_timeout_s": 20.0,
         }
+        return drawn if self.queue_policy is None else {**drawn, "queue_policy": self.queue_policy}
 
     def _note(self, updates: list[SequenceUpdate | Rejected]) -> None:
         for update in sorted(updates, key=lambda one: (one.request_id, getattr(one, "index", 0))):
@@ -172,6 +178,8 @@ class Life:
             "salt": b"s" * family,
             "prefix_caching": draw.random() < 0.9,
         }
+        if self.priority is not None:
+            given["priority"] = self.priority
         needs = given.pop("needs")
         self.driven.submit(request(f"r{self.num_requests}", prompt, **given), needs=needs)
         self.num_requests += 1

@@ -98,7 +98,9 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = option(True, "Reuse the KV of equal prompt beginnings.")
     enable_chunked_prefill: bool = option(True, "Split long prompts over steps.")
-    queue_policy: str = option("fcfs", "Who is computed first.", "--queue-policy", "--scheduling-policy", one_of=QUEUE_POLICIES)
+    queue_policy: str = option(
+        "priority", "Which waiting sequence is computed first.", "--queue-policy", "--scheduling-policy", one_of=QUEUE_POLICIES
+    )
     batching: str = option("continuous", "static: a batch runs to its end before the next begins.", flags=(), one_of=BATCHING)
     depth: int = option(
         1, "Plan the next step while one is computed.", "--async-scheduling/--no-async-scheduling", low=1, high=2, switch=(1, 2)

@@ -15,7 +15,7 @@ class SchedulerConfig:
     max_waiting: int = 1024
     max_waiting_per_tenant: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    queue_policy: str = "fcfs"
+    queue_policy: str = "priority"
     enable_chunked_prefill: bool = True
     static_batching: bool = False
     depth: int = 1

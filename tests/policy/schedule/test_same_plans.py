@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded_plans import record
 
+from headrace.core.request import PriorityClass
+
 RECORDED = json.loads((Path(__file__).parent / "data" / "recorded_plans.json").read_text())
 """seed -> digest, written down when every row had an object of its own and was looked at in every step.
 
@@ -27,3 +29,10 @@ def test_plans_are_those_of_the_scheduler_that_kept_an_object_per_row(seed: str)
 @given(seed=st.integers(1000, 2**40))
 def test_rows_in_bulk_and_rows_one_by_one_give_the_same_plans_and_updates(seed: int) -> None:
     assert record(seed) == record(seed, one_by_one=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(1000, 2**40), priority=st.sampled_from(PriorityClass))
+def test_with_one_class_the_priority_policy_plans_as_first_come_first_served(seed: int, priority: PriorityClass) -> None:
+    """So it can be the default: requests that name no class are served as they come."""
+    assert record(seed, queue_policy="priority", priority=priority) == record(seed, queue_policy="fcfs", priority=priority)

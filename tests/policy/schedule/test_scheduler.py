@@ -441,6 +441,15 @@ def test_priority_serves_premium_first_and_aging_prevents_starvation() -> None:
     assert list(late.finish) == [("running", 0), ("batch", 0), ("premium", 0)]
 
 
+def test_a_class_counts_unless_the_operator_says_otherwise() -> None:
+    driven = DrivenEngine(max_num_seqs=1)
+    driven.submit(request("running", [1]))
+    driven.turn()
+    driven.submit(request("batch", [2], priority=PriorityClass.BATCH), request("standard", [3]))
+    driven.run()
+    assert list(driven.finish) == [("running", 0), ("standard", 0), ("batch", 0)]
+
+
 def test_sjf_serves_short_jobs_first_and_aging_prevents_starvation() -> None:
     driven = DrivenEngine(queue_policy="sjf", max_num_seqs=1)
     driven.submit(request("running", [1]))
@@ -652,7 +661,7 @@ def test_a_queue_policy_decides_the_shares_of_a_step(monkeypatch: pytest.MonkeyP
 
     def chunks(shares: StepShares) -> list[list[int]]:
         monkeypatch.setattr(FcfsQueue, "shares", shares)
-        driven = DrivenEngine(max_num_batched_tokens=16, caching=False)
+        driven = DrivenEngine(max_num_batched_tokens=16, caching=False, queue_policy="fcfs")
         driven.submit(request("first", list(range(40)), max_tokens=2), request("second", list(range(4)), max_tokens=2))
         driven.turn(3)
         plans = load_plans(driven.engine.recent_plans())

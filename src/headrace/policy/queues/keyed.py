@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
+from headrace.core.request import PriorityClass
 from headrace.policy.queues.shares import StepShares
 from headrace.policy.schedule.sequence import Sequence
 
@@ -77,7 +78,8 @@ class PriorityQueue(KeyQueue):
     """premium, standard, batch; a waiting sequence ages towards the front."""
 
     def key_of(self, seq: Sequence, cost_tokens: int) -> float:
-        return seq.arrival + seq.request.priority * PRIORITY_AGING_S
+        """Standard is the origin: with standard requests alone the keys are their arrivals to the bit, as in `FcfsQueue`."""
+        return seq.arrival + (seq.request.priority - PriorityClass.STANDARD) * PRIORITY_AGING_S
 
 
 class SjfQueue(KeyQueue):

@@ -81,7 +81,13 @@ _SERVED = (
     _honoured("logprobs", COMPLETIONS, "0..20: the chosen token's log-probability and so many of the best."),
     _honoured("top_logprobs", CHAT, "0..20 of the best; needs logprobs."),
     _honoured("prompt_logprobs", BOTH, "0..20 for every prompt token but the first (vLLM's shape); not with stream."),
-    _honoured("priority", BOTH, "premium, standard or batch (or 1, 2 for the last two). May only lower the key's class; 0 leaves it.", 0),
+    _honoured(
+        "priority",
+        BOTH,
+        "premium, standard or batch (or 1, 2 for the last two). May only lower the key's class; 0 leaves it. "
+        "Has effect where `queue_policy` is `priority`, the default.",
+        0,
+    ),
     _honoured("cache_salt", BOTH, "Separates prefix caches within a tenant; at most 256 characters."),
 )
 
