@@ -62,6 +62,7 @@ class Outcome:
     method       see `method_of`; 1 where a file says nothing
     load         of HTTP rows: what was offered and what the client saw (`http.figures_of`); seconds and counts, null where none is finite.
                  Of the ceiling: "headrace", what Headrace gave in turns with it
+    remark       what a reader has to know of this cell, printed below its table; a value is never replaced, it is remarked upon
     """
 
     value: float | None
@@ -74,6 +75,7 @@ class Outcome:
     facts: Mapping[str, float] = field(default_factory=dict)
     load: Mapping[str, float | None] = field(default_factory=dict)
     method: int = 1
+    remark: str = ""
 
 
 def save(cell: Cell, outcome: Outcome) -> None:

@@ -210,6 +210,7 @@ def _circumstances(table: Table) -> Iterator[str]:
     for row, columns in table.items():
         for engine, rounds in columns.items():
             yield from (f"- {row}, {engine}: {error}" for error in sorted({o.error for o in rounds.values() if o.error}))
+            yield from (f"- {row}, {engine}, round {number}: {o.remark}." for number, o in sorted(rounds.items()) if o.remark)
 
 
 def _cell(rounds: Rounds) -> str:
