@@ -22,7 +22,7 @@ from torch import Tensor
 from bench.harness import write_portable
 from bench.machine import results_file
 from headrace.core.kvgroup import KvGroup
-from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
+from headrace.lab.environment import bandwidth_facts, bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
 from headrace.tensor.kernels.cpu.backend import EXECUTOR, KERNELS
 from headrace.tensor.kernels.cpu.jit.launch import thread_limit
@@ -98,7 +98,7 @@ def measure(shape: str, case: str) -> list[dict[str, object]]:
         typical = statistics.median(seconds)
         num_bytes = sum(context for _, context in rows) * stored_as(KvGroup((0,), kv_heads, dim, 4), KINDS[kind]).block_bytes(1)
         figures = {"gb_per_s": num_bytes / typical / 1e9, "gflop_per_s": 4 * heads * dim * pairs / typical / 1e9}
-        entry = {"shape": shape, "case": case, "kind": kind, "seconds": seconds, **figures, "read_bandwidth_bytes_per_s": bandwidth}
+        entry = {"shape": shape, "case": case, "kind": kind, "seconds": seconds, **figures, **bandwidth_facts(bandwidth)}
         entries.append(entry)
         print(
             f"{shape}, {case}, {kind}: {typical * 1e3:.3f} ms, {figures['gb_per_s']:.1f} GB/s, {figures['gflop_per_s']:.0f} GFLOP/s",

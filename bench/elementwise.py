@@ -28,7 +28,7 @@ from bench.machine import results_file
 from headrace.core.ids import SlotId
 from headrace.core.plan import Started
 from headrace.core.sampling import SamplingParams
-from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
+from headrace.lab.environment import ReadBandwidth, bandwidth_facts, bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.batch import KvCache, allocate_kv
 from headrace.tensor.kernels.cpu.backend import EXECUTOR, KERNELS, draw_tokens
 from headrace.tensor.kernels.cpu.jit.launch import thread_limit
@@ -94,9 +94,9 @@ def sampling_seconds(params: SamplingParams, logits: Tensor, draw: Draw) -> floa
     return time.perf_counter() - began
 
 
-def entry(name: str, rows: int, seconds: list[float], size: int, bandwidth: float | None) -> dict[str, object]:
+def entry(name: str, rows: int, seconds: list[float], size: int, bandwidth: ReadBandwidth | None) -> dict[str, object]:
     typical = statistics.median(seconds)
-    found = {"what": name, "rows": rows, "seconds": seconds, "gb_per_s": size / typical / 1e9, "read_bandwidth_bytes_per_s": bandwidth}
+    found = {"what": name, "rows": rows, "seconds": seconds, "gb_per_s": size / typical / 1e9, **bandwidth_facts(bandwidth)}
     print(f"{rows} rows, {name}: {1e6 * typical:,.1f} us, {size / typical / 1e9:.1f} GB/s", flush=True)
     return found
 

@@ -15,7 +15,7 @@ from headrace.engine.build import build_engine
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine
 from headrace.lab.datasets import LoadRequest, WorkloadShape, make_requests
-from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
+from headrace.lab.environment import bandwidth_facts, bandwidth_script, environment, measure_bandwidth
 from headrace.lab.offline import Collector, OfflineRun
 from headrace.lab.report import write_json
 
@@ -80,7 +80,7 @@ def run_table(table: Table, *, rounds: int, say: Callable[[str], None] = print) 
         for name in sorted(machines, key=list(table.variants).index, reverse=number % 2 == 1):
             values[name] = dict(table.run(machines[name], number))
             machines[name].engine.scheduler.check()
-        kept.append({"round": number, "environment": environment(), "read_bandwidth_bytes_per_s": bandwidth, "values": values})
+        kept.append({"round": number, "environment": environment(), **bandwidth_facts(bandwidth), "values": values})
         say(f"{table.name} round {number + 1}/{rounds}: {values}")
     file = RESULTS / f"{table.name}-{began}.json"
     write_portable(

@@ -36,7 +36,7 @@ from headrace.core.errors import ConfigError
 from headrace.engine.config import QUANTIZATIONS, EngineConfig
 from headrace.fleet.weights import resolve_model
 from headrace.lab.datasets import WorkloadShape, make_requests
-from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
+from headrace.lab.environment import bandwidth_facts, bandwidth_script, environment, measure_bandwidth
 from headrace.lab.offline import run_offline
 from headrace.lab.pairs import paired_ratio
 from headrace.tensor.host.cache_folder import cache_root
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> None:
     }
     file = results_file(name)
     for part in given.only or PARTS:
-        facts = {"environment": environment(), "threads_wait": waiting, "read_bandwidth_bytes_per_s": measure_bandwidth(bandwidth_script())}
+        facts = {"environment": environment(), "threads_wait": waiting, **bandwidth_facts(measure_bandwidth(bandwidth_script()))}
         found = measures[part]()
         key = f"overlap-{given.streams}" if part == "overlap" else part
         kept = json.loads(file.read_bytes()) if file.is_file() else {}

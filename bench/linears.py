@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bench.harness import write_portable
 from bench.machine import results_file
-from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
+from headrace.lab.environment import bandwidth_facts, bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.kernels import Linear
 from headrace.tensor.kernels.cpu.backend import EXECUTOR
 from headrace.tensor.kernels.cpu.integer.quantized import IntegerLinear
@@ -66,7 +66,7 @@ def measure(kinds: list[str], rows: int, linears: dict[str, list[Linear]], clock
     for kind, seconds in zip(kinds, zip(*turns, strict=True), strict=True):
         typical, weight_bytes = statistics.median(seconds), sum(linear.weight_bytes for linear in linears[kind])
         figures = {"gb_per_s": weight_bytes / typical / 1e9, "gflop_per_s": work / typical / 1e9}
-        entries.append({"kind": kind, "rows": rows, "seconds": seconds, **figures, "read_bandwidth_bytes_per_s": bandwidth})
+        entries.append({"kind": kind, "rows": rows, "seconds": seconds, **figures, **bandwidth_facts(bandwidth)})
         spread = f"fastest {work / min(seconds) / 1e9:.0f}"
         print(f"{rows} rows, {kind}: {figures['gb_per_s']:.1f} GB/s, {figures['gflop_per_s']:.0f} GFLOP/s ({spread})", flush=True)
     return entries

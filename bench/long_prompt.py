@@ -25,7 +25,7 @@ from headrace.core.errors import ConfigError
 from headrace.engine.config import KV_CACHE_DTYPES, QUANTIZATIONS, EngineConfig
 from headrace.fleet.weights import resolve_model
 from headrace.lab.datasets import LoadRequest, WorkloadShape
-from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
+from headrace.lab.environment import bandwidth_facts, bandwidth_script, environment, measure_bandwidth
 from headrace.lab.metrics import percentile
 from headrace.lab.offline import run_offline
 
@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
         kv_cache_dtype=given.kv_cache_dtype,
         max_num_batched_tokens=given.max_num_batched_tokens,
     )
-    facts = {"environment": environment(), "read_bandwidth_bytes_per_s": measure_bandwidth(bandwidth_script())}
+    facts = {"environment": environment(), **bandwidth_facts(measure_bandwidth(bandwidth_script()))}
     machine = build(config)
     tokens = given.tokens or machine.engine.info.max_model_len - ANSWER_TOKENS
     found = measure(machine, given.streams, given.newcomers, tokens, given.max_num_batched_tokens)

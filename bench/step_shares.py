@@ -36,7 +36,7 @@ from bench.machine import results_file
 from headrace import LLM, SamplingParams
 from headrace.core.errors import ConfigError
 from headrace.engine.config import QUANTIZATIONS
-from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
+from headrace.lab.environment import bandwidth_facts, bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.kernels.cpu.jit.launch import kernel_names
 from headrace.tensor.kernels.cpu.together import RecordedLaunches, run_list
 from headrace.tensor.models.decoder import DecoderModel
@@ -158,7 +158,7 @@ def main(arguments: list[str] | None = None) -> None:
     here = environment()
     facts = replace(here, command=tuple("MODEL" if word == str(given.model) else word for word in here.command))
     file = results_file(f"step-shares-{given.model.name}-{given.quantization}")
-    write_portable(file, {"environment": facts, "read_bandwidth_bytes_per_s": bandwidth, "steps": given.steps, "entries": entries})
+    write_portable(file, {"environment": facts, **bandwidth_facts(bandwidth), "steps": given.steps, "entries": entries})
 
 
 if __name__ == "__main__":

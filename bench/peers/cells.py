@@ -57,7 +57,8 @@ class Outcome:
     setting      how the engine was run, in its own words
     samples      the single measurements behind value
     environment  commit, load, versions, time
-    read_bandwidth_bytes_per_s  in the same minute; None when it could not be measured
+    read_bandwidth_bytes_per_s  just before the cell; None when it could not be measured
+    read_bandwidth_pattern  the way to read that was fastest (`bench/bandwidth.py`); a plain sum where a file says nothing
     facts        of the model: "weights" that a step multiplies, "kv_numbers_per_token"
     method       see `method_of`; 1 where a file says nothing
     load         of HTTP rows: what was offered and what the client saw (`http.figures_of`); seconds and counts, null where none is finite.
@@ -76,6 +77,7 @@ class Outcome:
     load: Mapping[str, float | None] = field(default_factory=dict)
     method: int = 1
     remark: str = ""
+    read_bandwidth_pattern: str | None = "sum"
 
 
 def save(cell: Cell, outcome: Outcome) -> None:

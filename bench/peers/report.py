@@ -30,17 +30,26 @@ Table = Mapping[str, Mapping[str, Rounds]]
 
 HEADER = """# Headrace beside llama.cpp, vLLM and OpenVINO on a CPU
 
-Written by `python -m bench.peers.report` from the cells in `bench/results/peers/`; how they are measured is in
-[bench/peers/README.md](../bench/peers/README.md). Every kind of machine has a part of its own. A cell is the median over its rounds with
-the smallest and largest in brackets; bad rounds are kept. "/ best peer" is the median over the rounds of Headrace's figure over the best
-other engine's of the same round, turned so that more than 1 means Headrace is better, with the smallest and largest and, behind them, the
-number of rounds; rounds that not every named engine took part in are compared with those that did; 0 where Headrace failed. "/ ceiling" is
-Headrace over the model's matrix products alone, asked in turns. `mixed-32` asks llama.cpp through its server, the others in their own
-process. MBU: bytes of weights and KV that a step must read, over its time, over the read bandwidth of `bench/bandwidth.py` in the same
-minute; that is a plain sum's, which strips read from several places at once can exceed.
+Written by `python -m bench.peers.report` from the cells in `bench/results/peers/`, which hold commit, time, load and settings; how they
+are measured is in [bench/peers/README.md](../bench/peers/README.md). First the wins and losses: Headrace over the best other engine of
+the same round, median over the rounds; more than 1 is better, **bold** is a loss, "-" was not measured; an asterisk marks cells with a
+remark below their table.
 
-What falls short of Headrace's own goals is **bold**, with the goal behind it; what was tried there, and what the limit is, stands in
-[experiments.md](experiments.md#short-of-the-goals-on-a-cpu).
+%s
+
+## How to read the tables
+
+Every kind of machine has a part of its own. A cell is the median over its rounds with the smallest and largest in brackets; bad rounds
+are kept. "/ best peer" is the median over the rounds of Headrace's figure over the best other engine's of the same round, turned so that
+more than 1 means Headrace is better, with the smallest and largest and, behind them, the number of rounds; rounds that not every named
+engine took part in are compared with those that did; 0 where Headrace failed. "/ ceiling" is Headrace over the model's matrix products
+alone, asked in turns. `mixed-32` asks llama.cpp through its server, the others in their own process. MBU: bytes of weights and KV that a
+step must read, over its time, over the read bandwidth that `bench/bandwidth.py` gave just before. A cell whose JSON names no
+`read_bandwidth_pattern` was divided by the rate of a plain sum, which kernels that read from several places at once exceed: an MBU near
+or above 1 says that this divisor is too small. Newer cells are divided by the best of several ways to read, and name it.
+
+In these tables what falls short of Headrace's own goals is **bold**, with the goal behind it; what was tried there, and what the limit
+is, stands in [experiments.md](experiments.md#short-of-the-goals-on-a-cpu).
 """
 GOALS: Mapping[str, Mapping[str, float]] = {
     "bf16": {"peer": 1.0, "ceiling": 0.92, "mbu": 0.85},
@@ -120,6 +129,33 @@ def mbu(row: str, precision: str, rounds: Rounds) -> float | None:
     return statistics.median(shares) if shares else None
 
 
+def grid(found: Mapping[str, Mapping[tuple[str, str], Table]]) -> Iterator[str]:
+    """One line per machine, shape and precision, one column per row: Headrace over the best peer, and whether that is a win or a loss."""
+    shown = [row for row in ROWS if any(row in table for tables_of_machine in found.values() for table in tables_of_machine.values())]
+    yield "| machine, shape, precision | " + " | ".join(shown) + " |"
+    yield "|---" * (len(shown) + 1) + "|"
+    wins = losses = 0
+    for machine, tables_of_machine in found.items():
+        for (shape, precision), table in tables_of_machine.items():
+            ratios = {row: advantages(row, table.get(row, {}), PEERS) for row in shown}
+            medians = {row: statistics.median(each) for row, each in ratios.items() if each}
+            wins += sum(is_win(value) for value in medians.values())
+            losses += sum(not is_win(value) for value in medians.values())
+            line = [_grid_cell(medians[row], table[row]) if row in medians else "-" for row in shown]
+            yield f"| [{machine}](#{machine.replace('.', '')}), {shape}, {precision} | " + " | ".join(line) + " |"
+    yield f"\n{wins} wins, {losses} losses (bold)."
+
+
+def is_win(ratio: float) -> bool:
+    """Of a median over the best peer, as it is printed: 1.00 is not a loss."""
+    return round(ratio, 2) >= 1.0
+
+
+def _grid_cell(ratio: float, engines: Mapping[str, Rounds]) -> str:
+    star = "*" if any(outcome.remark for rounds in engines.values() for outcome in rounds.values()) else ""
+    return f"{ratio:.2f}{star}" if is_win(ratio) else f"**{ratio:.2f}**{star}"
+
+
 def section(shape: str, precision: str, table: Table) -> Iterator[str]:
     yield f"### {shape}, {precision}\n"
     yield from offline_section(precision, table, GOALS[precision] if shape == SHAPES[0] else {})
@@ -194,9 +230,8 @@ def _circumstances(table: Table) -> Iterator[str]:
     outcomes = [outcome for columns in table.values() for rounds in columns.values() for outcome in rounds.values()]
     environments = [outcome.environment for outcome in outcomes]
     times = sorted(str(environment["time"]) for environment in environments)
-    commits = sorted({str(environment["commit"]) for environment in environments})
     bandwidths = [outcome.read_bandwidth_bytes_per_s for outcome in outcomes if outcome.read_bandwidth_bytes_per_s]
-    line = f"{environments[0]['cpu']}, {environments[0]['num_cpus']} CPUs, {times[0]} to {times[-1]}, commit {', '.join(commits)}"
+    line = f"{environments[0]['cpu']}, {environments[0]['num_cpus']} CPUs, {times[0]} to {times[-1]}"
     if bandwidths:
         line += f", read bandwidth {min(bandwidths) / 1e9:.1f} to {max(bandwidths) / 1e9:.1f} GB/s"
     methods = [
@@ -279,8 +314,8 @@ def _against_best_peer(row: str, engines: Mapping[str, Rounds], engine: str) -> 
 
 
 def page(found: Mapping[str, Mapping[tuple[str, str], Table]]) -> str:
-    """The whole page; a machine's plot is named where there is one."""
-    parts = [HEADER]
+    """The whole page: the grid first, then a part per machine; a machine's plot is named where there is one."""
+    parts = [HEADER % "\n".join(grid(found))]
     for machine, tables_of_machine in found.items():
         parts.append(f"## {machine}\n")
         if plot_of(machine).is_file():

@@ -34,7 +34,7 @@ from bench.smoke.children import Server, Worker, server, worker
 from bench.smoke.model import make_model
 from bench.smoke.trees import Side, SmokeError, default_base, git, two_trees
 from bench.smoke.verdict import LEVEL, SLOWER, RowVerdict, cleared, judge, rounds_needed, suspects
-from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
+from headrace.lab.environment import bandwidth_facts, bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.host.cache_folder import cache_root
 
 WORKER_ROWS = (
@@ -205,8 +205,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(table(verdicts, compared.pairs))
     alarms = [found.row for found in verdicts if found.is_alarm]
     print(f"{f'slower than {commit}: ' + ', '.join(alarms) if alarms else f'nothing shown to be slower than {commit}'} ({took_s:.0f} s)")
-    bandwidths = {"before": before, "after": measure_bandwidth(bandwidth_script())}
-    facts = {"base": commit, "environment": environment(), "read_bandwidth_bytes_per_s": bandwidths, "seconds": took_s}
+    bandwidths = {"before": bandwidth_facts(before), "after": bandwidth_facts(measure_bandwidth(bandwidth_script()))}
+    facts = {"base": commit, "environment": environment(), "read_bandwidth": bandwidths, "seconds": took_s}
     rule = {"slower": SLOWER, "level": LEVEL, "alarms": alarms}
     write_portable(given.json, {**facts, **rule, "verdicts": [asdict(found) for found in verdicts], **asdict(compared)})
     return 1 if alarms else 0

@@ -145,7 +145,7 @@ def test_share_of_bandwidth_is_shown_or_why_it_is_not_known(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     script = tmp_path / "bandwidth.py"
-    script.write_text("print('{\"read_bytes_per_s\": 2e6}')")
+    script.write_text("""print('{"read_bytes_per_s": 2e6, "pattern": "sum"}')""")
     monkeypatch.setattr(environment, "bandwidth_script", lambda: script)
     values = values_of(command, capsys, **options)
     assert values["read bandwidth (GB/s)"] == 0.002

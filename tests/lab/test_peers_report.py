@@ -205,3 +205,23 @@ def test_nibbles_are_packed_lowest_first() -> None:
 
     words = pack_nibbles(torch.tensor([[-8, -7, 0, 7, -8, -8, -8, 7]], dtype=torch.int8))
     assert words.tolist() == [[0xF000F810 - (1 << 32)]]
+
+
+def test_the_page_opens_with_one_line_of_wins_and_losses_per_machine_shape_and_precision() -> None:
+    won: report.Table = {"decode-1": {"headrace": rounds(30, 10, 20), "vllm": rounds(10, 10, 10)}, "decode-2": {"headrace": rounds(1)}}
+    lost: report.Table = {"startup": {"headrace": rounds(4), "vllm": rounds(1)}}
+    lines = list(report.grid({"here": {("llama-1.1b", "int8"): won, ("llama-1.1b", "int4"): lost}}))
+    assert lines[0] == "| machine, shape, precision | decode-1 | decode-2 | startup |"
+    assert lines[2] == "| [here](#here), llama-1.1b, int8 | 2.00 | - | - |"
+    assert lines[3] == "| [here](#here), llama-1.1b, int4 | - | - | **0.25** |"
+    assert lines[4].strip() == "1 wins, 1 losses (bold)."
+    assert [report.is_win(ratio) for ratio in (0.994, 0.996)] == [False, True]
+    marked: report.Table = {"startup": {"headrace": rounds(4), "vllm": {0: replace(outcome(1), remark="cold")}}}
+    assert list(report.grid({"a.b": {("llama-1.1b", "int4"): marked}}))[2] == "| [a.b](#ab), llama-1.1b, int4 | **0.25*** |"
+
+
+def test_a_remark_on_a_cell_is_printed_below_its_table() -> None:
+    cold = {0: replace(outcome(30), remark="its file was not in the system's cache")}
+    text = "\n".join(report.section("llama-1.1b", "bf16", {"startup": {"llama.cpp": cold}}))
+    assert "- startup, llama.cpp, round 0: its file was not in the system's cache." in text
+    assert "commit" not in text

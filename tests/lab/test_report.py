@@ -97,8 +97,8 @@ def test_bandwidth_script_that_fails_is_no_bandwidth_and_says_why(tmp_path: Path
     assert facts.measure_bandwidth(None) is None
     with pytest.raises(facts.BandwidthUnknown, match="from a checkout"):
         facts.read_bandwidth(None)
-    script.write_text("print('{\"read_bytes_per_s\": 5e10}')")
-    assert facts.measure_bandwidth(script) == facts.read_bandwidth(script) == 5e10
+    script.write_text("""print('{"read_bytes_per_s": 5e10, "pattern": "sum"}')""")
+    assert facts.measure_bandwidth(script) == facts.read_bandwidth(script) == facts.ReadBandwidth(5e10, "sum")
 
 
 def test_folder_outside_a_checkout_has_no_commit(tmp_path: Path) -> None:

@@ -27,26 +27,31 @@ class RunConditions:
     """
 
     def __init__(self, with_bandwidth: bool) -> None:
-        from headrace.lab.environment import BandwidthUnknown, bandwidth_script, environment, read_bandwidth
+        from headrace.lab.environment import BandwidthUnknown, ReadBandwidth, bandwidth_script, environment, read_bandwidth
 
         self.before = environment()
-        self.bandwidth: float | None = None
+        self.measured: ReadBandwidth | None = None
         self.no_bandwidth = "" if with_bandwidth else "not asked for (--no-bandwidth)"
         if with_bandwidth:
             try:
-                self.bandwidth = read_bandwidth(bandwidth_script())
+                self.measured = read_bandwidth(bandwidth_script())
             except BandwidthUnknown as error:
                 self.no_bandwidth = f"the read bandwidth could not be measured: {error}"
+
+    @property
+    def bandwidth(self) -> float | None:
+        return self.measured.bytes_per_s if self.measured else None
 
     def result(self, **parts: object) -> dict[str, object]:
         from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 
-        after = measure_bandwidth(bandwidth_script()) if self.bandwidth else None
+        after = measure_bandwidth(bandwidth_script()) if self.measured else None
         note = {"no_read_bandwidth": self.no_bandwidth} if self.no_bandwidth else {}
         return {
             "environment": self.before,
             "load_average_after": environment().load_average,
-            "read_bandwidth_bytes_per_s": [self.bandwidth, after],
+            "read_bandwidth_bytes_per_s": [self.bandwidth, after.bytes_per_s if after else None],
+            "read_bandwidth_pattern": [found.pattern if found else None for found in (self.measured, after)],
             **note,
             **parts,
         }

@@ -83,14 +83,28 @@ class BandwidthUnknown(HeadraceError):
     """The read bandwidth could not be measured; says why, for people."""
 
 
-def read_bandwidth(script: Path | None) -> float:
-    """Read bandwidth in bytes per second, all threads, now. Raises BandwidthUnknown."""
+@dataclass(frozen=True, slots=True)
+class ReadBandwidth:
+    """bytes_per_s: all threads, of the fastest way to read that was tried. pattern: the name of that way."""
+
+    bytes_per_s: float
+    pattern: str
+
+
+def bandwidth_facts(found: ReadBandwidth | None) -> dict[str, object]:
+    """A bandwidth as every JSON with a figure carries it; both null where it is not known."""
+    return {"read_bandwidth_bytes_per_s": found and found.bytes_per_s, "read_bandwidth_pattern": found and found.pattern}
+
+
+def read_bandwidth(script: Path | None) -> ReadBandwidth:
+    """What `script` (see `bandwidth_script`) measures now. Raises BandwidthUnknown."""
     if script is None:
         raise BandwidthUnknown("an installed package has no bench/bandwidth.py; run from a checkout")
     command = [sys.executable, str(script), "--json"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=BANDWIDTH_TIMEOUT_S, check=True)
-        return float(json.loads(done.stdout.splitlines()[-1])["read_bytes_per_s"])
+        printed = json.loads(done.stdout.splitlines()[-1])
+        return ReadBandwidth(float(printed["read_bytes_per_s"]), str(printed["pattern"]))
     except subprocess.CalledProcessError as error:
         last_words = (error.stderr or "").strip().splitlines()[-1:]
         raise BandwidthUnknown(": ".join([f"{script.name} ended with status {error.returncode}", *last_words])) from error
@@ -102,8 +116,8 @@ def read_bandwidth(script: Path | None) -> float:
         raise BandwidthUnknown(f"{script.name} printed something else than its figures") from error
 
 
-def measure_bandwidth(script: Path | None) -> float | None:
-    """The same for whoever goes on without it: None when it is not known."""
+def measure_bandwidth(script: Path | None) -> ReadBandwidth | None:
+    """The same for callers that go on without it: None when it is not known."""
     try:
         return read_bandwidth(script)
     except BandwidthUnknown:

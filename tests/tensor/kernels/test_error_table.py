@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 pytest.importorskip("numba")
 
@@ -56,10 +57,18 @@ def test_an_array_that_caches_could_hold_is_refused() -> None:
         bandwidth.measure_read_bandwidth(rounds=0)
 
 
+def test_every_pattern_reads_every_number_once() -> None:
+    values = torch.ones(8 * bandwidth.MATRIX_COLUMNS)
+    for name, read in bandwidth.patterns(values).items():
+        assert float(torch.as_tensor(read()).sum()) == values.numel(), name
+
+
 @pytest.mark.slow
 def test_bandwidth_is_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
     bandwidth.main(["--json", "--rounds", "2"])
     found = json.loads(capsys.readouterr().out)
     assert found["num_bytes"] >= 2**30
-    assert len(found["seconds"]) == 2
-    assert found["read_bytes_per_s"] == pytest.approx(found["num_bytes"] / min(found["seconds"]))
+    assert all(len(times) == 2 for times in found["seconds"].values())
+    fastest = min(min(times) for times in found["seconds"].values())
+    assert min(found["seconds"][found["pattern"]]) == fastest
+    assert found["read_bytes_per_s"] == pytest.approx(found["num_bytes"] / fastest)
