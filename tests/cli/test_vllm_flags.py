@@ -60,6 +60,9 @@ def test_what_has_no_effect_is_dropped_and_said_in_one_line(name: str) -> None:
     assert "\n" not in notice
     for accepted in entry.accepted:
         assert translated(["serve", name, accepted]) == (["serve"], [])
+    if not entry.takes_value:
+        negated = f"--no-{name.removeprefix('--')}"
+        assert translated(["serve", negated, "m"]) == (["serve", "m"], [f"{negated} has no effect: {entry.why}."])
     assert parsed("m", name, *value).params["model_argument"] == "m"
 
 
@@ -80,6 +83,20 @@ def test_what_is_not_done_is_refused_by_name_with_a_remedy(name: str) -> None:
         assert translated(["serve", f"{name}={accepted}", "m"]) == (["serve", "m"], [])
     if entry.accepted is None:
         assert translated(["serve", f"--no-{name.removeprefix('--')}"]) == (["serve"], [])
+
+
+@pytest.mark.parametrize("name", [name for name, entry in TABLE.items() if entry.takes_value and not isinstance(entry, RefusedFlag)])
+@pytest.mark.parametrize("rest", [[], ["--port", "8000"], ["-q", "int8"], ["--"]])
+def test_the_next_flag_is_never_taken_for_a_missing_value(name: str, rest: list[str]) -> None:
+    """`--max-log-len --port 8000` served on the default port, with a notice about "--max-log-len --port"."""
+    with pytest.raises(UsageRefused, match=f"^{name}: a value is missing$"):
+        translated(["serve", "m", name, *rest])
+
+
+def test_a_negative_number_is_a_value_and_no_flag() -> None:
+    kept, [notice] = translated(["serve", "--max-log-len", "-1", "--port", "8000"])
+    assert kept == ["serve", "--port", "8000"]
+    assert notice.startswith("--max-log-len -1 has no effect: ")
 
 
 def test_every_flag_that_a_message_names_is_taken() -> None:

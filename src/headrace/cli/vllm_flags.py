@@ -7,6 +7,7 @@ the parser, which suggests the nearest name. docs/config.md has the same table f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -137,6 +138,9 @@ TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
 SEVERAL = ("--served-model-name", "--api-key", "--allowed-hosts", "--allowed-origins", "--goodput")
 """Ours that are given again for more, where vLLM takes several values after one."""
 
+_FLAG = re.compile(r"--?[a-zA-Z]|--$")
+"""A word that matches is a flag, and so never the value of the flag before it. "-1" is a value."""
+
 
 def dashed(name: str) -> str:
     """A flag as we spell it: vLLM takes underscores for dashes."""
@@ -157,27 +161,31 @@ def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             return [*kept, word, *rest], notices
         name, equals, value = word.partition("=")
         name = dashed(name)
-        entry = TABLE.get(name)
+        entry, is_negated = _entry_of(name)
         if entry is None:
-            if not _is_off(name):
-                kept.append(word)
+            kept.append(word)
             continue
-        if entry.takes_value and not equals and rest:
-            value = rest.pop(0)
+        if entry.takes_value and not equals:
+            value = rest.pop(0) if rest and not _FLAG.match(rest[0]) else ""
+            if not value and not isinstance(entry, RefusedFlag):
+                raise UsageRefused(f"{name}: a value is missing")
         if isinstance(entry, TranslatedFlag):
             kept += [*entry.ours, *([value] if entry.takes_value else [])]
         elif isinstance(entry, IgnoredFlag):
             if not value or value not in entry.accepted:
                 notices.append(f"{f'{name} {value}'.rstrip()} has no effect: {entry.why}.")
-        elif not (value and value in (entry.accepted or ())):
+        elif not is_negated and not (value and value in (entry.accepted or ())):
             raise UsageRefused(entry.words(name, value))
     return kept, notices
 
 
-def _is_off(name: str) -> bool:
-    """`--no-enable-lora` and its like ask for what happens anyway."""
-    entry = TABLE.get(f"--{name.removeprefix('--no-')}") if name.startswith("--no-") else None
-    return entry is not None and not isinstance(entry, TranslatedFlag) and not entry.takes_value
+def _entry_of(name: str) -> tuple[RefusedFlag | IgnoredFlag | TranslatedFlag | None, bool]:
+    """The row of a flag, and whether the flag is the row's with `--no-` before it: `--no-enable-lora` asks for what happens anyway."""
+    if name in TABLE or not name.startswith("--no-"):
+        return TABLE.get(name), False
+    entry = TABLE.get(f"--{name.removeprefix('--no-')}")
+    has_negation = entry is not None and not isinstance(entry, TranslatedFlag) and not entry.takes_value
+    return (entry, True) if has_negation else (None, False)
 
 
 def _one_value_each(arguments: Sequence[str]) -> Iterator[str]:
