@@ -12,7 +12,7 @@ from itertools import pairwise
 from aiohttp import web
 
 from headrace.lab.datasets import WorkloadShape, make_requests
-from headrace.lab.loadgen import LoadTarget, Places, run_load
+from headrace.lab.loadgen import ConcurrencyLimit, LoadTarget, run_load
 from headrace.lab.metrics import LoadRecord, summarize
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -107,20 +107,50 @@ async def test_limited_concurrency_counts_waiting_from_the_intended_time() -> No
         assert lag_s < waited_s / 2, "waiting for a place is not the client's lag: it made every such run void"
 
 
-async def test_places_are_handed_on_in_turn_and_not_to_those_who_left() -> None:
-    places = Places(1)
-    assert await places.take() is None
-    first, gone, last = (asyncio.create_task(places.take()) for _ in range(3))
+async def test_places_are_handed_on_in_turn_and_not_to_cancelled_tasks() -> None:
+    limit = ConcurrencyLimit(1)
+    assert await limit.acquire() is None
+    first, gone, last = (asyncio.create_task(limit.acquire()) for _ in range(3))
     await asyncio.sleep(0)
     gone.cancel()
-    places.give_back()
+    limit.release()
     assert isinstance(await first, float)
     assert not last.done()
-    places.give_back()
+    limit.release()
     assert isinstance(await last, float)
-    places.give_back()
-    assert await places.take() is None
-    assert all([await Places(None).take() is None for _ in range(3)])
+    limit.release()
+    assert await limit.acquire() is None
+    assert all([await ConcurrencyLimit(None).acquire() is None for _ in range(3)])
+
+
+async def test_a_place_handed_to_a_task_that_is_cancelled_before_it_resumes_is_handed_on() -> None:
+    """It was lost: of two places one was left, and with one place the load test hung."""
+    limit = ConcurrencyLimit(1)
+    assert await limit.acquire() is None
+    gone, last = (asyncio.create_task(limit.acquire()) for _ in range(2))
+    await asyncio.sleep(0)
+    limit.release()
+    gone.cancel()
+    async with asyncio.timeout(5):
+        assert isinstance(await last, float)
+    limit.release()
+    assert await limit.acquire() is None
+
+
+async def test_a_request_whose_time_is_over_before_it_gets_a_place_is_not_sent() -> None:
+    num_requests = 0
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        nonlocal num_requests
+        num_requests += 1
+        await asyncio.sleep(60)
+        raise AssertionError("the client should have left")
+
+    async with serving(handler) as url:
+        target = LoadTarget(url=url, model="m", timeout_s=0.2, max_concurrency=1)
+        records = await run_load(target, make_requests(2, WorkloadShape(input_tokens=8, output_tokens=5)), [0.0, 0.0])
+    assert [record.error for record in records] == ["timeout", "timeout"]
+    assert num_requests == [record.sent_s is None for record in records].count(True) == 1
 
 
 async def test_every_way_to_fail_is_a_record() -> None:

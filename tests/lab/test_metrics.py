@@ -94,7 +94,7 @@ def test_distribution_names_its_quantiles() -> None:
     assert list(found.quantiles) == ["p50", "p90", "p99", "p99.9"]
 
 
-def test_quantiles_are_known_from_so_many_samples_that_one_is_expected_beyond() -> None:
+def test_quantiles_are_known_once_one_sample_is_expected_beyond_them() -> None:
     assert NEEDED_SAMPLES == {"p50": 2, "p90": 10, "p99": 100, "p99.9": 1000}
     for name, count in NEEDED_SAMPLES.items():
         assert distribution(range(count - 1)).known(name) is None
@@ -107,7 +107,9 @@ def test_waiting_for_a_place_is_latency_and_not_the_clients_lag() -> None:
     assert waited.client_lag_s == pytest.approx(0.0005)
     assert summarize([waited]).is_valid
     assert not summarize([replace(waited, due_s=None)]).is_valid
-    assert replace(waited, sent_s=None).client_lag_s is None
+    unsent = replace(waited, sent_s=None)
+    assert unsent.client_lag_s is None
+    assert not summarize([unsent]).is_valid, "a client that sent nothing measured nothing"
 
 
 def test_goodput_limits_are_read_as_vllm_writes_them() -> None:

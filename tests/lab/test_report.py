@@ -28,6 +28,16 @@ def test_report_with_failures_is_strict_json(tmp_path: Path) -> None:
     assert list(file.parent.iterdir()) == [file]
 
 
+@pytest.mark.parametrize(("count", "known"), [(3, ["p50"]), (100, ["p50", "p90", "p99"]), (1000, ["p50", "p90", "p99", "p99.9"])])
+def test_json_has_no_quantile_of_too_few_samples(count: int, known: list[str]) -> None:
+    """It had an interpolated P99.9 of three."""
+    data = json.loads(json.dumps(to_plain(summarize([GOOD] * count))))
+    for measure in (data["ttft_s"], data["client_lag_s"]):
+        assert list(measure["quantiles"]) == list(measure["intervals"]) == ["p50", "p90", "p99", "p99.9"]
+        for name, value in measure["quantiles"].items():
+            assert (value is not None) == (measure["intervals"][name] is not None) == (name in known)
+
+
 def test_plain_values_of_all_kinds() -> None:
     assert to_plain({"a": (math.nan, -math.inf, 1.5), 2: None}) == {"a": [None, "-inf", 1.5], "2": None}
 

@@ -46,26 +46,34 @@ class LoadTarget:
     sampling: dict[str, float | int | bool] = field(default_factory=lambda: {"temperature": 0, "ignore_eos": True})
 
 
-class Places:
-    """At most `count` requests in flight; None: any number. First come, first served."""
+class ConcurrencyLimit:
+    """Lets at most `count` requests be in flight, in the order of their `acquire`; None: any number.
+
+    It differs from asyncio.Semaphore in what `acquire` returns.
+    """
 
     def __init__(self, count: int | None) -> None:
         self._num_free = math.inf if count is None else count
         self._waiting: deque[asyncio.Future[float]] = deque()
 
-    async def take(self) -> float | None:
-        """None when a place was free; else when `give_back` freed one, which is earlier than this task comes to run."""
+    async def acquire(self) -> float | None:
+        """None when a place was free; else the monotonic time of the `release` that freed one, which is before this task resumes."""
         if self._num_free > 0:
             self._num_free -= 1
             return None
         turn: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
-        return await turn
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # the place was handed over before the cancellation arrived
+                self.release()
+            raise
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         while self._waiting:
             turn = self._waiting.popleft()
-            if not turn.done():  # whoever waited may have been cancelled
+            if not turn.done():  # a cancelled task is still in the queue
                 turn.set_result(time.monotonic())
                 return
         self._num_free += 1
@@ -92,7 +100,7 @@ async def run_load(
     """Send each request at its time and wait for all. Returns records in the order of `requests`; failures are records too."""
     if len(requests) != len(send_times_s):
         raise ValueError(f"{len(requests)} requests for {len(send_times_s)} send times")
-    places = Places(target.max_concurrency)
+    limit = ConcurrencyLimit(target.max_concurrency)
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     # One pool without a limit: a client that queues for connections would be a closed loop.
     connector = aiohttp.TCPConnector(limit=0)
@@ -103,11 +111,11 @@ async def run_load(
         async def one(request: LoadRequest, offset_s: float) -> LoadRecord:
             intended_s = begin_s + offset_s
             await _sleep_until(intended_s)
-            freed_s = await places.take()
+            freed_s = await limit.acquire()
             try:
                 record = await _measure(session, target, request, intended_s, intended_s if freed_s is None else freed_s)
             finally:
-                places.give_back()
+                limit.release()
             on_end(record)
             return record
 
@@ -124,8 +132,11 @@ async def _sleep_until(moment_s: float) -> None:
 async def _measure(session: aiohttp.ClientSession, target: LoadTarget, request: LoadRequest, intended_s: float, due_s: float) -> LoadRecord:
     trace = _Trace()
     error: str | None = None
+    left_s = target.timeout_s - (time.monotonic() - intended_s)
     try:
-        async with asyncio.timeout_at(asyncio.get_running_loop().time() + target.timeout_s - max(0.0, time.monotonic() - intended_s)):
+        if left_s <= 0:  # it waited for a place until its time was over, and is not sent any more
+            raise TimeoutError
+        async with asyncio.timeout(left_s):
             error = await _stream(session, target, request, trace)
     except TimeoutError:
         error = "timeout"

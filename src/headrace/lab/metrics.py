@@ -22,6 +22,9 @@ from itertools import pairwise
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 Z_95 = 1.959964
+"""Standard deviations around the mean of a normal distribution that hold 95 % of it."""
+MAX_CLIENT_LAG_S = 1e-3
+"""A load test is void when the p99 of the client's own lag reaches this many seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +146,7 @@ def percentile_interval(ordered: Sequence[float], quantile: float) -> tuple[floa
 
 
 def needed_samples(quantile: float) -> int:
-    """How many samples a quantile takes: so many that one of them is expected beyond it."""
+    """The least number of samples of which one is expected beyond the quantile: 1000 for P99.9."""
     return round(1 / (1 - quantile))
 
 
@@ -154,8 +157,8 @@ NEEDED_SAMPLES = {f"p{quantile * 100:g}": needed_samples(quantile) for quantile 
 class Distribution:
     """Count, mean and quantiles of one measure, in the unit of its samples.
 
-    quantiles  by name, interpolated; `known` is None where there are fewer samples than NEEDED_SAMPLES
-    intervals  of each, at 95 %
+    quantiles  name -> value, interpolated between ranks however few samples there are; for what is reported use `known`
+    intervals  name -> 95 % confidence interval of that quantile
     """
 
     count: int
@@ -165,7 +168,7 @@ class Distribution:
     intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def known(self, name: str) -> float | None:
-        """A quantile as it may be shown to people."""
+        """The quantile; None where there are fewer samples than NEEDED_SAMPLES, so that it would say more than was measured."""
         return self.quantiles[name] if self.count >= NEEDED_SAMPLES[name] else None
 
 
@@ -214,8 +217,8 @@ class LoadReport:
 
     @property
     def is_valid(self) -> bool:
-        """False when the client itself was late (p99 of its lag over 1 ms): such a run says little about the server's tail."""
-        return not self.client_lag_s.quantiles["p99"] >= 1e-3  # nan, when nothing was sent, is not late
+        """False when the client was late itself (MAX_CLIENT_LAG_S) or sent nothing: such a run says little about the server."""
+        return self.client_lag_s.quantiles["p99"] < MAX_CLIENT_LAG_S  # nan, when nothing was sent, is not less
 
 
 def summarize(records: Sequence[LoadRecord], slo: Slo | None = None) -> LoadReport:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 from headrace.lab.metrics import NEEDED_SAMPLES, Distribution, LoadReport
@@ -14,9 +14,17 @@ WIDTH = 58
 
 
 def to_plain(value: object) -> object:
-    """Dataclasses as plain data that strict JSON can hold: infinity is the string "inf", not-a-number is null."""
+    """Dataclasses as plain data that strict JSON can hold.
+
+    Infinity is the string "inf", not-a-number is null, and so is a quantile of fewer samples than it needs, with its interval.
+    """
     if is_dataclass(value) and not isinstance(value, type):
-        return to_plain(asdict(value))
+        plain = {item.name: getattr(value, item.name) for item in fields(value)}
+        if isinstance(value, Distribution):
+            known = {name: value.known(name) for name in value.quantiles}
+            intervals = {name: None if known[name] is None else interval for name, interval in value.intervals.items()}
+            plain |= {"quantiles": known, "intervals": intervals}
+        return to_plain(plain)
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, Mapping):
