@@ -157,6 +157,7 @@ def test_default_model_is_served_when_nothing_names_one(tmp_path: Path, model_fo
         ("models: [{engine: {model: M}}]\nmodels: []", "headrace.yaml:2:1", "given twice"),
         ("models: [{engine: &a {model: M}}, {engine: *a}]", "headrace.yaml", "aliases"),
         ("models: !!python/object/apply:os.system [id]", "headrace.yaml:1:9", "not valid YAML"),
+        ("? [a, b]\n: 1", "headrace.yaml:1:3", "unhashable key"),
         ("models: [", "headrace.yaml:1:10", "not valid YAML"),
         ("just a string", "headrace.yaml", "not a mapping"),
     ],

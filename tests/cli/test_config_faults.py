@@ -9,7 +9,8 @@ import pytest
 
 from headrace.cli.config import ServeConfig
 from headrace.cli.config_decode import TOP_LEVEL, inner
-from headrace.cli.config_faults import OTHER_VARIABLES, faults, lines_of, unread_variables
+from headrace.cli.config_faults import OTHER_VARIABLES, faults, unread_variables
+from headrace.cli.config_yaml import parse_document
 from headrace.core.errors import ConfigError
 from tests.cli.test_main import Headrace, headrace  # noqa: F401  # a fixture
 from tests.house.options import config_options
@@ -112,6 +113,29 @@ def test_odd_files_have_their_own_faults_and_no_others(tmp_path: Path, model_fol
     assert sorted(fault.error.where for fault in faults(file, {})) == wheres
 
 
+def test_a_key_given_twice_is_one_fault_among_the_others(tmp_path: Path, model_folder: Path) -> None:
+    """It hid every other one. Its last value counts, and is checked."""
+    file = tmp_path / "twice.yaml"
+    file.write_text(
+        f"gateway:\n  port: 1\n  hots: x\n  port: 70000\nmodels:\n  - engine: {{model: {model_folder}, seed: 1, seed: x}}\n"
+        "    replicas: 0\ngateway: {port: -1, port: 2, port: -3}\n"
+    )
+    found = faults(file, {})
+    assert [(fault.line, fault.error.where) for fault in found if "given twice" in fault.error.reason] == [
+        (4, "gateway.port"),
+        (6, "models[0].engine.seed"),
+        (8, "gateway"),
+        (8, "gateway.port"),
+        (8, "gateway.port"),
+    ]
+    assert [(fault.line, fault.error.where) for fault in found if "given twice" not in fault.error.reason] == [
+        (6, "models[0].engine.seed"),
+        (7, "models[0].replicas"),
+        (8, "gateway.port"),
+    ]
+    assert found[0].words(file) == f"{file}:4: gateway.port: is given twice, first on line 2. Leave one of them out."
+
+
 def test_a_fault_of_a_variable_is_named_by_it(tmp_path: Path, model_folder: Path) -> None:
     file = tmp_path / "good.yaml"
     file.write_text(f"models: [{{engine: {{model: {model_folder}}}}}]")
@@ -138,8 +162,9 @@ def test_serve_says_them_all_too_and_a_wrong_flag_alone(headrace: Headrace, brok
 
 
 def test_lines_are_those_of_the_keys() -> None:
-    assert lines_of("a:\n  b:\n    - c: 1\n    - 2\n") == {"a": 1, "a.b": 2, "a.b[0]": 3, "a.b[0].c": 3, "a.b[1]": 4}
-    assert lines_of("") == {}
+    lines = {"a": 1, "a.b": 2, "a.b[0]": 3, "a.b[0].c": 3, "a.b[1]": 4}
+    assert parse_document("a:\n  b:\n    - c: 1\n    - 2\n", "x").lines == lines
+    assert parse_document("", "x").lines == {}
 
 
 def test_variables_that_nothing_reads_are_named() -> None:

@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from headrace.bundled import bundled_path
-from headrace.cli.config_decode import ELSEWHERE, Raw, apply_environment, decode, read_yaml, set_at
+from headrace.cli.config_decode import ELSEWHERE, apply_environment, decode, set_at
 from headrace.cli.config_origins import flag_steps, named_by_origin
+from headrace.cli.config_yaml import Raw, read_yaml
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
 from headrace.engine.config import EngineConfig
@@ -26,6 +27,15 @@ from headrace.gateway.config import ForeignConfig, GatewayConfig, ModelConfig, R
 from headrace.observe.logs import LogFormat
 
 ENV_PREFIX = "HEADRACE_"
+
+
+class NeedsExperimental(ConfigError):
+    """A value that is allowed only where `experimental` is on."""
+
+    def __init__(self, where: str, value: str) -> None:
+        super().__init__(
+            where, f"{value} has not been run where Headrace is tested", "Say --experimental (or experimental: true) to try it."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +125,7 @@ class ServeConfig:
         if not (is_fetched(name) or bundled_path(name) or (Path(name).expanduser() / "config.json").is_file()):
             raise ConfigError(f"{where}.engine.model", f"{name!r} is neither a folder with a config.json nor a model's name")
         if engine.device != "cpu" and not self.experimental:
-            reason = f"{engine.device} has not been run where Headrace is tested"
-            raise ConfigError(f"{where}.engine.device", reason, "Say --experimental (or experimental: true) to try it.")
+            raise NeedsExperimental(f"{where}.engine.device", engine.device)
 
     def _check_gateway(self) -> None:
         models = [_as_gateway_model(model) for model in self.models]

@@ -1,8 +1,7 @@
-"""YAML, environment variables and flags -> one plain mapping -> typed values, strictly.
+"""Plain data from the file, environment variables and flags -> one mapping -> typed values, strictly.
 
-Nothing is evaluated: YAML is read by the safe loader without duplicate keys, environment values are taken as strings where a string is
-wanted and as YAML scalars elsewhere. Unknown keys are errors that name the path and the nearest known key. What the values mean is said
-in `cli.config`.
+A variable is a string where the configuration has a string, and YAML elsewhere. Unknown keys are errors that name the path and the nearest
+known key. How the file is read is said in `cli.config_yaml`, what the values mean in `cli.config`.
 """
 
 from __future__ import annotations
@@ -12,70 +11,38 @@ import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-import yaml
 
+from headrace.cli.config_yaml import Raw, parse_yaml
 from headrace.core.errors import ConfigError
 
 Value = TypeVar("Value")
-Raw = dict[str, object]
-MAX_FILE_BYTES = 1 << 20
 TOP_LEVEL = ("drain_timeout_s", "run_dir", "allow_open", "block_key", "log_format", "experimental")
 """Keys without a section: HEADRACE_DRAIN_TIMEOUT_S."""
 
 ELSEWHERE = {"gateway.models": "Declare models at the top level.", "gateway.timeouts.drain_s": "Set drain_timeout_s at the top level."}
 """Keys of the packages' own configs that are made from others: refused in a file, and never suggested."""
 
+_MISSING = re.compile(r"missing required field `(\w+)`")
 _PLACE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?\Z", re.DOTALL)
 
 
-class UniqueKeyLoader(yaml.SafeLoader):
-    """The safe loader, except that a key given twice is an error instead of the last one winning, and there are no anchors."""
+class UnknownKey(ConfigError):
+    """A key that its section does not have. meant: the nearest one that it has; None where none is near."""
 
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.constructor.ConstructorError(None, None, "aliases (*name) are not allowed")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
-        seen: set[object] = set()
-        for key_node, _ in node.value:
-            if key_node.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key_node.value!r} is given twice", key_node.start_mark)
-            seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
+    def __init__(self, where: str, remedy: str, meant: str | None = None) -> None:
+        self.meant = meant
+        super().__init__(where, "is not a known key", remedy)
 
 
-def read_yaml(file: Path) -> Raw:
-    """The mapping in a YAML (or JSON) file; an empty file is an empty mapping. Raises ConfigError."""
-    try:
-        if file.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(str(file), f"is larger than {MAX_FILE_BYTES} bytes")
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(file), f"cannot be read ({getattr(error, 'strerror', None) or 'not UTF-8'})") from error
-    value = parse_yaml(text, str(file))
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise ConfigError(str(file), "is not a mapping of names to values")
-    return value
+class MissingKey(ConfigError):
+    """A section without a key that it must have, which is `key`."""
 
-
-def parse_yaml(text: str, where: str) -> object:
-    """One YAML document. Raises ConfigError with line and column."""
-    loader = UniqueKeyLoader(text)
-    try:
-        return loader.get_single_data()
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
-        raise ConfigError(place, f"is not valid YAML: {getattr(error, 'problem', None) or type(error).__name__}") from error
-    finally:
-        loader.dispose()
+    def __init__(self, where: str, reason: str, key: str) -> None:
+        self.key = key
+        super().__init__(where, reason)
 
 
 def decode(kind: type[Value], raw: object) -> Value:
@@ -84,9 +51,16 @@ def decode(kind: type[Value], raw: object) -> Value:
     try:
         return msgspec.convert(raw, kind, strict=True)
     except msgspec.ValidationError as error:
-        found = _PLACE.fullmatch(str(error))
-        what, path = (found["what"], found["path"]) if found else (str(error), "")
-        raise ConfigError(path or "configuration", what[:1].lower() + what[1:].replace("`", "")) from error
+        raise _translated(str(error)) from error
+
+
+def _translated(message: str) -> ConfigError:
+    """What msgspec says, with the path in front. Its messages are read here and nowhere else: it has no other way to say which key."""
+    found = _PLACE.fullmatch(message)
+    what, path = (found["what"], found["path"]) if found else (message, "")
+    where, reason = path or "configuration", what[:1].lower() + what[1:].replace("`", "")
+    missing = _MISSING.search(what)
+    return MissingKey(where, reason, missing[1]) if missing else ConfigError(where, reason)
 
 
 def check_known(hint: object, raw: object, where: str) -> None:
@@ -104,14 +78,15 @@ def check_known(hint: object, raw: object, where: str) -> None:
             check_known(hints[key], value, path)
 
 
-def unknown_key(path: str, key: str, known: Iterable[str], where: str = "") -> ConfigError:
-    """The error, with the nearest of `known`, which are the keys at `where`; of those set elsewhere it says where."""
+def unknown_key(path: str, key: str, known: Iterable[str], where: str = "") -> UnknownKey:
+    """The error. known: the keys at `where`. For a key that is set elsewhere the remedy says where."""
     elsewhere = {name: ELSEWHERE[f"{where}.{name}"] for name in known if f"{where}.{name}" in ELSEWHERE}
     close = get_close_matches(key, known, n=1)
     if close and close[0] in elsewhere:
-        return ConfigError(path, "is not a known key", elsewhere[close[0]])
-    listed = ", ".join(name for name in known if name not in elsewhere)
-    return ConfigError(path, "is not a known key", f"Did you mean {close[0]}?" if close else f"Known: {listed}.")
+        return UnknownKey(path, elsewhere[close[0]])
+    if close:
+        return UnknownKey(path, f"Did you mean {close[0]}?", close[0])
+    return UnknownKey(path, f"Known: {', '.join(name for name in known if name not in elsewhere)}.")
 
 
 def inner(hint: object) -> object:
@@ -177,7 +152,7 @@ def _hint_at(kind: type, steps: Sequence[str], name: str, prefix: str) -> object
             hints = get_type_hints(hint)
             if step not in hints:
                 nearest = nearest_variable(kind, name, prefix)
-                raise ConfigError(name, "is not a known key", f"Did you mean {nearest}?") if nearest else unknown_key(name, step, hints)
+                raise UnknownKey(name, f"Did you mean {nearest}?", nearest) if nearest else unknown_key(name, step, hints)
             hint = hints[step]
         else:
             raise ConfigError(name, f"nothing can be set at {step!r}", "Levels are joined by two underscores; list places are numbers.")

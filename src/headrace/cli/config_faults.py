@@ -13,20 +13,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from headrace.bundled import DEFAULT_MODEL
-from headrace.cli.config import ENV_PREFIX, ServeConfig, from_raw
-from headrace.cli.config_decode import Raw, UniqueKeyLoader, apply_variable, nearest_variable, read_yaml, variables
-from headrace.cli.config_origins import origin_of, shown_path
+from headrace.cli.config import ENV_PREFIX, NeedsExperimental, ServeConfig, from_raw
+from headrace.cli.config_decode import MissingKey, UnknownKey, apply_variable, nearest_variable, variables
+from headrace.cli.config_origins import origin_of
+from headrace.cli.config_yaml import Raw, mapping_of, parse_document, read_text
 from headrace.core.errors import ConfigError
 
 OTHER_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_CACHE_DIR", "HEADRACE_KEEP_PACKED", "HEADRACE_STREAM_WATCH", "HEADRACE_EMULATES_DOTS")
 """What is read and is no configuration."""
 
 MOST_FAULTS = 100
-_MEANT = re.compile(r"Did you mean (\w+)\?")
-_MISSING = re.compile(r"missing required field (\w+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +42,12 @@ def faults(file: Path, environment: Mapping[str, str]) -> list[ConfigFault]:
 
     Raises: ConfigError for a file that cannot be read or is no YAML, where the first fault hides the rest.
     """
-    raw = read_yaml(file)
-    lines = lines_of(file.read_text(encoding="utf-8"))
-    found: list[ConfigFault] = []
+    document = parse_document(read_text(file), str(file))
+    raw, lines = mapping_of(document.value, file), document.lines
+    found = [
+        ConfigFault(ConfigError(each.path, f"is given twice, first on line {each.first_line}", "Leave one of them out."), each.line)
+        for each in document.repeated
+    ]
     for name, steps in variables(environment, ENV_PREFIX):
         try:
             apply_variable(ServeConfig, raw, name, steps, environment[name], ENV_PREFIX)
@@ -86,17 +86,17 @@ def _mend(raw: Raw, where: str, error: ConfigError, *, is_again: bool) -> bool:
     place: object = raw
     for step in outer:
         place = _inside(place, step)
-    missing = _MISSING.search(error.reason) if where == error.where and not is_again else None
+    is_itself = where == error.where  # else it is a section around the faulty value
     section = raw if where == "configuration" else _inside(place, last)
-    if missing is not None and isinstance(section, dict):
-        section[missing[1]] = _stand_in(missing[1], where)
+    if is_itself and not is_again and isinstance(error, MissingKey) and isinstance(section, dict):
+        section[error.key] = _stand_in(error.key, where)
         return True
-    if last == "device" and "experimental" in error.remedy:
+    if isinstance(error, NeedsExperimental):
         raw["experimental"] = True
         return True
-    meant = _MEANT.fullmatch(error.remedy) if where == error.where else None
-    if meant is not None and isinstance(place, dict) and last in place and meant[1] not in place:
-        place[meant[1]] = place.pop(last)  # so that its value is looked at too
+    meant = error.meant if is_itself and isinstance(error, UnknownKey) else None
+    if meant is not None and isinstance(place, dict) and last in place and meant not in place:
+        place[meant] = place.pop(last)  # so that its value is checked too
         return True
     return _replace(place, last, _stand_in(last if isinstance(place, dict) else f"{outer[-1]}[]" if outer else "", where))
 
@@ -138,28 +138,6 @@ def _stand_in(name: str, where: str) -> object:
         "api_keys[]": {"sha256": digest},
     }
     return made.get(name, name_of_its_own if name.endswith("[]") else None)
-
-
-def lines_of(text: str) -> dict[str, int]:
-    """Path of each value, as errors write it -> line of its key, from 1."""
-    loader = UniqueKeyLoader(text)
-    try:
-        found: dict[str, int] = {}
-        _note_lines(loader.get_single_node(), [], found)
-        return found
-    finally:
-        loader.dispose()
-
-
-def _note_lines(node: yaml.Node | None, steps: list[str], found: dict[str, int]) -> None:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            found[shown_path([*steps, str(key.value)])] = key.start_mark.line + 1
-            _note_lines(value, [*steps, str(key.value)], found)
-    elif isinstance(node, yaml.SequenceNode):
-        for number, item in enumerate(node.value):
-            found[shown_path([*steps, str(number)])] = item.start_mark.line + 1
-            _note_lines(item, [*steps, str(number)], found)
 
 
 def _line(lines: Mapping[str, int], where: str) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from headrace.cli.config_decode import variables
+from headrace.cli.config_yaml import shown_path
 from headrace.core.errors import ConfigError
 
 
@@ -46,8 +47,3 @@ def flag_steps(path: str) -> list[str]:
     """The steps of a flag's path: ["models", "0", "name"] for "model.name", since a flag means the only model's section."""
     steps = path.split(".")
     return ["models", "0", *steps[1:]] if steps[0] == "model" else steps
-
-
-def shown_path(steps: list[str]) -> str:
-    """The steps as errors write them: "models[0].name" for ["models", "0", "name"]."""
-    return "".join(f"[{step}]" if step.isdecimal() else f".{step}" for step in steps).removeprefix(".")
