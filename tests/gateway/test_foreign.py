@@ -582,7 +582,7 @@ async def read_events(reader: EventReader, pieces: list[bytes]) -> dict[int, Out
     found: dict[int, OutputEvent] = {}
     async for events in reader.batches(cast(aiohttp.ClientResponse, Pieces(pieces))):
         for each in events:
-            found[each.index] = found[each.index].then(each) if each.index in found else each
+            found[each.index] = OutputEvent.joined((found[each.index], each)) if each.index in found else each
     return found
 
 

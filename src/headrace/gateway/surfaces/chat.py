@@ -228,8 +228,8 @@ class ChatAnswer:
     def add(self, events: Sequence[OutputEvent]) -> None:
         for event in events:
             self._outputs[event.index].add(event)
-            if event.prompt_logprobs and event.index == 0:
-                self._prompt_logprobs.extend(event.prompt_logprobs)
+            for page in event.prompt_logprobs if event.index == 0 else ():
+                self._prompt_logprobs.extend(page)
 
     def whole(self, usage: TokenUsage) -> Iterator[bytes]:
         answer = ChatCompletion(

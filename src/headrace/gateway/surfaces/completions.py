@@ -265,6 +265,6 @@ class CompletionAnswer:
         """Every sequence of a prompt may bring the prompt's scores; the first one's are taken."""
         for event in events:
             number, index = divmod(event.index, self._request.n)
-            if event.prompt_logprobs and index == 0:
-                self._scores[number].extend(event.prompt_logprobs)
+            for page in event.prompt_logprobs if index == 0 else ():
+                self._scores[number].extend(page)
                 self._echoes.pop(number, None)

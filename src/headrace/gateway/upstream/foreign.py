@@ -268,7 +268,7 @@ class HttpStream:
     async def _put(self, events: list[OutputEvent]) -> None:
         for event in events:
             before = self._unread.get(event.index)
-            self._unread[event.index] = event if before is None else before.then(event)
+            self._unread[event.index] = event if before is None else OutputEvent.joined((before, event))
             self.unread_bytes += EVENT_BYTES + event.num_bytes
         self._has_more.set()
         while self.unread_bytes > MAX_UNREAD_BYTES:

@@ -16,7 +16,7 @@ from headrace.core.errors import Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.load import LoadSnapshot
-from headrace.core.plan import NO_LOGPROBS, LogprobColumns
+from headrace.core.plan import LogprobColumns
 from headrace.core.request import PriorityClass
 from headrace.core.update import StageSeconds
 from headrace.text.scored import ScoredTokens
@@ -113,7 +113,7 @@ class OutputEvent(NamedTuple):
     index            of the sequence within the request: sequence i of prompt p is p * n + i
     num_tokens       output tokens given out with it
     logprobs         of its tokens in order, in one or more parts, none of them empty; none where not asked for
-    prompt_logprobs  of prompt positions 1.. in order, over one or more events; `PreparedPrompt.scored` adds the texts
+    prompt_logprobs  pages of prompt positions 1.. in order, over one or more events; `PreparedPrompt.scored` adds the texts
     finish           set exactly once, on the sequence's last event
     stop_reason      beside FinishReason.STOP: the stop string or stop token id; None for the model's own end token
     error            beside FinishReason.ERROR: for the operator
@@ -124,7 +124,7 @@ class OutputEvent(NamedTuple):
     text: str = ""
     num_tokens: int = 0
     logprobs: Sequence[ScoredTokens] = ()
-    prompt_logprobs: LogprobColumns = NO_LOGPROBS
+    prompt_logprobs: Sequence[LogprobColumns] = ()
     finish: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
@@ -154,28 +154,24 @@ class OutputEvent(NamedTuple):
         """Output tokens that have log-probabilities."""
         return sum([len(part) for part in self.logprobs])
 
-    def then(self, later: OutputEvent) -> OutputEvent:
-        """This event and the same sequence's next one as one."""
-        return OutputEvent(
-            self.index,
-            self.text + later.text,
-            self.num_tokens + later.num_tokens,
-            (*self.logprobs, *later.logprobs),
-            _joined(self.prompt_logprobs, later.prompt_logprobs),
-            later.finish,
-            later.stop_reason,
-            later.error,
-            self.reasoning + later.reasoning,
-            (*self.tool_calls, *later.tool_calls),
+    @classmethod
+    def joined(cls, events: Sequence[OutputEvent]) -> OutputEvent:
+        """Consecutive events of one sequence as one. Log-probabilities are passed on by reference: cost is linear in the events."""
+        last = events[-1]
+        if len(events) == 1:
+            return last
+        return cls(
+            last.index,
+            "".join([event.text for event in events]),
+            sum([event.num_tokens for event in events]),
+            tuple([part for event in events for part in event.logprobs]),
+            tuple([page for event in events for page in event.prompt_logprobs]),
+            last.finish,
+            last.stop_reason,
+            last.error,
+            "".join([event.reasoning for event in events]),
+            tuple([call for event in events for call in event.tool_calls]),
         )
-
-
-def _joined(first: LogprobColumns, later: LogprobColumns) -> LogprobColumns:
-    if not (first and later):
-        return first or later
-    both = first[:]
-    both.extend(later)
-    return both
 
 
 class TokenUsage(NamedTuple):

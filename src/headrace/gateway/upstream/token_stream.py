@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from headrace.core.errors import HeadraceError, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.ids import RequestId
-from headrace.core.plan import NO_LOGPROBS, columns_of
+from headrace.core.plan import columns_of
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import Rejected, SequenceUpdate, StageSeconds
@@ -211,14 +211,13 @@ class TokenStream:
 
 def merged(events: Iterable[OutputEvent]) -> list[OutputEvent]:
     """At most one event per sequence."""
-    found: dict[int, OutputEvent] = {}
+    by_sequence: dict[int, list[OutputEvent]] = {}
     for event in events:
-        before = found.get(event.index)
-        found[event.index] = event if before is None else before.then(event)
-    return list(found.values())
+        by_sequence.setdefault(event.index, []).append(event)
+    return [OutputEvent.joined(of_one) for of_one in by_sequence.values()]
 
 
 def event_of(index: int, delta: OutputDelta) -> OutputEvent:
     scored = () if delta.logprobs is None else (delta.logprobs,)
-    prompt_logprobs = columns_of(delta.prompt_logprobs) if delta.prompt_logprobs else NO_LOGPROBS
+    prompt_logprobs = (columns_of(delta.prompt_logprobs),) if delta.prompt_logprobs else ()
     return OutputEvent(index, delta.text, len(delta.token_ids), scored, prompt_logprobs, delta.finish, delta.stop_reason, delta.error)
