@@ -99,7 +99,7 @@ async def test_scores_that_are_not_there_yet_are_not_held(bench: TestBench, is_s
 
 
 async def test_where_there_is_no_room_a_request_is_told_so_and_room_comes_back(text: TextModel) -> None:
-    async with open_bench(text, limits={"max_answer_bytes": 2_300_000}) as bench:
+    async with open_bench(text, limits={"max_answer_bytes": 2_875_000}) as bench:
         bench.replica.go.clear()
         first = asyncio.create_task(ask(bench, "/v1/completions", {**ECHO, "n": 2}))
         second = asyncio.create_task(ask(bench, "/v1/completions", {**ECHO, "n": 2}))

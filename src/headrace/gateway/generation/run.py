@@ -26,10 +26,10 @@ from headrace.gateway.generation.progress import RequestProgress
 from headrace.gateway.generation.score_limits import (
     MAX_INLINE_SCORES,
     OUTPUT_SCORE_BYTES,
-    PROMPT_SCORE_BYTES,
     check_output_scores,
     first_answer_bytes,
     num_prompt_scores,
+    prompt_score_bytes,
     unread_score_bytes,
 )
 from headrace.gateway.generation.service import Service
@@ -66,7 +66,9 @@ class ParsedRequest:
     model        name or alias; None: the one that is served
     sampling     the parameters it gave, by the names of `SamplingParams`
     cache_salt   its own part of the salt
-    score_field  what it calls `prompt_logprobs`; num_shown: choices that show the prompt's scores
+    score_field  what it calls `prompt_logprobs`
+    num_shown    choices that show the prompt's scores
+    num_kept_encodings  JSON forms of these scores that stay in memory until the answer is written
     """
 
     model: str | None
@@ -77,6 +79,7 @@ class ParsedRequest:
     cache_salt: str = ""
     score_field: str = "prompt_logprobs"
     num_shown: int = 1
+    num_kept_encodings: int = 0
 
 
 class AnswerEncoder(Protocol):
@@ -157,7 +160,10 @@ class Run:
         if not parsed.is_streaming:
             self.first_bytes = first_answer_bytes(self.params.logprobs, num_tokens=prepared.max_output_tokens)
         self.held.prompts.add(PROMPT_TOKEN_BYTES * (prepared.prompt_tokens or 0))
-        self.held.answers.add(self.num_prompt_scores // parsed.num_shown * PROMPT_SCORE_BYTES + piece_bytes + self.first_bytes)
+        score_bytes = prompt_score_bytes(
+            self.params.prompt_logprobs, num_tokens=prepared.prompt_tokens or 0, num_encodings=parsed.num_kept_encodings
+        )
+        self.held.answers.add(score_bytes + piece_bytes + self.first_bytes)
         return prepared
 
     async def answer(self, answer: AnswerEncoder, prepared: Prepared) -> None:

@@ -5,13 +5,19 @@ from __future__ import annotations
 from headrace.core.errors import RequestTooLarge
 
 MAX_PROMPT_SCORES = 1 << 20
-"""Log-probabilities of prompt tokens in one answer, some 60 bytes each: tokens x (alternatives + 1) x choices that show them."""
+"""Most log-probabilities of prompt tokens in one answer, some 60 bytes each: tokens x (alternatives + 1) x choices that show them."""
 
-PROMPT_SCORE_BYTES = 72
-"""What one of them takes until the answer is written, choices that show the same counted once."""
+PROMPT_TOKEN_SCORE_BYTES = 34
+PROMPT_ALTERNATIVE_BYTES = 13
+"""Memory of a prompt token's log-probability (id, value, rank, count, offset in the text) and of each of its alternatives, until the answer
+is written: `LogprobColumns` with 64-bit floats. Measured: 25 bytes and 13, the offset's 8 not included."""
+
+ENCODED_PROMPT_SCORE_BYTES = 76
+"""Memory of one prompt score as JSON, where the answer keeps it to show it again. Measured with the bundled model's tokenizer: 71 to 75
+bytes in `prompt_logprobs`, 29 to 61 in an echo."""
 
 OUTPUT_SCORE_BYTES = 24
-"""What one of an output token takes while an answer is collected."""
+"""Memory of one output token's log-probability while an answer is collected."""
 
 OUTPUT_TOKEN_BYTES = 8
 FIRST_TEXT_BYTES = 4 << 10
@@ -43,6 +49,18 @@ def num_prompt_scores(field: str, num_top: int | None, *, num_tokens: int, num_s
         rule = f"prompt tokens ({num_tokens}) x ({field} + 1) x choices ({num_shown}) <= {MAX_PROMPT_SCORES}"
         raise RequestTooLarge(field, rule, num_top, "Ask for fewer alternatives or choices, or score the prompt in parts.")
     return num_scores
+
+
+def prompt_score_bytes(num_top: int | None, *, num_tokens: int, num_encodings: int) -> int:
+    """Memory that the prompt's log-probabilities take until the answer is written. Choices that show the same ones share it.
+
+    num_tokens     of all prompts
+    num_encodings  JSON forms that the answer keeps (`ParsedRequest.num_kept_encodings`)
+    """
+    if num_top is None:
+        return 0
+    columns = PROMPT_TOKEN_SCORE_BYTES + num_top * PROMPT_ALTERNATIVE_BYTES
+    return num_tokens * (columns + num_encodings * (num_top + 1) * ENCODED_PROMPT_SCORE_BYTES)
 
 
 def check_output_scores(num_top: int | None, *, num_tokens: int) -> None:

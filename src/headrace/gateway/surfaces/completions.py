@@ -59,6 +59,7 @@ def _parsed_request(request: CompletionRequest, prompts: Sequence[str | list[int
         cache_salt=request.cache_salt,
         score_field="logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
         num_shown=request.n,
+        num_kept_encodings=(request.echo and request.logprobs is not None) + (request.prompt_logprobs is not None and request.n > 1),
     )
 
 
@@ -235,14 +236,15 @@ class CompletionAnswer:
         yield b"}"
 
     def _scored_prompt(self, number: int, num_top: int) -> Iterator[bytes]:
-        """Made once per prompt: its choices show the same."""
+        """The prompt's scores. Where several choices show them they are encoded once and kept."""
         made = self._prompt_logprobs.get(number)
         if made is not None:
             yield from made
             return
         made = []
         for piece in prompt_logprobs(self._prompts[number], self._scores[number], num_top):
-            made.append(piece)
+            if self._request.n > 1:
+                made.append(piece)
             yield piece
         self._prompt_logprobs[number] = made
 

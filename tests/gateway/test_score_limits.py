@@ -1,0 +1,85 @@
+"""What an answer's log-probabilities are charged is what they take in memory, and joining their pages costs no more than reading them."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from headrace.core.finish import FinishReason
+from headrace.core.plan import LogprobColumns, TokenLogprobs, wide_columns
+from headrace.gateway.generation.score_limits import prompt_score_bytes
+from headrace.gateway.surfaces.dialect.logprobs import echo_logprobs, prompt_logprobs
+from headrace.gateway.upstream.seam import OutputEvent
+from headrace.gateway.upstream.token_prompt import TokenPrompt
+from headrace.text.folder import TextModel
+
+NUM_SCORES = 12_000
+
+
+def pages(num_tokens: int, num_top: int, vocab_size: int) -> list[LogprobColumns]:
+    rng, made = Random(1), []
+    for begin in range(0, num_tokens, 256):
+        page = wide_columns()
+        for _ in range(min(256, num_tokens - begin)):
+            tops = tuple(rng.randrange(vocab_size) for _ in range(num_top))
+            page.append(TokenLogprobs(rng.randrange(vocab_size), -9 * rng.random(), 3, tops, tuple(-9 * rng.random() for _ in tops)))
+        made.append(page)
+    return made
+
+
+def taken_bytes(make: Callable[[], object]) -> int:
+    """Memory of what `make` returns, measured at its second call: what the first one fills tables with is no request's."""
+    make()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        kept = make()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] if kept is not None else 0
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5, 20])
+def test_prompt_scores_are_charged_what_they_take(text: TextModel, num_top: int) -> None:
+    num_tokens = NUM_SCORES // (num_top + 1)
+    vocab_size = text.tokenizer.vocab_size
+    prompt = TokenPrompt(tuple(number % vocab_size for number in range(num_tokens + 1)), "", text.tokenizer)
+    given = pages(num_tokens, num_top, vocab_size)
+
+    def collected() -> LogprobColumns:
+        columns = wide_columns()
+        for page in given:
+            columns.extend(page)
+        return columns
+
+    scores = collected()
+
+    def echoed() -> object:
+        work = echo_logprobs(prompt, scores, num_top)
+        while True:
+            try:
+                next(work)
+            except StopIteration as ended:
+                return ended.value
+
+    charged = [prompt_score_bytes(num_top, num_tokens=num_tokens, num_encodings=number) for number in (0, 1)]
+    columns = taken_bytes(collected)
+    assert columns <= charged[0] <= 1.6 * columns
+    encoded = taken_bytes(lambda: list(prompt_logprobs(prompt, scores, num_top)))
+    assert encoded <= charged[1] - charged[0] <= 1.6 * encoded
+    assert taken_bytes(echoed) <= charged[1] - charged[0]
+
+
+def test_joined_events_share_the_pages_of_scores_they_were_given() -> None:
+    """Each page was copied once per later page: a prompt of a million scores took the square of its pages."""
+    given = pages(1000, 2, 100)
+    events = [OutputEvent(0, f"{number} ", 1, prompt_logprobs=(page,)) for number, page in enumerate(given)]
+    joined = OutputEvent.joined([*events, OutputEvent(0, finish=FinishReason.STOP)])
+    assert all(ours is page for ours, page in zip(joined.prompt_logprobs, given, strict=True))
+    assert (joined.text, joined.num_tokens, joined.finish) == ("0 1 2 3 ", 4, FinishReason.STOP)
+    assert OutputEvent.joined(events[:1]) is events[0]
