@@ -47,6 +47,14 @@ def test_what_is_no_server_is_refused_with_an_example(url: str) -> None:
         server_root(url)
 
 
+@pytest.mark.parametrize("url", ["http://me:hunter2@host:8000", "me:hunter2@host/v1", "https://hunter2@host"])
+def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:
+    """They were kept in the client's url, which messages and the JSON of `bench serve` show."""
+    with pytest.raises(ServerFailed, match="--api-key") as refused:
+        server_root(url)
+    assert "hunter2" not in str(refused.value)
+
+
 def session_with(server: ScriptedServer) -> tuple[ChatSession, io.StringIO]:
     out = io.StringIO()
     return ChatSession(ApiClient(server.url, api_key="sk-1"), "tiny", out=out), out

@@ -22,6 +22,8 @@ def server_root(url: str) -> str:
     "localhost:8000", "http://localhost:8000/" and "http://localhost:8000/v1" are the same server; a path before /v1 is kept.
     """
     parts = urlsplit(url if "//" in url else f"http://{url}")
+    if "@" in parts.netloc:  # it would be kept in messages and recorded results
+        raise ServerFailed("--url holds a user name or a password; it takes a server's address alone, and a key goes into --api-key")
     try:
         is_server = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # the port is no number
