@@ -39,6 +39,9 @@ SECRETS = {
 """In the environment of every supervisor here, as somebody's shell may have them."""
 
 
+FAR_KEY = "A_FOREIGN_SERVERS_KEY"
+
+
 class Fleet:
     """A supervisor in a process of its own. `hear` reads what it says on stdout, `log` what it and its children printed."""
 
@@ -47,7 +50,7 @@ class Fleet:
         path = folder / "fleet.json"
         path.write_text(json.dumps({"run_dir": str(folder), "gateway": {"work": "idle"}, **config}))
         self._log = open(folder / "log", "wb")  # noqa: SIM115 - closed in close()
-        environment = {**os.environ, "PYTHONPATH": PYTHONPATH, **SECRETS}
+        environment = {**os.environ, "PYTHONPATH": PYTHONPATH, **SECRETS, FAR_KEY: "a-far-key"}
         command = [sys.executable, str(MAIN), str(path)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, env=environment)
         self.pids: dict[str, int] = {}
@@ -143,6 +146,13 @@ async def test_everything_serves_in_a_private_directory_and_a_drain_leaves_nothi
     assert not any(is_alive(pid) for pid in fleet.pids.values())
     assert not run_dir.exists()
     assert re.search(r"^[0-9: -]+ \[org-fake-1\] org-fake-1 serves ", fleet.log, re.MULTILINE), "its own event, under its label"
+
+
+async def test_the_key_of_a_foreign_server_is_in_the_gateways_environment_alone(start: Start) -> None:
+    fleet = start(upstreams=[{"url": "http://127.0.0.1:9/v1", "api_key_env": FAR_KEY}])
+    fleet.hear()
+    having = {name for name, pid in fleet.pids.items() if FAR_KEY in psutil.Process(pid).environ()}
+    assert (having, set(fleet.pids)) == ({"gateway"}, {"gateway", "org-fake-0"})
 
 
 async def test_a_killed_engine_is_started_again_and_its_requests_are_told(start: Start) -> None:

@@ -12,11 +12,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import text_kit
 from gateway_kit import eventually
 
-from headrace.gateway.config import Limits
+from headrace.gateway.compose import text_workers
+from headrace.gateway.config import Limits, config_from
 from headrace.gateway.text_workers import frames, processes
 from headrace.gateway.text_workers.host_socket import HostSocket
 from headrace.gateway.text_workers.limits import HEAVY_BYTES
@@ -185,5 +187,19 @@ async def test_a_host_that_does_not_start_is_tried_ever_more_rarely_and_logged_o
         time.now += processes.STABLE_S
         await lose()
         assert time.pauses == [1.0]
+    finally:
+        await host.close()
+
+
+async def test_keys_of_foreign_servers_are_not_in_the_hosts_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAR_KEY", "a-far-key")
+    monkeypatch.setenv("OTHER", "inherited")
+    upstream = {"url": "http://127.0.0.1:9/v1", "api_key_env": "FAR_KEY"}
+    host = text_workers(config_from({"models": [{"name": "far", "upstream": upstream}]}))
+    await host.start()
+    try:
+        assert host._process is not None
+        environment = psutil.Process(host._process.pid).environ()
+        assert ("FAR_KEY" in environment, environment.get("OTHER")) == (False, "inherited")
     finally:
         await host.close()

@@ -25,7 +25,10 @@ def fleet_config(given: dict[str, Any]) -> FleetConfig:
     options = folder / "fake.json"
     options.write_text(json.dumps(given.get("fake", {})))
     return FleetConfig(
-        models=(ModelSpec(name="org/fake", folder=Path("fake"), replicas=given.get("replicas", 1)),),
+        models=(
+            ModelSpec(name="org/fake", folder=Path("fake"), replicas=given.get("replicas", 1)),
+            *[ModelSpec(name="org/far", folder=None, replicas=0, upstream=upstream) for upstream in given.get("upstreams", ())],
+        ),
         gateway={**given["gateway"], "out": str(folder / "gateway.out")},
         drain_timeout_s=given.get("drain_timeout_s", 10),
         run_dir=folder,

@@ -77,6 +77,12 @@ class FleetConfig:
         check_secret("block_key", self.block_key)
         return self
 
+    @property
+    def key_variables(self) -> frozenset[str]:
+        """Environment variables that hold the keys of foreign servers. The gateway alone reads them; engines do not inherit them."""
+        upstreams = [model.upstream for model in self.models if model.upstream is not None]
+        return frozenset(str(upstream["api_key_env"]) for upstream in upstreams if "api_key_env" in upstream)
+
     def with_keys(self) -> FleetConfig:
         """This value with the secrets that all processes of a site share, drawn where they were not configured: of block hashes, and of
         the salts that gateways turn tenants into."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from signal import Signals
 
 from headrace.core.backoff import Backoff
@@ -35,14 +36,13 @@ class ProcessKeeper:
     ready    set once it has served for the first time; `facts` holds what the running process told
     """
 
-    def __init__(self, label: str, command: Sequence[str], launcher: Launcher, *, forward: bool) -> None:
+    def __init__(self, label: str, command: Sequence[str], launcher: Launcher, *, forward: bool, withheld: Collection[str] = ()) -> None:
+        """forward, withheld: see `Launcher.launch`"""
         self.label = label
         self.ready = asyncio.Event()
         self.facts: dict[str, object] = {}
         self.num_starts = 0
-        self._command = tuple(command)
-        self._launcher = launcher
-        self._forward = forward
+        self._launch = partial(launcher.launch, label, tuple(command), forward=forward, withheld=withheld)
         self._child: Child | None = None
         self._stopping = asyncio.Event()
 
@@ -82,7 +82,7 @@ class ProcessKeeper:
         loop = asyncio.get_running_loop()
         self.num_starts += 1
         try:
-            self._child = child = await self._launcher.launch(self.label, self._command, forward=self._forward)
+            self._child = child = await self._launch()
         except OSError as error:
             raise FleetFailed(f"{self.label} cannot be started: {error}") from error
         try:

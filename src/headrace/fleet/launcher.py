@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -118,7 +118,7 @@ class Child:
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment children may have: without what `headrace serve` reads keys from. They get what they need in a file of their own,
+    """An environment without the variables that `headrace serve` reads keys from. Children get what they need in a file of their own,
     and /proc shows an environment to every process of the user."""
     return {name: value for name, value in environment.items() if not name.startswith(SECRET_VARIABLES)}
 
@@ -126,7 +126,7 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
 class Launcher(Protocol):
     """Starts a process somewhere. `ProcessLauncher` does it here; other machines are other implementations."""
 
-    async def launch(self, label: str, command: Sequence[str], *, forward: bool) -> Child: ...
+    async def launch(self, label: str, command: Sequence[str], *, forward: bool, withheld: Collection[str] = ()) -> Child: ...
 
 
 class ProcessLauncher:
@@ -141,13 +141,15 @@ class ProcessLauncher:
         self._environment = {"GRPC_VERBOSITY": "ERROR", "PYTHONUNBUFFERED": "1", **without_secrets(os.environ), **(environment or {})}
         self._log_format = log_format
 
-    async def launch(self, label: str, command: Sequence[str], *, forward: bool) -> Child:
+    async def launch(self, label: str, command: Sequence[str], *, forward: bool, withheld: Collection[str] = ()) -> Child:
         """
-        command  without the leash, which is appended as `--parent-fd N`
-        forward  True: its output is logged here under its label; False: it writes to our stdout and stderr itself
+        command   without the leash, which is appended as `--parent-fd N`
+        forward   True: its output is logged here under its label; False: it writes to our stdout and stderr itself
+        withheld  environment variables that this child does not inherit
 
         Raises: OSError when the program cannot be started.
         """
+        inherited = {name: value for name, value in self._environment.items() if name not in withheld}
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         try:
@@ -160,7 +162,7 @@ class ProcessLauncher:
                 stderr=asyncio.subprocess.STDOUT if forward else None,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env={**self._environment, LOG_FORMAT: LogFormat.JSON if forward else self._log_format},
+                env={**inherited, LOG_FORMAT: LogFormat.JSON if forward else self._log_format},
             )
         except BaseException:
             ours.close()

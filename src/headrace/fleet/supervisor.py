@@ -96,7 +96,7 @@ class Supervisor:
 
     def _engine_keeper(self, replica: ReplicaFiles) -> ProcessKeeper:
         command = (*self._config.engine_command, "--config", str(replica.config))
-        return ProcessKeeper(replica.name, command, self._launcher, forward=True)
+        return ProcessKeeper(replica.name, command, self._launcher, forward=True, withheld=self._config.key_variables)
 
     async def _announce(self, gateway: ProcessKeeper, write_file: Callable[..., Path]) -> None:
         """Tell once that everything serves. A gateway started again must be found where the first one was."""

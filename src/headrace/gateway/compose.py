@@ -46,7 +46,8 @@ def load_texts(config: GatewayConfig) -> dict[str, TextModel]:
 def text_workers(config: GatewayConfig) -> HostProcess:
     """The processes that read text, not yet started. Of foreign servers' models they know no text, and parse large bodies only."""
     folders = {model.name: model.folder for model in config.models if model.upstream is None}
-    return HostProcess(HostConfig(folders, config.limits))
+    keys = frozenset(model.upstream.api_key_env for model in config.models if model.upstream is not None)
+    return HostProcess(HostConfig(folders, config.limits), withheld=keys)
 
 
 MAX_DRAWN_SEED = 2**63

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -112,12 +113,17 @@ class HostProcess:
         config: frames.HostConfig,
         command: Sequence[str] = COMMAND,
         *,
+        withheld: Collection[str] = (),
         clock: Clock = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """clock, sleep: of the pauses between two starts."""
+        """
+        withheld      environment variables that the host and its workers do not inherit: they hold keys
+        clock, sleep  of the pauses between two starts
+        """
         self._config = config
         self._command = command
+        self._withheld = withheld
         self._clock = clock
         self._sleep = sleep
         self._backoff = Backoff(RESTART_S, MAX_RESTART_S, STABLE_S)
@@ -136,8 +142,9 @@ class HostProcess:
     def spawn(self) -> None:
         """Begin to start the process; needs no event loop. `start` waits for it."""
         ours, theirs = socket.socketpair()
+        inherited = {name: value for name, value in os.environ.items() if name not in self._withheld}
         with theirs:
-            self._process = subprocess.Popen(self._command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
+            self._process = subprocess.Popen(self._command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=inherited)
         self._socket = HostSocket(ours, {"config": msgspec.to_builtins(self._config)})
 
     def kill(self) -> None:
