@@ -1,7 +1,7 @@
-"""Rotary embedding and the writing of keys and values into the paged cache, for the CPU.
+"""Rotary embedding and the writing of keys and values into the paged cache, on the CPU.
 
-One pass over the step's tokens; a worker takes a contiguous share of them, and a token's result depends on that token alone. What a cache
-stores is the key after rotation: in its own float type, or as int8 with one scale per vector (`Kernels.scatter_kv`).
+One pass over the step's tokens; a worker takes a contiguous share of them, and a token's result depends on that token alone. The cache
+stores keys after rotation: in the cache's float type, or as int8 with one scale per vector (`Kernels.scatter_kv`).
 """
 
 from __future__ import annotations
@@ -10,19 +10,73 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from headrace.tensor.kernels.cpu.elementwise import share, workers_for
 from headrace.tensor.kernels.cpu.integer.quantized import round_vector
 from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, helper, launch
-from headrace.tensor.kernels.cpu.jit.simd import as_bf16, as_f32, as_i8, as_i64, at, load, store
+from headrace.tensor.kernels.cpu.jit.simd import as_bf16, as_f32, as_i8, as_i64, at, load, read_arguments, store
 
 Pointer = Any
 
 
+class RotaryArguments(NamedTuple):
+    """What is rotated. query, key, cos_sin and positions are addresses; strides in elements. `half` is half of the rotated dims."""
+
+    query: int
+    query_token: int
+    query_head: int
+    query_heads: int
+    key: int
+    key_token: int
+    key_head: int
+    key_heads: int
+    cos_sin: int
+    cos_sin_row: int
+    half: int
+    positions: int
+    tokens: int
+
+
+class ScatterArguments(NamedTuple):
+    """What is written where. key, value, slots, cache and scales (0: none) are addresses; strides in elements.
+
+    Strides of the cache and of its scales are by block, by key or value, by slot and by head; scales of a slot's heads are contiguous.
+    """
+
+    key: int
+    key_token: int
+    key_head: int
+    value: int
+    value_token: int
+    value_head: int
+    slots: int
+    tokens: int
+    heads: int
+    dim: int
+    cache: int
+    block_size: int
+    cache_block: int
+    cache_value: int
+    cache_slot: int
+    cache_head: int
+    scales: int
+    scale_block: int
+    scale_value: int
+    scale_slot: int
+
+
+SCATTER_OFFSET_BYTES = 8 * len(RotaryArguments._fields)
+"""Kernels that rotate and write take both: `ScatterArguments` stand behind `RotaryArguments`."""
+
+
+# --- rotation ---
+
+
 @helper
 def rotate_row(source: Pointer, target: Pointer, angles: Pointer, half: int) -> None:
-    """target's pairs (d, d + half) become source's, turned. angles: half cosines, then half sines. source may be target."""
+    """target's pairs (d, d + half) become source's, rotated. angles: half cosines, then half sines. source may be target."""
     for d in range(half):
         cos, sin, first, second = load(angles, d), load(angles, half + d), load(source, d), load(source, half + d)
         store(first * cos - second * sin, target, d)
@@ -30,44 +84,29 @@ def rotate_row(source: Pointer, target: Pointer, angles: Pointer, half: int) -> 
 
 
 @helper
-def rotate_heads(a: Pointer, field: int, x: Pointer, token: int, angles: Pointer, half: int) -> None:
-    """Turn one token's heads in place. a[field:]: token stride, head stride, heads."""
-    for head in range(load(a, field + 2)):
-        row = at(x, token * load(a, field) + head * load(a, field + 1))
+def rotate_heads(x: Pointer, head_stride: int, heads: int, angles: Pointer, half: int) -> None:
+    """Rotate one token's heads in place; x: its first head."""
+    for head in range(heads):
+        row = at(x, head * head_stride)
         rotate_row(row, row, angles, half)
 
 
 @helper
-def rotate(a: Pointer, query: Pointer, key: Pointer, worker: int, workers: int) -> None:
-    """Arguments in the order of `rotary`."""
-    cos_sin, positions, half = as_f32(load(a, 2)), as_i64(load(a, 3)), load(a, 6)
-    first, last = share(load(a, 4), worker, workers)
-    for token in range(first, last):
-        angles = at(cos_sin, load(positions, token) * load(a, 5))
-        rotate_heads(a, 7, query, token, angles, half)
-        rotate_heads(a, 10, key, token, angles, half)
-
-
-class Slots(NamedTuple):
-    """A layer's cache and, for int8, its scales. Strides in elements; heads of `scales` lie side by side."""
-
-    cache: Pointer
-    block_size: int
-    block: int
-    value: int
-    slot: int
-    head: int
-    scales: Pointer
-    scale_block: int
-    scale_value: int
-    scale_slot: int
+def rotate_token(r: RotaryArguments, query: Pointer, key: Pointer, token: int) -> None:
+    """Rotate one token's query and key in place."""
+    angles = at(as_f32(r.cos_sin), load(as_i64(r.positions), token) * r.cos_sin_row)
+    rotate_heads(at(query, token * r.query_token), r.query_head, r.query_heads, angles, r.half)
+    rotate_heads(at(key, token * r.key_token), r.key_head, r.key_heads, angles, r.half)
 
 
 @helper
-def read_slots(a: Pointer, cache_: Pointer) -> Slots:
-    """From a kernel's arguments, in the order of `scatter_kv`."""
-    scales = as_f32(load(a, 16))
-    return Slots(cache_, load(a, 7), load(a, 8), load(a, 9), load(a, 10), load(a, 11), scales, load(a, 17), load(a, 18), load(a, 19))
+def rotate(r: RotaryArguments, query: Pointer, key: Pointer, worker: int, workers: int) -> None:
+    first, last = share(r.tokens, worker, workers)
+    for token in range(first, last):
+        rotate_token(r, query, key, token)
+
+
+# --- writing ---
 
 
 @helper
@@ -77,170 +116,218 @@ def convert(source: Pointer, target: Pointer, dim: int) -> None:
 
 
 @helper
-def write_heads(a: Pointer, s: Slots, key: Pointer, value: Pointer, token: int, slot: int) -> None:
-    """One token's keys and values into its slot, as they are or in the cache's own float type."""
-    block = slot // s.block_size
-    base = at(s.cache, block * s.block + (slot - block * s.block_size) * s.slot)
-    for head in range(load(a, 5)):
-        target = at(base, head * s.head)
-        convert(at(key, token * load(a, 12) + head * load(a, 13)), target, load(a, 6))
-        convert(at(value, token * load(a, 14) + head * load(a, 15)), at(target, s.value), load(a, 6))
+def write_token(s: ScatterArguments, key: Pointer, value: Pointer, cache_: Pointer, token: int) -> None:
+    """Write one token's keys and values into its slot, in the cache's float type. A token without a slot (< 0) is padding."""
+    number = load(as_i64(s.slots), token)
+    if number < 0:
+        return
+    block, slot = number // s.block_size, number % s.block_size
+    for head in range(s.heads):
+        target = at(cache_, block * s.cache_block + slot * s.cache_slot + head * s.cache_head)
+        convert(at(key, token * s.key_token + head * s.key_head), target, s.dim)
+        convert(at(value, token * s.value_token + head * s.value_head), at(target, s.cache_value), s.dim)
 
 
 @helper
-def round_heads(a: Pointer, s: Slots, key: Pointer, value: Pointer, token: int, slot: int) -> None:
-    """`write_heads` for a cache of int8: each vector rounded by its own scale."""
-    block = slot // s.block_size
-    base = at(s.cache, block * s.block + (slot - block * s.block_size) * s.slot)
-    scales = at(s.scales, block * s.scale_block + (slot - block * s.block_size) * s.scale_slot)
-    for head in range(load(a, 5)):
-        target = at(base, head * s.head)
-        store(round_vector(at(key, token * load(a, 12) + head * load(a, 13)), target, load(a, 6)), scales, head)
-        place = at(value, token * load(a, 14) + head * load(a, 15))
-        store(round_vector(place, at(target, s.value), load(a, 6)), at(scales, s.scale_value), head)
+def round_token(s: ScatterArguments, key: Pointer, value: Pointer, cache_: Pointer, token: int) -> None:
+    """`write_token` for an int8 cache: each vector is rounded by its own scale."""
+    number = load(as_i64(s.slots), token)
+    if number < 0:
+        return
+    block, slot = number // s.block_size, number % s.block_size
+    scales = at(as_f32(s.scales), block * s.scale_block + slot * s.scale_slot)
+    for head in range(s.heads):
+        target = at(cache_, block * s.cache_block + slot * s.cache_slot + head * s.cache_head)
+        store(round_vector(at(key, token * s.key_token + head * s.key_head), target, s.dim), scales, head)
+        source = at(value, token * s.value_token + head * s.value_head)
+        store(round_vector(source, at(target, s.cache_value), s.dim), at(scales, s.scale_value), head)
 
 
 @helper
-def write_slots(a: Pointer, key: Pointer, value: Pointer, cache_: Pointer, worker: int, workers: int) -> None:
-    """Arguments in the order of `scatter_kv`."""
-    s, slots = read_slots(a, cache_), as_i64(load(a, 3))
-    first, last = share(load(a, 4), worker, workers)
+def write(s: ScatterArguments, key: Pointer, value: Pointer, cache_: Pointer, worker: int, workers: int) -> None:
+    first, last = share(s.tokens, worker, workers)
     for token in range(first, last):
-        if load(slots, token) >= 0:
-            write_heads(a, s, key, value, token, load(slots, token))
+        write_token(s, key, value, cache_, token)
 
 
 @helper
-def round_slots(a: Pointer, key: Pointer, value: Pointer, cache_: Pointer, worker: int, workers: int) -> None:
-    s, slots = read_slots(a, cache_), as_i64(load(a, 3))
-    first, last = share(load(a, 4), worker, workers)
+def round_and_write(s: ScatterArguments, key: Pointer, value: Pointer, cache_: Pointer, worker: int, workers: int) -> None:
+    first, last = share(s.tokens, worker, workers)
     for token in range(first, last):
-        if load(slots, token) >= 0:
-            round_heads(a, s, key, value, token, load(slots, token))
+        round_token(s, key, value, cache_, token)
 
 
 @helper
-def rotate_token(a: Pointer, query: Pointer, key: Pointer, token: int) -> None:
-    """Turn one token's query and key in place. Arguments in the order of `rotary_scatter`."""
-    angles, half = at(as_f32(load(a, 21)), load(as_i64(load(a, 22)), token) * load(a, 23)), load(a, 24)
-    rotate_heads(a, 25, query, token, angles, half)
-    for head in range(load(a, 5)):
-        row = at(key, token * load(a, 12) + head * load(a, 13))
-        rotate_row(row, row, angles, half)
-
-
-@helper
-def rotate_and_write(a: Pointer, query: Pointer, key: Pointer, value: Pointer, cache_: Pointer, worker: int, workers: int) -> None:
-    s, slots = read_slots(a, cache_), as_i64(load(a, 3))
-    first, last = share(load(a, 4), worker, workers)
+def rotate_and_write(
+    r: RotaryArguments, s: ScatterArguments, query: Pointer, key: Pointer, value: Pointer, cache_: Pointer, worker: int, workers: int
+) -> None:
+    first, last = share(s.tokens, worker, workers)
     for token in range(first, last):
-        rotate_token(a, query, key, token)
-        if load(slots, token) >= 0:
-            write_heads(a, s, key, value, token, load(slots, token))
+        rotate_token(r, query, key, token)
+        write_token(s, key, value, cache_, token)
 
 
 @helper
-def rotate_and_round(a: Pointer, query: Pointer, key: Pointer, value: Pointer, cache_: Pointer, worker: int, workers: int) -> None:
-    s, slots = read_slots(a, cache_), as_i64(load(a, 3))
-    first, last = share(load(a, 4), worker, workers)
+def rotate_round_and_write(
+    r: RotaryArguments, s: ScatterArguments, query: Pointer, key: Pointer, value: Pointer, cache_: Pointer, worker: int, workers: int
+) -> None:
+    first, last = share(s.tokens, worker, workers)
     for token in range(first, last):
-        rotate_token(a, query, key, token)
-        if load(slots, token) >= 0:
-            round_heads(a, s, key, value, token, load(slots, token))
+        rotate_token(r, query, key, token)
+        round_token(s, key, value, cache_, token)
+
+
+# --- kernels, by element type ---
 
 
 def _rotary_f32(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    rotate(a, as_f32(load(a, 0)), as_f32(load(a, 1)), worker, workers)
+    r: RotaryArguments = read_arguments(RotaryArguments, arguments)
+    rotate(r, as_f32(r.query), as_f32(r.key), worker, workers)
 
 
 def _rotary_bf16(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    rotate(a, as_bf16(load(a, 0)), as_bf16(load(a, 1)), worker, workers)
+    r: RotaryArguments = read_arguments(RotaryArguments, arguments)
+    rotate(r, as_bf16(r.query), as_bf16(r.key), worker, workers)
 
 
 def _scatter_f32(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    write_slots(a, as_f32(load(a, 0)), as_f32(load(a, 1)), as_f32(load(a, 2)), worker, workers)
+    s: ScatterArguments = read_arguments(ScatterArguments, arguments)
+    write(s, as_f32(s.key), as_f32(s.value), as_f32(s.cache), worker, workers)
 
 
 def _scatter_bf16(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    write_slots(a, as_bf16(load(a, 0)), as_bf16(load(a, 1)), as_bf16(load(a, 2)), worker, workers)
+    s: ScatterArguments = read_arguments(ScatterArguments, arguments)
+    write(s, as_bf16(s.key), as_bf16(s.value), as_bf16(s.cache), worker, workers)
 
 
 def _scatter_f32_bf16(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    write_slots(a, as_f32(load(a, 0)), as_f32(load(a, 1)), as_bf16(load(a, 2)), worker, workers)
+    s: ScatterArguments = read_arguments(ScatterArguments, arguments)
+    write(s, as_f32(s.key), as_f32(s.value), as_bf16(s.cache), worker, workers)
 
 
 def _scatter_f32_int8(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    round_slots(a, as_f32(load(a, 0)), as_f32(load(a, 1)), as_i8(load(a, 2)), worker, workers)
+    s: ScatterArguments = read_arguments(ScatterArguments, arguments)
+    round_and_write(s, as_f32(s.key), as_f32(s.value), as_i8(s.cache), worker, workers)
 
 
 def _scatter_bf16_int8(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    round_slots(a, as_bf16(load(a, 0)), as_bf16(load(a, 1)), as_i8(load(a, 2)), worker, workers)
+    s: ScatterArguments = read_arguments(ScatterArguments, arguments)
+    round_and_write(s, as_bf16(s.key), as_bf16(s.value), as_i8(s.cache), worker, workers)
 
 
 def _rotary_scatter_f32(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    rotate_and_write(a, as_f32(load(a, 20)), as_f32(load(a, 0)), as_f32(load(a, 1)), as_f32(load(a, 2)), worker, workers)
+    r: RotaryArguments = read_arguments(RotaryArguments, arguments)
+    s: ScatterArguments = read_arguments(ScatterArguments, arguments + SCATTER_OFFSET_BYTES)
+    rotate_and_write(r, s, as_f32(r.query), as_f32(s.key), as_f32(s.value), as_f32(s.cache), worker, workers)
 
 
 def _rotary_scatter_bf16(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    rotate_and_write(a, as_bf16(load(a, 20)), as_bf16(load(a, 0)), as_bf16(load(a, 1)), as_bf16(load(a, 2)), worker, workers)
+    r: RotaryArguments = read_arguments(RotaryArguments, arguments)
+    s: ScatterArguments = read_arguments(ScatterArguments, arguments + SCATTER_OFFSET_BYTES)
+    rotate_and_write(r, s, as_bf16(r.query), as_bf16(s.key), as_bf16(s.value), as_bf16(s.cache), worker, workers)
 
 
 def _rotary_scatter_f32_bf16(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    rotate_and_write(a, as_f32(load(a, 20)), as_f32(load(a, 0)), as_f32(load(a, 1)), as_bf16(load(a, 2)), worker, workers)
+    r: RotaryArguments = read_arguments(RotaryArguments, arguments)
+    s: ScatterArguments = read_arguments(ScatterArguments, arguments + SCATTER_OFFSET_BYTES)
+    rotate_and_write(r, s, as_f32(r.query), as_f32(s.key), as_f32(s.value), as_bf16(s.cache), worker, workers)
 
 
 def _rotary_scatter_f32_int8(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    rotate_and_round(a, as_f32(load(a, 20)), as_f32(load(a, 0)), as_f32(load(a, 1)), as_i8(load(a, 2)), worker, workers)
+    r: RotaryArguments = read_arguments(RotaryArguments, arguments)
+    s: ScatterArguments = read_arguments(ScatterArguments, arguments + SCATTER_OFFSET_BYTES)
+    rotate_round_and_write(r, s, as_f32(r.query), as_f32(s.key), as_f32(s.value), as_i8(s.cache), worker, workers)
 
 
 def _rotary_scatter_bf16_int8(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    rotate_and_round(a, as_bf16(load(a, 20)), as_bf16(load(a, 0)), as_bf16(load(a, 1)), as_i8(load(a, 2)), worker, workers)
+    r: RotaryArguments = read_arguments(RotaryArguments, arguments)
+    s: ScatterArguments = read_arguments(ScatterArguments, arguments + SCATTER_OFFSET_BYTES)
+    rotate_round_and_write(r, s, as_bf16(r.query), as_bf16(s.key), as_bf16(s.value), as_i8(s.cache), worker, workers)
+
+
+_F32, _BF16, _INT8 = torch.float32, torch.bfloat16, torch.int8
+_SOURCES: dict[tuple[str, torch.dtype, torch.dtype], Callable[[int, int, int], None]] = {
+    ("rotary", _F32, _F32): _rotary_f32,
+    ("rotary", _BF16, _BF16): _rotary_bf16,
+    ("scatter", _F32, _F32): _scatter_f32,
+    ("scatter", _BF16, _BF16): _scatter_bf16,
+    ("scatter", _F32, _BF16): _scatter_f32_bf16,
+    ("scatter", _F32, _INT8): _scatter_f32_int8,
+    ("scatter", _BF16, _INT8): _scatter_bf16_int8,
+    ("rotary_scatter", _F32, _F32): _rotary_scatter_f32,
+    ("rotary_scatter", _BF16, _BF16): _rotary_scatter_bf16,
+    ("rotary_scatter", _F32, _BF16): _rotary_scatter_f32_bf16,
+    ("rotary_scatter", _F32, _INT8): _rotary_scatter_f32_int8,
+    ("rotary_scatter", _BF16, _INT8): _rotary_scatter_bf16_int8,
+}
+"""The source of each kernel, by its name, the dtype of the key and the dtype of the cache (rotary: again of the key)."""
+
+
+@cache
+def _kernel(name: str, key_dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
+    return compile_kernel(_SOURCES[name, key_dtype, cache_dtype])
+
+
+# --- launches ---
+
+
+def rotary_arguments(query: Tensor, key: Tensor, cos_sin: Tensor, positions: Tensor) -> RotaryArguments:
+    return RotaryArguments(
+        query=query.data_ptr(),
+        query_token=query.stride(0),
+        query_head=query.stride(1),
+        query_heads=query.shape[1],
+        key=key.data_ptr(),
+        key_token=key.stride(0),
+        key_head=key.stride(1),
+        key_heads=key.shape[1],
+        cos_sin=cos_sin.data_ptr(),
+        cos_sin_row=cos_sin.stride(0),
+        half=cos_sin.shape[1] // 2,
+        positions=positions.data_ptr(),
+        tokens=query.shape[0],
+    )
+
+
+def scatter_arguments(key: Tensor, value: Tensor, cache_: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None) -> ScatterArguments:
+    cache_block, cache_value, cache_slot, cache_head, _ = cache_.stride()
+    scale_block, scale_value, scale_slot, _ = (0, 0, 0, 0) if kv_scales is None else kv_scales.stride()
+    return ScatterArguments(
+        key=key.data_ptr(),
+        key_token=key.stride(0),
+        key_head=key.stride(1),
+        value=value.data_ptr(),
+        value_token=value.stride(0),
+        value_head=value.stride(1),
+        slots=slot_mapping.data_ptr(),
+        tokens=key.shape[0],
+        heads=key.shape[1],
+        dim=key.shape[2],
+        cache=cache_.data_ptr(),
+        block_size=cache_.shape[2],
+        cache_block=cache_block,
+        cache_value=cache_value,
+        cache_slot=cache_slot,
+        cache_head=cache_head,
+        scales=0 if kv_scales is None else kv_scales.data_ptr(),
+        scale_block=scale_block,
+        scale_value=scale_value,
+        scale_slot=scale_slot,
+    )
 
 
 def rotary(query: Tensor, key: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
     """See `Kernels.rotary`."""
-    arguments = [query.data_ptr(), key.data_ptr(), cos_sin.data_ptr(), positions.data_ptr(), query.shape[0], cos_sin.stride(0)]
-    arguments += [cos_sin.shape[1] // 2, query.stride(0), query.stride(1), query.shape[1], key.stride(0), key.stride(1), key.shape[1]]
-    launch(
-        _kernel("rotary", query.element_size(), key.element_size()),
-        arguments,
-        workers_for(query.numel() + key.numel()),
-        query,
-        key,
-        cos_sin,
-        positions,
-    )
-
-
-def _scatter_arguments(key: Tensor, value: Tensor, cache_: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None) -> list[int]:
-    block, kind, slot, head, _ = cache_.stride()
-    arguments = [key.data_ptr(), value.data_ptr(), cache_.data_ptr(), slot_mapping.data_ptr(), key.shape[0], key.shape[1], key.shape[2]]
-    arguments += [cache_.shape[2], block, kind, slot, head, key.stride(0), key.stride(1), value.stride(0), value.stride(1)]
-    return [*arguments, *scale_arguments(kv_scales)]
-
-
-def scale_arguments(kv_scales: Tensor | None) -> list[int]:
-    """Address of the scales of an int8 cache, 0 where there are none, and their strides by block, value and slot."""
-    return [0, 0, 0, 0] if kv_scales is None else [kv_scales.data_ptr(), *kv_scales.stride()[:3]]
+    workers, arguments = workers_for(query.numel() + key.numel()), rotary_arguments(query, key, cos_sin, positions)
+    launch(_kernel("rotary", query.dtype, key.dtype), arguments, workers, query, key, cos_sin, positions)
 
 
 def scatter_kv(key: Tensor, value: Tensor, cache_: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None) -> None:
     """See `Kernels.scatter_kv`."""
-    arguments = _scatter_arguments(key, value, cache_, slot_mapping, kv_scales)
-    touched = (key, value, cache_, slot_mapping) if kv_scales is None else (key, value, cache_, slot_mapping, kv_scales)
-    launch(_kernel("scatter", key.element_size(), cache_.element_size()), arguments, workers_for(2 * key.numel()), *touched)
+    arguments = scatter_arguments(key, value, cache_, slot_mapping, kv_scales)
+    scales = () if kv_scales is None else (kv_scales,)
+    kernel = _kernel("scatter", key.dtype, cache_.dtype)
+    launch(kernel, arguments, workers_for(2 * key.numel()), key, value, cache_, slot_mapping, *scales)
 
 
 def rotary_scatter(
@@ -248,43 +335,8 @@ def rotary_scatter(
     kv_scales: Tensor | None,
 ) -> None:  # fmt: skip
     """See `Kernels.rotary_scatter`."""
-    arguments = _scatter_arguments(key, value, cache_, slot_mapping, kv_scales)
-    arguments += [query.data_ptr(), cos_sin.data_ptr(), positions.data_ptr(), cos_sin.stride(0), cos_sin.shape[1] // 2]
-    arguments += [query.stride(0), query.stride(1), query.shape[1]]
-    scales = () if kv_scales is None else (kv_scales,)
-    kernel = _kernel("rotary_scatter", key.element_size(), cache_.element_size())
-    launch(
-        kernel,
-        arguments,
-        workers_for(query.numel() + 2 * key.numel()),
-        query,
-        key,
-        value,
-        cos_sin,
-        positions,
-        cache_,
-        slot_mapping,
-        *scales,
-    )
-
-
-_SOURCES: dict[tuple[str, int, int], Callable[[int, int, int], None]] = {
-    ("rotary", 4, 4): _rotary_f32,
-    ("rotary", 2, 2): _rotary_bf16,
-    ("scatter", 4, 4): _scatter_f32,
-    ("scatter", 2, 2): _scatter_bf16,
-    ("scatter", 4, 2): _scatter_f32_bf16,
-    ("scatter", 4, 1): _scatter_f32_int8,
-    ("scatter", 2, 1): _scatter_bf16_int8,
-    ("rotary_scatter", 4, 4): _rotary_scatter_f32,
-    ("rotary_scatter", 2, 2): _rotary_scatter_bf16,
-    ("rotary_scatter", 4, 2): _rotary_scatter_f32_bf16,
-    ("rotary_scatter", 4, 1): _rotary_scatter_f32_int8,
-    ("rotary_scatter", 2, 1): _rotary_scatter_bf16_int8,
-}
-"""By name, bytes of an element of the key and of the cache."""
-
-
-@cache
-def _kernel(name: str, item_bytes: int, other_bytes: int) -> int:
-    return compile_kernel(_SOURCES[name, item_bytes, other_bytes])
+    rotated = rotary_arguments(query, key, cos_sin, positions)
+    arguments = (*rotated, *scatter_arguments(key, value, cache_, slot_mapping, kv_scales))
+    touched = (query, key, value, cos_sin, positions, cache_, slot_mapping, *(() if kv_scales is None else (kv_scales,)))
+    workers = workers_for(query.numel() + 2 * key.numel())
+    launch(_kernel("rotary_scatter", key.dtype, cache_.dtype), arguments, workers, *touched)

@@ -13,10 +13,11 @@ to a border.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from headrace.tensor.kernels.cpu.elementwise import share
 from headrace.tensor.kernels.cpu.jit.launch import (
     bits_of_float,
     compile_kernel,
@@ -26,7 +27,7 @@ from headrace.tensor.kernels.cpu.jit.launch import (
     launch,
     thread_limit,
 )
-from headrace.tensor.kernels.cpu.jit.simd import as_f32, as_i32, as_i64, at, exp, load, store, sum_floats
+from headrace.tensor.kernels.cpu.jit.simd import as_f32, as_i32, as_i64, at, exp, load, read_arguments, store, sum_floats
 from headrace.tensor.kernels.filters import Doubles, FilterLimits, Floats, Ints
 
 Pointer = Any
@@ -187,13 +188,13 @@ def mass_of(values: Pointer, count: int) -> float:
 
 
 @helper
-def pick_kept(room: Pointer, ids: Pointer, vocab: int, mass: float, u: float, top_k: int, top_p: float, min_p: float) -> int:
-    """The token of a row with filters. room: as in `_draw`.
+def pick_kept(scratch: Pointer, ids: Pointer, vocab: int, mass: float, u: float, top_k: int, top_p: float, min_p: float) -> int:
+    """The token of a row with filters. scratch: a worker's, see `DrawArguments`.
 
     The lightest token that top_p can need weighs (1 - top_p) of the mean: the others together do not hold that much; one per cent lower,
     for rounding.
     """
-    weights, values, spare = room, at(room, vocab), at(room, 2 * vocab)
+    weights, values, spare = scratch, at(scratch, vocab), at(scratch, 2 * vocab)
     if top_k < vocab:
         floor = floor_of_best(weights, vocab, top_k)
         count = gather(weights, vocab, floor, values, ids)
@@ -211,24 +212,47 @@ def pick_kept(room: Pointer, ids: Pointer, vocab: int, mass: float, u: float, to
     return token
 
 
+class DrawArguments(NamedTuple):
+    """Arguments of the kernel: all but logits_row (a stride in elements), rows and vocab are addresses.
+
+    peak, temperature, min_p float32 [rows]; u, top_p float64 [rows]; top_k, tokens int64 [rows]
+    scratch  float32 [workers, 4, vocab]: a worker's weights, values, spare and block sums
+    ids      int32 [workers, vocab]
+    """
+
+    logits: int
+    logits_row: int
+    rows: int
+    vocab: int
+    peak: int
+    temperature: int
+    u: int
+    top_k: int
+    top_p: int
+    min_p: int
+    scratch: int
+    ids: int
+    tokens: int
+
+
 def _draw(arguments: int, worker: int, workers: int) -> None:
-    """Arguments in the order of `draw`. A worker's room: weights, values, spare and block sums, float32; ids, int32."""
-    a = as_i64(arguments)
-    rows, vocab = load(a, 2), load(a, 3)
-    room = at(as_f32(load(a, 10)), worker * 4 * vocab)
-    sums = at(room, 3 * vocab)
-    ids = at(as_i32(load(a, 11)), worker * vocab)
-    for row in range(rows * worker // workers, rows * (worker + 1) // workers):
-        logits = at(as_f32(load(a, 0)), row * load(a, 1))
-        peak, temperature = load(as_f32(load(a, 4)), row), load(as_f32(load(a, 5)), row)
-        mass = weigh(logits, room, sums, vocab, peak, temperature)
-        u, top_k = double_from_bits(load(as_i64(load(a, 6)), row)), load(as_i64(load(a, 7)), row)
-        top_p, min_p = double_from_bits(load(as_i64(load(a, 8)), row)), load(as_f32(load(a, 9)), row)
+    a: DrawArguments = read_arguments(DrawArguments, arguments)
+    vocab = a.vocab
+    scratch = at(as_f32(a.scratch), worker * 4 * vocab)
+    sums = at(scratch, 3 * vocab)
+    ids = at(as_i32(a.ids), worker * vocab)
+    first, last = share(a.rows, worker, workers)
+    for row in range(first, last):
+        logits = at(as_f32(a.logits), row * a.logits_row)
+        peak, temperature = load(as_f32(a.peak), row), load(as_f32(a.temperature), row)
+        mass = weigh(logits, scratch, sums, vocab, peak, temperature)
+        u, top_k = double_from_bits(load(as_i64(a.u), row)), load(as_i64(a.top_k), row)
+        top_p, min_p = double_from_bits(load(as_i64(a.top_p), row)), load(as_f32(a.min_p), row)
         if top_k >= vocab and top_p >= 1.0 and min_p <= ZERO:
-            token = pick_any(room, sums, vocab, u * mass)
+            token = pick_any(scratch, sums, vocab, u * mass)
         else:
-            token = pick_kept(room, ids, vocab, mass, u, top_k, top_p, min_p)
-        store(token, as_i64(load(a, 12)), row)
+            token = pick_kept(scratch, ids, vocab, mass, u, top_k, top_p, min_p)
+        store(token, as_i64(a.tokens), row)
 
 
 @cache
@@ -241,21 +265,29 @@ def draw(logits: Floats, peak: Floats, u: Doubles, limits: FilterLimits) -> Ints
     rows, vocab = logits.shape
     if logits.dtype != np.float32 or logits.strides[1] != logits.itemsize:
         raise ValueError(f"logits of {logits.dtype} with strides {logits.strides}: float32 is needed, a row's numbers one behind the other")
-    columns = [
-        np.ascontiguousarray(column, dtype)
-        for column, dtype in (
-            (peak, np.float32),
-            (limits.temperature, np.float32),
-            (u, np.float64),
-            (limits.top_k, np.int64),
-            (limits.top_p, np.float64),
-            (limits.min_p, np.float32),
+    columns = {
+        name: np.ascontiguousarray(column, dtype)
+        for name, column, dtype in (
+            ("peak", peak, np.float32),
+            ("temperature", limits.temperature, np.float32),
+            ("u", u, np.float64),
+            ("top_k", limits.top_k, np.int64),
+            ("top_p", limits.top_p, np.float64),
+            ("min_p", limits.min_p, np.float32),
         )
-    ]
+    }
     workers = max(1, min(thread_limit(), rows, rows * vocab // ELEMENTS_PER_THREAD))
-    room, ids = np.empty((workers, 4, vocab), dtype=np.float32), np.empty((workers, vocab), dtype=np.int32)
+    scratch, ids = np.empty((workers, 4, vocab), dtype=np.float32), np.empty((workers, vocab), dtype=np.int32)
     tokens = np.empty(rows, dtype=np.int64)
-    addresses = [array.ctypes.data for array in (*columns, room, ids, tokens)]
-    arguments = [logits.ctypes.data, logits.strides[0] // logits.itemsize, rows, vocab, *addresses]
-    launch(_kernel(), arguments, workers, tokens, logits, room, ids, *columns)
+    arguments = DrawArguments(
+        logits=logits.ctypes.data,
+        logits_row=logits.strides[0] // logits.itemsize,
+        rows=rows,
+        vocab=vocab,
+        scratch=scratch.ctypes.data,
+        ids=ids.ctypes.data,
+        tokens=tokens.ctypes.data,
+        **{name: column.ctypes.data for name, column in columns.items()},
+    )
+    launch(_kernel(), arguments, workers, tokens, logits, scratch, ids, *columns.values())
     return tokens

@@ -1,28 +1,31 @@
-"""The small fused operations of a block for the CPU: RMSNorm (+ residual) and gated activation.
+"""The small fused operations of a transformer block on the CPU: RMSNorm (with or without a residual) and gated activation.
 
-Each is one pass over memory by tokens; a worker takes a contiguous share of them. A token's result depends on that token alone.
-All float arithmetic is float32, in the order of `reference`; only the norm's sum and exp differ from it in rounding.
+Each is one pass over memory, token by token; a worker takes a contiguous share of the tokens. A token's result depends on that token
+alone. Arithmetic is float32, in the order of `reference`; only the norm's sum and exp differ from it in rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, float_bits, float_from_bits, fresh, helper, launch, thread_limit
-from headrace.tensor.kernels.cpu.jit.simd import as_bf16, as_f32, as_i64, at, exp, load, store, sum_squares
+from headrace.tensor.kernels.cpu.jit.simd import as_bf16, as_f32, at, exp, load, read_arguments, store, sum_squares
 
 Pointer = Any
 
 ELEMENTS_PER_THREAD = 1 << 15
-"""Elements worth a second thread."""
+"""Elements that make another worker worth waking."""
 
 SILU, GELU_TANH = 0, 1
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
+EXP_COST = 8
+"""Plain elements that take as long as one exp."""
 
 ONE = np.float32(1.0)
 GELU_SLOPE, GELU_CUBE = np.float32(2.0 * 0.7978845608028654), np.float32(0.044715)
@@ -30,17 +33,33 @@ GELU_SLOPE, GELU_CUBE = np.float32(2.0 * 0.7978845608028654), np.float32(0.04471
 
 
 def workers_for(num_elements: int) -> int:
-    """Workers worth waking for a pass over so many elements."""
+    """Workers for a pass over `num_elements` elements."""
     return max(1, min(thread_limit(), num_elements // ELEMENTS_PER_THREAD))
 
 
 @helper
 def share(count: int, worker: int, workers: int) -> tuple[int, int]:
-    """This worker's range of `count` things."""
+    """The range of `count` items that this worker processes: (first, end)."""
     return count * worker // workers, count * (worker + 1) // workers
 
 
 # --- RMSNorm ---
+
+
+class NormArguments(NamedTuple):
+    """Arguments of the norm kernels. x, weight, out and residual (0: none) are addresses; strides in elements; out is contiguous."""
+
+    x: int
+    weight: int
+    out: int
+    residual: int
+    tokens: int
+    heads: int
+    dim: int
+    x_token: int
+    x_head: int
+    residual_token: int
+    eps_bits: int
 
 
 @helper
@@ -57,48 +76,69 @@ def add_row(residual: Pointer, x: Pointer, dim: int) -> None:
 
 
 @helper
-def norm(a: Pointer, x: Pointer, weight: Pointer, out: Pointer, residual: Pointer, worker: int, workers: int) -> None:
-    """Arguments in the order of `rms_norm`. Rows are tokens x heads; out is contiguous."""
-    tokens, heads, dim, eps = load(a, 4), load(a, 5), load(a, 6), float_from_bits(load(a, 10))
-    first, last = share(tokens, worker, workers)
+def norm(a: NormArguments, x: Pointer, weight: Pointer, out: Pointer, residual: Pointer, worker: int, workers: int) -> None:
+    """Norm this worker's tokens, each of `heads` rows. With a residual, x is added to it first and the sum is normed."""
+    eps = float_from_bits(a.eps_bits)
+    first, last = share(a.tokens, worker, workers)
     for token in range(first, last):
-        for head in range(heads):
-            row = at(x, token * load(a, 7) + head * load(a, 8))
-            if load(a, 3) != 0:
-                total = at(residual, token * load(a, 9))
-                add_row(total, row, dim)
+        for head in range(a.heads):
+            row = at(x, token * a.x_token + head * a.x_head)
+            if a.residual != 0:
+                total = at(residual, token * a.residual_token)
+                add_row(total, row, a.dim)
                 row = total
-            norm_row(row, weight, at(out, (token * heads + head) * dim), dim, eps)
+            norm_row(row, weight, at(out, (token * a.heads + head) * a.dim), a.dim, eps)
 
 
 def _norm_f32(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    norm(a, as_f32(load(a, 0)), as_f32(load(a, 1)), as_f32(load(a, 2)), as_f32(load(a, 3)), worker, workers)
+    a: NormArguments = read_arguments(NormArguments, arguments)
+    norm(a, as_f32(a.x), as_f32(a.weight), as_f32(a.out), as_f32(a.residual), worker, workers)
 
 
 def _norm_bf16(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    norm(a, as_bf16(load(a, 0)), as_bf16(load(a, 1)), as_bf16(load(a, 2)), as_bf16(load(a, 3)), worker, workers)
+    a: NormArguments = read_arguments(NormArguments, arguments)
+    norm(a, as_bf16(a.x), as_bf16(a.weight), as_bf16(a.out), as_bf16(a.residual), worker, workers)
 
 
 def _norm_bf16_f32(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    norm(a, as_bf16(load(a, 0)), as_f32(load(a, 1)), as_bf16(load(a, 2)), as_bf16(load(a, 3)), worker, workers)
+    a: NormArguments = read_arguments(NormArguments, arguments)
+    norm(a, as_bf16(a.x), as_f32(a.weight), as_bf16(a.out), as_bf16(a.residual), worker, workers)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> Tensor:
-    """See `Kernels.rms_norm`; x [T, E] or [T, heads, D], last dims contiguous; weight of x's dtype or float32."""
+    """See `Kernels.rms_norm`; x [T, E] or [T, heads, D], last dims contiguous; weight in x's dtype or float32."""
     out = fresh(x.shape, x.dtype)
-    tokens, dim = x.shape[0], x.shape[-1]
-    heads, head_stride = (1, 0) if x.dim() == 2 else (x.shape[1], x.stride(1))
-    added, added_stride = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
-    arguments = [x.data_ptr(), weight.data_ptr(), out.data_ptr(), added, tokens, heads, dim, x.stride(0), head_stride, added_stride]
+    has_heads = x.dim() == 3
+    arguments = NormArguments(
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        out=out.data_ptr(),
+        residual=0 if residual is None else residual.data_ptr(),
+        tokens=x.shape[0],
+        heads=x.shape[1] if has_heads else 1,
+        dim=x.shape[-1],
+        x_token=x.stride(0),
+        x_head=x.stride(1) if has_heads else 0,
+        residual_token=0 if residual is None else residual.stride(0),
+        eps_bits=float_bits(eps),
+    )
     touched = (out, x, weight) if residual is None else (out, x, weight, residual)
-    launch(_kernel("norm", x.element_size(), weight.element_size()), [*arguments, float_bits(eps)], workers_for(x.numel()), *touched)
+    launch(_kernel("norm", x.dtype, weight.dtype), arguments, workers_for(x.numel()), *touched)
     return out
 
 
 # --- gated activation ---
+
+
+class GateArguments(NamedTuple):
+    """Arguments of the gated activations. gate_up and out are addresses; gate_up_token is a stride in elements; out is contiguous."""
+
+    gate_up: int
+    out: int
+    tokens: int
+    gate_up_token: int
+    dim: int
+    activation: int
 
 
 @helper
@@ -116,45 +156,49 @@ def gate_row(gate: Pointer, up: Pointer, out: Pointer, dim: int, activation: int
 
 
 @helper
-def gate_rows(a: Pointer, gate_up: Pointer, out: Pointer, worker: int, workers: int) -> None:
-    """Arguments in the order of `gated_activation`."""
-    dim = load(a, 4)
-    first, last = share(load(a, 2), worker, workers)
+def gate_rows(a: GateArguments, gate_up: Pointer, out: Pointer, worker: int, workers: int) -> None:
+    first, last = share(a.tokens, worker, workers)
     for token in range(first, last):
-        gate = at(gate_up, token * load(a, 3))
-        gate_row(gate, at(gate, dim), at(out, token * dim), dim, load(a, 5))
+        gate = at(gate_up, token * a.gate_up_token)
+        gate_row(gate, at(gate, a.dim), at(out, token * a.dim), a.dim, a.activation)
 
 
 def _gate_f32(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    gate_rows(a, as_f32(load(a, 0)), as_f32(load(a, 1)), worker, workers)
+    a: GateArguments = read_arguments(GateArguments, arguments)
+    gate_rows(a, as_f32(a.gate_up), as_f32(a.out), worker, workers)
 
 
 def _gate_bf16(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    gate_rows(a, as_bf16(load(a, 0)), as_bf16(load(a, 1)), worker, workers)
+    a: GateArguments = read_arguments(GateArguments, arguments)
+    gate_rows(a, as_bf16(a.gate_up), as_bf16(a.out), worker, workers)
 
 
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     """See `Kernels.gated_activation`."""
     tokens, dim = gate_up.shape[0], gate_up.shape[1] // 2
     out = fresh((tokens, dim), gate_up.dtype)
-    arguments = [gate_up.data_ptr(), out.data_ptr(), tokens, gate_up.stride(0), dim, ACTIVATIONS[activation]]
-    workers = workers_for(8 * out.numel())  # exp costs about eight plain elements
-    launch(_kernel("gate", gate_up.element_size(), out.element_size()), arguments, workers, out, gate_up)
+    arguments = GateArguments(
+        gate_up=gate_up.data_ptr(),
+        out=out.data_ptr(),
+        tokens=tokens,
+        gate_up_token=gate_up.stride(0),
+        dim=dim,
+        activation=ACTIVATIONS[activation],
+    )
+    launch(_kernel("gate", gate_up.dtype, out.dtype), arguments, workers_for(EXP_COST * out.numel()), out, gate_up)
     return out
 
 
-_SOURCES: dict[tuple[str, int, int], Callable[[int, int, int], None]] = {
-    ("norm", 4, 4): _norm_f32,
-    ("norm", 2, 2): _norm_bf16,
-    ("norm", 2, 4): _norm_bf16_f32,
-    ("gate", 4, 4): _gate_f32,
-    ("gate", 2, 2): _gate_bf16,
+_SOURCES: dict[tuple[str, torch.dtype, torch.dtype], Callable[[int, int, int], None]] = {
+    ("norm", torch.float32, torch.float32): _norm_f32,
+    ("norm", torch.bfloat16, torch.bfloat16): _norm_bf16,
+    ("norm", torch.bfloat16, torch.float32): _norm_bf16_f32,
+    ("gate", torch.float32, torch.float32): _gate_f32,
+    ("gate", torch.bfloat16, torch.bfloat16): _gate_bf16,
 }
-"""By name, bytes of an element of the input and of the weight."""
+"""The source of each kernel, by its name, the dtype of its input, and the dtype of its weight (norm) or output (gate)."""
 
 
 @cache
-def _kernel(name: str, item_bytes: int, other_bytes: int) -> int:
-    return compile_kernel(_SOURCES[name, item_bytes, other_bytes])
+def _kernel(name: str, dtype: torch.dtype, second_dtype: torch.dtype) -> int:
+    return compile_kernel(_SOURCES[name, dtype, second_dtype])

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from headrace.tensor.kernels import PackedLinear
 from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, fresh, helper, launch, thread_limit, with_counter
-from headrace.tensor.kernels.cpu.jit.simd import as_f32, as_i32, as_i64, at, load, pack_rows, panel_block, take_ticket
+from headrace.tensor.kernels.cpu.jit.simd import as_f32, as_i32, as_i64, at, pack_rows, panel_block, read_arguments, take_ticket
 from headrace.tensor.kernels.cpu.jit.vector_ir import LANES, STRIP_COLUMNS
 from headrace.tensor.kernels.cpu.packing import DEPTH, pack_strips, padded
 from headrace.tensor.kernels.cpu.together import run_pending
@@ -38,6 +38,24 @@ CHUNK_ROWS = 120
 reaches from one chunk into the next."""
 WORK_PER_THREAD = 1 << 18
 """Multiply-adds worth a second thread."""
+
+
+class LinearArguments(NamedTuple):
+    """Arguments of a linear's two kernels, rows to panels and product. x, panels, strips, bias, out and counter are addresses.
+
+    block: strips in each of the blocks that `pack_strips` made.
+    """
+
+    x: int
+    panels: int
+    strips: int
+    bias: int
+    out: int
+    rows: int
+    inputs: int
+    columns: int
+    block: int
+    counter: int
 
 
 class FloatProduct(NamedTuple):
@@ -97,13 +115,13 @@ def pack_panels(x: Pointer, panels: Pointer, rows: int, inputs: int, ratio: int,
 
 
 def _pack_floats(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    pack_panels(as_f32(load(a, 9)), as_f32(load(a, 0)), load(a, 4), load(a, 5), 1, worker, workers)
+    a: LinearArguments = read_arguments(LinearArguments, arguments)
+    pack_panels(as_f32(a.x), as_f32(a.panels), a.rows, a.inputs, 1, worker, workers)
 
 
 def _pack_pairs(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    pack_panels(as_f32(load(a, 9)), as_i32(load(a, 0)), load(a, 4), load(a, 5), 2, worker, workers)
+    a: LinearArguments = read_arguments(LinearArguments, arguments)
+    pack_panels(as_f32(a.x), as_i32(a.panels), a.rows, a.inputs, 2, worker, workers)
 
 
 @helper
@@ -162,27 +180,21 @@ def multiply(p: FloatProduct, block: int, counter: Pointer) -> None:
 
 
 def _multiply_f32(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    p = FloatProduct(
-        as_f32(load(a, 0)), as_f32(load(a, 1)), as_f32(load(a, 3)), as_f32(load(a, 2)), load(a, 4), load(a, 5), load(a, 6), 1, 1
-    )
-    multiply(p, load(a, 7), as_i64(load(a, 8)))
+    a: LinearArguments = read_arguments(LinearArguments, arguments)
+    p = FloatProduct(as_f32(a.panels), as_f32(a.strips), as_f32(a.out), as_f32(a.bias), a.rows, a.inputs, a.columns, 1, 1)
+    multiply(p, a.block, as_i64(a.counter))
 
 
 def _multiply_bf16(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    p = FloatProduct(
-        as_f32(load(a, 0)), as_i32(load(a, 1)), as_f32(load(a, 3)), as_f32(load(a, 2)), load(a, 4), load(a, 5), load(a, 6), 1, 2
-    )
-    multiply(p, load(a, 7), as_i64(load(a, 8)))
+    a: LinearArguments = read_arguments(LinearArguments, arguments)
+    p = FloatProduct(as_f32(a.panels), as_i32(a.strips), as_f32(a.out), as_f32(a.bias), a.rows, a.inputs, a.columns, 1, 2)
+    multiply(p, a.block, as_i64(a.counter))
 
 
 def _multiply_pairs(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    p = FloatProduct(
-        as_i32(load(a, 0)), as_i32(load(a, 1)), as_f32(load(a, 3)), as_f32(load(a, 2)), load(a, 4), load(a, 5), load(a, 6), 2, 2
-    )
-    multiply(p, load(a, 7), as_i64(load(a, 8)))
+    a: LinearArguments = read_arguments(LinearArguments, arguments)
+    p = FloatProduct(as_i32(a.panels), as_i32(a.strips), as_f32(a.out), as_f32(a.bias), a.rows, a.inputs, a.columns, 2, 2)
+    multiply(p, a.block, as_i64(a.counter))
 
 
 class Arithmetic(enum.Enum):
@@ -269,8 +281,19 @@ class StripLinear:
         else:  # one row is a panel as it is
             panels = fresh(wide.shape, torch.float32) if rows > 1 else wide
         out = fresh((rows, self.columns), torch.float32)
-        arguments = [panels.data_ptr(), self.strips.data_ptr(), self.bias.data_ptr(), out.data_ptr(), rows, self.in_features]
-        memory = with_counter([*arguments, self.columns, self.block, 0, wide.data_ptr()], 8)
+        arguments = LinearArguments(
+            x=wide.data_ptr(),
+            panels=panels.data_ptr(),
+            strips=self.strips.data_ptr(),
+            bias=self.bias.data_ptr(),
+            out=out.data_ptr(),
+            rows=rows,
+            inputs=self.in_features,
+            columns=self.columns,
+            block=self.block,
+            counter=0,
+        )
+        memory = with_counter(arguments)
         to_panels, product = _kernels(self.arithmetic)
         if panels is not wide:
             launch(to_panels, memory, max(1, min(thread_limit(), rows // (2 * MOST_ROWS))), panels, wide)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from llvmlite import ir
@@ -18,8 +18,8 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from headrace.tensor.kernels.cpu import pages
-from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, helper, launch, thread_limit, with_counter
-from headrace.tensor.kernels.cpu.jit.simd import as_i32, as_i64, at, load, load_acquire, store, take_ticket
+from headrace.tensor.kernels.cpu.jit.launch import address_of, compile_kernel, helper, launch, thread_limit, with_counter, words
+from headrace.tensor.kernels.cpu.jit.simd import as_i32, as_i64, at, load, load_acquire, read_arguments, store, take_ticket
 from headrace.tensor.kernels.cpu.jit.vector_ir import I32, I64, LANES, STRIP_COLUMNS, Emit, constant, gep, transpose
 from headrace.tensor.kernels.cpu.together import run_pending
 
@@ -62,18 +62,46 @@ def narrowed(weight: Tensor, block: int) -> Tensor | None:
     return packed if is_exact else None
 
 
+class StripArguments(NamedTuple):
+    """Arguments of the packing kernels. source, target, is_exact and counter are addresses.
+
+    items     of four bytes in a row of the result
+    block     strips per block
+    depth     items per piece
+    is_exact  an int64 that is 1; it becomes 0 where a float32 is found that is no bfloat16
+    """
+
+    source: int
+    target: int
+    rows: int
+    items: int
+    block: int
+    depth: int
+    is_exact: int
+    counter: int
+
+
 def _packed(weight: Tensor, block: int, dtype: torch.dtype) -> tuple[Tensor, bool]:
     """The strips as items of `dtype`, and whether they hold what the weight did."""
     rows, inputs = weight.shape
     per_item = 2 if dtype == torch.int32 else 1
     target = pages.empty(padded(rows) * inputs // per_item, dtype)
-    numbers = [weight.data_ptr(), target.data_ptr(), rows, inputs // per_item, block, DEPTH // per_item, 0]
-    memory = with_counter([*numbers, 1], 6)
+    is_exact = words((1,))
+    arguments = StripArguments(
+        source=weight.data_ptr(),
+        target=target.data_ptr(),
+        rows=rows,
+        items=inputs // per_item,
+        block=block,
+        depth=DEPTH // per_item,
+        is_exact=address_of(is_exact),
+        counter=0,
+    )
     narrow, copy = _kernels()
     kernel = narrow if weight.dtype != dtype and weight.dtype == torch.float32 else copy
-    launch(kernel, memory, max(1, min(thread_limit(), target.numel() // WORK_PER_THREAD)), target, weight)
+    launch(kernel, with_counter(arguments), max(1, min(thread_limit(), target.numel() // WORK_PER_THREAD)), target, weight)
     run_pending()
-    return target, bool(memory[7])
+    return target, bool(is_exact[0])
 
 
 @helper
@@ -160,35 +188,33 @@ def narrow_piece(source: Pointer, stride: int, count: int, target: Pointer, leng
 
 
 def _copy(arguments: int, worker: int, workers: int) -> None:
-    """Strips one by one: bfloat16 pairs as they are, or float32."""
-    a = as_i64(arguments)
-    source, target, rows, items, block, depth = as_i32(load(a, 0)), as_i32(load(a, 1)), load(a, 2), load(a, 3), load(a, 4), load(a, 5)
-    strips = -(-rows // STRIP_COLUMNS)
-    strip = take_ticket(as_i64(load(a, 6)))
+    """Strips one by one, items as they are: pairs of bfloat16, or float32."""
+    a: StripArguments = read_arguments(StripArguments, arguments)
+    strips, counter = -(-a.rows // STRIP_COLUMNS), as_i64(a.counter)
+    strip = take_ticket(counter)
     while strip < strips:
-        row, count = strip * STRIP_COLUMNS, min(STRIP_COLUMNS, rows - strip * STRIP_COLUMNS)
-        for first in range(0, items, depth):
-            length = min(depth, items - first)
-            piece = at(target, piece_start(strip, strips, block, items, first, length))
-            copy_piece(at(source, row * items + first), items, count, piece, length)
-        strip = take_ticket(as_i64(load(a, 6)))
+        row, count = strip * STRIP_COLUMNS, min(STRIP_COLUMNS, a.rows - strip * STRIP_COLUMNS)
+        for first in range(0, a.items, a.depth):
+            length = min(a.depth, a.items - first)
+            piece = at(as_i32(a.target), piece_start(strip, strips, a.block, a.items, first, length))
+            copy_piece(at(as_i32(a.source), row * a.items + first), a.items, count, piece, length)
+        strip = take_ticket(counter)
 
 
 def _narrow(arguments: int, worker: int, workers: int) -> None:
-    """float32 as bfloat16, until a value is found that is none: then argument 7 becomes 0 and the result is of no use."""
-    a = as_i64(arguments)
-    source, target, rows, items, block, depth = as_i32(load(a, 0)), as_i32(load(a, 1)), load(a, 2), load(a, 3), load(a, 4), load(a, 5)
-    strips = -(-rows // STRIP_COLUMNS)
-    strip = take_ticket(as_i64(load(a, 6)))
-    while strip < strips and load_acquire(at(a, 7)) != 0:
-        row, count, lost = strip * STRIP_COLUMNS, min(STRIP_COLUMNS, rows - strip * STRIP_COLUMNS), 0
-        for first in range(0, items, depth):
-            length = min(depth, items - first)
-            piece = at(target, piece_start(strip, strips, block, items, first, length))
-            lost |= narrow_piece(at(source, 2 * (row * items + first)), 2 * items, count, piece, length)
+    """float32 as bfloat16, until a value is found that is none: then `is_exact` becomes 0 and the result must not be used."""
+    a: StripArguments = read_arguments(StripArguments, arguments)
+    strips, counter, is_exact = -(-a.rows // STRIP_COLUMNS), as_i64(a.counter), as_i64(a.is_exact)
+    strip = take_ticket(counter)
+    while strip < strips and load_acquire(is_exact) != 0:
+        row, count, lost = strip * STRIP_COLUMNS, min(STRIP_COLUMNS, a.rows - strip * STRIP_COLUMNS), 0
+        for first in range(0, a.items, a.depth):
+            length = min(a.depth, a.items - first)
+            piece = at(as_i32(a.target), piece_start(strip, strips, a.block, a.items, first, length))
+            lost |= narrow_piece(at(as_i32(a.source), 2 * (row * a.items + first)), 2 * a.items, count, piece, length)
         if lost != 0:
-            store(0, a, 7)
-        strip = take_ticket(as_i64(load(a, 6)))
+            store(0, is_exact, 0)
+        strip = take_ticket(counter)
 
 
 @cache

@@ -5,14 +5,15 @@ microsecond. Mapped instead, sixteen pages around each row would count as this p
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from numba import types
 from torch import Tensor
 
 from headrace.core.errors import EngineFatal
-from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, launch, words
-from headrace.tensor.kernels.cpu.jit.simd import as_i64, load, store
+from headrace.tensor.kernels.cpu.jit.launch import address_of, compile_kernel, launch, words
+from headrace.tensor.kernels.cpu.jit.simd import as_i64, load, read_arguments, store
 from headrace.tensor.kernels.cpu.together import run_pending
 
 TRIES = 8
@@ -20,21 +21,31 @@ TRIES = 8
 _pread = types.ExternalFunction("pread", types.intp(types.int32, types.intp, types.intp, types.int64))
 
 
+class RowArguments(NamedTuple):
+    """ids, out and is_complete are addresses; `start` is the table's first byte in the file; is_complete: an int64 that becomes 1."""
+
+    descriptor: int
+    start: int
+    row_bytes: int
+    ids: int
+    num_rows: int
+    out: int
+    is_complete: int
+
+
 def _read_rows(arguments: int, worker: int, workers: int) -> None:
-    """Argument 6 becomes 0 when all rows were read."""
-    a = as_i64(arguments)
-    descriptor, start, row_bytes, ids, count, out = load(a, 0), load(a, 1), load(a, 2), as_i64(load(a, 3)), load(a, 4), load(a, 5)
-    for row in range(count):
-        done = 0
-        while done < row_bytes:
+    a: RowArguments = read_arguments(RowArguments, arguments)
+    for row in range(a.num_rows):
+        target, source, done = a.out + row * a.row_bytes, a.start + load(as_i64(a.ids), row) * a.row_bytes, 0
+        while done < a.row_bytes:
             got, tries = 0, 0
             while got <= 0 and tries < TRIES:
-                got = _pread(descriptor, out + row * row_bytes + done, row_bytes - done, start + load(ids, row) * row_bytes + done)
+                got = _pread(a.descriptor, target + done, a.row_bytes - done, source + done)
                 tries += 1
             if got <= 0:
                 return
             done += got
-    store(0, a, 6)
+    store(1, as_i64(a.is_complete), 0)
 
 
 @cache
@@ -57,9 +68,18 @@ def read_rows(descriptor: int, start: int, num_rows: int, columns: int, dtype: t
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < num_rows:
         raise IndexError(f"an id in {int(ids.min())}..{int(ids.max())} is outside 0..{num_rows - 1}")
     out = torch.empty((len(ids), columns), dtype=dtype)
-    memory = words((descriptor, start, columns * dtype.itemsize, ids.data_ptr(), len(ids), out.data_ptr(), 1))
-    launch(_kernel(), memory, 1, out, ids)
+    is_complete = words((0,))
+    arguments = RowArguments(
+        descriptor=descriptor,
+        start=start,
+        row_bytes=columns * dtype.itemsize,
+        ids=ids.data_ptr(),
+        num_rows=len(ids),
+        out=out.data_ptr(),
+        is_complete=address_of(is_complete),
+    )
+    launch(_kernel(), arguments, 1, out, ids)
     run_pending()
-    if memory[6]:
+    if not is_complete[0]:
         raise EngineFatal("rows of a table cannot be read from the file of packed weights any more")
     return out

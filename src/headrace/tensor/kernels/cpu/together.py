@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headrace.core.errors import EngineFatal
 from headrace.tensor.kernels.cpu.jit.launch import CALLER, address_of, call, compile_kernel, guarded, helper, run_now, words
-from headrace.tensor.kernels.cpu.jit.simd import as_i64, at, compare_and_set, increment, load, load_acquire, pause
+from headrace.tensor.kernels.cpu.jit.simd import as_i64, at, compare_and_set, increment, load, load_acquire, pause, read_arguments
 
 _Made = TypeVar("_Made")
 _Renewal = TypeVar("_Renewal", bound="Callable[[RecordedLaunches], bool]")
@@ -95,25 +95,47 @@ def gather_workers(state: Any, worker: int, workers: int, max_spins: int) -> int
     return 1 if verdict == 2 + worker else 0
 
 
+class ListArguments(NamedTuple):
+    """Arguments of the kernel that runs a list. entries (`Entry`, one behind the other) and state are addresses."""
+
+    entries: int
+    num_entries: int
+    state: int
+    limit_ns: int
+
+
+class Entry(NamedTuple):
+    """An entry of a list: the kernel's address, its arguments' address, and its workers."""
+
+    kernel: int
+    arguments: int
+    workers: int
+
+
+ENTRY_WORDS = len(Entry._fields)
+WORKERS = Entry._fields.index("workers")
+
+
 def _run_list(arguments: int, worker: int, workers: int) -> None:
-    """Kernels one after the other, each worker waiting for all others in between. A list entry: kernel, arguments, workers."""
-    a = as_i64(arguments)
-    entries, count, state, limit_ns = as_i64(load(a, 0)), load(a, 1), as_i64(load(a, 2)), load(a, 3)
-    clock = load(a, 2) + 8 * (CLOCKS + 2 * worker)
-    team = workers if workers == 1 else gather_workers(state, worker, workers, min(BASE_SPINS + SPINS_PER_KERNEL * count, MOST_SPINS))
-    me, passed, before = (0 if team == 1 else worker), 0, 0
+    """Run the kernels one after the other; between two of them every worker waits for all."""
+    a: ListArguments = read_arguments(ListArguments, arguments)
+    state, clock = as_i64(a.state), a.state + 8 * (CLOCKS + 2 * worker)
+    max_spins = min(BASE_SPINS + SPINS_PER_KERNEL * a.num_entries, MOST_SPINS)
+    team = workers if workers == 1 else gather_workers(state, worker, workers, max_spins)
+    rank, passed, before = (0 if team == 1 else worker), 0, 0
     if team == 0:
         return
-    for index in range(count):
-        own = min(load(entries, 3 * index + 2), team)
-        if index > 0 and max(own, before) > 1:  # what one worker alone does in a row needs no meeting
+    for index in range(a.num_entries):
+        each: Entry = read_arguments(Entry, a.entries + 8 * ENTRY_WORDS * index)
+        needed = min(each.workers, team)
+        if index > 0 and max(needed, before) > 1:  # consecutive kernels of one worker need no barrier
             passed += team
             increment(at(state, PASSED))
-            if not wait_until(state, passed, clock, limit_ns):
+            if not wait_until(state, passed, clock, a.limit_ns):
                 return
-        if me < own:
-            call(load(entries, 3 * index), load(entries, 3 * index + 1), me, own)
-        before = own
+        if rank < needed:
+            call(each.kernel, each.arguments, rank, needed)
+        before = needed
 
 
 class LaunchList:
@@ -133,7 +155,7 @@ class LaunchList:
         self.known: dict[Hashable, object] = {}
 
     def add(self, kernel: int, memory: array[int], workers: int, touched: tuple[Tensor | np.ndarray, ...]) -> None:
-        self.entries += (kernel, address_of(memory), workers)
+        self.entries += Entry(kernel=kernel, arguments=address_of(memory), workers=workers)
         self.workers = max(self.workers, workers)
         self.kept += (memory, touched)
         if self.kept_bytes > MOST_KEPT_BYTES:
@@ -198,10 +220,10 @@ class RecordedLaunches(LaunchList):
 
     @property
     def num_entries(self) -> int:
-        return len(self.entries) // 3
+        return len(self.entries) // ENTRY_WORDS
 
     def set_workers(self, entry: int, workers: int) -> None:
-        self._list[3 * entry + 2] = workers
+        self._list[ENTRY_WORDS * entry + WORKERS] = workers
         self.workers = max(self.workers, workers)
 
     def finish(self) -> None:
@@ -228,7 +250,8 @@ class RecordedLaunches(LaunchList):
     def entries_of(self, kernel: int) -> array[int]:
         """The list without all other kernels, for those who measure: what this leaves behind is no step's result."""
         entries = self._list
-        return words(word for first in range(0, len(entries), 3) if entries[first] == kernel for word in entries[first : first + 3])
+        firsts = (first for first in range(0, len(entries), ENTRY_WORDS) if entries[first] == kernel)
+        return words(word for first in firsts for word in entries[first : first + ENTRY_WORDS])
 
 
 def run_list(entries: array[int], workers: int) -> None:
@@ -238,8 +261,11 @@ def run_list(entries: array[int], workers: int) -> None:
     loop from outside.
     """
     state = words([0] * (CLOCKS + 2 * workers))
-    arguments = words((address_of(entries), len(entries) // 3, address_of(state), int(MOST_WAIT_S * 1e9)))
-    guarded(run_now, _list_kernel(), address_of(arguments), workers)
+    arguments = ListArguments(
+        entries=address_of(entries), num_entries=len(entries) // ENTRY_WORDS, state=address_of(state), limit_ns=int(MOST_WAIT_S * 1e9)
+    )
+    memory = words(arguments)
+    guarded(run_now, _list_kernel(), address_of(memory), workers)
     if state[TIMED_OUT]:
         raise EngineFatal(f"kernel threads waited {MOST_WAIT_S:g} s for one of them in the middle of a step, and gave up")
 

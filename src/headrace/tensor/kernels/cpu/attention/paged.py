@@ -41,7 +41,6 @@ from headrace.tensor.kernels.cpu.attention.item import (
     write_out,
 )
 from headrace.tensor.kernels.cpu.attention.plan import NO_WINDOW, plan_items, read_item
-from headrace.tensor.kernels.cpu.cache_write import scale_arguments
 from headrace.tensor.kernels.cpu.jit.launch import (
     compile_kernel,
     entry,
@@ -52,7 +51,7 @@ from headrace.tensor.kernels.cpu.jit.launch import (
     thread_limit,
     with_counter,
 )
-from headrace.tensor.kernels.cpu.jit.simd import as_bf16, as_f32, as_i8, as_i32, as_i64, at, load, take_ticket
+from headrace.tensor.kernels.cpu.jit.simd import as_bf16, as_f32, as_i8, as_i32, as_i64, at, load, read_arguments, take_ticket
 from headrace.tensor.kernels.cpu.jit.vector_ir import LANES
 from headrace.tensor.kernels.cpu.together import RecordedLaunches, current_recording, once, run_pending
 
@@ -61,7 +60,7 @@ Pointer = Any
 
 
 @helper
-def attend_items(g: Geometry, items: Pointer, num_items: int, counter: Pointer, parts: Pointer, vectors: int) -> None:
+def attend_items(g: Geometry, items: int, num_items: int, counter: Pointer, parts: Pointer, vectors: int) -> None:
     """Take items until none is left. `parts` receives, per item of a shared context, float32 [vectors, P + 2]: sums, peaks, masses.
 
     vectors: of the largest item. P: see `Scratch`.
@@ -91,7 +90,7 @@ def part_sums(parts: Pointer, index: int, vectors: int, wide: int) -> Sums:
 
 
 @helper
-def join_parts(g: Geometry, items: Pointer, num_items: int, parts: Pointer, vectors: int) -> None:
+def join_parts(g: Geometry, items: int, num_items: int, parts: Pointer, vectors: int) -> None:
     """Fold the parts of each shared context, first to last, into the first one's place, and write the result."""
     wide = padded_dim(g.head_dim)
     for index in range(num_items):
@@ -105,43 +104,80 @@ def join_parts(g: Geometry, items: Pointer, num_items: int, parts: Pointer, vect
             write_out(g, item, total)
 
 
+class AttentionArguments(NamedTuple):
+    """Arguments of the attention kernels. query, cache, out, table, items, parts, scales and counter are addresses; strides in elements.
+
+    cache_block, ..., cache_head and scale_block, ... are the strides of the cache and its scales by block, by key or value, slot and head
+    joins    0: walk the items; 1: join the parts of shared contexts, see `join_parts`
+    vectors  query vectors of the largest item
+    """
+
+    query: int
+    query_token: int
+    query_head: int
+    cache: int
+    cache_block: int
+    cache_value: int
+    cache_slot: int
+    cache_head: int
+    block_size: int
+    table: int
+    table_row: int
+    out: int
+    heads: int
+    group: int
+    head_dim: int
+    window: int
+    scale_bits: int
+    softcap_bits: int
+    scales: int
+    scale_block: int
+    scale_value: int
+    scale_slot: int
+    items: int
+    num_items: int
+    parts: int
+    vectors: int
+    joins: int
+    counter: int
+
+
 @helper
-def read_geometry(a: Pointer, query: Pointer, cache_: Pointer, out: Pointer) -> Geometry:
-    """The geometry from a kernel's arguments, in the order of `_arguments`."""
+def geometry(a: AttentionArguments, query: Pointer, cache_: Pointer, out: Pointer) -> Geometry:
     return Geometry(
         query,
-        load(a, 3),
-        load(a, 4),
+        a.query_token,
+        a.query_head,
         cache_,
-        load(a, 5),
-        load(a, 6),
-        load(a, 7),
-        load(a, 8),
-        load(a, 9),
-        as_i32(load(a, 10)),
-        load(a, 11),
+        a.cache_block,
+        a.cache_value,
+        a.cache_slot,
+        a.cache_head,
+        a.block_size,
+        as_i32(a.table),
+        a.table_row,
         out,
-        load(a, 12),
-        load(a, 13),
-        load(a, 14),
-        load(a, 15),
-        float_from_bits(load(a, 16)),
-        float_from_bits(load(a, 17)),
-        load(a, 23) != 0,
-        as_f32(load(a, 23)),
-        load(a, 24),
-        load(a, 25),
-        load(a, 26),
+        a.heads,
+        a.group,
+        a.head_dim,
+        a.window,
+        float_from_bits(a.scale_bits),
+        float_from_bits(a.softcap_bits),
+        a.scales != 0,
+        as_f32(a.scales),
+        a.scale_block,
+        a.scale_value,
+        a.scale_slot,
     )
 
 
 @helper
-def attend(a: Pointer, query: Pointer, cache_: Pointer, out: Pointer) -> None:
-    g = read_geometry(a, query, cache_, out)
-    if load(a, 22) == 0:
-        attend_items(g, as_i64(load(a, 18)), load(a, 19), as_i64(load(a, 20)), as_f32(load(a, 21)), load(a, 27))
+def attend(a: AttentionArguments, query: Pointer, cache_: Pointer, out: Pointer) -> None:
+    g = geometry(a, query, cache_, out)
+    if a.joins == 0:
+        attend_items(g, a.items, a.num_items, as_i64(a.counter), as_f32(a.parts), a.vectors)
     else:
-        join_parts(g, as_i64(load(a, 18)), load(a, 19), as_f32(load(a, 21)), load(a, 27))
+        join_parts(g, a.items, a.num_items, as_f32(a.parts), a.vectors)
 
 
 class Planned(NamedTuple):
@@ -174,8 +210,10 @@ def plan_batch(
 
 Kind = tuple[int, ...]
 """Arguments of `plan_batch`."""
-ITEMS, NUM_ITEMS, PARTS, JOINS, VECTORS = 18, 19, 21, 22, 27
-"""Places in a kernel's arguments that its plan, or its task, decides."""
+ITEMS, NUM_ITEMS, PARTS, VECTORS, JOINS = (
+    AttentionArguments._fields.index(name) for name in ("items", "num_items", "parts", "vectors", "joins")
+)
+"""Places of the arguments that a plan decides, and of the one that names the task."""
 
 
 def make_plan(kind: Kind) -> Planned:
@@ -202,45 +240,45 @@ class Replan:
 
 
 def _attend_f32(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    attend(a, as_f32(load(a, 0)), as_f32(load(a, 1)), as_f32(load(a, 2)))
+    a: AttentionArguments = read_arguments(AttentionArguments, arguments)
+    attend(a, as_f32(a.query), as_f32(a.cache), as_f32(a.out))
 
 
 def _attend_bf16(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    attend(a, as_bf16(load(a, 0)), as_bf16(load(a, 1)), as_bf16(load(a, 2)))
+    a: AttentionArguments = read_arguments(AttentionArguments, arguments)
+    attend(a, as_bf16(a.query), as_bf16(a.cache), as_bf16(a.out))
 
 
 def _attend_f32_bf16(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    attend(a, as_f32(load(a, 0)), as_bf16(load(a, 1)), as_f32(load(a, 2)))
+    a: AttentionArguments = read_arguments(AttentionArguments, arguments)
+    attend(a, as_f32(a.query), as_bf16(a.cache), as_f32(a.out))
 
 
 def _attend_f32_int8(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    attend(a, as_f32(load(a, 0)), as_i8(load(a, 1)), as_f32(load(a, 2)))
+    a: AttentionArguments = read_arguments(AttentionArguments, arguments)
+    attend(a, as_f32(a.query), as_i8(a.cache), as_f32(a.out))
 
 
 def _attend_bf16_int8(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    attend(a, as_bf16(load(a, 0)), as_i8(load(a, 1)), as_bf16(load(a, 2)))
+    a: AttentionArguments = read_arguments(AttentionArguments, arguments)
+    attend(a, as_bf16(a.query), as_i8(a.cache), as_bf16(a.out))
 
 
-_SOURCES: dict[tuple[int, int], Callable[[int, int, int], None]] = {
-    (4, 4): _attend_f32,
-    (2, 2): _attend_bf16,
-    (4, 2): _attend_f32_bf16,
-    (4, 1): _attend_f32_int8,
-    (2, 1): _attend_bf16_int8,
+_SOURCES: dict[tuple[torch.dtype, torch.dtype], Callable[[int, int, int], None]] = {
+    (torch.float32, torch.float32): _attend_f32,
+    (torch.bfloat16, torch.bfloat16): _attend_bf16,
+    (torch.float32, torch.bfloat16): _attend_f32_bf16,
+    (torch.float32, torch.int8): _attend_f32_int8,
+    (torch.bfloat16, torch.int8): _attend_bf16_int8,
 }
-"""By bytes of an element of the query and of the cache."""
-MIXED = {(torch.float32, torch.bfloat16), (torch.float32, torch.int8), (torch.bfloat16, torch.int8)}
-"""Element types of query and cache that may differ."""
+"""The source of each kernel, by the dtypes of the query and of the cache."""
+MIXED = {(query, cache_) for query, cache_ in _SOURCES if query != cache_}
+"""Dtypes of query and cache that may differ."""
 
 
 @cache
-def _kernel(item_bytes: int, cache_bytes: int) -> int:
-    return compile_kernel(_SOURCES[item_bytes, cache_bytes])
+def _kernel(query_dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
+    return compile_kernel(_SOURCES[query_dtype, cache_dtype])
 
 
 def supports(head_dim: int) -> bool:
@@ -268,12 +306,40 @@ def paged_attention(
     if plan.tokens < tokens:
         run_pending()  # an earlier layer may still have to read this memory
         out[plan.tokens :] = 0.0
-    block, value, slot, head, _ = cache_.stride()
-    arguments = [query.data_ptr(), cache_.data_ptr(), out.data_ptr(), query.stride(0), query.stride(1), block, value, slot, head]
-    arguments += [cache_.shape[2], block_table.data_ptr(), block_table.stride(0), heads, group, head_dim, reach]
-    arguments += [float_bits(scale), float_bits(softcap or 0.0), plan.items_at, plan.num_items, 0, plan.parts_at, 0]
-    memory = with_counter([*arguments, *scale_arguments(kv_scales), plan.vectors], 20)
-    kernel, recorded = _kernel(query.element_size(), cache_.element_size()), current_recording()
+    cache_block, cache_value, cache_slot, cache_head, _ = cache_.stride()
+    scale_block, scale_value, scale_slot, _ = (0, 0, 0, 0) if kv_scales is None else kv_scales.stride()
+    arguments = AttentionArguments(
+        query=query.data_ptr(),
+        query_token=query.stride(0),
+        query_head=query.stride(1),
+        cache=cache_.data_ptr(),
+        cache_block=cache_block,
+        cache_value=cache_value,
+        cache_slot=cache_slot,
+        cache_head=cache_head,
+        block_size=cache_.shape[2],
+        table=block_table.data_ptr(),
+        table_row=block_table.stride(0),
+        out=out.data_ptr(),
+        heads=heads,
+        group=group,
+        head_dim=head_dim,
+        window=reach,
+        scale_bits=float_bits(scale),
+        softcap_bits=float_bits(softcap or 0.0),
+        scales=0 if kv_scales is None else kv_scales.data_ptr(),
+        scale_block=scale_block,
+        scale_value=scale_value,
+        scale_slot=scale_slot,
+        items=plan.items_at,
+        num_items=plan.num_items,
+        parts=plan.parts_at,
+        vectors=plan.vectors,
+        joins=0,
+        counter=0,
+    )
+    memory = with_counter(arguments)
+    kernel, recorded = _kernel(query.dtype, cache_.dtype), current_recording()
     replan = None if recorded is None else recorded.renewal(kind, lambda: Replan(kind, plan))
     for place, workers in ((memory, plan.workers), (_joining(memory), 1)) if plan.has_parts else ((memory, plan.workers),):
         if recorded is not None and replan is not None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headrace.tensor.kernels.cpu.jit.launch import entry, helper
-from headrace.tensor.kernels.cpu.jit.simd import as_i32, load
+from headrace.tensor.kernels.cpu.jit.simd import as_i32, load, read_arguments
 
 SPLIT = 512
 """Keys of a split, at absolute positions; a multiple of `item.TILE`."""
@@ -21,7 +21,6 @@ WORK_PER_THREAD = 1 << 17
 """Multiply-adds worth a second thread: waking one costs microseconds, on a busy machine tens."""
 
 NO_WINDOW = 1 << 40
-ITEM_FIELDS = 8
 
 Pointer = Any
 
@@ -37,6 +36,9 @@ class Item(NamedTuple):
     split_first: int
     split_last: int
     part_of: int
+
+
+ITEM_FIELDS = len(Item._fields)
 
 
 @helper
@@ -76,24 +78,13 @@ def plan_items(
             step = 1 if is_shared else last - first
             for head in range(kv_heads):
                 for split in range(first, last, step):
-                    items[index, 0], items[index, 1], items[index, 2], items[index, 3] = row, head, token, count
-                    items[index, 4], items[index, 5], items[index, 6] = position, split, split + step
-                    items[index, 7] = index - (split - first) if last - first > step else -1
+                    part_of = index - (split - first) if last - first > step else -1
+                    items[index] = Item(row, head, token, count, position, split, split + step, part_of)
                     index += 1
     return items, longest * group, index if is_shared else 0, max(1, min(threads, work // WORK_PER_THREAD, index))
 
 
 @helper
-def read_item(items: Pointer, index: int) -> Item:
-    i = index * ITEM_FIELDS
-    first = Item(load(items, i), load(items, i + 1), load(items, i + 2), load(items, i + 3), 0, 0, 0, 0)
-    return Item(
-        first.row,
-        first.kv_head,
-        first.token,
-        first.num_tokens,
-        load(items, i + 4),
-        load(items, i + 5),
-        load(items, i + 6),
-        load(items, i + 7),
-    )
+def read_item(items: int, index: int) -> Item:
+    item: Item = read_arguments(Item, items + index * 8 * ITEM_FIELDS)
+    return item

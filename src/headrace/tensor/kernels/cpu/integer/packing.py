@@ -6,8 +6,9 @@ this CPU's registers do not fit, or that are not on it, are rounded by the plain
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from headrace.tensor.kernels import rounding
 from headrace.tensor.kernels.cpu import pages
 from headrace.tensor.kernels.cpu.integer.simd import BYTE_OFFSET, NIBBLE_OFFSET, STRIP, STRIP_COLUMNS, WORDS
 from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, helper, launch, thread_limit, with_counter
-from headrace.tensor.kernels.cpu.jit.simd import as_bf16, as_f32, as_i8, as_i32, as_i64, at, load, store, take_ticket
+from headrace.tensor.kernels.cpu.jit.simd import as_bf16, as_f32, as_i8, as_i32, as_i64, at, load, read_arguments, store, take_ticket
 from headrace.tensor.kernels.cpu.jit.vector_ir import (
     I8,
     I64,
@@ -54,6 +55,17 @@ MOST_BYTE, LEAST_NIBBLE, MOST_NIBBLE = np.float32(127.0), np.float32(-8.0), np.f
 # --- rounding ---
 
 
+class RoundingArguments(NamedTuple):
+    """Arguments of the rounding kernels. weight, values and scales are addresses, all contiguous; group: 0 for int8."""
+
+    weight: int
+    values: int
+    scales: int
+    rows: int
+    inputs: int
+    group: int
+
+
 def round_weight(weight: Tensor, precision: Precision, *, group: int = DEFAULT_GROUP) -> RoundedWeight:
     """As `rounding.round_weight`."""
     rows, inputs = weight.shape
@@ -64,8 +76,10 @@ def round_weight(weight: Tensor, precision: Precision, *, group: int = DEFAULT_G
     weight = weight.contiguous()
     values = pages.empty(weight.numel(), torch.int8).view(rows, inputs)
     scales = torch.empty((rows, inputs // group) if group else rows, dtype=torch.bfloat16 if group else torch.float32)
-    arguments = [weight.data_ptr(), values.data_ptr(), scales.data_ptr(), rows, inputs, group]
-    kernel = _rounding_kernel(bool(group), weight.element_size())
+    arguments = RoundingArguments(
+        weight=weight.data_ptr(), values=values.data_ptr(), scales=scales.data_ptr(), rows=rows, inputs=inputs, group=group
+    )
+    kernel = _rounding_kernel(Precision.INT4 if group else Precision.INT8, weight.dtype)
     launch(kernel, arguments, _workers(weight.numel()), values, weight, scales)
     run_pending()
     return RoundedWeight(values, scales, group)
@@ -155,32 +169,50 @@ def round_nibbles(weight: Pointer, values: Pointer, scales: Pointer, rows: int, 
 
 
 def _round_bytes_f32(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    round_bytes(as_f32(load(a, 0)), as_i8(load(a, 1)), as_f32(load(a, 2)), load(a, 3), load(a, 4), worker, workers)
+    a: RoundingArguments = read_arguments(RoundingArguments, arguments)
+    round_bytes(as_f32(a.weight), as_i8(a.values), as_f32(a.scales), a.rows, a.inputs, worker, workers)
 
 
 def _round_bytes_bf16(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    round_bytes(as_bf16(load(a, 0)), as_i8(load(a, 1)), as_f32(load(a, 2)), load(a, 3), load(a, 4), worker, workers)
+    a: RoundingArguments = read_arguments(RoundingArguments, arguments)
+    round_bytes(as_bf16(a.weight), as_i8(a.values), as_f32(a.scales), a.rows, a.inputs, worker, workers)
 
 
 def _round_nibbles_f32(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    round_nibbles(as_f32(load(a, 0)), as_i8(load(a, 1)), as_bf16(load(a, 2)), load(a, 3), load(a, 4), load(a, 5), worker, workers)
+    a: RoundingArguments = read_arguments(RoundingArguments, arguments)
+    round_nibbles(as_f32(a.weight), as_i8(a.values), as_bf16(a.scales), a.rows, a.inputs, a.group, worker, workers)
 
 
 def _round_nibbles_bf16(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    round_nibbles(as_bf16(load(a, 0)), as_i8(load(a, 1)), as_bf16(load(a, 2)), load(a, 3), load(a, 4), load(a, 5), worker, workers)
+    a: RoundingArguments = read_arguments(RoundingArguments, arguments)
+    round_nibbles(as_bf16(a.weight), as_i8(a.values), as_bf16(a.scales), a.rows, a.inputs, a.group, worker, workers)
+
+
+_ROUNDING: dict[tuple[Precision, torch.dtype], Callable[[int, int, int], None]] = {
+    (Precision.INT8, torch.float32): _round_bytes_f32,
+    (Precision.INT8, torch.bfloat16): _round_bytes_bf16,
+    (Precision.INT4, torch.float32): _round_nibbles_f32,
+    (Precision.INT4, torch.bfloat16): _round_nibbles_bf16,
+}
 
 
 @cache
-def _rounding_kernel(is_int4: bool, item_bytes: int) -> int:
-    sources = {(False, 4): _round_bytes_f32, (False, 2): _round_bytes_bf16, (True, 4): _round_nibbles_f32, (True, 2): _round_nibbles_bf16}
-    return compile_kernel(sources[is_int4, item_bytes])
+def _rounding_kernel(precision: Precision, dtype: torch.dtype) -> int:
+    """The kernel that rounds weights of `dtype` to this precision."""
+    return compile_kernel(_ROUNDING[precision, dtype])
 
 
 # --- packing ---
+
+
+class PackingArguments(NamedTuple):
+    """Arguments of the packing kernels. source, target and counter are addresses; items: words in a row of the result."""
+
+    source: int
+    target: int
+    rows: int
+    items: int
+    counter: int
 
 
 def pack_bytes(values: Tensor) -> Tensor:
@@ -199,8 +231,8 @@ def _packed(values: Tensor, per_word: int) -> Tensor:
     values = values.contiguous()
     strips, items = -(-rows // STRIP_COLUMNS), inputs // per_word
     target = pages.empty(strips * items * STRIP_COLUMNS, torch.int32)
-    memory = with_counter([values.data_ptr(), target.data_ptr(), rows, items, 0], 4)
-    launch(_packing_kernels()[per_word == 8], memory, _workers(values.numel()), target, values)
+    arguments = PackingArguments(source=values.data_ptr(), target=target.data_ptr(), rows=rows, items=items, counter=0)
+    launch(_packing_kernels()[per_word == 8], with_counter(arguments), _workers(values.numel()), target, values)
     run_pending()
     return target.view(strips, items, STRIP, LANES)
 
@@ -266,20 +298,20 @@ def nibble_strip(source: Pointer, count: int, target: Pointer, items: int) -> No
 
 
 def _pack_bytes(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    source, target, rows, items, counter = as_i32(load(a, 0)), as_i32(load(a, 1)), load(a, 2), load(a, 3), as_i64(load(a, 4))
+    a: PackingArguments = read_arguments(PackingArguments, arguments)
+    source, target, counter = as_i32(a.source), as_i32(a.target), as_i64(a.counter)
     first = take_ticket(counter) * STRIP_COLUMNS
-    while first < rows:
-        byte_strip(at(source, first * items), min(STRIP_COLUMNS, rows - first), at(target, first * items), items)
+    while first < a.rows:
+        byte_strip(at(source, first * a.items), min(STRIP_COLUMNS, a.rows - first), at(target, first * a.items), a.items)
         first = take_ticket(counter) * STRIP_COLUMNS
 
 
 def _pack_nibbles(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    source, target, rows, items, counter = as_i32(load(a, 0)), as_i32(load(a, 1)), load(a, 2), load(a, 3), as_i64(load(a, 4))
+    a: PackingArguments = read_arguments(PackingArguments, arguments)
+    source, target, counter = as_i32(a.source), as_i32(a.target), as_i64(a.counter)
     first = take_ticket(counter) * STRIP_COLUMNS
-    while first < rows:
-        nibble_strip(at(source, 2 * first * items), min(STRIP_COLUMNS, rows - first), at(target, first * items), items)
+    while first < a.rows:
+        nibble_strip(at(source, 2 * first * a.items), min(STRIP_COLUMNS, a.rows - first), at(target, first * a.items), a.items)
         first = take_ticket(counter) * STRIP_COLUMNS
 
 

@@ -27,7 +27,7 @@ from headrace.tensor.kernels.cpu.integer.simd import (
     quantize,
 )
 from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, fresh, helper, launch, thread_limit, with_counter
-from headrace.tensor.kernels.cpu.jit.simd import as_bf16, as_f32, as_i8, as_i16, as_i32, as_i64, at, load, store, take_ticket
+from headrace.tensor.kernels.cpu.jit.simd import as_bf16, as_f32, as_i8, as_i16, as_i32, as_i64, at, read_arguments, store, take_ticket
 from headrace.tensor.kernels.cpu.jit.vector_ir import LANES
 from headrace.tensor.kernels.cpu.linear import as_dtype, as_float32
 from headrace.tensor.kernels.rounding import INPUT_LIMIT, RoundedWeight
@@ -53,6 +53,29 @@ def pack_scales(scales: Tensor) -> Tensor:
     """bfloat16 [out, groups] -> [strips, groups, STRIP_COLUMNS]."""
     padded = F.pad(scales, (0, 0, 0, -scales.shape[0] % STRIP_COLUMNS))
     return padded.reshape(-1, STRIP_COLUMNS, scales.shape[1]).transpose(1, 2).contiguous()
+
+
+class IntegerArguments(NamedTuple):
+    """Arguments of a linear's two kernels, rows to integers and product. The first nine and counter are addresses.
+
+    group  inputs that share a scale; 0 for int8
+    span   strips that a worker takes at a time
+    """
+
+    source: int
+    x: int
+    row_scales: int
+    sums: int
+    out: int
+    bias: int
+    words: int
+    scales: int
+    rows: int
+    inputs: int
+    columns: int
+    group: int
+    span: int
+    counter: int
 
 
 class IntegerProduct(NamedTuple):
@@ -170,34 +193,32 @@ def round_vector(source: Pointer, target: Pointer, dim: int) -> float:
 
 
 def _quantize_bytes(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    source, target, scales, sums = as_f32(load(a, 0)), as_input(load(a, 1)), as_f32(load(a, 2)), as_i32(load(a, 3))
-    rows, inputs = load(a, 4), load(a, 5)
-    for row in range(worker, rows, workers):
-        store(quantize_row(at(source, row * inputs), at(target, row * inputs), inputs, inputs, at(sums, row)), scales, row)
+    a: IntegerArguments = read_arguments(IntegerArguments, arguments)
+    source, target, scales, sums = as_f32(a.source), as_input(a.x), as_f32(a.row_scales), as_i32(a.sums)
+    for row in range(worker, a.rows, workers):
+        store(quantize_row(at(source, row * a.inputs), at(target, row * a.inputs), a.inputs, a.inputs, at(sums, row)), scales, row)
 
 
 def _quantize_nibbles(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    source, target, scales, sums = as_f32(load(a, 0)), as_i8(load(a, 1)), as_f32(load(a, 2)), as_i32(load(a, 3))
-    rows, inputs, group = load(a, 4), load(a, 5), load(a, 6)
-    for row in range(worker, rows, workers):
-        own = at(sums, row * (inputs // group))
-        store(quantize_row(at(source, row * inputs), at(target, row * inputs), inputs, group, own), scales, row)
+    a: IntegerArguments = read_arguments(IntegerArguments, arguments)
+    source, target, scales, sums = as_f32(a.source), as_i8(a.x), as_f32(a.row_scales), as_i32(a.sums)
+    for row in range(worker, a.rows, workers):
+        row_sums = at(sums, row * (a.inputs // a.group))
+        store(quantize_row(at(source, row * a.inputs), at(target, row * a.inputs), a.inputs, a.group, row_sums), scales, row)
 
 
 def _multiply_bytes(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    x, row_scales, sums = as_input(load(a, 1)), as_f32(load(a, 2)), as_i32(load(a, 3))
-    p = IntegerProduct(x, row_scales, sums, as_f32(load(a, 7)), as_f32(load(a, 8)), load(a, 4), load(a, 5), load(a, 9))
-    multiply_bytes(p, as_i32(load(a, 10)), as_f32(load(a, 11)), load(a, 13), as_i64(load(a, 12)))
+    a: IntegerArguments = read_arguments(IntegerArguments, arguments)
+    x, row_scales, sums = as_input(a.x), as_f32(a.row_scales), as_i32(a.sums)
+    p = IntegerProduct(x, row_scales, sums, as_f32(a.out), as_f32(a.bias), a.rows, a.inputs, a.columns)
+    multiply_bytes(p, as_i32(a.words), as_f32(a.scales), a.span, as_i64(a.counter))
 
 
 def _multiply_nibbles(arguments: int, worker: int, workers: int) -> None:
-    a = as_i64(arguments)
-    x, row_scales, sums = as_i8(load(a, 1)), as_f32(load(a, 2)), as_i32(load(a, 3))
-    p = IntegerProduct(x, row_scales, sums, as_f32(load(a, 7)), as_f32(load(a, 8)), load(a, 4), load(a, 5), load(a, 9))
-    multiply_nibbles(p, as_i32(load(a, 10)), as_bf16(load(a, 11)), load(a, 6), load(a, 13), as_i64(load(a, 12)))
+    a: IntegerArguments = read_arguments(IntegerArguments, arguments)
+    x, row_scales, sums = as_i8(a.x), as_f32(a.row_scales), as_i32(a.sums)
+    p = IntegerProduct(x, row_scales, sums, as_f32(a.out), as_f32(a.bias), a.rows, a.inputs, a.columns)
+    multiply_nibbles(p, as_i32(a.words), as_bf16(a.scales), a.group, a.span, as_i64(a.counter))
 
 
 @cache
@@ -221,7 +242,6 @@ class IntegerLinear:
         # At least four spans per thread where there are enough, so that one slow thread does not hold up the rest.
         self.span = max(1, min(STRIPS, words.shape[0] // (4 * thread_limit())))
         self.bias = torch.zeros(self.columns) if bias is None else F.pad(bias.float(), (0, self.columns - len(bias))).contiguous()
-        self.places = (self.bias.data_ptr(), self.columns, words.data_ptr(), scales.data_ptr())
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (words, scales))
 
     @classmethod
@@ -267,8 +287,23 @@ class IntegerLinear:
         rounded = fresh((integer_bytes + 4 * rows * (1 + groups),), torch.uint8)
         out = fresh((rows, self.columns), torch.float32)
         place = rounded.data_ptr()
-        arguments = [wide.data_ptr(), place, place + integer_bytes, place + integer_bytes + 4 * rows, rows, inputs, self.group]
-        memory = with_counter([*arguments, out.data_ptr(), *self.places, 0, self.span], 12)
+        arguments = IntegerArguments(
+            source=wide.data_ptr(),
+            x=place,
+            row_scales=place + integer_bytes,
+            sums=place + integer_bytes + 4 * rows,
+            out=out.data_ptr(),
+            bias=self.bias.data_ptr(),
+            words=self.words.data_ptr(),
+            scales=self.scales.data_ptr(),
+            rows=rows,
+            inputs=inputs,
+            columns=self.columns,
+            group=self.group,
+            span=self.span,
+            counter=0,
+        )
+        memory = with_counter(arguments)
         to_integers, product = _kernels(bool(self.group))
         launch(to_integers, memory, max(1, min(thread_limit(), rows // ROWS)), rounded, wide)
         workers = max(1, min(thread_limit(), rows * inputs * self.columns // WORK_PER_THREAD))

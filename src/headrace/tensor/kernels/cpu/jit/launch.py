@@ -16,7 +16,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numba
 import numpy as np
@@ -30,7 +30,7 @@ from torch import Tensor
 from headrace.tensor.host.fresh_memory import POISON, is_poisoned
 from headrace.tensor.kernels.cpu.jit.compile_cache import numba_cache
 from headrace.tensor.kernels.cpu.jit.disk_cache import KeptCFunc, keep
-from headrace.tensor.kernels.cpu.jit.simd import as_i64, load
+from headrace.tensor.kernels.cpu.jit.simd import read_arguments
 
 CACHE = numba_cache()
 numba.config.CACHE_DIR = str(CACHE.directory or "")  # read by every decorator below
@@ -226,10 +226,10 @@ def words(values: Iterable[int]) -> array[int]:
     return array("q", values)
 
 
-def with_counter(arguments: Sequence[int], place: int) -> array[int]:
-    """`arguments` with a zero behind them, whose address stands at `place`: what `take_ticket` counts with."""
+def with_counter(arguments: Sequence[int]) -> array[int]:
+    """`arguments`, the last of which is `counter`, and behind them the zero that `take_ticket` counts from; `counter` is its address."""
     memory = words((*arguments, 0))
-    memory[place] = address_of(memory) + 8 * len(arguments)
+    memory[-2] = address_of(memory) + 8 * len(arguments)
     pending = CALLER.pending
     if pending is not None:
         pending.counted(memory)
@@ -241,14 +241,18 @@ def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     pending = CALLER.pending
     made = torch.empty(shape, dtype=dtype) if pending is None else pending.fresh(shape, dtype)
     if is_poisoned() and made.nbytes:  # when its turn comes: what was put off may still write and read this memory
-        launch(_poison_kernel(), [made.data_ptr(), made.nbytes], 1, made)
+        launch(_poison_kernel(), PoisonArguments(address=made.data_ptr(), num_bytes=made.nbytes), 1, made)
     return made
 
 
+class PoisonArguments(NamedTuple):
+    address: int
+    num_bytes: int
+
+
 def _poison(arguments: int, worker: int, workers: int) -> None:
-    """Arguments: address, bytes."""
-    a = as_i64(arguments)
-    _memset(load(a, 0), POISON, load(a, 1))
+    a: PoisonArguments = read_arguments(PoisonArguments, arguments)
+    _memset(a.address, POISON, a.num_bytes)
 
 
 @cache

@@ -83,6 +83,18 @@ as_f32, as_bf16, as_i8, as_i16, as_i32, as_i64 = (
 
 
 @intrinsic
+def read_arguments(_: Any, layout: Any, address: Any) -> tuple[Any, Emit]:
+    """A kernel's arguments, by name: `layout` is a NamedTuple class, whose fields are the int64 words at `address`, in order."""
+    words = types.NamedUniTuple(types.intp, len(layout.instance_class._fields), layout.instance_class)
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        first = builder.inttoptr(arguments[1], I64.as_pointer())
+        return context.make_tuple(builder, words, [builder.load(gep(builder, first, i), align=8) for i in range(len(words))])
+
+    return words(layout, types.intp), emit
+
+
+@intrinsic
 def at(_: Any, pointer: Any, index: Any) -> tuple[Any, Emit]:
     """pointer + index elements."""
 
