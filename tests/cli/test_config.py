@@ -144,7 +144,7 @@ def test_default_model_is_served_when_nothing_names_one(tmp_path: Path, model_fo
         ("models: [{engine: {model: M, dtype: int8}}]", "models[0].engine.dtype", "'int8' is not one of"),
         ("models: [{engine: {model: M}, replicas: 0}]", "models[0].replicas", "outside 1..64"),
         ("models: [{engine: {model: /absent}}]", "models[0].engine.model", "neither a folder with a config.json nor"),
-        ("models: [{engine: {}}]", "models[0].engine", "missing required field model"),
+        ("models: [{engine: {}}]", "models[0].engine.model", "is missing"),
         ("models: []", "models", "is empty"),
         ("models: [{engine: {model: M}, name: a}, {engine: {model: M}, name: a}]", "models[1].name", "is served twice"),
         ("models: [{engine: {model: M}}]\ngateway: {models: []}", "gateway.models", "Declare models at the top level"),

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.config import ServeConfig
-from headrace.cli.config_decode import TOP_LEVEL, inner
+from headrace.cli.config_decode import TOP_LEVEL
 from headrace.cli.config_faults import OTHER_VARIABLES, faults, unread_variables
 from headrace.cli.config_yaml import parse_document
 from headrace.core.errors import ConfigError
+from headrace.core.strict_decode import inner
 from tests.cli.test_main import Headrace, headrace  # noqa: F401  # a fixture
 from tests.house.options import config_options
 from tests.house.reader import ROOT
@@ -93,7 +94,7 @@ def test_a_file_without_one_of_its_lines_still_has_an_answer(broken: Path, numbe
 @pytest.mark.parametrize(
     ("text", "wheres"),
     [
-        ("", ["configuration"]),
+        ("", ["models"]),
         ("models: 5", ["models"]),
         ("models: [5]", ["models[0]"]),
         ("gateway: 7\nmodels: []", ["gateway", "models"]),

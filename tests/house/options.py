@@ -13,8 +13,8 @@ from typing import get_args, get_origin, get_type_hints
 import typer.main
 
 from headrace.cli.config import ServeConfig
-from headrace.cli.config_decode import inner
 from headrace.cli.main import app
+from headrace.core.strict_decode import inner
 
 
 def config_options(kind: type = ServeConfig, where: str = "") -> Iterator[tuple[str, str]]:

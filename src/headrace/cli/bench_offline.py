@@ -169,7 +169,7 @@ def _warm_up(shape: WorkloadShape) -> list[LoadRequest]:
 def _config(model: str | None, engine: Given) -> EngineConfig:
     """Of the engine that is measured; resolving the model is left to `_engine`. Raises ConfigError."""
     from headrace.bundled import DEFAULT_MODEL
-    from headrace.cli.config_decode import decode
+    from headrace.core.strict_decode import decode
 
     return decode(EngineConfig, {**engine, "model": model or DEFAULT_MODEL}).checked()
 

@@ -15,11 +15,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from headrace.bundled import bundled_path
-from headrace.cli.config_decode import ELSEWHERE, apply_environment, decode, set_at
+from headrace.cli.config_decode import ELSEWHERE, apply_environment, set_at
 from headrace.cli.config_origins import flag_steps, named_by_origin
 from headrace.cli.config_yaml import Raw, read_yaml
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
+from headrace.core.strict_decode import decode
 from headrace.engine.config import EngineConfig
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.weights import HUB_ID
@@ -195,7 +196,7 @@ def load(
 def from_raw(raw: Raw, default_model: str | None = None) -> ServeConfig:
     """The checked configuration in plain data, which is filled up in place. Raises ConfigError with the path in it."""
     _fill(raw, default_model)
-    config = decode(ServeConfig, raw).checked()
+    config = decode(ServeConfig, raw, elsewhere=ELSEWHERE).checked()
     return replace(config, gateway=_with_hashed_keys(config.gateway))
 
 

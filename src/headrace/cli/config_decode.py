@@ -1,100 +1,25 @@
-"""Plain data from the file, environment variables and flags -> one mapping -> typed values, strictly.
+"""Environment variables and flags -> the plain data of a file, which `core.strict_decode` makes typed values of.
 
-A variable is a string where the configuration has a string, and YAML elsewhere. Unknown keys are errors that name the path and the nearest
-known key. How the file is read is said in `cli.config_yaml`, what the values mean in `cli.config`.
+A variable is a string where the configuration has a string, and YAML elsewhere. An unknown variable is an error with the nearest known one.
+How the file is read is said in `cli.config_yaml`, what the values mean in `cli.config`.
 """
 
 from __future__ import annotations
 
-import re
-import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
-from typing import TypeVar, Union, get_args, get_origin, get_type_hints
-
-import msgspec
+from typing import get_args, get_origin, get_type_hints
 
 from headrace.cli.config_yaml import Raw, parse_yaml
 from headrace.core.errors import ConfigError
+from headrace.core.strict_decode import UnknownKey, inner
 
-Value = TypeVar("Value")
 TOP_LEVEL = ("drain_timeout_s", "run_dir", "allow_open", "block_key", "log_format", "experimental")
 """Keys without a section: HEADRACE_DRAIN_TIMEOUT_S."""
 
 ELSEWHERE = {"gateway.models": "Declare models at the top level.", "gateway.timeouts.drain_s": "Set drain_timeout_s at the top level."}
 """Keys of the packages' own configs that are made from others: refused in a file, and never suggested."""
-
-_MISSING = re.compile(r"missing required field `(\w+)`")
-_PLACE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?\Z", re.DOTALL)
-
-
-class UnknownKey(ConfigError):
-    """A key that its section does not have. meant: the nearest one that it has; None where none is near."""
-
-    def __init__(self, where: str, remedy: str, meant: str | None = None) -> None:
-        self.meant = meant
-        super().__init__(where, "is not a known key", remedy)
-
-
-class MissingKey(ConfigError):
-    """A section without a key that it must have, which is `key`."""
-
-    def __init__(self, where: str, reason: str, key: str) -> None:
-        self.key = key
-        super().__init__(where, reason)
-
-
-def decode(kind: type[Value], raw: object) -> Value:
-    """`raw` as a value of the dataclass `kind`. Raises ConfigError with the path of what does not fit."""
-    check_known(kind, raw, "")
-    try:
-        return msgspec.convert(raw, kind, strict=True)
-    except msgspec.ValidationError as error:
-        raise _translated(str(error)) from error
-
-
-def _translated(message: str) -> ConfigError:
-    """What msgspec says, with the path in front. Its messages are read here and nowhere else: it has no other way to say which key."""
-    found = _PLACE.fullmatch(message)
-    what, path = (found["what"], found["path"]) if found else (message, "")
-    where, reason = path or "configuration", what[:1].lower() + what[1:].replace("`", "")
-    missing = _MISSING.search(what)
-    return MissingKey(where, reason, missing[1]) if missing else ConfigError(where, reason)
-
-
-def check_known(hint: object, raw: object, where: str) -> None:
-    """Raise ConfigError for the first key that `hint` has no field for. Values of the wrong shape are left to `decode`."""
-    kind = inner(hint)
-    if isinstance(raw, list) and get_origin(kind) is tuple:
-        for index, item in enumerate(raw):
-            check_known(get_args(kind)[0], item, f"{where}[{index}]")
-    elif isinstance(raw, dict) and isinstance(kind, type) and is_dataclass(kind):
-        hints = get_type_hints(kind)
-        for key, value in raw.items():
-            path = f"{where}.{key}" if where else str(key)
-            if key not in hints:
-                raise unknown_key(path, str(key), hints, where)
-            check_known(hints[key], value, path)
-
-
-def unknown_key(path: str, key: str, known: Iterable[str], where: str = "") -> UnknownKey:
-    """The error. known: the keys at `where`. For a key that is set elsewhere the remedy says where."""
-    elsewhere = {name: ELSEWHERE[f"{where}.{name}"] for name in known if f"{where}.{name}" in ELSEWHERE}
-    close = get_close_matches(key, known, n=1)
-    if close and close[0] in elsewhere:
-        return UnknownKey(path, elsewhere[close[0]])
-    if close:
-        return UnknownKey(path, f"Did you mean {close[0]}?", close[0])
-    return UnknownKey(path, f"Known: {', '.join(name for name in known if name not in elsewhere)}.")
-
-
-def inner(hint: object) -> object:
-    """The type in an optional one: X of `X | None`."""
-    if get_origin(hint) in (Union, types.UnionType):
-        rest = [choice for choice in get_args(hint) if choice is not type(None)]
-        return rest[0] if len(rest) == 1 else hint
-    return hint
 
 
 def apply_environment(kind: type, raw: Raw, environment: Mapping[str, str], prefix: str) -> None:
@@ -152,7 +77,7 @@ def _hint_at(kind: type, steps: Sequence[str], name: str, prefix: str) -> object
             hints = get_type_hints(hint)
             if step not in hints:
                 nearest = nearest_variable(kind, name, prefix)
-                raise UnknownKey(name, f"Did you mean {nearest}?", nearest) if nearest else unknown_key(name, step, hints)
+                raise ConfigError(name, "is not a known key", f"Did you mean {nearest}?") if nearest else UnknownKey(name, hints, {})
             hint = hints[step]
         else:
             raise ConfigError(name, f"nothing can be set at {step!r}", "Levels are joined by two underscores; list places are numbers.")

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from headrace.bundled import DEFAULT_MODEL
 from headrace.cli.config import ENV_PREFIX, NeedsExperimental, ServeConfig, from_raw
-from headrace.cli.config_decode import MissingKey, UnknownKey, apply_variable, nearest_variable, variables
+from headrace.cli.config_decode import apply_variable, nearest_variable, variables
 from headrace.cli.config_origins import origin_of
 from headrace.cli.config_yaml import Raw, mapping_of, parse_document, read_text
 from headrace.core.errors import ConfigError
+from headrace.core.strict_decode import MissingKey, UnknownKey
 
 OTHER_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_CACHE_DIR", "HEADRACE_KEEP_PACKED", "HEADRACE_STREAM_WATCH", "HEADRACE_EMULATES_DOTS")
 """What is read and is no configuration."""
@@ -87,16 +88,15 @@ def _mend(raw: Raw, where: str, error: ConfigError, *, is_again: bool) -> bool:
     for step in outer:
         place = _inside(place, step)
     is_itself = where == error.where  # else it is a section around the faulty value
-    section = raw if where == "configuration" else _inside(place, last)
-    if is_itself and not is_again and isinstance(error, MissingKey) and isinstance(section, dict):
-        section[error.key] = _stand_in(error.key, where)
+    if is_itself and not is_again and isinstance(error, MissingKey) and isinstance(place, dict):
+        place[last] = _stand_in(last, _around(where))
         return True
     if isinstance(error, NeedsExperimental):
         raw["experimental"] = True
         return True
-    meant = error.meant if is_itself and isinstance(error, UnknownKey) else None
-    if meant is not None and isinstance(place, dict) and last in place and meant not in place:
-        place[meant] = place.pop(last)  # so that its value is checked too
+    nearest = error.nearest if is_itself and isinstance(error, UnknownKey) else None
+    if nearest is not None and isinstance(place, dict) and last in place and nearest not in place:
+        place[nearest] = place.pop(last)  # so that its value is checked too
         return True
     return _replace(place, last, _stand_in(last if isinstance(place, dict) else f"{outer[-1]}[]" if outer else "", where))
 

@@ -83,7 +83,7 @@ def _say_left_out(plans: list[Plan]) -> None:
 
 def _run(plans: list[Plan], model: str, options: dict[str, object], *, as_json: bool) -> Iterator[str]:
     """The plans on a fresh engine that is just large enough for them."""
-    from headrace.cli.config_decode import decode
+    from headrace.core.strict_decode import decode
     from headrace.engine.config import EngineConfig
     from headrace.engine.read_ahead import reading_ahead
     from headrace.fleet.weights import resolve_model

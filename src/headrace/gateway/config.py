@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from urllib.parse import urlsplit
-
-import msgspec
 
 from headrace.core.errors import ConfigError
 from headrace.core.hashing import check_secret
 from headrace.core.request import PriorityClass
+from headrace.core.strict_decode import decode, read_json_object
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,255}")
 REPLICA_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -244,20 +243,12 @@ class GatewayConfig:
 
 def load_config(path: str | Path) -> GatewayConfig:
     """The checked configuration in a JSON file. Raises ConfigError naming the key."""
-    try:
-        data = msgspec.json.decode(Path(path).read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(str(path), f"cannot be read as JSON: {error}") from None
-    return config_from(data)
+    return config_from(read_json_object(path))
 
 
-def config_from(data: object) -> GatewayConfig:
-    """The checked configuration in decoded JSON, with plain keys replaced by their digests."""
-    _check_unknown(data, GatewayConfig, "")
-    try:
-        config = msgspec.convert(data, GatewayConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError("gateway configuration", str(error)) from None
+def config_from(data: Mapping[str, object]) -> GatewayConfig:
+    """The checked configuration in plain data, with keys replaced by their digests. Raises ConfigError."""
+    config = decode(GatewayConfig, data)
     hashed = tuple(_hashed(key) for key in config.checked().api_keys)
     if len({key.sha256 for key in hashed}) != len(hashed):
         raise ConfigError("api_keys", "names a key twice", "Each key belongs to one tenant.")
@@ -344,29 +335,3 @@ def _check_foreign(where: str, model: ModelConfig, upstream: ForeignConfig) -> N
         upstream.checked()
     except ConfigError as error:
         raise ConfigError(f"{where}.upstream.{error.where}", error.reason, error.remedy) from error
-
-
-def _check_unknown(data: object, kind: type, where: str) -> None:
-    """msgspec ignores keys a dataclass does not have; we do not."""
-    if not isinstance(data, dict):
-        return
-    known = {item.name: item for item in fields(kind)}
-    for key, value in data.items():
-        path = f"{where}.{key}" if where else str(key)
-        if key not in known:
-            close = get_close_matches(str(key), known, n=1)
-            raise ConfigError(path, "is not a known key", f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}.")
-        nested = _NESTED.get((kind, key))
-        if nested is not None:
-            for index, item in enumerate(value if isinstance(value, list) else [value]):
-                _check_unknown(item, nested, f"{path}[{index}]" if isinstance(value, list) else path)
-
-
-_NESTED: dict[tuple[type, str], type] = {
-    (GatewayConfig, "models"): ModelConfig,
-    (GatewayConfig, "api_keys"): ApiKey,
-    (GatewayConfig, "limits"): Limits,
-    (GatewayConfig, "timeouts"): Timeouts,
-    (ModelConfig, "replicas"): ReplicaConfig,
-    (ModelConfig, "upstream"): ForeignConfig,
-}

@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
+from headrace.core.strict_decode import decode, read_json_object
 from headrace.engine.config import EngineConfig
-from headrace.engine.server.config import ProcessConfig, decode, load_json, section
+from headrace.engine.server.config import ProcessConfig, section
 from headrace.engine.server.process import EngineExitCode, leave, run_process
 from headrace.lab.fake_runner import FakeOptions, fake_engine
 from headrace.observe.logs import set_up_logging
@@ -21,10 +22,10 @@ from headrace.wire.leash import Leash
 
 def load_fake_config(path: str | Path) -> tuple[ProcessConfig, EngineConfig, FakeOptions]:
     """Raises ConfigError naming the file or the key."""
-    data = load_json(path)
+    data = read_json_object(path)
     options = decode(FakeOptions, section(data, "fake") if "fake" in data else {}, "fake")
     engine = decode(EngineConfig, section(data, "engine"), "engine").checked()
-    return decode(ProcessConfig, data, ""), engine, options
+    return decode(ProcessConfig, data), engine, options
 
 
 def main(arguments: list[str] | None = None) -> None:

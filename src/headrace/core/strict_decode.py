@@ -1,0 +1,120 @@
+"""Plain data (parsed JSON or YAML) -> a frozen dataclass: the decoder of every configuration.
+
+Strict: an unknown key is an error that names the nearest known one, a missing key and a value of another type are errors with their path.
+Nothing is converted except a list to a tuple, a mapping to a nested dataclass, and an integer where a float is wanted. Errors show no
+value, because it may be a secret.
+
+Not here: what values mean (each configuration's own `checked`), and request bodies (`gateway.surfaces.dialect.parse`), whose errors are
+a client's and whose types are msgspec's.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from headrace.core.errors import ConfigError
+
+Value = TypeVar("Value")
+_KINDS = {"list": "array", "tuple": "array", "dict": "object", "NoneType": "null"}
+
+
+class UnknownKey(ConfigError):
+    """A mapping has a key that its dataclass has no field for.
+
+    nearest  the known key that was probably meant, a key of the same mapping; None where no known key is near
+    """
+
+    def __init__(self, where: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> None:
+        """
+        where      path of the unknown key
+        elsewhere  path -> remedy, of known keys that must not be set in this file
+        """
+        around, _, key = where.rpartition(".")
+        remedies = {name: elsewhere[path] for name in known if (path := joined(around, name)) in elsewhere}
+        close = next(iter(get_close_matches(key, known, n=1)), None)
+        self.nearest = None if close in remedies else close
+        suggestion = f"Did you mean {close}?" if close else f"Known: {', '.join(name for name in known if name not in remedies)}."
+        super().__init__(where, "is not a known key", remedies.get(close or "", suggestion))
+
+
+class MissingKey(ConfigError):
+    """A mapping lacks a key that has no default."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(where, "is missing")
+
+
+def read_json_object(path: str | Path) -> dict[str, object]:
+    """The object in a JSON file. Raises ConfigError."""
+    try:
+        data = json.loads(Path(path).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(str(path), f"cannot be read as JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(str(path), "is not a JSON object")
+    return data
+
+
+def decode(kind: type[Value], data: object, where: str = "", *, elsewhere: Mapping[str, str] | None = None) -> Value:
+    """`data` as the dataclass `kind`.
+
+    where      path of `data` in its file; empty for the whole file
+    elsewhere  see `UnknownKey`
+
+    Raises: ConfigError, UnknownKey or MissingKey, with the path of the first key that does not fit.
+    """
+    return cast(Value, _decoded(kind, data, where, elsewhere or {}))
+
+
+def inner(hint: object) -> object:
+    """The type in an optional one: X of `X | None`."""
+    rest = [choice for choice in _choices(hint) if choice is not type(None)]
+    return rest[0] if len(rest) == 1 else hint
+
+
+def joined(where: str, key: str) -> str:
+    """The path of `key` in the mapping at `where`."""
+    return f"{where}.{key}" if where else key
+
+
+def _choices(hint: object) -> tuple[object, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _decoded(hint: object, data: object, where: str, elsewhere: Mapping[str, str]) -> object:
+    if data is None and type(None) in _choices(hint):
+        return None
+    kind = inner(hint)
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(data, Mapping):
+        return _object(kind, data, where, elsewhere)
+    if get_origin(kind) is tuple and isinstance(data, list | tuple):
+        return tuple(_decoded(get_args(kind)[0], item, f"{where}[{index}]", elsewhere) for index, item in enumerate(data))
+    if kind is float and type(data) is int:
+        return float(data)
+    if not any(type(data) is choice for choice in _choices(kind)):  # exactly: true is no integer
+        wanted = " or ".join(_name(choice) for choice in _choices(hint))
+        raise ConfigError(where or "configuration", f"expected {wanted}, got {_name(type(data))}")
+    return data
+
+
+def _object(kind: type, data: Mapping[object, object], where: str, elsewhere: Mapping[str, str]) -> object:
+    hints = get_type_hints(kind)
+    for key in data:
+        if key not in hints:
+            raise UnknownKey(joined(where, str(key)), hints, elsewhere)
+    for item in fields(kind):
+        if item.default is MISSING and item.default_factory is MISSING and item.name not in data:
+            raise MissingKey(joined(where, item.name))
+    return kind(**{str(key): _decoded(hints[str(key)], value, joined(where, str(key)), elsewhere) for key, value in data.items()})
+
+
+def _name(hint: object) -> str:
+    kind = get_origin(hint) or hint
+    name = "dict" if is_dataclass(kind) else getattr(kind, "__name__", str(kind))
+    return _KINDS.get(name, name)
