@@ -107,6 +107,24 @@ async def test_limited_concurrency_counts_waiting_from_the_intended_time() -> No
         assert lag_s < waited_s / 2, "waiting for a place is not the client's lag: it made every such run void"
 
 
+async def test_a_burst_is_sent_one_by_one_which_is_not_the_clients_lag() -> None:
+    """With --request-rate inf, the default, the last of a hundred requests was "late" by what sending ninety-nine takes: a void run."""
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return await stream(request, [text_chunk("a"), "data: [DONE]\n\n"])
+
+    async with serving(handler) as url:
+        requests = make_requests(20, WorkloadShape(input_tokens=8, output_tokens=5))
+        records = await run_load(LoadTarget(url=url, model="m"), requests, [0.0] * 20)
+    ordered = sorted(records, key=lambda record: record.sent_s or math.inf)
+    for before, record in pairwise(ordered):
+        assert record.intended_s == before.intended_s
+        assert before.sent_s is not None
+        assert before.due_s is not None
+        assert record.due_s is not None
+        assert before.due_s < record.due_s <= before.sent_s, "it was due when the one before it was sent"
+
+
 async def test_places_are_handed_on_in_turn_and_not_to_cancelled_tasks() -> None:
     limit = ConcurrencyLimit(1)
     assert await limit.acquire() is None

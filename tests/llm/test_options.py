@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.core.errors import CheckpointError, ConfigError
-from headrace.engine.config import EngineConfig
+from headrace.engine.config import EngineConfig, options
 from headrace.llm import api
-from headrace.llm.options import ONLY, engine_config
+from headrace.llm.options import ENGINE_FIELDS, ONLY, engine_config
 
 
 @pytest.fixture
@@ -73,6 +73,15 @@ def test_vllms_names_reach_the_engines_configuration(built: list[EngineConfig], 
             depth=2,
         )
     ]
+
+
+def test_the_signature_has_every_option_of_the_engine_with_its_type() -> None:
+    """It is written out for editors; `EngineConfig` is what it is held against. Options without a flag are for servers alone."""
+    hints, signature = get_type_hints(EngineConfig), get_type_hints(LLM.__init__)
+    described = dict(options())
+    offered = {keyword: hints[field] for keyword, field in ENGINE_FIELDS.items() if described[field].flags != ()}
+    assert {*offered, "experimental"} == api._KEYWORDS
+    assert [keyword for keyword, hint in offered.items() if signature[keyword] not in (hint, hint | None)] == []
 
 
 def test_every_keyword_changes_the_configuration(model_folder: Path) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import math
 import sys
-from typing import Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headrace.cli.bench_common import AsJson, Bandwidth, Flag, Output, RunConditions, Seed, make_shape, write_result
 from headrace.cli.client_key import ClientKey
 from headrace.cli.exits import CommandExitCode, UsageRefused
+
+if TYPE_CHECKING:
+    from headrace.lab.metrics import LoadReport
 
 
 def serve(
@@ -20,12 +24,16 @@ def serve(
     num_prompts: Annotated[int, Flag("--num-prompts")] = 100,
     request_rate: Annotated[float, Flag("--request-rate", help="Requests per second; inf sends all at once.")] = math.inf,
     burstiness: Annotated[float, Flag("--burstiness", help="1 is Poisson, less is burstier (0.25: bursts).")] = 1.0,
-    max_concurrency: Annotated[int | None, Flag("--max-concurrency", min=1, help="Waiting for a place is latency.")] = None,
+    max_concurrency: Annotated[
+        int | None, Flag("--max-concurrency", min=1, help="Most requests in flight; waiting for a place counts as latency.")
+    ] = None,
     dataset_name: Annotated[str, Flag("--dataset-name", help="random, or shared-prefix.")] = "random",
     input_len: Annotated[int, Flag("--random-input-len", "--input-len", help="Prompt tokens, prefix included.")] = 128,
     output_len: Annotated[int, Flag("--random-output-len", "--output-len")] = 64,
     range_ratio: Annotated[float, Flag("--random-range-ratio", help="Lengths vary by this share, 0..1.")] = 0.0,
-    prefix_len: Annotated[int, Flag("--random-prefix-len", "--prefix-len", help="Shared beginning of the prompts.")] = 0,
+    prefix_len: Annotated[
+        int, Flag("--random-prefix-len", "--prefix-len", help="Tokens at the beginning of the prompts that are shared.")
+    ] = 0,
     num_prefixes: Annotated[int, Flag("--num-prefixes", help="Different shared beginnings.")] = 1,
     vocab_size: Annotated[int, Flag("--vocab-size", help="Token ids are drawn below this.")] = 2000,
     goodput: Annotated[list[str] | None, Flag("--goodput", help="ttft:MS, tpot:MS or e2el:MS; again for more.")] = None,
@@ -44,7 +52,6 @@ def serve(
     from headrace.lab.datasets import make_requests
     from headrace.lab.loadgen import LoadTarget, run_load
     from headrace.lab.metrics import parse_slo, summarize
-    from headrace.lab.report import failures, lines, to_plain
 
     try:
         slo = parse_slo(goodput) if goodput else None
@@ -60,7 +67,7 @@ def serve(
         timeout_s=timeout,
         max_concurrency=max_concurrency,
     )
-    facts = RunConditions(bandwidth)
+    conditions = RunConditions(bandwidth)
     records = asyncio.run(run_load(target, make_requests(num_prompts, shape, seed=seed), times))
     report = summarize(records, slo)
     settings = {
@@ -72,12 +79,19 @@ def serve(
         "seed": seed,
         "shape": shape,
     }
-    result = facts.result(settings=settings, client_kept_up=report.is_valid, report=report)
+    result = conditions.result(settings=settings, client_kept_up=report.is_valid, report=report)
     write_result(output_json, result, records)
-    if report.finished:
-        print(json.dumps(to_plain(result), indent=1) if as_json else "\n".join(lines(report)))
-        return
-    if as_json:
+    _print(report, result if as_json else None)
+
+
+def _print(report: LoadReport, result: Mapping[str, object] | None) -> None:
+    """Print the result as JSON, or without one the report as text. Raises typer.Exit when no request was answered."""
+    from headrace.lab.report import failures, lines, to_plain
+
+    if result is not None:
         print(json.dumps(to_plain(result), indent=1))
-    print("\n".join(["headrace: no request was answered", *failures(report)]), file=sys.stderr)
-    raise typer.Exit(CommandExitCode.FAILED)
+    elif report.finished:
+        print("\n".join(lines(report)))
+    if not report.finished:
+        print("\n".join(["headrace: no request was answered", *failures(report)]), file=sys.stderr)
+        raise typer.Exit(CommandExitCode.FAILED)

@@ -107,13 +107,16 @@ async def run_load(
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=target.timeout_s)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers, read_bufsize=MAX_LINE_BYTES) as session:
         begin_s = time.monotonic() + 2 * SPIN_S
+        last_sent_s: dict[float, float] = {}  # intended time -> when the last request of that time was sent
 
         async def one(request: LoadRequest, offset_s: float) -> LoadRecord:
             intended_s = begin_s + offset_s
             await _sleep_until(intended_s)
             freed_s = await limit.acquire()
             try:
-                record = await _measure(session, target, request, intended_s, intended_s if freed_s is None else freed_s)
+                due_s = max(intended_s, freed_s or intended_s, last_sent_s.get(intended_s, intended_s))
+                last_sent_s[intended_s] = time.monotonic()
+                record = await _measure(session, target, request, intended_s, due_s)
             finally:
                 limit.release()
             on_end(record)

@@ -32,7 +32,8 @@ class LoadRecord:
     """One request as the client saw it. Times are seconds on one monotonic clock.
 
     intended_s     when the arrival process wanted it sent
-    due_s          when the client could send it: then, or later, when one of `max_concurrency` places became free; None: then
+    due_s          when the client could send it: at the latest of `intended_s`, the moment one of `max_concurrency` places became free,
+                   and the moment the request before it was sent, if that was intended for the same time; None: at `intended_s`
     sent_s         when the client began to send it; None if it never did
     chunk_s        arrival of each chunk that carried text, ascending
     end_s          when the stream ended or the client gave up
@@ -190,7 +191,7 @@ class LoadReport:
 
     offered, admitted, finished  requests intended / not refused with 429 or 503 / answered whole
     goodput                      requests per second that met the SLO; None without one
-    client_lag_s                 the client's own delay; waiting for one of `max_concurrency` places is none
+    client_lag_s                 the client's own delay, from `due_s`: waiting for a place, or for its turn in a burst, does not count
     first_error                  kind and words of the first failure by intended time; empty without one
     """
 

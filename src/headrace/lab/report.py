@@ -43,7 +43,7 @@ def write_json(file: Path, value: object) -> None:
 
 
 def lines(report: LoadReport) -> Iterator[str]:
-    """The report of a run in which some request was answered, as lines of text; `failures` is that of others."""
+    """The report of a run in which at least one request was answered, as lines of text; for other runs there is `failures`."""
     yield _title("Serving benchmark result", "=")
     yield _row("Requests offered / admitted / finished", f"{report.offered} / {report.admitted} / {report.finished}")
     yield _row("Duration (s)", report.duration_s)
@@ -68,12 +68,13 @@ def lines(report: LoadReport) -> Iterator[str]:
         yield from failures(report)
     yield _row("Client's own lag p99 (ms)", report.client_lag_s.quantiles["p99"] * 1000)
     if not report.is_valid:
-        yield "VOID: the client was late itself (p99 of its lag over 1 ms); use a faster or less busy client machine."
+        yield "VOID: p99 of the client's own lag is 1 ms or more, and the latencies above include it."
+        yield "Use a faster or less busy client machine."
     yield "=" * WIDTH
 
 
 def failures(report: LoadReport) -> Iterator[str]:
-    """How many requests failed, of what kind, and in whose words the first one did."""
+    """How many requests failed, of what kinds, and what was said of the first one."""
     yield f"{report.offered - report.finished} of {report.offered} requests failed:"
     yield from (f"  {count} x {error}" for error, count in sorted(report.errors.items(), key=lambda each: -each[1]))
     yield f"  The first one: {report.first_error}"
