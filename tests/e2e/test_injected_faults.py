@@ -30,7 +30,7 @@ class Poison:
     """Makes a place raise whenever a step computes the culprit, from its n-th step on; `hits` counts."""
 
     def __init__(self, engine: RealEngine, site: str, culprit: EngineRequest, *, first_step: int) -> None:
-        runner: Any = engine.engine._runner
+        runner: Any = engine.engine._steps.runner
         inner = runner._runner if isinstance(runner, OverlappedRunner) else runner
         assert isinstance(inner, ModelRunner)
         self.hits = 0

@@ -72,11 +72,13 @@ FLOORS: dict[str, Floor] = {
     "headrace.engine.failpoints": Floor(_ours("core")),
     "headrace.engine.failures": Floor(_ours("core")),
     "headrace.engine.inbox": Floor(_ours("core")),
+    "headrace.engine.load_board": Floor(_ours("core", "policy", "engine.inbox", "engine.steps")),
     "headrace.engine.loop": Floor(
-        _ours("core", "policy", "engine.failpoints", "engine.failures", "engine.inbox", "engine.preparation", "engine.recovery")
+        _ours("core", "policy", *(f"engine.{name}" for name in ("failures", "inbox", "load_board", "preparation", "recovery", "steps")))
     ),
     "headrace.engine.preparation": Floor(_ours("core", "policy", "engine.failures")),
     "headrace.engine.recovery": Floor(_ours("core", "policy", "engine.failures")),
+    "headrace.engine.steps": Floor(_ours("core", "policy")),
     "headrace.engine.runner*": Floor(_ours("core", "tensor", *RUNNER_SIDE), ("torch", "numpy")),
     "headrace.engine.kv_sizing": Floor(_ours("core", "engine.config")),
     "headrace.engine.memory": Floor(_ours("core")),
@@ -105,7 +107,18 @@ FLOORS: dict[str, Floor] = {
     # 5 roof
     "headrace.lab": Floor(
         _ours(
-            "core", "text", "wire", "observe", "policy", "engine.config", "engine.loop", "engine.build", "engine.server", "gateway", "fleet"
+            "core",
+            "text",
+            "wire",
+            "observe",
+            "policy",
+            "engine.config",
+            "engine.loop",
+            "engine.steps",
+            "engine.build",
+            "engine.server",
+            "gateway",
+            "fleet",
         ),
         ("aiohttp", "grpc"),
         ("msgspec", "uvicorn", "starlette"),

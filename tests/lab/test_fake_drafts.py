@@ -33,7 +33,7 @@ class Driven:
 
     def __post_init__(self) -> None:
         self.engine = fake_engine(self.take, self.options, self.config, clock=lambda: 0.0)
-        submit, commit = self.engine._runner.submit, self.engine.scheduler.commit
+        submit, commit = self.engine._steps.runner.submit, self.engine.scheduler.commit
         in_flight: dict[int, set[int]] = {}
 
         def seen(plan: Plan) -> object:
@@ -48,7 +48,7 @@ class Driven:
             del in_flight[plan.step_id]
             return commit(plan, result, now)
 
-        self.engine._runner.submit = seen  # type: ignore[method-assign, assignment]
+        self.engine._steps.runner.submit = seen  # type: ignore[method-assign, assignment]
         self.engine.scheduler.commit = committed  # type: ignore[method-assign]
 
     def take(self, updates: list[SequenceUpdate | Rejected]) -> None:

@@ -10,7 +10,7 @@ from kv_oracle import OracleRunner
 
 from headrace.core.plan import Plan, Result
 from headrace.core.plan_codec import load_plans
-from headrace.engine.loop import Ticket
+from headrace.engine.steps import Ticket
 from headrace.lab.replay import count_rows, describe_rows, known_rows, replay, summarize_plan
 
 
@@ -35,7 +35,7 @@ def dumped(tmp_path: Path) -> tuple[list[Plan], dict[int, Result]]:
     """Plans of a small run with chunked prefill, several sequences and n = 2; and what each step gave."""
     driven = DrivenEngine(num_blocks=64)
     recorder = Recorder(driven.runner)
-    driven.engine._runner = recorder
+    driven.engine._steps.runner = recorder
     driven.submit(request("a", list(range(30))), request("b", [1, 2, 3], n=2), request("c", [5] * 9, max_tokens=3))
     driven.run()
     (tmp_path / "ring").write_bytes(driven.engine.recent_plans())
@@ -60,7 +60,7 @@ def test_ring_that_begins_in_mid_life_leaves_unknown_sequences_out() -> None:
     driven = DrivenEngine(num_blocks=64)
     driven.submit(request("old", list(range(16))), request("new", list(range(50, 70)), max_tokens=4))
     driven.run()
-    late = list(driven.engine._ring)[1:]
+    late = list(driven.engine._steps.recent)[1:]
     kept = list(known_rows(late))
     assert sum(skipped for _, skipped in kept) == 7  # "old" is in its prompt before the ring and in seven decode rows of it
     assert {slot for plan, _ in kept for slot in (*plan.slots, *plan.table_slots, *plan.ended)} == {1}

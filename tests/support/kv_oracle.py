@@ -59,7 +59,7 @@ class LazyTicket:
 
 
 class OracleRunner:
-    """Implements `engine.loop.Runner`. lazy=True delays computing until results are asked for (depth 2)."""
+    """Implements `engine.steps.Runner`. lazy=True delays computing until results are asked for (depth 2)."""
 
     def __init__(
         self, groups: tuple[KvGroup, ...], num_blocks: tuple[int, ...], block_size: int, *, vocab_size: int = 97, lazy: bool = False

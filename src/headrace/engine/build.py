@@ -10,8 +10,9 @@ from threading import Thread
 from headrace.core.clock import Clock
 from headrace.core.model_info import ModelInfo
 from headrace.engine.config import EngineConfig
-from headrace.engine.loop import Engine, Outbox, Runner
+from headrace.engine.loop import Engine, Outbox
 from headrace.engine.read_ahead import reading_ahead
+from headrace.engine.steps import Runner
 from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.scheduler import Scheduler

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
 
 from headrace.core.clock import Clock
 from headrace.core.errors import EngineFatal, HeadraceError, SequenceFailed
@@ -29,53 +26,18 @@ from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.failures import Failures
 from headrace.engine.inbox import Cancel, Finish, Inbox, Message, PrerequisiteFailed, Satisfied, Submit, Wake
+from headrace.engine.load_board import LoadBoard
 from headrace.engine.preparation import NothingToPrepare, Preparations, Preparer
 from headrace.engine.recovery import Recovery
+from headrace.engine.steps import Runner, StepQueue, UncommittedStep
 from headrace.policy.schedule.prerequisites import check_prerequisite
 from headrace.policy.schedule.scheduler import Scheduler
-from headrace.policy.schedule.step_timer import StepTimer
 
 IDLE_WAKE_S = 0.2
 """An idle loop wakes this often, so that a stalled one can be told from an idle one."""
-PLAN_RING = 128
 MAX_PLAN_FAILURES = 3
 
 Outbox = Callable[[list[SequenceUpdate | Rejected]], None]
-
-
-class Ticket(Protocol):
-    def result(self) -> Result:
-        """Wait for the step. Raises what the step raised."""
-        ...
-
-
-class Runner(Protocol):
-    """What computes plans, in the order they are submitted."""
-
-    def submit(self, plan: Plan) -> Ticket: ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _RunningStep:
-    """The oldest uncommitted step: when it began, and what the newest is expected to take."""
-
-    started: float
-    predicted_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Published:
-    """The load at one moment between two changes, ages left out.
-
-    num_taken  sequences that had been taken from the inbox: those are in the load, or over
-    turned     when that was
-    """
-
-    load: LoadSnapshot
-    num_taken: int
-    turned: float
 
 
 class Engine:
@@ -98,21 +60,18 @@ class Engine:
     ) -> None:
         self.info = info
         self.scheduler = scheduler
-        self._runner = runner
         self._outbox = outbox
         self._clock = clock
         self._depth = depth
         self._inbox = Inbox()
-        self._in_flight: deque[tuple[Plan, Ticket, float]] = deque()
-        self._ring: deque[Plan] = deque(maxlen=PLAN_RING)
-        self._timer = StepTimer()
-        self._step: _RunningStep | None = None
+        self._steps = StepQueue(runner, clock)
+        self._load = LoadBoard(scheduler, self._inbox, self._steps, clock)
         self._plan_failures = 0
         self._failures = Failures(lambda: scheduler.counters, clock)
         self._preparations = Preparations(preparer or NothingToPrepare(), self._failures)
         self._recovery = Recovery(scheduler, self._compute, self._failures, clock)
         self._stopping = False
-        self._published = self._load()
+        self._is_checked = False
 
     @property
     def clock(self) -> Clock:
@@ -151,37 +110,12 @@ class Engine:
         self._inbox.put(Wake())
 
     def snapshot(self) -> LoadSnapshot:
-        """The replica's load as the loop published it last, with every plan and every step's result; for one other thread.
-
-        Ages are those of now, so that a loop or a step that hangs shows.
-        """
-        now = self._clock()
-        published, step = self._published, self._step
-        return replace(
-            published.load,
-            num_waiting=published.load.num_waiting + self._inbox.num_put_since(published.num_taken),
-            step_age_s=None if step is None else now - step.started,
-            step_predicted_s=0.0 if step is None else step.predicted_s,
-            loop_age_s=now - published.turned,
-        )
-
-    def _load(self) -> _Published:
-        """What `snapshot` reads until the next one is published. Nothing in it changes."""
-        scheduler, pools = self.scheduler, self.scheduler.kv.pools
-        load = LoadSnapshot(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            kv_blocks_free=sum(pool.num_free for pool in pools),
-            kv_blocks_cached=sum(pool.num_cached for pool in pools),
-            kv_blocks_used=sum(pool.num_used for pool in pools),
-            kv_blocks_total=sum(pool.total for pool in pools),
-            counters=scheduler.counters.copy(),
-        )
-        return _Published(load, self._inbox.num_taken, self._clock())
+        """The replica's load as the loop published it last, with every plan and every step's result; for one other thread."""
+        return self._load.snapshot()
 
     def recent_plans(self) -> bytes:
         """The ring of the last plans, as `headrace replay` reads them. Holds prompts: whoever writes it down keeps it private."""
-        return dump_plans(list(self._ring))
+        return dump_plans(list(self._steps.recent))
 
     # the loop
 
@@ -189,11 +123,15 @@ class Engine:
         """Turn until `stop`. Raises EngineFatal when going on could give wrong answers."""
         try:
             while not self._stopping:
-                if not self.turn():
+                if self.turn():
+                    self._is_checked = False
+                else:
                     self._idle()
         finally:
-            self._preparations.end_all()
-            self._runner.close()
+            try:
+                self._preparations.end_all()
+            finally:
+                self._steps.runner.close()
 
     def turn(self) -> bool:
         """One iteration: handle messages, plan, submit, commit the oldest step. False when there was nothing to do."""
@@ -201,8 +139,8 @@ class Engine:
         plan = self._plan()
         self._publish()  # what left the inbox is counted, and what ended given back, before a step keeps this thread busy
         if plan is not None:
-            self._submit_plan(plan)
-        commits = bool(self._in_flight) and (plan is None or len(self._in_flight) >= self._depth)
+            self._steps.submit(plan)
+        commits = len(self._steps) > 0 and (plan is None or len(self._steps) >= self._depth)
         if commits:
             self._commit_oldest()
         updates = self.scheduler.take_updates()
@@ -219,15 +157,28 @@ class Engine:
     def _publish(self) -> None:
         if ended := self.scheduler.take_ended():
             self._preparations.end(ended)
-        self._published = self._load()
+        self._load.publish()
 
     def _idle(self) -> None:
-        """Sleep until a message, a deadline or the next regular wake."""
+        """Sleep until a message, a deadline or the next regular wake; after the first sleep that no message ends, check the scheduler."""
         timeout = IDLE_WAKE_S
         if (deadline := self.scheduler.next_deadline()) is not None:
             timeout = min(timeout, max(0.0, deadline - self._clock()))
         if (message := self._inbox.take(timeout)) is not None:
             self._handle(message)
+        elif not self._is_checked:
+            self._check()
+
+    def _check(self) -> None:
+        """Once per idle period: while nothing runs, the check delays nothing (0.05 s for 130,000 blocks) and an end loses no answer.
+
+        Raises EngineFatal when sequences, slots and blocks do not add up.
+        """
+        self._is_checked = True
+        try:
+            self.scheduler.check()
+        except AssertionError as error:
+            raise EngineFatal(f"the idle engine's sequences, slots and blocks do not add up: {error}") from error
 
     def _take_messages(self) -> None:
         while (message := self._inbox.take()) is not None:
@@ -301,77 +252,50 @@ class Engine:
         self._plan_failures = 0
         return plan
 
-    def _submit_plan(self, plan: Plan) -> None:
-        if not plan.only_polls_moves:
-            self._ring.append(plan)
-        now = self._clock()
-        self._step = _RunningStep(now if self._step is None else self._step.started, self._timer.predict(plan.num_tokens))
-        try:
-            ticket = self._runner.submit(plan)
-        except EngineFatal:
-            raise
-        except Exception as error:
-            ticket = _Failed(error)
-        self._in_flight.append((plan, ticket, now))
-
     def _commit_oldest(self) -> None:
-        plan, ticket, submitted = self._in_flight.popleft()
+        step = self._steps.take_oldest()
+        plan = step.plan
         try:
-            result = ticket.result()
+            result = step.ticket.result()
         except EngineFatal:
             raise
         except Exception as error:
             self._failures.note(FailureKind.STEP, f"step {plan.step_id} of {plan.num_rows} rows failed: it is repeated in parts", error)
             self._recover(plan)
-            self._step_done(plan, submitted)
+            self._end_step(step)
             self._emit(self.scheduler.take_updates())
         else:
-            self._step_done(plan, submitted)
+            self._end_step(step)
             self._deliver(plan, result)
+
+    def _end_step(self, step: UncommittedStep) -> None:
+        seconds = self._steps.end(step)
+        if step.plan.num_rows:
+            self.scheduler.counters.note_step(seconds)
 
     def _recover(self, failed: Plan) -> None:
         """The failed plan and those made after it are undone, and their rows repeated."""
-        later = [(plan, ticket) for plan, ticket, _ in self._in_flight]
-        self._in_flight.clear()
-        for plan, ticket in later:
-            self.scheduler.end_moves(self._discard(plan, ticket))
-        self._recovery.recover([failed, *(plan for plan, _ in later)])
+        later = self._steps.take_all()
+        for step in later:
+            self.scheduler.end_moves(self._discard(step))
+        self._recovery.recover([failed, *(step.plan for step in later)])
 
-    def _discard(self, plan: Plan, ticket: Ticket) -> array[int]:
-        """Wait for a step whose rows do not count any more. What it says of moves does."""
+    def _discard(self, step: UncommittedStep) -> array[int]:
+        """Wait for a step whose rows do not count any more. Returns the ids of the moves it reports, which have ended all the same."""
         try:
-            return ticket.result().moves_done
+            return step.ticket.result().moves_done
         except EngineFatal:
             raise
         except Exception as error:
-            self._failures.note(FailureKind.STEP, f"step {plan.step_id}, submitted behind a step that failed, failed too", error)
+            self._failures.note(FailureKind.STEP, f"step {step.plan.step_id}, submitted behind a step that failed, failed too", error)
             return array("i")
 
     def _compute(self, plan: Plan) -> None:
-        """A step on its own: submitted, awaited, committed."""
-        self._ring.append(plan)
-        self._deliver(plan, self._runner.submit(plan).result())
+        """Submit, await and commit one step on its own."""
+        self._deliver(plan, self._steps.compute(plan))
 
     def _deliver(self, plan: Plan, result: Result) -> None:
         updates = self.scheduler.commit(plan, result, self._clock())
         for error in self.scheduler.take_failures():
             self._failures.note(FailureKind.COMMIT, f"a row of step {plan.step_id} could not be committed: its sequence ends", error)
         self._emit(updates)
-
-    def _step_done(self, plan: Plan, submitted: float) -> None:
-        now = self._clock()
-        began = submitted if self._step is None else max(submitted, self._step.started)
-        self._step = replace(self._step, started=now) if self._in_flight and self._step is not None else None
-        if plan.num_rows:
-            self._timer.observe(plan.num_tokens, now - began)
-            self.scheduler.counters.note_step(now - began)
-
-
-class _Failed:
-    """The ticket of a plan whose submission raised."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def result(self) -> Result:
-        raise self._error

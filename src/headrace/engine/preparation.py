@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+from headrace.core.errors import EngineFatal
 from headrace.core.ids import AdmissionId
 from headrace.core.load import FailureKind
 from headrace.core.request import EngineRequest
@@ -67,13 +68,21 @@ class Preparations:
         return admission, prerequisites
 
     def end(self, admissions: Iterable[AdmissionId]) -> None:
-        """These are over. A preparer that raises is logged, and the others are ended all the same."""
+        """These requests are over. A preparer that raises is logged, and the rest is ended all the same.
+
+        Raises EngineFatal where the preparer did, after the rest is ended.
+        """
+        fatal: EngineFatal | None = None
         for admission in admissions:
             self._open.remove(admission)
             try:
                 self._preparer.end(admission)
+            except EngineFatal as error:
+                fatal = fatal or error
             except Exception as error:
                 self._failures.note(FailureKind.PREREQUISITE, "what was prepared for a request could not be given back", error)
+        if fatal is not None:
+            raise fatal
 
     def end_all(self) -> None:
         """The loop has ended: nothing is waited for any more."""

@@ -152,7 +152,7 @@ class _Slot:
 
 
 class FakeRunner:
-    """Implements `engine.loop.Runner`. Steps follow one another in submission order, as on a device."""
+    """Implements `engine.steps.Runner`. Steps follow one another in submission order, as on a device."""
 
     def __init__(self, options: FakeOptions, *, clock: Clock = time.monotonic, wait: Wait | None = None) -> None:
         """clock, wait: real time, or a virtual clock and what moves it on; `close` ends a real wait."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from headrace.core.clock import Clock
 from headrace.core.plan import Plan, Result
-from headrace.engine.loop import Runner
+from headrace.engine.steps import Runner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

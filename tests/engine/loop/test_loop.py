@@ -17,6 +17,8 @@ from headrace.core.ids import RequestId
 from headrace.core.kvgroup import KvGroup
 from headrace.core.plan import Plan, Result
 from headrace.core.plan_codec import load_plans
+from headrace.engine import loop
+from headrace.engine.loop import Engine
 from headrace.policy.kvcache.leases import LeaseError
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.planner import PlanDraft, Planner
@@ -195,13 +197,48 @@ def test_run_in_a_thread_serves_requests_from_another_and_stops() -> None:
     assert_unharmed(driven)
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_an_idle_engine_checks_its_books_once_per_idle_period(is_damaged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damage nobody noticed while requests ran ends the engine before the next one gets a wrong answer from it."""
+    monkeypatch.setattr(loop, "IDLE_WAKE_S", 0.001)
+    driven, num_checks, check, idle = DrivenEngine(), 0, Scheduler.check, Engine._idle
+    remaining = 10
+
+    def counted(self: Scheduler) -> None:
+        nonlocal num_checks
+        num_checks += 1
+        check(self)
+
+    def sleep(self: Engine) -> None:
+        nonlocal remaining
+        remaining -= 1
+        if remaining == 5:
+            driven.submit(request("b", [2]))
+        if not remaining:
+            self.stop()
+        idle(self)
+
+    monkeypatch.setattr(Scheduler, "check", counted)
+    monkeypatch.setattr(Engine, "_idle", sleep)
+    driven.submit(request("a", [1]))
+    if is_damaged:
+        driven.kv.pools[0].take()
+        with pytest.raises(EngineFatal, match="do not add up"):
+            driven.engine.run()
+        assert num_checks == 1
+    else:
+        driven.engine.run()
+        assert num_checks == 2
+    assert ("a", 0) in driven.finish
+
+
 def test_the_plan_ring_can_be_dumped_and_replayed_on_a_fresh_runner() -> None:
     driven = DrivenEngine(num_blocks=14)
     submit_all(driven)
     driven.run()
     plans = load_plans(driven.engine.recent_plans())
     assert len(plans) > 8
-    assert plans == list(driven.engine._ring)
+    assert plans == list(driven.engine._steps.recent)
     fresh = OracleRunner(driven.kv.groups, (14,), 4, vocab_size=VOCAB)
     tokens = sorted(token for plan in plans for token in fresh.compute(plan).token_ids)
     assert tokens == sorted(token for told in driven.tokens.values() for token in told)

@@ -243,6 +243,24 @@ def test_a_preparer_that_cannot_give_back_is_logged_and_harms_nobody(caplog: pyt
     assert "cannot be unmapped" in caplog.text
 
 
+class Wrecked(NotedPreparer):
+    def end(self, admission: AdmissionId) -> None:
+        super().end(admission)
+        raise EngineFatal("the device is lost")
+
+
+def test_a_preparer_that_finds_the_engine_lost_ends_it_and_still_ends_every_request() -> None:
+    driven = refusing(Wrecked())
+    closed: list[bool] = []
+    driven.runner.close = lambda: closed.append(True)  # type: ignore[method-assign]
+    driven.submit(request("a", [1]), request("b", [2]), request("c", [3], max_tokens=40))
+    with pytest.raises(EngineFatal, match="the device is lost"):
+        driven.engine.run()
+    assert driven.preparer.ended == Counter(driven.preparer.begun)
+    assert len(driven.preparer.begun) == 3
+    assert closed == [True]
+
+
 @pytest.mark.parametrize("is_fatal", [False, True])
 def test_an_engine_that_ends_gives_everything_back(is_fatal: bool) -> None:
     driven = DrivenEngine()

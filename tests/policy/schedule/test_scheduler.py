@@ -50,7 +50,7 @@ def chunks_of_a_long_prompt(costly_context: int, *, num_streams: int) -> list[in
     counts: list[int] = []
     while ("long", 0) not in driven.finish:
         driven.turn()
-        plan = driven.engine._ring[-1]
+        plan = driven.engine._steps.recent[-1]
         counts += [count for count in plan.counts if count > 1]
         assert plan.num_tokens <= 40
         assert list(plan.counts).count(1) >= num_streams  # the prompt's last chunk may be one token, too
@@ -84,7 +84,7 @@ def steps_to_first_token(driven: DrivenEngine, name: str, limit: int = 200) -> l
     while not driven.tokens[name, 0]:
         assert len(plans) < limit
         driven.turn()
-        plans.append(driven.engine._ring[-1])
+        plans.append(driven.engine._steps.recent[-1])
         driven.scheduler.check()
     return plans
 

@@ -19,7 +19,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import combinations, takewhile
 
 from headrace.core.hashing import BlockHash
 from headrace.policy.kvcache.events import MAX_RING_BYTES, BlockEvents
@@ -230,17 +230,17 @@ class BlockPool:
 
     def check(self, held: Mapping[int, int], leased: Mapping[int, int]) -> None:
         """Raise AssertionError unless every block has exactly one place. held, leased: block -> owners among sequences, leases."""
-        pending = set(self._pending_free)
-        owned = {block for block in range(self.total) if self._num_owners[block] > 0}
-        free, cached = set(self._free), set(self._cached)
+        free, cached, pending = set(self._free), self._cached.keys(), self._pending_free.keys()
+        owners = {block: count for block, count in enumerate(self._num_owners) if count}
+        owned = owners.keys()
         assert len(free) == len(self._free), "a block is free twice"
         places = [free, cached, owned, pending]
-        assert sum(len(place) for place in places) == len(free | cached | owned | pending), "a block is in two places"
-        assert len(free) + len(cached) + len(owned) + len(pending) + 1 == self.total, "free + cached + used != total"
-        assert PAD_BLOCK not in free | cached | owned | pending, "the pad block was handed out"
+        assert all(one.isdisjoint(other) for one, other in combinations(places, 2)), "a block is in two places"
+        assert sum(len(place) for place in places) + 1 == self.total, "free + cached + used != total"
+        assert not any(PAD_BLOCK in place for place in places), "the pad block was handed out"
         claimed = {block: held.get(block, 0) + leased.get(block, 0) for block in {*held, *leased}}
-        assert claimed == {block: self._num_owners[block] for block in owned}, "sequences and leases own other blocks than the pool says"
-        assert all(block in self._hash_of for block in cached), "a cached block has no identity"
+        assert claimed == owners, "sequences and leases own other blocks than the pool says"
+        assert cached <= self._hash_of.keys(), "a cached block has no identity"
         assert {h: b for b, h in self._hash_of.items()} == self._by_hash, "the hash maps disagree"
-        assert not any(block in self._hash_of for block in free), "a free block is still registered"
+        assert free.isdisjoint(self._hash_of), "a free block is still registered"
         assert self._lent.keys() <= owned | pending, "a lent block came back unseen"

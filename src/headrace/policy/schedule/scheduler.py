@@ -326,7 +326,7 @@ class Scheduler:
     # invariants
 
     def check(self) -> None:
-        """Raise AssertionError unless sequences, slots and blocks add up. Cheap; runs when idle and after every test."""
+        """Raise AssertionError unless sequences, slots and blocks add up. Runs when the engine is idle, and after every test."""
         self.sequences.check()
         if self.tier is not None:
             self.tier.check()

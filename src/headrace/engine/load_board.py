@@ -1,0 +1,65 @@
+"""The replica's load: published by the loop's thread, read by another one at any time.
+
+A published load is one frozen value, so a reader never sees half of a change. Ages are computed when it is read: a step or a loop that
+hangs shows in them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from headrace.core.clock import Clock
+from headrace.core.load import LoadSnapshot
+from headrace.engine.inbox import Inbox
+from headrace.engine.steps import StepQueue
+from headrace.policy.schedule.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class _Published:
+    """The load at one moment, ages left out.
+
+    num_taken  sequences that had been taken from the inbox by then: each is in the load, or over
+    at         the moment, on the engine's clock
+    """
+
+    load: LoadSnapshot
+    num_taken: int
+    at: float
+
+
+class LoadBoard:
+    """Holds the load that was published last; one is published at once."""
+
+    def __init__(self, scheduler: Scheduler, inbox: Inbox, steps: StepQueue, clock: Clock) -> None:
+        self._scheduler = scheduler
+        self._inbox = inbox
+        self._steps = steps
+        self._clock = clock
+        self.publish()
+
+    def publish(self) -> None:
+        """Replace what `snapshot` reads by the scheduler's counts of now. On the loop's thread."""
+        scheduler, pools = self._scheduler, self._scheduler.kv.pools
+        load = LoadSnapshot(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            kv_blocks_free=sum(pool.num_free for pool in pools),
+            kv_blocks_cached=sum(pool.num_cached for pool in pools),
+            kv_blocks_used=sum(pool.num_used for pool in pools),
+            kv_blocks_total=sum(pool.total for pool in pools),
+            counters=scheduler.counters.copy(),
+        )
+        self._published = _Published(load, self._inbox.num_taken, self._clock())
+
+    def snapshot(self) -> LoadSnapshot:
+        """The published load with the ages of now; sequences submitted since it was published count as waiting. From one other thread."""
+        now = self._clock()
+        published, step = self._published, self._steps.running
+        return replace(
+            published.load,
+            num_waiting=published.load.num_waiting + self._inbox.num_put_since(published.num_taken),
+            step_age_s=None if step is None else now - step.started,
+            step_predicted_s=0.0 if step is None else step.predicted_s,
+            loop_age_s=now - published.at,
+        )

@@ -1,0 +1,118 @@
+"""Steps between submission and commit: the runner's protocol, the queue of uncommitted steps, and the ring of the last plans.
+
+`StepQueue` knows in which order plans went to the runner and for how long the oldest has run. What a result means is the scheduler's
+business (`policy.schedule.scheduler`); what follows a step that raised is `engine.recovery`'s.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from headrace.core.clock import Clock
+from headrace.core.errors import EngineFatal
+from headrace.core.plan import Plan, Result
+from headrace.policy.schedule.step_timer import StepTimer
+
+PLAN_RING = 128
+"""Plans kept for `headrace replay`; the oldest is dropped first."""
+
+
+class Ticket(Protocol):
+    def result(self) -> Result:
+        """Wait for the step. Raises what the step raised."""
+        ...
+
+
+class Runner(Protocol):
+    """What computes plans, in the order they are submitted."""
+
+    def submit(self, plan: Plan) -> Ticket: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class UncommittedStep:
+    """A plan that the runner has. submitted: when it got it, on the engine's clock."""
+
+    plan: Plan
+    ticket: Ticket
+    submitted: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStep:
+    """When the oldest uncommitted step began, and how long the newest is expected to take."""
+
+    started: float
+    predicted_s: float
+
+
+class StepQueue:
+    """Uncommitted steps, oldest first. Changed on the loop's thread alone; `running` may be read from others.
+
+    recent   the last PLAN_RING plans, those left out that only poll for moves
+    running  None while no step is uncommitted
+    """
+
+    def __init__(self, runner: Runner, clock: Clock) -> None:
+        self.runner = runner
+        self.recent: deque[Plan] = deque(maxlen=PLAN_RING)
+        self.running: RunningStep | None = None
+        self._clock = clock
+        self._timer = StepTimer()
+        self._steps: deque[UncommittedStep] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def submit(self, plan: Plan) -> None:
+        """Hand a plan to the runner. What that raises, EngineFatal apart, is raised by the step's ticket instead."""
+        if not plan.only_polls_moves:
+            self.recent.append(plan)
+        now = self._clock()
+        self.running = RunningStep(now if self.running is None else self.running.started, self._timer.predict(plan.num_tokens))
+        self._steps.append(UncommittedStep(plan, self._ticket(plan), now))
+
+    def _ticket(self, plan: Plan) -> Ticket:
+        try:
+            return self.runner.submit(plan)
+        except EngineFatal:
+            raise
+        except Exception as error:
+            return _FailedTicket(error)
+
+    def compute(self, plan: Plan) -> Result:
+        """Submit a plan and wait for it, while no other step is uncommitted. Raises what the step raised."""
+        self.recent.append(plan)
+        return self.runner.submit(plan).result()
+
+    def take_oldest(self) -> UncommittedStep:
+        return self._steps.popleft()
+
+    def take_all(self) -> list[UncommittedStep]:
+        """Every uncommitted step, oldest first; none is left."""
+        taken = list(self._steps)
+        self._steps.clear()
+        return taken
+
+    def end(self, step: UncommittedStep) -> float:
+        """The step is over: committed, or undone and repeated. Returns the seconds it took, the steps before it left out."""
+        now = self._clock()
+        began = step.submitted if self.running is None else max(step.submitted, self.running.started)
+        self.running = replace(self.running, started=now) if self._steps and self.running is not None else None
+        if step.plan.num_rows:
+            self._timer.observe(step.plan.num_tokens, now - began)
+        return now - began
+
+
+class _FailedTicket:
+    """The ticket of a plan whose submission raised."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> Result:
+        raise self._error
