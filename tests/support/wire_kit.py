@@ -20,7 +20,8 @@ from headrace.core.sampling import SamplingParams
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.build import assemble
 from headrace.engine.config import EngineConfig
-from headrace.engine.server.service import AsyncioOutbox, EngineService
+from headrace.engine.server.outbox import AsyncioOutbox
+from headrace.engine.server.service import EngineService
 from headrace.lab.fake_runner import FakeOptions, FakeRunner, fake_info
 from headrace.wire.client import ReplicaClient
 from headrace.wire.stream import ReplicaStream

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace.engine.server.service import AsyncioOutbox, call_unless_closed
+from headrace.engine.server.outbox import AsyncioOutbox, call_unless_closed
 
 
 class ClosingLoop:

@@ -21,7 +21,9 @@ from typing import Protocol
 
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.engine.server.config import ProcessConfig
-from headrace.engine.server.service import AsyncioOutbox, EngineService, ServedEngine, Updates, call_unless_closed
+from headrace.engine.server.dispatcher import ServedEngine
+from headrace.engine.server.outbox import AsyncioOutbox, Updates, call_unless_closed
+from headrace.engine.server.service import EngineService
 from headrace.wire.leash import Leash
 from headrace.wire.stop_signals import StopSignals, first_of
 from headrace.wire.target import parse_target

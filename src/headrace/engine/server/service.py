@@ -1,8 +1,8 @@
-"""The engine's end of the wire: streams of gateways, routes of requests, heartbeats, drain.
+"""The engine's end of the wire: gateways' streams from hello to hang-up, heartbeats, drain, and operators' calls.
 
-grpc.aio on the main thread. The loop's thread hands its updates over once per step (`AsyncioOutbox`), everything else here runs on the
-asyncio loop. A request lives on the stream that submitted it: a stream that ends, for whatever reason, cancels all of its requests.
-Heartbeats come from here and not from the loop, so that they go on, and tell of the step's age, while a step runs or hangs.
+grpc.aio on the main thread. The loop's thread hands its updates over once per step (`outbox`); everything here runs on the asyncio loop.
+What becomes of a stream's commands and of the engine's updates is the `dispatcher`'s. Heartbeats come from here and not from the engine's
+loop, so that they go on, and carry the step's age, while a step runs or hangs.
 """
 
 from __future__ import annotations
@@ -11,28 +11,21 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from headrace.core.clock import Clock
-from headrace.core.errors import HeadraceError, InvalidRequest, Unavailable
-from headrace.core.finish import FinishReason
-from headrace.core.ids import RequestId
 from headrace.core.load import LoadSnapshot
-from headrace.core.model_info import ModelInfo
-from headrace.core.numerics import WEIGHTS, may_resume
-from headrace.core.request import EngineRequest
-from headrace.core.update import Rejected, SequenceUpdate
+from headrace.core.numerics import WEIGHTS
+from headrace.engine.server.dispatcher import RequestDispatcher, ServedEngine
 from headrace.engine.server.gateway_stream import GatewayStream, StreamLost
-from headrace.engine.server.routes import Routes
+from headrace.engine.server.outbox import AsyncioOutbox, Updates
 from headrace.engine.server.unsent import MAX_UNITS
 from headrace.wire import headrace_pb2 as pb
-from headrace.wire.codec import check_known_fields, decode_cancel, decode_finish, decode_submit, encode_load, encode_model_info
-from headrace.wire.handles import Handle, MalformedFrame
+from headrace.wire.codec import check_known_fields, encode_load, encode_model_info
+from headrace.wire.handles import MalformedFrame
 from headrace.wire.service import (
     CONTROL,
     HEARTBEAT_S,
@@ -49,55 +42,7 @@ from headrace.wire.target import GrpcTarget, check_private, token_matches
 
 log = logging.getLogger(__name__)
 
-Updates = list[SequenceUpdate | Rejected]
-Value = TypeVar("Value")
 Asked = TypeVar("Asked", pb.DrainRequest, pb.SnapshotRequest)
-
-
-class ServedEngine(Protocol):
-    """What the service needs of `engine.loop.Engine`. Every method may be called from any thread and returns at once."""
-
-    info: ModelInfo
-
-    @property
-    def clock(self) -> Clock: ...
-
-    def submit(self, request: EngineRequest) -> None:
-        """What becomes of it comes through the outbox, under the request's epoch."""
-        ...
-
-    def cancel(self, request_id: RequestId) -> None: ...
-
-    def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason) -> None: ...
-
-    def snapshot(self) -> LoadSnapshot: ...
-
-
-class AsyncioOutbox:
-    """The engine's outbox: carries a step's updates from the loop's thread to the asyncio loop, one call per step.
-
-    Once the asyncio loop is closed, updates are dropped: nobody is left to send them.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self.deliver: Callable[[Updates], None] | None = None
-
-    def __call__(self, updates: Updates) -> None:
-        call_unless_closed(self._loop, self._arrive, updates)
-
-    def _arrive(self, updates: Updates) -> None:
-        if self.deliver is not None:
-            self.deliver(updates)
-
-
-def call_unless_closed(loop: asyncio.AbstractEventLoop, call: Callable[[Value], None], value: Value) -> None:
-    """`call(value)` on the loop, from another thread; nothing when the loop is closed, also when that happens at this very moment."""
-    try:
-        loop.call_soon_threadsafe(call, value)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
 
 
 class EngineService:
@@ -117,7 +62,7 @@ class EngineService:
         """
         bridge    the outbox the engine was made with
         replica   name of this replica, for hellos and messages
-        on_drain  called when somebody asks for a drain over the wire; default: `drain` itself
+        on_drain  called when an operator asks for a drain over the wire; default: `drain` itself
         lease_s, max_unread   a gateway that takes nothing for this long, or leaves this many tokens unread, loses its stream
         """
         self._engine = engine
@@ -125,10 +70,9 @@ class EngineService:
         self._on_drain = on_drain or self.drain
         self._lease_s, self._max_unread = lease_s, max_unread
         self._streams: list[GatewayStream] = []
-        self._routes: Routes[GatewayStream] = Routes()
+        self._dispatcher = RequestDispatcher(engine)
         self._server: grpc.aio.Server | None = None
         self._heartbeat: asyncio.Task[None] | None = None
-        self._draining: str | None = None
         self._drained = asyncio.Event()
         self.hello = pb.EngineHello(
             protocol_version=PROTOCOL_VERSION,
@@ -141,7 +85,7 @@ class EngineService:
     @property
     def num_open(self) -> int:
         """Requests that have not ended."""
-        return len(self._routes)
+        return self._dispatcher.num_open
 
     @property
     def heartbeat(self) -> asyncio.Task[None]:
@@ -177,9 +121,9 @@ class EngineService:
             self._target.path.unlink(missing_ok=True)
 
     def drain(self, reason: str) -> None:
-        """No new work from now on; gateways are told. Running requests go on, `drained` waits for them."""
-        if self._draining is None:
-            self._draining = reason
+        """Take no new request from now on, and say so to the gateways. Running requests go on; `drained` waits for them."""
+        if self._dispatcher.draining is None:
+            self._dispatcher.draining = reason
             for stream in self._streams:
                 stream.unsent.put_draining(reason)
                 stream.wake()
@@ -198,9 +142,7 @@ class EngineService:
 
     def check(self) -> None:
         """Raises AssertionError when a route is lost or kept by a stream that ended."""
-        self._routes.check()
-        known = sum(len(self._routes.of_stream(stream)) for stream in self._streams)
-        assert known == len(self._routes), "a route outlived its stream"
+        self._dispatcher.check(self._streams)
 
     # the wire's side
 
@@ -245,85 +187,25 @@ class EngineService:
         self._streams.append(stream)  # before the hello is written: what changes meanwhile waits in `unsent` and follows it
         await stream.send(pb.EngineFrame(hello=self.hello))
         self._send_load()
-        if self._draining is not None:
-            stream.unsent.put_draining(self._draining)
+        if self._dispatcher.draining is not None:
+            stream.unsent.put_draining(self._dispatcher.draining)
             stream.wake()
 
     def _hang_up(self, stream: GatewayStream) -> None:
         if stream in self._streams:
             self._streams.remove(stream)
-        for route in self._routes.of_stream(stream):
-            self._routes.close(route)
-            self._engine.cancel(route.request_id)
+        self._dispatcher.cancel_all(stream)
         self._note_drained()
 
     def _take_command(self, stream: GatewayStream, command: pb.Command) -> None:
-        check_known_fields("command", command)
-        match command.WhichOneof("kind"):
-            case "submit":
-                self._submit(stream, command.submit)
-            case "cancel":
-                self._cancel(stream, decode_cancel(command.cancel))
-            case "finish":
-                self._finish(stream, command.finish)
-            case _:
-                raise MalformedFrame("a command of unknown kind")
-
-    def _submit(self, stream: GatewayStream, message: pb.Submit) -> None:
-        handle = Handle(message.handle)
-        if self._routes.of_handle(stream, handle) is not None:
-            raise MalformedFrame(f"submit: handle {handle} is in use")
-        stream.num_submits += 1
-        try:
-            self._admit(stream, handle, decode_submit(message, self._engine.clock()))
-        except MalformedFrame:
-            raise
-        except HeadraceError as error:
-            stream.unsent.put_rejected(handle, error)
-            stream.wake()
-
-    def _admit(self, stream: GatewayStream, handle: Handle, request: EngineRequest) -> None:
-        if self._draining is not None:
-            raise Unavailable(f"this replica takes no new work: {self._draining}")
-        request.params.checked()
-        if request.output_ids and not may_resume(request.numerics_digest, self._engine.info.numerics_digest):
-            raise Unavailable("this replica cannot go on from output_ids: their numerics_digest is not its own, or not known yet")
-        older = self._routes.of_request(request.request_id)
-        if older is not None:
-            if older.epoch >= request.epoch:
-                raise InvalidRequest("epoch", f"an epoch above {older.epoch}, which is still open", request.epoch)
-            self._routes.close(older)
-            self._engine.cancel(request.request_id)
-        route = self._routes.open(stream, handle, request.request_id, request.epoch, request.indices)
-        self._engine.submit(replace(request, epoch=route.attempt))
-
-    def _cancel(self, stream: GatewayStream, handle: Handle) -> None:
-        if (route := self._routes.of_handle(stream, handle)) is not None:
-            self._routes.close(route)
-            self._engine.cancel(route.request_id)
-            stream.unsent.forget(handle)
-            self._note_drained()
-
-    def _finish(self, stream: GatewayStream, message: pb.Finish) -> None:
-        handle, index, keep_tokens, reason = decode_finish(message)
-        if (route := self._routes.of_handle(stream, handle)) is not None and index in route.running:
-            self._engine.finish(route.request_id, index, keep_tokens, reason)
+        self._dispatcher.take(stream, command)
+        self._note_drained()
 
     # the engine's side
 
     def _deliver(self, updates: Updates) -> None:
         """One step's updates, each to the stream of its attempt; all streams get the load as of now."""
-        for update in updates:
-            route = self._routes.of_request(update.request_id)
-            if route is None or route.attempt != update.epoch:
-                continue  # what is still said of an attempt that was cancelled or replaced
-            if isinstance(update, Rejected):
-                route.stream.unsent.put_rejected(route.handle, update.error)
-                self._routes.close(route)
-            else:
-                route.stream.unsent.put(route.handle, update)
-                if update.finish is not None:
-                    self._routes.sequence_ended(route, update.index)
+        self._dispatcher.deliver(updates)
         self._send_load()
         self._note_drained()
 
@@ -354,7 +236,7 @@ class EngineService:
             stream.wake()
 
     def _note_drained(self) -> None:
-        if self._draining is not None and not self._routes:
+        if self._dispatcher.draining is not None and not self.num_open:
             self._drained.set()
 
     # operators
@@ -369,7 +251,7 @@ class EngineService:
         reply = pb.SnapshotReply(
             hello=self.hello,
             load=encode_load(self._send_load()),
-            draining=self._draining is not None,
+            draining=self._dispatcher.draining is not None,
             num_streams=len(self._streams),
             num_open=self.num_open,
         )

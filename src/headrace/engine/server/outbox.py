@@ -1,0 +1,39 @@
+"""The engine's outbox in a served process: carries a step's updates from the loop's thread to the asyncio loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from headrace.core.update import Rejected, SequenceUpdate
+
+Updates = list[SequenceUpdate | Rejected]
+Value = TypeVar("Value")
+
+
+class AsyncioOutbox:
+    """Called by the engine, once per step. Updates that come after the asyncio loop was closed are dropped: nothing could send them.
+
+    deliver  what takes each step's updates on the asyncio loop; set by the service
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.deliver: Callable[[Updates], None] | None = None
+
+    def __call__(self, updates: Updates) -> None:
+        call_unless_closed(self._loop, self._arrive, updates)
+
+    def _arrive(self, updates: Updates) -> None:
+        if self.deliver is not None:
+            self.deliver(updates)
+
+
+def call_unless_closed(loop: asyncio.AbstractEventLoop, call: Callable[[Value], None], value: Value) -> None:
+    """`call(value)` on the loop, from another thread; nothing when the loop is closed, also when that happens at this very moment."""
+    try:
+        loop.call_soon_threadsafe(call, value)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
