@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core.plan import LogprobColumns, Result, TokenLogprobs
+from headrace.core.plan import LogprobColumns, Result, TokenLogprobs, wide_columns
 from headrace.core.result_codec import ResultCodecError, decode_result, encode_result
 
 ids = st.integers(0, 2**31 - 1)
@@ -24,7 +25,7 @@ def entries(draw: st.DrawFn) -> TokenLogprobs:
     )
 
 
-def columns_of(given_entries: list[TokenLogprobs | None]) -> LogprobColumns:
+def columns_of(given_entries: Sequence[TokenLogprobs | None]) -> LogprobColumns:
     columns = LogprobColumns()
     for entry in given_entries:
         columns.append(entry)
@@ -84,6 +85,25 @@ def test_entries_are_what_was_appended(given_entries: list[TokenLogprobs | None]
     twice = columns_of(given_entries)
     twice.extend(columns)
     assert twice.entries() == given_entries * 2
+
+
+@given(st.lists(entries(), min_size=1, max_size=6))
+def test_one_position_is_read_without_the_others(given_entries: list[TokenLogprobs]) -> None:
+    columns = columns_of(given_entries)
+    assert [columns[place] for place in range(len(columns))] == given_entries
+    assert columns[-1] == given_entries[-1]
+    with pytest.raises(IndexError):
+        columns[len(columns)]
+
+
+def test_columns_of_two_widths_are_not_joined_and_not_torn() -> None:
+    narrow, wide = columns_of([TokenLogprobs(1, -0.5, 1)]), wide_columns()
+    wide.append(TokenLogprobs(2, -0.25, 1))
+    for one, other in ((narrow, wide), (wide, narrow)):
+        before = one.entries()
+        with pytest.raises(ValueError, match="32 and of 64 bits"):
+            one.extend(other)
+        assert one.entries() == before
 
 
 @given(results())

@@ -21,7 +21,7 @@ from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import encode_updates
 from headrace.wire.codec.update import UpdateRows, update_of
 from headrace.wire.handles import Handle
-from headrace.wire.ready import SLICE_UNITS, WAKE_UNITS, ReadyStreams
+from headrace.wire.ready import SLICE_S, SLICE_UNITS, WAKE_UNITS, ReadyStreams
 from headrace.wire.stream import ReplicaStream, Tokens
 
 
@@ -222,6 +222,48 @@ async def test_a_thousand_ready_streams_are_served_in_slices_and_all_of_them() -
     assert max(b - a for a, b in zip([1000, *served], served, strict=False)) <= SLICE_UNITS // WAKE_UNITS
     await asyncio.gather(*tasks)
     serving.cancel()
+
+
+async def test_a_slice_ends_by_the_clock_whatever_it_has_counted() -> None:
+    """One stream delivered directly and then others that are woken: the count was never a multiple of sixteen, so no clock was read."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 2 * SLICE_S
+        return now
+
+    ready = ReadyStreams(clock)
+    direct, *woken = (Reader(made(on_ready=ready.add)) for _ in range(9))
+    tasks = [asyncio.create_task(reader.read()) for reader in (direct, *woken)]
+    await turns()
+    direct.stream.put_tokens(0, (1,))
+    for reader in woken:
+        reader.is_willing = False
+        reader.stream.put_tokens(0, (1,))
+    ready._deliver_slice()
+    await turns()
+    assert sum(len(reader.seen) for reader in (direct, *woken)) == 3, "one counted 1, two counted 8 each: the time is over"
+    ready.deliver_all()
+    for reader in (direct, *woken):
+        reader.stream.end()
+    ready.deliver_all()
+    await asyncio.gather(*tasks)
+
+
+async def test_plain_rows_count_as_unread() -> None:
+    stream = made(64, on_ready=lambda _: None)
+    reader = Reader(stream)
+    task = asyncio.create_task(reader.read())
+    await turns()
+    for index in range(64):
+        stream.put_tokens(index, (1,))
+    assert stream.num_unread == 64
+    stream.deliver()
+    assert (stream.num_unread, reader.num_direct) == (0, 64)
+    stream.end()
+    stream.deliver()
+    await task
 
 
 async def test_streams_with_many_updates_are_fewer_in_a_slice() -> None:

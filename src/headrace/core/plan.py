@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, overload
 
 from headrace.core.ids import SlotId
@@ -180,7 +180,11 @@ class LogprobColumns(Sequence[TokenLogprobs]):
     def __getitem__(self, place: int | slice) -> TokenLogprobs | LogprobColumns:
         """One position, or neighbouring ones as columns of their own."""
         if isinstance(place, int):
-            return next(iter(self[range(len(self))[place] :]))
+            row = range(len(self))[place]
+            first = sum(islice(self.top_counts, row))
+            span = slice(first, first + self.top_counts[row])
+            best = tuple(self.top_ids[span]), tuple(self.top_logprobs[span])
+            return TokenLogprobs(self.token_ids[row], self.logprobs[row], self.ranks[row], *best)
         begin, end, step = place.indices(len(self))
         assert step == 1, "neighbouring positions"
         first = sum(self.top_counts[:begin])
@@ -208,8 +212,11 @@ class LogprobColumns(Sequence[TokenLogprobs]):
         self.top_logprobs.extend(entry.top_logprobs)
 
     def extend(self, other: LogprobColumns) -> None:
-        """The positions of `other`, after these. Both are wide, or neither is."""
-        for column, more in zip(self.columns(), other.columns(), strict=True):
+        """Append the positions of `other`. Raises ValueError, and appends nothing, unless both are wide or neither is."""
+        pairs = list(zip(self.columns(), other.columns(), strict=True))
+        if any(column.typecode != more.typecode for column, more in pairs):
+            raise ValueError("log-probabilities of 32 and of 64 bits cannot stand in one column")
+        for column, more in pairs:
             column.extend(more)
 
     def picked(self, places: Sequence[int]) -> LogprobColumns:

@@ -14,14 +14,19 @@ from headrace.core.clock import Clock
 from headrace.wire.stream import ReplicaStream
 
 SLICE_S = 0.0015
+"""A slice ends after this time on the event loop, so that heartbeats, new requests and sockets wait no longer for their turn."""
+
 SLICE_UNITS = 128
-"""Of one slice, whatever the clock says: the sockets are written to after it, which costs more than what is seen of it here."""
+"""A slice ends after this many units, whatever the clock says: writing to the sockets comes after it, and costs more than the slice."""
 
 WAKE_UNITS = 8
-"""A stream whose task is woken runs after the slice and for as long as so many that are delivered directly; again for every
-WAKE_UPDATES that it has: 64 sequences with log-probabilities are work of a millisecond."""
+"""A stream that is delivered directly counts one unit. One whose task is woken counts this many for every WAKE_UPDATES unread updates:
+the task runs after the slice, and 64 sequences with log-probabilities take it a millisecond."""
 
 WAKE_UPDATES = 4
+
+CLOCK_UNITS = 16
+"""The clock is read once in this many units."""
 
 
 class ReadyStreams:
@@ -53,10 +58,12 @@ class ReadyStreams:
             self._streams.popleft().deliver()
 
     def _deliver_slice(self) -> None:
-        streams, ends_s, units = self._streams, self._clock() + SLICE_S, 0
+        streams, ends_s, units, next_look = self._streams, self._clock() + SLICE_S, 0, CLOCK_UNITS
         while streams and units < SLICE_UNITS:
             stream = streams.popleft()
             num_unread = stream.num_unread
             units += 1 if stream.deliver() else WAKE_UNITS * (1 + num_unread // WAKE_UPDATES)
-            if units % 16 == 0 and self._clock() > ends_s:
-                return
+            if units >= next_look:
+                if self._clock() > ends_s:
+                    return
+                next_look = units + CLOCK_UNITS

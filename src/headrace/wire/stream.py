@@ -110,8 +110,8 @@ class ReplicaStream:
 
     @property
     def num_unread(self) -> int:
-        """Updates that its reader's task has not taken."""
-        return len(self._updates)
+        """Updates and plain rows that were not read yet."""
+        return len(self._updates) + len(self._plain)
 
     @property
     def unread_bytes(self) -> int:

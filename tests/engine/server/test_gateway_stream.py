@@ -13,10 +13,11 @@ import pytest
 from headrace.core.errors import InvalidRequest
 from headrace.core.ids import RequestId
 from headrace.core.update import SequenceUpdate
-from headrace.engine.server.gateway_stream import SLICE_COMMANDS, GatewayStream, StreamLost
+from headrace.engine.server.gateway_stream import GatewayStream, StreamLost
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import encode_cancel
 from headrace.wire.handles import Handle
+from headrace.wire.ready import SLICE_S
 
 BEAT_S = 0.25
 
@@ -118,8 +119,15 @@ class Flood:
         return self.frames.pop() if self.frames else grpc.aio.EOF
 
 
-async def test_a_frame_full_of_commands_leaves_the_event_loop_to_others_in_between() -> None:
-    turn, taken_in = 0, list[int]()
+@pytest.mark.parametrize(("num_commands", "command_s"), [(10_000, SLICE_S / 40), (20, 0.1)], ids=["many", "slow"])
+async def test_a_frame_full_of_commands_leaves_the_event_loop_to_others_in_between(num_commands: int, command_s: float) -> None:
+    """By the time they take: twenty long prompts are more work than a thousand cancels."""
+    turn, taken_in, now = 0, list[int](), 0.0
+
+    def take(_stream: GatewayStream, _command: pb.Command) -> None:
+        nonlocal now
+        now += command_s
+        taken_in.append(turn)
 
     async def count() -> None:
         nonlocal turn
@@ -128,7 +136,7 @@ async def test_a_frame_full_of_commands_leaves_the_event_loop_to_others_in_betwe
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count())
-    await GatewayStream(Flood(10_000), on_command=lambda _stream, _command: taken_in.append(turn)).pump()
+    await GatewayStream(Flood(num_commands), on_command=take, clock=lambda: now).pump()
     counting.cancel()
-    assert len(taken_in) == 10_000
-    assert max(Counter(taken_in).values()) <= SLICE_COMMANDS
+    assert len(taken_in) == num_commands
+    assert (max(Counter(taken_in).values()) - 1) * command_s <= SLICE_S * 1.01

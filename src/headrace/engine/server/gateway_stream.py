@@ -6,6 +6,7 @@ The stream owns no request; the service routes them and cancels what is left whe
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,15 +14,15 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError
 from headrace.engine.server.unsent import UnsentFrames
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import check_known_fields
 from headrace.wire.handles import MalformedFrame
+from headrace.wire.ready import SLICE_S
 
 HELLO_TIMEOUT_S = 5.0
-SLICE_COMMANDS = 64
-"""Read without a pause: a frame may hold 100,000 cancels, and heartbeats come from the same event loop."""
 
 
 class StreamLost(HeadraceError):
@@ -29,11 +30,14 @@ class StreamLost(HeadraceError):
 
 
 class GatewayStream:
-    """context  grpc.aio's ServicerContext of Infer.Connect, raw bytes in both directions."""
+    """context  grpc.aio's ServicerContext of Infer.Connect, raw bytes in both directions
+    clock    bounds how long a frame's commands keep the event loop: a frame may hold 100,000 cancels, or a few very long prompts
+    """
 
-    def __init__(self, context: Any, *, on_command: Callable[[GatewayStream, pb.Command], None]) -> None:
+    def __init__(self, context: Any, *, on_command: Callable[[GatewayStream, pb.Command], None], clock: Clock = time.monotonic) -> None:
         self._context = context
         self._on_command = on_command
+        self._clock = clock
         self._wake = asyncio.Event()
         self._is_writing = False
         self._num_sent = 0
@@ -102,10 +106,12 @@ class GatewayStream:
 
     async def _read(self) -> None:
         while (frame := await self._read_frame()) is not None:
-            for number, command in enumerate(frame.commands, 1):
+            ends_s = self._clock() + SLICE_S
+            for command in frame.commands:
                 self._on_command(self, command)
-                if number % SLICE_COMMANDS == 0:
+                if self._clock() > ends_s:
                     await asyncio.sleep(0)  # heartbeats and other gateways have their turn
+                    ends_s = self._clock() + SLICE_S
 
     async def _read_frame(self) -> pb.ClientFrame | None:
         data = await self._context.read()
