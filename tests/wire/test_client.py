@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -101,6 +102,25 @@ async def test_a_refused_socket_is_told_once_and_the_connection_afterwards_too(t
     assert told[0] == "waiting for replica r0 to start", "in no words of gRPC's, which would alarm"
     async with served() as engine, connected(engine, name="r1"):
         assert told[-1].startswith("replica r1 is connected (instance ")
+
+
+async def test_a_listener_that_is_no_engine_is_not_taken_for_one_that_starts(told: list[str]) -> None:
+    async def hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    with socket_dir() as folder:
+        server = await asyncio.start_unix_server(hang_up, f"{folder}/other.sock")
+        async with server, ReplicaClient(f"unix:{folder}/other.sock", name="r0"):
+            await until(lambda: bool(told))
+    assert told[0].startswith("replica r0 is down: unavailable"), told
+
+
+async def test_a_loopback_port_nobody_listens_at_belongs_to_an_engine_that_starts(told: list[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        async with ReplicaClient(f"127.0.0.1:{taken.getsockname()[1]}", name="r0", token="t" * 16):
+            await until(lambda: bool(told))
+    assert told[0] == "waiting for replica r0 to start"
 
 
 async def test_a_model_that_does_not_fit_is_told_once(told: list[str]) -> None:

@@ -246,8 +246,8 @@ class ReplicaClient:
     def _log_down(self, *, is_starting: bool) -> None:
         """Each reason once per outage: the connection is tried again every second, and gRPC words one cause in several ways.
 
-        is_starting  nobody answers, and nobody ever has: it is still loading, and logs itself how that goes. gRPC's words for it (a
-                     failed precondition) would alarm people for nothing
+        is_starting  nothing listens there yet: the engine is still loading, and logs itself how that goes. gRPC's words for it (a failed
+                     precondition) would alarm for nothing
         """
         reason = "" if is_starting else self.reason
         if reason not in self._logged_reasons:

@@ -29,7 +29,7 @@ from headrace.wire.handles import Handle, MalformedFrame
 from headrace.wire.ready import SLICE_S, ReadyStreams
 from headrace.wire.service import CHANNEL_OPTIONS, CONNECT, HEARTBEAT_S, LEASE_S, PROTOCOL_VERSION, Expectation
 from headrace.wire.stream import ReplicaStream
-from headrace.wire.target import TOKEN_METADATA, GrpcTarget
+from headrace.wire.target import TOKEN_METADATA, GrpcTarget, nothing_listens
 
 HELLO_TIMEOUT_S = 5.0
 CLOCK_ROWS = 64
@@ -41,7 +41,7 @@ class ConnectionLost(HeadraceError):
 
 
 class NotListening(ConnectionLost):
-    """Nothing is at the address, or it went away."""
+    """Nothing listens at the address: the engine has not started yet, or has ended."""
 
 
 class Session:
@@ -116,7 +116,7 @@ class Session:
             call = channel.stream_stream(CONNECT, request_serializer=pb.ClientFrame.SerializeToString)(metadata=metadata)
             await self._pump(call)
         except grpc.aio.AioRpcError as error:
-            raise _lost(error.code(), error.details()) from error
+            raise await self._lost(error.code(), error.details()) from error
         except (grpc.aio.BaseError, asyncio.InvalidStateError, OSError) as error:
             # InvalidStateError is what gRPC says of a write to a call that has just ended.
             raise ConnectionLost(f"{type(error).__name__}: {error}") from error
@@ -175,7 +175,7 @@ class Session:
         if data is grpc.aio.EOF:
             code = await call.code()
             if code is not grpc.StatusCode.OK:
-                raise _lost(code, await call.details())
+                raise await self._lost(code, await call.details())
             return None
         try:
             return pb.EngineFrame.FromString(data)
@@ -238,7 +238,7 @@ class Session:
             self._num_submits_seen += 1
             self._unseen.popleft()
 
-
-def _lost(code: grpc.StatusCode, details: str | None) -> ConnectionLost:
-    kind = NotListening if code is grpc.StatusCode.UNAVAILABLE else ConnectionLost
-    return kind(f"{code.name.lower()}: {details}")
+    async def _lost(self, code: grpc.StatusCode, details: str | None) -> ConnectionLost:
+        """gRPC says UNAVAILABLE where nothing listens, and of much else: a plain connection tells which it is."""
+        is_refused = code is grpc.StatusCode.UNAVAILABLE and not self.is_open and await nothing_listens(self._target)
+        return (NotListening if is_refused else ConnectionLost)(f"{code.name.lower()}: {details}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import os
 import stat
@@ -67,6 +68,22 @@ def check_private(path: Path) -> None:
     info = os.stat(path.parent)
     if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) & 0o077:
         raise ConfigError("engine address", "the socket's directory is open to other users", "Make it yours alone (mode 0700).")
+
+
+async def nothing_listens(target: GrpcTarget) -> bool:
+    """Whether the socket is missing or a connection is refused. False for every other failure."""
+    try:
+        if target.path is not None:
+            _, writer = await asyncio.open_unix_connection(target.path)
+        else:
+            host, _, port = target.address.rpartition(":")
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except (FileNotFoundError, ConnectionRefusedError):
+        return True
+    except OSError:
+        return False
+    writer.close()
+    return False
 
 
 def token_matches(metadata: Iterable[tuple[str, str | bytes]], token: str | None) -> bool:
