@@ -63,9 +63,9 @@ def session_with(server: ScriptedServer) -> tuple[ChatSession, io.StringIO]:
 def test_conversation_is_sent_whole_and_streamed_out() -> None:
     with scripted_server(["Hel", "lo"], ["Again"]) as server:
         session, out = session_with(server)
-        assert session.take("/system Be brief.")
-        assert session.take("Hi")
-        assert session.take("And now?")
+        assert session.handle("/system Be brief.")
+        assert session.handle("Hi")
+        assert session.handle("And now?")
         assert out.getvalue() == "System message set.\nHello\nAgain\n"
         assert server.seen[1]["messages"] == [
             {"role": "system", "content": "Be brief."},
@@ -81,7 +81,7 @@ def test_clear_forgets_messages_and_keeps_the_system_message() -> None:
     with scripted_server(["a"], ["b"]) as server:
         session, _ = session_with(server)
         for line in ("/system S", "one", "/clear", "two"):
-            assert session.take(line)
+            assert session.handle(line)
         assert server.seen[1]["messages"] == [{"role": "system", "content": "S"}, {"role": "user", "content": "two"}]
 
 
@@ -89,9 +89,9 @@ def test_parameters_are_checked_before_they_are_sent() -> None:
     with scripted_server(["a"]) as server:
         session, out = session_with(server)
         for line in ("/set temperature 0.5", "/set stop END", "/set seed 7", "/set top_p 2", "/set colour red", "/set max_tokens many"):
-            assert session.take(line)
-        assert session.take("/set seed default")
-        assert session.take("go")
+            assert session.handle(line)
+        assert session.handle("/set seed default")
+        assert session.handle("go")
         sent = server.seen[0]
         assert (sent["temperature"], sent["stop"]) == (0.5, "END")
         assert not {"seed", "top_p", "colour", "max_tokens"} & set(sent)
@@ -106,16 +106,16 @@ def test_failed_question_is_forgotten() -> None:
         session, _ = session_with(server)
         for reason in ("answered 429: the queue is full", "broke off", "replica lost"):
             with pytest.raises(ServerFailed, match=reason):
-                session.take("question")
-        assert session.take("question")
+                session.handle("question")
+        assert session.handle("question")
         assert server.seen[3]["messages"] == [{"role": "user", "content": "question"}]
 
 
 def test_model_can_be_changed_among_those_served() -> None:
     with scripted_server() as server:
         session, out = session_with(server)
-        session.take("/model absent")
-        session.take("/model other")
+        session.handle("/model absent")
+        session.handle("/model other")
         assert session.model == "other"
         assert "absent is not served" in out.getvalue()
         assert out.getvalue().endswith("  tiny\n* other\n")
@@ -124,8 +124,8 @@ def test_model_can_be_changed_among_those_served() -> None:
 def test_quit_leaves_and_unknown_commands_are_named() -> None:
     with scripted_server() as server:
         session, out = session_with(server)
-        assert not session.take("/quit")
-        assert session.take("/dance")
+        assert not session.handle("/quit")
+        assert session.handle("/dance")
         assert "Unknown command /dance" in out.getvalue()
 
 

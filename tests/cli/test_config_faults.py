@@ -75,7 +75,7 @@ def test_every_fault_is_found_with_its_line_and_no_other(broken: Path) -> None:
     for line, where, words in FOUND:
         assert found[where].line == line, where
         assert words in str(found[where].error)
-        assert found[where].words(broken).startswith(f"{broken}:{line}: {where}: ")
+        assert found[where].message(broken).startswith(f"{broken}:{line}: {where}: ")
 
 
 @pytest.mark.parametrize("number", range(len(BROKEN.splitlines())))
@@ -134,7 +134,7 @@ def test_a_key_given_twice_is_one_fault_among_the_others(tmp_path: Path, model_f
         (7, "models[0].replicas"),
         (8, "gateway.port"),
     ]
-    assert found[0].words(file) == f"{file}:4: gateway.port: is given twice, first on line 2. Leave one of them out."
+    assert found[0].message(file) == f"{file}:4: gateway.port: is given twice, first on line 2. Leave one of them out."
 
 
 def test_a_fault_of_a_variable_is_named_by_it(tmp_path: Path, model_folder: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_fault_of_a_variable_is_named_by_it(tmp_path: Path, model_folder: Path
     environment = {"HEADRACE_GATEWAY__HOTS": "x", "HEADRACE_GATEWAY__PORT": "-1", "HEADRACE_MODELS__0__ENGINE__SEED": "x"}
     found = faults(file, environment)
     assert {fault.error.where: fault.line for fault in found} == dict.fromkeys(environment)
-    assert "Did you mean HEADRACE_GATEWAY__HOST?" in found[0].words(file)
+    assert "Did you mean HEADRACE_GATEWAY__HOST?" in found[0].message(file)
     assert faults(file, {}) == []
 
 

@@ -1,1 +1,1 @@
-"""The commands. Composes everything, imported by nobody."""
+"""The `headrace` commands. They may import every package; no package imports them."""

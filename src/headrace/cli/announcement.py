@@ -1,6 +1,7 @@
-"""What `headrace serve` says once it serves: what was decided at start and why, where it serves, and how to try it.
+"""The announcement of `headrace serve` once it answers: what was decided at start and why, the URL, and a command to try it.
 
-On a terminal a few lines on stderr; elsewhere events of the log, so that nothing but the log is in its stream. The last one has the URL.
+On a terminal it is a few lines on stderr. Elsewhere it is log events, so that the stream holds nothing but the log; the last one has the
+URL.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 30.0
-"""How long the gateway may take to connect to engines that are up, before the announcement is made anyway."""
+"""The gateway may take this many seconds to connect to engines that are up; after them the announcement is made anyway."""
 
 POLL_S = 0.25
-"""Between two looks at it."""
+"""Seconds between two requests that ask the gateway whether it is ready."""
 
 OPEN = "No API key is set: whoever reaches this address may use it."
 
 
 def announce_when_ready(config: ServeConfig, ready: FleetReady) -> None:
-    """Engines and gateway are up; the gateway may still be connecting to them. What is announced must answer."""
+    """Wait until the gateway answers, then announce it.
+
+    Engines and gateway are up when this is called, but the gateway may still be connecting to the engines.
+    """
     url = _url(ready.gateway)
     deadline = time.monotonic() + READY_TIMEOUT_S
     while not (is_serving := _is_serving(url)) and time.monotonic() < deadline:
@@ -36,7 +40,7 @@ def announce_when_ready(config: ServeConfig, ready: FleetReady) -> None:
 
 
 def _is_serving(url: str) -> bool:
-    """Any answer but "unavailable": a gateway with allowed_hosts refuses this very question, and serves those it is meant for."""
+    """Whether /ready gives any answer but 503. A gateway whose allowed_hosts lack this address refuses the request, and serves others."""
     from http.client import HTTPConnection, HTTPException
     from urllib.parse import urlsplit
 
@@ -51,7 +55,7 @@ def _is_serving(url: str) -> bool:
 
 
 def announce(config: ServeConfig, ready: FleetReady, *warnings: str) -> None:
-    """For people where there is a terminal and the log is not to be JSON; else to the log. `cli.child` reads the URL in either."""
+    """Print text where stderr is a terminal and the log is not JSON; else write log events. `cli.child` reads the URL from either."""
     from headrace.observe.logs import LogFormat
 
     url, names = _url(ready.gateway), [model.served_name for model in config.models]
@@ -69,7 +73,7 @@ def announce(config: ServeConfig, ready: FleetReady, *warnings: str) -> None:
 
 
 def _decided(ready: FleetReady) -> dict[str, list[str]]:
-    """Replicas that decided the same, by name -> what, in lines."""
+    """Names of the replicas that decided the same, joined -> the lines of what they decided."""
     names: dict[tuple[str, ...], list[str]] = {}
     for replica, facts in ready.replicas.items():
         decided = facts.get("decided")
@@ -87,7 +91,7 @@ def _print(decided: Mapping[str, list[str]], notes: list[str], serving: list[str
 
 
 def _url(gateway: Mapping[str, object]) -> str:
-    """Where a client on this machine reaches what the gateway says of itself."""
+    """The URL at which a client on this machine reaches the gateway. gateway: the facts it reported when it was up."""
     host = str(gateway.get("host", ""))
     local = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host).strip("[]")
     return f"http://[{local}]:{gateway.get('port')}" if ":" in local else f"http://{local}:{gateway.get('port')}"

@@ -1,7 +1,7 @@
-"""`headrace bench serve|throughput|latency`: measurements people can repeat, in the words and formulas of vLLM's tools.
+"""`headrace bench serve|throughput|latency`: measurements that can be repeated, with the names and formulas of vLLM's tools.
 
-Every JSON carries commit, machine, load average and the read bandwidth of the same minute. How figures are computed: `lab.metrics`,
-`lab.offline`.
+Every JSON carries commit, machine, load average, and the read bandwidth measured before and after. How figures are computed:
+`lab.metrics`, `lab.offline`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the `headrace bench` commands share: flags, the data set's shape, facts beside a figure, the JSON they write."""
+"""Shared by the `headrace bench` commands: flags, the shape of the data set, the conditions of a run, and the JSON they write."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from headrace.lab.metrics import LoadRecord
 
 Flag = typer.Option
-Output = Annotated[Path | None, Flag("--output-json", "--result-filename", help="Write everything measured here, raw records included.")]
+Output = Annotated[Path | None, Flag("--output-json", "--result-filename", help="File for all that was measured, raw records included.")]
 AsJson = Annotated[bool, Flag("--json", help="Print JSON instead of a table.")]
-Seed = Annotated[int, Flag("--seed", help="Of prompts and arrivals.")]
-Bandwidth = Annotated[bool, Flag("--bandwidth/--no-bandwidth", help="Measure read bandwidth beside it (needs a checkout).")]
+Seed = Annotated[int, Flag("--seed", help="Seed of the prompts and the arrival times.")]
+Bandwidth = Annotated[bool, Flag("--bandwidth/--no-bandwidth", help="Measure read bandwidth too (needs a checkout).")]
 
 
 class RunConditions:
-    """Where and when: the environment before, read bandwidth before and after.
+    """The conditions of a run: the environment before it, and read bandwidth and load average before and after it.
 
-    bandwidth       bytes per second; None when it is not known
-    no_bandwidth    why not, in words; empty when it is
+    bandwidth     bytes per second before the run; None when it is not known
+    no_bandwidth  the reason, when it is not known; else empty
     """
 
     def __init__(self, with_bandwidth: bool) -> None:
@@ -43,6 +43,7 @@ class RunConditions:
         return self.measured.bytes_per_s if self.measured else None
 
     def result(self, **parts: object) -> dict[str, object]:
+        """The JSON object of a run that has just ended: its conditions, and `parts`."""
         from headrace.lab.environment import bandwidth_script, environment, measure_bandwidth
 
         after = measure_bandwidth(bandwidth_script()) if self.measured else None
@@ -77,6 +78,7 @@ def make_shape(dataset: str, inputs: int, outputs: int, spread: float, prefix: i
 
 
 def write_result(file: Path | None, result: Mapping[str, object], records: Sequence[LoadRecord]) -> None:
+    """Write the result and its records to `file`, if there is one."""
     from headrace.lab.report import write_json
 
     if file is not None:

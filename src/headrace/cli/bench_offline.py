@@ -26,7 +26,7 @@ ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="Fold
 Price = Annotated[float | None, Flag("--dollars-per-hour", help="Price of this machine: adds the price of a million tokens.")]
 
 NOT_HERE = ("seed", "device")
-"""Prompts have the same seed as random weights; only `serve` can be told --experimental."""
+"""Engine options that are no flags here: `--seed` is the prompts' too, and a device but the CPU needs `serve --experimental`."""
 
 
 @with_engine_flags(without=NOT_HERE)
@@ -45,7 +45,7 @@ def throughput(
     *,
     engine: Given,
 ) -> None:
-    """All requests at once, in this process: tokens per second, price, share of bandwidth."""
+    """Run all requests at once, in this process: tokens per second, price, share of bandwidth."""
     from headrace.lab.datasets import make_requests
     from headrace.lab.offline import decode_bytes, dollars_per_million_tokens, run_offline
 
@@ -91,7 +91,7 @@ def latency(
     *,
     engine: Given,
 ) -> None:
-    """One batch from start to end, again and again: its latency, its decode step, share of bandwidth."""
+    """Run one batch from start to end, several times: its latency, its decode step, share of bandwidth."""
     from headrace.lab.datasets import make_requests
     from headrace.lab.metrics import distribution
     from headrace.lab.offline import decode_speed, dollars_per_million_tokens, run_offline
@@ -167,7 +167,7 @@ def _warm_up(shape: WorkloadShape) -> list[LoadRequest]:
 
 
 def _config(model: str | None, engine: Given) -> EngineConfig:
-    """Of the engine that is measured; resolving the model is left to `_engine`. Raises ConfigError."""
+    """The configuration of the engine to measure. `_engine` resolves the model to a folder. Raises ConfigError."""
     from headrace.bundled import DEFAULT_MODEL
     from headrace.core.strict_decode import decode
 

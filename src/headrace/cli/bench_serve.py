@@ -1,4 +1,7 @@
-"""`headrace bench serve`: drives any OpenAI-compatible server with an open loop."""
+"""`headrace bench serve`: load any OpenAI-compatible server with an open loop and report its latencies.
+
+Requests are sent at their own times, however slow the answers are. Formulas: `lab.metrics`. The client: `lab.loadgen`.
+"""
 
 from __future__ import annotations
 
@@ -60,25 +63,19 @@ def serve(
     except ValueError as error:
         raise UsageRefused(str(error)) from error
     client = ApiClient(url, api_key=api_key)
-    target = LoadTarget(
-        url=client.url,
-        model=model or (client.models() or [""])[0],
-        api_key=api_key,
-        timeout_s=timeout,
-        max_concurrency=max_concurrency,
-    )
+    asked = model or (client.models() or [""])[0]
+    target = LoadTarget(url=client.url, model=asked, api_key=api_key, timeout_s=timeout, max_concurrency=max_concurrency)
     conditions = RunConditions(bandwidth)
     records = asyncio.run(run_load(target, make_requests(num_prompts, shape, seed=seed), times))
     report = summarize(records, slo)
-    settings = {
+    settings: dict[str, object] = {
         "url": target.url,
         "model": target.model,
         "max_concurrency": max_concurrency,
-        "request_rate": request_rate,
-        "burstiness": burstiness,
         "seed": seed,
         "shape": shape,
     }
+    settings |= {"request_rate": request_rate, "burstiness": burstiness}
     result = conditions.result(settings=settings, client_kept_up=report.is_valid, report=report)
     write_result(output_json, result, records)
     _print(report, result if as_json else None)

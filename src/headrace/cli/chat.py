@@ -1,8 +1,8 @@
 """`headrace chat`: a conversation in the terminal, streamed over the HTTP API.
 
-On a terminal it prompts and explains itself; in a pipe each input line is a message and only answers are printed, so that
-`echo hi | headrace chat` works in scripts. Ctrl-C during an answer stops that answer; at the prompt it asks for a second one to leave.
-A server that was started for the chat hears neither: it is stopped when the chat ends.
+On a terminal it prints a prompt and hints. In a pipe each input line is a message and only answers are printed, so that
+`echo hi | headrace chat` works in scripts. Ctrl-C during an answer stops that answer; at the prompt a second Ctrl-C leaves. A server that
+was started for the chat gets no Ctrl-C: it is stopped when the chat ends. The conversation itself: `cli.chat_session`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def chat(
 
 
 def _client(stack: ExitStack, model: str | None, url: str | None, api_key: str | None) -> ApiClient:
-    """The server asked for, the one that runs already, or one started for this chat and stopped with it."""
+    """A client of the server at `url`, of the one that runs at DEFAULT_URL, or of one started for this chat and stopped with it."""
     from headrace.cli.client import ApiClient
 
     if url is not None:
@@ -76,7 +76,7 @@ def converse(session: ChatSession, *, is_terminal: bool) -> int:
         print(f"Talking to {session.model} at {session.client.url}. /help lists commands.")
         _enable_line_editing()
     failed = 0
-    is_warned = False  # a Ctrl-C at the prompt, and nothing was typed since
+    is_warned = False  # the last thing typed at the prompt was Ctrl-C
     while True:
         try:
             line = input("> " if is_terminal else "")
@@ -90,7 +90,7 @@ def converse(session: ChatSession, *, is_terminal: bool) -> int:
             continue
         is_warned = False
         try:
-            if not session.take(line):
+            if not session.handle(line):
                 break
         except ServerFailed as error:
             failed = report(error)

@@ -1,4 +1,7 @@
-"""One conversation with a server: messages, parameters, and the slash commands that change them. Prints; reads no terminal."""
+"""One conversation with a server: messages, sampling parameters, and the slash commands that change them.
+
+It prints and reads no terminal; `cli.chat` reads the lines.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ Ctrl-C stops an answer; at the prompt two of them leave."""
 
 
 class ChatSession:
-    """client: who answers. model: the name asked for. out: where answers and replies to commands are printed."""
+    """client: of the server. model: the served name to ask. out: where answers and replies to commands are printed."""
 
     def __init__(self, client: ApiClient, model: str, *, out: TextIO) -> None:
         self.client, self.model, self.out = client, model, out
@@ -36,8 +39,8 @@ class ChatSession:
         self.messages: list[dict[str, str]] = []
         self.settings: dict[str, object] = {}
 
-    def take(self, line: str) -> bool:
-        """Handle one line: a command or a message. False when it asks to leave. Raises ServerFailed when nothing answers."""
+    def handle(self, line: str) -> bool:
+        """Obey a command or send a message. False when the command is to leave. Raises ServerFailed when the server does not answer."""
         if line.startswith("/"):
             name, _, rest = line[1:].partition(" ")
             return self._command(name.strip(), rest.strip())

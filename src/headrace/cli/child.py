@@ -1,4 +1,4 @@
-"""A server started for as long as a command needs one: `headrace serve` on a free loopback port, stopped with the block."""
+"""A server for as long as a command needs one: `headrace serve` on a free loopback port, stopped at the end of a `with` block."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from headrace.cli.exits import ServerFailed
 from headrace.fleet.config import COMMAND
 
 URL_LINE = re.compile(r"\bServing .* at (http://[^\s\"]+)")
-"""In the line, of text or JSON, that `headrace serve` writes to stderr once it answers: `cli.announcement`."""
+"""Found in the line, of text or JSON, that `headrace serve` writes to stderr once it answers (`cli.announcement`)."""
 STOP_TIMEOUT_S = 30.0
+"""A server that runs this many seconds after SIGTERM is killed."""
 
 
 @contextmanager
 def started_server(model: str | None, arguments: Sequence[str] = (), *, api_key: str | None = None) -> Iterator[str]:
     """Serve `model` (None: the bundled one) and yield the URL once it answers.
 
-    api_key  what it asks its clients for; told through its environment, which other users cannot read
+    api_key  the key its clients must send; passed in its environment, which other users cannot read
 
-    It is in a process group of its own: Ctrl-C on the terminal is for us, and we stop it. A hangup or SIGTERM ends the block, too.
+    The server is in a process group of its own, so that Ctrl-C on the terminal reaches only this process. SIGHUP and SIGTERM leave the
+    block too, and so stop the server.
 
-    Raises: ServerFailed with the server's last words when it ends before it answers.
+    Raises: ServerFailed with the last lines of the server's log when it ends before it answers.
     """
     command = [*COMMAND, "serve", *([model] if model else []), "--port", "0", *arguments]
     environment = {**os.environ, **({"HEADRACE_API_KEY": api_key} if api_key else {})}
@@ -65,7 +67,7 @@ def _serving(command: Sequence[str], environment: Mapping[str, str]) -> Iterator
 
 @contextmanager
 def _left_on(*numbers: signal.Signals) -> Iterator[None]:
-    """These signals leave the block as an exception does, instead of ending the process with the server still there."""
+    """Make these signals leave the block as an exception does, instead of ending the process while the server runs on."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -82,20 +84,20 @@ def _left_on(*numbers: signal.Signals) -> Iterator[None]:
 
 
 class _LogReader(threading.Thread):
-    """Reads the server's log on a thread of its own, to its end: a full pipe would stop the server."""
+    """Reads the server's log to its end, on a thread of its own: a full pipe would stop the server."""
 
     def __init__(self, stream: IO[str]) -> None:
         super().__init__(name="server log", daemon=True)
         self._stream = stream
-        self._last_words: deque[str] = deque(maxlen=10)
+        self._last_lines: deque[str] = deque(maxlen=10)
         self._url: str | None = None
         self._is_known = threading.Event()
-        """Where it serves, or that it never will."""
+        """Set once the URL is known, or the log has ended without one."""
 
     def run(self) -> None:
         try:
             for line in self._stream:
-                self._last_words.append(_words(line))
+                self._last_lines.append(_message(line))
                 if self._url is None and (found := URL_LINE.search(line)):
                     self._url = found.group(1)
                     self._is_known.set()
@@ -108,12 +110,12 @@ class _LogReader(threading.Thread):
         """Raises ServerFailed when the server ended before it served."""
         self._is_known.wait()
         if self._url is None:
-            raise ServerFailed("the server ended before it answered" + "".join(f"\n  {line}" for line in self._last_words))
+            raise ServerFailed("the server ended before it answered" + "".join(f"\n  {line}" for line in self._last_lines))
         return self._url
 
 
-def _words(line: str) -> str:
-    """What a line says to people."""
+def _message(line: str) -> str:
+    """The message in a line of the log, which is JSON or text."""
     try:
         return str(json.loads(line)["message"])
     except (ValueError, TypeError, KeyError):

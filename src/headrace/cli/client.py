@@ -1,6 +1,6 @@
 """A small blocking client for the OpenAI-compatible API: what `headrace chat` needs, from the standard library.
 
-One connection per answer, so that leaving an answer early (Ctrl-C) closes its socket, which is how the server learns of it.
+Each answer has a connection of its own: leaving an answer early (Ctrl-C) closes it, and the server cancels the request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`--api-key` of the commands that are clients."""
+"""The flag `--api-key` of the commands that are clients of a server (chat, bench serve)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 
 
 def first_key(given: str | None) -> str | None:
-    """`HEADRACE_API_KEY` may list all the keys that `serve` takes, separated by blanks; a client sends one."""
+    """The first key of a list separated by blanks: `HEADRACE_API_KEY` may hold all the keys that `serve` takes, a client sends one."""
     return next(iter((given or "").split()), None)
 
 

@@ -1,6 +1,7 @@
 """The configuration of `headrace serve`: one YAML file, then the environment, then flags; read here and nowhere else.
 
-Composes the packages' own frozen configs and checks pairs; each package checks its own fields. See docs/config.md.
+`ServeConfig` composes the packages' own frozen configs and checks pairs of them; each package checks its own fields. Every key is in
+docs/config.md. How values are decoded: `cli.config_decode`.
 
     file         models: [{name: tiny, replicas: 2, engine: {model: /models/tiny}}]
     environment  HEADRACE_MODELS__0__REPLICAS=3, HEADRACE_GATEWAY__PORT=9000
@@ -43,7 +44,7 @@ class NeedsExperimental(ConfigError):
 class ModelSection:
     """One served model: the engines that serve it, or the foreign server that answers for it.
 
-    engine    of every replica; `engine.model` is a folder, the name of a bundled model, or a hub id
+    engine    the options of every replica; `engine.model` is a folder, the name of a bundled model, or a hub id
     upstream  an OpenAI-compatible server instead of engines
     name      what clients ask for; default: the hub id, the folder's name, or what the foreign server calls it
     aliases   further names for it
@@ -70,14 +71,14 @@ class ModelSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """Everything `headrace serve` is told.
+    """The whole configuration of `headrace serve`.
 
-    gateway          its own section; `gateway.models` is made from `models`, `gateway.timeouts.drain_s` from `drain_timeout_s`
+    gateway          the gateway's section; its `models` is made from `models` here, its `timeouts.drain_s` from `drain_timeout_s`
     drain_timeout_s  after SIGTERM: how long running requests may take
-    log_format       text on a terminal and JSON elsewhere (auto), or one of them everywhere; a request log that is a file is JSON
+    log_format       "auto" (text on a terminal, JSON elsewhere), "text" or "json"; a request log that is a file is always JSON
     run_dir          parent of the private directory for sockets; None: XDG_RUNTIME_DIR, else the temporary directory
     allow_open       listen beyond loopback without API keys
-    block_key        secret (hex) of block hashes: engines that share blocks share it; empty: drawn at start, one for all engines
+    block_key        secret (hex) that keys block hashes, equal for engines that share blocks; empty: one is drawn at start for all
     experimental     allow what has not been run where Headrace is tested (device cuda)
     """
 
@@ -91,7 +92,7 @@ class ServeConfig:
     experimental: bool = False
 
     def checked(self) -> ServeConfig:
-        """This value if every section's rules and the pairs hold. Raises ConfigError with the path in the file."""
+        """This value if the rules of every section and of their pairs hold. Raises ConfigError with the path in the file."""
         for index, model in enumerate(self.models):
             self._check_model(f"models[{index}]", model)
         self._check_gateway()
@@ -102,7 +103,7 @@ class ServeConfig:
             raise ConfigError(
                 "gateway.host",
                 f"{self.gateway.host} can be reached from other machines and there is no API key",
-                "Set one (--api-key, gateway.api_keys), or say that everybody may use it (--allow-open, allow_open).",
+                "Set one (--api-key, gateway.api_keys), or allow use without one (--allow-open, allow_open).",
             )
         return self
 
@@ -113,7 +114,7 @@ class ServeConfig:
             )
         if model.engine is None:
             if model.replicas != 1:
-                raise ConfigError(f"{where}.replicas", "is of engines, and this model has none", "Leave it out beside upstream.")
+                raise ConfigError(f"{where}.replicas", "counts engines, and this model has none", "Leave it out beside upstream.")
             return
         self._check_engine(where, model.engine)
 
@@ -131,14 +132,14 @@ class ServeConfig:
     def _check_gateway(self) -> None:
         models = [_as_gateway_model(model) for model in self.models]
         try:
-            # As the gateway itself will decode it: what it would refuse at its start is refused here.
+            # Decoded as the gateway will decode it, so that what it would refuse at its start is refused here.
             config_from(asdict(replace(self.gateway, models=tuple(models))))
         except ConfigError as error:
             where = error.where if error.where.startswith("models") else f"gateway.{error.where}"
             raise ConfigError(where, error.reason, error.remedy) from error
 
     def fleet(self, resolve: Callable[[str], Path]) -> FleetConfig:
-        """What the supervisor is told; resolve: `engine.model` -> local folder."""
+        """The supervisor's configuration. resolve: `engine.model` -> local folder."""
         gateway = asdict(self.gateway)
         del gateway["models"], gateway["timeouts"]["drain_s"]
         models = []
@@ -162,7 +163,7 @@ class ServeConfig:
 
 
 def _as_gateway_model(model: ModelSection) -> ModelConfig:
-    """As the gateway's own file will name it; where its replicas will listen is not known yet."""
+    """The model as the gateway's own file has it, with a made-up address: where its replicas will listen is not known yet."""
     if model.upstream is not None:
         return ModelConfig(name=model.served_name, aliases=model.aliases, upstream=model.upstream)
     replica = ReplicaConfig(name="replica", address="unix:/run/replica")
@@ -210,7 +211,7 @@ def _apply_flags(raw: Raw, flags: Mapping[str, object], names: Mapping[str, str]
 
 
 def _fill(raw: Raw, default_model: str | None) -> None:
-    """What may be left out of a file but not out of the value: a model, and the gateway's list that is made from ours."""
+    """Add what a file may leave out and `ServeConfig` may not: a model, and the gateway's list of models. Raises ConfigError."""
     if default_model is not None and not raw.get("models"):
         raw["models"] = [{}]
     models = raw.get("models")

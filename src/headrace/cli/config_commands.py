@@ -1,4 +1,4 @@
-"""`headrace config check|show|init`: look at a configuration without starting anything."""
+"""`headrace config check|show|init`: check, print or begin a configuration file. Nothing is started."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ models:
 gateway:
   host: 127.0.0.1                     # beyond loopback wants api_keys
   port: 8000
-  # api_keys:                         # none: everybody on this machine may use it
+  # api_keys:                         # none: every program on this machine may use it
   #   - sha256: "{digest}"
   #     tenant: acme                  # opaque: fairness, cache separation, log
   #     priority: standard            # premium | standard | batch
@@ -45,7 +45,7 @@ _EXAMPLE_DIGEST = "<hex digest of the key: printf %s KEY | sha256sum>"
 
 @config_app.command()
 def check(file: Annotated[Path, typer.Argument(help="YAML file.")]) -> None:
-    """Read a file (and the environment) as `serve` would, and say whether it holds, or all that does not."""
+    """Read a file (and the environment) as `serve` would, and print whether it is valid, or every fault with its line."""
     from headrace.cli.config import load
     from headrace.cli.config_faults import unread_variables
 
@@ -64,7 +64,7 @@ def leave_if_faulty(file: Path) -> None:
 
     if found := faults(file, os.environ):
         for fault in found:
-            print(fault.words(file), file=sys.stderr)
+            print(fault.message(file), file=sys.stderr)
         print(f"headrace: {file}: {len(found)} fault{'s' if len(found) > 1 else ''}", file=sys.stderr)
         raise typer.Exit(CommandExitCode.CONFIG)
 
@@ -83,7 +83,7 @@ def show(file: Annotated[Path | None, typer.Argument(help="YAML file; default: t
 
 @config_app.command()
 def init(file: Annotated[Path | None, typer.Argument(help="Where to write it; default: standard output.")] = None) -> None:
-    """Begin a configuration file with the options people turn first."""
+    """Begin a configuration file with the options that are changed most often."""
     from headrace.bundled import DEFAULT_MODEL
 
     text = TEMPLATE.format(model=DEFAULT_MODEL, digest=_EXAMPLE_DIGEST)
@@ -99,7 +99,7 @@ def init(file: Annotated[Path | None, typer.Argument(help="Where to write it; de
 
 
 def shown(value: object) -> object:
-    """A config as plain data; fields kept out of a repr are secrets, of which only the beginning of a digest is shown."""
+    """A config as plain data. A field without repr is a secret: it is hidden, but for the first characters of a digest."""
     if is_dataclass(value):
         plain: dict[str, object] = {}
         for item in fields(value):

@@ -16,10 +16,10 @@ from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import UnknownKey, inner
 
 TOP_LEVEL = ("drain_timeout_s", "run_dir", "allow_open", "block_key", "log_format", "experimental")
-"""Keys without a section: HEADRACE_DRAIN_TIMEOUT_S."""
+"""Keys that stand in no section; their variables have no double underscore (HEADRACE_DRAIN_TIMEOUT_S)."""
 
 ELSEWHERE = {"gateway.models": "Declare models at the top level.", "gateway.timeouts.drain_s": "Set drain_timeout_s at the top level."}
-"""Keys of the packages' own configs that are made from others: refused in a file, and never suggested."""
+"""Keys of the packages' configs that are computed from other keys -> what to do instead. They are refused in a file, and not suggested."""
 
 
 def apply_environment(kind: type, raw: Raw, environment: Mapping[str, str], prefix: str) -> None:
@@ -32,7 +32,7 @@ def apply_environment(kind: type, raw: Raw, environment: Mapping[str, str], pref
 
 
 def apply_variable(kind: type, raw: Raw, name: str, steps: Sequence[str], text: str, prefix: str) -> None:
-    """Set what one variable says in `raw`, in place. Raises ConfigError naming the variable, with the nearest one."""
+    """Set the value of one variable in `raw`, in place. Raises ConfigError naming the variable, with the nearest one."""
     hint = _hint_at(kind, steps, name, prefix)
     set_at(raw, steps, text if inner(hint) is str else parse_yaml(text, name), name)
 
@@ -85,7 +85,7 @@ def _hint_at(kind: type, steps: Sequence[str], name: str, prefix: str) -> object
 
 
 def set_at(raw: Raw, steps: Sequence[str], value: object, name: str) -> None:
-    """Set one value deep in `raw`, in place, making the mappings and the next list place on the way. Raises ConfigError."""
+    """Set one value deep in `raw`, in place; mappings and the next place of a list are made where they are missing. Raises ConfigError."""
     place: object = raw
     for index, step in enumerate(steps):
         last = index == len(steps) - 1

@@ -1,7 +1,7 @@
 """Every fault of a configuration at once, each with its line in the file.
 
-Checks stop at the first fault they meet. So one is noted, the value it is about is taken out or replaced by one that holds, and the checks
-run again, until nothing is left to say. Nothing of the mended configuration is kept.
+Checks stop at the first fault. So the fault is noted, its value is removed or replaced by a valid one, and the checks run again, until
+they pass. The mended configuration is thrown away.
 """
 
 from __future__ import annotations
@@ -22,26 +22,28 @@ from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import MissingKey, UnknownKey
 
 OTHER_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_CACHE_DIR", "HEADRACE_KEEP_PACKED", "HEADRACE_STREAM_WATCH", "HEADRACE_EMULATES_DOTS")
-"""What is read and is no configuration."""
+"""Variables that are read and are no part of the configuration."""
 
 MOST_FAULTS = 100
+"""The search ends after this many faults: a bound on the work, whatever the file holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFault:
-    """line: in the file, from 1; None when it is not in the file but in a variable, which `error` names."""
+    """One fault. line: in the file, from 1; None for a fault in a variable, which `error` names."""
 
     error: ConfigError
     line: int | None
 
-    def words(self, file: Path) -> str:
+    def message(self, file: Path) -> str:
+        """The line to print, which begins with file and line where the fault has one."""
         return str(self.error) if self.line is None else f"{file}:{self.line}: {self.error}"
 
 
 def faults(file: Path, environment: Mapping[str, str]) -> list[ConfigFault]:
-    """Of a file and the environment.
+    """All faults of a file and the environment, in the order of the lines.
 
-    Raises: ConfigError for a file that cannot be read or is no YAML, where the first fault hides the rest.
+    Raises: ConfigError for a file that cannot be read or is not YAML; nothing else of it can be checked then.
     """
     document = parse_document(read_text(file), str(file))
     raw, lines = mapping_of(document.value, file), document.lines
@@ -64,7 +66,7 @@ def faults(file: Path, environment: Mapping[str, str]) -> list[ConfigFault]:
 
 
 def _each(raw: Raw) -> Iterator[ConfigError]:
-    """The errors of plain data, which is mended in place."""
+    """The errors in plain data, which is changed in place."""
     seen: set[str] = set()
     for _ in range(MOST_FAULTS):
         try:
@@ -75,21 +77,25 @@ def _each(raw: Raw) -> Iterator[ConfigError]:
             if where not in seen:
                 yield error
             while not _mend(raw, where, error, is_again=where in seen):
-                where = _around(where)
+                where = _parent(where)
                 if not where:
                     return
             seen.add(error.where)
 
 
 def _mend(raw: Raw, where: str, error: ConfigError, *, is_again: bool) -> bool:
-    """Make the value at `where` hold: by one in its place where one is wanted, else by taking it out. False when nothing changed."""
+    """Make the value at `where` valid: replace it where one is required, else remove it. Returns False when nothing changed.
+
+    where     the error's place, or a section around it after a smaller change was not enough
+    is_again  the same place has failed before, so that another change is needed
+    """
     *outer, last = [step for step in re.split(r"[.\[\]]+", where) if step] or [""]
     place: object = raw
     for step in outer:
-        place = _inside(place, step)
+        place = _child(place, step)
     is_itself = where == error.where  # else it is a section around the faulty value
     if is_itself and not is_again and isinstance(error, MissingKey) and isinstance(place, dict):
-        place[last] = _stand_in(last, _around(where))
+        place[last] = _stand_in(last, _parent(where))
         return True
     if isinstance(error, NeedsExperimental):
         raw["experimental"] = True
@@ -102,7 +108,7 @@ def _mend(raw: Raw, where: str, error: ConfigError, *, is_again: bool) -> bool:
 
 
 def _replace(place: object, last: str, stand_in: object) -> bool:
-    """Put `stand_in` there, or take out what is there where it may be left out (None) or was put there before. False: nothing changed."""
+    """Put `stand_in` at `last` of `place`; remove what is there if `stand_in` is None or there already. False when nothing changed."""
     if isinstance(place, dict) and (last in place or last in ("models", "name")):
         if stand_in is None or place.get(last) == stand_in:
             return place.pop(last, None) is not None
@@ -114,21 +120,22 @@ def _replace(place: object, last: str, stand_in: object) -> bool:
     return False
 
 
-def _inside(place: object, step: str) -> object:
+def _child(place: object, step: str) -> object:
+    """What `place`, a mapping or a list, holds under `step`; None when it holds nothing there."""
     if isinstance(place, list) and step.isdecimal() and int(step) < len(place):
         return place[int(step)]
     return place.get(step) if isinstance(place, dict) else None
 
 
 def _stand_in(name: str, where: str) -> object:
-    """A value that holds where one must be; None where the key may be left out. `where` makes names and keys of it differ."""
+    """A valid value for a key that is required; None for a key that may be left out. `where` makes each name and API key unique."""
     digest = hashlib.sha256(where.encode()).hexdigest()
-    name_of_its_own = f"stand-in-{digest[-12:]}"
-    model = {"name": name_of_its_own, "engine": {"model": DEFAULT_MODEL}}
+    unique_name = f"stand-in-{digest[-12:]}"
+    model = {"name": unique_name, "engine": {"model": DEFAULT_MODEL}}
     made: dict[str, object] = {
         "models": [model],
         "models[]": model,
-        "name": name_of_its_own,
+        "name": unique_name,
         "model": DEFAULT_MODEL,
         "engine": {"model": DEFAULT_MODEL},
         "upstream": {"url": "http://127.0.0.1/v1", "model": "stand-in"},
@@ -137,23 +144,23 @@ def _stand_in(name: str, where: str) -> object:
         "sha256": digest,
         "api_keys[]": {"sha256": digest},
     }
-    return made.get(name, name_of_its_own if name.endswith("[]") else None)
+    return made.get(name, unique_name if name.endswith("[]") else None)
 
 
 def _line(lines: Mapping[str, int], where: str) -> int:
-    """Of the value, or of the nearest section around it that is written."""
+    """The line of the value at `where`, or of the nearest section around it that the file has."""
     while where and where not in lines:
-        where = _around(where)
+        where = _parent(where)
     return lines.get(where, 1)
 
 
-def _around(where: str) -> str:
-    """The path of what holds the value at `where`; empty for a key at the top."""
+def _parent(where: str) -> str:
+    """The path of the section or list that holds the value at `where`; empty for a key at the top."""
     return re.sub(r"((^|\.)[^.\[\]]*|\[\d+\])$", "", where)
 
 
 def unread_variables(environment: Mapping[str, str]) -> Iterator[str]:
-    """A line for each variable that looks like ours and is not read. What Kubernetes sets for a service named headrace is left alone."""
+    """A message for each HEADRACE_ variable that is not read, except those that Kubernetes sets for a service named headrace."""
     known = {name for name, _ in variables(environment, ENV_PREFIX)}
     for name, value in sorted(environment.items()):
         if not name.startswith(ENV_PREFIX) or name in known or name in OTHER_VARIABLES or _is_service(name, value):

@@ -1,4 +1,4 @@
-"""Where a value of the configuration came from, so that an error names what was written: a flag, a variable, else the path in the file."""
+"""The origin of a configuration value, so that an error names what the user wrote: a flag, a variable, else the path in the file."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from headrace.core.errors import ConfigError
 
 @contextmanager
 def named_by_origin(environment: Mapping[str, str], prefix: str, flag_names: Mapping[str, str]) -> Iterator[None]:
-    """A ConfigError about a value that was not in the file is raised under the name of what set it.
+    """Rename a ConfigError about a value that is not from the file after the flag or the variable that set it.
 
-    environment  as given to the process; variables with `prefix` are configuration
-    flag_names   path as `cli.config.load` takes it -> the flag as it was written; of the flags that were given
+    environment  of the process; variables with `prefix` are configuration
+    flag_names   path as `cli.config.load` takes it -> the flag as it was written; holds the given flags only
     """
     try:
         yield
@@ -26,7 +26,7 @@ def named_by_origin(environment: Mapping[str, str], prefix: str, flag_names: Map
 
 
 def origin_of(where: str, environment: Mapping[str, str], prefix: str, flag_names: Mapping[str, str] | None = None) -> str | None:
-    """What set the value at `where`. Flags are applied last; of variables the later one of two that hold it."""
+    """The flag or the variable that set the value at `where`; None for the file. Flags win over variables, later variables over earlier."""
     for path, name in (flag_names or {}).items():
         if _rest(where, shown_path(flag_steps(path))) is not None:
             return name
@@ -38,7 +38,7 @@ def origin_of(where: str, environment: Mapping[str, str], prefix: str, flag_name
 
 
 def _rest(where: str, path: str) -> str | None:
-    """What follows `path` in `where`; None when `where` is not inside it."""
+    """The part of `where` after `path`; None when `where` is not inside `path`."""
     rest = where.removeprefix(path)
     return rest if rest != where and rest[:1] in ("", ".", "[") else None
 

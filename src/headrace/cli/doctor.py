@@ -1,4 +1,4 @@
-"""`headrace doctor`: what this machine offers, what will be slow or fail, and what to do about it. Starts nothing, changes nothing."""
+"""`headrace doctor`: what this machine offers, what will be slow or fail, and what to do about it. It starts and changes nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.cli.exits import CommandExitCode
 
 
 def doctor(
-    port: Annotated[int, typer.Option("--port", help="Port to look for.")] = 8000,
+    port: Annotated[int, typer.Option("--port", help="Port that should be free.")] = 8000,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """Check this machine; exit 1 when something will fail."""

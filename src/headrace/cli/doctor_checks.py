@@ -1,4 +1,4 @@
-"""What `headrace doctor` looks at: one function per question, each answering with one or more findings.
+"""The checks of `headrace doctor`: one function per question, each with one or more findings as its answer.
 
 Reads /proc, cgroup files and package metadata; imports torch only for its devices and what the kernels make of the CPU, and Numba for
 its threading layers.
@@ -42,7 +42,7 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """name: what was looked at. found: what is there. remedy: what to do; empty when nothing is wrong."""
+    """name: what was checked. found: what is there. remedy: what to do; empty when nothing is wrong."""
 
     name: str
     health: Health
@@ -51,7 +51,7 @@ class Finding:
 
 
 def examine(port: int) -> list[Finding]:
-    """Every check, in the order people read them."""
+    """Run every check. Findings come in the order in which they are printed."""
     return [
         check_python(sysconfig.get_config_var("CONFIG_ARGS")),
         check_cpu(_read(Path("/proc/cpuinfo"))),
@@ -68,9 +68,9 @@ def examine(port: int) -> list[Finding]:
 
 
 def check_python(build_flags: str | None) -> Finding:
-    """build_flags: what CPython was configured with, None where that is not recorded.
+    """Version and build. build_flags: the arguments CPython was configured with; None where they are not recorded.
 
-    One compiled without its profile (what pyenv does unless told otherwise) takes half again as long for everything that is not a kernel.
+    A Python built without --enable-optimizations (pyenv's default) takes half again as long for everything that is not a kernel.
     """
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info < MIN_PYTHON:
@@ -82,7 +82,7 @@ def check_python(build_flags: str | None) -> Finding:
 
 
 def check_cpu(cpuinfo: str) -> Finding:
-    """cpuinfo: text of /proc/cpuinfo; empty where there is none. What is present is read as the kernels read it."""
+    """Features of the CPU, read as the kernels read them. cpuinfo: text of /proc/cpuinfo; empty where there is none."""
     from headrace.tensor.host.cpu_features import CpuFeatures, parse_cpu_flags
 
     features = CpuFeatures(platform.machine(), parse_cpu_flags(cpuinfo))
@@ -127,7 +127,7 @@ def check_memory(root: Path) -> Finding:
 
 
 def check_threading_layer() -> Finding:
-    """Which of Numba's ways to run parallel kernels can be loaded; OpenMP regions cost 2 us, the workqueue's 50-110 us."""
+    """The threading layers that Numba can load: a parallel region costs 2 us with OpenMP, 50-110 us with the workqueue."""
     from importlib import import_module
 
     layers = []
@@ -144,7 +144,7 @@ def check_threading_layer() -> Finding:
 
 
 def check_files(soft: int, hard: int) -> Finding:
-    """Limits of open files: a stream takes one."""
+    """The limit of open files; a stream takes one."""
     if soft == resource.RLIM_INFINITY or soft >= MIN_FILES:
         return Finding("open files", Health.OK, f"limit {soft}")
     remedy = f"A stream takes one: ulimit -n {min(65536, hard) if hard > 0 else 65536}."
@@ -162,14 +162,14 @@ def check_port(port: int) -> Finding:
 
 
 def check_cache(folder: Path) -> Finding:
-    """Where compiled kernels are kept: must be writable, and nobody else's to write."""
+    """The folder of compiled kernels, which this user must be able to write, and no other user."""
     existing = folder
     while not existing.exists():
         existing = existing.parent
     if not os.access(existing, os.W_OK | os.X_OK):
         return Finding("cache", Health.WARN, f"{folder} is not writable", "Kernels are compiled at every start; set HEADRACE_CACHE_DIR.")
     if existing == folder and folder.stat().st_mode & 0o022:
-        return Finding("cache", Health.FAIL, f"{folder} can be written by others", f"chmod 700 {folder}")
+        return Finding("cache", Health.FAIL, f"{folder} can be written by other users", f"chmod 700 {folder}")
     return Finding("cache", Health.OK, str(folder))
 
 
@@ -192,7 +192,7 @@ def check_cuda() -> Finding:
 
 
 def check_versions() -> Iterator[Finding]:
-    """Installed versions held against what this package declares."""
+    """Compare installed versions with those this package declares."""
     from packaging.requirements import Requirement  # comes with transformers
 
     for line in metadata.requires("headrace") or ():

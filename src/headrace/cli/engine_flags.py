@@ -1,9 +1,9 @@
-"""Flags for the engine's options: made from `EngineConfig`, so that every command has the same ones with the same words.
+"""Flags for the engine's options, made from `EngineConfig`, so that every command has the same flags with the same help.
 
     @with_engine_flags()
     def serve(port: ..., engine: Given) -> None: ...
 
-`serve` then takes a parameter for each option where `engine` stands, and is called with those that were given.
+`serve` then has a parameter for each option in the place of `engine`, and is called with the given ones in `engine`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import typer
 from headrace.engine.config import EngineConfig, Option, options
 
 Given = Mapping[str, object]
-"""Field of EngineConfig -> its value, of those that were given."""
+"""Field of EngineConfig -> its value; holds the given options only."""
 
 Command = Callable[..., None]
 DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_ANNOTATED: Any = Annotated  # of a type that is known only when it runs
+_ANNOTATED: Any = Annotated  # for a type that is known only at run time
 _NUMBER = re.compile(r"(?P<sign>-?)(?P<whole>\d+)(?P<rest>\.\d+)?(?P<unit>[kmgtKMGT]?)")
 
 
@@ -55,17 +55,17 @@ class EngineFlag:
 
     @property
     def parameter(self) -> str:
-        """Of the command's function: the first spelling as a Python name."""
+        """The name of the command's parameter: the first spelling as a Python name."""
         return self.names[0].partition("/")[0].strip("-").replace("-", "_")
 
     def value(self, given: object) -> object:
-        """What the configuration is told."""
+        """The value for EngineConfig; `given` is as typer read it."""
         if self.option.switch is not None and isinstance(given, bool):
             return self.option.switch[given]
         return self.option.other_names.get(given, given) if isinstance(given, str) else given
 
     def signature(self) -> inspect.Parameter:
-        """As typer reads it. None stands for "not given"."""
+        """The parameter as typer reads it. Its default, None, stands for "not given"."""
         about: dict[str, Any] = {"help": self._help()}
         if self.kind is int:
             about |= {"parser": whole_number, "metavar": "<int>"}
@@ -73,8 +73,8 @@ class EngineFlag:
         return inspect.Parameter(self.parameter, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
     def _help(self) -> str:
-        *others, last = self.option.one_of or ("",)
-        choices = f"{', '.join(others)} or {last}. " if others else ""
+        *first, last = self.option.one_of or ("",)
+        choices = f"{', '.join(first)} or {last}. " if first else ""
         if self.option.switch is not None:
             shown = "on" if self.default == self.option.switch[1] else "off"
         else:
@@ -98,13 +98,13 @@ ENGINE_FLAGS = tuple(_flags())
 
 
 def engine_values(params: Mapping[str, object]) -> dict[str, object]:
-    """Of a command's parameters those that are engine options and were given, as the configuration has them."""
+    """The engine options among a command's parameters that were given, as fields of EngineConfig."""
     given = [(flag, params.get(flag.parameter)) for flag in ENGINE_FLAGS]
     return {flag.field: flag.value(value) for flag, value in given if value is not None}
 
 
 def with_engine_flags(*fields: str, without: Collection[str] = ()) -> Callable[[Command], Command]:
-    """A command with a flag for each of these fields (none named: for all that have one, except `without`) in place of `engine`."""
+    """Give a command a flag for each of `fields` in place of its parameter `engine`; without `fields`, for all but `without`."""
     taken = [flag for flag in ENGINE_FLAGS if (flag.field in fields if fields else flag.field not in without)]
 
     def decorate(command: Command) -> Command:

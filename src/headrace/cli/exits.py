@@ -1,10 +1,11 @@
 """Exit codes of every command, and the one place where an error becomes a line on stderr.
 
-0    done; also after SIGTERM, once running streams have finished
+0    done; also after SIGTERM or Ctrl-C, once running streams have finished
 1    a check or a run failed: doctor found a fault, a benchmark finished no request, a server died
 2    the command line is wrong: unknown command or flag, a value out of range, a flag that is refused
 3    the configuration or the weights are refused
 4    a server could not be reached, or refused the request
+75   `serve`: draining was cut short, by a second signal or the end of its time (`fleet.supervisor` has this one)
 130  interrupted (Ctrl-C)
 """
 
@@ -26,7 +27,7 @@ class CommandExitCode(IntEnum):
 
 
 class UsageRefused(HeadraceError):
-    """A flag that exists elsewhere and is not supported here, or a pair that makes no sense. The message says what to do."""
+    """A flag of another server that is not supported here, or flags that contradict each other. The message says what to do."""
 
 
 class ServerFailed(HeadraceError):
@@ -47,6 +48,6 @@ def exit_code_of(error: HeadraceError) -> CommandExitCode:
 
 
 def report(error: HeadraceError) -> CommandExitCode:
-    """Print the error as one line on stderr. Returns the code to exit with."""
+    """Print the error as one line on stderr. Returns the exit code for it."""
     print(f"headrace: {error}", file=sys.stderr)
     return exit_code_of(error)

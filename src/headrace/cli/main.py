@@ -1,7 +1,7 @@
-"""The `headrace` command: names every sub-command, imports none of their work.
+"""The `headrace` command: the list of its sub-commands, and the handling of their errors.
 
-Sub-command modules import typer and the standard library only; torch, transformers, Numba, HTTP and YAML are imported inside functions,
-so that `--help` and shell completion answer at once. Exit codes: `cli.exits`.
+Modules of sub-commands import torch, transformers, Numba, HTTP and YAML inside functions only, so that `--help` and shell completion
+answer at once. Exit codes: `cli.exits`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ app = typer.Typer(
     name="headrace",
     cls=SuggestingGroup,
     help="Turns weights and whatever hardware there is into a fast, fair, observable, OpenAI-compatible token API.",
-    epilog="Exit codes: 0 done, 1 failed, 2 wrong usage, 3 configuration or weights refused, 4 server unreachable, 130 interrupted.",
+    epilog="Exit codes: 0 done, 1 failed, 2 wrong usage, 3 configuration or weights refused, 4 server unreachable, 75 drain cut short, "
+    "130 interrupted.",
     no_args_is_help=True,
     rich_markup_mode=None,  # plain help: Rich costs 0.2 s and cuts long flag names
     pretty_exceptions_enable=False,
-    # Underscores are dashes, as in vLLM; names of flags come here without those in front.
+    # Underscores are dashes, as in vLLM; flag names come here without their leading dashes.
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda name: name.replace("_", "-")},
 )
 app.command()(serve)

@@ -1,4 +1,4 @@
-"""`headrace models`: what can be served from here. Reads config.json and names of files; no weight is opened."""
+"""`headrace models`: list the models that can be served. It reads config.json and file names, and opens no weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from headrace.core.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRow:
-    """One model folder. max_model_len in tokens, weight_bytes as held in memory; `problem` says why it cannot be served."""
+    """One model folder.
+
+    max_model_len  tokens
+    weight_bytes   as held in memory
+    problem        the reason why it cannot be served; empty when it can
+    """
 
     name: str
     folder: str
@@ -33,7 +38,7 @@ def models(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
-    """List the bundled models, or those of a folder."""
+    """List the bundled models, or the models of a folder."""
     from headrace.bundled import DEFAULT_MODEL, bundled_names, bundled_path
 
     names = sorted(bundled_names(), key=lambda name: name != DEFAULT_MODEL)
@@ -58,7 +63,7 @@ def model_folders(folder: Path) -> list[Path]:
 
 
 def describe_folder(folder: Path) -> ModelRow:
-    """Facts of one folder; a folder that cannot be served is a row that says why."""
+    """The row of one folder; if the folder cannot be served, the row says why."""
     from headrace.tensor.models import describe
 
     adapters = adapter_names(folder)
@@ -80,7 +85,7 @@ def describe_folder(folder: Path) -> ModelRow:
 
 
 def adapter_names(folder: Path) -> tuple[str, ...]:
-    """PEFT adapters inside the folder, and those in an `adapters` folder beside it that name it as their base."""
+    """PEFT adapters inside the folder, and adapters in a neighbour folder `adapters` whose base model is this folder's name."""
     inside = [*folder.glob("*/adapter_config.json"), *folder.glob("adapters/*/adapter_config.json")]
     beside = [path for path in folder.parent.glob("adapters/*/adapter_config.json") if _base_name(path) == folder.name]
     return tuple(sorted(path.parent.name for path in [*inside, *beside]))
@@ -95,7 +100,7 @@ def _base_name(adapter_config: Path) -> str:
 
 
 def shown(row: ModelRow) -> list[str]:
-    """Lines for people."""
+    """The row as lines of text."""
     lines = [f"{row.name}  {row.folder}"]
     if row.architecture:
         size = f"{row.num_parameters / 1e6:,.1f} M parameters, {row.weight_bytes / 2**20:,.1f} MiB as {row.dtype}"

@@ -1,4 +1,4 @@
-"""`headrace engine` and `headrace gateway`: entries of the processes that `headrace serve` starts. People rarely type them."""
+"""`headrace engine` and `headrace gateway`: the entry points of the processes that `headrace serve` starts. They are hidden from --help."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ParentFd = Annotated[int | None, typer.Option("--parent-fd", help="Inherited end
 
 def engine(config: ConfigFile, parent_fd: ParentFd = None) -> None:
     """Run one engine process (started by serve)."""
-    # It asks a ready engine for a dump; while modules are still being imported it would end the process.
+    # SIGUSR1 asks a ready engine for a dump; without a handler yet it would end the process.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     from headrace.engine.main import run_engine
 

@@ -1,4 +1,4 @@
-"""`headrace replay FILE`: shows a dumped ring of plans as a table, and can run it again on a model."""
+"""`headrace replay FILE`: show a dumped ring of plans as a table, or run it again on a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 COMPUTED = ("num_kv_blocks", "load_format", "seed", "dtype", "quantization", "kv_cache_dtype", "kernels", "deterministic", "block_size")
-"""What decides how a plan is computed. The plan itself says what the scheduler decided."""
+"""The engine options that decide how a plan is computed. What the scheduler decided is in the plan itself."""
 
 
 @with_engine_flags(*COMPUTED)
@@ -35,7 +35,7 @@ def replay(
 ) -> None:
     """Show a dumped ring of plans, or run it again on --model.
 
-    The options of the engine should be those of the one that made the dump; as many KV blocks are made as the plans name.
+    Give the engine the options it had when it wrote the dump. By default it gets as many KV blocks as the plans name.
     """
     from headrace.core.plan_codec import load_plans
 
@@ -46,7 +46,7 @@ def replay(
     if model is None:
         lines = _shown(plans, rows=rows, as_json=as_json)
     else:
-        _say_left_out(plans)
+        _report_left_out(plans)
         lines = _run(plans, model, dict(engine), as_json=as_json)
     for line in lines:
         print(line, flush=True)
@@ -68,8 +68,8 @@ def _shown(plans: list[Plan], *, rows: bool, as_json: bool) -> Iterator[str]:
             yield from (f"    {line}" for line in detail)
 
 
-def _say_left_out(plans: list[Plan]) -> None:
-    """Rows that cannot be run again, on stderr. Raises typer.Exit when no row can: the model need not be loaded then."""
+def _report_left_out(plans: list[Plan]) -> None:
+    """Print how many rows cannot be run again. Raises typer.Exit when none can, before a model is loaded for nothing."""
     from headrace.lab.replay import count_rows
 
     run, left_out = count_rows(plans)
@@ -82,7 +82,7 @@ def _say_left_out(plans: list[Plan]) -> None:
 
 
 def _run(plans: list[Plan], model: str, options: dict[str, object], *, as_json: bool) -> Iterator[str]:
-    """The plans on a fresh engine that is just large enough for them."""
+    """Run the plans on a fresh engine that is just large enough for them. Yields a line for each."""
     from headrace.core.strict_decode import decode
     from headrace.engine.config import EngineConfig
     from headrace.engine.read_ahead import reading_ahead

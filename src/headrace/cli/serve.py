@@ -1,4 +1,4 @@
-"""`headrace serve`: from a model's name to a running server. Decides nothing itself: builds the configuration and hands it to the fleet.
+"""`headrace serve`: from a model's name to a running server. It builds the configuration and hands it to the fleet's supervisor.
 
 Flag names are vLLM's where vLLM has the option. A flag that is not given leaves file and environment as they are.
 """
@@ -36,7 +36,7 @@ FLAG_PATHS = {
     "log_format": "log_format",
     "drain_timeout": "drain_timeout_s",
 }
-"""Parameter of `serve` -> path in the configuration; those missing here take more than setting one value."""
+"""Parameter of `serve` -> path of the one configuration value that it sets. The other parameters are in OTHER_PATHS."""
 
 ENGINE_PATHS = {f"model.engine.{flag.field}" for flag in ENGINE_FLAGS}
 
@@ -47,7 +47,7 @@ OTHER_PATHS = {
     "allow_open": ("allow_open",),
     "experimental": ("experimental",),
 }
-"""The same for those: what they set is not their value as it stands."""
+"""Parameter of `serve` -> paths that it sets, to something else than its own value or to several values."""
 
 Flag = typer.Option
 
@@ -66,10 +66,11 @@ def serve(
     api_key: Annotated[list[str] | None, Flag("--api-key", envvar="HEADRACE_API_KEY", help="Clients must send one of these.")] = None,
     allow_open: Annotated[bool, Flag("--allow-open", help="Listen beyond loopback without API keys.")] = False,
     allowed_hosts: Annotated[
-        list[str] | None, Flag("--allowed-hosts", help="Name a Host header may carry; again for more. Default: loopback names there.")
+        list[str] | None,
+        Flag("--allowed-hosts", help="Name a Host header may carry; again for more. Default: any, on loopback its own names."),
     ] = None,
     allowed_origins: Annotated[
-        list[str] | None, Flag("--allowed-origins", help="Origin whose pages a browser may let in, or *; again for more. Default: none.")
+        list[str] | None, Flag("--allowed-origins", help="Origin whose pages a browser lets use this server, or *; again for more.")
     ] = None,
     replicas: Annotated[int | None, Flag("--replicas", help="Engine processes, each with its own weights.")] = None,
     request_log: Annotated[
@@ -102,18 +103,18 @@ def serve(
         resolved = load(config, os.environ, flags, flag_names=names, default_model=None if config else DEFAULT_MODEL)
     except ConfigError as error:
         if config is not None and error.where not in names.values():
-            leave_if_faulty(config)  # all at once, each with its line
+            leave_if_faulty(config)  # prints all faults, each with its line
         raise
-    with named_by_origin(os.environ, ENV_PREFIX, names):  # a taken port is found out only now
+    with named_by_origin(os.environ, ENV_PREFIX, names):  # a port in use is found only now
         raise typer.Exit(run(resolved))
 
 
 def flags_of(params: Mapping[str, object], engine: Given) -> dict[str, object]:
-    """Configuration paths and values of the flags that were given."""
+    """Configuration path -> value, for the flags that were given."""
     flags = {f"model.engine.{name}": value for name, value in engine.items()}
     flags |= {path: params.get(name) for name, path in FLAG_PATHS.items() if path not in ENGINE_PATHS}
     for name in ("allowed_hosts", "allowed_origins"):
-        flags[FLAG_PATHS[name]] = params.get(name) or None  # a list that is not given is an empty one
+        flags[FLAG_PATHS[name]] = params.get(name) or None  # typer gives an empty list where there is no flag
     flags["model.engine.model"] = params.get("model_argument") or params.get("model")
     if names := params.get("served_model_name"):
         assert isinstance(names, list | tuple)
@@ -127,7 +128,7 @@ def flags_of(params: Mapping[str, object], engine: Given) -> dict[str, object]:
 
 
 def flag_names(context: typer.Context, words: Sequence[str]) -> dict[str, str]:
-    """Configuration paths that flags set -> what set each: the flag as written in `words`, the argument, or the flag's variable."""
+    """Configuration path -> what set it: the flag as it is written in `words`, the argument's name, or the flag's variable."""
     names: dict[str, str] = {}
     for param in context.command.params:
         source = context.get_parameter_source(param.name or "")
@@ -143,7 +144,7 @@ def _paths(param: str) -> tuple[str, ...]:
 
 
 def _name_in(words: Sequence[str], param: Parameter) -> str:
-    """The spelling of a flag that `words` have last, which is the one that counts; an argument's name in the help."""
+    """The last spelling of a flag in `words`, which is the one that counts; for an argument, its name in the help."""
     if param.param_type_name == "argument":
         return param.human_readable_name
     spellings = (*param.opts, *param.secondary_opts)

@@ -1,6 +1,6 @@
-"""The flag that was probably meant: the nearest of those a command takes and vLLM's.
+"""Suggestions for a misspelt flag: the nearest of the command's own flags and vLLM's.
 
-Nothing is suggested that is then refused: a misspelt `--tensor-paralel-size` is answered with what to do instead.
+No flag is suggested that would then be refused: a misspelt `--tensor-paralel-size` is answered with what to do instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace.cli.vllm_flags import TABLE, RefusedFlag
 
 
 class SuggestingGroup(TyperGroup):
-    """A group in which every unknown flag, its commands' included, is answered with the nearest known name."""
+    """A group of commands in which an unknown flag, of the group or of a command, is answered with the nearest known one."""
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         with _nearest_flag_suggested():
@@ -37,6 +37,6 @@ def _nearest_flag_suggested() -> Iterator[None]:
         known = [name for param in params for name in (*param.opts, *param.secondary_opts)]
         for nearest in get_close_matches(error.option_name, [*known, *TABLE], n=1):
             entry = TABLE.get(nearest)
-            error.message += f". {entry.words(nearest)}" if isinstance(entry, RefusedFlag) else f". Did you mean {nearest}?"
-        error.possibilities = None  # the parser's own, of the flags the command takes
+            error.message += f". {entry.message(nearest)}" if isinstance(entry, RefusedFlag) else f". Did you mean {nearest}?"
+        error.possibilities = None  # the parser's own suggestions
         raise

@@ -1,8 +1,9 @@
-"""vLLM's flags that are not ours: put as ours where they mean the same, dropped with a notice where they change nothing here, else refused
-by name with what to do instead. So are vLLM's spellings: --max_model_len, and several values after one flag.
+"""vLLM's flags that Headrace does not have: translated where Headrace has the same under another name, dropped with a notice where they
+change nothing here, else refused by name with what to do instead. vLLM's spellings are read too: --max_model_len, and several values after
+one flag.
 
-A value that asks for what happens anyway (`--tensor-parallel-size 1`) is dropped without a word. Flags that are in no table are left to
-the parser, which suggests the nearest name. docs/config.md has the same table for people.
+A value that asks for what happens anyway (`--tensor-parallel-size 1`, `--no-enable-lora`) is dropped without a notice. A flag that is not
+in TABLE is left to the parser, which suggests the nearest name. docs/config.md documents TABLE.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from headrace.cli.exits import UsageRefused
 
 @dataclass(frozen=True, slots=True)
 class RefusedFlag:
-    """remedy: what to do instead. accepted: values that ask for what happens anyway; None: the flag takes no value."""
+    """A flag that is refused.
+
+    remedy    what to do instead
+    accepted  values that ask for what happens anyway; None: the flag takes no value
+    """
 
     remedy: str
     accepted: tuple[str, ...] | None = ()
@@ -25,15 +30,15 @@ class RefusedFlag:
     def takes_value(self) -> bool:
         return self.accepted is not None
 
-    def words(self, name: str, value: str = "") -> str:
-        """The refusal, for people."""
+    def message(self, name: str, value: str = "") -> str:
+        """The refusal of flag `name`."""
         allowed = f" Only {' or '.join(self.accepted)} is accepted." if self.accepted else ""
         return f"{f'{name} {value}'.rstrip()}: not supported.{allowed} {self.remedy}"
 
 
 @dataclass(frozen=True, slots=True)
 class IgnoredFlag:
-    """why: as the end of "--flag has no effect: ...". accepted: values of which nothing is said."""
+    """A flag that changes nothing here. why: the end of the notice "--flag has no effect: ...". accepted: values without a notice."""
 
     why: str
     takes_value: bool = False
@@ -42,7 +47,7 @@ class IgnoredFlag:
 
 @dataclass(frozen=True, slots=True)
 class TranslatedFlag:
-    """ours: the words that mean the same; the value, if it takes one, follows them."""
+    """A flag with an equal. ours: the arguments to replace it with; its value, if it takes one, follows them."""
 
     ours: tuple[str, ...]
     takes_value: bool = False
@@ -71,7 +76,7 @@ TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
     "--disable-log-requests": IgnoredFlag(_PROMPTS),
     "--max-log-len": IgnoredFlag(_PROMPTS, takes_value=True),
     "--enable-log-requests": IgnoredFlag("every request is a line of the request log, without its prompt"),
-    "--disable-log-stats": IgnoredFlag("no statistics are logged; /metrics has them for whoever reads it"),
+    "--disable-log-stats": IgnoredFlag("no statistics are logged; /metrics has them"),
     "--uvicorn-log-level": IgnoredFlag("there is one log level; --request-log says where the line per request goes", takes_value=True),
     "--swap-space": IgnoredFlag("preempted sequences are recomputed, nothing is swapped", takes_value=True, accepted=("0",)),
     "--preemption-mode": IgnoredFlag("preempted sequences are recomputed, nothing is swapped", takes_value=True, accepted=("recompute",)),
@@ -136,21 +141,21 @@ TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
 }
 
 SEVERAL = ("--served-model-name", "--api-key", "--allowed-hosts", "--allowed-origins", "--goodput")
-"""Ours that are given again for more, where vLLM takes several values after one."""
+"""Flags that are repeated for several values here, where vLLM takes several values after one flag."""
 
 _FLAG = re.compile(r"--?[a-zA-Z]|--$")
 """A word that matches is a flag, and so never the value of the flag before it. "-1" is a value."""
 
 
 def dashed(name: str) -> str:
-    """A flag as we spell it: vLLM takes underscores for dashes."""
+    """A flag with dashes: vLLM also takes underscores."""
     return name.replace("_", "-") if name.startswith("--") else name
 
 
 def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(arguments for our parser, notices about those that have no effect). Everything after a bare `--` is left alone.
+    """(arguments for the parser, notices about flags without effect). Everything after a bare `--` is left as it is.
 
-    Raises: UsageRefused for the first flag that asks for what is not done here.
+    Raises: UsageRefused for the first flag that is not supported, or has no value where it needs one.
     """
     kept: list[str] = []
     notices: list[str] = []
@@ -175,7 +180,7 @@ def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             if not value or value not in entry.accepted:
                 notices.append(f"{f'{name} {value}'.rstrip()} has no effect: {entry.why}.")
         elif not is_negated and not (value and value in (entry.accepted or ())):
-            raise UsageRefused(entry.words(name, value))
+            raise UsageRefused(entry.message(name, value))
     return kept, notices
 
 
@@ -189,8 +194,10 @@ def _entry_of(name: str) -> tuple[RefusedFlag | IgnoredFlag | TranslatedFlag | N
 
 
 def _one_value_each(arguments: Sequence[str]) -> Iterator[str]:
-    """`--served-model-name a b` as `--served-model-name a --served-model-name b`. After `serve` a word may be MODEL instead, which vLLM
-    wants first: without one before them only the word behind the flag is taken for its value."""
+    """The arguments, with the flag repeated before each of its values: `--api-key a b` becomes `--api-key a --api-key b`.
+
+    Without a MODEL before it, a second word after the flag of `serve` is taken for MODEL, not for a second value.
+    """
     has_model = list(arguments[:1]) != ["serve"] or not arguments[1:2] or not arguments[1].startswith("-")
     has_model = has_model or any(word.partition("=")[0] == "--model" for word in arguments)
     flag, num_values = "", 0

@@ -1,6 +1,6 @@
-"""When an open-loop client sends: gamma inter-arrival times, as `vllm bench serve` has them. Seeded, no clock.
+"""Send times of an open-loop client: gamma inter-arrival times, as in `vllm bench serve`. They are drawn from a seed; no clock is read.
 
-Burstiness is the gamma shape: 1 is Poisson, below 1 bursts (0.25 is the house's burst test), above 1 evens out.
+Burstiness is the gamma shape: 1 is Poisson, below 1 requests come in bursts (0.25 is our burst test), above 1 at more even intervals.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 
 
 def send_times(num_requests: int, *, rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
-    """Seconds after the start at which each request is intended, ascending; the first is 0.
+    """Seconds after the start at which each request is to be sent, ascending; the first is 0.
 
     rate  requests per second; infinity sends all at once. As in vLLM the gaps are rescaled so that the last request is due at
           (num_requests - 1) / rate: two seeds offer the same load.

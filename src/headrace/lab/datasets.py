@@ -1,4 +1,4 @@
-"""Prompts for load tests, as token ids so that lengths are exact. Seeded; nothing is downloaded.
+"""Prompts for load tests, as token ids so that lengths are exact. They are drawn from a seed; nothing is downloaded.
 
 Ids are drawn from [low_id, high_id): the lowest ids of most vocabularies are control tokens and single bytes.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """prompt_ids to send and output tokens to ask for."""
+    """One request: the prompt's token ids, and the number of output tokens to ask for."""
 
     prompt_ids: tuple[int, ...]
     output_tokens: int

@@ -1,4 +1,4 @@
-"""Where a figure was measured: commit, machine, load, read bandwidth. Every JSON with a figure carries one of these."""
+"""The environment of a measurement: commit, machine, load, read bandwidth. Every JSON with a figure carries one."""
 
 from __future__ import annotations
 
@@ -18,12 +18,19 @@ from headrace.core.cpus import num_allowed_cpus
 from headrace.core.errors import HeadraceError
 
 PACKAGES = ("headrace", "torch", "numpy", "numba", "aiohttp")
+"""Packages whose versions are recorded."""
 BANDWIDTH_TIMEOUT_S = 120.0
+"""A measurement of the read bandwidth that takes longer than this many seconds counts as failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """commit: of the checkout the code runs from, with "+" when it has changes; None outside one. load_average: 1, 5, 15 minutes."""
+    """One environment.
+
+    commit        of the checkout the code runs from, with "+" when tracked files are changed; None outside a checkout
+    load_average  over 1, 5 and 15 minutes
+    command       the command line, without API keys
+    """
 
     time: str
     commit: str | None
@@ -49,7 +56,7 @@ def environment() -> Environment:
 
 
 def _program() -> tuple[str, ...]:
-    """What to type for the program that runs: "python -m MODULE" when it was started that way, otherwise its file's name."""
+    """The program part of the command line: "python -m MODULE" if it was started that way, else its file's name."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is None:
         return (Path(sys.argv[0]).name,)
@@ -80,7 +87,7 @@ def bandwidth_script() -> Path | None:
 
 
 class BandwidthUnknown(HeadraceError):
-    """The read bandwidth could not be measured; says why, for people."""
+    """The read bandwidth could not be measured. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +124,7 @@ def read_bandwidth(script: Path | None) -> ReadBandwidth:
 
 
 def measure_bandwidth(script: Path | None) -> ReadBandwidth | None:
-    """The same for callers that go on without it: None when it is not known."""
+    """The read bandwidth now; None when it cannot be measured."""
     try:
         return read_bandwidth(script)
     except BandwidthUnknown:
@@ -140,7 +147,7 @@ def _version(name: str) -> str | None:
 
 
 def _without_secrets(arguments: list[str]) -> list[str]:
-    """The command line without API keys, whichever way they were written."""
+    """The command line without API keys, written as `--api-key KEY` or `--api-key=KEY`."""
     shown = []
     hide = False
     for word in arguments:

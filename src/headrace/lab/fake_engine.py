@@ -1,7 +1,7 @@
 """`python -m headrace.lab.fake_engine --config FILE`: an engine process on the real wire, with a FakeRunner where the model would be.
 
-The file is an engine's (see `engine.server.config`) plus a section "fake" with FakeOptions. For tests and load measurements of what is
-above the engine; the `headrace` command cannot reach it.
+The file is an engine's (see `engine.server.config`) plus a section "fake" with FakeOptions. It is for tests and load measurements of
+gateway and fleet; no `headrace` command starts it.
 """
 
 from __future__ import annotations

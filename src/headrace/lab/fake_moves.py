@@ -1,7 +1,7 @@
-"""A fake runner's memory: token ids where a model would keep keys and values, in blocks and host slots, and moves that take their time.
+"""A fake runner's memory: token ids where a model would keep keys and values, in blocks and host slots, and moves that take several steps.
 
-What is read too early or overwritten too late is found here: a block that is being written to holds nothing sensible until the move is
-made, and what a move reads must be, when it is made, what it was when it began.
+It finds a block that is read before its move is done, and a source that is overwritten before: the target holds ARRIVING until the move
+is done, and the source must then be what it was when the move began.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from headrace.core.plan import MoveKind, Plan, int_column
 
 EMPTY, ARRIVING = -1, -2
-"""Ids that no token has: of memory never written, and of a block that a move will write."""
+"""Ids that no token has. EMPTY fills memory that was never written, ARRIVING a block or slot that a move is still to write."""
 
 
 class PagedIds:
-    """Token ids in blocks found through the block tables plans write, for every KV group."""
+    """Token ids in blocks, for every KV group. Blocks are found through the block tables that plans write."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -27,7 +27,7 @@ class PagedIds:
         self._groups: set[int] = {0}
 
     def apply(self, plan: Plan) -> None:
-        """Slots that ended or begin, and table entries."""
+        """Forget the tables of slots that ended or begin anew, and write the plan's table entries."""
         gone = {*plan.ended, *(started.slot for started in plan.started)}
         for key in [key for key in self._tables if key[1] in gone]:
             del self._tables[key]
@@ -58,7 +58,7 @@ class PagedIds:
 
 @dataclass(slots=True)
 class _Move:
-    """steps: later ones it still takes. before: what its source held when it began."""
+    """One move in flight. steps: how many more it takes. before: the source's contents when it began."""
 
     kind: MoveKind
     source: array[int]
@@ -68,7 +68,7 @@ class _Move:
 
 
 class Moves:
-    """Makes a fake runner's moves. A copy is made at once, a move to or from a host slot some steps later.
+    """Executes a fake runner's moves. A copy is done at once, a move to or from a host slot some steps later.
 
     num_slots  host slots; 0: no host memory, its moves are refused
     steps      bounds of how many later steps a move takes, drawn for each
@@ -81,17 +81,17 @@ class Moves:
         self._random = random.Random(seed)
         self._in_flight: dict[int, _Move] = {}
         self._done = int_column()
-        """Made, and not reported yet."""
+        """Ids of moves that are done and not reported yet."""
 
     def apply(self, plan: Plan) -> None:
-        """Make the plan's copies and begin its other moves. Raises ValueError, naming the kind, for those there is no memory for."""
+        """Do the plan's copies and begin its other moves. Raises ValueError, naming the kind, for a move without memory to move to."""
         moves = zip(plan.move_kinds, plan.move_ids, plan.move_groups, plan.move_sources, plan.move_targets, strict=True)
         for kind, move_id, group, source, target in moves:
             if kind == MoveKind.COPY:
                 self._memory.block(group, target)[:] = self._memory.block(group, source)
             elif kind not in (MoveKind.HOST_OUT, MoveKind.HOST_IN) or not self._host:
                 raise ValueError(f"move_kinds: this runner has no memory for moves of kind {MoveKind(kind).name}")
-            elif move_id not in self._in_flight and move_id not in self._done:  # else a step is repeated
+            elif move_id not in self._in_flight and move_id not in self._done:  # the step may be a repeated one
                 self._begin(MoveKind(kind), move_id, group, source, target)
 
     def _begin(self, kind: MoveKind, move_id: int, group: int, source: int, target: int) -> None:
@@ -103,7 +103,7 @@ class Moves:
         written[:] = array("i", [ARRIVING] * len(written))
 
     def advance(self) -> None:
-        """A step has passed. Raises AssertionError when memory was given away that a move reads or writes."""
+        """Count one step. Raises AssertionError when a move's source or target was overwritten while it was in flight."""
         for move_id, move in list(self._in_flight.items()):
             if move.steps:
                 move.steps -= 1
@@ -115,6 +115,6 @@ class Moves:
             self._done.append(move_id)
 
     def take_done(self) -> array[int]:
-        """Ids of moves made since the last call."""
+        """Ids of the moves that were done since the last call."""
         done, self._done = self._done, int_column()
         return done

@@ -31,26 +31,26 @@ from headrace.lab.fake_moves import Moves, PagedIds
 MASK = 2**64 - 1
 
 Wait = Callable[[float], object]
-"""Lets so many seconds pass."""
+"""A function that waits for the given number of seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeOptions:
-    """The model that is not there.
+    """The fake model and its faults.
 
     vocab_size        ids 0..vocab_size - 2 are produced; the last id is the end token
     eos_after         outputs after which the end token comes; None: never, answers end at max_tokens
     step_seconds, token_seconds   a step takes step_seconds + token_seconds * its tokens
-    stall_after_steps, stall_seconds   one step, the n-th, takes stall_seconds: a runner that hangs
+    stall_after_steps, stall_seconds   the n-th step takes stall_seconds: a runner that hangs
     die_after_steps   the n-th step raises EngineFatal
-    refuse            loading fails with this reason, as a broken checkpoint does
+    refuse            the reason with which loading fails, as with a broken checkpoint
     verify            keep and check the paged memory
     host_slots        blocks of host memory; 0: moves to and from it are refused. Needs `verify`
     move_steps        bounds of how many later steps such a move takes, drawn for each from move_seed
     digests, numerics of the hello, as a real model folder would have them
     has_kv            False: a model that keeps no KV, as encoders do
     max_drafts        most tokens drafted to follow a row; how many, and which of them are wrong, is drawn from seed and position
-    withhold_every    about one row in so many that samples gives no token at its first try; 0: none
+    withhold_every    N: about 1 of N sampling rows gives no token at its first try; 0: every row gives one
     """
 
     vocab_size: int = 4096
@@ -80,7 +80,7 @@ class FakeOptions:
 
 
 def fake_info(options: FakeOptions) -> ModelInfo:
-    """What a replica running this fake says of its model."""
+    """The model's facts, as a replica with this fake reports them."""
     return ModelInfo(
         architecture="FakeForCausalLM",
         vocab_size=options.vocab_size,
@@ -170,7 +170,7 @@ class FakeRunner:
         self._wait: Wait = wait or self._closed.wait
 
     def submit(self, plan: Plan) -> FakeTicket:
-        """Computes at once, hands the result out when its time has come. Raises EngineFatal at the step chosen for it."""
+        """Compute at once; the ticket gives the result when the step's time is over. Raises EngineFatal at `die_after_steps`."""
         if plan.num_rows:
             self.num_steps += 1
         if self.options.die_after_steps is not None and self.num_steps >= self.options.die_after_steps:
@@ -180,7 +180,7 @@ class FakeRunner:
         return FakeTicket(result, self._free_at, self._clock, self._wait)
 
     def close(self) -> None:
-        """Lets go of whoever waits for a step."""
+        """End every real wait for a step."""
         self._closed.set()
 
     def _duration(self, plan: Plan) -> float:
@@ -233,7 +233,7 @@ class FakeRunner:
         return slot.withheld is not None and num_needed > len(slot.ids) == slot.withheld
 
     def _apply(self, plan: Plan) -> None:
-        """State changes, in the order core.plan gives."""
+        """Change the slots, the tables and the memory, in the order that core.plan defines."""
         for slot_id in plan.ended:
             self._slots.pop(slot_id, None)
         for started in plan.started:
@@ -243,7 +243,10 @@ class FakeRunner:
         self._moves.apply(plan)
 
     def _read_and_write(self, slot_id: int, slot: _Slot, start: int, count: int, drafts: list[int]) -> None:
-        """drafts stand at the row's last positions, in place of what an undone step left there."""
+        """Write the row's ids to memory and read all of its sequence back.
+
+        Drafts stand at the row's last positions, in place of what an undone step left there.
+        """
         known = start + count - len(drafts)
         if known > len(slot.ids):
             raise AssertionError(f"slot {slot_id}: asked for positions up to {known}, knows {len(slot.ids)} ids")
@@ -277,14 +280,14 @@ class FakeRunner:
         return True
 
     def _token(self, slot: _Slot, position: int) -> int:
-        """What stands at `position`, behind the ids before it."""
+        """The token at `position`, which follows from the ids before it."""
         started = slot.started
         if self.options.eos_after is not None and position - started.num_prompt_tokens >= self.options.eos_after:
             return self.options.eos_token_id
         return fake_token(slot.seed, started.index, position, slot.ids[position - 1], self.options.vocab_size)
 
     def _draft(self, slot: _Slot) -> list[int]:
-        """Ids that may follow. The first wrong one, if any is, is drawn as well."""
+        """Drafted ids to follow the sequence. Their number, and which of them are wrong, is drawn from seed and position."""
         known = len(slot.ids)
         count = fake_token(slot.seed, slot.started.index, known, 2, self.options.max_drafts + 2) if self.options.max_drafts else 0
         for place in range(count):
@@ -296,7 +299,7 @@ class FakeRunner:
         return drafts
 
     def _score_prompt(self, slot: _Slot, start: int, count: int, scores: LogprobColumns) -> int:
-        """Add the entries of the prompt positions after those computed; how many they are."""
+        """Add the log-probabilities of the prompt tokens that follow the computed positions. Returns their number."""
         last = min(start + count, slot.started.num_prompt_tokens - 1)
         wanted = slot.started.params.prompt_logprobs
         positions = range(start + 1, last + 1)

@@ -1,7 +1,7 @@
 """An open-loop load generator for any OpenAI-compatible server: sends on its own schedule, whatever the server does.
 
-Times every chunk that carries text, with one monotonic clock. What the records mean is said in `lab.metrics`; schedules come from
-`lab.arrivals`, prompts from `lab.datasets`. A server that is slow does not slow the schedule down; a client that is late reports its lag.
+It stamps every chunk that carries text, with one monotonic clock. What the records mean is said in `lab.metrics`; schedules come from
+`lab.arrivals`, prompts from `lab.datasets`. A slow server does not slow the schedule down; a late client reports its lag.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from headrace.lab.datasets import LoadRequest
 from headrace.lab.metrics import LoadRecord
 
 MAX_LINE_BYTES = 1 << 20
+"""Buffer of one connection; a longer line of a stream is an error."""
 MAX_DETAIL_CHARS = 300
+"""A failure's detail is cut to this many characters."""
 SPIN_S = 0.002
-"""How early a sleeping sender wakes; it then yields until its moment, because timers of an event loop are about a millisecond late."""
+"""A sender wakes this many seconds early and then yields until its send time: an event loop's timers are about a millisecond late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTarget:
-    """Who is asked, and how.
+    """The server to load, and the request fields that are the same for all requests.
 
     url              server's root, e.g. http://127.0.0.1:8000
     model            the `model` field
     api_key          sent as a bearer token when given
     timeout_s        a request without its end by then has failed
-    max_concurrency  None: truly open loop; else at most so many in flight. Waiting for a place is latency (it counts from the
-                     intended time) and not the client's lag
+    max_concurrency  most requests in flight; None: no limit, which is a true open loop. Waiting for a place is latency (it counts from
+                     the intended time) and not the client's lag
     sampling         further fields of the body, e.g. {"temperature": 0}
     """
 
@@ -81,7 +83,7 @@ class ConcurrencyLimit:
 
 @dataclass(slots=True)
 class _Trace:
-    """What one request has seen so far."""
+    """The progress of one request."""
 
     sent_s: float | None = None
     chunk_s: list[float] = field(default_factory=list)
@@ -180,13 +182,13 @@ async def _stream(session: aiohttp.ClientSession, target: LoadTarget, request: L
         async for data in events(response.content):
             if data == "[DONE]":
                 return None
-            if failure := _take(json.loads(data), trace):
+            if failure := _add_chunk(json.loads(data), trace):
                 return failure
     return "stream ended early"
 
 
-def _take(chunk: dict[str, object], trace: _Trace) -> str | None:
-    """One decoded chunk into the trace; the server's in-band error, if it is one."""
+def _add_chunk(chunk: dict[str, object], trace: _Trace) -> str | None:
+    """Add a decoded chunk to the trace. Returns the error, if the chunk is one."""
     if "error" in chunk:
         return f"in-band {_reason(json.dumps(chunk), trace)}"
     choices = chunk.get("choices")
@@ -202,7 +204,7 @@ def _take(chunk: dict[str, object], trace: _Trace) -> str | None:
 
 
 def _reason(body: str, trace: _Trace) -> str:
-    """Short, groupable name of an OpenAI error body; its message goes into the trace."""
+    """A short name of an OpenAI error body, for counting failures by kind. The error's message goes into the trace."""
     trace.detail = body.strip()
     try:
         error = json.loads(body)["error"]
@@ -213,7 +215,7 @@ def _reason(body: str, trace: _Trace) -> str:
 
 
 async def events(stream: aiohttp.StreamReader) -> AsyncIterator[str]:
-    """`data:` payloads of a server-sent event stream; comments (keep-alives) and other fields are skipped."""
+    """The `data:` payloads of a server-sent event stream. Comments (keep-alives) and other fields are skipped."""
     async for line in stream:
         text = line.decode("utf-8").rstrip("\r\n")
         if text.startswith("data:"):

@@ -1,6 +1,6 @@
-"""What a load test reports, computed from what the client saw. Pure: no clock, no socket, no randomness.
+"""The report of a load test, computed from the client's records. Pure: no clock, no socket, no randomness.
 
-Formulas are those of `vllm bench serve`, with two differences that make them stricter:
+The formulas are those of `vllm bench serve`, with two differences that make them stricter:
   - every latency starts at the *intended* send time, so a client that falls behind cannot hide a slow server (coordinated omission);
   - a request that failed or timed out counts as +infinity in every percentile instead of being left out.
 
@@ -31,7 +31,7 @@ MAX_CLIENT_LAG_S = 1e-3
 class LoadRecord:
     """One request as the client saw it. Times are seconds on one monotonic clock.
 
-    intended_s     when the arrival process wanted it sent
+    intended_s     when the schedule wanted it sent
     due_s          when the client could send it: at the latest of `intended_s`, the moment one of `max_concurrency` places became free,
                    and the moment the request before it was sent, if that was intended for the same time; None: at `intended_s`
     sent_s         when the client began to send it; None if it never did
@@ -39,8 +39,8 @@ class LoadRecord:
     end_s          when the stream ended or the client gave up
     output_tokens  as the server's usage says, else the number of chunks
     status         HTTP status; None when no answer came
-    error          None when the answer arrived whole; else of what kind the failure is, for counting
-    detail         what the server or the system said of it
+    error          the kind of failure, for counting; None when the answer arrived whole
+    detail         the message of the server or the system about the failure
     """
 
     intended_s: float
@@ -61,12 +61,12 @@ class LoadRecord:
 
     @property
     def was_refused(self) -> bool:
-        """Turned away before any work: overload or no replica."""
+        """Whether the server refused it before any work: overload, or no replica."""
         return self.status in (429, 503)
 
     @property
     def client_lag_s(self) -> float | None:
-        """The client's own delay: from the moment it could send to the moment it did. None when it never sent."""
+        """The client's own delay, from `due_s` to `sent_s`; None when it never sent."""
         return None if self.sent_s is None else self.sent_s - (self.intended_s if self.due_s is None else self.due_s)
 
     @property
@@ -192,7 +192,7 @@ class LoadReport:
     offered, admitted, finished  requests intended / not refused with 429 or 503 / answered whole
     goodput                      requests per second that met the SLO; None without one
     client_lag_s                 the client's own delay, from `due_s`: waiting for a place, or for its turn in a burst, does not count
-    first_error                  kind and words of the first failure by intended time; empty without one
+    first_error                  kind and message of the first failure by intended time; empty without one
     """
 
     duration_s: float

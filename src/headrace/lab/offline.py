@@ -1,7 +1,7 @@
-"""Measures one engine without HTTP: requests are handed in at their times, the loop is turned here, every token is stamped.
+"""Measure one engine without HTTP: submit requests at their times, turn the engine's loop here, and stamp every token.
 
-Knows the engine's face only (`engine.loop`), so it runs on a real model, on the fake runner, and on any configuration of either. What is
-measured includes planning, computing, sampling and committing; it excludes tokenizing, text and sockets.
+It uses the engine's interface only (`engine.loop`), so it runs on a real model and on the fake runner, in any configuration. The times
+include planning, computing, sampling and committing; they exclude tokenizing, text and sockets.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Trace:
 
 
 class Collector:
-    """The outbox to build the engine with. Greedy answers of one request are kept with the moment each update arrived."""
+    """The outbox to build the engine with. It stamps each update with its time of arrival."""
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self.clock = clock
@@ -45,13 +45,13 @@ class Collector:
             if isinstance(update, Rejected):
                 trace.error = f"rejected: {update.error}"
             else:
-                self._take(trace, update, now)
+                self._add(trace, update, now)
             if isinstance(update, Rejected) or update.finish is not None:
                 trace.end_s = now
                 self.num_ended += 1
 
     @staticmethod
-    def _take(trace: _Trace, update: SequenceUpdate, now: float) -> None:
+    def _add(trace: _Trace, update: SequenceUpdate, now: float) -> None:
         if update.token_ids:
             trace.token_s.append(now)
             trace.num_tokens += len(update.token_ids)
@@ -83,9 +83,9 @@ class Collector:
 class OfflineRun:
     """One run. Records in the order of the requests, times on the collector's clock.
 
-    step_s        durations of its steps
+    step_s        duration of each step
     peak_running  most sequences that held KV blocks at once
-    preemptions   sequences that lost their blocks to others meanwhile
+    preemptions   how often a sequence lost its blocks to another during the run
     """
 
     records: tuple[LoadRecord, ...]
@@ -185,7 +185,7 @@ class DecodeSpeed:
 
 
 def decode_speed(info: ModelInfo, run: OfflineRun, bandwidth: float | None) -> DecodeSpeed | None:
-    """bandwidth: bytes per second. None when the sequences never decode together for at least two steps."""
+    """The decode speed of a run. bandwidth: bytes per second. None when the sequences never decode together for at least two steps."""
     streams = [record for record in run.records if record.is_finished]
     begin_s = max((record.chunk_s[0] for record in streams if record.chunk_s), default=0.0)
     end_s = min((record.chunk_s[-1] for record in streams if record.chunk_s), default=0.0)

@@ -1,7 +1,7 @@
-"""Two variants measured in turn: their ratio, with an interval that the machine's slow drift does not widen.
+"""The ratio of two variants measured in turn, with an interval that slow drift of the machine does not widen.
 
-Each round runs both, so a round's ratio is free of what changes from minute to minute. The summary is the geometric mean of the ratios
-and its 95 % interval by Student's t on their logarithms; no round is left out.
+Each round runs both variants, so a drift from round to round cancels out in a round's ratio. The summary is the geometric mean of the
+ratios and its 95 % interval by Student's t on their logarithms; no round is left out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Ratio:
 
     @property
     def excludes_one(self) -> bool:
-        """The two variants differ by more than chance."""
+        """Whether the interval excludes 1: the two variants differ by more than chance."""
         return self.low > 1.0 or self.high < 1.0
 
 

@@ -1,7 +1,8 @@
-"""Looks at a dumped ring of plans, and runs it again on any runner.
+"""Summarize a dumped ring of plans, and run it again on any runner.
 
-A ring holds the last plans only: sequences that began before it are unknown to a fresh runner. `known_rows` leaves them out, `count_rows`
-says how many; a sequence that took blocks from the prefix cache reads what the dump's own plans wrote there, else empty blocks.
+A ring holds the last plans only: sequences that began before its first plan are unknown to a fresh runner. `known_rows` leaves out their
+rows, `count_rows` counts them. A sequence that took blocks from the prefix cache reads what the plans of the dump wrote there; blocks
+written before the dump are empty.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from headrace.engine.steps import Runner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSummary:
-    """One plan in numbers: rows that compute one token are decode rows, the others prefill."""
+    """One plan in numbers. A row that computes one token and samples is a decode row; every other row is a prefill row."""
 
     step_id: int
     prefill_rows: int
@@ -95,13 +96,13 @@ def _with_only(plan: Plan, rows: list[int], writes: list[int], ended: array[int]
 
 
 def _picked(column: array[int], indices: list[int]) -> array[int]:
-    # A plan without adapters or masks may leave those columns empty.
+    # The columns of adapters and masks may be empty.
     return array("i", [column[index] for index in indices]) if column else column
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """plan: what was run. seconds: submission to result. skipped_rows: rows of sequences the dump does not begin."""
+    """One plan that was run again. seconds: from submission to result. skipped_rows: rows of sequences that began before the dump."""
 
     plan: Plan
     result: Result

@@ -1,4 +1,4 @@
-"""A load report for people (the block `vllm bench serve` prints, in the same order) and as JSON."""
+"""A load report as text, in the order of the block that `vllm bench serve` prints, and as JSON. Its figures: `lab.metrics`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def to_plain(value: object) -> object:
 
 
 def write_json(file: Path, value: object) -> None:
-    """Replaces the file whole, so that a reader never sees half of it."""
+    """Write `value` as JSON. The file is replaced whole, so that a reader never sees half of it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.partial")
     partial.write_text(json.dumps(to_plain(value), indent=1, allow_nan=False) + "\n", encoding="utf-8")

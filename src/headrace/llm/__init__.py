@@ -1,7 +1,7 @@
 """The offline API: `from headrace import LLM, SamplingParams`, with vLLM's names.
 
-`api` is the class, `options` its keywords, `prompts` what may be asked, `batch` how an engine is turned until all is answered, `outputs`
-what comes back. No server, no thread, no socket: the engine's loop runs in the calling thread.
+`api` has the class, `options` its keywords, `prompts` the forms of input, `batch` the loop that runs the engine until every prompt is
+answered, `outputs` the results. There is no server, thread or socket: the engine's loop runs in the calling thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`LLM`: a model in this process, turned in the calling thread."""
+"""`LLM`: a model in this process, which runs in the calling thread. Prompts are parsed in `llm.prompts` and run in `llm.batch`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
 from headrace.llm.batch import ProgressLine, PromptBatch, PromptJob, outputs_of
-from headrace.llm.options import ENGINE_FIELDS, described, engine_config, refuse_others
+from headrace.llm.options import ENGINE_FIELDS, described, engine_config, refuse_unsupported
 from headrace.llm.outputs import RequestOutput
 from headrace.llm.prompts import ParsedPrompt, Prompt, parse_conversations, parse_params, parse_prompts
 from headrace.text.folder import TextModel, load_text
@@ -32,10 +32,10 @@ Build = Callable[[EngineConfig, Outbox], Engine]
 
 
 class LLM:
-    """A model for this program alone. Use it as a context manager, or call `shutdown`.
+    """A model in this process. Use it as a context manager, or call `shutdown` to free it.
 
     model                   a bundled model's name, a local folder, or a hub id; None: the bundled model
-    seed                    draws the seeds of requests that have none, and dummy weights; None: from the system
+    seed                    seed of dummy weights, and of the seeds drawn for requests without one; None: drawn from the system
     experimental            allow what has not been run where Headrace is tested: hub ids, device "cuda"
 
     The engine's options, those of `EngineConfig` under vLLM's names:
@@ -72,16 +72,16 @@ class LLM:
         device: str | None = None,
         depth: int | None = None,
         experimental: bool = False,
-        **others: object,
+        **unsupported: object,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in ENGINE_FIELDS}
-        refuse_others(others, _KEYWORDS)
+        refuse_unsupported(unsupported, _KEYWORDS)
         folder = _resolve(model, experimental)
         self._start(engine_config(folder, given, experimental=experimental), load_text(folder), seed, _build_engine)
 
     @classmethod
     def over(cls, build: Build, text: TextModel, *, config: EngineConfig, seed: int | None = None) -> Self:
-        """An LLM around an engine made by `build` instead of one that loads `config.model`: for engines without weights."""
+        """An LLM over an engine that `build` makes, instead of one that loads `config.model`: for engines without weights."""
         self = cls.__new__(cls)
         self._start(config.checked(), text, seed, build)
         return self
@@ -96,7 +96,7 @@ class LLM:
         self._is_open = True
         self._engine = build(config, self._inbox.extend)
 
-    # -- asking ------------------------------------------------------------------------------------------------------------------
+    # -- generating --------------------------------------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -105,14 +105,14 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continue prompts; answers come in their order.
+        """Continue prompts. Answers are in the order of the prompts.
 
         prompts          a text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these. Control tokens in a text
                          are read as such: for conversations with users' text use `chat`
         sampling_params  one for all, or one per prompt; None: the model's own defaults
         use_tqdm         show progress when standard error is a terminal
 
-        Raises: InvalidRequest before anything runs; GenerationFailed when a sequence failed, after all others; its `.outputs` has all.
+        Raises: InvalidRequest before anything runs; GenerationFailed when a sequence failed, once the rest is done; `.outputs` has all.
         """
         return self._run(parse_prompts(prompts, self._text.tokenizer), sampling_params, use_tqdm=use_tqdm)
 
@@ -165,7 +165,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """For looking at: `info`, `snapshot()`."""
+        """The engine, for reading `info` and `snapshot()`."""
         return self._engine
 
     # -- ending ------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Turning an engine in the calling thread until a list of prompts is answered."""
+"""The offline loop: run an engine in the calling thread until every prompt of a list is answered."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from headrace.text.assemble import OutputAssembler
 from headrace.text.tokenizer import Tokenizer
 
 MAX_IDLE_TURNS = 1000
-"""An engine that does nothing this often while sequences are open has lost them."""
+"""After this many turns in a row without work the engine has lost the open sequences, and the run ends with EngineFatal."""
 
 
 class PromptJob:
-    """One prompt: its request, and the answer as far as it has come."""
+    """One prompt: its request, and its answer so far."""
 
     def __init__(self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer) -> None:
         self.request = request
@@ -41,7 +41,7 @@ class PromptJob:
         )
 
     def feed(self, update: SequenceUpdate, engine: Engine) -> int:
-        """Take one update; tells the engine of a stop string. Returns how many new tokens it brought."""
+        """Add one update to the answer; at a stop string, finish the sequence in the engine. Returns the number of new tokens."""
         collector = self.collectors[update.index]
         if collector.output.finished:
             return 0
@@ -73,7 +73,7 @@ class PromptJob:
 
 
 class PromptBatch:
-    """Answers a list of jobs with one engine, whose outbox fills `inbox`. No more are handed in than the engine lets wait."""
+    """Answers a list of jobs with one engine, whose outbox fills `inbox`. At most `max_waiting` sequences are in the engine at once."""
 
     def __init__(self, engine: Engine, inbox: deque[SequenceUpdate | Rejected], *, max_waiting: int) -> None:
         self._engine = engine
@@ -83,29 +83,30 @@ class PromptBatch:
         self._num_open = 0
 
     def run(self, jobs: Sequence[PromptJob], progress: ProgressLine) -> None:
-        """Until every job is finished. On any way out nothing of them is left in the engine.
+        """Run until every job is finished. However it ends, no sequence of the jobs is left in the engine.
 
-        Raises: the engine's refusal of a request; GenerationFailed for the first sequence that failed, after all others are done;
-        EngineFatal when the engine cannot go on.
+        Raises: the engine's refusal of a request; GenerationFailed for the first failed sequence, once the rest is done; EngineFatal
+        when the engine cannot go on.
         """
         waiting = deque(jobs)
         idle = 0
         try:
             while waiting or self._open:
-                self._hand_in(waiting)
-                worked = self._engine.turn()
-                took = self._take(progress)
-                idle = 0 if worked or took else idle + 1
+                self._submit_from(waiting)
+                has_worked = self._engine.turn()
+                has_updates = self._handle_updates(progress)
+                idle = 0 if has_worked or has_updates else idle + 1
                 if idle > MAX_IDLE_TURNS:
                     raise EngineFatal(f"the engine rests with {len(self._open)} requests open")
         finally:
-            self._settle()
+            self._cancel_open()
             progress.close()
         for number, job in enumerate(jobs):
             if job.error is not None:
                 raise GenerationFailed(f"prompt {number}: {job.error}", outputs_of(jobs))
 
-    def _hand_in(self, waiting: deque[PromptJob]) -> None:
+    def _submit_from(self, waiting: deque[PromptJob]) -> None:
+        """Submit the first jobs of `waiting`, as many as the engine may hold."""
         while waiting and (not self._open or self._num_open + waiting[0].request.params.n <= self._max_waiting):
             job = waiting.popleft()
             job.output.metrics.arrival_time = time.monotonic()
@@ -113,11 +114,10 @@ class PromptBatch:
             self._num_open += job.request.params.n
             self._engine.submit(job.request)
 
-    def _take(self, progress: ProgressLine) -> bool:
-        """Handle what came out. False when nothing did."""
-        took = False
+    def _handle_updates(self, progress: ProgressLine) -> bool:
+        """Give every update in the inbox to its job. Returns whether there was one. Raises the error of a refused request."""
+        has_updates = bool(self._inbox)
         while self._inbox:
-            took = True
             message = self._inbox.popleft()
             job = self._open.get(message.request_id)
             if job is None:
@@ -129,10 +129,10 @@ class PromptBatch:
                 del self._open[message.request_id]
                 self._num_open -= job.request.params.n
             progress.add(num_tokens, is_finished=job.output.finished)
-        return took
+        return has_updates
 
-    def _settle(self) -> None:
-        """Cancel what is open and let the engine free everything."""
+    def _cancel_open(self) -> None:
+        """Cancel the open requests, and run the engine until it has freed their blocks."""
         failing = isinstance(sys.exc_info()[1], EngineFatal)
         for request_id in self._open:
             self._engine.cancel(request_id)
@@ -143,7 +143,7 @@ class PromptBatch:
 
 
 class ProgressLine:
-    """A line on standard error: prompts done and tokens per second. Silent unless switched on and standard error is a terminal."""
+    """A line on standard error with finished prompts and tokens per second. It is shown only if `is_on` and stderr is a terminal."""
 
     def __init__(self, total: int, *, is_on: bool) -> None:
         self._total = total

@@ -1,4 +1,4 @@
-"""The keywords of `LLM`: vLLM's names for what the engine honours, and a refusal by name for everything else."""
+"""The keywords of `LLM`: the engine's options under vLLM's names. Every other keyword is refused by name."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "convert": (("auto", "none"), "Only text generation is served."),
     "compilation_config": ((None,), "There is nothing to compile ahead: kernels are chosen with `kernels`."),
 }
-"""vLLM's keywords that ask for something else than what happens: accepted values, and what to do instead."""
+"""vLLM's keywords that are no options here -> (values that ask for what happens anyway, what to do instead of the other values)."""
 
 VLLM_NAMES = {
     "memory_fraction": "gpu_memory_utilization",
@@ -61,18 +61,18 @@ VLLM_NAMES = {
     "kv_cache_bytes": "kv_cache_memory_bytes",
     "queue_policy": "scheduling_policy",
 }
-"""Of fields that EngineConfig calls differently."""
+"""Field of EngineConfig -> vLLM's name, where it is another one."""
 
 ENGINE_FIELDS = {VLLM_NAMES.get(field, field): field for field, _ in options()}
 """Keyword -> field of EngineConfig."""
 
 
 def described(keywords: Collection[str]) -> str:
-    """Lines of a docstring about those of `keywords` that are engine options."""
+    """The engine options among `keywords`, as lines of a docstring."""
     about, defaults = dict(options()), EngineConfig(model="")
     lines = []
     for keyword, field in ENGINE_FIELDS.items():
-        if keyword in keywords and keyword != "seed":  # of more than the engine; LLM says so itself
+        if keyword in keywords and keyword != "seed":  # LLM's docstring has it: it seeds more than the engine
             choices = f"{' | '.join(map(repr, about[field].one_of))}. " if about[field].one_of else ""
             lines.append(f"{keyword:<24}{choices}{about[field].help.rstrip('.')} ({getattr(defaults, field)!r})")
     return "\n    ".join(lines)
@@ -99,13 +99,13 @@ def engine_config(folder: Path, given: Mapping[str, object], *, experimental: bo
         raise ConfigError(VLLM_NAMES.get(error.where, error.where), error.reason, error.remedy) from error
 
 
-def refuse_others(given: Mapping[str, object], known: frozenset[str]) -> None:
-    """Raise ConfigError for a keyword of `given` that is unknown, or known and not supported with that value."""
+def refuse_unsupported(given: Mapping[str, object], known: frozenset[str]) -> None:
+    """Raise ConfigError for the first keyword of `given` that is unknown, or that ONLY does not accept with its value."""
     for name, value in given.items():
         if name not in ONLY:
             close = get_close_matches(name, [*known, *ONLY], n=1, cutoff=0.6)
             if close and close[0] in ONLY:
-                _check_only(close[0], value)  # where that is refused too, it is said at once
+                _check_only(close[0], value)  # the suggested keyword would be refused, too: refuse it at once
             raise ConfigError(
                 name, "is not an option of LLM", f"Did you mean {close[0]}?" if close else f"Known: {', '.join(sorted(known))}."
             )

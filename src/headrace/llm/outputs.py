@@ -1,4 +1,4 @@
-"""What `LLM.generate` and `LLM.chat` return, with vLLM's names, and how it is collected from an engine's updates."""
+"""The results of `LLM.generate` and `LLM.chat`, with vLLM's names, and how they are collected from the engine's updates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """rank: 1 = the most probable token at its position."""
+    """One token's log-probability. rank: 1 is the most probable token at its position."""
 
     logprob: float
     rank: int
@@ -24,14 +24,14 @@ class Logprob:
 
 
 TokenLogprobMap = dict[int, Logprob]
-"""Token id -> log-probability at one position: the token that stands there and the k best."""
+"""Token id -> log-probability at one position, for the token that stands there and the k best."""
 
 
 @dataclass(slots=True)
 class CompletionOutput:
     """One sequence's answer.
 
-    token_ids           an end token that finished it included
+    token_ids           the end token that finished it included
     cumulative_logprob  sum over token_ids; None when no logprobs were asked for
     logprobs            one map per token; None when not asked for
     finish_reason       "stop" | "length" | "error"
@@ -53,10 +53,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Seconds of the monotonic clock; None until it happened.
+    """Times of one request, in seconds of the monotonic clock; None until the event has happened.
 
-    arrival_time      handed to the engine
-    queue_time_s      from there to the first step that computed it
+    arrival_time      when it was submitted to the engine
+    queue_time_s      seconds from arrival to the first step that computed it
     first_token_time  when its first token was seen
     finished_time     when its last sequence ended
     """
@@ -71,7 +71,7 @@ class RequestMetrics:
 class RequestOutput:
     """One prompt's answers, in the order of the prompts.
 
-    prompt             None when token ids were given
+    prompt             its text; None when token ids were given
     prompt_logprobs    one map per prompt token, None for the first; None when not asked for
     num_cached_tokens  prompt tokens taken from the prefix cache
     """
@@ -87,7 +87,7 @@ class RequestOutput:
 
 
 class GenerationFailed(SequenceFailed):
-    """Raised when all others are done. `outputs` is what would have been returned: failed sequences say finish_reason "error"."""
+    """At least one sequence failed; raised once every prompt is done. `outputs` has all: a failed sequence has finish_reason "error"."""
 
     def __init__(self, message: str, outputs: list[RequestOutput]) -> None:
         super().__init__(message)
@@ -105,7 +105,7 @@ class SequenceCollector:
         self.prompt_logprobs: list[TokenLogprobs] = []
 
     def feed(self, update: SequenceUpdate) -> None:
-        """Take one update. `keep_tokens` is set when the engine must be told that the sequence is over."""
+        """Add one update. Afterwards `keep_tokens` is a number if the sequence must be finished in the engine with that many tokens."""
         delta = self.assembler.feed(update)
         output = self.output
         output.text += delta.text

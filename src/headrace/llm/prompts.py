@@ -1,4 +1,4 @@
-"""What may be given to `LLM.generate` and `LLM.chat`, brought into one form before anything runs."""
+"""The inputs of `LLM.generate` and `LLM.chat`: every accepted form is checked and parsed into one before anything runs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Prompt = str | Sequence[int] | Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class ParsedPrompt:
-    """text: None when token ids were given."""
+    """One prompt as token ids. text: None when token ids were given."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
 
 
 def parse_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> list[ParsedPrompt]:
-    """One entry per prompt; a single one makes a list of one.
+    """One entry per prompt; a single prompt makes a list of one.
 
-    Texts are the program's own: control tokens in them (a conversation rendered elsewhere) are read as such, as vLLM does.
+    Control tokens in a text (of a conversation that is rendered already) are read as control tokens, as in vLLM: texts are trusted here.
 
     Raises: InvalidRequest naming the prompt.
     """
@@ -38,7 +38,7 @@ def parse_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> l
 
 
 def parse_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """One conversation or several, as a list of conversations."""
+    """One conversation or several, as a list of conversations. Raises InvalidRequest."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise InvalidRequest("messages", "a list of messages or a list of such lists", type(messages).__name__)
     if _is_conversation(messages):
