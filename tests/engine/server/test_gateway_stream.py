@@ -14,6 +14,7 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.ids import RequestId
 from headrace.core.update import SequenceUpdate
 from headrace.engine.server.gateway_stream import GatewayStream, StreamLost
+from headrace.engine.server.unread import UPDATE_UNITS
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import encode_cancel
 from headrace.wire.handles import Handle
@@ -100,7 +101,7 @@ async def test_too_much_unread_ends_the_stream_at_the_next_beat() -> None:
     async with pumping(Gateway()) as (stream, task):
         say(stream)
         await turns()  # it is being written: what follows waits
-        stream.unsent.put(Handle(2), SequenceUpdate(RequestId("r"), 0, 0, token_ids=tuple(range(1000))))
+        stream.unsent.put(Handle(2), SequenceUpdate(RequestId("r"), 0, 0, token_ids=tuple(range(1000 - UPDATE_UNITS))))
         await beats(stream, 1)
         assert not task.done()
         stream.unsent.put(Handle(2), SequenceUpdate(RequestId("r"), 0, 0, token_ids=(1,)))

@@ -524,7 +524,8 @@ async def test_commands_for_unknown_handles_are_harmless() -> None:
 
 
 async def test_a_gateway_that_does_not_read_loses_its_lease_and_its_requests() -> None:
-    async with served(FakeOptions(step_seconds=0.002, verify=False), max_unread=400, lease_s=2.0) as engine, connected(engine) as neighbour:
+    options = FakeOptions(step_seconds=0.002, verify=False)
+    async with served(options, max_unread=2000, lease_s=2.0) as engine, connected(engine) as neighbour:
         async with RawStream(engine) as call:
             many = [encode_submit(request(f"q{i}", max_tokens=ENDLESS, logprobs=20), Handle(i + 1)) for i in range(8)]
             await send(call, *many)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from collections import defaultdict
 from dataclasses import replace
 
@@ -17,14 +19,13 @@ from headrace.core.ids import RequestId
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.core.plan import TokenLogprobs
 from headrace.core.update import SequenceUpdate
+from headrace.engine.server.unread import MAX_MERGED_UNITS, PAGE_POSITIONS, UNIT_BYTES, merge
 from headrace.engine.server.unsent import (
     FRAME_UNITS,
     MAX_REJECTED_BYTES,
     MAX_UNITS,
-    PAGE_POSITIONS,
     REFUSAL_BYTES_PER_UNIT,
     UnsentFrames,
-    merge,
 )
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.handles import Attempt, Handle
@@ -94,6 +95,69 @@ def test_a_slow_reader_gets_one_row_per_sequence() -> None:
     assert update.token_ids == tuple(range(101))
     assert update.finish is FinishReason.STOP
     assert unsent.take() is None
+
+
+def test_what_waits_long_becomes_few_parts_and_no_frame_too_large() -> None:
+    unsent, count = UnsentFrames(), 4 * MAX_MERGED_UNITS
+    for i in range(count):
+        unsent.put(Handle(1), SequenceUpdate(RequestId("r1"), 0, 0, (i,)))
+    assert unsent.num_units < count + 1000
+    got: list[int] = []
+    while (frame := unsent.take()) is not None:
+        got += [token_id for _, update in rows(frame) for token_id in update.token_ids]
+    assert got == list(range(count))
+    assert unsent.num_units == 0
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "num_updates", "num_tokens", "num_top", "num_prompt"),
+    [
+        (2000, 1, 1, None, 0),
+        (2000, 2, 1, None, 0),
+        (4, 2000, 1, None, 0),
+        (1, 20_000, 1, None, 0),
+        (1000, 1, 8, None, 0),
+        (500, 1, 1, 0, 0),
+        (500, 1, 1, 20, 0),
+        (4, 500, 1, 0, 0),
+        (4, 500, 1, 20, 0),
+        (4, 50, 0, 0, 64),
+        (4, 50, 0, 20, 64),
+        (500, 1, 0, 0, 1),
+    ],
+)
+def test_a_unit_is_at_least_the_memory_that_unread_rows_take(
+    num_sequences: int, num_updates: int, num_tokens: int, num_top: int | None, num_prompt: int
+) -> None:
+    """An update of one token was charged 32 bytes and held 233: a gateway that did not read could leave 240 MiB of them."""
+
+    def scores(count: int, begin: int) -> tuple[TokenLogprobs, ...]:
+        if num_top is None:
+            return ()
+        return tuple(
+            TokenLogprobs(
+                begin + i, -1.0 - i, 1000 + i, tuple(range(begin + 300, begin + 300 + num_top)), tuple(-0.5 * k for k in range(num_top))
+            )
+            for i in range(count)
+        )
+
+    unsent = UnsentFrames()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(num_updates):
+            for handle in range(1000, 1000 + num_sequences):
+                begin = 1000 + 64 * number
+                token_ids = tuple(range(begin, begin + num_tokens))
+                update = SequenceUpdate(RequestId("r"), 0, 0, token_ids, scores(num_tokens, begin), scores(num_prompt, begin))
+                unsent.put(Handle(handle), update)
+        del update, token_ids, handle
+        gc.collect()
+        held = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert held <= UNIT_BYTES * unsent.num_units
 
 
 def test_large_news_is_split_into_frames_and_the_end_comes_last() -> None:

@@ -1,43 +1,40 @@
 """What one gateway has not been sent yet: bounded, and coalesced while the gateway is slow.
 
 A gateway that keeps up is sent one frame per step. While a frame is still being written, the next steps' updates of a sequence are
-merged, so that a slow gateway costs memory per token but frames per write. Beyond MAX_UNITS the gateway loses its lease; that is the
-service's decision, this module only counts.
+merged (`unread`), so that a slow gateway costs memory per token but frames per write. Beyond MAX_UNITS the gateway loses its lease; that
+is the stream's decision (`gateway_stream`), this module only counts.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from headrace.core.load import LoadSnapshot
-from headrace.core.plan import TokenLogprobs
 from headrace.core.update import SequenceUpdate
+from headrace.engine.server import unread
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import encode_load, encode_rejected, encode_updates
 from headrace.wire.handles import Handle
 
 MAX_UNITS = 2**20
-"""Tokens plus logprob entries one gateway may leave unread, and refusals by what they hold."""
+"""One gateway may leave this much unread, in units of 32 bytes (`unread`): 32 MiB."""
 
 REFUSAL_UNITS, REFUSAL_BYTES_PER_UNIT = 16, 16
-"""Of each refusal, and for its bytes: 0.5 KiB of memory for the shortest, about twice its bytes for a long one, and a unit is 32 bytes."""
+"""A refusal is charged 16 units (512 bytes, which the shortest takes) and one unit for every 16 of its bytes: it takes twice its length."""
 
 FRAME_UNITS = 2**15
-"""Of one frame: below a mebibyte even when every unit is a logprob entry."""
+"""A frame's rows have about this many units: below a mebibyte even when every unit is a logprob entry."""
 
 MAX_REJECTED_BYTES = 2**20
-"""Of one frame's refusals; one larger refusal travels alone."""
-
-PAGE_POSITIONS = 1024
-"""Prompt positions per update: prompt logprobs travel in pages, so that other sequences' tokens get between them."""
+"""The refusals of a frame have at most this many bytes; a larger one travels alone."""
 
 
 class UnsentFrames:
     """Not thread-safe: lives on the server's asyncio loop."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[Handle, int], list[SequenceUpdate]] = {}
+        self._waiting: dict[tuple[Handle, int], list[unread.UnreadUpdate]] = {}
         self._rejected: deque[tuple[pb.Rejected, int]] = deque()  # each with its bytes
         self._load: LoadSnapshot | None = None
         self._submits_seen = 0
@@ -61,12 +58,7 @@ class UnsentFrames:
         return bool(self._waiting or self._rejected)
 
     def put(self, handle: Handle, update: SequenceUpdate) -> None:
-        parts = self._waiting.setdefault((handle, update.index), [])
-        if len(update.prompt_logprobs) <= PAGE_POSITIONS:
-            parts.append(update)
-        else:
-            parts.extend(_pages(update))
-        self._num_row_units += _units(update)
+        self._num_row_units += unread.put(self._waiting.setdefault((handle, update.index), []), update)
 
     def put_rejected(self, handle: Handle, error: Exception) -> None:
         rejected = encode_rejected(handle, error)
@@ -87,7 +79,7 @@ class UnsentFrames:
     def forget(self, handle: Handle) -> None:
         """The request was cancelled by its gateway: what waits for it is dropped."""
         for key in [key for key in self._waiting if key[0] == handle]:
-            self._num_row_units -= sum(_units(part) for part in self._waiting.pop(key))
+            self._num_row_units -= sum(update.num_units for update in self._waiting.pop(key))
 
     def take(self) -> pb.EngineFrame | None:
         """The next frame, at most about FRAME_UNITS and MAX_REJECTED_BYTES large; None when there is nothing to say."""
@@ -122,62 +114,18 @@ class UnsentFrames:
 
     def _take_rows(self) -> Iterator[tuple[Handle, SequenceUpdate]]:
         """Sequence by sequence until the frame is full. One that did not fit goes to the end of the line, others get between its pages."""
-        if self._num_row_units <= FRAME_UNITS:
-            waiting, self._waiting, self._num_row_units = self._waiting, {}, 0
-            for (handle, _), parts in waiting.items():
-                yield handle, parts[0] if len(parts) == 1 else merge(parts)
-            return
-        room = FRAME_UNITS
+        remaining = FRAME_UNITS
         for key in list(self._waiting):
-            if room <= 0:
+            if remaining <= 0:
                 return
-            parts = self._waiting.pop(key)
-            taken = 0
-            while taken < len(parts) and room > 0:
-                room -= _units(parts[taken])
-                taken += 1
-            if taken < len(parts):
-                self._waiting[key] = parts[taken:]
-            self._num_row_units -= sum(_units(part) for part in parts[:taken])
-            yield key[0], merge(parts[:taken])
-
-
-def merge(parts: list[SequenceUpdate]) -> SequenceUpdate:
-    """Consecutive updates of one sequence as one. Raises ValueError for updates of different sequences."""
-    first, last = parts[0], parts[-1]
-    if len(parts) == 1:
-        return first
-    if any((part.request_id, part.epoch, part.index) != (first.request_id, first.epoch, first.index) for part in parts):
-        raise ValueError("only updates of one sequence can be merged")
-    cached = [part.num_cached_tokens for part in parts if part.num_cached_tokens is not None]
-    queue_time = [part.queue_time_s for part in parts if part.queue_time_s is not None]
-    return last._replace(
-        token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
-        logprobs=tuple(entry for part in parts for entry in part.logprobs),
-        prompt_logprobs=tuple(entry for part in parts for entry in part.prompt_logprobs),
-        num_cached_tokens=cached[0] if cached else None,
-        queue_time_s=queue_time[0] if queue_time else None,
-    )
-
-
-def _pages(update: SequenceUpdate) -> Iterator[SequenceUpdate]:
-    """Prompt logprobs in pages; tokens and the end travel with the last one."""
-    entries = update.prompt_logprobs
-    while len(entries) > PAGE_POSITIONS:
-        yield SequenceUpdate(request_id=update.request_id, epoch=update.epoch, index=update.index, prompt_logprobs=entries[:PAGE_POSITIONS])
-        entries = entries[PAGE_POSITIONS:]
-    yield update if entries is update.prompt_logprobs else update._replace(prompt_logprobs=entries)
+            waiting = self._waiting.pop(key)
+            update, num_units = unread.take(waiting, remaining)
+            remaining -= num_units
+            self._num_row_units -= num_units
+            if waiting:
+                self._waiting[key] = waiting
+            yield key[0], update
 
 
 def _refusal_units(num_bytes: int) -> int:
     return REFUSAL_UNITS + num_bytes // REFUSAL_BYTES_PER_UNIT
-
-
-def _units(update: SequenceUpdate) -> int:
-    if not update.logprobs and not update.prompt_logprobs:
-        return len(update.token_ids)
-    return len(update.token_ids) + _entries(update.logprobs) + _entries(update.prompt_logprobs)
-
-
-def _entries(positions: Sequence[TokenLogprobs]) -> int:
-    return sum(1 + len(position.top_ids) for position in positions)

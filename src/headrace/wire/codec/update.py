@@ -138,6 +138,8 @@ def _add_sparse(message: pb.Updates, row: int, update: SequenceUpdate) -> None:
         message.prompt_logprobs.add(row=row, values=_encode_logprobs(update.prompt_logprobs))
 
 
+_LOGPROB_FIELDS = ("token_ids", "logprobs", "ranks", "top_counts", "top_ids", "top_logprobs")
+
 Entry = TypeVar("Entry", pb.RowFinish, pb.RowFirst, pb.RowLogprobs)
 
 
@@ -151,6 +153,9 @@ def _by_row(name: str, entries: Iterable[Entry], num_rows: int) -> dict[int, Ent
 
 
 def _encode_logprobs(positions: Sequence[TokenLogprobs]) -> pb.Logprobs:
+    """Columns as they are; of a few objects, lists are quicker to make than columns."""
+    if isinstance(positions, LogprobColumns):
+        return pb.Logprobs(**dict(zip(_LOGPROB_FIELDS, positions.columns(), strict=True)))
     return pb.Logprobs(
         token_ids=[p.token_id for p in positions],
         logprobs=[p.logprob for p in positions],
