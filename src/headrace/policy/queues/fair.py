@@ -1,4 +1,4 @@
-"""Fair shares: tenants take turns by weighted service. A push or a pop costs O(log n) in the tenants that wait."""
+"""Fair queueing between tenants, by tokens computed. A push or a pop costs O(log n) in the number of tenants with waiting sequences."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from headrace.policy.queues.shares import StepShares
 from headrace.policy.schedule.sequence import Sequence
 
 MAX_REMEMBERED_TENANTS = 10_000
+"""Service counters kept. Beyond it, half of them are dropped: those of tenants with nothing waiting and the least service."""
 
-_Standing = tuple[float, float, int, str]
-"""A tenant that waits: its service, the key of its first sequence, when it began to wait (to break ties), its name."""
+_Entry = tuple[float, float, int, str]
+"""A waiting tenant in the heap: its weighted service, the key of its first sequence, the order in which it began to wait (for ties), its
+name."""
 
 
 class FairShareQueue:
-    """Virtual token counter per tenant (Sheng et al. 2024): the tenant with the least weighted service goes first.
+    """A virtual token counter per tenant (Sheng et al. 2024): the tenant with the least weighted service is served first.
 
-    A tenant that had nothing waiting is lifted to the least counter among those that have or, when nobody waits, to that of the last one
-    that did: idling earns no credit.
+    When a tenant begins to wait, its counter is raised to the least counter among the waiting tenants, or, when none waits, to that of the
+    tenant that waited last: idling earns no credit.
     """
 
     charges = True
@@ -30,9 +32,9 @@ class FairShareQueue:
         self._queues: dict[str, deque[Sequence]] = {}
         self._last_to_wait = ""
         self._size = 0
-        self._heap: list[_Standing] = []
-        self._standing: dict[str, _Standing] = {}
-        """The one entry of `_heap` that counts, per tenant that waits. It may be older than a charge, never than a refund."""
+        self._heap: list[_Entry] = []
+        self._current: dict[str, _Entry] = {}
+        """Tenant -> the one entry of `_heap` that counts. Its service may lack a charge, never a refund."""
         self._num_arrivals = 0
 
     def push(self, seq: Sequence, cost_tokens: int) -> None:
@@ -46,7 +48,7 @@ class FairShareQueue:
             queue.append(seq)
         self._size += 1
         if queue[0] is seq:
-            self._stand(tenant)
+            self._enter(tenant)
 
     def head(self) -> Sequence | None:
         tenant = self._least_served()
@@ -61,34 +63,34 @@ class FairShareQueue:
         queue.remove(seq)
         self._size -= 1
         if not queue:
-            del self._queues[tenant], self._standing[tenant]
+            del self._queues[tenant], self._current[tenant]
             self._last_to_wait = tenant
         elif was_first:
-            self._stand(tenant)
+            self._enter(tenant)
 
-    def _stand(self, tenant: str) -> None:
-        """Who is first of a tenant that waits, or its service, is new."""
-        known = self._standing.get(tenant)
+    def _enter(self, tenant: str) -> None:
+        """Push a new entry of a waiting tenant whose first sequence or service has changed."""
+        known = self._current.get(tenant)
         if known is None:
             self._num_arrivals += 1
-        place = self._num_arrivals if known is None else known[2]
-        standing = (self._served[tenant], self._queues[tenant][0].key, place, tenant)
-        self._standing[tenant] = standing
-        heapq.heappush(self._heap, standing)
-        if len(self._heap) > 64 and len(self._heap) > 4 * len(self._standing):
-            self._heap = list(self._standing.values())
+        order = self._num_arrivals if known is None else known[2]
+        entry = (self._served[tenant], self._queues[tenant][0].key, order, tenant)
+        self._current[tenant] = entry
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 64 and len(self._heap) > 4 * len(self._current):
+            self._heap = list(self._current.values())
             heapq.heapify(self._heap)
 
     def _least_served(self) -> str | None:
-        """The tenant that goes first. Charges only add, so an entry may stand too early, never too late: first, it is put right."""
+        """The tenant to serve next. A charge leaves a tenant's entry too early in the heap; it is replaced when it reaches the top."""
         while self._heap:
-            standing = self._heap[0]
-            tenant = standing[3]
-            if self._standing.get(tenant) is standing and standing[0] == self._served[tenant]:
+            entry = self._heap[0]
+            tenant = entry[3]
+            if self._current.get(tenant) is entry and entry[0] == self._served[tenant]:
                 return tenant
             heapq.heappop(self._heap)
-            if self._standing.get(tenant) is standing:
-                self._stand(tenant)
+            if self._current.get(tenant) is entry:
+                self._enter(tenant)
         return None
 
     def victim(self, candidates: Iterable[Sequence]) -> Sequence:
@@ -103,7 +105,7 @@ class FairShareQueue:
             tenant = seq.request.tenant
             served[tenant] = served.get(tenant, 0.0) + num_tokens / seq.request.weight
             if num_tokens < 0 and tenant in self._queues:
-                self._stand(tenant)
+                self._enter(tenant)  # its entry would come too late
 
     def _activate(self, tenant: str) -> None:
         if tenant in self._queues:
@@ -115,7 +117,7 @@ class FairShareQueue:
             self._forget_idle(but=tenant)
 
     def _forget_idle(self, *, but: str) -> None:
-        """Keep the map bounded: tenants without waiting work and least service go first; they re-enter at the floor."""
+        """Drop half of the counters: of tenants with nothing waiting, those with the least service first."""
         kept = {*self._queues, self._last_to_wait, but}
         idle = sorted((name for name in self._served if name not in kept), key=lambda name: self._served[name])
         for name in idle[: len(self._served) // 2]:

@@ -14,14 +14,18 @@ from headrace.policy.queues.shares import StepShares
 from headrace.policy.schedule.sequence import Sequence
 
 PRIORITY_AGING_S = 10.0
-"""A waiting request gains one class every so many seconds: batch traffic is served at the latest 20 s behind premium's arrivals."""
+"""A class is worth this many seconds of waiting: a batch request is served before premium requests that arrive more than 20 s after it."""
 
 SJF_AGING_S_PER_TOKEN = 0.01
-"""A request 100 tokens longer stands where one arrived 1 s later would: long requests cannot starve."""
+"""Each token of a request's length delays its turn by this many seconds: a request 100 tokens longer is served as if it had arrived 1 s
+later, so long requests cannot starve."""
 
 
 class KeyQueue:
-    """Order by a key that is fixed at first push: fcfs, priority and sjf differ by the key only. A preempted sequence keeps its key."""
+    """A heap ordered by a key that is computed at the first push. A preempted sequence keeps its key, and with it its place.
+
+    Subclasses differ in `key_of` alone. A removed sequence's entry stays until it is on top, or the heap has four entries per sequence.
+    """
 
     charges = False
     shares = StepShares()
@@ -37,7 +41,7 @@ class KeyQueue:
     def push(self, seq: Sequence, cost_tokens: int) -> None:
         if seq.incarnation == 0:
             seq.key = self.key_of(seq, cost_tokens)
-        self._pushes += 1  # a re-pushed sequence may still have a stale entry: entries must never compare sequences
+        self._pushes += 1  # a sequence pushed again may still have its old entry: the number keeps the heap from comparing sequences
         heapq.heappush(self._heap, (seq.key, seq.seq_id, self._pushes, seq))
         self._waiting.add(seq.seq_id)
 
@@ -75,15 +79,15 @@ class FcfsQueue(KeyQueue):
 
 
 class PriorityQueue(KeyQueue):
-    """premium, standard, batch; a waiting sequence ages towards the front."""
+    """Premium before standard before batch; waiting moves a sequence towards the front (PRIORITY_AGING_S)."""
 
     def key_of(self, seq: Sequence, cost_tokens: int) -> float:
-        """Standard is the origin: with standard requests alone the keys are their arrivals to the bit, as in `FcfsQueue`."""
+        """Arrival time, shifted by the class. A standard request's key is its arrival to the bit, as in `FcfsQueue`."""
         return seq.arrival + (seq.request.priority - PriorityClass.STANDARD) * PRIORITY_AGING_S
 
 
 class SjfQueue(KeyQueue):
-    """Shortest job first with aging; length = uncached prompt + max_tokens."""
+    """Shortest job first with aging. A request's length is its uncached prompt tokens plus max_tokens."""
 
     def key_of(self, seq: Sequence, cost_tokens: int) -> float:
         return seq.arrival + cost_tokens * SJF_AGING_S_PER_TOKEN

@@ -1,6 +1,7 @@
-"""What a queue policy answers: order of admission, choice of victim, shares of the step's prefill budget (`shares`).
+"""The protocol of a queue policy: order of admission, choice of the sequence to preempt, shares of the step's prefill budget.
 
-A smaller key goes first everywhere; the victim is the largest.
+The sequence that a policy would serve last is preempted first. Implementations: `keyed` (first come first served, priority, shortest job
+first) and `fair`; `QUEUES` names them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from headrace.policy.schedule.sequence import Sequence
 
 
 class Queue(Protocol):
-    """Waiting sequences of one engine.
+    """The waiting sequences of one engine.
 
-    charges  whether `charge` means anything to this policy
-    shares   how it divides a step's tokens between prefills
+    charges  whether this policy counts computed tokens, so that `charge` has to be called
+    shares   how a step's tokens are divided between prefilling sequences
     """
 
     charges: bool
@@ -27,23 +28,23 @@ class Queue(Protocol):
         ...
 
     def head(self) -> Sequence | None:
-        """Who is next; changes nothing."""
+        """The sequence to admit next, None when the queue is empty. Changes nothing."""
         ...
 
     def remove(self, seq: Sequence) -> None:
-        """Take any waiting sequence out (admitted, cancelled, expired)."""
+        """Take out a waiting sequence that was admitted, cancelled or expired. A sequence that does not wait is ignored."""
         ...
 
     def victim(self, candidates: Iterable[Sequence]) -> Sequence:
-        """Which running sequence gives its blocks back."""
+        """The running sequence to preempt."""
         ...
 
     def prefill_order(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Who takes prefill budget first this step."""
+        """Running sequences in the order in which they take prefill budget this step."""
         ...
 
     def charge(self, seqs: Iterable[Sequence], counts: Iterable[int]) -> None:
-        """So many tokens are computed for each; less than none when it turns out that they were not."""
+        """Count tokens computed for each sequence; a negative count takes back a row that was rolled back."""
         ...
 
     def __len__(self) -> int: ...

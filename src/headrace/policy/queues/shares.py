@@ -1,4 +1,7 @@
-"""How a step's tokens are shared between sequences that prefill: part of what a queue policy answers."""
+"""How a step's token budget is shared between prefilling sequences: one answer of every queue policy (`queue.Queue.shares`).
+
+The planner asks (`policy.schedule.planner`); which sequence comes first is the queue's own order.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepShares:
-    """The shares every policy here has; one that differs has a value, or a subclass, of its own.
+    """The shares that every policy here has. A policy that differs brings its own value, or a subclass.
 
-    long_prompt_steps  a prompt that would fill more steps than this is long: those queued behind it do not wait for its end
-    queued_share_divisor        one part in so many of what is left of a step's tokens goes to those queued behind a long prompt first
-    prefill            share of what rows that decode leave of a step's tokens; the rest is not used
+    long_prompt_steps     a prompt is long when the rest of it would fill more steps than this; sequences queued behind it then do not wait
+                          for its end
+    queued_share_divisor  while a long prompt prefills, 1/N of the step's remaining token budget is reserved for the sequences queued
+                          behind it
+    prefill               fraction of the tokens left over by decoding rows that prefills may take; the rest of the step stays unused
     """
 
     long_prompt_steps: int = 2
@@ -19,13 +24,13 @@ class StepShares:
     prefill: float = 1.0
 
     def for_prefill(self, budget: int) -> int:
-        """Tokens of `budget` that prefills may take, those of admitted sequences included; at least one while there is any."""
+        """Tokens of `budget` that running and newly admitted prefills may take together: at least one if the budget is not empty."""
         return budget if self.prefill >= 1.0 or budget <= 0 else max(1, int(budget * self.prefill))
 
     def is_long(self, num_tokens: int, budget: int) -> bool:
-        """Whether the rest of a prompt is long, which costs `num_tokens`, for steps that have `budget` for prefills."""
+        """Whether a prompt whose rest costs `num_tokens` is long, when a step has `budget` tokens for prefills."""
         return num_tokens > self.long_prompt_steps * max(budget, 1)
 
     def reserved_for_long(self, budget: int) -> int:
-        """What long prompts keep of a budget while those behind them have their share, which is one token at least."""
+        """Tokens of `budget` held back for long prompts while the sequences queued behind them take their share of at least one token."""
         return budget - max(budget // self.queued_share_divisor, 1) if budget > 1 else max(budget, 0)

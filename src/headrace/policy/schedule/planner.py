@@ -1,9 +1,9 @@
 """Which rows a step has: the decisions behind `Scheduler.plan`.
 
-One token budget per step. Prefill and decode are both "tokens expected minus tokens planned", so chunked prefill, prefix hits and resumed
-sequences need no loop of their own: decoding rows take their one token first, what is left goes to prefills in the queue policy's order,
-then to newly admitted sequences. The sequences queued behind a long prompt get a quarter of what it would take, so a short prompt
-does not wait until a long one is computed.
+A step has one token budget. Prefill and decode both compute "tokens expected minus tokens planned", so chunked prefill, prefix hits and
+resumed sequences need no loop of their own. Decoding rows take one token each; the rest of the budget goes to running prefills in the
+queue policy's order, then to newly admitted sequences. While a long prompt prefills, a quarter of that rest is reserved for the sequences
+queued behind it (`policy.queues.shares`), so a short prompt does not wait until a long one is computed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from headrace.policy.schedule.sequence_table import SequenceTable
 from headrace.policy.schedule.step_rows import StepRows
 
 MAX_SCORED_TOKENS = 64
-"""Prompt positions whose log-probabilities are computed in one chunked step. Each needs a row of logits over the whole vocabulary, many
-times the cost of a plain prompt token: a full budget of them would hold up every other sequence's next token for seconds."""
+"""Prompt positions scored in one chunked step. Each needs a row of logits over the whole vocabulary, which costs many times a plain prompt
+token: a full budget of scored positions would delay every other sequence's next token by seconds."""
 
 
 @dataclass(slots=True)
 class PlanDraft:
-    """A plan while it is being decided. Budget is what is left of the step's tokens."""
+    """A plan while it is being decided. `budget` is what remains of the step's tokens."""
 
     max_tokens: int
     builder: PlanBuilder
@@ -37,11 +37,11 @@ class PlanDraft:
     rows: StepRows = field(default_factory=StepRows)
     num_prefills: int = 0
     num_more: int = 0
-    """Tokens granted beyond one per row, at what they cost."""
+    """Tokens charged beyond one per row: the rest of each prefill chunk, and the surcharge for its context (`price`)."""
     num_unused: int = 0
-    """Tokens that the queue policy does not give to prefills."""
+    """Tokens that the queue policy leaves unused (`StepShares.prefill`)."""
     num_reserved_for_long: int = 0
-    """Tokens kept for long prompts while those behind them have their share."""
+    """Tokens held back for long prompts while the sequences queued behind them are planned."""
     num_charged: int = 0
     """Leading rows the queue policy has been charged for."""
 
@@ -60,7 +60,7 @@ class Planner:
         self._price = ChunkPrice(config.costly_context if config.enable_chunked_prefill else 0)
 
     def fill(self, step: PlanDraft) -> None:
-        """Rows for who runs and who can be admitted. On an error the draft says what was granted so far."""
+        """Add rows for running sequences and for those that can be admitted. When this raises, the draft holds what was granted so far."""
         prefilling, drafted = self._plan_decodes(step)
         for seq in drafted:
             self._plan_drafted(seq, step)
@@ -68,7 +68,7 @@ class Planner:
         self.charge(step)
 
     def repeat(self, sequences: list[Sequence], step: PlanDraft) -> list[Sequence]:
-        """Rows for these sequences alone, within the blocks they hold. Returns those the budget did not reach."""
+        """Add rows for these sequences alone, within the blocks they hold. Returns the sequences that the budget did not reach."""
         left: list[Sequence] = []
         for seq in sequences:
             if seq.state is RUNNING and not (seq.num_uncomputed == 1 and seq.is_complete):
@@ -83,9 +83,10 @@ class Planner:
         return left
 
     def _plan_decodes(self, step: PlanDraft) -> tuple[list[Sequence], list[Sequence]]:
-        """One token for each that decodes. Returns those that run and want more than one, and those with drafted tokens to verify.
+        """Add a row of one token for each decoding sequence. Returns the running sequences with more than one token to compute, and the
+        sequences with drafted tokens to verify.
 
-        The loop is the hottest place of the policy floor: a sequence below `bulk_decode_limit` has nothing to ask.
+        This is the policy floor's hottest loop: for a sequence below its `bulk_decode_limit` there is nothing to decide.
         """
         prefilling: list[Sequence] = []
         drafted: list[Sequence] = []
@@ -109,7 +110,7 @@ class Planner:
         return prefilling, drafted
 
     def _plan_drafted(self, seq: Sequence, step: PlanDraft) -> None:
-        """One row over the last token and those drafted to follow it, as far as budget, length and blocks reach."""
+        """Add one row over the last token and its drafted successors, as many as budget, length and blocks allow."""
         if seq.state is not RUNNING:
             return  # preempted earlier in this plan
         drafts = seq.drafts[: max(0, min(step.budget - 1, seq.limit - 1 - len(seq.tokens)))]
@@ -120,7 +121,8 @@ class Planner:
             self._plan_decode(seq, step)
 
     def _plan_prefills(self, prefilling: list[Sequence], step: PlanDraft) -> None:
-        """Prefills in the queue policy's order, then who waits; those behind the first long prompt have their share before it."""
+        """Plan prefills in the queue policy's order, then waiting sequences. Sequences behind the first long prompt are planned before it,
+        within the share that is reserved for them."""
         if not prefilling and not self._may_admit():
             return
         shares = self.sequences.queue.shares
@@ -128,7 +130,7 @@ class Planner:
         if len(prefilling) > 1:
             self.charge(step)
             prefilling = self.sequences.queue.prefill_order(prefilling)
-        prefilling = [seq for seq in prefilling if seq.state is RUNNING]  # not preempted meanwhile, for a row that decodes
+        prefilling = [seq for seq in prefilling if seq.state is RUNNING]  # a decoding row may have preempted one
         budget = step.budget
         long = [(seq, seq.incarnation) for seq in prefilling if self._is_long(seq, budget)]
         num_ahead = prefilling.index(long[0][0]) if long else len(prefilling)
@@ -146,9 +148,9 @@ class Planner:
                 self._plan_one(seq, step)
 
     def _is_long(self, seq: Sequence, budget: int) -> bool:
-        """Whether the rest of a prompt would fill more than two steps like this one, which has `budget` for prefills.
+        """Whether the rest of a prompt is long for steps like this one, which has `budget` for prefills (`StepShares.is_long`).
 
-        One that is scored never does: it takes a small part of a step.
+        A scored prompt never is: it takes a small part of each step.
         """
         if seq.scores_prompt or not self.config.enable_chunked_prefill:
             return False
@@ -156,7 +158,7 @@ class Planner:
         return self.sequences.queue.shares.is_long(cost, budget)
 
     def _renew(self, seq: Sequence, step: PlanDraft) -> bool:
-        """Give a sequence that decodes and has filled its block the next one. False: it has to be checked."""
+        """Give the next block to a decoding sequence that has filled its last one. False: the sequence has to be checked in full."""
         last = seq.limit - 1
         if seq.bulk_decode_limit in (0, last) or step.budget <= 0 or not self.kv.grow(seq, seq.num_planned + 1, step.builder):
             return False
@@ -166,12 +168,12 @@ class Planner:
 
     def _plan_decode(self, seq: Sequence, step: PlanDraft) -> None:
         if seq.num_planned < seq.allocated_until:
-            self._grant(seq, 1, step)  # its block has room, nothing to ask
+            self._grant(seq, 1, step)  # its last block is not full
         else:
             self._plan_one(seq, step)
 
     def _plan_one(self, seq: Sequence, step: PlanDraft) -> None:
-        """Give a running sequence its share; preempt until its blocks fit."""
+        """Give a running sequence its share of the step, preempting others until its blocks fit."""
         if seq.state is not RUNNING:
             return  # preempted earlier in this plan
         count = self._share(seq, seq.num_uncomputed, step)
@@ -181,7 +183,7 @@ class Planner:
         while not self.kv.grow(seq, seq.num_planned + count, step.builder):
             if self.kv.has_pending_free:
                 seq.stall(step.now)
-                return  # blocks come free with the step in flight
+                return  # the commit of the step in flight frees blocks
             if self.sequences.drop_waiting_forks():
                 continue
             self.charge(step)
@@ -189,18 +191,18 @@ class Planner:
             victim = self.sequences.queue.victim(other for other in self.sequences.running if other.seq_id not in planned)
             if victim is seq and seq.is_in_flight:
                 seq.stall(step.now)
-                return  # its own step may move a window on; preempting now would throw that step away, again and again
+                return  # its step in flight may free blocks behind its window; preempting would discard that step, again and again
             self.sequences.preempt(victim, step.now)
             if victim is seq:
                 return
         self._grant(seq, count, step)
 
     def _share(self, seq: Sequence, num_uncomputed: int, step: PlanDraft) -> int:
-        """Tokens of this step for a sequence with `num_uncomputed` to compute.
+        """Tokens of this step for a sequence with `num_uncomputed` tokens to compute.
 
-        With others in the step, or a long prompt to come, a chunk far into a prompt is shorter: they would wait for its attention to all
-        that comes before.
-        Without chunking a prompt runs whole or not; one longer than the whole budget runs as the only prefill of its step.
+        A chunk far into a prompt is shortened when the step has other rows, or a long prompt is still to be planned: all rows of a step
+        wait for the chunk's attention over its context.
+        Without chunked prefill a prompt is computed in one step; a prompt longer than the whole budget is its step's only prefill.
         """
         if self.config.enable_chunked_prefill or num_uncomputed == 1:
             is_priced = num_uncomputed > 1 and (len(step.rows) or step.num_reserved_for_long)
@@ -212,7 +214,7 @@ class Planner:
         return num_uncomputed if is_oversized and step.num_prefills == 0 else 0
 
     def _grant(self, seq: Sequence, count: int, step: PlanDraft, samples: int | None = None) -> None:
-        """samples: given for a row with drafted tokens; else it samples one token when it reaches the end of what is expected."""
+        """Add a row of `count` tokens. samples: None without drafts; the row then samples one token if it ends at the last expected one."""
         start = seq.num_planned
         if samples is None:
             samples = int(start + count == seq.num_expected)
@@ -225,14 +227,14 @@ class Planner:
         seq.unstall(step.now)
 
     def charge(self, step: PlanDraft) -> None:
-        """Tell the queue policy of the rows it has not heard of; always before it is asked for an opinion."""
+        """Charge the queue policy for the rows added since the last call. It has to be up to date whenever it is asked for an order."""
         if self.sequences.queue.charges and step.num_charged < len(step.rows):
             step.rows.fill()
             self.sequences.queue.charge(step.rows.seqs[step.num_charged :], step.rows.counts[step.num_charged :])
             step.num_charged = len(step.rows)
 
     def _plan_waiting(self, step: PlanDraft) -> None:
-        """Admit in the queue's order. Static batching fills a batch when the last one has ended, and only then."""
+        """Admit waiting sequences in the queue's order. Static batching admits only once no sequence of the last batch runs."""
         if not self._may_admit():
             return
         is_static, num_ran = self.config.static_batching, self.sequences.num_running
@@ -243,41 +245,41 @@ class Planner:
                 return
 
     def _may_admit(self) -> bool:
-        """Whether there is a sequence that waits, and a place for it."""
+        """Whether a sequence waits and there is a slot for it."""
         if not len(self.sequences.queue) or not self.sequences.has_free_slot:
             return False
         return not (self.config.static_batching and self.sequences.num_running)
 
     def _admit(self, seq: Sequence, step: PlanDraft, num_ran: int) -> bool:
-        """Start the head of the queue. False when it does not fit yet; none behind it is tried then, or it could starve.
+        """Start the head of the queue. False: it does not fit yet. No sequence behind it is tried then, or the head could starve.
 
-        num_ran: leading sequences of those that run which are not new in this plan.
+        num_ran: leading running sequences that were not started by this plan
         """
-        is_forked = any(seq.blocks)
-        hits = seq.num_planned if is_forked else self._hits(seq)
-        count = self._share(seq, len(seq.tokens) - hits, step)
-        if count == 0 and not self.config.static_batching:
-            return False
-        chunks = (
-            self.kv.blocks_for(step.budget + step.num_reserved_for_long) if step.num_reserved_for_long else 0
-        )  # of the long prompts, planned after this
-        while not self._fits(self.kv.num_left(seq, hits, hits + count, chunks), num_ran):
+        while True:
+            hits = seq.num_planned if any(seq.blocks) else self._hits(seq)
+            count = self._share(seq, len(seq.tokens) - hits, step)
+            if count == 0 and not self.config.static_batching:
+                return False
+            if self._fits(self.kv.num_left(seq, hits, hits + count, self._reserved_blocks(step)), num_ran):
+                break
             if self.sequences.num_running or self.kv.has_pending_free or not self.sequences.drop_waiting_forks():
                 return False
-            if is_forked:
-                return True  # its own blocks may have been the ones let go: look at the head anew
-        if not is_forked:
+        if not any(seq.blocks):
             self._take_hits(seq, hits)
         self._start(seq, step.builder, step.now)
         if count:
             grown = self.kv.grow(seq, seq.num_planned + count, step.builder)
-            assert grown, "can_admit promised these blocks"
+            assert grown, "num_left counted these blocks"
             self._grant(seq, count, step)
         return True
 
+    def _reserved_blocks(self, step: PlanDraft) -> int:
+        """Blocks that the chunks of long prompts, which are planned later, will need."""
+        return self.kv.blocks_for(step.budget + step.num_reserved_for_long) if step.num_reserved_for_long else 0
+
     def _fits(self, num_left: float, num_ran: int) -> bool:
-        """Whether so many blocks are enough for the first `num_ran` of those that run: one each for all that may still grow, or admitting
-        would only lead to preempting."""
+        """Whether the blocks left after an admission suffice: one for each of the first `num_ran` running sequences that may still grow.
+        With fewer, admitting would only lead to preempting."""
         if not 0 <= num_left < num_ran:
             return num_left >= 0
         return num_left >= self.kv.num_that_may_grow(self.sequences.running[:num_ran])

@@ -1,13 +1,13 @@
-"""The scheduler: who gets which positions and which blocks in the next step, and what a finished step means.
+"""The scheduler: which sequences compute which positions into which blocks in the next step, and what a finished step means.
 
     plan(now)           -> Plan | None     decides; nothing is computed
     commit(plan, result, now) -> updates   appends tokens, finishes, frees
     rollback(plan)                         the step raised: nothing of it happened
 
-Which rows a step has is the planner's (`planner.py`); what becomes of them is said here.
+`planner` decides which rows a step has; this module commits them or rolls them back.
 
-`depth` plans may be uncommitted. A sequence's unknown ids (in flight) live in the runner, so the next plan can be made before the last
-result is read; whatever ends a sequence is only seen at commit, and a row planned meanwhile is dropped there.
+`depth` plans may be uncommitted. Sampled ids in flight live in the runner, so the next plan can be made before the last result is read.
+What ends a sequence is seen at commit; a row planned for it meanwhile is dropped there.
 
 No torch, no clock, no lock: the loop owns the one thread that calls this.
 """
@@ -35,7 +35,7 @@ from headrace.policy.schedule.step_rows import NO_ROWS, StepRow, StepRows
 from headrace.policy.schedule.updates import NOTHING, RowOutput, outputs
 
 MOVE_POLL_S = 0.005
-"""A runner tells of moves only in results: while nothing else is to be computed, it is asked for them this often and no more."""
+"""A runner reports moves in results alone. While nothing else is to be computed, an empty plan asks for them at most this often."""
 
 
 class Scheduler:
@@ -52,7 +52,7 @@ class Scheduler:
         self._unsent: PlanBuilder | None = None
         self._next_step = 1
         self._next_poll = 0.0
-        """When a plan without rows may ask for moves again."""
+        """When the next plan without rows may ask for moves, on the clock of `now`."""
         self._failures: list[Exception] = []
 
     # the sequences; see `SequenceTable` for what each does
@@ -139,31 +139,31 @@ class Scheduler:
 
     @property
     def _waits_for_moves(self) -> bool:
-        """Whether moves are in flight, and no result is to come that would tell of them."""
+        """Whether moves are in flight and no uncommitted step's result will report them."""
         return not self._rows and len(self.kv.leases) > 0 and self.kv.leases.has_moves
 
     def _polls_moves(self, now: float) -> bool:
-        """Whether a plan without rows is to ask for moves in flight now; the next one may come `MOVE_POLL_S` later."""
+        """Whether to plan a step without rows now, to ask for moves in flight. If so, the next may be planned `MOVE_POLL_S` later."""
         if not self._waits_for_moves or now < self._next_poll:
             return False
         self._next_poll = now + MOVE_POLL_S
         return True
 
     def _builder(self) -> PlanBuilder:
-        """Of the next plan; it begins with the changes that a plan which could not be made has left."""
+        """The next plan's builder. It begins with the changes that an earlier plan, which could not be made, has left."""
         builder, self._unsent = self._unsent or PlanBuilder(self._next_step), None
         builder.step_id = self._next_step
         return builder
 
     def _unplan(self, step: PlanDraft) -> None:
-        """Planning raised: the rows were never planned; blocks and slots already handed out are announced with the next plan."""
+        """Planning raised: undo the rows. Blocks and slots that were handed out are announced with the next plan."""
         self._planner.charge(step)
         step.rows.close(self._decode_columns, self.sequences.generation)
         self._undo(step.rows)
         self._unsent = step.builder
 
     def _freeze(self, step: PlanDraft) -> Plan:
-        """Slots of sequences that ended are announced before `started` is applied, so a slot may change hands within one plan."""
+        """Make the plan. A runner applies `ended` before `started`, so one plan may pass a slot from one sequence to another."""
         step.builder.ended.extend(self.sequences.take_ended_slots())
         step.rows.close(self._decode_columns, self.sequences.generation)
         self._decode_columns = step.rows.decode_columns
@@ -187,7 +187,8 @@ class Scheduler:
         return self.sequences.take_updates()
 
     def _commit_decodes(self, rows: StepRows, token_ids: array[int], now: float) -> None:
-        """Commit the leading rows, one token each: in bulk where the token is all there is, one by one where there is more to do."""
+        """Commit the leading rows, one token each: in bulk where the token is all there is, one by one where a block is full or the
+        sequence may end."""
         needs_block_commit: list[int] = []
         needs_full_commit: list[int] = []
         for i, seq, start, token in zip(range(rows.num_decodes), rows.decode_columns.seqs, rows.starts, token_ids, strict=False):
@@ -200,7 +201,7 @@ class Scheduler:
             seq.num_computed = computed
             seq.tokens.append(token)
         self.sequences.emit_tokens(rows.decode_columns, token_ids.tolist(), needs_full_commit)
-        for i in needs_block_commit:  # in the rows' order, which is that of the cache's blocks
+        for i in needs_block_commit:  # in the rows' order, so that blocks are registered in it
             if i in needs_full_commit:
                 self._commit_guarded(rows.row(i), RowOutput(token_ids[i : i + 1]), None, now)
             else:
@@ -226,7 +227,7 @@ class Scheduler:
         row.seq.ungrant(row.samples)
         try:
             self._commit_row(row, output, error, now)
-        except Exception as failure:  # one sequence's bookkeeping must not take its neighbours along
+        except Exception as failure:  # a failure in one sequence's bookkeeping must not end its neighbours
             self._fail_commit(row.seq, failure, now)
 
     def _fail_commit(self, seq: Sequence, failure: Exception, now: float) -> None:
@@ -234,7 +235,7 @@ class Scheduler:
         self.sequences.fail(seq, "internal error while a step was committed", now)
 
     def take_failures(self) -> list[Exception]:
-        """What raised in `commit` since the last call, one per sequence that ended by it."""
+        """The exceptions raised in `commit` since the last call, one per sequence that ended by it."""
         failures, self._failures = self._failures, []
         return failures
 
@@ -244,7 +245,7 @@ class Scheduler:
             self.sequences.fail(seq, error, now)
             return
         if output.token_ids and row.first_sampled != len(seq.tokens):
-            output = output._replace(token_ids=NOTHING.token_ids, logprobs=())  # it was planned on the promise of a token that did not come
+            output = output._replace(token_ids=NOTHING.token_ids, logprobs=())  # an earlier row gave no token
         if output.prompt_logprobs:
             output = output._replace(prompt_logprobs=_not_emitted(row, output.prompt_logprobs))
         appended = kept, reason, _ = seq.append(output.token_ids)
@@ -252,7 +253,7 @@ class Scheduler:
         if is_current:
             seq.commit(row.num_computed(kept))
             if seq.num_computed >= seq.num_prompt > row.start:
-                # Before the window moves on: a fork recomputes the last prompt token, seeing one token more.
+                # Before blocks that the window has passed are freed: a fork recomputes the last prompt token, which sees one token more.
                 self.sequences.fork_siblings(seq)
             next_block_commit = self.kv.commit(seq)
         if kept or output.prompt_logprobs:
@@ -264,8 +265,7 @@ class Scheduler:
                 self._look_ahead(seq, row, kept, output.drafts)
 
     def _look_ahead(self, seq: Sequence, row: StepRow, kept: int, drafts: array[int]) -> None:
-        """After a current row that is not like most: what was planned beyond what it computed does not count, and what was drafted is
-        verified next."""
+        """After a row that gave fewer tokens than planned, or drafts: plan again from what it computed, and verify the drafts next."""
         seq.waits_for_commit = False
         if kept < row.samples:
             is_last = seq.num_planned == row.start + row.count
@@ -275,7 +275,7 @@ class Scheduler:
         seq.draft(drafts)
 
     def end_moves(self, move_ids: array[int]) -> None:
-        """The runner reports moves. They have ended whatever becomes of the step that tells of it. Raises LeaseError: see `Leases`."""
+        """End the moves that the runner reports, whatever becomes of the step that reports them. Raises LeaseError: see `Leases`."""
         if not move_ids:
             return
         finished = self.kv.leases.moves_done(move_ids)
@@ -283,14 +283,14 @@ class Scheduler:
             self.sequences.end_host_waits(self.tier.moves_done(finished))
 
     def rollback(self, plan: Plan) -> list[Sequence]:
-        """The step raised: its rows were not computed. Blocks stay, KV writes are idempotent. Returns the rows' live sequences."""
+        """The step raised: undo its rows. Sequences keep their blocks, since KV writes are idempotent. Returns the rows' live sequences."""
         rows = self._rows.pop(plan.step_id)
         self._undo(rows)
         self.kv.release_pending(plan.step_id)
         return [row.seq for row in rows.rows() if row.is_current]
 
     def _undo(self, rows: StepRows) -> None:
-        """These rows will not be computed."""
+        """Take back what was planned for these rows."""
         for row in reversed(rows.rows()):
             row.seq.ungrant(row.samples)
             if row.is_current:
@@ -299,9 +299,9 @@ class Scheduler:
                 self.sequences.queue.charge([row.seq], [-row.count])
 
     def replan(self, sequences: list[Sequence], now: float) -> tuple[Plan | None, list[Sequence]]:
-        """A plan of just these sequences (blocks are theirs already): how a failed step is repeated in halves.
+        """Plan these sequences alone, within the blocks they hold: how a failed step is repeated in halves.
 
-        Also returns those the step's budget did not reach: they have to be asked for again.
+        Also returns the sequences that the step's budget did not reach; they need another call.
         """
         step = PlanDraft(self.config.max_num_batched_tokens, PlanBuilder(self._next_step), now)
         left = self._planner.repeat(sequences, step)
@@ -315,9 +315,9 @@ class Scheduler:
         return delta
 
     def unsent_plan(self, now: float) -> Plan | None:
-        """The state changes left by a plan that could not be made, without rows. None: there are none.
+        """A plan without rows, of the state changes left by a plan that could not be made. None: there are none.
 
-        Whoever repeats rows sends it first: the sequences hold the blocks it names, and what it copies from is free for others already.
+        It has to be computed before rows are repeated: the sequences hold the blocks it names, and the blocks it copies from may be free.
         """
         if self._unsent is None or not self._unsent.has_changes:
             return None
@@ -335,7 +335,7 @@ class Scheduler:
             self._check_sequence(seq, [row for row in in_flight if row.seq is seq])
 
     def _check_sequence(self, seq: Sequence, in_flight: list[StepRow]) -> None:
-        """Counts agree with the rows in flight; the limits that let a row pass in bulk are what a full check would find."""
+        """Check that counts agree with the rows in flight, and that the bulk limits are at most what a full check would allow."""
         assert seq.num_in_flight == sum(row.samples for row in in_flight), "ids in flight and planned rows differ"
         assert seq.num_expected <= seq.limit or seq.state is DONE, "more is expected of it than its limit"
         current = sum(row.count for row in in_flight if row.incarnation == seq.incarnation)
@@ -344,7 +344,7 @@ class Scheduler:
             assert seq.state is RUNNING, "planned in bulk, but does not run"
             assert seq.num_uncomputed == 1, "planned in bulk, but does not decode"
             assert seq.num_planned >= seq.num_prompt, "planned in bulk, but computes its prompt"
-            assert seq.bulk_decode_limit <= min(seq.allocated_until, seq.limit - 1), "planned in bulk, but has no room"
+            assert seq.bulk_decode_limit <= min(seq.allocated_until, seq.limit - 1), "planned in bulk, beyond its blocks or its length"
         if seq.bulk_commit_limit:
             assert seq.first_token_emitted, "committed in bulk, but its first token is not emitted"
             assert all(row.is_current for row in in_flight), "committed in bulk, but a row was planned before a preemption"
@@ -352,7 +352,7 @@ class Scheduler:
 
 
 def _are_plain(rows: StepRows, result: Result) -> bool:
-    """Whether each of the leading rows has one token, and there is nothing else about any."""
+    """Whether each of the leading rows has one token and nothing else: no log-probabilities, drafts or errors."""
     count = rows.num_decodes
     if result.logprobs or (result.errors and min(row for row, _ in result.errors) < count):
         return False
@@ -362,18 +362,18 @@ def _are_plain(rows: StepRows, result: Result) -> bool:
 
 
 def _goes_on(seq: Sequence, computed: int, token: int) -> bool:
-    """Whether a sequence that may be committed in bulk goes on after this token.
+    """Whether this token ends nothing, so that the sequence's row may be committed in bulk.
 
-    One that was preempted or ended since its row was planned may not: `release` clears `bulk_commit_limit`, and it is set again only with
-    the commit of a row planned later.
+    For a sequence that was preempted or ended since its row was planned it is False: `release` clears `bulk_commit_limit`, which is set
+    again with the commit of a row planned later.
     """
     return seq.bulk_commit_limit > 0 and computed < seq.limit - 1 and token not in seq.end_ids
 
 
 def _not_emitted(row: StepRow, entries: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs, ...]:
-    """Entries for prompt positions row.start + 1 and on, less those already emitted before a preemption or a repeated step."""
+    """The entries, for prompt positions row.start + 1 and on, that were not emitted before a preemption or a repeated step."""
     if not row.seq.is_first:
-        return ()  # the sequences of a request share their prompt: the first one emits them
+        return ()  # the sequences of a request share their prompt, and the first one emits its log-probabilities
     fresh = entries[max(0, row.seq.num_prompt_logprobs_emitted - row.start) :]
     row.seq.num_prompt_logprobs_emitted += len(fresh)
     return fresh
