@@ -27,7 +27,7 @@ CONFIG = EngineConfig(model=str(bundled_path(DEFAULT_MODEL)), quantization="int8
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(module, "packed_directory", lambda: tmp_path)
-    monkeypatch.setattr(packed_store, "LEAST_BYTES", 0)
+    monkeypatch.setattr(packed_store, "MIN_BYTES", 0)
     monkeypatch.setattr("headrace.engine.runner_build.apply_threads", lambda plan: None)  # of the whole process
     return tmp_path
 

@@ -1,10 +1,15 @@
-"""From a configuration to a runner that is ready, and what was decided on the way, for people to read at start."""
+"""From an engine's configuration to a runner that is ready, with every choice made on the way in words, for the log of the start.
+
+The stages: choose (dtype, kernels, threads), load the weights, size the KV cache, warm up. What one stage decides is in `tensor.host` and
+`engine.kv_sizing`; the engine around the runner is made in `engine.build`.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +31,7 @@ from headrace.engine.runner_overlapped import OverlappedRunner
 from headrace.engine.warmup import warm_up
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
 from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features, resolve_dtype
-from headrace.tensor.host.threads import apply_threads, plan_threads
+from headrace.tensor.host.threads import ThreadPlan, apply_threads, plan_threads
 from headrace.tensor.kernels import Backend, load_backend
 from headrace.tensor.kernels.choose import choose_kernels
 from headrace.tensor.kernels.filters import draw as plain_draw
@@ -38,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class Built(NamedTuple):
-    """weights  gives the digest of all weight bytes, hashing them where they are not known; None: `info` has it already"""
+    """weights: gives the digest of all weight bytes, hashing them first; None: `info` already holds it."""
 
     runner: ModelRunner | OverlappedRunner
     info: ModelInfo
@@ -48,84 +53,128 @@ class Built(NamedTuple):
 def build_runner(
     config: EngineConfig, packed: PackedFolder | None = None, features: CpuFeatures | None = None
 ) -> tuple[ModelRunner | OverlappedRunner, ModelInfo]:
-    """`build`, for whoever asks for no digest."""
+    """`build` without the weights' digest."""
     return build(config, packed, features)[:2]
 
 
 def build(config: EngineConfig, packed: PackedFolder | None = None, features: CpuFeatures | None = None) -> Built:
-    """Choose threads, dtype and kernels, load the weights, size and reserve the KV cache, warm up. What takes long is logged.
+    """Choose threads, dtype and kernels, load the weights, size and reserve the KV cache, warm up. Slow stages are logged.
 
-    packed    where packed weights are kept, if they are; reading may have begun (`engine.read_ahead`)
-    features  of the CPU whose choices are made; None: this machine's
+    packed    where packed linears are kept, if they are; reading may have begun (`engine.read_ahead`)
+    features  the CPU to choose for; None: this machine's
 
-    Raises: ConfigError, CheckpointError; before any weight is read where that can be known.
+    Raises: ConfigError, CheckpointError; before any weight is read where that is possible.
     """
-    folder = Path(config.model)
     _check_device(config.device)
-    found = describe(folder, max_model_len=config.max_model_len, quantization=config.quantization)
-    features, is_rounded = features or read_cpu_features(), config.quantization != "none"
-    dtype, why_dtype = resolve_dtype(config.dtype, found.dtype_name, features, device=config.device, is_rounded=is_rounded)
-    _check_weights_fit(found, read_memory(config.device), 0 if packed is None else packed.num_bytes_ahead)
-    kernels, why_kernels = choose_kernels(config.kernels, config.device)
-    backend = load_backend(kernels, deterministic=config.deterministic, features=features)
-    threads = plan_threads(config.num_threads)  # after the kernels: Numba's threading layer is known then
-    apply_threads(threads)
-    log.info("loading %s", config.model)
-    began = time.perf_counter()
-    with log_compiling(kernels):
-        loaded = load_model(
-            folder,
-            backend=backend,
-            dtype=dtype,
-            device=config.device,
-            load_format=config.load_format,
-            seed=config.seed,
-            max_model_len=config.max_model_len,
-            quantization=config.quantization,
-            packed=packed,
-        )
-        log.info("loaded %s of weights in %.1f s", describe_bytes(loaded.resident_bytes), time.perf_counter() - began)
-        kv_dtype, why_kv = _kv_dtype(config, dtype, found.dtype_name, features)
+    found = describe(Path(config.model), max_model_len=config.max_model_len, quantization=config.quantization)
+    choices = _choose(config, found, packed, features or read_cpu_features())
+    with log_compiling(choices.kernels):
+        loaded = _load(config, choices, packed)
+        kv_dtype, why_kv = _kv_dtype(config, choices.dtype, found.dtype_name, choices.features)
         groups = tuple(stored_as(group, kv_dtype) for group in loaded.model.kv_groups)
         sizing = _size(config, loaded, groups)
         kv = allocate_kv(loaded.model.kv_shapes, loaded.model.group_of, sizing.num_blocks, config.block_size, kv_dtype, config.device)
-        runner = _make_runner(config, loaded, sizing, kv, backend)
+        runner = _make_runner(config, loaded, sizing, kv, choices.backend)
         try:
             seconds = warm_up(runner, config, max_model_len=sizing.max_model_len, vocab_size=loaded.vocab_size)
         except BaseException:
             runner.close()
             raise
     kv.clear_pad_block()
+    if loaded.store is not None:  # only now: the thread that writes holds the weights, which a failed start must release
+        loaded.store.save()
     decided = (
         f"model: {loaded.architecture} from {config.model}, {describe_bytes(loaded.resident_bytes)} of weights{_rounded(config)}",
-        f"dtype: {_name(dtype)}, {why_dtype}",
-        f"kernels: {kernels}, {why_kernels}{_invariant(config)}{_compile_cache(kernels)}",
-        f"draw: {'plain NumPy, slow for large vocabularies' if backend.draw is plain_draw else 'compiled'}",
-        f"threads: {threads.num_threads}, {threads.reason}; Numba's layer: {threads.layer}",
+        *choices.lines(config),
         f"KV dtype: {_name(kv_dtype)}, {why_kv}",
         *sizing.lines,
         f"warm-up: {seconds:.1f} s",
     )
-    known = loaded.model_digest if loaded.weights is None else loaded.weights.known
-    numerics = {
-        WEIGHTS: known,
+    numerics = _numerics(config, choices, loaded, _name(kv_dtype))
+    weights = None if numerics[WEIGHTS] or loaded.weights is None else loaded.weights.compute
+    return Built(runner, _model_info(config, loaded, groups, sizing, _name(kv_dtype), decided, numerics), weights)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choices:
+    """What a start decides before it reads a weight, with the reasons in words."""
+
+    features: CpuFeatures
+    dtype: torch.dtype
+    why_dtype: str
+    kernels: str
+    why_kernels: str
+    backend: Backend
+    threads: ThreadPlan
+
+    def lines(self, config: EngineConfig) -> tuple[str, ...]:
+        """One line per choice, for the log of a start."""
+        return (
+            f"dtype: {_name(self.dtype)}, {self.why_dtype}",
+            f"kernels: {self.kernels}, {self.why_kernels}{_invariant(config)}{_compile_cache(self.kernels)}",
+            f"draw: {'plain NumPy, slow for large vocabularies' if self.backend.draw is plain_draw else 'compiled'}",
+            f"threads: {self.threads.num_threads}, {self.threads.reason}; Numba's layer: {self.threads.layer}",
+        )
+
+
+def _choose(config: EngineConfig, found: ModelDescription, packed: PackedFolder | None, features: CpuFeatures) -> _Choices:
+    """Choose dtype, kernels and threads, and set the threads. Raises ConfigError, also if the weights do not fit the free memory."""
+    is_rounded = config.quantization != "none"
+    dtype, why_dtype = resolve_dtype(config.dtype, found.dtype_name, features, device=config.device, is_rounded=is_rounded)
+    _check_weights_fit(found, read_memory(config.device), 0 if packed is None else packed.num_bytes_ahead)
+    kernels, why_kernels = choose_kernels(config.kernels, config.device)
+    backend = load_backend(kernels, deterministic=config.deterministic, features=features)
+    threads = plan_threads(config.num_threads)  # after the kernels: Numba's threading layer is known then
+    apply_threads(threads)
+    return _Choices(
+        features=features,
+        dtype=dtype,
+        why_dtype=why_dtype,
+        kernels=kernels,
+        why_kernels=why_kernels,
+        backend=backend,
+        threads=threads,
+    )
+
+
+def _load(config: EngineConfig, choices: _Choices, packed: PackedFolder | None) -> LoadedModel:
+    log.info("loading %s", config.model)
+    began = time.perf_counter()
+    loaded = load_model(
+        Path(config.model),
+        backend=choices.backend,
+        dtype=choices.dtype,
+        device=config.device,
+        load_format=config.load_format,
+        seed=config.seed,
+        max_model_len=config.max_model_len,
+        quantization=config.quantization,
+        packed=packed,
+    )
+    log.info("loaded %s of weights in %.1f s", describe_bytes(loaded.resident_bytes), time.perf_counter() - began)
+    return loaded
+
+
+def _numerics(config: EngineConfig, choices: _Choices, loaded: LoadedModel, kv_dtype: str) -> dict[str, str]:
+    """All that may change a bit of a result, by name; see `core.numerics`."""
+    layout = choices.backend.packing.packed_layout(Precision.INT8)  # the layout of INT8 does not depend on the number of threads
+    return {
+        WEIGHTS: loaded.model_digest if loaded.weights is None else loaded.weights.known,
         "quantization": config.quantization,
         "dtype": _name(loaded.dtype),
-        "KV dtype": _name(kv_dtype),
-        "kernels": f"{kernels} {backend.packing.packed_layout(Precision.INT8)}".strip(),  # that of INT8 says nothing of threads
+        "KV dtype": kv_dtype,
+        "kernels": f"{choices.kernels} {layout}".strip(),
         "device": config.device if config.device == "cpu" else torch.cuda.get_device_name(),
-        "CPU": f"{features.machine} {features.family}",
-        # Our own kernels give the same bits with any number of threads, a library's may not.
-        "threads": "any" if config.deterministic else str(threads.num_threads),
+        "CPU": f"{choices.features.machine} {choices.features.family}",
+        # Headrace's own kernels give the same bits with any number of threads; a library's may not.
+        "threads": "any" if config.deterministic else str(choices.threads.num_threads),
         "deterministic": str(config.deterministic),
-        "versions": _versions(kernels),
+        "versions": _versions(choices.kernels),
     }
-    weights = None if known or loaded.weights is None else loaded.weights.compute
-    return Built(runner, _model_info(config, folder, loaded, groups, sizing, _name(kv_dtype), decided, numerics), weights)
 
 
 def _kv_dtype(config: EngineConfig, computed: torch.dtype, stored: str, features: CpuFeatures) -> tuple[torch.dtype, str]:
-    """(dtype of the KV cache, why). stored: what most weights are stored in."""
+    """(dtype of the KV cache, why). stored: dtype of most stored weights."""
     if config.kv_cache_dtype == "auto":
         if config.dtype == "auto" and stored == "bfloat16" and features.has_bf16 and config.device == "cpu":
             return torch.bfloat16, "as the checkpoint says; this CPU computes with it"
@@ -139,11 +188,11 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _versions(kernels: str) -> str:
-    """Of whatever may change a bit of a result: what computes, and what compiled it."""
-    said = f"headrace {__version__}, torch {torch.__version__}"
+    """Versions of the software that may change a bit of a result: what computes, and what compiled it."""
+    versions = f"headrace {__version__}, torch {torch.__version__}"
     if kernels != "numba":
-        return said
-    return f"{said}, numba {version('numba')}, llvmlite {version('llvmlite')}"
+        return versions
+    return f"{versions}, numba {version('numba')}, llvmlite {version('llvmlite')}"
 
 
 def _rounded(config: EngineConfig) -> str:
@@ -151,7 +200,7 @@ def _rounded(config: EngineConfig) -> str:
 
 
 def read_memory(device: str) -> Available:
-    """What may still be taken on the device that holds weights and KV."""
+    """Free memory of the device that holds weights and KV cache."""
     if device == "cuda":
         return Available(torch.cuda.mem_get_info()[0], "the GPU")
     return read_available()
@@ -163,10 +212,12 @@ def _check_device(device: str) -> None:
 
 
 def _check_weights_fit(found: ModelDescription, available: Available, num_bytes_ahead: int) -> None:
-    """Refuse before loading what would only be killed halfway.
+    """Refuse weights that the free memory cannot hold, before loading them: the system would kill the process halfway.
 
-    found            in the checkpoint's dtype, the least the weights can take
-    num_bytes_ahead  of them, in memory already
+    found            its sizes are in the checkpoint's dtype, the least that the weights can take
+    num_bytes_ahead  bytes of weights that are in memory already
+
+    Raises: ConfigError.
     """
     if found.resident_bytes > available.num_bytes + num_bytes_ahead:
         raise ConfigError(
@@ -219,7 +270,6 @@ def _make_runner(
 
 def _model_info(
     config: EngineConfig,
-    folder: Path,
     loaded: LoadedModel,
     groups: tuple[KvGroup, ...],
     sizing: KvSizing,
@@ -227,6 +277,7 @@ def _model_info(
     decided: tuple[str, ...],
     numerics: dict[str, str],
 ) -> ModelInfo:
+    folder = Path(config.model)
     texts = {name: (folder / name).read_bytes() for names in TEXT_FILES.values() for name in names if (folder / name).is_file()}
     return ModelInfo(
         architecture=loaded.architecture,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.core.errors import CheckpointError, EngineFatal
+from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint import files as checkpoint_files
 from headrace.tensor.host import file_memory
 from headrace.tensor.host.file_memory import FileReading
@@ -22,9 +22,18 @@ from headrace.tensor.packed.file import NOTE_SUFFIX, TABLE, PackedFile, PackedFo
 from headrace.tensor.packed.store import StoredTable, write_tensors
 
 NAME = "0" * 32 + ".safetensors"
+SHAPE = (700, 16)
 OTHER = "1" * 32 + ".safetensors"
 LINEARS = {"a/words": torch.arange(24, dtype=torch.int32).reshape(4, 6), "a/scales": torch.randn(3).bfloat16(), "b": torch.randn(5)}
 TABLES = {TABLE + "rows": torch.randn(700, 16).bfloat16()}
+
+
+def no_checkpoint() -> torch.Tensor:
+    raise CheckpointError("f", "no checkpoint here")
+
+
+def stored(file: PackedFile, shape: tuple[int, int] = SHAPE) -> StoredTable:
+    return StoredTable(file, "rows", shape, no_checkpoint)
 
 
 def written(path: Path, *what: Mapping[str, Any]) -> None:
@@ -42,10 +51,10 @@ def held(file: PackedFile) -> dict[str, torch.Tensor]:
     file.wait()
     found = {}
     for name, tensor in LINEARS.items():
-        stored, memory, first = file.place(name)
-        flat = torch.frombuffer(memory, dtype=torch.uint8, count=stored.end - stored.begin, offset=first)
-        found[name] = flat.view(tensor.dtype).reshape(stored.shape)
-    return found | {TABLE + "rows": StoredTable(file, "rows", (700, 16)).whole()}
+        entry, memory, first = file.place(name)
+        flat = torch.frombuffer(memory, dtype=torch.uint8, count=entry.end - entry.begin, offset=first)
+        found[name] = flat.view(tensor.dtype).reshape(entry.shape)
+    return found | {TABLE + "rows": stored(file).whole()}
 
 
 def assert_as_written(found: dict[str, torch.Tensor]) -> None:
@@ -69,19 +78,19 @@ def test_every_element_lies_as_its_size_needs_and_tables_come_last(folder: Packe
     file = PackedFile(folder.directory / NAME, 0)
     file.wait()
     assert all(file.place(name)[2] % tensor.element_size() == 0 for name, tensor in LINEARS.items())
-    assert file.tensors[TABLE + "rows"].begin == max(stored.begin for stored in file.tensors.values())
+    assert file.tensors[TABLE + "rows"].begin == max(entry.begin for entry in file.tensors.values())
 
 
 @pytest.mark.parametrize("ids", [[], [0], [699, 0, 3, 3, 698], list(range(700)) * 3])
 def test_rows_of_a_stored_table_are_those_of_the_one_in_memory(folder: PackedFolder, ids: list[int]) -> None:
-    table, wanted = StoredTable(PackedFile(folder.directory / NAME, 0), "rows", (700, 16)), torch.tensor(ids, dtype=torch.int64)
+    table, wanted = stored(PackedFile(folder.directory / NAME, 0)), torch.tensor(ids, dtype=torch.int64)
     assert torch.equal(table.rows(wanted), HeldTable(TABLES[TABLE + "rows"]).rows(wanted))
     strided = torch.stack([wanted, wanted + 1], 1)[:, 0]
     assert torch.equal(table.rows(strided), table.rows(wanted))
 
 
 def test_a_table_outlives_its_file(folder: PackedFolder) -> None:
-    table = StoredTable(PackedFile(folder.directory / NAME, 0), "rows", (700, 16))
+    table = stored(PackedFile(folder.directory / NAME, 0))
     (folder.directory / NAME).unlink()
     gc.collect()
     assert torch.equal(table.rows(torch.tensor([5])), TABLES[TABLE + "rows"][5:6])
@@ -89,32 +98,32 @@ def test_a_table_outlives_its_file(folder: PackedFolder) -> None:
 
 @pytest.mark.parametrize("bad", [-1, 700, 2**40])
 def test_an_id_that_is_no_row_is_refused(folder: PackedFolder, bad: int) -> None:
-    table = StoredTable(PackedFile(folder.directory / NAME, 0), "rows", (700, 16))
+    table = stored(PackedFile(folder.directory / NAME, 0))
     with pytest.raises(IndexError, match=r"outside 0\.\.699"):
         table.rows(torch.tensor([3, bad]))
 
 
 def test_a_table_cut_short_is_an_error_and_not_a_wrong_row(folder: PackedFolder) -> None:
-    table = StoredTable(PackedFile(folder.directory / NAME, 0), "rows", (700, 16))
+    table = stored(PackedFile(folder.directory / NAME, 0))
     with (folder.directory / NAME).open("r+b") as stream:
         stream.truncate((folder.directory / NAME).stat().st_size - 40)
     assert torch.equal(table.rows(torch.tensor([697])), TABLES[TABLE + "rows"][697:698])
     for row in (698, 699):
-        with pytest.raises(EngineFatal, match="any more"):
+        with pytest.raises(CheckpointError, match="no checkpoint here"):
             table.rows(torch.tensor([0, row]))
 
 
 @pytest.mark.parametrize("shape", [(699, 16), (16, 700), (700, 8)])
 def test_a_table_of_another_shape_is_refused(folder: PackedFolder, shape: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="rows is BF16"):
-        StoredTable(PackedFile(folder.directory / NAME, 0), "rows", shape)
+        stored(PackedFile(folder.directory / NAME, 0), shape)
 
 
-def test_a_file_is_closed_with_the_last_who_uses_it(folder: PackedFolder) -> None:
+def test_a_file_is_closed_with_the_last_object_that_uses_it(folder: PackedFolder) -> None:
     def num_open() -> int:
         return sum(str(folder.directory) in str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
 
-    table = StoredTable(PackedFile(folder.directory / NAME, 1), "rows", (700, 16))
+    table = stored(PackedFile(folder.directory / NAME, 1))
     table._file.wait()
     gc.collect()
     assert num_open() == 1

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(packed_store, "LEAST_BYTES", 0)
+    monkeypatch.setattr(packed_store, "MIN_BYTES", 0)
     (tmp_path / "packed").mkdir()
     return tmp_path / "packed"
 
@@ -47,8 +49,9 @@ def files(kept: Path) -> list[Path]:
     return list(kept.glob("*" + SUFFIX))
 
 
-def loaded(folder: Path, packed: Path | PackedFolder | None, quantization: str = "int8") -> LoadedModel:
-    found = load_model(
+def loaded_only(folder: Path, packed: Path | PackedFolder | None, quantization: str = "int8") -> LoadedModel:
+    """The model, with nothing written to disk yet."""
+    return load_model(
         folder,
         backend=load_backend("numba", features=AVX2),
         dtype=torch.float32,
@@ -59,8 +62,13 @@ def loaded(folder: Path, packed: Path | PackedFolder | None, quantization: str =
         quantization=quantization,
         packed=PackedFolder(packed, {}) if isinstance(packed, Path) else packed,
     )
-    if found.keeping is not None:
-        found.keeping.join()
+
+
+def loaded(folder: Path, packed: Path | PackedFolder | None, quantization: str = "int8") -> LoadedModel:
+    """The model, once everything that a start keeps is on disk."""
+    found = loaded_only(folder, packed, quantization)
+    if found.store is not None and (writer := found.store.save()) is not None:
+        writer.join()
     return found
 
 
@@ -128,7 +136,7 @@ def test_a_damaged_file_is_made_again(folder: Path, kept: Path, damage: str, cap
     with caplog.at_level(logging.WARNING):
         again = loaded(folder, kept)
     assert_equal(plain, again)
-    assert "made again" in caplog.text
+    assert "packed again" in caplog.text
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused_all_the_same(folder: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +151,41 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused_all_the_same(folder: Path, 
     monkeypatch.setattr("headrace.tensor.models.store_name", lambda *given, **named: file.name)
     with pytest.raises(CheckpointError, match="down_proj"):
         loaded(folder, kept)
+
+
+def test_embeddings_that_cannot_be_read_from_the_packed_file_any_more_come_from_the_checkpoint(
+    folder: Path, kept: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = loaded(folder, kept).model.embedding
+    stored, ids = loaded(folder, kept).model.embedding, torch.tensor([3, 0, 3])
+    assert (plain.resident_bytes > 0, stored.resident_bytes) == (True, 0)
+    [file] = files(kept)
+    with file.open("r+b") as stream:
+        stream.truncate(file.stat().st_size // 2)
+    for _ in range(2):
+        assert torch.equal(stored.rows(ids), plain.rows(ids))
+    assert stored.resident_bytes == plain.resident_bytes
+    assert ["cannot be read" in record.message for record in caplog.records if record.levelno == logging.ERROR] == [True]
+
+
+def test_embeddings_that_neither_file_gives_fail_the_step_alone(folder: Path, kept: Path) -> None:
+    loaded(folder, kept)
+    stored, ids = loaded(folder, kept).model.embedding, torch.tensor([3])
+    for path in (*files(kept), folder / "model.safetensors"):
+        with path.open("r+b") as stream:
+            stream.truncate(100)
+    with pytest.raises(CheckpointError):
+        stored.rows(ids)
+
+
+def test_weights_of_a_start_that_failed_are_released(folder: Path, kept: Path) -> None:
+    """Until `save`, nothing but the loaded model holds what was packed."""
+    found = loaded_only(folder, kept)
+    held = weakref.ref(linears(found)[0])
+    del found
+    gc.collect()
+    assert held() is None
+    assert files(kept) == []
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_but_time(
@@ -209,7 +252,7 @@ def test_weights_of_another_number_of_threads_are_other_weights(folder: Path, ke
 
 
 def test_small_weights_are_not_kept(folder: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_store, "LEAST_BYTES", 1 << 40)
+    monkeypatch.setattr(packed_store, "MIN_BYTES", 1 << 40)
     loaded(folder, kept)
     assert [path for path in kept.iterdir() if path.suffix != ".weights"] == []
 

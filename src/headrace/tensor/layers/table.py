@@ -1,4 +1,4 @@
-"""Embedding tables: rows that are looked up by token id, in memory or in the file of packed weights."""
+"""Embedding tables, whose rows are looked up by token id. `HeldTable` is in memory; `packed.store.StoredTable` stays in its file."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from torch.nn import functional as F
 
 
 class Table(Protocol):
-    """Rows [rows, columns].
-
-    resident_bytes  of it in memory
-    """
+    """A table [rows, columns]. resident_bytes: memory that it takes in this process."""
 
     @property
     def resident_bytes(self) -> int: ...
@@ -23,13 +20,13 @@ class Table(Protocol):
         ...
 
     def whole(self) -> Tensor:
-        """All rows, in memory."""
+        """The whole table, in memory."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HeldTable:
-    """In memory."""
+    """A table in memory."""
 
     tensor: Tensor
 

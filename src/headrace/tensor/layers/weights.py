@@ -38,13 +38,13 @@ class WeightSource(Protocol):
 
 
 class LinearStore(Protocol):
-    """Where packed linears and tables are kept between starts; see `tensor.packed.store`."""
+    """Where packed linears and tables are kept between starts; `tensor.packed.store.PackedStore` is one."""
 
     def find(self, name: str) -> Linear | None: ...
 
     def keep(self, name: str, linear: Linear) -> None: ...
 
-    def find_table(self, name: str, shape: tuple[int, int]) -> Table | None: ...
+    def find_table(self, name: str, shape: tuple[int, int], reread: Callable[[], Tensor]) -> Table | None: ...
 
     def keep_table(self, name: str, table: Tensor) -> None: ...
 
@@ -123,12 +123,16 @@ class WeightReader:
 
     def table(self, name: str, rows: int, columns: int) -> Table:
         """An embedding table [rows, columns], whole on every rank. A smaller stored dtype is kept: looked-up rows convert exactly."""
-        if self.store is not None and (known := self.store.find_table(name, (rows, columns))) is not None:
+
+        def read() -> Tensor:
+            stored = self.source.read(name, (rows, columns))
+            dtype = stored.dtype if stored.dtype.itemsize < self.dtype.itemsize else self.dtype
+            return torch.empty((rows, columns), dtype=dtype, device=self.device).copy_(stored)
+
+        if self.store is not None and (known := self.store.find_table(name, (rows, columns), read)) is not None:
             self.source.expect(name, (rows, columns))
             return known
-        stored = self.source.read(name, (rows, columns))
-        dtype = stored.dtype if stored.dtype.itemsize < self.dtype.itemsize else self.dtype
-        table = torch.empty((rows, columns), dtype=dtype, device=self.device).copy_(stored)
+        table = read()
         if self.store is not None:
             self.store.keep_table(name, table)
         return HeldTable(table)

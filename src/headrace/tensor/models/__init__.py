@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
@@ -53,11 +52,11 @@ class LoadedModel:
     max_model_len      longest context its tables were made for
     eos_token_ids      end tokens; empty when the checkpoint names none
     sampling_defaults  SamplingParams fields the checkpoint's author chose
-    model_digest       hex; see `Checkpoint.digest`. Of random weights: of config.json and the seed
-    weights            digest of all weight bytes, known now or later; None: of random weights, which `model_digest` says all of
+    model_digest       hex; see `Checkpoint.digest`. For random weights: a digest of config.json and the seed
+    weights            digest of all weight bytes, known now or later; None for random weights, which `model_digest` identifies
     weight_bytes       read by one decode step of one sequence
     resident_bytes     held in memory
-    keeping            writes the packed weights to disk; None: there is nothing to write
+    store              its `save` keeps the packed linears on disk for the next start; None: they are not kept
     """
 
     model: DecoderModel
@@ -71,7 +70,7 @@ class LoadedModel:
     weight_bytes: int
     resident_bytes: int
     dtype: torch.dtype
-    keeping: Thread | None = None
+    store: PackedStore | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,45 +113,28 @@ def load_model(
     load_format    "dummy": random weights from config.json and `seed`; otherwise safetensors
     max_model_len  None: the checkpoint's
     quantization   "none", or how linears' weights are rounded at load (`kernels.rounding.Precision`)
-    packed         where packed weights are kept for the next start; None: they are not
+    packed         where packed linears are kept for the next start; None: they are not kept
 
     Raises: CheckpointError naming file and reason; ConfigError for an option that this model cannot be run with.
-    Memory: stays below the weights held + the largest fused tensor, twice, + small change.
+    Memory: at most the weights held, twice the largest fused tensor, and small change.
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError("load_format", f"{load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     if world != 1:
         raise ConfigError("tensor_parallel_size", f"{world}: one model on several ranks is not supported yet", "Use 1.")
-    precision, keeping, weights = Precision(quantization), None, None
-    config = read_config(folder)
+    config, precision = read_config(folder), Precision(quantization)
     architecture, spec = _read_spec(config)
     spec = spec.within(_resolve_max_model_len(max_model_len, spec.max_positions))
     defaults = read_generation_defaults(folder, config, spec.vocab_size)
+    dtype = dtype or _named_dtype(config)
     if load_format == "dummy":
-        dtype = dtype or _named_dtype(config) or torch.float32
-        source = RandomWeights(seed, dtype, 1.0 - spec.norm_plus)
-        model = DecoderModel(WeightReader(source, backend, dtype, device, rank, world, precision), spec)
-        digest = blake2b(Path(config.file).read_bytes() + f"{seed}".encode(), digest_size=16).hexdigest()
+        weights = _random_weights(config, spec, dtype or torch.float32, seed)
     else:
-        checkpoint = Checkpoint(folder)
-        dtype = dtype or _named_dtype(config) or _STORED_DTYPES.get(checkpoint.stored_dtype(f"{spec.names.embedding}.weight"))
-        weights = WeightsDigest([Path(config.file), *checkpoint.files], None if packed is None else packed.directory)
-        digest = checkpoint.digest()
-        store = None
-        layout = backend.packing.packed_layout(precision)
-        if packed is not None and layout:
-            kind = f"{quantization} {dtype} {rank}/{world}"
-            store = PackedStore(
-                packed, store_name(digest, checkpoint.files, precision=kind, layout=layout), backend.packing, weights.content
-            )
-        model = DecoderModel(WeightReader(checkpoint, backend, dtype or torch.float32, device, rank, world, precision, store), spec)
-        checkpoint.check_all_read()
-        if store is not None:
-            if (made_from := store.made_from) is not None:
-                weights.packed_from(made_from)
-            keeping = store.save()
-    if precision is not Precision.NONE:
-        digest = blake2b(f"{digest} {quantization}".encode(), digest_size=16).hexdigest()
+        weights = _open_checkpoint(folder, config, spec, dtype, packed)
+        weights.open_store(packed, backend, precision, f"{rank}/{world}")
+    reader = WeightReader(weights.source, backend, weights.dtype, device, rank, world, precision, weights.store)
+    model = DecoderModel(reader, spec)
+    weights.finish()
     return LoadedModel(
         model=model,
         architecture=architecture,
@@ -160,13 +142,66 @@ def load_model(
         max_model_len=spec.max_positions,
         eos_token_ids=defaults.eos_token_ids,
         sampling_defaults=defaults.sampling,
-        model_digest=digest,
-        weights=weights,
+        model_digest=weights.rounded_digest(precision),
+        weights=weights.content,
         weight_bytes=model.weight_bytes,
         resident_bytes=model.resident_bytes,
         dtype=model.dtype,
-        keeping=keeping,
+        store=weights.store,
     )
+
+
+@dataclass(slots=True)
+class _Weights:
+    """Where one model's weights are read from, and what identifies them.
+
+    dtype    to compute with
+    digest   hex; of the checkpoint's headers and samples, or of config.json and the seed
+    content  digest of all weight bytes; None for random weights
+    store    packed linears of earlier starts; None: none are kept
+    """
+
+    source: Checkpoint | RandomWeights
+    dtype: torch.dtype
+    digest: str
+    content: WeightsDigest | None = None
+    store: PackedStore | None = None
+
+    def open_store(self, packed: PackedFolder | None, backend: Backend, precision: Precision, share: str) -> None:
+        """Find what an earlier start packed for this precision and rank share, unless the backend's packing is not kept on disk."""
+        layout = backend.packing.packed_layout(precision)
+        if packed is not None and layout and isinstance(self.source, Checkpoint) and self.content is not None:
+            kind = f"{precision.value} {self.dtype} {share}"
+            name = store_name(self.digest, self.source.files, precision=kind, layout=layout)
+            self.store = PackedStore(packed, name, backend.packing, self.content.content)
+
+    def finish(self) -> None:
+        """Once all weights are read. Raises CheckpointError if the checkpoint holds a tensor that the model did not ask for."""
+        if isinstance(self.source, Checkpoint):
+            self.source.check_all_read()
+        if self.store is not None and self.content is not None and (made_from := self.store.made_from) is not None:
+            self.content.packed_from(made_from)
+
+    def rounded_digest(self, precision: Precision) -> str:
+        """`digest`, and how the linears were rounded."""
+        if precision is Precision.NONE:
+            return self.digest
+        return blake2b(f"{self.digest} {precision.value}".encode(), digest_size=16).hexdigest()
+
+
+def _random_weights(config: ConfigFile, spec: DecoderSpec, dtype: torch.dtype, seed: int) -> _Weights:
+    digest = blake2b(Path(config.file).read_bytes() + f"{seed}".encode(), digest_size=16).hexdigest()
+    return _Weights(RandomWeights(seed, dtype, 1.0 - spec.norm_plus), dtype, digest)
+
+
+def _open_checkpoint(
+    folder: Path, config: ConfigFile, spec: DecoderSpec, dtype: torch.dtype | None, packed: PackedFolder | None
+) -> _Weights:
+    """The folder's checkpoint. dtype: None: that of the stored embedding; float32 where it stores integers."""
+    checkpoint = Checkpoint(folder)
+    dtype = dtype or _STORED_DTYPES.get(checkpoint.stored_dtype(f"{spec.names.embedding}.weight")) or torch.float32
+    content = WeightsDigest([Path(config.file), *checkpoint.files], None if packed is None else packed.directory)
+    return _Weights(checkpoint, dtype, checkpoint.digest(), content)
 
 
 def describe(

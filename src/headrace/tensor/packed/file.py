@@ -1,10 +1,12 @@
-"""A file of packed weights, and the folder of them: what of it can be done before torch is there.
+"""A file of packed weights, and the folder that holds such files: the part of a start that needs no torch.
 
-A safetensors file: linears first, tables (embeddings) last. Linears are read whole, by several threads, into memory that they then lie
-in: no page of them is mapped twice, none copied again. Tables stay in the file, which stays open: rows are read when they are looked up.
+A packed file is a safetensors file: linears first, tables (embeddings) last. Several threads read the linears into one piece of memory,
+and linears are views of that memory: no byte is copied a second time. Tables stay in the file, which stays open: a row is read when it is
+looked up.
 
-Which file a start needs is known only after torch has been imported. Reading begins before, with the file that the last start with the
-same configuration needed; if it turns out to be another one, what was read is dropped.
+Which file a start needs is known only after torch has been imported. Reading begins earlier, with the file that the last start with the
+same configuration used. If this start needs another file, the bytes read ahead are dropped. Who writes files, and under which names:
+`packed.store`.
 """
 
 from __future__ import annotations
@@ -30,20 +32,23 @@ log = logging.getLogger(__name__)
 SUFFIX = ".safetensors"
 NOTE_SUFFIX = ".last"
 TABLE = "table:"
-"""How the names of tensors begin that stay in the file."""
+"""Prefix of the names of tensors that stay in the file."""
 _NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
 
 
 class PackedFile:
-    """An open file. Raises CheckpointError for a damaged one, OSError for one that cannot be opened.
+    """One packed file, open, with reading begun.
 
-    facts       its metadata: text by name
-    tensors     what it holds, by name
-    descriptor  of the open file, for as long as this object
+    facts       the file's metadata: text by name
+    tensors     dtype, shape and place of every stored tensor, by name
+    descriptor  the open file's; closed with this object
     """
 
     def __init__(self, path: Path, num_threads: int) -> None:
-        """num_threads  that read the linears from now on, besides whoever waits for them."""
+        """num_threads: reading threads, started here; the thread that calls `wait` reads too.
+
+        Raises: CheckpointError for a damaged file; OSError for one that cannot be opened or was replaced meanwhile.
+        """
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.descriptor)
         header = read_header(path)
@@ -54,49 +59,55 @@ class PackedFile:
         self._data_start = header.data_start
         end = max((tensor.end for tensor in header.tensors.values()), default=0)
         tables = [tensor.begin for name, tensor in header.tensors.items() if name.startswith(TABLE)]
-        self._num_read = min(tables, default=end)
-        self._memory = map_pages(max(1, self._num_read))
-        if end > self._num_read and hasattr(os, "posix_fadvise"):
-            # Rows of tables are read one by one; by then the system is to have them.
-            os.posix_fadvise(self.descriptor, self._data_start + self._num_read, end - self._num_read, os.POSIX_FADV_WILLNEED)
-        target = memoryview(self._memory)[: self._num_read]
+        self._num_bytes = min(tables, default=end)
+        self._memory = map_pages(max(1, self._num_bytes))
+        if end > self._num_bytes and hasattr(os, "posix_fadvise"):
+            # Rows of tables are read one by one. The system reads the tables into its page cache meanwhile.
+            os.posix_fadvise(self.descriptor, self._data_start + self._num_bytes, end - self._num_bytes, os.POSIX_FADV_WILLNEED)
+        target = memoryview(self._memory)[: self._num_bytes]
         self._reading: FileReading | None = FileReading(self.descriptor, header.data_start, target, num_threads)
 
     @property
     def num_bytes_read(self) -> int:
-        return self._num_read if self._reading is None else self._reading.num_read
+        """Bytes of memory filled so far."""
+        return self._num_bytes if self._reading is None else self._reading.num_read
 
     def wait(self) -> None:
-        """Until the linears are in memory. Raises OSError where they cannot be read."""
+        """Return once all linears are in memory. Raises OSError if the file cannot be read."""
         reading, self._reading = self._reading, None
         if reading is not None:
             reading.wait()
 
     def drop(self) -> None:
-        """Stop reading; nothing of it is to be used."""
+        """Stop reading. Nothing of the file may be used afterwards."""
         reading, self._reading = self._reading, None
         if reading is not None:
             reading.stop()
 
     def place(self, name: str) -> tuple[StoredTensor, mmap.mmap, int]:
-        """(a linear's tensor, memory it lies in, first byte there); after `wait`. Raises KeyError for a name that is not there, ValueError
-        for a linear that stands behind a table."""
+        """(a linear's tensor, the memory it lies in, its first byte there), valid after `wait`.
+
+        Raises: KeyError for an unknown name; ValueError for a tensor that stands behind a table, and so is not in memory.
+        """
         stored = self.tensors[name]
-        if stored.end > self._num_read:
+        if stored.end > self._num_bytes:
             raise ValueError(f"{name} stands behind a table")
         return stored, self._memory, stored.begin
 
     def place_of_table(self, name: str) -> tuple[StoredTensor, int]:
-        """(the table, first byte in the file). Raises KeyError."""
+        """(the table's tensor, its first byte in the file). Raises KeyError for an unknown name."""
         stored = self.tensors[TABLE + name]
         return stored, self._data_start + stored.begin
 
 
 class PackedFolder:
-    """Where packed weights are kept for one configuration, and the file of it that is being read already."""
+    """The folder of packed files as one configuration uses it, with the file that is being read ahead.
+
+    A note per configuration, a small file in the folder, names the packed file that the configuration's last start used.
+    """
 
     def __init__(self, directory: Path, configuration: Mapping[str, object]) -> None:
-        """configuration: all that decides which file is needed, as far as it was asked for; JSON."""
+        """configuration: the options, JSON values, that decide which file a start needs."""
         key = blake2b(json.dumps(configuration, sort_keys=True).encode(), digest_size=16, person=b"headrace-asked")
         self.directory = directory
         self._note = directory / (key.hexdigest() + NOTE_SUFFIX)
@@ -104,21 +115,21 @@ class PackedFolder:
 
     @property
     def num_bytes_ahead(self) -> int:
-        """Memory that reading ahead has taken so far."""
+        """Bytes of memory that reading ahead has filled so far."""
         return 0 if self._ahead is None else self._ahead.num_bytes_read
 
-    def read_ahead(self, most_bytes: int) -> None:
-        """Begin with the file of the last time, if it is there and not larger. Raises nothing: it is opened again when it is needed."""
+    def read_ahead(self, max_bytes: int) -> None:
+        """Begin to read the file that the note names, if it exists and has at most `max_bytes`. Raises nothing: `open` reports errors."""
         try:
             name = self._note.read_text(encoding="ascii")[:64]
             path = self.directory / name
-            if _NAME.fullmatch(name) and path.stat().st_size <= most_bytes:
+            if _NAME.fullmatch(name) and path.stat().st_size <= max_bytes:
                 self._ahead = PackedFile(path, 1)
         except (OSError, ValueError, CheckpointError):
             self._ahead = None
 
     def open(self, name: str, num_threads: int) -> PackedFile:
-        """The file, in memory. Raises CheckpointError, OSError."""
+        """The file `name`, read whole. Raises CheckpointError for a damaged file, OSError for one that cannot be read."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.path.name != name:
             ahead.drop()
@@ -128,13 +139,13 @@ class PackedFolder:
         return file
 
     def drop(self) -> None:
-        """Nothing more is needed of what is being read."""
+        """Stop reading ahead and release that memory."""
         if self._ahead is not None:
             self._ahead.drop()
             self._ahead = None
 
     def remember(self, name: str) -> None:
-        """This is the file that the configuration needs."""
+        """Write the configuration's note: its next start reads the file `name` ahead."""
         with suppress(OSError, ValueError):
             if self._note.read_text(encoding="ascii") == name:
                 return

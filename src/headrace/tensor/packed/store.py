@@ -1,8 +1,9 @@
-"""Packed weights kept on disk: a start reads them instead of joining, rounding and packing the checkpoint's again.
+"""Packed weights kept on disk: a start reads them instead of joining, rounding and packing the checkpoint's weights again.
 
-One file per (checkpoint, precision, layout), written whole or not at all. Its name comes from the checkpoint's digest and from every
-weight file's size and time of change, so a changed checkpoint is packed anew; so is one whose file here is damaged. The file holds
-numbers only: nothing of it can run. What is not used for long makes room. How it is read: `packed.file`.
+One file per (checkpoint, precision, layout), written whole or not at all. The file's name is a hash of the checkpoint's digest and of
+every weight file's size and modification time, so a changed checkpoint is packed again, and so is one whose packed file is damaged. The
+file holds numbers only: nothing in it can run. Norms are not kept: they are read from the checkpoint at every start. How a file is read:
+`packed.file`.
 """
 
 from __future__ import annotations
@@ -27,24 +28,25 @@ from headrace.tensor.host.unfinished import UNFINISHED, is_named, locked, remove
 from headrace.tensor.kernels import Linear, PackedLinear, WeightPacking
 from headrace.tensor.kernels.cpu.pages import read_open
 from headrace.tensor.kernels.cpu.stored_rows import prepare, read_rows
-from headrace.tensor.layers.table import Table
+from headrace.tensor.layers.table import HeldTable, Table
 from headrace.tensor.packed.file import NOTE_SUFFIX, SUFFIX, TABLE, PackedFile, PackedFolder
 
 log = logging.getLogger(__name__)
 
 VERSION = 3
+"""Part of every file's name: files of another version are never opened."""
 MAX_FILES = 6
-"""Files kept at a time; the one read longest ago goes first."""
+"""At most this many packed files are kept; the one used longest ago is removed first."""
 MAX_DISK_SHARE = 0.5
-"""Of the free space that a new file may take."""
-LEAST_BYTES = 4 << 20
-"""Less is packed as fast as it is found."""
+"""A new file may take at most this share of the disk's free space."""
+MIN_BYTES = 4 << 20
+"""Smaller models are not kept: packing them takes no longer than looking for the file."""
 WRITER = "headrace-pack"
-"""The thread that writes."""
+"""Name of the thread that writes a packed file."""
 
 
 def store_name(digest: str, files: Iterable[Path], *, precision: str, layout: str) -> str:
-    """The file's name. files: those the weights come from."""
+    """The packed file's name. files: the checkpoint's weight files; digest: the checkpoint's. Raises OSError for a missing file."""
     state = blake2b(json.dumps([VERSION, digest, precision, layout]).encode(), digest_size=16, person=b"headrace-packed")
     for path in sorted(files):
         info = path.stat()
@@ -53,19 +55,29 @@ def store_name(digest: str, files: Iterable[Path], *, precision: str, layout: st
 
 
 class StoredTable:
-    """A table in an open file of packed weights."""
+    """A table that stays in an open file of packed weights. If the file cannot be read, the checkpoint's table takes its place."""
 
-    resident_bytes = 0
-
-    def __init__(self, file: PackedFile, name: str, shape: tuple[int, int]) -> None:
-        """Raises KeyError for a name or a dtype that is not there, ValueError for another shape."""
+    def __init__(self, file: PackedFile, name: str, shape: tuple[int, int], reread: Callable[[], Tensor]) -> None:
+        """reread: gives the whole table from the checkpoint. Raises KeyError for an unknown name or dtype, ValueError for another shape."""
         stored, self._start = file.place_of_table(name)
         self._file, self._shape, self._dtype = file, shape, _DTYPES[stored.dtype]
+        self._reread, self._held = reread, HeldTable(torch.empty(0))
         if stored.shape != shape or not self._dtype.is_floating_point:
             raise ValueError(f"{name} is {stored.dtype} of {list(stored.shape)}")
 
+    @property
+    def resident_bytes(self) -> int:
+        return self._held.resident_bytes
+
     def rows(self, ids: Tensor) -> Tensor:
-        return read_rows(self._file.descriptor, self._start, *self._shape, self._dtype, ids)
+        """See `Table.rows`. Raises what `reread` raises when neither file can be read: the step fails, the engine goes on."""
+        if self.resident_bytes == 0:
+            try:
+                return read_rows(self._file.descriptor, self._start, *self._shape, self._dtype, ids)
+            except OSError as error:
+                log.error("%s (%s): the checkpoint's embeddings are read into memory instead", error, self._file.path)
+                self._held = HeldTable(self._reread())
+        return self._held.rows(ids)
 
     def whole(self) -> Tensor:
         flat = read_open(self._file.descriptor, self._start, prod(self._shape) * self._dtype.itemsize)
@@ -73,10 +85,14 @@ class StoredTable:
 
 
 class PackedStore:
-    """The packed linears and the tables of one model by name: found in the folder's file `name`, or kept until `save` writes them there."""
+    """One model's packed linears and its tables, by name: found in its packed file, or made in this start and written there by `save`."""
 
     def __init__(self, folder: PackedFolder, name: str, packing: WeightPacking, content: Callable[[], str] | None = None) -> None:
-        """content: digest of the weight files that are packed, hashed where it must be; "" when they have changed. It is kept with them."""
+        """
+        name     the model's packed file, from `store_name`
+        packing  how linears are packed and loaded
+        content  gives the digest of the checkpoint's bytes, hashing them if it must; "" if they changed. Written into the packed file
+        """
         self._folder, self._path = folder, folder.directory / name
         self._packing, self._content = packing, content
         self._made: dict[str, PackedLinear] = {}
@@ -87,13 +103,15 @@ class PackedStore:
 
     @property
     def made_from(self) -> str | None:
-        """Digest of the files that what was found here was packed from; None when nothing of it is used."""
+        """Digest of the checkpoint that the linears found here were packed from; None if none was found, or the file has no digest."""
         return self._found.facts.get(_MADE_FROM) if self._found is not None and self._num_found > 0 else None
 
     def find(self, name: str) -> Linear | None:
-        """A linear kept by an earlier start; the file's memory lives as long as any of them. Raises nothing: one that cannot be read is
-        made again, and so is the whole file at the next start."""
-        if self._found is None or name not in self._found.facts:  # of a whole file: one that is packed in a way that is not kept
+        """The linear that an earlier start kept; None if there is none. Its weights are views of the file's memory, which lives as long.
+
+        Raises nothing: after a linear that cannot be loaded the whole file counts as damaged, and every later linear is packed again.
+        """
+        if self._found is None or name not in self._found.facts:  # a whole file lacks linears whose packing is not kept
             return None
         try:
             facts = json.loads(self._found.facts[name])
@@ -106,15 +124,16 @@ class PackedStore:
         return linear
 
     def keep(self, name: str, linear: Linear) -> None:
+        """Hold a linear of this start for `save`, unless its packing is not kept on disk."""
         if (packed := self._packing.packed(linear)) is not None:
             self._made[name] = packed
 
-    def find_table(self, name: str, shape: tuple[int, int]) -> Table | None:
-        """A table kept by an earlier start, which stays in the file."""
+    def find_table(self, name: str, shape: tuple[int, int], reread: Callable[[], Tensor]) -> Table | None:
+        """The table that an earlier start kept; None if there is none. reread: gives the whole table from the checkpoint."""
         if self._found is None or TABLE + name not in self._found.tensors:
             return None
         try:
-            table = StoredTable(self._found, name, shape)
+            table = StoredTable(self._found, name, shape, reread)
         except (KeyError, ValueError) as error:
             self._refuse(error)
             return None
@@ -122,14 +141,16 @@ class PackedStore:
         return table
 
     def keep_table(self, name: str, table: Tensor) -> None:
+        """Hold a table of this start for `save`."""
         self._made_tables[name] = table
         prepare()  # compiled now, with everything else that a first start compiles
 
     def save(self) -> Thread | None:
-        """Begin to write what was made, unless it was all found; once. The thread ends when it is written; it logs why something was not.
+        """Write what was made in this start, in a thread of its own; None if there is nothing to write. Call it once.
 
-        A program that ends waits for it. An engine process does not: what it leaves half written, a later start removes.
-        A file of which one part could be used and another not is removed: what was found in it is not at hand to be written again.
+        The thread logs why a file was not written. A Python program that ends waits for the thread. An engine process does not: a later
+        start removes the unfinished file. A file of which only some weights could be loaded is removed: the weights that were found are
+        not here to be written again.
         """
         if self._damaged is not None:
             with suppress(OSError):
@@ -144,38 +165,43 @@ class PackedStore:
         return None
 
     def _write(self) -> None:
-        """Beside an engine that answers already: nobody changes a weight."""
+        """Runs beside an engine that already answers, which is safe because no weight changes after it was packed."""
         tensors = {f"{name}/{part}": tensor for name, packed in self._made.items() for part, tensor in packed.tensors.items()}
-        tables = {TABLE + name: table for name, table in self._made_tables.items()}
         facts = {name: _facts(packed) for name, packed in self._made.items()} | {_MADE_FOR: self._path.name}
-        size = sum(tensor.nbytes for tensor in (*tensors.values(), *tables.values()))
+        tables = {TABLE + name: table for name, table in self._made_tables.items()}
         self._made, self._made_tables = {}, {}
-        if size < LEAST_BYTES:
+        size = sum(tensor.nbytes for tensor in (*tensors.values(), *tables.values()))
+        if size < MIN_BYTES:
             return
         try:
             if size > MAX_DISK_SHARE * shutil.disk_usage(self._path.parent).free:
                 raise OSError(f"{size >> 20} MiB is more than half of the free space")
-            new = self._path.with_suffix(UNFINISHED)
-            with locked(new) as descriptor:
-                if descriptor is None:
-                    log.info("packed weights are being written by another process")
-                    return
-                if self._content is not None:
-                    facts[_MADE_FROM] = self._content()
-                    if not facts[_MADE_FROM]:
-                        raise OSError("the checkpoint has changed since it was read")
-                log.info("writing %d MiB of packed weights to %s", size >> 20, self._path)
-                try:
-                    write_tensors(descriptor, tensors, tables, facts)
-                    os.replace(new, self._path)
-                except BaseException:
-                    new.unlink(missing_ok=True)
-                    raise
-            log.info("packed weights are written")
-            self._folder.remember(self._path.name)
-            self._make_room()
+            if self._write_file(tensors, tables, facts, size):
+                self._folder.remember(self._path.name)
+                self._remove_old()
         except (OSError, CheckpointError) as error:
-            log.warning("packed weights are not kept (%s); they are made again at the next start", error)
+            log.warning("packed weights are not kept (%s); the next start packs them again", error)
+
+    def _write_file(self, linears: Mapping[str, Tensor], tables: Mapping[str, Tensor], facts: dict[str, str], size: int) -> bool:
+        """Write the file under another name, then rename it. False if another process is writing it. Raises OSError, CheckpointError."""
+        new = self._path.with_suffix(UNFINISHED)
+        with locked(new) as descriptor:
+            if descriptor is None:
+                log.info("packed weights are being written by another process")
+                return False
+            if self._content is not None:
+                facts[_MADE_FROM] = self._content()
+                if not facts[_MADE_FROM]:
+                    raise OSError("the checkpoint has changed since it was read")
+            log.info("writing %d MiB of packed weights to %s", size >> 20, self._path)
+            try:
+                write_tensors(descriptor, linears, tables, facts)
+                os.replace(new, self._path)
+            except BaseException:
+                new.unlink(missing_ok=True)
+                raise
+        log.info("packed weights are written")
+        return True
 
     def _open(self) -> PackedFile | None:
         if not self._path.is_file():
@@ -185,26 +211,27 @@ class PackedStore:
             found = self._folder.open(self._path.name, torch.get_num_threads() - 1)
             if found.facts.get(_MADE_FOR) != self._path.name:
                 raise OSError("it was made for another model")
-            with suppress(OSError):  # another start has just made room
-                os.utime(found.descriptor)  # read now: see _make_room
+            with suppress(OSError):  # another start may have removed the file just now
+                os.utime(found.descriptor)  # marks the file as used now: see _remove_old
         except (CheckpointError, OSError) as error:
-            log.warning("packed weights %s cannot be read (%s); they are made again", self._path, error)
+            log.warning("packed weights %s cannot be read (%s); they are packed again", self._path, error)
             return None
         return found
 
     def _tensor(self, name: str) -> Tensor:
-        """A view of the file's memory, which lives as long as it. Raises KeyError for a name or a dtype that is not there, ValueError."""
+        """A view of the file's memory. Raises KeyError for an unknown name or dtype, ValueError for an impossible shape."""
         assert self._found is not None
         stored, memory, first = self._found.place(name)
         flat = torch.frombuffer(memory, dtype=torch.uint8, count=stored.end - stored.begin, offset=first)
         return flat.view(_DTYPES[stored.dtype]).reshape(stored.shape)
 
     def _refuse(self, error: Exception) -> None:
-        log.warning("packed weights %s cannot be used (%s); they are made again", self._path, error)
+        log.warning("packed weights %s cannot be used (%s); they are packed again", self._path, error)
         self._damaged = self._found if self._num_found > 0 else None
         self._found = None
 
-    def _make_room(self) -> None:
+    def _remove_old(self) -> None:
+        """Remove the files used longest ago, what ended processes left unfinished, and notes that name no file."""
         kept = {path.name for path in remove_oldest(list(self._path.parent.glob("*" + SUFFIX)), max_files=MAX_FILES)}
         remove_unfinished(self._path.parent)
         for note in self._path.parent.glob("*" + NOTE_SUFFIX):
@@ -214,15 +241,17 @@ class PackedStore:
 
 
 def write_tensors(descriptor: int, linears: Mapping[str, Tensor], tables: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
-    """A safetensors file, written from where the tensors lie: its own library copies them all first, which may be all the memory there is.
+    """Write a safetensors file straight from the tensors' memory: the safetensors library would copy all of them first.
 
-    Larger elements come first, so that each tensor lies as its elements need; tables come last. Raises OSError; CheckpointError, before
-    anything is written, for more tensors than `read_header` takes.
+    Linears' tensors of larger elements come first, so that each is aligned to its element size; tables come last. `facts` become the
+    file's metadata.
+
+    Raises: OSError; CheckpointError, before anything is written, for more tensors than `read_header` accepts.
     """
-    linears = dict(sorted(linears.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    tensors = dict(sorted(linears.items(), key=lambda item: (-item[1].element_size(), item[0]))) | dict(tables)
     entries: dict[str, object] = {"__metadata__": dict(facts)}
     end = 0
-    for name, tensor in (*linears.items(), *tables.items()):
+    for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
         entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     header = json.dumps(entries).encode()
@@ -232,10 +261,10 @@ def write_tensors(descriptor: int, linears: Mapping[str, Tensor], tables: Mappin
     decode_json("packed weights", header)
     with os.fdopen(descriptor, "wb", closefd=False) as stream:
         stream.write(len(header).to_bytes(8, "little") + header)
-        for tensor in (*linears.values(), *tables.values()):
+        for tensor in tensors.values():
             stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         stream.flush()
-        os.fsync(stream.fileno())  # a file that has its name has its bytes, whatever happens to the machine
+        os.fsync(stream.fileno())  # the rename must never make a file visible whose bytes a power loss could still take
 
 
 _MADE_FOR = "made for"

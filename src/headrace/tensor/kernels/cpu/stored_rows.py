@@ -1,5 +1,7 @@
-"""Rows of a table that stays in its file, read by the system's `pread`: what was read lately is in the system's cache, and a row costs a
-microsecond. Mapped instead, sixteen pages around each row would count as this process's memory, and a disk that fails would end it.
+"""Rows of a table that stays in its file, read by the system's `pread`: a microsecond per row that is in the system's page cache.
+
+Mapping the file was rejected: the system maps sixteen pages around each row that is touched, all counted as this process's memory, and a
+disk error would end the process.
 """
 
 from __future__ import annotations
@@ -11,13 +13,12 @@ import torch
 from numba import types
 from torch import Tensor
 
-from headrace.core.errors import EngineFatal
 from headrace.tensor.kernels.cpu.jit.launch import address_of, compile_kernel, launch, words
 from headrace.tensor.kernels.cpu.jit.simd import as_i64, load, read_arguments, store
 from headrace.tensor.kernels.cpu.together import run_pending
 
 TRIES = 8
-"""A signal may end a call that has read nothing yet."""
+"""Calls per piece of a row before the file counts as unreadable: a signal may interrupt a call that has read nothing yet."""
 _pread = types.ExternalFunction("pread", types.intp(types.int32, types.intp, types.intp, types.int64))
 
 
@@ -61,8 +62,7 @@ def prepare() -> None:
 def read_rows(descriptor: int, start: int, num_rows: int, columns: int, dtype: torch.dtype, ids: Tensor) -> Tensor:
     """Rows `ids` [T] int64 of a table [num_rows, columns] at byte `start` of an open file -> [T, columns].
 
-    Raises: IndexError for an id that is no row; EngineFatal where the file cannot be read, or is shorter than the table: a process
-    that starts anew makes another one.
+    Raises: IndexError for an id that is no row; OSError if the file cannot be read, or has become shorter than the table.
     """
     ids = ids.contiguous()
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < num_rows:
@@ -81,5 +81,5 @@ def read_rows(descriptor: int, start: int, num_rows: int, columns: int, dtype: t
     launch(_kernel(), arguments, 1, out, ids)
     run_pending()
     if not is_complete[0]:
-        raise EngineFatal("rows of a table cannot be read from the file of packed weights any more")
+        raise OSError("rows of a table cannot be read from the file of packed weights")
     return out
