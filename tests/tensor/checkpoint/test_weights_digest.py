@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,19 @@ def test_a_damaged_record_is_no_record(files: list[Path], records: Path, text: s
     [record] = records.iterdir()
     record.write_text(text)
     assert WeightsDigest(files, records).known == ""
+
+
+def test_a_record_that_does_not_fit_the_disk_is_not_there(files: list[Path], records: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The system writes as many bytes as fit and refuses the rest only when it is asked to write them."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        digest = WeightsDigest(files, records).compute()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert digest == WeightsDigest(files, None).compute()
+    assert "hash the weights again" in caplog.text
+    assert not list(records.iterdir())
 
 
 def test_files_that_change_after_they_were_read_have_no_digest(files: list[Path], records: Path) -> None:

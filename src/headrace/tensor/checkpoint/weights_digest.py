@@ -1,8 +1,8 @@
-"""One digest of all of a model's weight bytes and its config.json: not a sample, so that equal digests mean equal weights.
+"""The digest of all of a model's weight bytes and its config.json. It is no sample: equal digests mean equal weights.
 
-Hashing takes about half a second per gigabyte. It is done once per content and remembered in a record beside the packed weights, under
-what the system says of every file: size, times of change, inode. A file that says otherwise is hashed again; the time of the inode's
-change is among them, which no copy that keeps a file's times keeps.
+Hashing takes about half a second per gigabyte. It is done once, and the digest is kept in a record beside the packed weights together
+with each file's stamp: size, times of change, inode. A file whose stamp differs is hashed again. The stamp includes the time of the
+inode's change, which a copy that preserves modification times does not preserve.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".weights"
 MAX_RECORDS = 64
+"""At most this many records are kept; the one written longest ago is removed first."""
 MAX_RECORD_BYTES = 1 << 20
-"""Some hundred bytes per file."""
+"""A larger record is not written. A record has some hundred bytes per weight file."""
 MAX_RECORDS_BYTES = 4 << 20
+"""All records together have at most this many bytes."""
 
 Stamps = list[list[object]]
 
 
 class WeightsDigest:
-    """Made before the weights are read: whatever changes after that moment shows.
+    """The digest of one checkpoint's files. Make it before the weights are read: files that change later are then found out.
 
     known  hex; "" until `compute`, unless an earlier start has left a record
     """
@@ -52,16 +54,18 @@ class WeightsDigest:
     def known(self) -> str:
         if not self._content or self._packed_from in (None, self._content):
             return self._content
-        # Some of what is computed with comes from other files than lie there now; neither digest says all.
+        # Some weights in memory were packed from files other than those in the folder now: neither digest alone covers them all.
         return sha256(f"{self._packed_from} {self._content}".encode()).hexdigest()
 
     def packed_from(self, content: str) -> None:
-        """Part of the weights were read in a packed form made from the files that had this digest then."""
+        """Note that some weights were read in a packed form, made from files whose digest was `content` then."""
         self._packed_from = content
 
     def content(self) -> str:
-        """Of the files as they lie there, hashed now unless it is known; "" when they have changed since they were read or cannot be read.
-        May be called by several threads; one hashes."""
+        """The digest of the files, hashed now unless it is known; "" if they cannot be read or have changed since they were read.
+
+        Several threads may call it; one of them hashes.
+        """
         with self._lock:
             if not self._content:
                 try:
@@ -76,7 +80,7 @@ class WeightsDigest:
             return self._content
 
     def compute(self) -> str:
-        """`known`, after hashing."""
+        """Hash the files unless that is done, then return `known`."""
         self.content()
         return self.known
 
@@ -98,9 +102,10 @@ class WeightsDigest:
             return
         try:
             with locked(self._record.with_suffix(UNFINISHED)) as descriptor:
-                if descriptor is None:  # another start writes the same
+                if descriptor is None:  # another start writes the same record
                     return
-                os.write(descriptor, data)
+                with os.fdopen(descriptor, "wb", closefd=False) as stream:
+                    stream.write(data)
                 os.replace(self._record.with_suffix(UNFINISHED), self._record)
         except OSError as error:
             log.warning("the next start will hash the weights again: %s", error)
