@@ -1,4 +1,7 @@
-"""What of a start needs no torch, done by another thread while torch is imported: reading the weights that the last one packed."""
+"""Reads the weights that an earlier start packed while torch is still being imported, in a thread: reading needs no torch.
+
+The files and the notes that name them: `tensor.packed.file`.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from headrace.engine.memory import read_available
 from headrace.tensor.host.cache_folder import packed_directory
 from headrace.tensor.packed.file import PackedFolder
 
-MOST_SHARE = 0.5
-"""Of the available memory, taken before it is known whether the configuration can run at all."""
+MAX_MEMORY_SHARE = 0.5
+"""At most this share of the free memory is read into before it is known whether the configuration can run at all."""
 
 
 @contextmanager
 def reading_ahead(config: EngineConfig) -> Iterator[PackedFolder | None]:
-    """`read_ahead` around a start: what was not asked for by its end is dropped, whatever the end is."""
+    """`read_ahead` around a start. What the start did not open is dropped at the end, also when the start fails."""
     folder = read_ahead(config)
     try:
         yield folder
@@ -28,7 +31,7 @@ def reading_ahead(config: EngineConfig) -> Iterator[PackedFolder | None]:
 
 
 def read_ahead(config: EngineConfig) -> PackedFolder | None:
-    """Where this configuration's packed weights are kept, with reading begun; None where none are kept."""
+    """The folder of this configuration's packed weights, with reading begun; None if none are kept."""
     if config.device != "cpu" or config.load_format == "dummy" or config.kernels == "reference":
         return None
     directory = packed_directory()
@@ -36,5 +39,5 @@ def read_ahead(config: EngineConfig) -> PackedFolder | None:
         return None
     asked = {name: getattr(config, name) for name in ("quantization", "dtype", "kernels", "deterministic", "num_threads")}
     folder = PackedFolder(directory, {"model": str(Path(config.model).resolve()), "num_cpus": len(allowed_cpus() or ()), **asked})
-    folder.read_ahead(int(MOST_SHARE * read_available().num_bytes))
+    folder.read_ahead(int(MAX_MEMORY_SHARE * read_available().num_bytes))
     return folder

@@ -1,11 +1,12 @@
-"""Where plans meet tensors: one forward over a ragged batch, then sampling.
+"""Executes a plan with tensors: one forward pass over a ragged batch, then sampling.
 
-`ModelRunner` computes inside `submit`; `runner_overlapped` wraps one and computes on a thread of its own, so that the next plan can be made
-meanwhile. Both execute the same `execute`, in the order of submission, on one thread: no lock anywhere.
+`ModelRunner` computes inside `submit`. `runner_overlapped` wraps a `ModelRunner` and computes on a thread of its own, so that the loop can
+make the next plan meanwhile. Both call the same `execute`, in the order of submission, on one thread, so nothing here is locked. A plan's
+columns become tensors in `runner_batch`; what is remembered between steps is in `runner_slots`.
 
-What a step that raises leaves behind: its state changes (ended, started, tables, moves) may be applied, its tokens are not. KV writes
-repeat harmlessly. A later plan that was made on its promise raises `UnknownToken`; one that happened to succeed and is then planned again
-is rewound, so that no token is counted twice.
+After a step that raised, its state changes (ended, started, block tables, moves) may be applied and its tokens are not. Repeating its KV
+writes is harmless. A later plan that counted on the step's tokens raises `UnknownToken`. A later plan that succeeded all the same, and is
+then planned again, is rewound first, so that no token is counted twice.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from headrace.tensor.sampling import Sampled, Sampler, prompt_logprobs
 from headrace.tensor.sampling.sampler import NOT_A_DISTRIBUTION
 
 _PROMPT_LOGITS = 1 << 23
-"""Logits computed at once for prompt log-probabilities (32 MiB): a long prompt's whole [T, V] would not fit."""
+"""Logits computed at a time for prompt log-probabilities, 32 MiB of float32: [T, V] of a long prompt would not fit into memory."""
 
 
 @dataclass(slots=True)
 class PromptScores:
-    """Log-probabilities of prompt positions, columns as in `Result`; the rows whose logits were not finite."""
+    """Log-probabilities of prompt positions, in columns as in `Result`. failed: rows whose logits were not finite."""
 
     rows: array[int] = field(default_factory=int_column)
     counts: array[int] = field(default_factory=int_column)
@@ -57,16 +58,16 @@ class Model(Protocol):
     vocab_size: int
 
     def forward(self, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
-        """ids [T] int64 -> hidden [T, E], of `batch.selected` [W, E]; writes the step's keys and values into `kv`."""
+        """ids [T] int64 -> hidden [T, E], or [W, E] for `batch.selected`; writes the step's keys and values into `kv`."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, E] -> [N, V], fresh."""
+        """hidden [N, E] -> [N, V], a new tensor."""
         ...
 
 
 class CompletedStep:
-    """The ticket of a step that has been computed already, one way or the other."""
+    """The ticket of a step that has already been computed, or has already raised."""
 
     def __init__(self, outcome: Result | Exception) -> None:
         self._outcome = outcome
@@ -78,10 +79,10 @@ class CompletedStep:
 
 
 class ModelRunner:
-    """One model, its KV cache and every slot's state. One thread at a time.
+    """One model, its KV cache and every slot's state. Used by one thread at a time.
 
-    max_num_seqs   slots 0..max_num_seqs - 1 may be used
-    max_model_len  longest sequence, prompt and output
+    max_num_seqs   number of slots, numbered from 0
+    max_model_len  tokens of the longest sequence, prompt and output together
     draw           chooses the tokens of rows that are not greedy
     """
 
@@ -101,19 +102,19 @@ class ModelRunner:
         self._sampler = Sampler(model.vocab_size, eos_token_ids, draw)
 
     def submit(self, plan: Plan) -> CompletedStep:
-        """Compute the plan now. Never raises: what the step raised comes out of the ticket."""
+        """Compute the plan now. Never raises: the ticket's `result` raises what the step raised."""
         try:
             return CompletedStep(self.execute(plan))
         except Exception as error:
             return CompletedStep(error)
 
     def close(self) -> None:
-        """Nothing is held that the garbage collector does not free."""
+        """Does nothing: the garbage collector frees all that this runner holds."""
 
     def execute(self, plan: Plan) -> Result:
-        """Apply the plan's changes, compute its rows, remember what was sampled.
+        """Apply the plan's changes, compute its rows, remember the sampled tokens.
 
-        Raises whatever the computation raised; EngineFatal when the device itself failed, after which nothing on it can be trusted.
+        Raises: whatever the computation raised; EngineFatal if the device itself failed, after which no result of it can be trusted.
         """
         try:
             with torch.inference_mode():
@@ -125,7 +126,7 @@ class ModelRunner:
             raise EngineFatal(f"the {self._device} device failed") from error
 
     def _apply(self, plan: Plan) -> None:
-        """Points 1 to 4 of `core.plan`. Repeating it is harmless. Raises ValueError, with nothing applied, for what it cannot do."""
+        """Points 1 to 4 of `core.plan`. Harmless to repeat. Raises ValueError, with nothing applied, for a move or draft it cannot do."""
         failpoint("runner.apply")
         refuse_moves_but_copies(plan)
         refuse_drafts(plan)
@@ -158,7 +159,7 @@ class ModelRunner:
         return _result(plan, sampling, sampled, prompts, failed)
 
     def _rewind(self, rows: Rows, sampling: Ints) -> None:
-        """Forget tokens sampled by a plan that the loop has taken back: a row that samples at a known position says so."""
+        """Forget tokens of a plan that was rolled back. A row that samples at a position whose token is known shows that one was."""
         state, ends = self._state, rows.ends
         for row in sampling[state.known[rows.slots[sampling]] > ends[sampling]]:
             slot = int(rows.slots[row])
@@ -167,7 +168,7 @@ class ModelRunner:
             state.known[slot] = ends[row]
 
     def _sample(self, rows: Rows, sampling: Ints, selected: Selection, hidden: Tensor) -> Sampled:
-        """Tokens for the rows [S] that sample, from their last positions."""
+        """A token for each row in `sampling` [S], sampled from the logits of the row's last position."""
         if not len(sampling):
             return Sampled(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_), NO_LOGPROBS)
         last = torch.from_numpy(selected.places(rows.row_starts[sampling + 1] - 1)).to(hidden.device)
@@ -177,7 +178,7 @@ class ModelRunner:
         return self._sampler.sample(logits, rows.slots[sampling], rows.ends[sampling])
 
     def _prompt_logprobs(self, rows: Rows, scored: Ints, selected: Selection, hidden: Tensor) -> PromptScores:
-        """Of the rows that asked for them and computed prompt positions."""
+        """Log-probabilities of the prompt tokens computed in this step, for the rows that asked for them. scored: see `num_scored`."""
         scores = PromptScores()
         asked = np.flatnonzero(scored)
         for row, first in zip(asked.tolist(), selected.places(rows.row_starts[asked]).tolist(), strict=True):
@@ -191,7 +192,12 @@ class ModelRunner:
         return scores
 
     def _prompt_row(self, slot: int, start: int, hidden: Tensor) -> LogprobColumns | None:
-        """What the model thought of the tokens after the N from `start` on, whose hidden states [N, E] these are; piece by piece."""
+        """Log-probabilities of the N prompt tokens that follow positions start..start + N - 1, computed piece by piece.
+
+        hidden  [N, E] hidden states of those positions
+
+        Returns None if any of the logits are not finite.
+        """
         piece, count = max(1, _PROMPT_LOGITS // self.model.vocab_size), len(hidden)
         scores = LogprobColumns()
         for begin in range(0, count, piece):
@@ -206,7 +212,7 @@ class ModelRunner:
         return scores
 
     def _commit(self, rows: Rows, sampling: Ints, sampled: Sampled, failed: set[int]) -> None:
-        """Point 6 of `core.plan`: from here on the step has happened."""
+        """Point 6 of `core.plan`: record the sampled tokens. After this the step counts as done."""
         good = np.array([row not in failed for row in sampling.tolist()], dtype=np.bool_)
         slots, positions = rows.slots[sampling[good]], rows.ends[sampling[good]]
         self._state.append(slots, positions, sampled.token_ids[good])

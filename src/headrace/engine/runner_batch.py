@@ -1,4 +1,7 @@
-"""A plan's rows as the tensors of one forward pass: index arithmetic over whole columns, no Python per row or token."""
+"""Turns a plan's columns into the tensors of one forward pass. Index arithmetic over whole columns: no Python per row or token.
+
+What a plan may ask for and this runner cannot do (adapters, grammar masks, drafts, moves other than copies) is refused here by name.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from headrace.tensor.batch import ForwardBatch, GroupBatch
 
 
 class UnknownToken(Exception):
-    """A row wants a position whose id was never sampled: an earlier plan failed and this one was made on its promise."""
+    """A row needs a token id that was never sampled: this plan counted on an earlier one, which failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Rows:
 
 
 def read_rows(plan: Plan) -> Rows:
-    """Raises ValueError for adapters or grammar masks, which this runner does not have."""
+    """The plan's row columns. Raises ValueError for adapters or grammar masks, which this runner does not have."""
     slots, starts, counts, samples = (column(values) for values in (plan.slots, plan.starts, plan.counts, plan.samples))
     if any(plan.adapter_slots):
         raise ValueError("adapter_slots: this runner holds no adapters; every row must say 0")
@@ -47,7 +50,7 @@ def read_rows(plan: Plan) -> Rows:
 
 
 def refuse_moves_but_copies(plan: Plan) -> None:
-    """Raises ValueError for moves to and from elsewhere, which this runner cannot make."""
+    """Raises ValueError for moves to or from memory other than the device's, which this runner does not have."""
     for kind in plan.move_kinds:
         if kind != MoveKind.COPY:
             name = MoveKind(kind).name if kind in set(MoveKind) else str(kind)
@@ -55,19 +58,19 @@ def refuse_moves_but_copies(plan: Plan) -> None:
 
 
 def refuse_drafts(plan: Plan) -> None:
-    """Raises ValueError for rows with drafted tokens, which this runner cannot verify. It drafts none itself, so none are planned."""
+    """Raises ValueError for rows with drafted tokens, which this runner cannot verify. It drafts nothing itself."""
     if plan.drafts:
         raise ValueError(f"drafts: this runner verifies no drafted tokens; samples must be 0 or 1, got {max(plan.samples)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Tokens of the step [W], ascending, whose hidden states are looked at; None: all, as leaving a few out gains nothing."""
+    """Tokens of the step [W], ascending, whose hidden states the model returns. None: all, as leaving out less than half gains nothing."""
 
     tokens: Ints | None
 
     def places(self, tokens: Ints) -> Ints:
-        """Where these, all of them selected, stand in what the model gives."""
+        """Row of each of `tokens`, all of them selected, in the hidden states that the model returns."""
         return tokens if self.tokens is None else np.searchsorted(self.tokens, tokens)
 
 
@@ -75,15 +78,15 @@ ALL = Selection(None)
 
 
 def num_scored(rows: Rows, state: SlotState) -> Ints:
-    """[R] leading tokens of each row whose following prompt token's log-probability is asked for."""
+    """[R] per row, how many of its leading tokens are followed by a prompt token whose log-probability is asked for."""
     asks = state.prompt_logprobs[rows.slots] >= 0
-    if not asks.any():  # as nearly always
+    if not asks.any():  # the usual case
         return np.zeros(len(asks), dtype=np.int64)
     return np.where(asks, np.clip(state.num_prompt[rows.slots] - 1 - rows.starts, 0, rows.counts), 0)
 
 
 def select_tokens(rows: Rows, scored: Ints) -> Selection:
-    """scored: what `num_scored` says of these rows."""
+    """The tokens whose hidden states the step needs: sampled positions and scored ones. scored: `num_scored` of these rows."""
     num_tokens = int(rows.row_starts[-1])
     if num_tokens == len(rows.slots):
         return ALL
@@ -96,9 +99,11 @@ def select_tokens(rows: Rows, scored: Ints) -> Selection:
 
 
 def build_batch(rows: Rows, state: SlotState, device: str, selected: Selection = ALL) -> tuple[Tensor, ForwardBatch]:
-    """Token ids [T] int64 and the batch that goes with them.
+    """The step's token ids [T] int64 and the batch that describes them.
 
-    Raises: UnknownToken. A row of a slot that failed alone is computed over whatever stands there; its result is dropped.
+    A slot whose sequence failed is computed with whatever ids its row holds, and the result is dropped.
+
+    Raises: UnknownToken.
     """
     unknown = (rows.ends > state.known[rows.slots]) & ~state.failed[rows.slots]
     if unknown.any():
@@ -136,7 +141,7 @@ def _per_token(rows: Rows) -> tuple[Ints, Ints]:
 
 
 def _block_table(table: NDArray[np.int32], rows: Rows, block_size: int) -> NDArray[np.int32]:
-    """[R, M] with M as wide as the longest context needs; blocks held beyond a row's context read as the pad block."""
+    """[R, M], as wide as the longest context needs. Entries beyond a row's context are the pad block."""
     held = -(-rows.ends // block_size)
     width = int(held.max())
     return np.where(np.arange(width) < held[:, None], table[rows.slots, :width], np.int32(0))

@@ -1,4 +1,7 @@
-"""What the log says while a start compiles kernels: that it does, how far it is, and that the next start will not."""
+"""Log lines for a start that compiles kernels: that it compiles, how far it is, and where the compiled kernels are kept.
+
+Kernels are compiled once per machine and version (`tensor.kernels.cpu.jit`), which takes about half a minute; later starts load them.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +15,29 @@ from headrace.core.clock import Clock
 log = logging.getLogger(__name__)
 
 EXPECTED = 95
-"""About how many functions a start compiles, whatever it serves: which ones it needs is known for certain only once all are there.
+"""About how many functions a start compiles, whatever model it serves. The exact number is known only once all are compiled.
 tests/engine/runner/test_runner_compiling.py counts them."""
 
 LOG_INTERVAL_S = 5.0
-"""Between two lines."""
+"""Seconds between two lines of progress."""
 
 
 class CompileNotice:
-    """Called with the number of functions compiled so far, as often as it changes; logs rarely. Nothing is said where none is compiled."""
+    """Called with the number of functions compiled so far whenever it changes. Logs at the first call, then every LOG_INTERVAL_S."""
 
     def __init__(self, kept: str, clock: Clock = time.perf_counter) -> None:
-        """kept: one sentence about where what is compiled is kept, if it is"""
+        """kept: where compiled kernels are kept, or why they are not, in words."""
         self._kept, self._clock = kept, clock
-        self._began_s = self._told_s = 0.0
+        self._began_s = self._logged_s = 0.0
         self._num_compiled: int | None = None
 
     def __call__(self, num_compiled: int) -> None:
         now = self._clock()
         if self._num_compiled is None:
-            self._began_s = self._told_s = now
+            self._began_s = self._logged_s = now
             log.info("compiling about %d kernels for this CPU, which takes about half a minute: %s", EXPECTED, self._kept)
-        elif now - self._told_s >= LOG_INTERVAL_S:
-            self._told_s = now
+        elif now - self._logged_s >= LOG_INTERVAL_S:
+            self._logged_s = now
             log.info("compiled %d of about %d kernels in %.0f s", num_compiled, max(EXPECTED, num_compiled), now - self._began_s)
         self._num_compiled = num_compiled
 
@@ -45,7 +48,7 @@ class CompileNotice:
 
 @contextmanager
 def log_compiling(kernels: str) -> Iterator[None]:
-    """What is compiled inside is logged. kernels: those that were loaded"""
+    """Log the kernels that are compiled inside the block. kernels: name of the backend; only "numba" compiles."""
     if kernels != "numba":
         yield
         return

@@ -1,6 +1,7 @@
-"""A runner that computes on one thread of its own, in the order of submission, so that the next plan can be made meanwhile.
+"""A runner that computes on one thread of its own, in the order of submission, so that the loop can make the next plan meanwhile.
 
-The thread is a daemon, not a pool's: Python waits for a pool's threads when it exits, and a step that hangs would hold it up for ever.
+The thread is a daemon and not an executor's: Python waits for executors' threads when it exits, and a step that hangs would keep the
+process alive for ever.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from headrace.engine.runner import ModelRunner
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
-"""A step in progress has this long to end when the runner is closed."""
+"""Seconds that `close` waits for the step in progress."""
 
 
 class OverlappedRunner:
-    """The same runner behind a queue. close_timeout_s: what `close` waits for the step in progress."""
+    """A `ModelRunner` behind a queue. close_timeout_s: seconds that `close` waits for the step in progress."""
 
     def __init__(self, runner: ModelRunner, *, close_timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         self._runner = runner
@@ -39,9 +40,9 @@ class OverlappedRunner:
         return ticket
 
     def close(self) -> None:
-        """Finish the step in progress, drop those not begun, end the thread. A step that hangs is left behind, with a line in the log.
+        """Finish the step in progress, drop the steps not begun, end the thread.
 
-        The model is then not closed: the step still reads it.
+        A step that does not end in time is left behind, with a line in the log; the runner under it stays open, since the step uses it.
         """
         if self._closed:
             return
@@ -71,5 +72,5 @@ class OverlappedRunner:
                 continue
             try:
                 ticket.set_result(self._runner.execute(plan))
-            except BaseException as error:  # whoever waits for the step gets what it raised
+            except BaseException as error:  # the ticket raises it where the step is waited for
                 ticket.set_exception(error)

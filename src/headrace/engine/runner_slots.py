@@ -1,7 +1,8 @@
-"""What the runner remembers of every sequence between steps, by slot: token ids, block tables, sizes.
+"""The runner's state between steps, by slot: token ids, block tables, sizes.
 
-A plan carries changes only; here is what they change. Everything is numpy on the host: the big arrays are reserved and not touched, so
-rows nobody used cost no memory. Applying the same changes twice gives the same state: after a failed step the loop sends them again.
+A plan carries changes only; this is the state that they change. Everything is numpy on the host. The large arrays are reserved and not
+touched, so unused slots cost no memory. Applying the same changes twice gives the same state, because the loop sends the changes of a
+failed step again.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ class SlotState:
     """Per-slot state of one runner. Shape letters: N slots, L positions, M block-table width.
 
     token_ids        [N, L] int32, valid below `known`
-    known            [N] ids that have a value: given by `started` or sampled by an earlier plan
-    num_prompt       [N] leading ids that are prompt
-    prompt_logprobs  [N] how many best to list for prompt tokens, -1 = not asked
-    failed           [N] the last row failed alone: its next token will never be known
-    tables           per KV group [N, M] int32 block ids
+    known            [N] number of ids that have a value: given by `started`, or sampled by an earlier plan
+    num_prompt       [N] number of leading ids that are the prompt
+    prompt_logprobs  [N] number of most likely tokens to list per prompt token; -1: prompt log-probabilities are not asked for
+    failed           [N] whether the slot's last row failed, so that its next token will never be known
+    tables           per KV group, [N, M] int32 block ids
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, num_groups: int, block_size: int) -> None:
@@ -55,7 +56,7 @@ class SlotState:
             table[slot] = 0
 
     def write_tables(self, plan: Plan) -> None:
-        """Entries in the plan's order: a later one for the same place wins (a block held by a fork, then its copy)."""
+        """Apply the plan's block-table entries in order. Of two for the same place the later wins: a fork's shared block, then its copy."""
         if not plan.table_slots:
             return
         groups, slots, indices, blocks = (
@@ -70,6 +71,6 @@ class SlotState:
             table.ravel()[places[last]] = blocks[mine[last]]
 
     def append(self, slots: Ints, positions: Ints, token_ids: Ints) -> None:
-        """A sampled token per slot, standing at `positions`."""
+        """Record one sampled token per slot, at `positions`."""
         self.token_ids[slots, positions] = token_ids
         self.known[slots] = positions + 1

@@ -1,10 +1,10 @@
-"""A few made-up steps before the first real one, so that compiling, or loading what was compiled, is paid before readiness.
+"""Runs a few made-up steps before an engine reports ready, so that no request waits for a kernel to be compiled or loaded.
 
-The steps are short: a kernel is compiled per dtype, never per size, and the memory of a step's activations is not kept, so a long step
-would leave nothing behind that a short one does not (docs/experiments.md, 2026-11-21).
+The steps are short. A kernel is compiled per dtype, never per size, and the memory of a step's activations is not kept, so a long step
+would prepare nothing that a short one does not (docs/experiments.md, 2026-11-21).
 
-No block is taken: the tables of the sequences used here are empty, which means the pad block, so all their keys and values land there
-and are never read by anybody else.
+No KV block is taken. The block tables of the made-up sequences are empty, which stands for the pad block: their keys and values are
+written there, and no request's sequence ever reads them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ class _Runner(Protocol):
 
 
 def warm_up(runner: _Runner, config: EngineConfig, *, max_model_len: int, vocab_size: int) -> float:
-    """Run a prefill, a decode of one row, a mixed step with every kind of sampling, and a decode of all; leave no
-    slot in use. Seconds it took.
+    """Run a prefill, a decode of one row, a mixed step with every kind of sampling, and a decode of all rows. Returns the seconds it took.
 
-    Raises whatever a step raises: an engine that cannot do this cannot serve.
+    No slot is left in use. Raises whatever a step raises: an engine whose warm-up fails cannot serve.
     """
     began = time.perf_counter()
     length = min(config.max_num_batched_tokens, max_model_len - 2, _PROMPT_TOKENS)

@@ -1,4 +1,6 @@
-"""What a model's forward pass is told about a step: explicit arguments, never a global.
+"""The description of one step that a model's forward pass takes as an argument, and the paged KV cache that it reads and writes.
+
+Made from a plan by `engine.runner_batch`; read by `tensor.layers` and `tensor.kernels`.
 
 Shape letters used in the whole package: T tokens of the step, R rows (sequences) of the step, H query heads, K key/value heads,
 D head dimension, B blocks of a pool, S block size, M block-table width.
@@ -40,7 +42,7 @@ class ForwardBatch:
     max_count      largest row length; 1 means a pure decode step
     groups         per KV group
     adapter_slots  [R] int32, 0 = base model
-    selected         [W] int64, ascending: tokens whose hidden state is asked for; None = all
+    selected       [W] int64, ascending: tokens whose hidden states the model returns; None = all
     """
 
     positions: Tensor
@@ -58,10 +60,10 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class LayerKv:
-    """One layer's paged cache on one rank: views into its group's pool, so that a block's stride is that of all the group's layers.
+    """One layer's paged cache on one rank: views into its group's pool. The stride between two blocks spans all layers of the group.
 
-    values  [B, 2, S, K, D]; 0 = key, 1 = value; a block of it is contiguous. int8: an element is values * its vector's scale
-    scales  [B, 2, S, K] float32 where values are int8, else None; a block of it is contiguous, too
+    values  [B, 2, S, K, D]; 0 = key, 1 = value; contiguous within a block. int8: an element is its value times its vector's scale
+    scales  [B, 2, S, K] float32 if values are int8, else None; contiguous within a block
     """
 
     values: Tensor
@@ -73,7 +75,7 @@ class KvCache:
     """All layers' paged caches of one rank.
 
     group_of  per model layer: index of its KV group (into ForwardBatch.groups)
-    pools     per KV group: uint8 [B, bytes of a block]. A block is one piece of memory: layer by layer, each its values, then its scales
+    pools     per KV group: uint8 [B, bytes of a block]. A block is one piece of memory: per layer its values, then its scales
     """
 
     layers: list[LayerKv]
@@ -82,20 +84,20 @@ class KvCache:
     pools: tuple[Tensor, ...]
 
     def block_bytes(self, group: int, block: int) -> Tensor:
-        """All that one block holds, of all the group's layers: uint8, contiguous, the cache's own memory."""
+        """One block's bytes over all layers of the group: uint8, contiguous, a view of the cache."""
         return self.pools[group][block]
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         self.block_bytes(group, target).copy_(self.block_bytes(group, source))
 
     def clear_pad_block(self) -> None:
-        """Zero block 0 of every pool, after it took the keys and values of made-up sequences."""
+        """Zero block 0 of every pool. The warm-up's sequences wrote keys and values there."""
         for group in range(len(self.pools)):
             self.block_bytes(group, 0).zero_()
 
 
 def stored_as(group: KvGroup, dtype: torch.dtype) -> KvGroup:
-    """The group with a cache of this dtype."""
+    """The same group with its cache stored in `dtype`."""
     return replace(group, dtype_bytes=dtype.itemsize, scale_bytes=SCALE_BYTES if dtype == torch.int8 else 0)
 
 
@@ -107,10 +109,14 @@ def allocate_kv(
     dtype: torch.dtype,
     device: str,
 ) -> KvCache:
-    """Zeroed caches. shapes: per layer (kv_heads, head_dim); num_blocks: per group, pad block included. int8: with scales.
+    """Zeroed caches for all layers, with scales if dtype is int8.
 
-    On the host the pages are reserved and not touched: a large cache costs neither start-up time nor memory before it is used.
-    A model that keeps nothing of a sequence has no layers here and no groups.
+    shapes      per layer, (kv_heads, head_dim)
+    group_of    per layer, index of its KV group
+    num_blocks  per group, pad block included
+
+    On the host the pages are reserved and not touched: a large cache costs neither start-up time nor memory before it is used. A model
+    without attention has no layers here and no groups.
     """
     pools: list[Tensor] = []
     layers: dict[int, LayerKv] = {}
@@ -123,8 +129,10 @@ def allocate_kv(
 
 
 def _allocate_pool(blocks: int, shapes: list[tuple[int, int, int]], dtype: torch.dtype, device: str) -> tuple[Tensor, list[LayerKv]]:
-    """The pool of one group and its layers' views; shapes: per layer (S, K, D). Sizes keep all aligned: there are keys and values, and
-    heads of int8 have an even size."""
+    """One group's pool and its layers' views of it. shapes: per layer, (S, K, D).
+
+    Every view is aligned to its element size: a layer holds keys and values, and int8 heads have an even size.
+    """
     scale_bytes = SCALE_BYTES if dtype == torch.int8 else 0
     sizes = [2 * math.prod(shape[:-1]) * (shape[-1] * dtype.itemsize + scale_bytes) for shape in shapes]
     pool = _zeros((blocks, sum(sizes)), device)
@@ -133,7 +141,7 @@ def _allocate_pool(blocks: int, shapes: list[tuple[int, int, int]], dtype: torch
 
 
 def _layer_of(piece: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> LayerKv:
-    """A layer's part of every block, uint8 [B, bytes]; shape (2, S, K, D)."""
+    """One layer's views. piece: the layer's part of every block, uint8 [B, bytes]; shape: (2, S, K, D)."""
     num_bytes = math.prod(shape) * dtype.itemsize
     values = torch.unflatten(piece[:, :num_bytes].view(dtype), 1, shape)
     if dtype != torch.int8:
@@ -142,13 +150,13 @@ def _layer_of(piece: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Laye
 
 
 SCALE_BYTES = 4
-"""Of the float32 scale of one key or value of one head."""
+"""Bytes of one scale, float32. Each key and each value of a head has one in an int8 cache."""
 _ALIGNMENT = 64
-"""One cache line, and the widest vector."""
+"""Bytes: a cache line, which is also the widest vector register."""
 
 
 def _zeros(shape: tuple[int, int], device: str) -> Tensor:
-    """torch.zeros of bytes that leaves the host's pages untouched (torch writes them: seconds per GiB where page faults are slow)."""
+    """torch.zeros of bytes without touching the host's pages. torch itself writes them: seconds per GiB where page faults are slow."""
     if device != "cpu":
         return torch.zeros(shape, dtype=torch.uint8, device=device)
     num_bytes = math.prod(shape)

@@ -165,7 +165,7 @@ def test_as_many_shapes_are_kept_as_their_memory_allows(monkeypatch: pytest.Monk
     assert sum(held) <= steps.most_bytes - largest
     assert list(steps._kept)[-1][0] == 11
     assert len(held) > 4
-    monkeypatch.setattr(module, "MOST_KEPT", 3)
+    monkeypatch.setattr(module, "MAX_SHAPES", 3)
     run(2)
     assert [key[0] for key in steps._kept][-2:] == [11, 2]
     assert len(steps._kept) == 3

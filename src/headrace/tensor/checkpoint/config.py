@@ -31,7 +31,7 @@ SAMPLING_DEFAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """Fields of a JSON object, checked as they are asked for. A field that is null counts as absent.
+    """Fields of a JSON object, each checked when it is read. A field that is null counts as absent.
 
     file    named in every error
     values  the object
@@ -50,14 +50,14 @@ class ConfigFile:
         raise CheckpointError(self.file, f"{self.prefix}{name}{shown}: {reason}", remedy)
 
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
-        """The integer field with low <= value <= high; `default` when absent, which must otherwise be there."""
+        """The integer field, low <= value <= high; `default` when absent. Without a default an absent field is refused."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             self.refuse(name, f"must be an integer from {low} to {high}")
         return value
 
     def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
-        """The number field with low < value <= high."""
+        """The number field, low < value <= high; `default` as in `integer`."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high or not math.isfinite(value):
             self.refuse(name, f"must be a number above {low:g} and up to {high:g}")
@@ -111,7 +111,7 @@ def read_config(folder: Path) -> ConfigFile:
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """eos_token_ids end a sequence; sampling holds SamplingParams fields the checkpoint's author chose."""
+    """eos_token_ids: tokens that end a sequence. sampling: SamplingParams fields that the checkpoint's author chose."""
 
     eos_token_ids: tuple[int, ...]
     sampling: dict[str, Any]
@@ -124,7 +124,7 @@ def read_generation_defaults(folder: Path, config: ConfigFile, vocab_size: int) 
     eos_owner = generation if generation.has("eos_token_id") else config
     sampling = {target: generation.values[name] for name, target in SAMPLING_DEFAULTS.items() if generation.has(name)}
     if generation.values.get("do_sample") is False:
-        sampling["temperature"] = 0.0  # the author's word for greedy
+        sampling["temperature"] = 0.0  # do_sample: false means greedy decoding
     try:
         params_from_mapping(sampling).checked(vocab_size=vocab_size)
     except InvalidRequest as error:

@@ -11,7 +11,7 @@ from headrace.core.folders import inside
 
 MAX_JSON_BYTES = 4 * 2**20
 MAX_CONTAINERS = 2**17
-"""Objects and lists in one document: with the bytes, what bounds the memory a hostile one can take (about 50 MiB)."""
+"""At most this many objects and lists in one document. With MAX_JSON_BYTES it bounds the memory of a hostile document: about 50 MiB."""
 
 
 def decode_json(file: str, text: bytes) -> dict[str, object]:

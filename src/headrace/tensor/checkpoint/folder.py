@@ -1,9 +1,10 @@
 """A folder in the Hugging Face layout: which files hold which tensor, and tensors read one at a time, by slice.
 
 Single `model.safetensors` or shards named by `model.safetensors.index.json`. Every header is checked (`tensor.checkpoint.header`)
-before a tensor is read. Files are read, not mapped: one that is cut short meanwhile is an error with a name, and its pages do not count as
-memory of this process. Only plain data is read: pickle formats are refused, nothing in the folder is executed, and no name found in a
-file may lead out of the folder. Configuration fields are in `tensor.checkpoint.config`; who asks for tensors is `tensor.layers.weights`.
+before a tensor is read. Files are read, not mapped: a file that is cut short meanwhile raises an error that names it, and its pages do
+not count as memory of this process. Only plain data is read: pickle formats are refused, nothing in the folder is executed, and no name
+found in a file may lead out of the folder. Configuration fields are in `tensor.checkpoint.config`; `tensor.layers.weights` asks for the
+tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _SAMPLE_BYTES = 4096
 
 
 class Checkpoint:
-    """All shards of a folder. Remembers which tensors were read, so that `check_all_read` can refuse what nobody asked for."""
+    """All shards of a folder. Remembers which tensors were read, so that `check_all_read` can refuse the rest."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,9 +59,9 @@ class Checkpoint:
         return self._headers[self._file(name)].tensors[name].dtype
 
     def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
-        """The tensor, or the `region` of it, as stored, in memory of its own.
+        """The tensor, or its `region`, in the stored dtype and in memory of its own.
 
-        Raises: as `expect`; when the file cannot be read; when a value of what was read is NaN or infinite.
+        Raises: CheckpointError as `expect` does, if the file cannot be read, and if a value that was read is NaN or infinite.
         """
         self.expect(name, shape)
         file = self._file(name)
@@ -79,11 +80,11 @@ class Checkpoint:
         return values.reshape(part)[rest]
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check a tensor without reading it; it counts as asked for.
+        """Check a tensor without reading it. For `check_all_read` it counts as read.
 
-        shape  what the configuration says the whole tensor must be
+        shape  the whole tensor's shape by the configuration
 
-        Raises: CheckpointError when the tensor is missing, or its dtype or shape is another.
+        Raises: CheckpointError if the tensor is missing, or has another shape or an unreadable dtype.
         """
         file = self._file(name)
         stored = self._headers[file].tensors[name]
@@ -99,7 +100,7 @@ class Checkpoint:
         return [self.folder / file for file in self._headers]
 
     def check_all_read(self) -> None:
-        """Raise CheckpointError if the folder holds a tensor nobody read and that is not known to be inert."""
+        """Raise CheckpointError if the folder holds a tensor that was not read and is not known to be inert."""
         extra = [name for name in self._file_of if name not in self._read and not INERT.search(name)]
         if extra:
             shown = ", ".join(shorten(name) for name in sorted(extra)[:3])
@@ -108,10 +109,10 @@ class Checkpoint:
     def digest(self) -> str:
         """Hex digest of config.json, every header, and both ends (4 KiB) of every tensor's bytes.
 
-        A sample: reading gigabytes twice would double the start-up time. It tells apart models whose tensors differ at an end, as
-        fine-tunes of one base do; it is no protection against a forger.
+        It is a sample, because reading gigabytes twice would double the start-up time. It tells apart models whose tensors differ at an
+        end, as fine-tunes of one base do. It does not protect against a forger.
 
-        Raises: CheckpointError when the sampled values cannot be of the dtype they are called (`checkpoint.values`).
+        Raises: CheckpointError if the sampled values cannot have the dtype that the header says (`checkpoint.values`).
         """
         sample = Sample()
         state = blake2b((self.folder / "config.json").read_bytes(), digest_size=16, person=b"headrace-model")
@@ -158,7 +159,7 @@ class Checkpoint:
 
 
 def _gapless(shape: tuple[int, ...], region: tuple[slice, ...]) -> tuple[int, list[int], tuple[slice, ...]]:
-    """(first element, shape, region of it) of the smallest part that lies in one piece in the file and holds the region."""
+    """The smallest part of a tensor that is contiguous in the file and holds the region: (first element, shape, the region within it)."""
     first, part, rest = 0, list(shape), list(region)
     for dim, taken in enumerate(region):
         start, stop, _ = taken.indices(shape[dim])

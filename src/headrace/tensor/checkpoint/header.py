@@ -1,8 +1,8 @@
 """The header of a safetensors file, checked before anything else of the file is read.
 
 Layout: 8 bytes little-endian header length, the header (JSON: name -> dtype, shape, data_offsets), the data. Every sum is done in
-Python integers and held against the file's length; ranges must cover the data exactly, without gap or overlap. What passes here cannot
-send a reader outside the file.
+Python integers and compared with the file's length; ranges must cover the data exactly, without gap or overlap. A header that passes
+cannot send a reader outside the file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DAMAGED = "The file is damaged or not a safetensors file: download or convert it
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One entry. begin, end: byte offsets from the start of the data."""
+    """One tensor's entry. begin, end: byte offsets from the start of the data."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -40,7 +40,12 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """data_start: byte offset of the data in the file; digest: of the header's bytes; metadata: as the file's writer left it."""
+    """A checked header.
+
+    data_start  byte offset of the data in the file
+    digest      of the header's bytes
+    metadata    the "__metadata__" entry, unchecked
+    """
 
     tensors: dict[str, StoredTensor]
     data_start: int
@@ -63,7 +68,7 @@ def read_header(path: Path) -> Header:
 
 
 def _read_text(path: Path) -> tuple[bytes, int]:
-    """The header's bytes and the file's length. Only regular files: a pipe would never open, a device lies about its length."""
+    """The header's bytes and the file's length. Regular files only: opening a pipe would block, and a device reports no true length."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise CheckpointError(str(path), "not a regular file")
     with path.open("rb") as stream:

@@ -1,6 +1,6 @@
-"""Stand-ins for a checkpoint's weights: seeded random ones, and shapes without any memory.
+"""Stand-ins for a checkpoint's weights: seeded random weights, and shapes that take no memory.
 
-Both answer like `tensor.checkpoint.folder.Checkpoint.read` and never know more than they are asked for.
+Both implement `tensor.layers.weights.WeightSource`, as `tensor.checkpoint.folder.Checkpoint` does.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class RandomWeights:
         self._seed, self._dtype, self._norm_weight = seed, dtype, norm_weight
 
     def has(self, name: str) -> bool:
-        """Nothing optional is there: tied embeddings stay tied, experts have one tensor each."""
+        """False: there are no optional tensors, so tied embeddings stay tied, and each expert has tensors of its own."""
         return False
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
-        """Any tensor is there."""
+        """Every tensor exists."""
 
     def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
         weight = torch.empty(shape, dtype=self._dtype)
@@ -34,12 +34,12 @@ class RandomWeights:
             return weight.fill_(self._norm_weight)[region or (slice(None),)]
         key = blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
-        bound = math.sqrt(3.0 / shape[-1])  # unit variance of what a linear adds up
+        bound = math.sqrt(3.0 / shape[-1])  # outputs of a linear have unit variance for inputs of unit variance
         return weight.uniform_(-bound, bound, generator=generator)[region or (slice(None),)]
 
 
 class WeightShapes:
-    """Tensors on the meta device: counts what a model would read, holds nothing."""
+    """Tensors on the meta device: counts the parameters a model would read and allocates nothing."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -49,7 +49,7 @@ class WeightShapes:
         return False
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
-        """Any tensor is there."""
+        """Every tensor exists."""
 
     def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
         part = torch.empty(shape, dtype=self._dtype, device="meta")[region or (slice(None),)]

@@ -1,8 +1,8 @@
-"""What the numbers of a checkpoint say about it, whatever its header says: NaN and infinities, and 16-bit dtypes taken for each other.
+"""Checks a checkpoint's values, whatever its header says: NaN, infinities, and one 16-bit dtype mistaken for the other.
 
-The dtype alone decides nothing: a file may hold float32 where config.json says bfloat16, or norms in float32 beside bfloat16 linears;
-such files load, converted. What is refused is what no training leaves behind. Magnitudes are compared as bits: those of a float without
-its sign are in the order of the values.
+A dtype other than config.json's is no fault: a file may hold float32 under a configuration of bfloat16, or norms in float32 beside bfloat16
+linears, and loads, converted. Refused are values that no training leaves behind. Magnitudes are compared as integers: without the sign
+bit, the bits of floats are ordered as their values are.
 """
 
 from __future__ import annotations
@@ -14,53 +14,54 @@ from torch import Tensor
 _BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
 _INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
 _CHUNK = 1 << 17
-"""Elements looked at twice while they are in the CPU's cache."""
+"""Elements checked at a time: they are read twice, the second time from the CPU's cache."""
 _STRIDE = 8
-"""Every so many values of a sample are taken."""
-LEAST_SAMPLE = 4096
-"""Fewer values say nothing about a checkpoint."""
+"""One value in this many of the sampled bytes is kept."""
+MIN_SAMPLE = 4096
+"""With fewer sampled values nothing is concluded about a checkpoint."""
 
 
 def num_not_finite(tensor: Tensor) -> int:
-    """How many values of a contiguous float tensor are NaN or infinite. One read of it, without memory of its own, when there is none."""
+    """How many values of a contiguous float tensor are NaN or infinite. If none is, the tensor is read once and no memory is allocated."""
     signed = tensor.view(_BITS[tensor.dtype]).numpy().reshape(-1)
     unsigned = signed.view(f"u{signed.dtype.itemsize}")
     infinity, sign = _INFINITY[tensor.dtype], 1 << (8 * signed.dtype.itemsize - 1)
     for first in range(0, len(signed), _CHUNK):
         part = slice(first, first + _CHUNK)
-        # The largest positive value, and the largest negative one: as unsigned integers those stand above all positive ones.
+        # The largest positive magnitude, and the largest negative one: as unsigned integers, negative floats are above all positive ones.
         if signed[part].max() >= infinity or unsigned[part].max() >= sign + infinity:
             return int((~torch.isfinite(tensor)).sum())
     return 0
 
 
 class Sample:
-    """Values of matrices stored in one 16-bit dtype: enough to tell whether they were written in the other one."""
+    """A sample of the values of 16-bit matrices, to tell whether they were written in the other 16-bit dtype than the header says."""
 
     def __init__(self) -> None:
         self._bits: dict[str, list[np.ndarray]] = {"F16": [], "BF16": []}
 
     def add(self, dtype: str, data: bytes) -> None:
-        """Little-endian values as they stand in the file; other dtypes are left out."""
+        """Add little-endian values from the file. Dtypes other than F16 and BF16 are ignored."""
         if dtype in self._bits:
             self._bits[dtype].append(np.frombuffer(data, "<u2", count=len(data) // 2)[::_STRIDE])
 
     def contradiction(self) -> str | None:
-        """Why the values cannot be of the dtype they are called; None while they can."""
+        """Why the values cannot have the dtype that the header says, in words; None if they can."""
         for dtype, looks_wrong in (("F16", _looks_like_bfloat16), ("BF16", _looks_like_float16)):
             parts = self._bits[dtype]
             magnitudes = np.concatenate(parts) & 0x7FFF if parts else np.empty(0, np.uint16)
             magnitudes = magnitudes[magnitudes != 0]
-            if len(magnitudes) >= LEAST_SAMPLE and (reason := looks_wrong(magnitudes)) is not None:
+            if len(magnitudes) >= MIN_SAMPLE and (reason := looks_wrong(magnitudes)) is not None:
                 return f"the weights are called {dtype} and {reason}"
         return None
 
 
 def _looks_like_bfloat16(magnitudes: np.ndarray) -> str | None:
-    """Values called float16. Eight exponent bits read as five: a range of many binades shrinks to less than one, around 1.
+    """The reason why values labelled float16 are bfloat16; None if they are not.
 
-    Weights spread over decades: of a normal distribution the smallest hundredth lies below a fiftieth of the median. Rounded weights do
-    not spread so far, but take few values.
+    bfloat16's eight exponent bits, read as float16's five, shrink a range of many binades to less than one, around 1. Real weights spread
+    over decades: the smallest hundredth of a normal distribution lies below a fiftieth of its median. Rounded weights may spread less, but
+    take few distinct values.
     """
     low, middle, high = (float(value.view(np.float16)) for value in _at(magnitudes, 0.01, 0.5, 0.99))
     is_narrow = low > 0.5 * middle and 0.25 < middle < 4.0
@@ -70,7 +71,7 @@ def _looks_like_bfloat16(magnitudes: np.ndarray) -> str | None:
 
 
 def _looks_like_float16(magnitudes: np.ndarray) -> str | None:
-    """Values called bfloat16. Five exponent bits read as eight: each binade becomes eight, far below 1."""
+    """The reason why values labelled bfloat16 are float16; None if they are not. Read so, one binade becomes eight, all far below 1."""
     values = [float((np.uint32(value) << np.uint32(16)).view(np.float32)) for value in _at(magnitudes, 0.25, 0.75, 0.9)]
     if values[2] < 1e-3 and values[1] > 1000 * values[0]:
         return f"half of them lie between {values[0]:.3g} and {values[1]:.3g}, as bytes of F16 do when they are read as BF16"

@@ -1,7 +1,8 @@
-"""Folders in which this user keeps what starts would make again: compiled kernels, packed weights.
+"""Private cache folders of this user, for what a start would otherwise make again: compiled kernels and packed weights.
 
-Whoever may write there decides what runs, or what a model answers. So every folder belongs to this user and is closed to everybody else,
-and is refused otherwise. Nothing here imports torch: packed weights are looked for while torch is imported.
+A user who may write into such a folder decides which code runs and what a model answers. So every folder must belong to this user and must
+not be writable by other users; any other folder is refused. Nothing here imports torch: packed weights are looked for while torch is
+imported.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 ENVIRONMENT = "HEADRACE_CACHE_DIR"
+"""Environment variable with the cache directory."""
 KEEP = "HEADRACE_KEEP_PACKED"
-"""0: packed weights are made at every start and take no disk."""
+"""Environment variable. "0": weights are packed at every start, and none are kept on disk."""
 
 
 def cache_root(environ: Mapping[str, str]) -> Path:
@@ -28,7 +30,7 @@ def cache_root(environ: Mapping[str, str]) -> Path:
 
 
 def packed_directory() -> Path | None:
-    """This user's folder for packed weights, closed to others; None where they are not to be kept, or, with a log line, cannot be."""
+    """This user's private folder for packed weights; None if they are not to be kept or, with a log line, cannot be kept."""
     if os.environ.get(KEEP) == "0":
         return None
     try:
@@ -39,9 +41,9 @@ def packed_directory() -> Path | None:
 
 
 def open_private(root: Path, parts: tuple[str, ...]) -> Path:
-    """Make and check root / parts[0] / ...; every folder from root down must be ours and closed to others' writing.
+    """Make and check root / parts[0] / ...; each of these folders must belong to this user and be writable by this user alone.
 
-    Raises: PermissionError naming the folder and what is wrong; OSError where a folder cannot be made.
+    Raises: PermissionError naming the folder and the fault; OSError if a folder cannot be made.
     """
     path = root
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -50,7 +52,7 @@ def open_private(root: Path, parts: tuple[str, ...]) -> Path:
         path = path / part
         path.mkdir(mode=0o700, exist_ok=True)
         _check_private(path)
-    if stat.S_IMODE(path.stat().st_mode) != 0o700:  # else it may as well be on a disk that can only be read
+    if stat.S_IMODE(path.stat().st_mode) != 0o700:  # a folder with the right mode may be on a read-only disk
         path.chmod(0o700)
     return path
 

@@ -1,5 +1,7 @@
-"""What this CPU can do, and what follows from it: the dtype to compute in and the linear path. Tables are committed, never measured at
-start, so that two machines of a family compute alike and a start is quick. Their evidence is in docs/experiments.md.
+"""This CPU's features, and the choices that follow from them: the dtype to compute in and the linear path.
+
+Choices come from committed tables and are never measured at start, so that two machines of a family compute alike and a start is quick.
+The measurements behind the tables are in docs/experiments.md.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class CpuFeatures:
 
     @property
     def family(self) -> str:
-        """The row of the tables: what decides which arithmetic is fast here."""
+        """The key of the tables: the instruction set that decides which arithmetic is fast."""
         if self.flags & {"amx_bf16", "bf16"}:
             return "bf16"
         if "avx512_bf16" in self.flags:
@@ -40,8 +42,8 @@ class CpuFeatures:
 
 
 class LinearPath(enum.Enum):
-    STRIPS = "strips"  # ours: batch-invariant; float32 arithmetic, bfloat16 storage of exact float32 weights
-    BF16_STRIPS = "bfloat16 strips"  # ours: batch-invariant; rows rounded to bfloat16, float32 sums
+    STRIPS = "strips"  # Headrace's kernel: batch-invariant; float32 arithmetic, bfloat16 storage of exact float32 weights
+    BF16_STRIPS = "bfloat16 strips"  # Headrace's kernel: batch-invariant; rows rounded to bfloat16, float32 sums
     ONEDNN = "onednn"  # oneDNN with weights reordered once
 
 
@@ -49,7 +51,7 @@ _LINEAR_PATHS: dict[tuple[str, torch.dtype], LinearPath] = {
     # One instruction per two inputs: level with oneDNN where arithmetic counts, ahead of it where memory does, and steps are recorded.
     ("avx512_bf16", torch.bfloat16): LinearPath.BF16_STRIPS,
     ("avx512_bf16", torch.float32): LinearPath.STRIPS,
-    # Tiles, and Arm's instructions, which only oneDNN has: its bfloat16 products are several times our float32 ones.
+    # Only oneDNN uses AMX tiles and Arm's bfloat16 instructions: its products are several times as fast as strips in float32.
     ("bf16", torch.bfloat16): LinearPath.ONEDNN,
     ("bf16", torch.float32): LinearPath.STRIPS,
     # Without it oneDNN emulates bfloat16: 3-12 times slower than strips at every row count.
@@ -72,7 +74,7 @@ def parse_cpu_flags(cpuinfo: str) -> frozenset[str]:
 
 @cache
 def read_cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuFeatures:
-    """Of this machine; no flags where the file cannot be read (then only generic choices are made)."""
+    """This machine's features; without flags if the file cannot be read, so that only generic choices are made."""
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -81,7 +83,7 @@ def read_cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuFeatures:
 
 
 def linear_path(features: CpuFeatures, dtype: torch.dtype) -> LinearPath:
-    """The path for weights of `dtype`. Unknown families leave products to oneDNN (or torch, where it is not built in)."""
+    """The path for weights of `dtype`. For unknown families: oneDNN, or torch if torch was built without it."""
     return _LINEAR_PATHS.get((features.family, dtype), LinearPath.ONEDNN)
 
 
@@ -91,10 +93,10 @@ def resolve_dtype(
     """The dtype to compute with, and why, in words.
 
     requested         "auto" | "float32" | "bfloat16" | "float16"
-    checkpoint_dtype  what most weights are stored in
-    is_rounded        linears are made small integers at load
+    checkpoint_dtype  dtype of most stored weights
+    is_rounded        whether linears are rounded to small integers at load
 
-    Raises: ConfigError for float16 on a CPU: no kernel computes in it here.
+    Raises: ConfigError for float16 on a CPU: no kernel computes in it.
     """
     if requested == "float16" and device == "cpu":
         raise ConfigError("dtype", "float16 is not computed on CPUs", "Use float32 (exact for float16 weights), bfloat16 or auto.")

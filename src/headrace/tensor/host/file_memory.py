@@ -1,8 +1,8 @@
-"""Memory for weights, and files read into it. Nothing here imports torch: reading begins before torch is there.
+"""Memory for weights, in large pages, and files read into it. Nothing here imports torch: reading begins before torch is imported.
 
-Pages are large, because memory is filled once and then read from end to end at every step. The system maps memory at first touch, page by
-page: in pages of 2 MiB that costs a few per cent of writing the memory, in pages of 4 KiB more than the writing. Where the system does
-not give large pages the memory is as good as any.
+Pages are large because weights are written once and then read from end to end at every step. The system maps memory at first touch, page
+by page. In pages of 2 MiB that costs a few per cent of the time to write the memory, in pages of 4 KiB more than the writing itself. If
+the system gives no large pages, the memory has small ones and works all the same.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections import deque
 from contextlib import suppress
 
 CHUNK_BYTES = 16 << 20
-"""Read by one thread at a time: a millisecond or more, since between two chunks a thread may wait that long for the interpreter."""
+"""Bytes that a thread reads at a time, which takes a millisecond or more: between two chunks it may wait as long for the interpreter."""
 
 
 def map_pages(num_bytes: int) -> mmap.mmap:
-    """Private memory of zeros, in large pages if the system gives them. It lives as long as something looks at it."""
+    """Private zeroed memory, in large pages if the system gives them. It is freed with the last view of it."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel built without them
@@ -27,34 +27,34 @@ def map_pages(num_bytes: int) -> mmap.mmap:
 
 
 class FileReading:
-    """Bytes of a file on their way into memory; threads of its own read, and who waits helps them.
+    """Reads a part of a file into memory with threads of its own; the thread that calls `wait` reads along.
 
-    num_read  bytes that have arrived
+    num_read  bytes read so far
     """
 
     def __init__(self, descriptor: int, start: int, target: memoryview, num_threads: int) -> None:
-        """Bytes [start, start + len(target)) of an open file, which stays open until `wait` or `stop` has returned."""
+        """Begin to read bytes [start, start + len(target)) of an open file. The caller keeps it open until `wait` or `stop` returns."""
         self.num_read = 0
         self._error: OSError | None = None
         self._parts = deque((target[first : first + CHUNK_BYTES], start + first) for first in range(0, len(target), CHUNK_BYTES))
         self._lock = threading.Lock()
         self._descriptor = descriptor
         self._threads: list[threading.Thread] = []
-        with suppress(RuntimeError):  # no thread more may be had: who waits reads alone
+        with suppress(RuntimeError):  # no more threads can be started: the waiting thread reads alone
             for _ in range(num_threads):
                 thread = threading.Thread(target=self._read, daemon=True, name="headrace-read")
                 thread.start()
                 self._threads.append(thread)
 
     def wait(self) -> None:
-        """Until all bytes are there. Once. Raises OSError where they cannot be read, or the file became shorter."""
+        """Return once all bytes are read. Call it once. Raises OSError if the file cannot be read or became shorter."""
         self._read()
         self._join()
         if self._error is not None:
             raise self._error
 
     def stop(self) -> None:
-        """Nobody wants the bytes: returns once no thread writes into the memory any more."""
+        """Abandon the bytes. Returns once no thread writes into the memory any more."""
         self._parts.clear()
         self._join()
 

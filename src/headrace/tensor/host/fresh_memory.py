@@ -1,6 +1,6 @@
-"""A debug switch: memory made for a result holds NaN until it is written, so that reading it too early is seen and not guessed.
+"""A debug switch: memory allocated for a result holds NaN until it is written, so that reading it too early shows in the result.
 
-Tests turn it on (tests/tensor/conftest.py). Of integers it makes -1, whose bytes are those of a NaN.
+Tests turn it on (tests/tensor/conftest.py). Integers become -1, which has the bytes of a NaN.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def is_poisoned() -> bool:
 
 @contextmanager
 def poisoned(is_on: bool = True) -> Iterator[None]:
-    """Process-wide, for as long as the block runs."""
+    """Set the switch for the whole process while the block runs."""
     before, _SWITCH.is_on = _SWITCH.is_on, is_on
     try:
         yield
@@ -37,7 +37,7 @@ def poisoned(is_on: bool = True) -> Iterator[None]:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """torch.empty, poisoned under the switch. For what is written now; results of kernels that may be put off: `jit.launch.fresh`."""
+    """torch.empty, filled with POISON under the switch. For memory that is written at once; deferred kernels use `jit.launch.fresh`."""
     made = torch.empty(shape, dtype=dtype, device=device)
     if _SWITCH.is_on and made.numel():
         made.flatten().view(torch.uint8).fill_(POISON)

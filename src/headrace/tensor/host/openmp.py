@@ -1,9 +1,9 @@
-"""How OpenMP threads wait between two parallel regions. To be set before torch is imported: libgomp reads it once.
+"""Sets how OpenMP threads wait between two parallel regions. It must be set before torch is imported: libgomp reads it once.
 
-By default a libgomp thread spins for tens of milliseconds before it sleeps. Torch and Numba have a pool each: the waiting threads of one
-keep the cores busy while the other computes, and on a machine with anything else to do a region then waits for a time slice. Spinning
-briefly costs a wake-up of some ten microseconds per region instead. Measured on two busy cores: 3.6 ms per region by default, 0.04 ms
-with SPINS (docs/experiments.md). OMP_WAIT_POLICY=PASSIVE, not to spin at all, made torch's operations several times slower.
+By default a libgomp thread spins for tens of milliseconds before it sleeps. torch and Numba have one thread pool each, so the waiting
+threads of one pool keep the cores busy while the other pool computes; on a busy machine a region then waits for a time slice. Spinning
+briefly instead costs a wake-up of some ten microseconds per region. Measured on two busy cores: 3.6 ms per region by default, 0.04 ms with
+SPINS (docs/experiments.md). Not spinning at all, OMP_WAIT_POLICY=PASSIVE, made torch's operations several times slower.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import sys
 from collections.abc import MutableMapping
 
 SPIN_VARIABLE, SPINS = "GOMP_SPINCOUNT", "1000"
-_OTHERS = ("OMP_WAIT_POLICY", "KMP_BLOCKTIME")
+_WAIT_VARIABLES = ("OMP_WAIT_POLICY", "KMP_BLOCKTIME")
 
 
 def prepare_openmp(environ: MutableMapping[str, str], *, torch_is_loaded: bool | None = None) -> str:
-    """Set the spin count in `environ` unless its owner has decided how threads wait. Returns what was done, in words.
+    """Set the spin count in `environ` unless a variable there already decides how threads wait. Returns what was done, in words.
 
-    torch_is_loaded  None: as it is in this process; a launcher preparing a child's environment passes False
+    torch_is_loaded  whether torch is imported; None: in this process. A launcher that prepares a child's environment passes False
     """
-    for name in (SPIN_VARIABLE, *_OTHERS):
+    for name in (SPIN_VARIABLE, *_WAIT_VARIABLES):
         if name in environ:
             return f"threads wait as {name}={environ[name]} says"
     if torch_is_loaded if torch_is_loaded is not None else "torch" in sys.modules:

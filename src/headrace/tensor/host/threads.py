@@ -1,7 +1,7 @@
-"""How many threads compute, and why: from the CPUs this process may use and its cgroup's quota.
+"""Decides how many threads compute, from the CPUs this process may use and its cgroup's quota.
 
-`plan_threads` decides from values that were read before; `apply_threads` tells torch and Numba. Both run their own OpenMP pool: how
-those wait between regions is set by `tensor.host.openmp`, before torch is imported.
+`plan_threads` decides from values that were read before; `apply_threads` sets the number for torch and Numba. Each has an OpenMP pool of
+its own; how a pool's threads wait between regions is set by `tensor.host.openmp`, before torch is imported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CpuShare:
 
 @dataclass(frozen=True, slots=True)
 class ThreadPlan:
-    """layer: Numba's threading layer ("omp", "tbb", "workqueue"), or "none" where its kernels are not loaded."""
+    """layer: Numba's threading layer ("omp", "tbb", "workqueue"), or "none" if its kernels are not loaded."""
 
     num_threads: int
     reason: str
@@ -44,10 +44,10 @@ class ThreadPlan:
 
 
 def plan_threads(requested: int | None, share: CpuShare | None = None) -> ThreadPlan:
-    """Threads to compute with. share: None reads this process's own.
+    """How many threads to compute with, and why. share: None: this process's own.
 
-    Raises: ConfigError where more are asked for than there are CPUs: threads that wait for each other by spinning would then wait for
-    the scheduler.
+    Raises: ConfigError for more threads than CPUs: threads wait for each other by spinning, and the spinning threads would keep the
+    computing ones from a CPU.
     """
     share = share or read_cpu_share()
     layer = _loaded_layer()
@@ -62,7 +62,7 @@ def plan_threads(requested: int | None, share: CpuShare | None = None) -> Thread
 
 
 def apply_threads(plan: ThreadPlan) -> None:
-    """Tell torch, and Numba's kernels where they are loaded. Process-wide; call it before the first step."""
+    """Set the number of threads of torch, and of Numba's kernels if they are loaded, process-wide. Call it before the first step."""
     torch.set_num_threads(plan.num_threads)
     if plan.layer != "none":
         from headrace.tensor.kernels.cpu.jit import launch
@@ -82,7 +82,7 @@ def _loaded_layer() -> str:
 
 
 def read_cpu_share(root: Path = Path("/")) -> CpuShare:
-    """Of this process. root: where proc and sys are mounted."""
+    """This process's share. root: the folder where proc and sys are mounted."""
     cpus = allowed_cpus()
     cpus = list(range(os.cpu_count() or 1)) if cpus is None else cpus
     return CpuShare(len(cpus), count_cores(root, cpus), read_quota(root))

@@ -1,5 +1,6 @@
-"""Files that have their name only when they are whole: written under another by one process at a time, and swept where a process ended
-while it wrote. Imports no torch: see `cache_folder`.
+"""Files that appear under their name only when they are complete: one process at a time writes one under another name and renames it.
+
+Unfinished files of processes that ended while writing are removed. Imports no torch: see `cache_folder`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 UNFINISHED = ".unfinished"
-"""How a file's name ends while it is written."""
+"""Suffix of a file's name while the file is written."""
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[int | None]:
-    """A file that only this process writes to until the end, open and empty; None where another one does. Raises OSError."""
+    """The descriptor of a file at `path`, locked for this process and emptied; None if another process holds it. Raises OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -24,7 +25,7 @@ def locked(path: Path) -> Iterator[int | None]:
         except BlockingIOError:
             yield None
             return
-        if not is_named(descriptor, path):  # it has its final name by now, or is gone
+        if not is_named(descriptor, path):  # another process renamed or removed it just now
             yield None
             return
         os.ftruncate(descriptor, 0)
@@ -34,7 +35,7 @@ def locked(path: Path) -> Iterator[int | None]:
 
 
 def is_named(descriptor: int, path: Path) -> bool:
-    """Whether an open file is the one that stands at `path` now."""
+    """Whether `path` still names this open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except OSError:
@@ -42,7 +43,7 @@ def is_named(descriptor: int, path: Path) -> bool:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """What processes left behind that ended while they wrote."""
+    """Remove unfinished files that no running process is writing."""
     for path in directory.glob("*" + UNFINISHED):
         with suppress(OSError), locked(path) as descriptor:
             if descriptor is not None:
@@ -50,9 +51,9 @@ def remove_unfinished(directory: Path) -> None:
 
 
 def remove_oldest(files: list[Path], *, max_files: int, max_bytes: int | None = None) -> list[Path]:
-    """Remove files, those changed longest ago first, until so many are left and they have so many bytes in all. Returns what is left.
+    """Remove the files changed longest ago until at most max_files, of at most max_bytes together, are left. Returns these.
 
-    One that is gone, or cannot be removed, counts as removed. max_bytes: None: any number
+    A file that is gone, or cannot be removed, counts as removed. max_bytes: None: no limit.
     """
     found = sorted(((path, *_facts(path)) for path in files), key=lambda entry: entry[1], reverse=True)
     kept: list[Path] = []
@@ -68,7 +69,7 @@ def remove_oldest(files: list[Path], *, max_files: int, max_bytes: int | None = 
 
 
 def _facts(path: Path) -> tuple[float, int]:
-    """(time of change, bytes)."""
+    """(modification time, bytes)."""
     try:
         facts = path.stat()
     except OSError:  # another start has just removed it

@@ -18,7 +18,7 @@ from headrace.tensor.layers.weights import Part, WeightReader, stacked_parts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """scale multiplies query key^T; window: tokens a query sees, itself included, None = all before it."""
+    """scale: factor of query key^T. window: number of tokens a query attends to, itself included; None = all before it."""
 
     heads: int
     kv_heads: int
@@ -45,7 +45,7 @@ class AttentionNames:
 
 
 class Attention:
-    """One layer's attention, this rank's heads. Writes the step's keys and values into the cache it is given."""
+    """One layer's attention over this rank's heads. Each call writes the step's keys and values into the cache."""
 
     runs_only_kernels = True
 
@@ -68,7 +68,7 @@ class Attention:
         return self.linears
 
     def __call__(self, x: Tensor, batch: ForwardBatch, group: GroupBatch, cache: LayerKv, selected: Tensor | None = None) -> Tensor:
-        """x [T, E] -> [T, E], or [W, E] of the `selected` tokens alone, of all ranks. The cache is modified in place, for all tokens."""
+        """x [T, E] -> [T, E], or [W, E] for the selected tokens, summed over ranks. The cache is written in place, for all T tokens."""
         kernels, spec = self.kernels, self.spec
         qkv = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, spec.head_dim)
         query, key, value = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)

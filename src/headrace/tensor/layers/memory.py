@@ -1,7 +1,7 @@
-"""Freed memory goes back to the system while a model is loaded.
+"""Returns freed memory to the system while a model is loaded.
 
-Packing makes and frees temporaries of tens of megabytes between weights that stay. The C library keeps such holes for later; over the
-layers of a model they add up to hundreds of megabytes that no one uses again.
+Packing allocates and frees temporaries of tens of megabytes between weights that stay. The C library keeps these holes for reuse. Over the
+layers of a model they add up to hundreds of megabytes that are never reused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cache
 
 
 def return_freed_memory() -> None:
-    """Ask the allocator to give whole free pages back. Milliseconds; does nothing where the C library is not glibc."""
+    """Ask the allocator to return whole free pages. Takes milliseconds; does nothing if the C library is not glibc."""
     trim = _malloc_trim()
     if trim is not None:
         trim(0)

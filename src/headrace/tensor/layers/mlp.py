@@ -47,9 +47,9 @@ class Mlp:
         return self.linears
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, E], or [W, E] of the `selected` tokens of the batch, -> the same shape, of all ranks."""
+        """x [T, E], or [W, E] for the batch's selected tokens -> the same shape, summed over ranks."""
         return self.reduce(self.down(self.kernels.gated_activation(self.gate_up(x), self.activation)))
 
     def weight_bytes(self, *, one_token: bool) -> int:
-        """Bytes held; a dense block reads all of them for one token too."""
+        """Bytes of weights held. A dense block reads all of them for one token as well."""
         return sum(linear.weight_bytes for linear in self.linears)

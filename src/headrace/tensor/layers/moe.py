@@ -20,7 +20,7 @@ from headrace.tensor.layers.weights import Part, WeightReader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
-    """size: features of one expert; is_renormalised: the chosen weights are scaled to sum to one."""
+    """size: features of one expert. is_renormalised: the weights of the chosen experts are scaled to sum to one."""
 
     num_experts: int
     top_k: int
@@ -44,7 +44,7 @@ class MoeNames:
 
 
 class SparseMoe:
-    """All experts, each rank holding its share of every expert's features. It looks at its own results, so it is never deferred.
+    """All experts of a layer; each rank holds its share of every expert's features. Reads its own results in Python: never deferred.
 
     On disk experts are either one tensor each (`names`), or stacked: "{block}.experts.gate_up_proj" [X, 2F, E] and
     "{block}.experts.down_proj" [X, E, F] for X experts.
@@ -68,7 +68,7 @@ class SparseMoe:
         return self.router, *self.gate_up, *self.down
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, E], or [W, E] of the `selected` tokens of the batch, -> the same shape, of all ranks."""
+        """x [T, E], or [W, E] for the batch's selected tokens -> the same shape, summed over ranks."""
         weights, experts = self.route(x)
         top_k = self.spec.top_k
         order = torch.argsort(experts.view(-1), stable=True)  # (token, choice) pairs, grouped by expert
@@ -92,7 +92,7 @@ class SparseMoe:
         return weights.to(x.dtype), experts
 
     def weight_bytes(self, *, one_token: bool) -> int:
-        """Bytes held, or read for one token: the router and `top_k` experts."""
+        """Bytes of weights held; with one_token, the bytes read for one token: the router and `top_k` experts."""
         experts = sum(linear.weight_bytes for linear in (*self.gate_up, *self.down))
         if one_token:
             experts = experts * self.spec.top_k // self.spec.num_experts

@@ -1,4 +1,4 @@
-"""Rotary position tables and how context extension bends their frequencies.
+"""Rotary position tables, and how context extension changes their frequencies.
 
 Sources: RoFormer (Su et al. 2021); linear interpolation (kaiokendev, Chen et al. 2023); YaRN (Peng et al. 2023); Llama 3.1's smoothed
 interpolation. Formulas follow transformers' `modeling_rope_utils`, the oracle.
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 _CHUNK = 8192
+"""Positions computed at a time, to bound temporaries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,7 @@ def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 def _yarn(plain: Tensor, spec: RopeSpec, scaling: YarnScaling) -> Tensor:
     def dim_turning(turns: float) -> float:
-        """The (fractional) pair that turns this often within the original context."""
+        """The pair of dimensions, as a fraction, that makes this many turns within the original context."""
         return spec.rotary_dim * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
 
     low, high = dim_turning(scaling.beta_fast), dim_turning(scaling.beta_slow)
@@ -112,7 +113,7 @@ def _yarn(plain: Tensor, spec: RopeSpec, scaling: YarnScaling) -> Tensor:
 
 
 def yarn_magnitude(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """What cos and sin are multiplied with when the configuration names no attention_factor."""
+    """Factor of cos and sin when the configuration has no attention_factor."""
 
     def grown(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

@@ -22,18 +22,18 @@ from headrace.tensor.layers.table import HeldTable, Table
 
 
 class WeightSource(Protocol):
-    """Where tensors come from: a checkpoint, random numbers, or shapes only."""
+    """Gives tensors by name: a checkpoint, random numbers, or shapes only."""
 
     def has(self, name: str) -> bool:
-        """Whether an optional tensor is there."""
+        """Whether an optional tensor exists."""
         ...
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check that the tensor of that whole shape is there, without reading it."""
+        """Check, without reading it, that the tensor exists and has this shape."""
         ...
 
     def read(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...] = ()) -> Tensor:
-        """The region of the stored tensor of that whole shape, in memory of its own or expanded from it: never changed, only copied."""
+        """A region of the stored tensor, whose whole shape is `shape`. Callers copy what they get and never change it."""
         ...
 
 
@@ -50,17 +50,17 @@ class LinearStore(Protocol):
 
 
 Reduce = Callable[[Tensor], Tensor]
-"""[T, E] of which every rank has computed a part -> their sum, the same on all of them. Every rank calls it equally often."""
+"""[T, E], each rank's part of a sum -> the sum over ranks, equal on all of them. Every rank calls it equally often."""
 
 
 def no_reduce(x: Tensor) -> Tensor:
-    """`Reduce` of the only rank."""
+    """`Reduce` for a single rank."""
     return x
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`rows` output rows of one stored weight, from row `first`.
+    """A part of a linear: `rows` output rows of one stored weight, from row `first` on.
 
     name    of the tensor, e.g. "model.layers.0.self_attn.q_proj.weight"
     rows    output features of this part on all ranks together
@@ -86,13 +86,14 @@ def stacked_parts(prefix: str, names: tuple[str, ...], rows: list[int]) -> list[
 
 @dataclass(frozen=True, slots=True)
 class WeightReader:
-    """Reads for one rank, in the dtype and on the device the model computes with: `dtype` is that of the linears' products.
+    """Reads one rank's weights, in the dtype and on the device that the model computes with.
 
-    Every tensor returned is a copy; what a store gives back lies in its file, or in memory that was read from it.
+    Every tensor returned is a copy. A linear or table from `store` lies in its file, or in memory that was read from the file.
 
-    precision  of the linears' weights; norms, embeddings and routers stay as they are
-    store     gives linears of that precision, and tables, back without reading their weights
-    reduce     for the layers: what they compute with row-parallel linears is a part of a sum
+    dtype      of the linears' products
+    precision  of the linears' weights; norms, embeddings and routers are not rounded
+    store      gives back linears of that precision, and tables, without reading the checkpoint's weights
+    reduce     sums over ranks; layers call it on the outputs of row-parallel linears
     """
 
     source: WeightSource
@@ -111,11 +112,11 @@ class WeightReader:
 
     @property
     def activations(self) -> torch.dtype:
-        """Of what is handed from one layer to the next, of norms and of biases."""
+        """Dtype of norms, biases and the tensors that one layer hands to the next."""
         return self.backend.packing.activation_dtype(self.dtype)
 
     def norm(self, name: str, size: int, *, plus: float = 0.0) -> Tensor:
-        """A norm's weight [size]. With `plus` it is w + plus in float32: 1 + w of a small w would be lost in bfloat16."""
+        """A norm's weight [size]. With `plus` the result is w + plus in float32, as bfloat16 would round a small w away in 1 + w."""
         stored = self.source.read(name, (size,))
         if plus:
             return torch.empty(size, dtype=torch.float32, device=self.device).copy_(stored).add_(plus)
@@ -143,16 +144,16 @@ class WeightReader:
         return self._stacked(parts, shares, in_features, bias)
 
     def whole_linear(self, part: Part, in_features: int, *, bias: bool = False, precision: Precision | None = None) -> Linear:
-        """The same on every rank, so that nothing is summed (routers, the head). precision: where it is not the reader's."""
+        """A linear that is whole on every rank, so that nothing is summed: a router, the head. precision: None: the reader's."""
         return self._stacked([part], [range(part.rows)], in_features, bias, precision)
 
     def row_linear(self, part: Part, in_features: int, *, bias: bool) -> Linear:
-        """This rank's share of the input columns; ranks' outputs are to be summed. The bias lives on rank 0 alone."""
+        """This rank's share of the input columns. The ranks' outputs must be summed; the bias is on rank 0 alone."""
         columns = _share(in_features, self.rank, self.world, part.name)
         if (known := self._known([part], in_features, bias)) is not None:
             return known
         weight = self._joined([self._region(part, range(part.rows), in_features, slice(columns.start, columns.stop))])
-        added = self._bias([part], [range(part.rows)]) if bias else None  # read on every rank: the checkpoint must hold it
+        added = self._bias([part], [range(part.rows)]) if bias else None  # read on every rank, so that a missing one is found
         return self._packed([part], weight, added if self.rank == 0 else None, self.precision)
 
     def tied_linear(self, name: str, table: Table, rows: int, columns: int) -> Linear:
@@ -164,7 +165,7 @@ class WeightReader:
         return self._packed([part], weight.to(self._weight_dtype([weight])), None, self.precision)
 
     def _known(self, parts: Sequence[Part], in_features: int, bias: bool, *, is_stored: bool = True) -> Linear | None:
-        """The linear of these parts, if it was kept; the checkpoint must hold their weights all the same."""
+        """The linear of these parts, if it was kept. Its weights must be in the checkpoint all the same, unless is_stored is false."""
         if self.store is None:
             return None
         if (known := self.store.find(_name(parts))) is not None and is_stored:
@@ -194,7 +195,7 @@ class WeightReader:
         return self._packed(parts, weight, self._bias(parts, shares) if bias else None, precision)
 
     def _joined(self, regions: Sequence[Tensor]) -> Tensor:
-        """A copy of the regions, one below the other."""
+        """A copy of the regions, stacked by rows."""
         rows = [len(region) for region in regions]
         shape, dtype = (sum(rows), regions[0].shape[1]), self._weight_dtype(regions)
         weight = empty(prod(shape), dtype).view(shape) if self.device == "cpu" else torch.empty(shape, dtype=dtype, device=self.device)
@@ -203,7 +204,7 @@ class WeightReader:
         return weight
 
     def _weight_dtype(self, stored: Sequence[Tensor]) -> torch.dtype:
-        """What kernels are handed a weight in. bfloat16 is not widened for them: float32 holds the same values in twice the bytes."""
+        """The dtype in which a weight is packed. bfloat16 is not widened to float32, which holds the same values in twice the bytes."""
         is_narrow = self.dtype == torch.float32 and all(tensor.dtype == torch.bfloat16 for tensor in stored)
         return torch.bfloat16 if is_narrow else self.dtype
 
@@ -238,12 +239,12 @@ def _bias_name(part: Part) -> str:
 
 
 def _name(parts: Sequence[Part]) -> str:
-    """What a linear of these parts is called on disk. Parts of one stored tensor differ by their first row and expert."""
+    """A linear's name on disk, made from its parts. Parts of one stored tensor differ in their first row and expert."""
     return "+".join(f"{part.name}@{part.first}" + (f"#{part.expert[0]}" if part.expert else "") for part in parts)
 
 
 def _share(size: int, rank: int, world: int, name: str) -> range:
-    """This rank's consecutive share. Which sizes may be split was decided by the model: a remainder is our own bug."""
+    """This rank's consecutive share of `size`. The model decides which sizes are split, so a remainder is a bug."""
     assert size % world == 0, f"{name}: {size} does not split into {world}"
     each = size // world
     return range(rank * each, (rank + 1) * each)

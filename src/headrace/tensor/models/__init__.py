@@ -75,11 +75,11 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDescription:
-    """What config.json alone says of a model, in the dtype it would compute with.
+    """A model's sizes by config.json alone, in the dtype that it would compute with.
 
-    dtype_name      of the checkpoint, as config.json says it; float32 when it does not
+    dtype_name      the checkpoint's dtype by config.json; float32 if it names none
     weight_bytes    read by one decode step of one sequence
-    resident_bytes  all weights, before any packing overhead
+    resident_bytes  of all weights, without overhead of packing
     """
 
     architecture: str
@@ -230,7 +230,7 @@ def describe(
 
 
 def _read_spec(config: ConfigFile) -> tuple[str, DecoderSpec]:
-    """The architecture's name and spec, once the features no architecture has are refused."""
+    """The architecture's name and spec. Raises CheckpointError for features that no architecture here has."""
     if config.has("auto_map"):
         config.refuse("auto_map", "asks for code from the checkpoint, which is never run", "Use a checkpoint without auto_map.")
     for name in ("quantization_config", "compression_config"):

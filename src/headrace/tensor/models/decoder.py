@@ -1,7 +1,8 @@
 """The decoder all architectures share: embeddings, blocks around one residual stream, a final norm, a head.
 
-A block's branches are normed on the way in; Gemma also norms them on the way out. The addition of a branch is fused into the next
-norm, so a block is handed the branch that has not been added yet. Shape letters: `tensor.batch`, E hidden size, V vocabulary.
+A block normalises the input of its two branches (attention, feed-forward); Gemma also normalises their outputs. Adding a branch to the
+residual stream is fused into the next norm, so a block receives the previous branch, not added yet. How a step's layers are run, at once,
+deferred or recorded: `models.steps`. Shape letters: `tensor.batch`, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Norm:
 
 
 class Block:
-    """One layer. All weights are read while it is made."""
+    """One layer. The constructor reads all its weights."""
 
     runs_only_kernels = True
 
@@ -74,9 +75,10 @@ class Block:
     def __call__(
         self, branch: Tensor, residual: Tensor, batch: ForwardBatch, group: GroupBatch, cache: LayerKv, selected: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Adds `branch` and the attention's output to residual [T, E] in place; returns the feed-forward branch, not added yet, and it.
+        """Add `branch` and the attention's output to residual [T, E] in place; return (feed-forward branch, not added yet, residual).
 
-        With `selected`, which is the last layer's, both are of these tokens only: of the others nothing but keys and values is needed.
+        selected  for the last layer, the tokens [W] whose hidden states are needed: both results are then [W, E]. The keys and values of
+                  all T tokens are written all the same
         """
         branch = self.attention(self.attention_norm(branch, residual), batch, group, cache, selected)
         if selected is not None:
@@ -101,18 +103,18 @@ class DecoderModel:
     kv_groups       layers that share a block table: same window, heads and head size
     group_of        per layer, index into kv_groups
     kv_shapes       per layer, (kv_heads, head_dim) held by this rank
-    weight_bytes    read by one decode step of one sequence (of experts, the chosen ones); norms are left out
-    resident_bytes  weights held in memory; a tied table counts twice, as rows and as packed head
+    weight_bytes    read by one decode step of one sequence, with the chosen experts only and without norms
+    resident_bytes  of weights in memory; a tied table counts twice, as rows and as packed head
     """
 
     runs_only_kernels = True
 
     def __init__(self, reader: WeightReader, spec: DecoderSpec) -> None:
-        assert reader.world == 1 or reader.reduce is not no_reduce, "several ranks, and nobody sums what they compute"
+        assert reader.world == 1 or reader.reduce is not no_reduce, "several ranks need a reduce that sums over them"
         self.spec, self.dtype, self.activations, self.vocab_size = spec, reader.dtype, reader.activations, spec.vocab_size
         names = spec.names
         self.embedding = reader.table(f"{names.embedding}.weight", spec.vocab_size, spec.hidden_size)
-        self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(reader.dtype))  # rounded as the checkpoint's authors did
+        self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(reader.dtype))  # rounded to the model's dtype, as in training
         tables: dict[RopeSpec, Tensor] = {}
         self.blocks: list[Block] = []
         for index, layer in enumerate(spec.layers):
@@ -151,11 +153,11 @@ class DecoderModel:
 
     @property
     def recorded_bytes(self) -> int:
-        """Most that recorded steps hold beside the weights."""
+        """Upper bound of the memory that recorded steps hold beside the weights."""
         return self._steps.most_bytes
 
     def forward(self, ids: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
-        """ids [T] int64 -> hidden [T, E], of `batch.selected` [W, E], normed, ready for `logits`. Writes keys and values into `kv`."""
+        """ids [T] int64 -> hidden [T, E], or [W, E] for `batch.selected`, ready for `logits`. Writes keys and values into `kv`."""
         branch = self.embedding.rows(ids).to(self.activations)
         if self._embedding_scale != 1.0:
             branch *= self._embedding_scale
@@ -169,12 +171,12 @@ class DecoderModel:
         return self.final_norm(branch, residual) if len(residual) else residual
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, E] (rows chosen from `forward`'s) -> [N, V] float32."""
+        """hidden [N, E], rows of what `forward` returned -> [N, V] float32."""
         return self.head(hidden).float()
 
 
 def group_layers(spec: DecoderSpec, world: int, dtype_bytes: int) -> tuple[tuple[KvGroup, ...], tuple[int, ...]]:
-    """KV groups in order of their first layer, and each layer's group."""
+    """(KV groups in the order of their first layer, index of each layer's group). A group's layers share window, heads and head size."""
     members: dict[tuple[int | None, int, int], list[int]] = {}
     for index, layer in enumerate(spec.layers):
         attention = layer.attention

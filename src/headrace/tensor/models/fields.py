@@ -1,7 +1,7 @@
 """Fields of config.json that several architectures share, each read and bounded once.
 
-The bounds are far above any real model: they keep absurd values (negative sizes, 10^9 layers) away from memory. Features nobody here
-computes are refused by name.
+The bounds are far above any real model: they keep absurd values (negative sizes, 10^9 layers) away from memory. Features that Headrace
+does not compute are refused by name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROPE_COMMON = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """Sizes every decoder has."""
+    """The sizes that every decoder's config.json has."""
 
     vocab_size: int
     hidden_size: int

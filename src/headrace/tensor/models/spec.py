@@ -1,4 +1,4 @@
-"""What a decoder is, as frozen values: filled from config.json by one file per architecture, built by `models.decoder`."""
+"""The description of a decoder, as frozen values: filled from config.json by one file per architecture, built by `models.decoder`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace.tensor.layers.mlp import MlpNames, MlpSpec
 from headrace.tensor.layers.moe import MoeNames, MoeSpec
 
 ATTENTION_SHARE = 0.75
-"""Multiplications per second of prefill attention beside those of matrix products, about (docs/experiments.md, prefill attention)."""
+"""Speed of prefill attention as a share of that of matrix products, in multiplications per second (docs/experiments.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
-    """What tensors are called, without ".weight"; names of a layer stand below "model.layers.{i}.".
+    """Names of the stored tensors, without ".weight". A layer's names follow the prefix `layer`.
 
     attention_output_norm, mlp_output_norm  norms of a branch before it is added to the residual; None: there is none
     """
@@ -59,7 +59,7 @@ class DecoderSpec:
     names: TensorNames = field(default_factory=TensorNames)
 
     def costly_context(self) -> int:
-        """Context length at which a prompt token's attention takes as long as its matrix products; 0 where all layers have windows."""
+        """Context length at which a prompt token's attention takes as long as its matrix products; 0 if every layer has a window."""
         products = attention = 0
         for layer in self.layers:
             own, mlp = layer.attention, layer.mlp
@@ -69,7 +69,7 @@ class DecoderSpec:
         return int(ATTENTION_SHARE * products / attention) if attention else 0
 
     def within(self, max_model_len: int) -> DecoderSpec:
-        """The same model for contexts up to max_model_len: a window that never closes is no window."""
+        """The same model for contexts up to max_model_len. A window of at least that length is left out: it never hides a token."""
         layers = tuple(
             replace(layer, attention=replace(layer.attention, window=None)) if (layer.attention.window or 0) >= max_model_len else layer
             for layer in self.layers

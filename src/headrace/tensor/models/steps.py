@@ -1,8 +1,8 @@
-"""How a model's layers are run for a step: as they are called, or put off by the backend's `StepExecutor` and recorded.
+"""Runs a model's layers for a step: at once, deferred by the backend's `StepExecutor`, or recorded and repeated.
 
-A decode step asks for the same operations every time; only token ids, positions, block tables and lengths differ. So these are written
-into tensors of their own, the step that reads them is recorded once per shape, and the next of its shape is a few copies and one call.
-The plain twin is no executor: calling the layers.
+Every decode step of one shape runs the same operations; only token ids, positions, block tables and lengths differ. These are copied into
+input tensors that stay in place. A step is recorded once per shape, and the next step of that shape is a few copies and one call, as with
+CUDA graphs. The plain twin is a backend without executor: the layers are simply called.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from torch import Tensor
 from headrace.tensor.batch import ForwardBatch, GroupBatch, KvCache
 from headrace.tensor.kernels import Recording, StepExecutor
 
-MOST_KEPT = 32
-"""Shapes that are kept: under load the number of sequences goes up and down with every arrival."""
-LARGEST_KEPT = 4
-"""So many of the largest size there is (`StepExecutor.max_recorded_bytes`) may be among them; the one used longest ago goes first."""
+MAX_SHAPES = 32
+"""At most this many shapes stay recorded. Under load the number of sequences changes with every arrival."""
+MAX_LARGEST = 4
+"""Recorded steps together take at most the memory of this many largest ones (`StepExecutor.max_recorded_bytes`). Beyond that, the step
+used longest ago is dropped first."""
 TABLE_MULTIPLE = 64
-"""Block tables are recorded with room to grow, so that a new block does not mean a new recording."""
+"""Recorded block tables are as wide as a multiple of this many blocks, so that a new block rarely needs a new recording."""
 
 Layers = Callable[[Tensor, Tensor, ForwardBatch, KvCache], Tensor]
 """(branch, residual, batch, cache) -> hidden."""
 
 
 class RecordedSteps:
-    """The steps of one model. executor: None where there is none, or where a layer does not say that it may be deferred."""
+    """The recorded steps of one model. executor: None if the backend has none, or if a layer may not be deferred."""
 
     def __init__(self, executor: StepExecutor | None, layers: Layers) -> None:
         self._executor, self._layers = executor, layers
@@ -40,20 +41,20 @@ class RecordedSteps:
 
     @property
     def most_bytes(self) -> int:
-        """Of results that are kept, and of one recording more: what a longer block table replaces is there until its successor is made."""
-        return 0 if self._executor is None else (LARGEST_KEPT + 1) * self._executor.max_recorded_bytes
+        """Upper bound of the memory of recorded steps, plus one: a step that is replaced is dropped only after its successor is made."""
+        return 0 if self._executor is None else (MAX_LARGEST + 1) * self._executor.max_recorded_bytes
 
     @property
     def num_recorded(self) -> int:
         return len(self._kept)
 
     def next_layer(self) -> None:
-        """The layers say where one begins."""
+        """Called by the model before each layer."""
         if self._executor is not None:
             self._executor.next_layer()
 
     def run(self, branch: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
-        """The layers' result, a new tensor. branch may be written over."""
+        """Run the layers; returns their hidden states, a new tensor. `branch` may be overwritten."""
         if self._executor is None:
             return self._layers(branch, torch.zeros_like(branch), batch, kv)
         recording = self._executor.recording(batch.num_tokens) if self._is_repeatable(batch) else None
@@ -68,7 +69,7 @@ class RecordedSteps:
         return batch.max_count == 1 and batch.num_tokens <= self._most_tokens and is_plain
 
     def _repeat(self, recording: AbstractContextManager[Recording], branch: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
-        """A recorded step of this shape, or this one recorded with `recording`."""
+        """Repeat the recorded step of this shape; if there is none that can be repeated for this batch, record this step."""
         key = (len(batch.context_lens), batch.num_tokens, id(kv))
         step = self._kept.pop(key, None)
         if step is None or not step.load(branch, batch) or not step.recording.repeat():
@@ -79,21 +80,21 @@ class RecordedSteps:
         if step.recording.is_whole:
             self._kept[key] = step
             self._forget()
-        else:  # and neither would be a larger one
+        else:  # a larger step cannot be recorded whole either
             self._most_tokens = batch.num_tokens - 1
         return step.out.clone()
 
     def _forget(self) -> None:
         assert self._executor is not None
-        most = LARGEST_KEPT * self._executor.max_recorded_bytes
+        most = MAX_LARGEST * self._executor.max_recorded_bytes
         held = sum(step.recording.kept_bytes for step in self._kept.values())
-        while len(self._kept) > MOST_KEPT or held > most:
+        while len(self._kept) > MAX_SHAPES or held > most:
             held -= self._kept.popitem(last=False)[1].recording.kept_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """Tensors that a recorded step reads: copies of a step's, of its size or with room to grow."""
+    """The input tensors of a recorded step: copies of the first step's inputs, with wider block tables."""
 
     branch: Tensor
     residual: Tensor
@@ -101,14 +102,14 @@ class _Inputs:
 
     @classmethod
     def of(cls, branch: Tensor, batch: ForwardBatch) -> _Inputs:
-        with torch.inference_mode(False):  # such tensors may be written in any mode
-            groups = tuple(GroupBatch(_roomy(group.block_table), _copied(group.slot_mapping)) for group in batch.groups)
+        with torch.inference_mode(False):  # so that they may be written in any mode later
+            groups = tuple(GroupBatch(_widened(group.block_table), _copied(group.slot_mapping)) for group in batch.groups)
             positions, starts, lens = _copied(batch.positions), _copied(batch.row_starts), _copied(batch.context_lens)
             own = ForwardBatch(positions, starts, lens, batch.max_count, groups)
             return cls(_copied(branch), torch.zeros(branch.shape, dtype=branch.dtype), own)
 
     def load(self, branch: Tensor, batch: ForwardBatch) -> bool:
-        """Write another step's values. False where a block table has outgrown its room."""
+        """Copy another step's inputs in. False if a block table is too wide."""
         mine = self.batch
         for own, group in zip(mine.groups, batch.groups, strict=True):
             width = group.block_table.shape[1]
@@ -126,7 +127,7 @@ class _Inputs:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """kv is held so that no other cache can take its place in memory."""
+    """A recorded step. kv: held so that no other cache can take its address."""
 
     inputs: _Inputs
     recording: Recording
@@ -141,8 +142,8 @@ def _copied(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
-def _roomy(table: Tensor) -> Tensor:
+def _widened(table: Tensor) -> Tensor:
     rows, width = table.shape
-    room = torch.zeros((rows, -(-(width + 1) // TABLE_MULTIPLE) * TABLE_MULTIPLE), dtype=table.dtype)
-    room[:, :width] = table
-    return room
+    wide = torch.zeros((rows, -(-(width + 1) // TABLE_MULTIPLE) * TABLE_MULTIPLE), dtype=table.dtype)
+    wide[:, :width] = table
+    return wide

@@ -1,9 +1,9 @@
 """From logits to tokens: penalties, filters, counter-based randomness, log-probabilities.
 
-Read `sampler` first: it keeps per-slot parameters and says the order in which they act. `penalties` counts tokens, `philox` makes the
-random numbers, `logprobs` reports; `kernels.filters` turns logits into one token per row. Everything is numpy on the host: rows are
-processed in chunks that stay in the cache, and no row ever looks at another. What costs most, weights and filters of random rows, the
-kernels may do instead (`kernels.cpu.draw`).
+Read `sampler` first: it holds the per-slot parameters and documents the order in which they act. `penalties` counts tokens, `philox`
+makes random numbers, `logprobs` computes log-probabilities; `kernels.filters` turns logits into one token per row. Everything is numpy on
+the host: rows are processed in chunks that stay in the cache, and no row depends on another. Kernels may do the most expensive part, the
+filters of random rows, instead (`kernels.cpu.draw`).
 """
 
 from headrace.tensor.sampling.logprobs import prompt_logprobs, top_tokens

@@ -1,6 +1,6 @@
 """Log-probabilities under the raw model distribution (float32 logits before bias, penalties, temperature and filters).
 
-This is vLLM's default (`raw_logprobs`): what the model thought, not what the request's filters left of it.
+This is vLLM's default (`raw_logprobs`): the model's own distribution, not the one that the request's filters leave.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Ints = NDArray[np.int64]
 def top_tokens(logits: Floats, k: int) -> tuple[Ints, Floats]:
     """Ids and logits [N, k] of each row's k best, best first, equal logits by rising id. logits [N, V] must hold no NaN.
 
-    The first j columns are the same for every k >= j, so a row's answer does not depend on what its neighbours asked.
+    The first j columns are the same for every k >= j, so a row's result does not depend on how many its neighbours list.
     """
     num_rows, vocab = logits.shape
     k = min(k, vocab)
@@ -35,7 +35,12 @@ def top_tokens(logits: Floats, k: int) -> tuple[Ints, Floats]:
 
 
 def token_logprobs(logits: Floats, token_ids: Ints, num_top: Ints) -> LogprobColumns:
-    """One position per row. logits [N, V] raw and finite somewhere in each row; token_ids [N]; num_top [N] how many best to list."""
+    """Log-probabilities of one token per row.
+
+    logits     [N, V] raw; each row has a finite value
+    token_ids  [N]
+    num_top    [N] number of most likely tokens to list beside it
+    """
     best_ids, best = top_tokens(logits, int(num_top.max(initial=0)))
     peak = logits.max(axis=1, keepdims=True)
     with np.errstate(all="ignore"):
@@ -62,13 +67,13 @@ def _floats(values: Floats) -> array[float]:
 
 
 def not_asked(num_positions: int) -> LogprobColumns:
-    """That many positions, not asked for."""
+    """Columns of positions whose log-probabilities are not asked for."""
     zeros = bytes(4 * num_positions)
     return LogprobColumns(array("i", zeros), array("f", zeros), array("i", zeros), array("i", zeros))
 
 
 def scattered(columns: LogprobColumns, rows: Ints, num_rows: int) -> LogprobColumns:
-    """Position i of `columns` at place rows[i], ascending, of num_rows; the others are not asked for."""
+    """Columns of num_rows positions: position i of `columns` becomes position rows[i], ascending; the rest are not asked for."""
     spread = not_asked(num_rows)
     for wide, column in zip(spread.columns()[:4], columns.columns(), strict=False):
         np.frombuffer(wide, dtype=wide.typecode)[rows] = column
@@ -78,7 +83,7 @@ def scattered(columns: LogprobColumns, rows: Ints, num_rows: int) -> LogprobColu
 
 
 def prompt_logprobs(logits: Floats, next_ids: Ints, num_top: int) -> LogprobColumns | None:
-    """Positions of the prompt tokens next_ids [N] that follow the positions of logits [N, V]; None when a row is not a distribution."""
+    """Log-probabilities of the prompt tokens next_ids [N], each under its row of logits [N, V]; None if a row is not finite."""
     if not np.isfinite(logits.max(axis=1)).all():
         return None
     return token_logprobs(logits, next_ids, np.full(len(next_ids), num_top, dtype=np.int64))

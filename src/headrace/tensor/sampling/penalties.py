@@ -1,7 +1,7 @@
-"""Token counts of one sequence, kept as it grows, and the penalties computed from them.
+"""Token counts of one sequence, updated as it grows, and the penalties computed from them.
 
-Sparse: only ids that occurred are stored, so a step costs the number of distinct tokens seen and not the vocabulary, and a sequence
-without penalties costs nothing.
+Only ids that occurred are stored, so a step costs the number of distinct tokens seen and not the size of the vocabulary. A sequence
+without penalties has no counts.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class TokenCounts:
         self._presence = params.presence_penalty
         known = np.unique(np.asarray(prompt_ids if self._repetition != 1.0 else (), dtype=np.int64))
         self._place = {int(token): place for place, token in enumerate(known)}
-        room = len(known) + 2 * len(output_ids) + 16
-        self._ids = np.zeros(room, dtype=np.int64)
-        self._counts = np.zeros(room, dtype=np.int64)
-        self._in_prompt = np.zeros(room, dtype=np.bool_)
+        size = len(known) + 2 * len(output_ids) + 16
+        self._ids = np.zeros(size, dtype=np.int64)
+        self._counts = np.zeros(size, dtype=np.int64)
+        self._in_prompt = np.zeros(size, dtype=np.bool_)
         self._ids[: len(known)], self._in_prompt[: len(known)] = known, True
         for token in output_ids:
             self.add(token)
@@ -47,7 +47,7 @@ class TokenCounts:
         self._counts[place] += 1
 
     def retract(self, token_id: int) -> None:
-        """One generated token less: its step is being repeated."""
+        """Remove one generated token: its step is being repeated."""
         self._counts[self._place[token_id]] -= 1
 
     def _grow(self) -> None:

@@ -19,13 +19,13 @@ _ROUNDS = np.arange(10, dtype=np.uint64)[:, None, None]
 
 
 class Purpose(IntEnum):
-    """What a number is for. Different purposes at one position are independent."""
+    """The use of a random number. Numbers of different purposes at one position are independent."""
 
     SAMPLE = 0
     ACCEPT = 1
-    """Keep a drafted token or not."""
+    """Whether to accept a drafted token."""
     RESIDUAL = 2
-    """Choose the token that replaces a rejected draft."""
+    """The token that replaces a rejected draft."""
 
 
 def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -5,11 +5,11 @@ Order, per row (vLLM's, except that min_p comes last, as in transformers):
   2. logit_bias is added
   3. repetition penalty over prompt and output, then frequency and presence over output
   4. before min_tokens, end tokens (unless ignore_eos) and stop_token_ids are masked
-  5. greedy rows take the best logit, lowest id first; the others go on: temperature, top_k, top_p, min_p (`kernels.filters`)
+  5. greedy rows take the best logit, lowest id first; other rows are filtered: temperature, top_k, top_p, min_p (`kernels.filters`)
   6. one uniform number per row, keyed by (seed, sequence index, position), picks the token
 Masking after the penalties equals masking before them, as vLLM does: no penalty brings minus infinity back.
 
-`sample` changes no state; `commit` records what was chosen. A step that fails in between can therefore be repeated.
+`sample` changes no state; `commit` records the chosen tokens. A step that fails in between can therefore be repeated.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from headrace.tensor.sampling.penalties import TokenCounts
 from headrace.tensor.sampling.philox import Purpose, uniform
 
 _CHUNK_ELEMENTS = 1 << 20
-"""Logits handled at once: 4 MiB, so that the passes over a chunk stay in a cache, and there are some rows for several threads."""
+"""Logits processed at a time, 4 MiB of float32: the passes over a chunk stay in a cache, and several threads still have rows each."""
 
 NOT_A_DISTRIBUTION = "the model produced NaN or infinite logits for this sequence"
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """token_ids [N] (-1 where failed), failed [N]; logprobs one position per row, or none when no row asked."""
+    """Sampled tokens: token_ids [N], -1 for failed rows; failed [N]; logprobs: one position per row, or none if no row asked."""
 
     token_ids: Ints
     failed: NDArray[np.bool_]
@@ -77,7 +77,7 @@ class _Columns:
 
 
 class _Edits:
-    """What changes one sequence's logits before the choice."""
+    """One sequence's changes to its logits before a token is chosen: bias, penalties, masked end tokens."""
 
     def __init__(self, started: Started, eos_token_ids: tuple[int, ...]) -> None:
         params, prompt = started.params, started.num_prompt_tokens
@@ -101,7 +101,7 @@ class _Edits:
 class Sampler:
     """Parameters of every slot, and the choice of tokens. One thread at a time.
 
-    draw  who chooses where chance has a say: the backend's, or the plain `kernels.filters.draw`
+    draw  chooses the tokens of random rows: the backend's function, or the plain `kernels.filters.draw`
     """
 
     def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], draw: Draw) -> None:
@@ -121,7 +121,7 @@ class Sampler:
             self._edits.pop(slot, None)
 
     def retract(self, slot: int, token_ids: Iterable[int]) -> None:
-        """Take committed tokens of a slot back: their step is being repeated."""
+        """Remove committed tokens of a slot: their step is being repeated."""
         edits = self._edits.get(slot)
         if edits is not None and edits.counts is not None:
             for token_id in token_ids:
