@@ -154,7 +154,7 @@ def test_default_model_is_served_when_nothing_names_one(tmp_path: Path, model_fo
         ("models: [{engine: {model: M}}]\ngateway: {api_keys: [{key: short}]}", "gateway.api_keys[0].key", "shorter than"),
         ("models: [{engine: {model: M}}]\ngateway: {host: 0.0.0.0}", "gateway.host", "--api-key"),
         ("models: [{engine: {model: M, device: cuda}}]", "models[0].engine.device", "--experimental"),
-        ("models: [{engine: {model: M}}]\nmodels: []", "headrace.yaml:2:1", "given twice"),
+        ("models: [{engine: {model: M}}]\nmodels: []", "headrace.yaml:2", "models is given twice, first on line 1"),
         ("models: [{engine: &a {model: M}}, {engine: *a}]", "headrace.yaml", "aliases"),
         ("models: !!python/object/apply:os.system [id]", "headrace.yaml:1:9", "not valid YAML"),
         ("? [a, b]\n: 1", "headrace.yaml:1:3", "unhashable key"),

@@ -17,7 +17,6 @@ from headrace.lab.offline import (
     decode_bytes,
     decode_speed,
     dollars_per_million_tokens,
-    kv_token_bytes,
     run_offline,
 )
 
@@ -98,7 +97,6 @@ def paper_run(chunks: list[tuple[float, ...]], prompt: int = 3) -> OfflineRun:
 
 
 def test_bytes_of_decoding_are_weights_and_every_context_within_its_window() -> None:
-    assert kv_token_bytes(INFO) == FULL_TOKEN + WINDOW_TOKEN
     run = paper_run([(1.0, 2.0, 3.0, 4.0)])  # decodes at contexts 4, 5, 6
     assert decode_bytes(INFO, run, steps=4) == 4 * 1000 + (4 + 5 + 6) * FULL_TOKEN + (4 + 5 + 5) * WINDOW_TOKEN
 

@@ -48,8 +48,8 @@ def faults(file: Path, environment: Mapping[str, str]) -> list[ConfigFault]:
     document = parse_document(read_text(file), str(file))
     raw, lines = mapping_of(document.value, file), document.lines
     found = [
-        ConfigFault(ConfigError(each.path, f"is given twice, first on line {each.first_line}", "Leave one of them out."), each.line)
-        for each in document.repeated
+        ConfigFault(ConfigError(path, f"is given twice, first on line {first_line}", "Leave one of them out."), line)
+        for path, line, first_line in document.repeated
     ]
     for name, steps in variables(environment, ENV_PREFIX):
         try:

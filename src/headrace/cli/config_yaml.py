@@ -6,7 +6,7 @@ Values get their types in `config_decode`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -18,26 +18,17 @@ MAX_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class RepeatedKey:
-    """A key that its section has already. Lines and columns count from 1."""
-
-    path: str
-    key: str
-    line: int
-    column: int
-    first_line: int
-
-
-@dataclass(frozen=True, slots=True)
 class YamlDocument:
-    """value     plain data; where a key is given twice, its last value
-    lines     path of each value, as errors write it -> line of its key, from 1
-    repeated  in the order of the file
+    """A document, in which keys may be given twice. Lines count from 1.
+
+    value     plain data; where a key is given twice, its last value
+    lines     path of each value, as errors write it -> line of its key
+    repeated  (path, line, line of the first one) of each key that its section has already
     """
 
     value: object
-    lines: dict[str, int]
-    repeated: list[RepeatedKey]
+    lines: dict[str, int] = field(default_factory=dict)
+    repeated: list[tuple[str, int, int]] = field(default_factory=list)
 
 
 class _PlainLoader(yaml.SafeLoader):
@@ -74,21 +65,21 @@ def mapping_of(value: object, file: Path) -> Raw:
 
 
 def parse_yaml(text: str, where: str) -> object:
-    """One YAML document as plain data. Raises ConfigError with line and column."""
+    """One YAML document as plain data. Raises ConfigError with the line."""
     document = parse_document(text, where)
-    for each in document.repeated:
-        raise ConfigError(f"{where}:{each.line}:{each.column}", f"is not valid YAML: the key {each.key!r} is given twice")
+    for path, line, first_line in document.repeated:
+        raise ConfigError(f"{where}:{line}", f"is not valid YAML: {path} is given twice, first on line {first_line}")
     return document.value
 
 
 def parse_document(text: str, where: str) -> YamlDocument:
-    """One YAML document, in which keys may be given twice. Raises ConfigError with line and column."""
+    """One YAML document, and where its values stand. Raises ConfigError with line and column."""
     loader = _PlainLoader(text)
-    found = YamlDocument(None, {}, [])
     try:
         node = loader.get_single_node()
-        _note_lines(node, [], found)
-        return found if node is None else YamlDocument(loader.construct_document(node), found.lines, found.repeated)
+        document = YamlDocument(None if node is None else loader.construct_document(node))
+        _note_lines(node, [], document)
+        return document
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
@@ -97,22 +88,23 @@ def parse_document(text: str, where: str) -> YamlDocument:
         loader.dispose()
 
 
-def _note_lines(node: yaml.Node | None, steps: list[str], found: YamlDocument) -> None:
-    """Add the lines, and the keys given twice, of what is in `node` to `found`."""
+def _note_lines(node: yaml.Node | None, steps: list[str], document: YamlDocument) -> None:
+    """Add the lines, and the keys given twice, of what is in `node` to `document`."""
     if isinstance(node, yaml.MappingNode):
         first_lines: dict[str, int] = {}
         for key, value in node.value:
-            name, mark = str(key.value), key.start_mark
-            path, line = shown_path([*steps, name]), mark.line + 1
-            if name in first_lines:
-                found.repeated.append(RepeatedKey(path, name, line, mark.column + 1, first_lines[name]))
-            first_lines.setdefault(name, line)
-            found.lines[path] = line
-            _note_lines(value, [*steps, name], found)
+            inside = [*steps, str(key.value)]
+            path, line = shown_path(inside), key.start_mark.line + 1
+            if path in first_lines:
+                document.repeated.append((path, line, first_lines[path]))
+            first_lines.setdefault(path, line)
+            document.lines[path] = line
+            _note_lines(value, inside, document)
     elif isinstance(node, yaml.SequenceNode):
         for number, item in enumerate(node.value):
-            found.lines[shown_path([*steps, str(number)])] = item.start_mark.line + 1
-            _note_lines(item, [*steps, str(number)], found)
+            inside = [*steps, str(number)]
+            document.lines[shown_path(inside)] = item.start_mark.line + 1
+            _note_lines(item, inside, document)
 
 
 def shown_path(steps: list[str]) -> str:

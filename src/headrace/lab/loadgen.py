@@ -49,36 +49,22 @@ class LoadTarget:
 
 
 class ConcurrencyLimit:
-    """Lets at most `count` requests be in flight, in the order of their `acquire`; None: any number.
-
-    It differs from asyncio.Semaphore in what `acquire` returns.
-    """
+    """Lets at most `count` requests be in flight, in the order of their `acquire`; None: any number."""
 
     def __init__(self, count: int | None) -> None:
-        self._num_free = math.inf if count is None else count
-        self._waiting: deque[asyncio.Future[float]] = deque()
+        self._places = None if count is None else asyncio.Semaphore(count)
+        self._freed_s: deque[float] = deque()
 
-    async def acquire(self) -> float | None:
-        """None when a place was free; else the monotonic time of the `release` that freed one, which is before this task resumes."""
-        if self._num_free > 0:
-            self._num_free -= 1
-            return None
-        turn: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        try:
-            return await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():  # the place was handed over before the cancellation arrived
-                self.release()
-            raise
+    async def acquire(self) -> float:
+        """Wait for a place. Returns the monotonic time since which it is free, which is before this task resumes; -inf: it is new."""
+        if self._places is not None:
+            await self._places.acquire()
+        return self._freed_s.popleft() if self._freed_s else -math.inf
 
     def release(self) -> None:
-        while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():  # a cancelled task is still in the queue
-                turn.set_result(time.monotonic())
-                return
-        self._num_free += 1
+        if self._places is not None:
+            self._freed_s.append(time.monotonic())
+            self._places.release()
 
 
 @dataclass(slots=True)
@@ -116,7 +102,7 @@ async def run_load(
             await _sleep_until(intended_s)
             freed_s = await limit.acquire()
             try:
-                due_s = max(intended_s, freed_s or intended_s, last_sent_s.get(intended_s, intended_s))
+                due_s = max(intended_s, freed_s, last_sent_s.get(intended_s, intended_s))
                 last_sent_s[intended_s] = time.monotonic()
                 record = await _measure(session, target, request, intended_s, due_s)
             finally:

@@ -151,11 +151,6 @@ def _engine_request(number: int, request: LoadRequest) -> EngineRequest:
     return EngineRequest(request_id=RequestId(str(number)), prompt_ids=request.prompt_ids, params=params)
 
 
-def kv_token_bytes(info: ModelInfo) -> int:
-    """Bytes of keys and values one token holds over all layers."""
-    return sum(group.block_bytes(1) for group in info.kv_groups)
-
-
 def decode_bytes(info: ModelInfo, run: OfflineRun, *, steps: int) -> int:
     """Bytes that `steps` steps had to read at least: all weights each time, and the KV of each decoded token's context.
 
