@@ -1,20 +1,52 @@
-"""The error tree. One place to see everything that can be raised across a seam.
+"""The tree of all exceptions that this package defines: what each means, and the HTTP status a client gets for it.
 
-    HeadraceError
-    |- InvalidRequest      the caller's fault: field, limit, value, remedy             -> 400
-    |  |- ModelNotFound    names what is served                                        -> 404
-    |  `- RequestTooLarge  body or prompt over a cap                                   -> 413
-    |- Unauthorized        no valid key                                                -> 401
-    |- Overloaded          a bounded queue is full; says when to retry                 -> 429
-    |- Unavailable         no replica can take it now; retryable                       -> 503
-    |- DeadlineExceeded    the request's own deadline passed before it began           -> 504
-    |- EngineFatal         the device or the engine's own state is lost: the process ends and is restarted
-    |- SequenceFailed      the engine failed this sequence alone                       -> 500
-    |- ConfigError         configuration: path in the file, value, remedy              (start-up)
-    `- CheckpointError     weights: file and reason                                    (start-up)
+    HeadraceError                  root of what is raised on purpose
+    |- InvalidRequest              a field of a request breaks a rule: field, limit, value, remedy -> 400
+    |  |- ModelNotFound            names what is served -> 404
+    |  |- ContextLengthExceeded    prompt and output together do not fit the model's context -> 400
+    |  `- RequestTooLarge          a body, a prompt or an answer is over a cap -> 413
+    |     `- BodyTooLarge          more body bytes than the cap -> 413
+    |- Unauthorized                no valid key -> 401
+    |- Forbidden                   a Host or Origin that this listener does not answer to -> 403
+    |- RouteNotFound               no such path -> 404
+    |- MethodNotAllowed            the path has other methods -> 405
+    |- ReadTimeout                 the client did not send its body in time -> 408
+    |- UnsupportedMediaType        the body is not JSON in UTF-8 -> 415
+    |  `- UnsupportedEncoding      a Content-Encoding that is not undone here -> 415
+    |- Overloaded                  a bounded queue is full; says when to retry -> 429
+    |- ClientLeft                  the client closed the connection; for the log alone -> 499
+    |- SlowReader                  the client reads too slowly; for the log alone -> 499
+    |- SequenceFailed              the engine failed this sequence alone -> 500
+    |  `- GenerationFailed         `LLM.generate`: some sequences failed; holds all outputs
+    |- WorkerFault                 a text worker failed by a fault of ours or of the model's files -> 500
+    |- Unavailable                 no replica can take the request now; it can be sent again -> 503
+    |  |- Draining                 the gateway shuts down and takes nothing new -> 503
+    |  `- ReplicaLost              the replica of a running stream is gone -> 503
+    |- DeadlineExceeded            the deadline passed while the answer was being made -> 504
+    |  `- DeadlineBeforeStart      the deadline passed before any token was computed -> 504
+    |- EngineFatal                 the device or the engine's own state is lost: the process ends and is started anew
+    |  `- LeaseError               leases of KV blocks were used wrongly
+    |- ConnectionLost              wire: a session with an engine is over
+    |  `- NotListening             wire: nothing is at the engine's address
+    |- Mismatch                    wire: gateway and engine do not fit together
+    |- MalformedFrame              wire: a frame breaks the format
+    |- StreamLost                  wire: the gateway left, or lost its lease
+    |- PlanCodecError              bytes that are not a plan
+    |- ResultCodecError            bytes that are not a result
+    |- ConfigError                 start: path in the configuration, value, remedy
+    |  |- MissingKey               start: a section lacks a key that it must have
+    |  |- UnknownKey               start: a key that its section does not have
+    |  `- NeedsExperimental        start: a value that needs `experimental`
+    |- CheckpointError             start: a model's file and the reason
+    |- CannotBind                  start: the gateway's address is taken
+    |- FleetFailed                 a process of the fleet cannot be kept running
+    |- UsageRefused                command line: a flag or a pair of flags that is not supported
+    |- ServerFailed                command line: a server could not be reached, or answered with an error
+    `- BandwidthUnknown            benchmarks: the read bandwidth could not be measured
 
-HTTP status codes live in one table of the gateway; the numbers above are that table's content for orientation.
-Messages are safe to show to clients: no paths outside the operator's own, no addresses, no tracebacks.
+Four classes stand outside the tree, each raised and caught within one package: `BrokenStream`, `GatewayGone`, `Injected`, `UnknownToken`.
+Statuses come from one table, `gateway.http.errors`. A message may be shown to a client unless it is about the wire, the start or a fault
+of ours: no paths outside the operator's own, no addresses, no tracebacks. tests/house/test_errors.py holds this page.
 """
 
 from __future__ import annotations
@@ -70,7 +102,11 @@ class Unavailable(HeadraceError):
 
 
 class DeadlineExceeded(HeadraceError):
-    """The deadline passed before the first token."""
+    """The request's deadline passed before its answer was complete; what was computed is lost."""
+
+
+class DeadlineBeforeStart(DeadlineExceeded):
+    """The request's deadline passed before it was sent to an engine: nothing was computed."""
 
 
 class SequenceFailed(HeadraceError):

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from headrace.core.clock import Clock
-from headrace.core.errors import DeadlineExceeded, SequenceFailed, Unavailable
+from headrace.core.errors import DeadlineBeforeStart, DeadlineExceeded, SequenceFailed, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.request import PriorityClass
 from headrace.core.sampling import SamplingParams
@@ -196,13 +196,13 @@ class Run:
         return PrincipalFacts(tenant=principal.tenant, weight=principal.weight, priority=self.parsed.priority, salt=salt.digest())
 
     def _deadline_s(self) -> float | None:
-        """On the service's clock. Raises DeadlineExceeded when it has passed."""
+        """On the service's clock; None: no deadline. Raises DeadlineBeforeStart when it has passed."""
         request_s = self.service.config.timeouts.request_s
         if request_s is None:
             return None
         deadline_s = self.exchange.arrived_s + request_s
         if deadline_s <= self.service.clock():
-            raise DeadlineExceeded(f"The request's deadline of {request_s:g} s passed before it began.")
+            raise DeadlineBeforeStart(f"The request's deadline of {request_s:g} s passed before it began.")
         return deadline_s
 
     def _deadline(self) -> asyncio.TimerHandle | None:
