@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import gateway_kit
+from local_workers import LocalWorkers
 
 import headrace
 from headrace.bundled import DEFAULT_MODEL, bundled_path
@@ -24,7 +25,6 @@ from headrace.engine.server.process import LoopThread
 from headrace.engine.server.service import EngineService
 from headrace.gateway.app import Gateway
 from headrace.gateway.compose import open_gateway
-from headrace.gateway.text_workers.local import LocalWorkers
 from headrace.gateway.text_workers.work import TextContext
 from headrace.gateway.upstream.tokens import TokenUpstream
 from headrace.text.folder import load_text

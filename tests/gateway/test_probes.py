@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from gateway_kit import MODEL, TestBench, open_bench, snapshot, two_replicas
+from local_workers import LocalWorkers
 
 import headrace
-from headrace.gateway.text_workers.local import LocalWorkers
 from headrace.gateway.upstream.replicas import verdict
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState, SeenLoad

@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx2
 import msgspec
+import text_kit
+from local_workers import LocalWorkers
 
 from headrace.core.clock import Clock
 from headrace.core.errors import Unavailable
@@ -28,7 +30,6 @@ from headrace.gateway.compose import Sources, open_gateway
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, config_from
 from headrace.gateway.http.descriptors import ConnectionLimit
 from headrace.gateway.http.server import Server
-from headrace.gateway.text_workers.local import LocalWorkers
 from headrace.gateway.text_workers.work import TextContext
 from headrace.gateway.text_workers.workers import Workers
 from headrace.text.folder import TextModel
@@ -60,7 +61,7 @@ def model_info(text: TextModel, **changes: Any) -> ModelInfo:
         architecture="FakeForCausalLM",
         vocab_size=text.tokenizer.vocab_size,
         max_model_len=MAX_MODEL_LEN,
-        eos_token_ids=text.tokenizer.eos_token_ids,
+        eos_token_ids=(text_kit.eos_token_id(text.tokenizer),),
         kv_groups=(KvGroup(layers=(0,), kv_heads=1, head_dim=8, dtype_bytes=4),),
         block_size=16,
         num_blocks=(101,),
@@ -169,7 +170,7 @@ class FakeReplica:
 
     def _updates(self, request: EngineRequest) -> Iterator[SequenceUpdate]:
         words = self.text.tokenizer.encode(self.said, add_special_tokens=False)
-        eos = self.text.tokenizer.eos_token_ids[0]
+        eos = text_kit.eos_token_id(self.text.tokenizer)
         params = request.params
         limit = params.max_tokens or MAX_MODEL_LEN - len(request.prompt_ids)
         scores: tuple[TokenLogprobs, ...] = ()

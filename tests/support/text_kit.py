@@ -8,6 +8,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+import headrace.text.tokenizer
+
 CORPUS = [
     "Hello world! The quick brown fox jumps over the lazy dog. What is the capital of France? Paris.",
     "user assistant system tool im_start im_end think stop STOP end of the text 0123456789",
@@ -77,3 +79,10 @@ def _save(folder: Path, inner: Any, chat_template: str | None, **special: str) -
     if chat_template is not None:
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
     return folder
+
+
+def eos_token_id(tokenizer: headrace.text.tokenizer.Tokenizer) -> int:
+    """The end token that the folder's tokenizer_config.json names."""
+    token_id = tokenizer.token_to_id(tokenizer.special_tokens["eos_token"])
+    assert token_id is not None
+    return token_id

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import text_kit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,10 +34,6 @@ def letters(tokenizer: Tokenizer, text: str) -> list[int]:
     return [i for i in ids if i is not None]
 
 
-def eos(tokenizer: Tokenizer) -> int:
-    return tokenizer.eos_token_ids[0]
-
-
 def joined(parts: Sequence[ScoredTokens]) -> ScoredTokens | None:
     for part in parts[1:]:
         parts[0].extend(part)
@@ -61,7 +58,7 @@ def feed_all(assembler: OutputAssembler, updates: Sequence[SequenceUpdate]) -> O
 
 
 def test_an_end_token_is_counted_but_has_no_text(byte_level: Tokenizer) -> None:
-    end = eos(byte_level)
+    end = text_kit.eos_token_id(byte_level)
     assembler = OutputAssembler(byte_level, SamplingParams(skip_special_tokens=False))
     ids = [*letters(byte_level, "ab"), end]
     delta = assembler.feed(update(ids, finish=FinishReason.STOP, stop_token_id=end, logprobs=logprobs_of(ids)))
@@ -109,7 +106,7 @@ def test_held_text_comes_out_at_the_end(byte_level: Tokenizer) -> None:
 
 def test_an_end_token_gives_out_what_a_stop_string_held_back(byte_level: Tokenizer) -> None:
     assembler = OutputAssembler(byte_level, SamplingParams(stop=("abc",)))
-    end = eos(byte_level)
+    end = text_kit.eos_token_id(byte_level)
     delta = assembler.feed(update([*letters(byte_level, "ab"), end], finish=FinishReason.STOP, stop_token_id=end))
     assert (delta.text, delta.stop_reason) == ("ab", None)
 
@@ -196,7 +193,7 @@ def test_columns_are_the_objects_they_replace(byte_level: Tokenizer, text: str, 
     for size in cuts:
         chunk, rest = rest[:size], rest[size:]
         updates.append(update(chunk, logprobs=given_as(logprobs_of(chunk))))
-    end = eos(byte_level) if ends else None
+    end = text_kit.eos_token_id(byte_level) if ends else None
     last = [*rest, *([] if end is None else [end])]
     finish = FinishReason.LENGTH if end is None else FinishReason.STOP
     updates.append(update(last, logprobs=given_as(logprobs_of(last)), finish=finish, stop_token_id=end))
@@ -269,7 +266,7 @@ def test_ordinary_text_is_taken_the_short_way_and_what_must_wait_is_not(byte_lev
     first = byte_level.token_bytes(half[0])
     assert len(first) == 1
     assert assembler.feed_whole(half[:1]) is None
-    assert assembler.feed_whole([eos(byte_level)]) is None
+    assert assembler.feed_whole([text_kit.eos_token_id(byte_level)]) is None
 
 
 def test_without_detokenizing_nothing_is_taken_the_short_way(byte_level: Tokenizer) -> None:

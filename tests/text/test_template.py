@@ -29,7 +29,7 @@ def model_with(tmp_path: Path, template: str | None, **config: object) -> TextMo
 
 
 def control_count(model: TextModel, ids: list[int]) -> int:
-    return sum(model.tokenizer.is_special(i) for i in ids)
+    return sum(i in model.tokenizer.special_ids for i in ids)
 
 
 def test_a_conversation_renders_as_the_template_writes_it(chat_model: TextModel) -> None:

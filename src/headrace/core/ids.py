@@ -15,9 +15,3 @@ SeqId = NewType("SeqId", int)
 
 SlotId = NewType("SlotId", int)
 """A row of the runner's persistent state, held by a sequence from its first plan to its end; reused afterwards."""
-
-BlockId = NewType("BlockId", int)
-"""A KV block of one KV group's pool. Block 0 of every pool is the pad block and is never handed out."""
-
-GroupId = NewType("GroupId", int)
-"""Index into the model's `kv_groups`."""

@@ -85,6 +85,11 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
+    def end_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """Tokens that end a sequence: the model's own, unless they are ignored, and the client's. Usually the given set itself."""
+        ends = frozenset() if self.ignore_eos else eos_token_ids
+        return ends.union(self.stop_token_ids) if self.stop_token_ids else ends
+
     def checked(self, *, vocab_size: int | None = None) -> SamplingParams:
         """This value if every rule holds.
 

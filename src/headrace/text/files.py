@@ -58,9 +58,3 @@ def token_content(value: object) -> str | None:
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) and value else None
-
-
-def id_list(value: object) -> tuple[int, ...]:
-    """Token ids as the configs write them: one integer, a list of integers, or nothing."""
-    values = value if isinstance(value, list) else [value]
-    return tuple(v for v in values if isinstance(v, int) and not isinstance(v, bool))

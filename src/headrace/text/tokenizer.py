@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.core.errors import CheckpointError, InvalidRequest
-from headrace.text.files import id_list, parse_object, read_bytes, read_optional_object, token_content
+from headrace.text.files import parse_object, read_bytes, read_optional_object, token_content
 from headrace.text.token_bounds import TokenBound, token_bound
 from headrace.text.token_bytes import Spelling, spelling_of
 
@@ -32,7 +32,6 @@ class Tokenizer:
 
     vocab_size      highest token id + 1 (the model's own vocabulary may be padded beyond it)
     bos_token_id    None without one
-    eos_token_ids   from generation_config.json, else config.json, else tokenizer_config.json's eos_token
     special_tokens  bos_token, eos_token, ... as templates read them
     special_ids     control tokens that `skip_special_tokens` leaves out
     digest          SHA-256 of tokenizer.json, hex
@@ -57,7 +56,6 @@ class Tokenizer:
         self.digest: str = sha256(data).hexdigest()
         self.special_tokens: dict[str, str] = _special_tokens(folder)
         self.bos_token_id: int | None = self.token_to_id(self.special_tokens.get("bos_token", ""))
-        self.eos_token_ids: tuple[int, ...] = _eos_token_ids(folder) or _only(self.token_to_id(self.special_tokens.get("eos_token", "")))
         self._prefix, self._suffix = self._added_around()
         self._newline = self._ids("\n")
         self._plain: dict[str, list[int]] = {}
@@ -133,10 +131,6 @@ class Tokenizer:
             ids += self._plain_ids(piece, field) if is_plain else next(ordinary)
         return ids
 
-    def count(self, text: str, *, add_special_tokens: bool = False) -> int:
-        """Number of tokens of a user's text."""
-        return len(self.encode(text, add_special_tokens=add_special_tokens))
-
     # -- ids to text -------------------------------------------------------------------------------------------------------------
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -177,10 +171,6 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         found: int | None = self._inner.token_to_id(token) if token else None
         return found
-
-    def is_special(self, token_id: int) -> bool:
-        """True for a control token that `skip_special_tokens` leaves out."""
-        return token_id in self.special_ids
 
     # -- control tokens ----------------------------------------------------------------------------------------------------------
 
@@ -333,15 +323,3 @@ def _special_tokens(folder: Path) -> dict[str, str]:
             if token is not None:
                 found[name] = token
     return found
-
-
-def _eos_token_ids(folder: Path) -> tuple[int, ...]:
-    for file in ("generation_config.json", "config.json"):
-        ids = id_list(read_optional_object(folder / file).get("eos_token_id"))
-        if ids:
-            return ids
-    return ()
-
-
-def _only(token_id: int | None) -> tuple[int, ...]:
-    return () if token_id is None else (token_id,)

@@ -59,19 +59,17 @@ def _parsed_request(request: CompletionRequest, prompts: Sequence[str | list[int
         cache_salt=request.cache_salt,
         score_field="logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
         num_shown=request.n,
-        num_kept_encodings=(request.echo and request.logprobs is not None) + (request.prompt_logprobs is not None and request.n > 1),
+        num_kept_encodings=request.scores_echo + (request.prompt_logprobs is not None and request.n > 1),
     )
 
 
 def _own_params(request: CompletionRequest) -> dict[str, Any]:
-    """echo scores the prompt when logprobs are asked for; max_tokens 0 (echo only) still takes one step, whose token is dropped."""
+    """Sampling parameters whose meaning is that of completions alone."""
     prompt_logprobs = request.prompt_logprobs
-    if request.echo and request.logprobs is not None:
+    if request.scores_echo and request.logprobs is not None:
         prompt_logprobs = max(request.logprobs, prompt_logprobs or 0)
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    if max_tokens == 0 and request.echo:
-        max_tokens = 1
-    return {"logprobs": request.logprobs, "prompt_logprobs": prompt_logprobs, "max_tokens": max_tokens}
+    return {"logprobs": request.logprobs, "prompt_logprobs": prompt_logprobs, "max_tokens": 1 if request.is_echo_only else max_tokens}
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -80,6 +78,16 @@ class CompletionRequest(SamplingFields, kw_only=True):
     echo: bool = False
     add_special_tokens: bool = True
     logprobs: int | None = None
+
+    @property
+    def is_echo_only(self) -> bool:
+        """No output is wanted. One token is generated all the same, and neither shown nor billed."""
+        return self.echo and self.max_tokens == 0
+
+    @property
+    def scores_echo(self) -> bool:
+        """The echoed prompt has log-probabilities, as many as the output."""
+        return self.echo and self.logprobs is not None
 
 
 class CompletionChoice(Struct):
@@ -112,7 +120,7 @@ def parse_completion(body: dict[str, object], limits: Limits) -> tuple[tuple[Com
     request = convert(surface_fields(body, Surface.COMPLETIONS, limits, ignored), CompletionRequest)
     if request.best_of is not None and request.best_of != request.n:
         raise InvalidRequest("best_of", f"best_of = n ({request.n})", request.best_of, "There is no ranking of discarded sequences.")
-    if request.max_tokens == 0 and not request.echo:
+    if request.max_tokens == 0 and not request.is_echo_only:
         raise InvalidRequest("max_tokens", "at least 1 (0 only with echo)", 0)
     prompts = prompt_list(request.prompt)
     if len(prompts) > limits.max_prompts:
@@ -156,12 +164,11 @@ class CompletionAnswer:
         self._echoes: dict[int, EchoedLogprobs] = {}
         self._prompt_logprobs: dict[int, list[bytes]] = {}
         self._chunks = Chunks(head, "text_completion", TEXT_CHOICE, request, self._prompts)
-        self._is_echo_only = request.max_tokens == 0
 
     def chunks(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
         self._collect_scores(events)
         for event in events:
-            self._chunks.count(event.index, 0 if self._is_echo_only else event.num_tokens)
+            self._chunks.count(event.index, 0 if self._request.is_echo_only else event.num_tokens)
             yield from self._chunk(event)
 
     def _chunk(self, event: OutputEvent) -> Iterator[bytes]:
@@ -196,7 +203,7 @@ class CompletionAnswer:
 
     def _billed(self, usage: TokenUsage) -> TokenUsage:
         """With echo only, the token that was made is not part of the answer."""
-        return usage._replace(completion_tokens=0) if self._is_echo_only else usage
+        return usage._replace(completion_tokens=0) if self._request.is_echo_only else usage
 
     def add(self, events: Sequence[OutputEvent]) -> None:
         self._collect_scores(events)
@@ -249,7 +256,7 @@ class CompletionAnswer:
         self._prompt_logprobs[number] = made
 
     def _shown(self, text: str, scored: Sequence[ScoredTokens]) -> tuple[str, Sequence[ScoredTokens]]:
-        if self._is_echo_only:
+        if self._request.is_echo_only:
             return "", ()
         return text, () if self._num_top is None else scored
 

@@ -1,4 +1,4 @@
-"""What the pool asks of workers, and they of it: `processes` implements it with processes, `local` in this one, tests with scripts."""
+"""What the pool asks of workers, and they of it: `processes` implements it; tests run jobs in their own process, or script them."""
 
 from __future__ import annotations
 

@@ -170,15 +170,10 @@ class SequenceTable:
             SeqId(self._next_seq), request, index, now, tokens, len(request.prompt_ids), self._limit(request), num_expected=len(tokens)
         )
         seq.stage_since = now
-        seq.end_ids = self._end_ids(request)
+        seq.end_ids = request.params.end_ids(self._eos)
         seq.missing = {**prerequisites} if seq.is_first else {**prerequisites, FORK: NO_TIME_LIMIT}
         self.kv.open(seq)
         return seq
-
-    def _end_ids(self, request: EngineRequest) -> frozenset[int]:
-        """Tokens that end a sequence of this request. The engine's own set is shared, not copied."""
-        ends = frozenset() if request.params.ignore_eos else self._eos
-        return ends.union(request.params.stop_token_ids) if request.params.stop_token_ids else ends
 
     def _place(self, seq: Sequence, *, may_fetch: bool = True) -> None:
         """Into the queue, or aside while prerequisites are missing. may_fetch: it may have to wait for the host tier first."""

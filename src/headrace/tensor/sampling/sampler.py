@@ -79,12 +79,11 @@ class _Columns:
 class _Edits:
     """One sequence's changes to its logits before a token is chosen: bias, penalties, masked end tokens."""
 
-    def __init__(self, started: Started, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, started: Started, eos_token_ids: frozenset[int]) -> None:
         params, prompt = started.params, started.num_prompt_tokens
         self._bias_ids = np.fromiter(params.logit_bias.keys(), dtype=np.int64)
         self._bias = np.fromiter(params.logit_bias.values(), dtype=np.float32)
-        ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
-        self._end_ids = np.array(sorted(ends), dtype=np.int64)
+        self._end_ids = np.array(sorted(params.end_ids(eos_token_ids)), dtype=np.int64)
         self._ends_allowed_from = prompt + params.min_tokens
         ids = started.token_ids
         self.counts = TokenCounts(params, ids[:prompt], ids[prompt:]) if params.has_penalties else None
@@ -105,7 +104,7 @@ class Sampler:
     """
 
     def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], draw: Draw) -> None:
-        self._vocab_size, self._eos_token_ids, self._draw = vocab_size, eos_token_ids, draw
+        self._vocab_size, self._eos_token_ids, self._draw = vocab_size, frozenset(eos_token_ids), draw
         self._columns = _Columns()
         self._edits: dict[int, _Edits] = {}
 
