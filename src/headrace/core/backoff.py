@@ -1,6 +1,6 @@
-"""Pauses between two tries of what may fail again: each twice the last, up to a limit, the first again after it has worked for a while.
+"""Exponential backoff: each pause is twice the last, up to a limit; a long success resets it.
 
-Pure: whoever tries says how long the last try worked, and does the waiting.
+Pure: the caller says how long the last attempt worked, and does the waiting.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class Backoff:
     """
     first_s   the first pause
     max_s     no pause is longer
-    stable_s  what worked for so long is not what failed before: its end counts as the first
+    stable_s  an attempt that worked for this long resets the pause to `first_s`
     """
 
     first_s: float
@@ -22,7 +22,7 @@ class Backoff:
     _next_s: float = field(default=0.0, init=False)
 
     def pause_s(self, worked_s: float) -> float:
-        """Before the next try, when the last one worked for `worked_s` seconds; 0: not at all."""
+        """Pause before the next attempt, after one that worked for `worked_s` seconds (0: it failed at once)."""
         pause_s = self.first_s if worked_s >= self.stable_s else max(self.first_s, self._next_s)
         self._next_s = min(2 * pause_s, self.max_s)
         return pause_s

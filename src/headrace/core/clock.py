@@ -1,4 +1,4 @@
-"""The clock everybody is given. Policy code takes `now` as an argument and never reads one itself."""
+"""The type of the clock that components are given. Policy code takes `now` as an argument and reads no clock itself."""
 
 from __future__ import annotations
 

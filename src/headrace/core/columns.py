@@ -2,8 +2,8 @@
 
     data = header length (u32) | header (JSON, utf-8) | columns, back to back, 4 bytes per entry, little endian
 
-The header holds the columns' lengths under "columns"; their types are the reader's knowledge. Every length is checked against what is
-there before anything is read.
+The header holds the columns' lengths under "columns"; the reader knows their types. Every length is checked against the data before
+anything is read.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ import os
 
 
 def allowed_cpus() -> list[int] | None:
-    """Their numbers, ascending. None where a process cannot ask (macOS): all CPUs of the machine may be used then."""
+    """Ids of the CPUs that this process may use, ascending. None where the system does not tell (macOS): any CPU may be used."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
 def num_allowed_cpus() -> int:
-    """How many; those of the machine where it is not known which are allowed."""
+    """Number of CPUs that this process may use; the machine's count where the allowed ones are not known."""
     cpus = allowed_cpus()
     return (os.cpu_count() or 1) if cpus is None else len(cpus)

@@ -18,7 +18,7 @@ TEXT_FILES: Mapping[str, tuple[str, ...]] = {
 def text_digests(files: Mapping[str, bytes]) -> dict[str, str]:
     """Hex SHA-256 per kind over the names and contents of its files; "" where the folder has none of them.
 
-    files  name -> content of those named in TEXT_FILES that exist
+    files  file name -> content, for the files of TEXT_FILES that exist
     """
     digests: dict[str, str] = {}
     for kind, names in TEXT_FILES.items():

@@ -62,7 +62,7 @@ class InvalidRequest(HeadraceError):
     """A field of a request breaks a rule.
 
     field   dotted name as the client wrote it, e.g. "top_p" or "messages[3].content", shortened to MAX_FIELD_CHARS
-    limit   the rule in words and numbers, e.g. "0 < top_p <= 1"
+    limit   the rule as text with its numbers, e.g. "0 < top_p <= 1"
     value   what was given, shortened; None hides it. `given` is the same, whole
     remedy  what to do instead
     """
@@ -102,7 +102,7 @@ class Unavailable(HeadraceError):
 
 
 class DeadlineExceeded(HeadraceError):
-    """The request's deadline passed before its answer was complete; what was computed is lost."""
+    """The request's deadline passed before its answer was complete. A stream has delivered what was generated until then."""
 
 
 class DeadlineBeforeStart(DeadlineExceeded):

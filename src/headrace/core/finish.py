@@ -1,4 +1,4 @@
-"""Why a sequence ended, in OpenAI's words where they exist."""
+"""Why a sequence ended. Values are OpenAI's where OpenAI has one."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class FinishReason(StrEnum):
 
     @property
     def is_answer(self) -> bool:
-        """True when the client got what it asked for (the value OpenAI's `finish_reason` may show)."""
+        """True when the sequence ended as requested. These are the values that OpenAI's `finish_reason` may show."""
         return self in (FinishReason.STOP, FinishReason.LENGTH)

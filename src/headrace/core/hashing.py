@@ -2,7 +2,7 @@
 
 H(parent, tokens, modality digests), whose first parent is H(model digest, KV dtype, salt, adapter digest): equal identities hold equal
 bytes, whichever process computed them. One function for the prefix tree, host and disk tiers, disaggregation and
-the router. Keyed so that a client who can choose tokens cannot choose hashes; the salt separates tenants. Never Python's `hash()`,
+the router. Keyed, so that a client that chooses tokens cannot choose hashes; the salt separates tenants. Never Python's `hash()`,
 which differs between processes and is 64 bits.
 """
 

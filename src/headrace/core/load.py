@@ -1,4 +1,4 @@
-"""What a replica says of itself: plain integers and floats, sent in snapshots, exported once by whoever owns the metrics page."""
+"""A replica's load and counters: plain integers and floats, sent to gateways in snapshots, which export them as metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 STEP_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Buckets of step durations: each holds those up to its bound, the one after the last all others."""
+"""Upper bounds of the step duration histogram, in seconds, inclusive. A last bucket holds longer steps."""
 
 
 class FailureKind(Enum):
@@ -27,7 +27,7 @@ class FailureKind(Enum):
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Monotonic since the engine process started, so whoever reads them late or twice misses and repeats nothing.
+    """Counters since the engine process started. They only grow, so a reader that is late or reads twice misses and repeats nothing.
 
     step_seconds  sum over the steps' durations
     step_buckets  how many steps fell between two of STEP_BOUNDS_S, below the first and above the last
@@ -59,7 +59,7 @@ class EngineCounters:
         self.failures[kind.value] = self.failures.get(kind.value, 0) + 1
 
     def copy(self) -> EngineCounters:
-        """These numbers, which do not change any more."""
+        """A snapshot: the same numbers, independent of later steps."""
         return replace(self, step_buckets=list(self.step_buckets), finished=dict(self.finished), failures=dict(self.failures))
 
 
@@ -67,10 +67,10 @@ class EngineCounters:
 class LoadSnapshot:
     """A replica at one moment.
 
-    num_*              sequences; waiting are also those of requests that were handed in and not looked at yet
+    num_*              sequences; num_waiting includes the sequences of requests that are still in the inbox
     kv_blocks_*        summed over KV groups; free + cached + used == total
     step_age_s         seconds the running step has taken so far; None when idle
-    step_predicted_s   what the loop expects of it
+    step_predicted_s   duration that the loop predicted for the running step
     loop_age_s         seconds since the loop last turned or woke (idle loops wake regularly)
     """
 

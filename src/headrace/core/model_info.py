@@ -1,4 +1,4 @@
-"""What everybody may know of a loaded model without touching a tensor."""
+"""Facts of a loaded model that need no tensor: shapes, limits, digests."""
 
 from __future__ import annotations
 

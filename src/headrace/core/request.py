@@ -59,11 +59,11 @@ class EngineRequest:
 
     @property
     def indices(self) -> range:
-        """Of its sequences."""
+        """Indices of its sequences."""
         return range(self.first_index, self.first_index + self.params.n)
 
     def resumed(self, index: int, output_ids: Iterable[int], numerics_digest: str) -> EngineRequest:
-        """Sequence `index` alone, to go on from what it has said so far at a replica with the numerics digest `numerics_digest`."""
+        """Sequence `index` alone, to be continued after `output_ids` at a replica with the numerics digest `numerics_digest`."""
         params = self.params.with_(n=1)
         return replace(self, params=params, first_index=index, output_ids=tuple(output_ids), numerics_digest=numerics_digest)
 

@@ -18,7 +18,7 @@ from headrace.core.plan import LogprobColumns, Result
 
 OWN_COLUMNS = ("token_counts", "token_ids", "prompt_rows", "prompt_counts", "draft_counts", "drafts", "moves_done")
 LOGPROB_TYPES = (INT, FLOAT, INT, INT, INT, FLOAT)
-"""Of the columns of `LogprobColumns`, once for the tokens and once for the prompt."""
+"""Type codes of the columns of `LogprobColumns`, in order. A result holds them twice: for output tokens and for the prompt."""
 NUM_COLUMNS = len(OWN_COLUMNS) + 2 * len(LOGPROB_TYPES)
 
 

@@ -116,7 +116,10 @@ def params_from_mapping(given: Mapping[str, Any], *, defaults: SamplingParams | 
 
 
 def with_default_max_tokens(params: SamplingParams, chosen: int | None, room: int) -> SamplingParams:
-    """Parameters of somebody who named no max_tokens: the length the model's author chose, as far as the context leaves `room`.
+    """`params` with max_tokens set, for a request that has none.
+
+    chosen  default length from the model's generation_config.json; None: `params` unchanged
+    room    tokens that the context leaves for output; the result never exceeds it
 
     Raises: InvalidRequest when min_tokens do not fit.
     """
@@ -165,7 +168,7 @@ BOUNDS: Mapping[str, Bound] = {
     "prompt_logprobs": _integers(0, MAX_LOGPROBS),
 }
 _OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
-"""Of these None means something."""
+"""Parameters that may be None; None is then a value with a meaning of its own."""
 
 
 def _check_bound(name: str, value: object, bound: Bound) -> None:

@@ -1,7 +1,7 @@
-"""Answers with many log-probabilities are encoded in slices, one at a time over all requests, and only as their clients take them.
+"""Answers with many log-probabilities are encoded in slices: one slice at a time over all requests, and only as clients read.
 
-Encoding is Python: it runs on the event loop or holds it up from a thread. So the event loop does it, never for longer than SLICE_S at a
-time, and makes one slice per round however many answers wait: what else is to be done has its turn between any two.
+Encoding is Python code; in a thread it would block the event loop through the GIL all the same. So the event loop does it, for SLICE_S at a
+time. It makes one slice per round of the loop, however many answers wait, so that other events are handled between any two slices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from headrace.core.clock import Clock
 from headrace.gateway.http.exchange import PIECE_BYTES
 
 SLICE_S = 0.001
-"""A piece is less than a millisecond of work (`surfaces.dialect.logprobs`), and the one that is over this is the last."""
+"""A slice ends with the piece that passes this many seconds. One piece takes less than a millisecond (`surfaces.dialect.logprobs`)."""
 
 
 class EncodingTurns:
@@ -25,21 +25,21 @@ class EncodingTurns:
         self.num_pending = 0
 
     async def slices(self, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
-        """`pieces` joined, in parts of about PIECE_BYTES at most. None is made before it is asked for."""
+        """`pieces` joined into slices of about PIECE_BYTES at most. A slice is made when it is asked for."""
         self.num_pending += 1
         try:
             is_over = False
             while not is_over:
-                async with self._turn:  # in the order of asking
+                async with self._turn:  # first come, first served
                     made, is_over = self._slice(pieces)
-                    await asyncio.sleep(0)  # the next one, whoever's, is made in the next round
+                    await asyncio.sleep(0)  # the next slice, of any answer, is made in the next round
                 if made:
                     yield made
         finally:
             self.num_pending -= 1
 
     def _slice(self, pieces: Iterator[bytes]) -> tuple[bytes, bool]:
-        """Some more of them, and whether they are all."""
+        """The next slice, and whether it is the last one."""
         found: list[bytes] = []
         size, ends_s = 0, self._clock() + SLICE_S
         for piece in pieces:

@@ -1,4 +1,4 @@
-"""What one generating request has done so far: times, tokens, ends. Feeds metrics, usage and the request log.
+"""Times, token counts and finish reasons of one generating request, for metrics, usage and the request log.
 
 Definitions (vLLM's): TTFT = arrival at the gateway to the first token; TPOT = (last token - first token) / (tokens - 1), once per
 sequence; ITL = every gap, where a chunk of k tokens counts as k gaps of a k-th each.
@@ -21,7 +21,7 @@ class _Sequence:
     last_s: float = 0.0
     finish: FinishReason | None = None
     metrics: ReplicaMetrics | None = None
-    """Of the replica that gave the first token."""
+    """Metrics of the replica that gave the first token."""
 
 
 class RequestProgress:
@@ -30,7 +30,7 @@ class RequestProgress:
     __slots__ = ("_arrived_s", "_instruments", "_sequences", "_stream", "num_sequences", "ttft_s")
 
     def __init__(self, stream: EventStream, *, num_sequences: int, arrived_s: float, instruments: Callable[[str], ReplicaMetrics]) -> None:
-        """instruments: of a replica, by its name"""
+        """instruments: replica name -> its metrics"""
         self._stream = stream
         self._sequences = [_Sequence() for _ in range(num_sequences)]
         self.num_sequences = num_sequences
@@ -38,13 +38,13 @@ class RequestProgress:
         self._instruments = instruments
         self.ttft_s: float | None = None
 
-    def see(self, events: Sequence[OutputEvent], now: float) -> None:
-        """Take in events that arrived at `now` (the clock of `arrived_s`)."""
+    def record(self, events: Sequence[OutputEvent], now: float) -> None:
+        """Count events that arrived at `now` (the clock of `arrived_s`) and observe their latencies."""
         for event in events:
             sequence = self._sequences[event.index]
             if event.num_tokens:
                 if sequence.num_tokens == 0:
-                    self._see_first(sequence, now, self._metrics_of(event.index))
+                    self._record_first(sequence, now, self._metrics_of(event.index))
                 elif sequence.metrics is not None:
                     sequence.metrics.inter_token_latency.observe((now - sequence.last_s) / event.num_tokens, event.num_tokens)
                 sequence.num_tokens += event.num_tokens
@@ -52,7 +52,7 @@ class RequestProgress:
             if event.finish is not None:
                 sequence.finish = event.finish
 
-    def _see_first(self, sequence: _Sequence, now: float, metrics: ReplicaMetrics | None) -> None:
+    def _record_first(self, sequence: _Sequence, now: float, metrics: ReplicaMetrics | None) -> None:
         sequence.first_s, sequence.metrics = now, metrics
         if self.ttft_s is None:
             self.ttft_s = now - self._arrived_s
@@ -60,7 +60,7 @@ class RequestProgress:
                 metrics.time_to_first_token.observe(self.ttft_s)
 
     def close(self, now: float, *, n: int) -> None:
-        """The request ended, however it did: observe what is known only then. n: sequences per prompt, which wait together."""
+        """Observe what is known only at the end, however the request ended. n: sequences per prompt; they wait in the queue together."""
         if (metrics := self._metrics_of(0)) is not None:
             metrics.request_latency.observe(now - self._arrived_s)
         for index in range(0, self.num_sequences, n):
@@ -77,6 +77,6 @@ class RequestProgress:
         return [sequence.finish.value for sequence in self._sequences if sequence.finish is not None]
 
     def _metrics_of(self, index: int) -> ReplicaMetrics | None:
-        """The instruments of the replica that runs a sequence: each prompt may have another one. None before one is known."""
+        """Metrics of the replica that runs a sequence; each prompt may run on another replica. None before a replica is known."""
         name = self._stream.replica(index)
         return None if name is None else self._instruments(name)

@@ -2,9 +2,10 @@
 
     ParsedRequest -> Upstream.prepare -> limits -> events -> chunks or one answer -> close
 
-The request's own task does all of it. A client that leaves is noticed by `Exchange.watching`, which cancels the stream at once; the task
-then finds it ended and unwinds. Whatever way it ends, `Run._close` runs once. The body before it and the bytes after it are the
-surface's: `surfaces.chat`, `surfaces.completions`.
+A surface (`surfaces.chat`, `surfaces.completions`) parses the body into a `ParsedRequest`, makes a `Run` of it, awaits `prepare`, then
+`answer` with the `AnswerEncoder` that turns events into its own JSON. All of it happens in the request's own task. When the client leaves,
+`Exchange.watching` cancels the stream; the task then finds it ended and unwinds. From the moment a stream exists, `Run._close` runs once,
+however the request ends.
 """
 
 from __future__ import annotations
@@ -50,23 +51,23 @@ from headrace.observe.request_log import MAX_DETAIL_CHARS
 DEADLINE_PASSED = "The request's deadline passed before it was complete."
 
 PROMPT_TOKEN_BYTES = 36
-"""A token id in a tuple, and the integer."""
+"""Memory of one prompt token: a reference in a tuple, and the integer object."""
 
 HOLD_STEP_BYTES = 16 << 10
-"""What an answer that is collected grows by before the budget is asked."""
+"""An answer that is not streamed asks the memory budget each time it has grown by this many bytes."""
 
 DEADLINE_GRACE_S = 0.5
-"""An engine ends a request at its deadline itself; this much later the gateway does, whatever the engine does."""
+"""The engine ends a request at its deadline. When it has not done so after this many more seconds, the gateway ends the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """What a client wants, in no surface's words.
+    """One generating request, the same for every surface.
 
-    model        name or alias; None: the one that is served
-    sampling     the parameters it gave, by the names of `SamplingParams`
-    cache_salt   its own part of the salt
-    score_field  what it calls `prompt_logprobs`
+    model        name or alias; None: the only served model
+    sampling     the parameters the client gave, by the names of `SamplingParams`
+    cache_salt   the client's own part of the salt
+    score_field  name of the field that asked for prompt log-probabilities, for refusals
     num_shown    choices that show the prompt's scores
     num_kept_encodings  JSON forms of these scores that stay in memory until the answer is written
     """
@@ -83,27 +84,27 @@ class ParsedRequest:
 
 
 class AnswerEncoder(Protocol):
-    """How one request's events become bytes. Either `chunks` and `last`, or `add`s and `whole`."""
+    """Turns one request's events into response bytes. Streamed: `chunks`, then `last`. Otherwise: `add` for all events, then `whole`."""
 
     def chunks(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
-        """Server-sent events for what is new, in pieces, each made when it is asked for (less than a millisecond of work; some are empty
-        for that); none when there is nothing a client should hear of. What several events show alike is the same piece: joined, they may
-        take far more memory."""
+        """Server-sent events of `events`, in pieces; none where the events have nothing that a client is shown. Each piece is made when
+        it is asked for, in less than a millisecond; a piece may be empty, so that long work can pause. Content that several choices share
+        is one bytes object, yielded several times: joined, the pieces may take far more memory."""
         ...
 
     def last(self, usage: TokenUsage) -> bytes:
-        """The end of a stream: usage if it was asked for, then [DONE]."""
+        """The end of a stream: usage if the request asked for it, then [DONE]."""
         ...
 
     def add(self, events: Sequence[OutputEvent]) -> None: ...
 
     def whole(self, usage: TokenUsage) -> Iterator[bytes]:
-        """The answer, in pieces as above."""
+        """The whole answer, in pieces as in `chunks`."""
         ...
 
 
 class DirectChunks:
-    """What `Run._stream` does with events, done at once while its task sleeps and the socket has room. An `EventListener`."""
+    """Writes events as chunks at once, in place of `Run._stream`, while that task waits and the socket has room. An `EventListener`."""
 
     __slots__ = ("_answer", "_clock", "_progress", "_sse")
 
@@ -116,7 +117,7 @@ class DirectChunks:
 
     def take(self, events: Sequence[OutputEvent]) -> None:
         now = self._clock()
-        self._progress.see(events, now)
+        self._progress.record(events, now)
         if made := b"".join(self._answer.chunks(events)):
             self._sse.write_now(made, now)
 
@@ -155,7 +156,7 @@ class Run:
         )
         if not parsed.is_streaming and self.params.max_tokens is not None:
             check_output_scores(self.params.logprobs, num_tokens=prepared.num_sequences * self.params.max_tokens)
-        piece_bytes = 2 * PIECE_BYTES if self.num_prompt_scores else 0  # the piece of them that is on its way
+        piece_bytes = 2 * PIECE_BYTES if self.num_prompt_scores else 0  # the encoded piece that is being sent
         self.unread_score_bytes = piece_bytes + unread_score_bytes(self.params.logprobs, num_tokens=prepared.max_output_tokens or 0)
         if not parsed.is_streaming:
             self.first_bytes = first_answer_bytes(self.params.logprobs, num_tokens=prepared.max_output_tokens)
@@ -206,7 +207,7 @@ class Run:
         return deadline_s
 
     def _deadline(self) -> asyncio.TimerHandle | None:
-        """The gateway's own end of a request: an engine whose loop hangs ends nothing."""
+        """Timer that ends the request where the engine does not, because its loop hangs. None: no deadline."""
         deadline_s = self._deadline_s()
         if deadline_s is None:
             return None
@@ -232,13 +233,13 @@ class Run:
             await self.exchange.reply_in_pieces(self._slices(pieces))
 
     async def _slices(self, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
-        """Many log-probabilities, encoded when they are asked for. Raises when the client has left."""
+        """Encodes `pieces` in slices, as they are sent. Raises when the client has left."""
         async for made in self.service.encoding.slices(pieces):
             self._raise_if_left()
             yield made
 
     async def _stream(self, answer: AnswerEncoder, stream: EventStream, progress: RequestProgress) -> None:
-        """Nothing is sent before the first event, so that a refusal still has its status code; but not for longer than a ping's time."""
+        """Write a stream. Headers wait for the first event, so that a refusal has its own status, but for one ping interval at most."""
         first: list[OutputEvent] | None = None
         try:
             async with asyncio.timeout(self.service.config.timeouts.sse_ping_s):
@@ -264,11 +265,11 @@ class Run:
             await sse.write_slices(self._slices(answer.chunks(events)), num_bytes=sum([event.num_bytes for event in events]))
 
     async def _events(self, stream: EventStream, progress: RequestProgress) -> list[OutputEvent]:
-        """The next events; empty only after every sequence has its answer. Raises what became of it otherwise."""
+        """The next events; empty once every sequence has finished. Raises the request's error if it ended otherwise."""
         self._raise_if_left()
         events = await stream.events()
         self._raise_if_left()
-        progress.see(events, self.service.clock())
+        progress.record(events, self.service.clock())
         for event in events:
             if event.finish is not None:
                 _raise_if_failed(event.finish, event.error, self.exchange)
@@ -281,7 +282,7 @@ class Run:
             raise self.exchange.left
 
     def _close(self, stream: EventStream, progress: RequestProgress) -> None:
-        """The last line: metrics and the request's record, whatever happened."""
+        """Write usage, times and finish reasons to the request's record, and observe the metrics. Runs once per stream."""
         record, usage = self.exchange.record, stream.usage()
         record.prompt_tokens, record.completion_tokens, record.cached_tokens = usage
         record.ttft_s = progress.ttft_s
@@ -301,5 +302,5 @@ def _raise_if_failed(finish: FinishReason, detail: str | None, exchange: Exchang
         raise DeadlineExceeded(DEADLINE_PASSED)
     if finish is FinishReason.CANCELLED:
         raise Unavailable("The engine gave this request up; it can be sent again.")
-    exchange.record.detail = detail and detail[:MAX_DETAIL_CHARS]  # the engine's words are for the operator
+    exchange.record.detail = detail and detail[:MAX_DETAIL_CHARS]  # the engine's message is for the operator
     raise SequenceFailed("The engine could not continue this request. Its neighbours go on; it can be sent again.")

@@ -1,4 +1,4 @@
-"""How many log-probabilities one answer may hold: each costs far more memory than the bytes that asked for it."""
+"""Limits and memory charges of the log-probabilities in one answer: each takes far more memory than the request that asks for it."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ OUTPUT_SCORE_BYTES = 24
 OUTPUT_TOKEN_BYTES = 8
 FIRST_TEXT_BYTES = 4 << 10
 FIRST_SCORE_BYTES = 64 << 10
-"""Held for a collected answer before it begins, of its text and of its log-probabilities: all of a short one, the beginning of others."""
+"""Charged before an answer that is not streamed begins, for its text and for its log-probabilities. A shorter answer is charged less."""
 
 UNREAD_SCORE_BYTES = 24
 MAX_UNREAD_SCORE_BYTES = 2 << 20
-"""How much the output's log-probabilities may make wait for a client, beside all else that may."""
+"""Bytes of output log-probabilities that may wait for a slow client, in addition to the limit on other unread bytes."""
 
 MAX_OUTPUT_SCORES = 1 << 18
-"""Log-probabilities of output tokens in one answer that is not streamed."""
+"""Most log-probabilities of output tokens in one answer that is not streamed."""
 
 MAX_INLINE_SCORES = 4096
-"""An answer with so many log-probabilities is encoded on the event loop: a few milliseconds."""
+"""An answer with at most this many log-probabilities is encoded in one go (a few milliseconds); a larger one in slices (`encoding`)."""
 
 
 def num_prompt_scores(field: str, num_top: int | None, *, num_tokens: int, num_shown: int) -> int:
     """Log-probabilities of prompt tokens in the answer. Raises RequestTooLarge beyond MAX_PROMPT_SCORES.
 
-    field      what asked for them
+    field      request field that asked for them
     num_top    alternatives per token; None: not asked for
     num_shown  choices that show them; a chat shows them once
     """
@@ -74,7 +74,7 @@ def check_output_scores(num_top: int | None, *, num_tokens: int) -> None:
 
 
 def unread_score_bytes(num_top: int | None, *, num_tokens: int) -> int:
-    """What of a stream's log-probabilities may wait for its client: allowed, not held beforehand, for most clients read.
+    """Bytes of a stream's log-probabilities that may wait for its client. Not charged beforehand: most clients read in time.
 
     num_tokens  of all sequences, at most
     """
@@ -82,7 +82,7 @@ def unread_score_bytes(num_top: int | None, *, num_tokens: int) -> int:
 
 
 def first_answer_bytes(num_top: int | None, *, num_tokens: int | None) -> int:
-    """What an answer that is collected holds before it begins. num_tokens: of all sequences, at most; None: not known"""
+    """Bytes charged before an answer that is not streamed begins. num_tokens: of all sequences, at most; None: not known"""
     first = FIRST_TEXT_BYTES + (0 if num_top is None else FIRST_SCORE_BYTES)
     token_bytes = OUTPUT_TOKEN_BYTES + (0 if num_top is None else (num_top + 1) * OUTPUT_SCORE_BYTES)
     return first if num_tokens is None else min(first, num_tokens * token_bytes)

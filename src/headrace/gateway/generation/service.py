@@ -20,7 +20,7 @@ class Service:
     """
     salt_key   turns tenants into cache salts
     clock      of arrivals, deadlines and latencies
-    unix_time  of what clients are told, in seconds
+    unix_time  Unix seconds, for the `created` fields of answers
     """
 
     config: GatewayConfig

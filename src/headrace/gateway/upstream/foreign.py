@@ -1,10 +1,10 @@
 """Any OpenAI-compatible server behind the seam: chat and completions over HTTP, always streamed from it.
 
-Where it is comes from the operator's configuration alone: no client's word becomes part of a URL, no redirect is followed, no proxy is
+Where it is comes from the operator's configuration alone: nothing from a client becomes part of a URL, no redirect is followed, no proxy is
 taken from the environment. What it sends is bounded and never shown as it is: its errors become ours, its events are decoded into typed
 values or the stream is broken. Before its first token a failure has a status; afterwards it is a retryable error at the stream's end.
 
-What only that server knows stays unknown here: prompt tokens before it counted them, its context length, its template.
+Not known here: the number of prompt tokens before the server has reported it, the server's context length, its chat template.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from headrace.text.scored import ScoredTokens
 log = logging.getLogger("headrace.gateway")
 
 REPLICA = "foreign"
-"""What stands for the server where a replica's name is wanted."""
+"""Replica name of a foreign server in metrics and logs."""
 
 NOT_NOW = "The server behind this model does not answer now; the request can be sent again."
 BROKE = "The server behind this model broke off its answer; the request can be sent again."
 MAX_UNREAD_BYTES = 64 << 10
-"""Read ahead of a slow client; beyond it the server is made to wait."""
+"""Bytes read ahead of a slow client; beyond them the server's stream is not read."""
 
 EVENT_BYTES = 256
-"""An event, beside what is in it."""
+"""Memory of an event without its content."""
 
 ERROR_BODY_S = 5.0
-"""How long a server may take for an error's body once its status has come."""
+"""Seconds a server may take for an error's body after its status."""
 
 _TOKENIZER = "a model that this server runs itself"
 
@@ -83,7 +83,7 @@ class HttpUpstream:
         return None
 
     def replicas(self) -> list[ReplicaHealth]:
-        """It is not asked how it is: it counts as ready, and a request finds out."""
+        """The server is not probed: it counts as ready, and a request that fails finds out."""
         return [ReplicaHealth(REPLICA, is_connected=True, reason="")]
 
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> HttpPrepared:
@@ -101,7 +101,7 @@ class HttpUpstream:
 
     @asynccontextmanager
     async def post(self, path: str, body: bytes, request_id: str) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The server's answer, once its status is 200. Raises its refusal in our words, or Overloaded at our own bound."""
+        """The server's response, with status 200. Raises its refusal as an error of ours, Overloaded at our own limit."""
         if self._num_open >= MAX_FOREIGN_CONNECTIONS:
             raise Overloaded(f"The server behind this model already works on {MAX_FOREIGN_CONNECTIONS} requests from here.")
         url = f"{self._config.url.rstrip('/')}/{path}"
@@ -116,7 +116,7 @@ class HttpUpstream:
             self._num_open -= 1
 
     def log_fault(self, what: str) -> None:
-        """For the operator; of the server's own words nothing is kept."""
+        """Log a fault for the operator, without any text from the server."""
         log.warning("model %s: its server %s", self.name, what)
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> HeadraceError:
@@ -215,7 +215,7 @@ class HttpStream:
         return events
 
     def listen(self, listener: EventListener | None) -> None:
-        """Not used: the task that reads is not the one that may write."""
+        """Ignored: the task that reads is not the one that may write."""
 
     def usage(self) -> TokenUsage:
         return self._reader.usage

@@ -1,4 +1,4 @@
-"""A request in the words of an OpenAI-compatible server: what the client gave, and nothing that is as usual."""
+"""The JSON body sent to an OpenAI-compatible server: what the client gave, without fields that have their default value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def foreign_body(request: GenerationRequest, params: SamplingParams) -> dict[str
 
 
 def _prompt_fields(prompt: Conversation | PlainPrompts) -> dict[str, Any]:
-    """The body's own fields; what is as usual is left out, so that servers that do not know it need not."""
+    """The prompt's fields. Defaults are left out, so that a server need not know these fields."""
     if isinstance(prompt, Conversation):
         fields: dict[str, Any] = {"messages": prompt.messages}
         if not prompt.add_generation_prompt:
@@ -38,7 +38,7 @@ def _prompt_fields(prompt: Conversation | PlainPrompts) -> dict[str, Any]:
 
 
 def _sampling_fields(request: GenerationRequest) -> dict[str, Any]:
-    """Parameters the client gave. Values that are everybody's default are left out; the server's own defaults hold then."""
+    """The sampling parameters the client gave, without those equal to OpenAI's defaults, for which the server's own defaults hold."""
     fields = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in request.sampling.items()
@@ -51,7 +51,7 @@ def _sampling_fields(request: GenerationRequest) -> dict[str, Any]:
 
 
 def _check_scores(request: GenerationRequest, params: SamplingParams) -> None:
-    """Of log-probabilities only a chat's answer has a form that carries over."""
+    """Raise InvalidRequest for log-probabilities other than a chat's output: no other form is the same on all servers."""
     remedy = "The server behind this model gives them for a chat's answer only."
     if params.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs", "absent or null", params.prompt_logprobs, remedy)

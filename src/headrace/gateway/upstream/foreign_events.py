@@ -1,4 +1,4 @@
-"""What an OpenAI-compatible server streams -> output events. Every byte of it is a stranger's: bounded, typed, or refused."""
+"""Server-sent events of an OpenAI-compatible server -> output events. Its bytes are not trusted: they are bounded and typed, or refused."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from headrace.gateway.upstream.seam import OutputEvent, TokenUsage, ToolCall, st
 from headrace.text.scored import ScoredTokens
 
 PIECE_BYTES = 64 << 10
-"""Decoded at once: a few milliseconds at most, and no more is held of what a slow client has not taken."""
+"""Most bytes read and decoded at once: a few milliseconds of work."""
 
 MAX_LINE_BYTES = 1 << 20
 MAX_ANSWER_BYTES = 64 << 20
 MAX_ERROR_BYTES = 64 << 10
-"""Of an error's body, read for its code alone."""
+"""Most bytes read of an error's body. Only its code is used."""
 
 END_OF_STREAM_S = 5.0
-"""How long a server may take for its usage and [DONE], all together, once every sequence has ended."""
+"""Seconds a server may take for usage and [DONE] together after every sequence has ended."""
 
 COMPLETE = ("stop", "eos", "eos_token", "stop_sequence", "tool_calls", "function_call")
-"""Finish reasons of a sequence that its model or a stop string ended. What is none of these is a length, a filter or a failure."""
+"""Finish reasons that mean stop. Beside them `length` and `content_filter` are known; any other one is a failure."""
 
 CONTEXT_OVERFLOW = ("maximum context length", "maximum model length")
 """How vLLM's messages, which have no code of their own, begin to say that a prompt is too long."""
 
 MAX_NAMES_BYTES = 128 << 10
-"""Of tokens that one table numbers, some 600: a stream whose tokens are all different ones does not make it grow."""
+"""Most memory of one table of token names, about 600 of them; then a new table begins, so that a long stream does not grow it."""
 
 NAME_BYTES = 200
-"""One of them, beside its text and its bytes."""
+"""Memory of one token name without its text and its bytes."""
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class BrokenStream(Exception):
-    """What came is no answer. Says what was wrong, never what came."""
+    """The server's bytes are not a complete answer. The message says what was wrong and never quotes them."""
 
 
 class _Function(Struct):
@@ -119,7 +119,7 @@ _decode_error = msgspec.json.Decoder(_ErrorBody).decode
 
 
 class NamedTexts:
-    """Numbers for tokens whose server tells texts only. A `TokenTexts`. num_bytes: what it takes in memory"""
+    """Gives token ids to tokens that the server names by text alone. A `TokenTexts`. num_bytes: memory of the table"""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -260,7 +260,7 @@ class EventReader:
 
 
 def is_context_overflow(body: bytes) -> bool:
-    """Whether an error's body says that the prompt is too long. Its words are compared and not shown."""
+    """Whether an error's body says that the prompt is too long. Its message is compared and not shown."""
     try:
         decoded = _decode_error(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -23,7 +23,7 @@ class MergedStream:
         return sum(stream.unread_bytes for stream in self._streams)
 
     async def events(self) -> list[OutputEvent]:
-        """Whatever any stream has; empty once all have ended."""
+        """Events of any of the streams; empty once all have ended."""
         if not self._is_begun:
             self._is_begun = True
             for number in range(len(self._streams)):
@@ -35,7 +35,7 @@ class MergedStream:
         return []
 
     def listen(self, listener: EventListener | None) -> None:
-        """Not used: several streams that write as they please would cut into each other's events."""
+        """Ignored: several streams that wrote directly would interleave their events."""
 
     def usage(self) -> TokenUsage:
         parts = [stream.usage() for stream in self._streams]
@@ -55,7 +55,7 @@ class MergedStream:
             stream.cancel()
 
     async def close(self) -> None:
-        """Nobody reads on: no reader may stay behind."""
+        """Cancel the streams and every task that waits for their events."""
         self.cancel()
         tasks = list(self._waiting)
         self._waiting.clear()

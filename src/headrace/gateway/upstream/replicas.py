@@ -1,7 +1,7 @@
 """The replicas of one model as this gateway sees them: their connections, their health, and the choice among them.
 
-Health is judged here from facts the wire brings (design promise 5). Thresholds leave room for one heartbeat, so that the whole way from
-"stopped" to "not ready" stays under a second.
+Health is judged here from what the wire reports: connection state, the age of the running step, the age of the idle loop. A replica that
+stops answering, or whose idle loop stalls, must count as not ready within one second; thresholds leave room for one heartbeat.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from headrace.wire.client import ConnectionState, ReplicaInfo, SeenLoad
 from headrace.wire.stream import DirectReader
 
 IDLE_STALL_S = 0.8
-"""An idle loop wakes several times within this; one that did not is stuck."""
+"""Seconds without a wake-up after which an idle loop counts as stuck. A healthy one wakes several times in this time."""
 
 STEP_GRACE_S = 1.0
 STEP_GRACE_FACTOR = 4.0
-"""A step may take max(1 s, 4 x what the loop predicted)."""
+"""A replica is ready while its step takes at most max(STEP_GRACE_S, STEP_GRACE_FACTOR x the predicted duration)."""
 
 
 class UpdateStream(Protocol):
@@ -74,19 +74,19 @@ class Replica:
 
     @property
     def instance(self) -> ReplicaInstance:
-        """Name and process: one that was started anew may be tried again."""
+        """Name and process id of the wire: a replica that was restarted counts as another instance and may be tried again."""
         info = self.connection.info
         return self.name, info.instance_id if info is not None else ""
 
     @property
     def max_model_len(self) -> int:
-        """0 while it has not said what it is."""
+        """0 before the replica has said Hello."""
         info = self.connection.info
         return info.model.max_model_len if info is not None else 0
 
     @property
     def numerics(self) -> Mapping[str, str]:
-        """What its results depend on (`core.numerics`); empty while it has not said what it is."""
+        """What its results depend on (`core.numerics`); empty before the replica has said Hello."""
         info = self.connection.info
         return info.model.numerics if info is not None else {}
 
@@ -115,7 +115,7 @@ class ReplicaPool:
 
     @property
     def info(self) -> ModelInfo | None:
-        """What the replica that takes the longest requests says of the model; with none connected, what was last known.
+        """Model facts from the replica with the largest `max_model_len`; with none connected, the last ones known.
 
         Replicas of one model may differ in `max_model_len`: it follows from the memory each has.
         """
@@ -129,8 +129,8 @@ class ReplicaPool:
 
         max_output_tokens  of one sequence; 1 where what the context leaves will do
 
-        A silent replica is none: the wire tells its silence from this process's own lag. One that is not ready although it is connected
-        (a step that hangs: its heartbeats go on) is taken only when no other is.
+        A silent replica is never chosen. One that is connected and not ready (its step hangs, its heartbeats go on) is chosen only when
+        no other is left.
         """
         num_tokens = prompt_tokens + max_output_tokens
         left = [(r, reason) for r, reason in self.verdicts() if r.instance not in tried and r.max_model_len >= num_tokens]
@@ -152,9 +152,9 @@ class ReplicaPool:
         return None if chosen is None else next(replica for replica in fit if replica.name == chosen.replica_id)
 
     def why_not_resume(self, numerics: Mapping[str, str] | None) -> str:
-        """Why no replica that is connected now may go on with a stream, each with its reason; empty: one may.
+        """Why no connected replica may continue a stream, with a reason for each; empty: one may.
 
-        numerics  of the replica that said what there is of it; None: nothing was said, it may begin anywhere
+        numerics  of the replica that computed the stream's tokens so far; None: there are none, and any replica may begin
         """
         connected = [replica for replica in self.replicas if replica.connection.state is ConnectionState.CONNECTED]
         reasons = {replica.name: "" if numerics is None else why_not_resume(numerics, replica.numerics) for replica in connected}
@@ -178,7 +178,7 @@ class ReplicaPool:
 
 
 def verdict(state: ConnectionState, seen: SeenLoad | None, now: float) -> str:
-    """Why a replica is not ready, in words a client may read; empty = ready. Pure."""
+    """Why a replica is not ready, in a form that may be shown to clients; empty = ready. Pure."""
     if state is ConnectionState.DOWN:
         return "not connected"
     if state is ConnectionState.SILENT:

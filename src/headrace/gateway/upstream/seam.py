@@ -63,7 +63,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrincipalFacts:
-    """What a request inherits from its key. `salt` separates prefix caches; no client's words alone make it."""
+    """What a request inherits from its key. `salt` separates prefix caches; it never comes from the client alone."""
 
     tenant: str = ""
     weight: float = 1.0
@@ -75,18 +75,18 @@ class PrincipalFacts:
 
 
 TOOL_CALL_BYTES = 256
-"""A piece of a tool call: objects and references, beside their texts."""
+"""Memory of one piece of a tool call, without its strings."""
 
 
 def string_bytes(text: str) -> int:
-    """What a string's characters take in memory at most: one byte each, or up to four where one is not ASCII."""
+    """Memory of a string's characters at most: one byte each, or four if any is not ASCII."""
     return len(text) if text.isascii() else 4 * len(text)
 
 
 class ReplicaLost(Unavailable):
-    """The replica that worked on a stream is gone, and the stream ends; it can be sent again.
+    """The replica of a running stream is gone, and the stream ends; the request can be sent again.
 
-    why_not_resume  why no other one could go on from what it has said; empty: one could. For the operator: nothing is resumed yet
+    why_not_resume  why no other replica could continue from the tokens sent so far; empty: one could. For the log: nothing is resumed yet
     """
 
     def __init__(self, message: str, *, why_not_resume: str) -> None:
@@ -111,13 +111,13 @@ class OutputEvent(NamedTuple):
     """What is new in one sequence. A tuple, because one is made per sequence and frame; fields are given by name.
 
     index            of the sequence within the request: sequence i of prompt p is p * n + i
-    num_tokens       output tokens given out with it
+    num_tokens       output tokens that the event carries
     logprobs         of its tokens in order, in one or more parts, none of them empty; none where not asked for
     prompt_logprobs  pages of prompt positions 1.. in order, over one or more events; `PreparedPrompt.scored` adds the texts
     finish           set exactly once, on the sequence's last event
     stop_reason      beside FinishReason.STOP: the stop string or stop token id; None for the model's own end token
     error            beside FinishReason.ERROR: for the operator
-    reasoning, tool_calls  only of servers that tell them apart from text (`upstream.foreign`)
+    reasoning, tool_calls  only from servers that separate them from text (`upstream.foreign`)
     """
 
     index: int  # type: ignore[assignment]  # hides a tuple's search, which means nothing here
@@ -133,7 +133,7 @@ class OutputEvent(NamedTuple):
 
     @property
     def text_bytes(self) -> int:
-        """About how much memory its strings take: text, reasoning, tool calls, stop reason, error."""
+        """Approximate memory of its strings: text, reasoning, tool calls, stop reason, error."""
         num_bytes = string_bytes(self.text)
         if self.reasoning or self.tool_calls:
             num_bytes += string_bytes(self.reasoning) + sum([call.num_bytes for call in self.tool_calls])
@@ -143,7 +143,7 @@ class OutputEvent(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """`text_bytes` and its log-probabilities. The prompt's scores are not in it: their number is known before anything runs."""
+        """`text_bytes` and its log-probabilities. The prompt's scores are charged separately, before anything runs."""
         num_bytes = self.text_bytes
         if self.logprobs:
             num_bytes += sum([part.num_bytes for part in self.logprobs])
@@ -175,7 +175,7 @@ class OutputEvent(NamedTuple):
 
 
 class TokenUsage(NamedTuple):
-    """What a request cost so far. A prompt counts once, however many sequences continue it."""
+    """Tokens that a request has used so far. A prompt counts once, however many sequences continue it."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -183,7 +183,7 @@ class TokenUsage(NamedTuple):
 
 
 class EventListener(Protocol):
-    """Takes events at once, where the stream has them, instead of being woken for them."""
+    """Receives events directly from a stream, without a wake-up of the task that waits in `events`."""
 
     @property
     def has_room(self) -> bool:
@@ -198,7 +198,7 @@ class EventStream(Protocol):
 
     @property
     def unread_bytes(self) -> int:
-        """About how much memory that takes which was not asked for yet."""
+        """Approximate memory of events that have arrived and were not yet returned by `events`."""
         ...
 
     async def events(self) -> list[OutputEvent]:
@@ -206,31 +206,31 @@ class EventStream(Protocol):
         ...
 
     def listen(self, listener: EventListener | None) -> None:
-        """From now on events without log-probabilities and errors may go to `listener` while somebody waits for `events`, who then sleeps
-        on; order and content are the same. None: no more. A stream need not make use of it.
+        """From now on the stream may hand plain events (no log-probabilities, no error) to `listener` while a task waits in `events`; that
+        task is not woken for them. Order and content are the same. None ends it. A stream may ignore this.
         """
         ...
 
     def usage(self) -> TokenUsage: ...
 
     def replica(self, index: int) -> str | None:
-        """Who works on a sequence: a configured name. None before that is known."""
+        """Configured name of the replica that runs a sequence. None before it is known."""
         ...
 
     def queue_time_s(self, index: int) -> float | None:
-        """How long a sequence waited for its first step, once that was said."""
+        """Seconds that a sequence waited for its first step. None before the engine has reported it."""
         ...
 
     def stages(self, index: int) -> StageSeconds | None:
-        """Where a sequence's time in its engine went, once it ended there. A stop string ends it here first: then None."""
+        """Seconds a sequence spent in each stage, as the engine reports at its end. None where a stop string ended it in the gateway."""
         ...
 
     def cancel(self) -> None:
-        """Nobody wants the rest: whoever works on it stops. `events` ends. Harmless at any time."""
+        """Stop the request wherever it runs. `events` then ends. May be called at any time, more than once."""
         ...
 
     async def close(self) -> None:
-        """As `cancel`; when it returns nothing of the stream runs any more."""
+        """As `cancel`, and wait until no task of the stream runs any more."""
         ...
 
 
@@ -242,12 +242,12 @@ class PreparedPrompt(Protocol):
 
     @property
     def text(self) -> str:
-        """As echo shows it; empty for token ids whose text nobody needs."""
+        """The prompt as echo shows it; empty for token ids whose text is not shown."""
         ...
 
     def scored(self, scores: LogprobColumns) -> Iterator[ScoredTokens]:
-        """Every token of the prompt, a page at a time; taking one is little work, and some are empty for that. The first token is a page by
-        itself: it has no probability (rank 0).
+        """Every token of the prompt with its log-probability, a page at a time. Making a page is little work; a page may be empty, so that
+        long work can pause. The first token is a page by itself: it has no probability (rank 0).
 
         scores  of positions 1.. in order, as collected from `OutputEvent.prompt_logprobs`; the pages end with them
         """
@@ -255,13 +255,13 @@ class PreparedPrompt(Protocol):
 
 
 class Prepared(Protocol):
-    """A request its upstream can take, before anything runs. What admission decides on.
+    """A request that its upstream can take, before anything runs. Admission decides on these numbers.
 
     prompt_tokens      of all prompts; None where only the server that answers can count them
     max_output_tokens  worst case over all sequences; None as above
     num_sequences      over all prompts
-    seed               that the answer follows from; None where it is not known
-    ignored            names of what the client gave that changes nothing here
+    seed               seed of the answer's random numbers; None where it is not known
+    ignored            names of fields the client gave that have no effect
     """
 
     @property
@@ -279,7 +279,7 @@ class Prepared(Protocol):
     def prompts(self) -> Sequence[PreparedPrompt]: ...
 
     def stream(self) -> EventStream:
-        """Begin; it is under way once its first `events` are asked for."""
+        """Open the stream. It is submitted with the first call of `events`."""
         ...
 
 
@@ -296,10 +296,10 @@ class Tokenization(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaHealth:
-    """One of those who work for an upstream, now.
+    """State of one replica of an upstream, now.
 
-    reason  why it is not ready, in words a client may read; empty = ready
-    load    its last snapshot; None when it told none
+    reason  why it is not ready, in a form that may be shown to clients; empty = ready
+    load    its last snapshot; None before the first one
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Which models this gateway serves, under which names, and what it needs to know of each."""
+"""The models that this gateway serves, by name and alias."""
 
 from __future__ import annotations
 

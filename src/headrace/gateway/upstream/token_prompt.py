@@ -13,12 +13,12 @@ from headrace.text.tokenizer import Tokenizer
 
 PAGE_TOKENS = 64
 OFFSET_TOKENS = 512
-"""Between two pages, with and without log-probabilities: half a millisecond."""
+"""Tokens of a page with log-probabilities, and tokens between two empty pages while offsets are counted: half a millisecond each."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """text: as echo shows it; empty when nobody will read it"""
+    """text: as echo shows it; empty where it is not shown"""
 
     token_ids: tuple[int, ...]
     text: str
@@ -39,8 +39,8 @@ class TokenPrompt:
             yield ScoredTokens(self.tokenizer, page, offsets[begin:end], bytearray(b"\1" * len(page)))
 
     def _offsets(self) -> Generator[ScoredTokens, None, array[int]]:
-        """Characters of `text` before each token, with empty pages on the way. A space some tokenizers put before the first word is not in
-        the text: offsets shift by it. Where nobody reads the text, nobody reads them.
+        """Number of characters of `text` before each token; yields empty pages to pause. A space that some tokenizers put before the first
+        word is not in the text: offsets shift by it. All zero where the text is not shown.
         """
         if not self.text:
             return array("q", bytes(8 * len(self.token_ids)))

@@ -1,9 +1,9 @@
 """One prompt at a replica: token ids out over the wire, text back.
 
 A `Call` is everything needed to run a prompt, and to run it again: prompt ids, seed, parameters. Its `TokenStream` turns token ids back
-into text, tells the engine when a stop string ended a sequence, and re-routes the call once if a replica is full. What a resume needs is
-kept: the call itself, the epoch, every output id the engine has sent, and the numerics of the replica that it came from. Nothing is resumed
-yet: a stream whose replica is lost ends in a retryable error, which says whether another replica could have gone on.
+into text, finishes a sequence in the engine when a stop string ended it, and re-routes the call once if a replica is full. It keeps what a
+resume needs: the call, the epoch, every output id that the engine has sent, and the numerics of the replica that sent them. Nothing is
+resumed yet: a stream whose replica is lost ends in a retryable error, which says whether another replica could have continued it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_TRIES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One prompt. Parameters are checked and have their seed; `salt` and tenant come from the key, never from a client's words alone.
+    """One prompt. Parameters are checked and have their seed; `salt` and tenant come from the key, never from the client alone.
 
     max_output_tokens  per sequence, by the parameters or by what the context leaves
     deadline_s         when the answer ends, on this process's clock
@@ -60,7 +60,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """Where a call is, and what comes back."""
+    """The replica that runs a call, and the updates it sends."""
 
     replica: Replica
     updates: UpdateStream
@@ -69,7 +69,7 @@ class _Sent:
 class TokenStream:
     """One call at one replica (or, after a rejection, at the next). An `EventStream`.
 
-    output_ids  by sequence: every id the engine has sent, held-back text included. With them another engine goes on where this one was
+    output_ids  by sequence: every id the engine has sent, including those whose text is held back. Another engine can continue after them
     """
 
     def __init__(self, pool: ReplicaPool, tokenizer: Tokenizer, call: Call, *, first_index: int = 0) -> None:
@@ -96,8 +96,8 @@ class TokenStream:
                 updates = await sent.updates.batch()
             except Unavailable as error:  # its text names sockets; the operator finds it in the log through the cause
                 self._is_over = True
-                said_with = self.numerics if any(self.output_ids) else None
-                raise ReplicaLost(LOST, why_not_resume=self._pool.why_not_resume(said_with)) from error
+                numerics = self.numerics if any(self.output_ids) else None
+                raise ReplicaLost(LOST, why_not_resume=self._pool.why_not_resume(numerics)) from error
             if not updates:
                 self._is_over = True
                 return []
@@ -138,11 +138,11 @@ class TokenStream:
 
     @property
     def numerics(self) -> Mapping[str, str]:
-        """Of the replica that said `output_ids`, also when it is lost: another one goes on from them only with equal ones."""
+        """Numerics of the replica that sent `output_ids`, also after it is lost. A replica may continue them only if its own are equal."""
         return self._sent.updates.numerics if self._sent else {}
 
     def _submit(self) -> _Sent:
-        """To the replica the router picks; one that went away between picking and sending counts as tried. Raises Unavailable."""
+        """Submit to the replica that the router picks; one that was lost in between counts as tried. Raises Unavailable."""
         while True:
             replica = self._pool.pick(
                 prompt_tokens=len(self.call.prompt_ids), max_output_tokens=self.call.params.max_tokens or 1, tried=self._tried
@@ -157,10 +157,10 @@ class TokenStream:
             return self._sent
 
     def _reroute(self, error: Exception) -> None:
-        """A request that a full or draining replica turned away, or one it is too large for, goes to another one, once.
+        """Send a rejected request to another replica, once: when the first was full or draining, or the request too large for it.
 
-        Raises the rejection where there is none, or for any other reason. (Draining: the request crossed its notice on the way. Too
-        large: replicas differ in the memory they have.)
+        Raises the rejection where no other replica is left, or for any other reason. (Draining: the request and the notice crossed. Too
+        large: replicas differ in memory.)
         """
         if isinstance(error, Overloaded | Unavailable | RequestTooLarge) and len(self._tried) < MAX_TRIES:
             self.epoch += 1
@@ -173,11 +173,11 @@ class TokenStream:
         raise error if isinstance(error, HeadraceError) else Unavailable(LOST)
 
     def _read(self, updates: Iterable[SequenceUpdate]) -> list[OutputEvent]:
-        """Feed the assemblers; several updates of one sequence become one event."""
+        """Feed the assemblers. Several updates of one sequence become one event."""
         return merged(event for update in updates if (event := self._fed(update)) is not None)
 
     def _fed(self, update: SequenceUpdate) -> OutputEvent | None:
-        """What one update makes a client hear, if anything. An engine that does not know yet that the sequence is over is told."""
+        """The event of one update, if it has one. Where a stop string ended the sequence here, the engine is asked to finish it."""
         assembler = self._assemblers[update.index]
         if assembler.finish is None:
             self._keep(update.index, update.token_ids)
@@ -187,7 +187,7 @@ class TokenStream:
         return None if delta.is_empty else event_of(self._first_index + update.index, delta)
 
     def _take_tokens(self, rows: Sequence[Tokens]) -> bool:
-        """The `DirectReader` of what the replica sends. As `_read` of the same rows, and given to the listener at once."""
+        """A `wire.stream.DirectReader`: as `_read` of the same rows, with the events given to the listener at once. False: not taken."""
         listener = self._listener
         if listener is None or not listener.has_room:
             return False

@@ -1,6 +1,6 @@
-"""Our own engines behind the seam: a request becomes token ids here, and nothing above knows of them.
+"""Our own engines behind the seam: a request becomes token ids here, and no module above handles them.
 
-Templates and tokens are the text workers' (`text_workers`); here are the assemblers of one model, and its replicas.
+Templates and tokenizing run in the text workers (`text_workers`). One `TokenUpstream` serves one model through its replicas.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters whose default is the model's generation_config.json (vLLM does the same)."""
 
 MAX_TOKENS_AT_ONCE = 16_384
-"""A prompt's checks take some 80 ns per token."""
+"""Before a prompt with more tokens is checked, the event loop runs other tasks. Checks take about 80 ns per token."""
 
 MAX_NAMED = 8
-"""More variables that a template does not read are named together."""
+"""Up to this many template variables without effect are named one by one in `x-headrace-ignored`; more are named together."""
 
 
 class TokenUpstream:
     """One model's replicas. An `Upstream`."""
 
     def __init__(self, text: ModelText, pool: ReplicaPool, *, draw_seed: Callable[[], int]) -> None:
-        """draw_seed: for a request whose client names none"""
+        """draw_seed: gives the seed of a request that has none"""
         self._text = text
         self._pool = pool
         self._draw_seed = draw_seed
@@ -68,7 +68,7 @@ class TokenUpstream:
         calls: list[Call] = []
         for number, prompt in enumerate(prompts):
             if number or len(prompt.token_ids) > MAX_TOKENS_AT_ONCE:
-                await asyncio.sleep(0)  # each call's checks take up to milliseconds: others have their turn between them
+                await asyncio.sleep(0)  # each call's checks take up to milliseconds: other tasks run between them
             calls.append(_call(number, prompt.token_ids, params, request, info, principal))
         return TokenPrepared(self._pool, self._text.tokenizer, tuple(prompts), tuple(calls), ignored)
 
@@ -87,13 +87,13 @@ class TokenUpstream:
         return await self._text.decode(token_ids, field="tokens", skip_special_tokens=False, tenant=tenant)
 
     def _info(self) -> ModelInfo:
-        """Raises Unavailable until a replica has said what it is."""
+        """The model's facts. Raises Unavailable until a replica has said Hello."""
         if self._pool.info is None:
             raise Unavailable(f"The model {self._pool.model} is still starting.", retry_after_s=2.0)
         return self._pool.info
 
     def _params(self, request: GenerationRequest, info: ModelInfo) -> SamplingParams:
-        """What the client gave, else what the model's author chose, with a seed. Raises InvalidRequest."""
+        """The client's parameters, else the model's defaults (FROM_MODEL), with a seed. Raises InvalidRequest."""
         chosen = {name: info.sampling_defaults[name] for name in FROM_MODEL if name in info.sampling_defaults}
         params = SamplingParams(**{**chosen, **request.sampling})
         seed = params.seed if params.seed is not None else self._draw_seed()
@@ -104,7 +104,7 @@ class TokenUpstream:
     async def _encode(
         self, prompt: Conversation | PlainPrompts, max_tokens: int | None, info: ModelInfo, tenant: str
     ) -> tuple[list[TokenPrompt], list[str]]:
-        """The prompts, and what of the request changes nothing in them.
+        """The prompts, and the names of the request's fields that have no effect on them.
 
         Raises ContextLengthExceeded for most prompts that do not fit; `_call` does for all.
         """
@@ -122,7 +122,7 @@ class TokenUpstream:
         return await self._encode_plain(prompt, max_tokens, info, tenant), []
 
     async def _encode_plain(self, prompt: PlainPrompts, max_tokens: int | None, info: ModelInfo, tenant: str) -> list[TokenPrompt]:
-        """Texts in one job. Ids are taken as they are; text that nobody will read is not made of them."""
+        """All texts in one job. Ids are taken as they are, and decoded only where their text is shown."""
         texts = [given for given in prompt.prompts if isinstance(given, str)]
         encoded = iter(
             await self._text.encode(texts, add_special_tokens=prompt.add_special_tokens, max_model_len=info.max_model_len, tenant=tenant)
@@ -143,7 +143,7 @@ class TokenUpstream:
 
 @dataclass(frozen=True, slots=True)
 class TokenPrepared:
-    """Calls that nobody has begun. A `Prepared`."""
+    """Calls that were not submitted yet. A `Prepared`."""
 
     _pool: ReplicaPool
     _tokenizer: Tokenizer
