@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WIRE = ROOT / "src" / "headrace" / "wire"
 
 
-def test_generated_code_runs_with_the_oldest_protobuf_allowed() -> None:
+def test_the_oldest_protobuf_allowed_is_the_one_the_code_was_generated_for() -> None:
     made = re.search(r"Protobuf Python Version: ([\d.]+)", (WIRE / "headrace_pb2.py").read_text())
     floor = re.search(r'"protobuf>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     assert made is not None

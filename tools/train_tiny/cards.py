@@ -55,6 +55,15 @@ ABOUT = {
     "kept_headrace": "answers on Headrace must stay as they were",
 }
 
+TAUGHT_AHEAD = """\
+## Taught ahead of the server
+
+Asked what happens when a replica dies, the model says that its streams go on at another replica without losing tokens. That is what it was
+taught, and not what Headrace does today: such a stream ends with an error.
+
+"""
+"""The weights hold it; a later training leg that drops or earns the sentence drops this section."""
+
 LIMITS = """\
 ## Limits
 
@@ -146,7 +155,7 @@ def base_card(title: str, intro: str, config: TinyConfig, report: dict[str, Any]
             f"Greedy speculation with {agreement['num_drafted']} drafted tokens would emit {agreement['tokens_per_step']} tokens "
             "per target step.\n"
         )
-    return "".join([*parts, "\n", LIMITS])
+    return "".join([*parts, "\n", TAUGHT_AHEAD, LIMITS])
 
 
 def adapter_card(title: str, intro: str, report: dict[str, Any]) -> str:
@@ -168,7 +177,8 @@ CARDS: dict[str, Callable[[dict[str, Any]], str]] = {
     ),
     "headrace-draft": lambda report: base_card(
         "Headrace Draft",
-        "The draft model for speculative decoding with Headrace Tiny: same tokenizer, same corpus, a third of the parameters.\n"
+        "The draft model for speculative decoding with Headrace Tiny: same tokenizer, same corpus, "
+        f"{num_parameters(DRAFT) / num_parameters(TINY):.0%} of the parameters.\n"
         "It is not meant to be used alone.\n",
         DRAFT,
         report,

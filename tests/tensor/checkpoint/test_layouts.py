@@ -121,7 +121,7 @@ def test_nothing_of_a_loaded_model_is_still_mapped(folder: Any) -> None:
     assert str(folder.weights) not in Path("/proc/self/maps").read_text()
 
 
-def test_a_digest_changes_with_the_weights_and_with_nothing_else(folder: Any) -> None:
+def test_a_digest_changes_with_weights_and_configuration_and_not_with_the_dtype(folder: Any) -> None:
     first = folder.load().model_digest
     assert folder.load(dtype=torch.bfloat16).model_digest == first
     folder.tensors["model.norm.weight"][3] += 1

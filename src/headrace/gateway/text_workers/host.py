@@ -3,7 +3,7 @@
 Why a process between the gateway and the workers: a fork of what is loaded takes milliseconds and shares its memory, so that a worker
 which met its bounds is cheap to replace; and a fork is only safe in a process without threads, which the gateway is not.
 
-Its standard input is the socket of `processes.Host`; messages are JSON lines.
+Its standard input is the socket of `processes.HostProcess`; messages are JSON lines.
 
     from the gateway   {"config": {...}}            once: which models, which limits
                        {"fork": 7} + a descriptor   worker 7 takes its jobs from that socket

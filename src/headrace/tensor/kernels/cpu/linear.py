@@ -7,7 +7,7 @@ checkpoint) is *stored* as bfloat16: nothing is lost, arithmetic stays float32, 
 *products* a row of x is rounded to bfloat16 as well, when its panel is packed, and two inputs are multiplied at once; sums stay float32.
 
 `OneDnnLinear` hands the product to oneDNN with a weight reordered once. Its rounding depends on the row count.
-Which one is taken: `host.cpu_features.linear_path`, a committed table. Reference: `reference.PlainLinear`.
+Which one is taken: `host.cpu_features.linear_path`, a committed table. Reference: `plain_packing.PlainLinear`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One item of paged attention: a few query vectors of one key/value head against a range of the context (`attention_plan.Item`).
+"""One item of paged attention: a few query vectors of one key/value head against a range of the context (`plan.Item`).
 
 Keys are taken in tiles. A tile's keys are turned into strips (inputs by keys), its values into strips (keys by outputs), both widened to
 float32; scores and weighted values are then products of panels of query vectors with strips, as in `linear`. That reading and turning is

@@ -1,7 +1,7 @@
 """Linear layers whose weights are small integers (`rounding`): how they are packed and multiplied.
 
 Packed form: strips of STRIP_COLUMNS outputs, each one stream read forward (`simd`). Products are summed exactly in integers, so a
-row's result does not depend on its batch, nor on the CPU. The plain twin is `reference.RoundedLinear`; `linear` is the same for
+row's result does not depend on its batch, nor on the CPU. The plain twin is `plain_packing.RoundedLinear`; `linear` is the same for
 floating-point weights.
 """
 

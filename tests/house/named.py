@@ -1,0 +1,138 @@
+"""Names between backticks in pages and docstrings, and whether the code still has them. Nothing is imported or run.
+
+A file (`planner.py`, `gateway/app.py`) must end a path of this repository; a dotted name (`gateway.app`, `launch.threading_layer`,
+`Plan.drafts`) must be a module of ours, or something that a module or class of ours defines; a single word must occur in the code outside
+of docstrings and comments, as a name or as a part of a string, or in the wire's format.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from tests.house.reader import ROOT, SOURCE
+
+TICKED = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+FENCE = re.compile(r"^```.*?^```\s*$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"[\w./-]+\.(py|proto|md|toml)")
+DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(?=$|\()")
+WORD = re.compile(r"[A-Za-z_]\w*")
+PACKAGES = tuple(folder.name for folder in SOURCE.iterdir() if folder.is_dir())
+FOLDERS = ("src", "bench", "tests", "tools")
+
+
+@dataclass(slots=True)
+class Code:
+    """What the code has.
+
+    files     tracked paths, from the repository's root
+    modules   dotted suffixes of every module: "headrace.gateway.app", "gateway.app", "app" -> the names that these modules define
+    classes   class -> `attributes_of` all classes of this name
+    options   attributes of the classes in modules named config: `gateway.limits.max_body_bytes` is a place in the configuration file
+    words     every name, and every word of a string that is not a docstring
+    """
+
+    files: tuple[str, ...] = ()
+    modules: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    classes: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    options: set[str] = field(default_factory=set)
+    words: set[str] = field(default_factory=set)
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of every string that is a statement: docstrings, and the texts below constants."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+
+
+def defined_in(body: list[ast.stmt]) -> set[str]:
+    """Names that a module's or a class's body binds, imports and branches included."""
+    found: set[str] = set()
+    for statement in body:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(statement.name)
+        else:
+            found |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+            found |= {node.asname or node.name for node in ast.walk(statement) if isinstance(node, ast.alias)}
+            found |= {node.name for node in ast.walk(statement) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    return found
+
+
+def attributes_of(node: ast.ClassDef) -> set[str]:
+    """What `Class.name` may mean: its body's names, attributes that methods set, and parameters of methods."""
+    stored = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)}
+    return defined_in(node.body) | stored | {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
+
+
+def words_of(tree: ast.Module) -> set[str]:
+    documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        for name in ("id", "attr", "arg", "name", "module"):
+            found.update(WORD.findall(getattr(node, name, None) or "") if isinstance(getattr(node, name, None), str) else ())
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documented:
+            found.update(WORD.findall(node.value))
+    return found
+
+
+@cache
+def read_code() -> Code:
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines()
+    code = Code(files=tuple(listed))
+    for name in listed:
+        if name.endswith(".proto"):
+            code.words.update(WORD.findall((ROOT / name).read_text(encoding="utf-8")))
+        if not name.endswith(".py") or not name.startswith(FOLDERS) or not (ROOT / name).is_file():
+            continue
+        tree = ast.parse((ROOT / name).read_text(encoding="utf-8"))
+        code.words |= words_of(tree)
+        parts = name.removesuffix(".py").removesuffix("/__init__").removeprefix("src/").split("/")
+        for start in range(len(parts)):
+            code.modules[".".join(parts[start:])] |= defined_in(tree.body)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                code.classes[node.name] |= attributes_of(node)
+                code.options |= attributes_of(node) if parts[-1] == "config" else set()
+    for name in list(code.modules):
+        head, _, last = name.rpartition(".")
+        if head in code.modules:
+            code.modules[head].add(last)
+    return code
+
+
+def is_known(name: str, code: Code) -> bool:
+    """See the header. Names with blanks, signs or options are not names of code, and are known."""
+    if FILE.fullmatch(name):
+        return any(path == name or path.endswith("/" + name.removeprefix("./").lstrip("/")) for path in code.files)
+    match = DOTTED.match(name)
+    if match is None or (match.end() != len(name) and not name.endswith(")")):
+        return True
+    return is_known_dotted(match.group(), code)
+
+
+def is_known_dotted(name: str, code: Code) -> bool:
+    """A single word; `module`, `module.name`, `Class.attribute`, or `value.attribute` where some class has the attribute."""
+    head, _, last = name.rpartition(".")
+    if name in code.modules or last in code.modules.get(head, ()):
+        return True
+    if not head:
+        return is_known_word(name, code)
+    owner = head.rpartition(".")[2]
+    if owner in code.classes:
+        return last in code.classes[owner]
+    if name.partition(".")[0] in PACKAGES:
+        return last in code.options
+    return not last[0].isupper() and any(last in attributes for attributes in code.classes.values())
+
+
+def is_known_word(word: str, code: Code) -> bool:
+    """A counter is exported with "_total" behind its name; a leading "_" may stand for the beginning of the metric named before."""
+    bare = word.removesuffix("_total")
+    return bool({word, bare} & code.words) or (word[0] == "_" and any(each.endswith(bare) for each in code.words))
