@@ -73,7 +73,7 @@ def kernels(rows: int) -> Iterator[Work]:
 
 
 def kernel_seconds(work: Callable[[int], object], rows: int) -> float:
-    """Of one call."""
+    """Seconds of one call."""
     began = time.perf_counter()
     with EXECUTOR.together(rows):
         for layer in range(LAYERS):
@@ -83,7 +83,7 @@ def kernel_seconds(work: Callable[[int], object], rows: int) -> float:
 
 
 def sampling_seconds(params: SamplingParams, logits: Tensor, draw: Draw) -> float:
-    """Of one call; the logits are copied before the clock starts, since they are consumed."""
+    """Seconds of one call; the logits are copied before the clock starts, since they are consumed."""
     rows, vocabulary = logits.shape
     sampler, slots = Sampler(vocabulary, (), draw), np.arange(rows)
     for slot in range(rows):

@@ -100,7 +100,7 @@ def run_table(table: Table, *, rounds: int, say: Callable[[str], None] = print) 
 
 
 def write_portable(file: Path, data: Mapping[str, object]) -> None:
-    """Like `write_json`, with paths relative to this checkout and the home folder: where those lie tells nothing. Never half a file."""
+    """Like `write_json`, with paths relative to this checkout and the home folder: other machines have other folders. Never half a file."""
     part = file.with_name(f"{file.name}.part")
     write_json(part, data)
     text = part.read_text(encoding="utf-8").replace(f"{ROOT}/", "").replace(f"{Path.home()}/", "~/")

@@ -1,4 +1,4 @@
-"""A prompt as long as the model allows, while other streams decode: how long those stand still, and what it takes.
+"""A prompt as long as the model allows, while other streams decode: how long the streams stand still, and what the prompt takes.
 
     python -m bench.long_prompt --model FOLDER [--quantization int8] [--kv-cache-dtype int8] -> bench/results/MACHINE/long-prompt-*.json
 

@@ -102,5 +102,6 @@ _SECTIONS: dict[str, Callable[[dict[str, Any]], Lines]] = {
 
 def _origin(environment: dict[str, Any], file: Path) -> str:
     loads = ", ".join(f"{load:.2f}" for load in environment["load_average"])
-    where = f"{environment['time']}, commit {environment['commit']}, {environment['cpu']}, load average {loads}"
+    note = f" ({environment['commit_note']})" if "commit_note" in environment else ""
+    where = f"{environment['time']}, commit {environment['commit']}{note}, {environment['cpu']}, load average {loads}"
     return f"{where}: [{file.name}](../bench/results/{file.name}).\n"

@@ -38,9 +38,9 @@ GROUP = KvGroup(layers=(0,), kv_heads=4, head_dim=64, dtype_bytes=2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Who runs and who waits.
+    """The sequences that run and that wait.
 
-    num_running, num_waiting  sequences; those that run have slots, those that wait have none unless `spare_slots`
+    num_running, num_waiting  sequences; running ones have slots, waiting ones have none unless `spare_slots`
     prompt_tokens, output_tokens  ranges. The first `num_running` outputs never end when `is_endless`
     chunk_tokens   > 0: one more slot, through which prompts of this length pass one after the other, a chunk per step
     in_step        all running sequences have prompts of one length, computed in one step: they need each next block in the same step
@@ -107,7 +107,7 @@ class Bench:
                 self.step()
         while self.scheduler.num_running < workload.num_running:
             self.step()
-        if workload.spare_slots:  # nobody is freed any more: a prompt as large as what is left does not fit
+        if workload.spare_slots:  # nothing is freed any more: a prompt as large as what is left does not fit
             self.add(self.kv.pools[0].num_available * BLOCK_SIZE - BLOCK_SIZE, BLOCK_SIZE)
         while self.scheduler.num_waiting < workload.num_waiting:
             self.add_waiting()
@@ -150,7 +150,7 @@ class Bench:
         return Result(step_id=plan.step_id, token_counts=plan.samples[:], token_ids=self.ids[first : first + count])
 
     def run(self, steps: int) -> list[tuple[float, float]]:
-        """Seconds of plan and commit, per step. Who finished is replaced between steps, so that as many wait as before."""
+        """Seconds of plan and commit, per step. Finished sequences are replaced between steps, so that as many wait as before."""
         for _ in range(WARM_UP_STEPS):
             self.step()
         taken = []

@@ -3,7 +3,7 @@
     python -m bench.step_shares MODEL [--quantization int8] [--streams 1,8] [--steps 60] -> bench/results/MACHINE/step-shares-*.json
 
 Two processes in turns are compared over seconds, in which a shared machine changes by more than what is looked for. Here every other step
-is followed by each kernel of its list alone, and those in between by nothing, so that the same moments meet both. Medians of steps:
+is followed by each kernel of its list alone, and the steps in between by nothing, so that the same moments meet both. Medians of steps:
 
 period  of a step in between: from where the one before left the layers, its parts included, until this one does. What a token takes
 list    the recorded kernels of its layers
@@ -43,12 +43,12 @@ from headrace.tensor.models.decoder import DecoderModel
 
 PROMPT_TOKENS = 128
 PRODUCTS = ("linear.", "quantized.")
-"""Modules of the kernels that multiply by weights, and of those that round activations for them."""
+"""Modules of the kernels that multiply by weights, rounding of activations included."""
 
 
 @dataclass(slots=True)
 class Watched:
-    """Of recorded steps, one by one, in seconds. left: moments, parts included; parts: by kernel's address, none of a whole step."""
+    """Recorded steps, one by one, in seconds. left: moments, parts included; parts: by kernel's address, none of a whole step."""
 
     lists: list[float] = field(default_factory=list)
     left: list[float] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Watched:
 
 @contextmanager
 def watched() -> Iterator[Watched]:
-    """Every other recorded step is taken apart while the block runs: what comes of those is nonsense."""
+    """Every other recorded step is taken apart while the block runs; its results are nonsense."""
     seen, run, logits = Watched(), RecordedLaunches.run, DecoderModel.logits
 
     def seconds_of(recording: RecordedLaunches, kernel: int) -> float:
@@ -109,7 +109,9 @@ def shares(seen: Watched, names: Mapping[int, str]) -> Shares:
     whole = [step for step, parts in enumerate(seen.parts) if step and not parts]
     apart = [step for step, parts in enumerate(seen.parts) if parts]
     if not whole:
-        raise ConfigError("streams", "steps of so many rows are not recorded here, or too few were: ask for fewer streams or more steps")
+        raise ConfigError(
+            "streams", "steps with this number of rows are not recorded here, or too few were: ask for fewer streams or more steps"
+        )
     named = [{names[kernel]: seconds for kernel, seconds in seen.parts[step].items()} for step in apart]
     sums = [sum(parts.values()) for parts in named]
     products = [sum(seconds for name, seconds in parts.items() if name.startswith(PRODUCTS)) for parts in named]

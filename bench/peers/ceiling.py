@@ -1,9 +1,9 @@
-"""A model's matrix products alone, each by the fastest implementation known for its number of rows, in the same minute as the engines.
+"""A model's matrix products alone, each by the fastest implementation known for its number of rows; Headrace is asked in turns with it.
 
 It is what its products cost here and now; steps of few rows are recorded and repeated as the engine's own are. It is not an engine: no
 attention, no norms, no cache, no sampling, no scheduler, and activations come in the type the product wants. For 8 and 4 bits a wider copy
-of the weight may answer too: whoever stores few bits may widen them once per step, which costs many rows little. What is fastest is looked
-for outside the timed part (`Ceiling.prepare`).
+of the weight may answer too: an engine that stores few bits may widen them once per step, which costs many rows little. The fastest is
+looked for outside the timed part (`Ceiling.prepare`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEP_ROWS = 2048
 """Rows of one pass, as the engines' largest step; more rows are no faster each."""
 PROBES = 2
 PROBED_COPIES = 2
-"""Of a product, when it is probed with many rows: those are bound by arithmetic, so that caches need not be cold."""
+"""Copies of a product's weight when it is probed with many rows: such a product is bound by arithmetic, so that caches need not be cold."""
 
 
 class Multiply(Protocol):

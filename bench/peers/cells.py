@@ -43,7 +43,7 @@ class Cell:
 
     @property
     def is_done(self) -> bool:
-        """By today's method."""
+        """The cell has a file, measured by today's method."""
         return self.file.is_file() and load(self.file)[1].method == method_of(self.engine)
 
 

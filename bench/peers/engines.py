@@ -106,7 +106,7 @@ class Worker:
 
 
 def end_tree(process: subprocess.Popen[Any]) -> None:
-    """End a process and all it started, whatever sessions those made for themselves: asked first, then made to."""
+    """End a process and all it started, whatever sessions they made for themselves: SIGTERM first, then SIGKILL."""
     family = []
     with suppress(psutil.Error):
         family = psutil.Process(process.pid).children(recursive=True)

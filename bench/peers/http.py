@@ -43,7 +43,7 @@ SLOS: Mapping[str, tuple[str, ...]] = {
     "qwen2-0.4b": ("ttft:2000", "tpot:200"),
     "llama-0.5b-hd128": ("ttft:2000", "tpot:200"),
 }
-"""Of one request, in milliseconds: some three times what an idle pair of cores needs."""
+"""Limits of one request, in milliseconds: some three times what an idle pair of cores needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

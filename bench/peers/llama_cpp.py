@@ -28,7 +28,7 @@ WARM_UP_REQUESTS, WARM_UP_PROMPT, WARM_UP_TOKENS = 8, 128, 8
 
 
 def gguf_kinds() -> dict[str, str]:
-    """By precision, here."""
+    """Precision -> the GGUF format measured on this CPU."""
     return KINDS if read_cpu_features().has_bf16 else WITHOUT_BF16
 
 
@@ -49,7 +49,7 @@ class LlamaCpp:
         return {"weights": self.weights.name, "threads": self.threads, "batch": 2048, "ubatch": 512}
 
     def figure(self, row: str) -> Figure:
-        """Of a prefill or decode row."""
+        """The figure of a prefill or decode row."""
         kind, _, number = row.partition("-")
         if kind == "prefill":
             seconds = tuple(self._bench(int(number), 1, 1)["t_pp"] for _ in range(PREFILL_REPEATS))

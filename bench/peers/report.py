@@ -20,9 +20,9 @@ PEERS = ("llama.cpp", "vllm", "openvino")
 ROWS = (*row_names(), "startup", "memory")
 LOWER_IS_BETTER = ("startup", "memory")
 BITS = {"bf16": 16.0, "int8": 8.0, "int4": 4.25}
-"""Of a weight as Headrace stores it; int4 carries 16 bits of scale per 64 weights."""
+"""Bits of a weight as Headrace stores it; int4 carries 16 bits of scale per 64 weights."""
 KV_BYTES = 2
-"""Of a number in the KV cache; where it is held in float32, MBU is a lower bound."""
+"""Bytes of a number in the KV cache; where it is held in float32, MBU is a lower bound."""
 
 Rounds = Mapping[int, Outcome]
 Table = Mapping[str, Mapping[str, Rounds]]
@@ -56,11 +56,11 @@ GOALS: Mapping[str, Mapping[str, float]] = {
     "int8": {"peer": 1.1, "mbu": 0.8},
     "int4": {"peer": 1.1, "mbu": 0.7},
 }
-"""Of the first shape: over the best peer in every row, over the ceiling, and MBU of one stream."""
+"""Goals of the first shape: over the best peer in every row, over the ceiling, and MBU of one stream."""
 
 
 def tables() -> dict[str, dict[tuple[str, str], Table]]:
-    """Machine -> (shape, precision) -> its table, of the cells on disk; where there are some of the newest method, of those alone.
+    """Machine -> (shape, precision) -> its table, of the cells on disk; cells of an older method are left out where newer ones exist.
 
     The ceiling has methods of its own.
     """
@@ -92,7 +92,7 @@ def advantage(row: str, own: float, other: float) -> float:
 
 
 def advantages(row: str, engines: Mapping[str, Rounds], over: tuple[str, ...], own: str = "headrace") -> list[float]:
-    """Of each round of `own` that one of `over` has a figure for: against the best of those. 0 where `own` failed."""
+    """One ratio per round of `own` in which one of `over` has a figure: against the best of them. 0 where `own` failed."""
     ratios = []
     for number, outcome in engines.get(own, {}).items():
         others = [value for engine in over if (value := _value(engines, engine, number)) is not None]
@@ -115,7 +115,7 @@ def _value(engines: Mapping[str, Rounds], engine: str, number: int) -> float | N
 
 
 def mbu(row: str, precision: str, rounds: Rounds) -> float | None:
-    """Of decode rows: see HEADER. The context is that of the middle of the measured part."""
+    """Model bandwidth utilisation of decode rows: see HEADER. The context is that of the middle of the measured part."""
     kind, _, streams = row.partition("-")
     if kind != "decode":
         return None
@@ -147,7 +147,7 @@ def grid(found: Mapping[str, Mapping[tuple[str, str], Table]]) -> Iterator[str]:
 
 
 def is_win(ratio: float) -> bool:
-    """Of a median over the best peer, as it is printed: 1.00 is not a loss."""
+    """ratio: a median over the best peer, judged as it is printed: 1.00 is not a loss."""
     return round(ratio, 2) >= 1.0
 
 

@@ -13,7 +13,7 @@ PREFILL_LENGTHS = (128, 512, 2048)
 STREAM_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 DECODE_TOKENS = 64
 LONGEST_DECODE_PROMPT, DECODE_PROMPTS_TOGETHER = 128, 1024
-"""Of one stream, and of all: the time of long prompts would drown that of the tokens after them."""
+"""Prompt tokens of one stream, and of all streams together: the time of long prompts would drown that of the tokens after them."""
 NUM_MIXED = 32
 MIXED_PROMPTS, MIXED_ANSWERS = (16, 256), (16, 128)
 STARTUP_PROMPT = 16

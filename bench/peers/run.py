@@ -84,8 +84,8 @@ class Turn:
             method=method_of(self.engine),
         )
         save(self.cell(row), outcome)
-        told = f"{found.value:,.4g} {found.unit}" if found else error
-        print(f"{self.shape} {self.precision} {self.engine} {row} #{self.round}: {told}", flush=True)
+        shown = f"{found.value:,.4g} {found.unit}" if found else error
+        print(f"{self.shape} {self.precision} {self.engine} {row} #{self.round}: {shown}", flush=True)
 
 
 def take_worker_turn(turn: Turn, worker: Worker) -> None:

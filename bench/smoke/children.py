@@ -96,7 +96,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the supervisor; gateway and engine are its children."""
+        """Process id of the supervisor; gateway and engine are its children."""
         return self._process.pid
 
     def leave(self) -> None:

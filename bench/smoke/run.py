@@ -4,7 +4,7 @@
 
 Default commit: on a branch, where it left main; on main, HEAD where src differs from it, else the commit before. A round times every row
 base, candidate, candidate, base (the next round the other way round) with the same prompts. A server's start takes longer than a hundred
-decode steps, so its rows have their few rounds first. Of the others, after SCREEN_ROUNDS rounds, those that look slower are timed alone
+decode steps, so its rows have their few rounds first. The remaining rows that look slower after SCREEN_ROUNDS rounds are timed alone
 until `--seconds` are spent: shared by all, the time would be too short to tell a tenth from noise. Two workers wait for each other, so
 only one side computes; they are renewed now and then, servers in every round. An alarm is a row at least 2 % slower with p < 0.01 after
 Holm's correction (`verdict`). Writes bench/results/MACHINE/smoke.json. Exit status 2: no verdict.
@@ -48,7 +48,7 @@ SERVED_ROUNDS = rounds_needed(len(ROWS))
 """Enough for an alarm even if every other row is looked at again."""
 SCREEN_ROUNDS = 6
 ROUNDS_PER_WORKER, WORKER_S = 3, 25.0
-"""A pair of workers is renewed after so many rounds and seconds: where its memory happens to lie is luck, too."""
+"""A pair of workers is renewed after this many rounds and seconds: where its memory happens to lie is luck, too."""
 Pair = tuple[float, float]
 """Seconds of base and candidate."""
 Timer = Callable[[int], float]
@@ -87,7 +87,7 @@ class Comparison:
         self._ends = time.monotonic() + seconds
 
     def rounds(self, rows: Sequence[str], most: float = math.inf) -> list[dict[str, Pair]]:
-        """At most so many rounds of these rows; the next one begins while it would end in time, judging by the longest so far."""
+        """At most `most` rounds of these rows; the next one begins while it would end in time, judging by the longest so far."""
         done: list[dict[str, Pair]] = []
         longest = 0.0
 
@@ -141,7 +141,7 @@ def _check_origin(side: Side, started: Worker) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """served: rounds of the servers' rows; first: of every other row; second: of those that looked slower."""
+    """served: rounds of the servers' rows; first: of every other row; second: of the rows that looked slower."""
 
     served: dict[str, list[Pair]]
     first: dict[str, list[Pair]]

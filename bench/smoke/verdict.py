@@ -1,7 +1,7 @@
 """When a difference is an alarm: at least 2 % slower and not by chance, over all rows together.
 
-Two looks at rows that are quick to time. The first, a few rounds, only says which of them deserve the rest of the time (`suspects`); the
-second, rounds of those alone, decides (`judge`). No round of the first counts in the second, so what it chose by chance is not believed.
+Two looks at rows that are quick to time. The first, a few rounds, only says which rows deserve the rest of the time (`suspects`); the
+second, rounds of these rows alone, decides (`judge`). No round of the first counts in the second: what it chose by chance is not believed.
 
 A row's samples are logarithms of candidate / base, one per round. Everything here rests on ranks, so that one round in which the machine
 did something else counts as one round, however long it took:
@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 SLOWER = 1.02
 LEVEL = 0.01
 SUSPECT_P = 0.33
-"""Of the first look. Of rows without a difference some 30 % come along. What is slower by a quarter, half, the whole of a round's standard
-deviation is dropped in 50, 30, 5 % of cases: a small loss needs a quiet machine, or `--row`, which leaves more time for each."""
+"""The p below which the first look suspects a row. Some 30 % of the rows without a difference come along. What is slower by a quarter,
+half, the whole of a round's standard deviation is dropped in 50, 30, 5 % of cases: a small loss needs a quiet machine, or `--row`,
+which leaves more time for each."""
 INTERVAL_TAIL = 0.025
 
 
@@ -55,7 +56,7 @@ def suspects(samples: Mapping[str, Sequence[float]]) -> list[str]:
 
 
 def cleared(row: str, logs: Sequence[float]) -> RowVerdict:
-    """Of a row that no second look was given."""
+    """The verdict on a row that was given no second look."""
     return _verdict(row, logs, 1.0)
 
 

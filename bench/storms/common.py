@@ -35,7 +35,7 @@ class Served:
 
     @property
     def rss_mb(self) -> float:
-        """Of the gateway, in millions of bytes."""
+        """Resident memory of the gateway, in millions of bytes."""
         text = Path(f"/proc/{self.gateway_pid}/status").read_text(encoding="ascii")
         found = re.search(r"VmRSS:\s+(\d+) kB", text)
         assert found is not None, "the gateway is gone"
@@ -89,7 +89,7 @@ def _gateway_of(supervisor: int) -> int:
 
 
 class Client:
-    """One that has asked, and reads only what `read` is told to. status: of its answer, once that has begun; "cut" when it was dropped."""
+    """A client that has sent its request and reads only in `read`. status: of its answer, once begun; "cut" when it was dropped."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -97,7 +97,7 @@ class Client:
         self.status = "none"
 
     def read(self, num_bytes: int) -> None:
-        """Nothing is taken before the status was seen, which stays unread for who never reads."""
+        """Read up to `num_bytes`; nothing before the status was seen, which a client that never reads leaves unread, too."""
         with suppress(BlockingIOError):
             try:
                 if self.status == "none":

@@ -1,7 +1,7 @@
 """Memory of a gateway whose clients do not read: python -m bench.storms.memory_unread LABEL [--small] [--watched]
 
-Three storms against the bundled model, each with a server of its own: streams of echoed prompts with log-probabilities that nobody reads,
-the same read at 4 KB/s, and whole answers of many choices with log-probabilities that nobody reads. Figures: the gateway's resident
+Three storms against the bundled model, each with a server of its own: streams of echoed prompts with log-probabilities, unread,
+the same read at 4 KB/s, and whole answers of many choices with log-probabilities that no client reads. Figures: the gateway's resident
 memory before, at most, and ten seconds after every client has left; with --watched, how long its event loop is held. LABEL names the
 result: bench/results/storms/memory-unread-LABEL.json.
 """

@@ -92,7 +92,7 @@ def server(source: Path, folder: Path) -> Iterator[Server]:
 
 @dataclass
 class Neighbours:
-    """Streams that run during a storm. lost: those that ended otherwise than whole."""
+    """Streams that run during a storm. lost: streams that ended before their last token."""
 
     worst_gap_s: float = 0.0
     num_whole: int = 0
