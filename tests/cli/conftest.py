@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    """A folder that looks like a model to whoever only checks that it is one."""
+    """A folder that passes for a model folder where only config.json is looked for."""
     folder = tmp_path / "some-model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")

@@ -20,12 +20,12 @@ from headrace.wire.stop_signals import DUPLICATE_SIGNAL_S
 from tests.house.stand_in import stand_in
 
 
-def test_server_that_cannot_start_tells_its_last_words() -> None:
+def test_a_server_that_cannot_start_fails_with_the_last_lines_of_its_log() -> None:
     with pytest.raises(ServerFailed, match=r"ended before it answered\n.*neither a folder with a config.json"), started_server("/absent"):
         pass
 
 
-def test_server_is_told_its_key_where_other_users_cannot_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_servers_key_is_passed_where_other_users_cannot_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in says what it found: its URL's host is the key, its port the number of arguments."""
     program = tmp_path / "python"
     program.write_text('#!/bin/sh\necho "Serving m at http://$HEADRACE_API_KEY:$#" >&2\nexec sleep 60\n')

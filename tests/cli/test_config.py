@@ -52,7 +52,7 @@ gateway:
     assert key.sha256 == hashlib.sha256(b"a-long-enough-key").hexdigest()
 
 
-def test_supervisor_is_told_resolved_folders_and_no_plain_key(tmp_path: Path, model_folder: Path) -> None:
+def test_the_supervisor_gets_resolved_folders_and_no_plain_key(tmp_path: Path, model_folder: Path) -> None:
     text = f"models: [{{replicas: 2, engine: {{model: {model_folder}, seed: 3}}}}]\ndrain_timeout_s: 5\n"
     text += "gateway: {api_keys: [{key: a-long-enough-key}]}"
     fleet = load_text(tmp_path, text).fleet(lambda model: Path("/resolved") / Path(model).name).checked()

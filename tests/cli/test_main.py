@@ -68,7 +68,7 @@ def command_lines(command: object = None, words: tuple[str, ...] = ()) -> Iterat
 
 
 def test_help_imports_nothing_that_is_slow() -> None:
-    """In one interpreter: what a command imports would be seen with it and with those after it."""
+    """In one interpreter: the imports of a command would be seen with it and with every later one."""
     arguments = [["--version"], *command_lines()]
     assert len(arguments) > len(COMMANDS) + 5
     code = f"""

@@ -132,7 +132,7 @@ TWO = {"decided": ["2 threads: the cgroup allows 2", "500 KV blocks: 0.5 of 4 Gi
 READY = FleetReady({"host": "127.0.0.1", "port": 8123}, {"tiny-0": TWO, "tiny-1": TWO})
 
 
-def test_people_are_told_where_how_and_why(model_folder: Path, terminal: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_announcement_says_where_how_and_why(model_folder: Path, terminal: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
     announce(config_with(model_folder, served_model_name=["tiny"]), READY)
     text = terminal.getvalue()
     found = URL_LINE.search(text)
@@ -200,7 +200,7 @@ def answering(*statuses: int) -> Iterator[tuple[FleetReady, list[int]]]:
 
 @pytest.mark.parametrize("answer", [200, 403, 404])
 def test_a_gateway_that_refuses_the_question_is_serving(model_folder: Path, terminal: Terminal, answer: int) -> None:
-    """With allowed_hosts it refuses whoever calls it 127.0.0.1, as we do."""
+    """With allowed_hosts it refuses the host 127.0.0.1, which the announcement asks for."""
     with answering(503, answer) as (ready, said):
         announcement.announce_when_ready(config_with(model_folder), ready)
     assert said == [503, answer]

@@ -17,7 +17,7 @@ from headrace.lab.fake_runner import FakeOptions, fake_answer, fake_engine
 
 
 class VirtualClock:
-    """Seconds that pass when somebody waits for them."""
+    """A clock that moves on only when code waits."""
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -118,7 +118,7 @@ def test_a_step_takes_its_time_and_closing_the_runner_ends_the_wait() -> None:
     assert time.monotonic() - began >= 0.05
 
 
-def test_it_dies_and_refuses_when_told_to() -> None:
+def test_it_dies_and_refuses_as_its_options_say() -> None:
     with pytest.raises(EngineFatal):
         FakeRunner(replace(SMALL, die_after_steps=1)).submit(plan_for((1, 2, 3), [1]))
     with pytest.raises(CheckpointError, match="truncated"):

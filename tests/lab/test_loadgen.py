@@ -85,7 +85,7 @@ async def test_schedule_does_not_wait_for_a_slow_server() -> None:
         arrived += 1
         if arrived == 8:
             all_there.set()
-        await all_there.wait()  # answers nobody until everybody is in flight: a closed loop would hang here
+        await all_there.wait()  # no answer until every request is in flight: a closed loop would hang here
         return await stream(request, [text_chunk("a"), "data: [DONE]\n\n"])
 
     report = summarize(await load(handler, 8))
@@ -196,7 +196,7 @@ async def test_every_way_to_fail_is_a_record() -> None:
     assert math.isinf(report.ttft_s.quantiles["p50"])
 
 
-async def test_nobody_listening_is_a_failure_and_no_exception() -> None:
+async def test_a_port_without_a_server_is_a_failure_and_no_exception() -> None:
     requests = make_requests(1, WorkloadShape(input_tokens=2, output_tokens=1))
     (record,) = await run_load(LoadTarget(url="http://127.0.0.1:9", model="m"), requests, [0.0])
     assert record.error is not None

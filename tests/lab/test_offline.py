@@ -101,7 +101,7 @@ def test_bytes_of_decoding_are_weights_and_every_context_within_its_window() -> 
     assert decode_bytes(INFO, run, steps=4) == 4 * 1000 + (4 + 5 + 6) * FULL_TOKEN + (4 + 5 + 5) * WINDOW_TOKEN
 
 
-def test_decode_speed_is_taken_where_everybody_decodes() -> None:
+def test_decode_speed_is_measured_where_every_sequence_decodes() -> None:
     run = paper_run([(1.0, 2.0, 3.0, 4.0), (2.0, 3.0, 4.0, 5.0)])
     speed = decode_speed(INFO, run, bandwidth=10_000.0)
     assert speed is not None

@@ -208,7 +208,7 @@ def test_the_models_own_defaults_apply_when_no_parameters_are_given(make_llm: Ma
 
 
 def test_the_models_own_length_is_cut_to_what_the_context_leaves(make_llm: MakeLLM) -> None:
-    """Nobody asked for so many: the server cuts it, too."""
+    """A default is cut to what fits, as in the server; a request for more is refused."""
     llm = make_llm(change_info=lambda info: replace(info, sampling_defaults={"max_tokens": 10_000}))
     outputs = llm.generate([[7] * 200, [7] * 250])
     assert [len(output.outputs[0].token_ids) for output in outputs] == [56, 6]
