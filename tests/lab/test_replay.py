@@ -72,11 +72,11 @@ def test_ring_that_begins_in_mid_life_leaves_unknown_sequences_out() -> None:
 def test_summary_counts_rows_by_what_they_do(dumped: tuple[list[Plan], dict[int, Result]]) -> None:
     plans, _ = dumped
     first = summarize_plan(plans[0])
-    assert first.prefill_rows >= 1
-    assert first.decode_rows == 0
-    assert first.tokens == sum(plans[0].counts) <= 16
-    assert sum(summarize_plan(plan).started for plan in plans) == 4
-    assert sum(summarize_plan(plan).new_blocks for plan in plans) > 8
+    assert first["prefill_rows"] >= 1
+    assert first["decode_rows"] == 0
+    assert first["tokens"] == sum(plans[0].counts) <= 16
+    assert sum(summarize_plan(plan)["started"] for plan in plans) == 4
+    assert sum(summarize_plan(plan)["new_blocks"] for plan in plans) > 8
 
 
 def test_rows_are_described_for_people(dumped: tuple[list[Plan], dict[int, Result]]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,7 +58,7 @@ def _shown(plans: list[Plan], *, rows: bool, as_json: bool) -> Iterator[str]:
     if not as_json:
         yield " ".join(f"{name:>12}" for name in names)
     for plan in plans:
-        summary = asdict(summarize_plan(plan))
+        summary = summarize_plan(plan)
         detail = list(describe_rows(plan)) if rows else []
         if as_json:
             yield json.dumps({**summary, **({"rows": detail} if rows else {})})

@@ -38,7 +38,7 @@ def resolve_model(name_or_path: str, *, experimental: bool = False, bundled: Pat
         raise ConfigError("model", f"there is no folder {name_or_path}", _known(bundled))
     if not experimental:
         reason = f"{name_or_path!r} is no folder here, and fetching from a hub has not been run where Headrace is tested"
-        raise ConfigError("model", reason, f"Say --experimental (in Python: experimental=True) to try it. {_known(bundled)}")
+        raise ConfigError("model", reason, f"To try it: headrace serve --experimental, or LLM(experimental=True). {_known(bundled)}")
     return _from_hub(name_or_path, bundled)
 
 

@@ -17,34 +17,20 @@ from headrace.core.plan import Plan, Result
 from headrace.engine.steps import Runner
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSummary:
+def summarize_plan(plan: Plan) -> dict[str, int]:
     """One plan in numbers. A row that computes one token and samples is a decode row; every other row is a prefill row."""
-
-    step_id: int
-    prefill_rows: int
-    decode_rows: int
-    tokens: int
-    samples: int
-    started: int
-    ended: int
-    new_blocks: int
-    moves: int
-
-
-def summarize_plan(plan: Plan) -> PlanSummary:
-    decode = sum(count == 1 and bool(sampled) for count, sampled in zip(plan.counts, plan.samples, strict=True))
-    return PlanSummary(
-        step_id=plan.step_id,
-        prefill_rows=plan.num_rows - decode,
-        decode_rows=decode,
-        tokens=plan.num_tokens,
-        samples=sum(plan.samples),
-        started=len(plan.started),
-        ended=len(plan.ended),
-        new_blocks=len(plan.table_blocks),
-        moves=len(plan.move_kinds),
-    )
+    num_decode = sum(count == 1 and bool(sampled) for count, sampled in zip(plan.counts, plan.samples, strict=True))
+    return {
+        "step_id": plan.step_id,
+        "prefill_rows": plan.num_rows - num_decode,
+        "decode_rows": num_decode,
+        "tokens": plan.num_tokens,
+        "samples": sum(plan.samples),
+        "started": len(plan.started),
+        "ended": len(plan.ended),
+        "new_blocks": len(plan.table_blocks),
+        "moves": len(plan.move_kinds),
+    }
 
 
 def describe_rows(plan: Plan) -> Iterator[str]:
