@@ -1,8 +1,8 @@
-"""What a pool stored and forgot, numbered, for those who keep a copy of its prefix tree: routers, host tiers.
+"""Numbered events of one pool, for copies of its prefix tree elsewhere (routers, host tiers): block stored, removed, all cleared.
 
-A reader asks for what came since the number it knows. The ring is bounded in bytes and keeps the latest; a reader that is too far behind,
-or whose number is of another engine, has to read the whole tree anew (`BlockPool.identities` beside `next_number`).
-Only tests read it today: nothing is recorded until a reader asks.
+A reader asks for the events since the number it knows. The ring is bounded in bytes and keeps the latest events; a reader that is too far
+behind, or has another engine's number, reads the whole tree again (`BlockPool.identities` beside `next_number`). Only tests read events
+today, and none is recorded before the first reader asks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class EventKind(Enum):
 
 
 class BlockEvent(NamedTuple):
-    """identity: of the block; of no block after CLEARED, which forgets them all."""
+    """identity: the block's; zeros for CLEARED, which removes all blocks."""
 
     kind: EventKind
     identity: BlockHash
@@ -39,7 +39,7 @@ class BlockEvents:
         if self.capacity < 1:
             raise ValueError(f"an event takes {EVENT_BYTES} bytes, the ring has {max_bytes}")
         self.next_number = 0
-        """How many events there have been: the number of the next one."""
+        """The number of the next event; as many were recorded so far."""
         self._ring = bytearray(self.capacity * EVENT_BYTES)
 
     def stored(self, identity: BlockHash) -> None:

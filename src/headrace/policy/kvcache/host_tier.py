@@ -1,11 +1,11 @@
-"""Cached blocks that were not used for a while, copied to host slots, and back when a prompt begins with them.
+"""Copies idle cached blocks to slots in host memory, and back when a prompt begins with them.
 
     cached block, idle for idle_s --HOST_OUT under a lease--> stored in a host slot; the block stays cached until it is needed
     prompt that begins with stored blocks --HOST_IN under a lease--> cached blocks; the sequence waits meanwhile, as for a prerequisite
 
-What a sequence waits for here is an offer, never a duty: when blocks are short, when the transfer's time is over or its slots were needed,
-it goes on and computes its prompt. No engine is composed with a tier: no runner but the simulator's has memory to move blocks to. The
-driver shows that plans, leases and results carry such moves; looking for idle blocks reads past all that are stored already.
+A sequence never depends on its transfer: when blocks are short, the transfer's time is over or its slots were needed, the sequence
+computes its prompt. No engine is composed with a tier, since no runner but the simulator's has memory to move blocks to; the tests show
+that plans, leases and results carry such moves. Limit: the search for idle blocks reads past all blocks that are stored already.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GROUP = 0
 
 @dataclass(slots=True)
 class _Out:
-    """A block on its way to a slot. is_void: what it holds is not to be stored any more."""
+    """A block being copied to a slot. is_void: the cache was reset meanwhile, so the copy is dropped."""
 
     identity: BlockHash
     slot: int
@@ -36,7 +36,7 @@ class _Out:
 
 @dataclass(slots=True)
 class _In:
-    """Slots on their way to blocks, in the lease's order. waiting: None when the sequence went on without them."""
+    """Slots being copied to blocks, in the lease's order. waiting: None when the sequence went on without them."""
 
     identities: list[BlockHash]
     slots: list[int]
@@ -53,8 +53,11 @@ class TierCounters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTierConfig:
-    """num_slots: blocks of host memory. idle_s: since a block's last use. lease_s: of a transfer. max_outs: blocks leaving at once, each of
-    which is not available meanwhile."""
+    """num_slots  blocks that host memory holds
+    idle_s     a block unused for this long is copied out
+    lease_s    time limit of a transfer
+    max_outs   blocks copied out at once; none of them can be evicted meanwhile
+    """
 
     num_slots: int
     idle_s: float = 1.0
@@ -69,7 +72,7 @@ class _Slots:
     stored   identity -> slot that holds it, about in the order of their last use
     used_at  slot -> when its block was last used
     readers  slot -> transfers that read it: not given away until they end
-    doomed   being read, and holding nothing that may be asked for any more
+    doomed   slots still being read whose content was dropped; free when the reads end
     """
 
     free: list[int]
@@ -81,7 +84,7 @@ class _Slots:
     def take(self, used_at: float) -> int | None:
         """A slot for a block last used then: a free one, else that of the first block no transfer reads, if it was used before.
 
-        Of two blocks as old as each other the second does not push the first out, or they would take turns for ever.
+        Of two equally old blocks the second does not replace the first, or they would replace each other for ever.
         """
         if self.free:
             return self.free.pop()
@@ -124,15 +127,15 @@ class HostTier:
     # what a sequence waits for
 
     def fetch(self, seq: Sequence) -> bool:
-        """Whether a new sequence waits: its prompt goes on in host slots where the device's cache ends. Then it is among those that `plan`
-        or `moves_done` returns, once."""
+        """Whether a new sequence waits, because host slots hold the blocks that follow its hits in the device's cache. `plan` or
+        `moves_done` will return it once."""
         if seq.scores_prompt or any(seq.blocks) or not self._stored_behind_hits(seq):
             return False
         self._asking.append(seq)
         return True
 
     def _stored_behind_hits(self, seq: Sequence) -> list[BlockHash]:
-        """Identities to bring in: behind the device's hits, as far as the device or the host holds the next block."""
+        """Identities to copy in: those behind the device's hits, as long as the device or the host holds each next block."""
         if not self._slots.stored:
             return []
         found: list[BlockHash] = []
@@ -154,7 +157,7 @@ class HostTier:
         return ready
 
     def _give_up_overdue(self) -> list[Sequence]:
-        """Sequences whose transfer's time is over; its blocks are cached all the same should it ever end."""
+        """Sequences whose transfer's time is over. Should the transfer end later, its blocks are cached all the same."""
         ready = []
         for lease, move in self._ins.items():
             if lease.is_overdue and move.waiting is not None:
@@ -171,7 +174,7 @@ class HostTier:
         prompt = self.kv.hashes_before(seq, identities[-1])
         if len(identities) > self._pool.num_available - self._pool.num_idle_hits(prompt):
             return False
-        # What is brought in is of use behind the blocks that are here: these must not be forgotten to make place for it.
+        # Blocks copied in are of use only behind the blocks that are here, so these must not be evicted for them.
         self._pool.renew([block for identity in prompt if (block := self._pool.find(identity)) is not None])
         lease = self.kv.leases.lease_fresh(GROUP, len(identities), "host in", now + self.config.lease_s)
         slots = [self._slots.stored[identity] for identity in identities]
@@ -198,7 +201,7 @@ class HostTier:
             self._outs[lease] = _Out(identity, slot)
 
     def _idle_blocks(self, now: float) -> list[tuple[int, float]]:
-        """Cached blocks old enough that no slot holds or will hold, the oldest first, and when each was last used."""
+        """Idle cached blocks that no slot holds or is about to hold, the oldest first, each with the time of its last use."""
         known = {*self._slots.stored, *(move.identity for move in self._outs.values())}
         old = takewhile(lambda entry: now - entry[1] >= self.config.idle_s, self._pool.idle_since())
         return [(block, last_used) for block, last_used in old if self._pool.identity(block) not in known]
@@ -206,7 +209,7 @@ class HostTier:
     # what has moved
 
     def moves_done(self, leases: Iterable[Lease]) -> list[Sequence]:
-        """These transfers have ended. Returns sequences that need not wait any more."""
+        """Finish these transfers. Returns sequences that need not wait any more."""
         ready: list[Sequence] = []
         for lease in leases:
             if lease in self._outs:
@@ -224,7 +227,7 @@ class HostTier:
             self.counters.blocks_out += 1
 
     def _end_in(self, lease: Lease, move: _In) -> list[Sequence]:
-        """The blocks are cached, unless the same was computed meanwhile: then they come free with the lease."""
+        """Cache the blocks, those left out that were computed meanwhile: they are free when the lease is released."""
         for identity, slot, block in zip(move.identities, move.slots, lease.blocks, strict=True):
             if not move.is_void:
                 self._pool.register(block, identity)
@@ -233,7 +236,7 @@ class HostTier:
         return [] if move.waiting is None else [move.waiting]
 
     def reset_cache(self) -> None:
-        """Forget every reusable block, here and on the device; what is moving is not stored, and not cached, when it arrives."""
+        """Drop every reusable block, here and on the device. Blocks being copied are neither stored nor cached when they arrive."""
         self.kv.reset_cache()
         self._slots.clear()
         for out in self._outs.values():

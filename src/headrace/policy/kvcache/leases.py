@@ -1,11 +1,11 @@
-"""Owners of blocks that are no sequences: transfers, each with a time limit.
+"""Leases: block ownership of transfers, each with a time limit.
 
     lease --begin_move--> moves in flight --moves_done--> the last one done --release--> its blocks are dropped
       `-- expire: the time is over --> nothing in flight: released at once
                                    `-> moves in flight: overdue, still the owner
 
-A block that something reads or writes is never given away because time has passed: whatever was planned may still happen. An overdue lease
-ends when the runner reports its moves, or with the engine; until then its blocks are used, and `num_overdue_blocks` counts them.
+A block that a transfer may still read or write is never given to another owner because time has passed. An overdue lease ends when the
+runner reports its moves, or with the engine; until then its blocks are used, and `num_overdue_blocks` counts them.
 
 A release of what is not leased, or a report of a move that is not in flight, is a bug of ours: `LeaseError`.
 """
@@ -30,7 +30,7 @@ class LeaseError(EngineFatal):
 class Lease:
     """Blocks of one group, owned by a transfer.
 
-    owner     what it is for, in words
+    owner     the transfer's purpose, for messages
     deadline  seconds, on the clock plans are made with
     moves     ids of its moves in flight
     """
@@ -59,11 +59,11 @@ class Leases:
 
     @property
     def has_moves(self) -> bool:
-        """Moves of leases that are not overdue are in flight: their end is worth asking for."""
+        """Whether moves of leases that are not overdue are in flight, so that asking the runner for them makes sense."""
         return any(lease.moves and not lease.is_overdue for lease in self._leases)
 
     def num_overdue_blocks(self, group: int) -> int:
-        """Blocks that may never come back: what needs them is not admitted."""
+        """Blocks of overdue leases. They may never be free again, so no request that needs them is admitted."""
         return sum(len(lease.blocks) for lease in self._leases if lease.is_overdue and lease.group == group)
 
     def is_in_flight(self, move_id: int) -> bool:
@@ -72,7 +72,7 @@ class Leases:
     # changes
 
     def lease(self, group: int, blocks: Iterable[int], owner: str, deadline: float) -> Lease:
-        """One more owner of these blocks, each of them used or cached. It is not a use: what was old stays so."""
+        """Own these blocks, each of them used or cached, beside their other owners. It is no use of them: their age stays."""
         lease = Lease(owner, group, tuple(blocks), deadline)
         for block in lease.blocks:
             self._pools[group].lend(block)
@@ -100,7 +100,7 @@ class Leases:
         return self._last_move_id
 
     def moves_done(self, move_ids: Iterable[int]) -> list[Lease]:
-        """The runner reports moves. Returns the leases whose last move that was; they are still to be released."""
+        """End the moves that the runner reports. Returns the leases whose last move ended; the caller releases them."""
         finished: list[Lease] = []
         for move_id in move_ids:
             lease = self._moves.pop(move_id, None)

@@ -25,8 +25,8 @@ class KvManager:
     groups, num_blocks  the model's groups and their pools' sizes, pad block included
     key                 secret of the block hashes
     model_digest, kv_dtype  as in `chain_root`
-    adapter_digests     name -> content digest, of the adapters that requests may name; a name is no identity, it may be loaded anew
-    caching             False: nothing is registered, nothing is found (the plain twin)
+    adapter_digests     name -> content digest of the adapters that requests may name. Hashes use the digest: a name may be loaded anew
+    caching             False: no block is registered and none is found (the plain twin)
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class KvManager:
 
     @property
     def has_pending_free(self) -> bool:
-        """Blocks will come free with the next commit, without preempting a sequence."""
+        """Whether commits of planned steps will free blocks, so that no sequence has to be preempted for them."""
         return any(pool.num_pending_free for pool in self.pools)
 
     def shortage(self, num_tokens: int, step_tokens: int) -> str | None:
@@ -73,11 +73,11 @@ class KvManager:
         return -(-num_tokens // self.block_size)
 
     def num_allocated(self, seq: Sequence) -> int:
-        """Positions its blocks have room for; a model without KV needs none for any."""
+        """Positions that the sequence's blocks hold; without KV groups, all it may ever have."""
         return min(map(len, seq.blocks)) * self.block_size if seq.blocks else seq.limit
 
     def num_that_may_grow(self, sequences: Iterable[Sequence]) -> int:
-        """How many of these may have to take another block before they end."""
+        """The number of these sequences that may need another block before they end."""
         size = self.block_size
         return sum([1 for seq in sequences if len(seq.blocks[0]) * size < seq.limit]) if self.pools else 0
 
@@ -91,7 +91,7 @@ class KvManager:
         return hits * self.block_size
 
     def hashes_behind_hits(self, seq: Sequence) -> list[BlockHash]:
-        """Identities of the leading full blocks that could be reused and are not here."""
+        """Identities of the full prompt blocks behind the prefix hits: blocks that could be reused, but are not cached here."""
         if not (self.caching and seq.uses_prefix_cache):
             return []
         hits = self.num_hit_tokens(seq) // self.block_size
@@ -138,7 +138,7 @@ class KvManager:
             blocks = [PAD_BLOCK] * first
             for i in range(first, count):
                 block = pool.find(seq.hashes[i])
-                assert block is not None, "num_hit_tokens promised this block"
+                assert block is not None, "num_hit_tokens counted this block"
                 pool.hold(block)
                 blocks.append(block)
             seq.blocks[index] = blocks
@@ -166,7 +166,8 @@ class KvManager:
     def grow(self, seq: Sequence, end: int, builder: PlanBuilder) -> bool:
         """Make positions [planned, end) of a running sequence writable. False (and no change) when blocks are short.
 
-        Full groups take blocks for everything known at once, so that an admitted prompt is never stopped halfway.
+        Groups with full attention take blocks for all known tokens at once, so that an admitted prompt never stops halfway for want of
+        blocks.
         """
         size, known = self.block_size, max(end, len(seq.tokens))
         if len(self.pools) == 1 and known == seq.num_planned + 1 == len(seq.blocks[0]) * size + 1:
@@ -191,7 +192,7 @@ class KvManager:
         return True
 
     def _add_block(self, seq: Sequence, builder: PlanBuilder) -> bool:
-        """`grow` by one position behind full blocks, in the only group: a step asks it for several rows that decode."""
+        """`grow` by one position behind full blocks, in the only group: the common case of decoding rows."""
         pool, blocks = self.pools[0], seq.blocks[0]
         if not pool.num_available:
             return False
@@ -215,7 +216,7 @@ class KvManager:
         builder.table(group, seq.slot, first, target)
         seq.blocks[group][first] = target
         seq.registered[group] = min(seq.registered[group], first)
-        pool.name_until(source, builder.step_id)  # the source must outlive the copy, whichever sequence else drops it in this plan
+        pool.name_until(source, builder.step_id)  # until the copy is made, whichever other sequence drops the source in this plan
         pool.drop(source)
 
     def write_tables(self, seq: Sequence, builder: PlanBuilder) -> None:
@@ -244,7 +245,7 @@ class KvManager:
         child.start_behind(num_prompt - 1)
 
     def commit(self, seq: Sequence) -> int:
-        """After `seq.num_computed` rose: register full blocks, let go of blocks the window has passed. Returns `bulk_commit_limit`."""
+        """After `seq.num_computed` rose: register full blocks, free blocks that the window has passed. Returns `bulk_commit_limit`."""
         full = seq.num_computed // self.block_size
         for index, registered in enumerate(seq.registered):
             if full > registered:
@@ -254,7 +255,7 @@ class KvManager:
         return self.bulk_commit_limit(seq)
 
     def bulk_commit_limit(self, seq: Sequence) -> int:
-        """Computed count from which `commit` has something to do: one more block is full, or the window has passed one."""
+        """The computed length from which `commit` has work to do: one more block is full, or the window has passed one."""
         if not seq.registered:
             return seq.limit
         until = (min(seq.registered) + 1) * self.block_size
@@ -315,7 +316,7 @@ class KvManager:
             pool.release_pending()
 
     def reset_cache(self) -> None:
-        """Forget every reusable block (warm-up, weight reload)."""
+        """Drop every reusable block (after warm-up, or when weights are loaded anew)."""
         for pool in self.pools:
             pool.reset_cache()
 

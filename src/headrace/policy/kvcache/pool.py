@@ -29,7 +29,12 @@ PAD_BLOCK = 0
 
 @dataclass(slots=True)
 class StepClock:
-    """What the pools of an engine know of its steps. last_planned: may name any block held now. now: seconds, of the latest plan."""
+    """The engine's steps as its pools see them.
+
+    last_planned    the newest planned step; its plan may name any block that is held now
+    last_committed  the newest committed step
+    now             seconds, when the newest plan was begun
+    """
 
     last_planned: int = 0
     last_committed: int = 0
@@ -50,13 +55,13 @@ class BlockPool:
         self._hash_of: dict[int, BlockHash] = {}
         self._by_hash: dict[BlockHash, int] = {}
         self._cached: OrderedDict[int, float] = OrderedDict()
-        """block -> when it was last used, in that order."""
+        """block -> when it was last used; the oldest first."""
         self._lent: dict[int, float] = {}
-        """Blocks that were cached when a transfer took them, and not used since -> when they were last used."""
+        """block -> when it was last used, for cached blocks that a transfer holds and no sequence has used since."""
         self._pending_free: OrderedDict[int, int] = OrderedDict()
         """block -> step after which it is reusable, in the order of the steps."""
         self._named_until: dict[int, int] = {}
-        """Sources of copies that may have other owners -> the step that copies."""
+        """block -> the step that copies from it, which may have other owners than the copy's sequence."""
 
     # questions
 
@@ -86,19 +91,19 @@ class BlockPool:
         return self._by_hash.get(identity)
 
     def num_leading_hits(self, identities: Sequence[BlockHash]) -> int:
-        """How many of a chain's identities are here before the first that is not."""
+        """The number of leading identities of a chain whose blocks are registered."""
         return next((count for count, identity in enumerate(identities) if identity not in self._by_hash), len(identities))
 
     def num_idle_hits(self, identities: Sequence[BlockHash]) -> int:
-        """How many of these are cached and held by nobody: holding them takes as many from `num_available`."""
+        """The number of these blocks that are cached without an owner: holding them takes as many from `num_available`."""
         return sum([1 for identity in identities if self._by_hash.get(identity) in self._cached])
 
     def identity(self, block: int) -> BlockHash | None:
-        """Of a registered block."""
+        """A registered block's identity; None for another block."""
         return self._hash_of.get(block)
 
     def identities(self) -> list[BlockHash]:
-        """Of all registered blocks: what a reader of `events` begins with, beside `events.next_number`."""
+        """Identities of all registered blocks. A reader of `events` begins with these and `events.next_number`."""
         return list(self._by_hash)
 
     def is_writable(self, block: int) -> bool:
@@ -121,11 +126,11 @@ class BlockPool:
         return block
 
     def take_many(self, count: int) -> list[int]:
-        """So many blocks for one owner, those that `take` would give one after the other."""
+        """`count` blocks for one owner. The caller asked `num_available` first."""
         return [self.take() for _ in range(count)]
 
     def hold(self, block: int) -> None:
-        """One more owner of a used or cached block, which is a use of it."""
+        """Add an owner to a used or cached block. It counts as a use of the block."""
         if self._num_owners[block] == 0 and self._pending_free.pop(block, None) is None:
             del self._cached[block]
         if self._lent:
@@ -133,32 +138,31 @@ class BlockPool:
         self._num_owners[block] += 1
 
     def renew(self, blocks: Sequence[int]) -> None:
-        """A prompt that waits begins with these, in this order: cached ones are used now, so others are forgotten before them."""
+        """Count a use of those of these blocks that are cached: a waiting prompt begins with them. Later ones are evicted first."""
         for block in reversed(blocks):
             if block in self._cached:
                 self._cached[block] = self.steps.now
                 self._cached.move_to_end(block)
 
     def lend(self, block: int) -> None:
-        """One more owner, a transfer: a cached block that is not used meanwhile is afterwards as old as it was."""
+        """Add a transfer as an owner. It is no use: a cached block that no sequence uses meanwhile keeps its age."""
         last_used = self._cached.get(block)
         self.hold(block)
         if last_used is not None:
             self._lent[block] = last_used
 
     def record_events(self, max_bytes: int = MAX_RING_BYTES) -> BlockEvents:
-        """Record from now on what is stored and forgotten, if it was not asked for before: an event costs 0.3 us, which without a reader
-        is for nothing."""
+        """Record stored and evicted blocks from the first call on; an event costs 0.3 us, so without a reader there are none."""
         if self.events is None:
             self.events = BlockEvents(max_bytes)
         return self.events
 
     def name_until(self, block: int, step_id: int) -> None:
-        """The plan being made copies from this block: whichever owner drops it last, it is not reusable before that step is committed."""
+        """Step `step_id`, which is being planned, copies from this block: it is not reusable before that step is committed."""
         self._named_until[block] = step_id
 
     def drop(self, *blocks: int) -> None:
-        """One owner less of each, in this order. The last one's block is reusable once no uncommitted plan can name it."""
+        """Remove an owner of each block, in this order. A block without an owner is reusable once no uncommitted plan can name it."""
         owners, named_until = self._num_owners, self._named_until
         last_planned, last_committed = self.steps.last_planned, self.steps.last_committed
         for block in blocks:
@@ -172,7 +176,7 @@ class BlockPool:
                 self._make_reusable([block])
 
     def release_pending(self) -> None:
-        """Blocks that waited for plans committed by now become reusable."""
+        """Make reusable the pending-free blocks that no uncommitted plan can name any more."""
         committed = self.steps.last_committed
         if self._pending_free:
             due = list(takewhile(committed.__ge__, self._pending_free.values()))
@@ -191,14 +195,14 @@ class BlockPool:
         return True
 
     def unregister(self, block: int) -> None:
-        """Forget what a block holds; it stays with its owners."""
+        """Remove a block from the prefix cache; it stays with its owners."""
         self._forget(block)
         if block in self._cached:
             del self._cached[block]
             self._free.append(block)
 
     def reset_cache(self) -> None:
-        """Forget what every block holds; those in use stay with their owners."""
+        """Remove every block from the prefix cache; used blocks stay with their owners."""
         self._hash_of.clear()
         self._by_hash.clear()
         self._free.extend(self._cached)

@@ -27,7 +27,7 @@ class PlanBuilder:
 
     @classmethod
     def repeating(cls, plan: Plan, step_id: int, is_in_flight: Callable[[int], bool]) -> PlanBuilder:
-        """The changes of a plan that was built already, for another step. is_in_flight: of a move's id; what has moved stays so."""
+        """The changes of a plan, again, for another step. is_in_flight: whether a move id is; moves that have ended are left out."""
         builder = cls(step_id)
         builder.table_groups, builder.table_slots = plan.table_groups.tolist(), plan.table_slots.tolist()
         builder.table_indices, builder.table_blocks = plan.table_indices.tolist(), plan.table_blocks.tolist()
@@ -43,7 +43,7 @@ class PlanBuilder:
         self.table_blocks.append(block)
 
     def tables(self, group: int, slot: int, first_index: int, blocks: Sequence[int]) -> None:
-        """Entries side by side, from `first_index` on."""
+        """Consecutive block-table entries, from `first_index` on."""
         count = len(blocks)
         self.table_groups += [group] * count
         self.table_slots += [slot] * count
@@ -58,11 +58,11 @@ class PlanBuilder:
 
     @property
     def has_changes(self) -> bool:
-        """State changes the runner must hear of even when no row is computed."""
+        """Whether there are state changes, which the runner needs even when no row is computed."""
         return bool(self.started or self.table_slots or self.moves or self.ended)
 
     def build(self, rows: StepRows) -> Plan:
-        """rows: closed. Their columns become the plan's and are not changed any more."""
+        """The plan. rows: closed; their columns become the plan's and must not change."""
         num_rows = len(rows)
         kinds, ids, groups, sources, targets = zip(*self.moves, strict=True) if self.moves else [()] * 5
         return Plan(

@@ -1,6 +1,7 @@
-"""What a sequence may have to wait for before it takes a step's budget: names, and the seconds each may take.
+"""Prerequisites: what a sequence may have to wait for before it takes a step's budget, by name, with the seconds each may take.
 
-The scheduler's own begin with RESERVED. All others are the engine's (`engine.preparation`), which may neither add nor answer such a one.
+The scheduler's own names begin with RESERVED. All other names come from the engine (`engine.preparation`), which may neither add nor
+answer a reserved one.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ NO_PREREQUISITES: Mapping[str, float] = MappingProxyType({})
 
 RESERVED = "headrace."
 FORK = "headrace.fork"
-"""Of the 2nd..nth sequence of a request: the first one's prompt has been computed."""
+"""The 2nd to nth sequence of a request wait for the first one to compute the prompt."""
 HOST_KV = "headrace.host_kv"
-"""Of a sequence whose prompt goes on in the host tier: its blocks are here, or will not come."""
+"""A sequence whose cached prompt continues in the host tier waits until those blocks are copied, or will not be."""
 NO_TIME_LIMIT = math.inf
-"""Of the scheduler's own: the first sequence ends, and a transfer has a time limit of its own."""
+"""The scheduler's own prerequisites always end: the first sequence ends by itself, and a transfer has its lease's time limit."""
 
 
 def check_prerequisite(name: str) -> None:

@@ -21,13 +21,13 @@ from headrace.core.request import EngineRequest
 
 NO_SLOT = -1
 NO_ADMISSION = AdmissionId(0)
-"""Nothing was prepared for its request."""
+"""The admission of a request for which nothing was prepared."""
 NO_DRAFTS = array("i")
-"""Shared: never appended to."""
+"""An empty column. Shared by all sequences, never appended to."""
 
 
 class Stage(IntEnum):
-    """What its time is spent on: places of `core.update.StageSeconds`."""
+    """What a sequence's time is spent on; the value is the field's index in `core.update.StageSeconds`."""
 
     QUEUE = 0
     PREFILL = 1
@@ -41,9 +41,9 @@ QUEUE, PREFILL, DECODE, PREEMPTED, STALLED = Stage
 
 
 class RunningFacts(NamedTuple):
-    """What does not change about a sequence while it runs, for the columns of a step's rows.
+    """What does not change about a sequence while it runs; one row of `step_rows.RunningColumns`.
 
-    counted  1 where committed tokens count as generated, 0 where the text side says at the end how many do (stop strings)
+    counted  1 if every committed token counts as generated; 0 with stop strings, where the gateway reports at the end how many count
     """
 
     slot: int
@@ -55,7 +55,7 @@ class RunningFacts(NamedTuple):
 
 
 Appended = tuple[int, FinishReason | None, int | None]
-"""What became of a row's tokens: how many were kept, why the last one ends the sequence if it does, and that one if it is an end token."""
+"""Tokens kept of a row, why the last of them ends the sequence (None: it does not), and that token if it is an end token."""
 
 
 class SeqState(Enum):
@@ -73,31 +73,34 @@ BLOCKED, WAITING, RUNNING, DONE = SeqState
 
 
 NO_FACTS = RunningFacts(NO_SLOT, 0, RequestId(""), 0, 0, 0)
-"""Of a sequence that never ran."""
+"""The facts of a sequence that has not run yet."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One token stream. Its counts and states change through the methods below; its blocks and hashes are the KV manager's.
+    """One token stream. Its counts and states change through the methods below; the KV manager changes its blocks and hashes.
 
-    limit        length at which it ends: prompt + max_tokens, at most max_model_len
+    limit        length at which the sequence ends: prompt + max_tokens, at most max_model_len
     incarnation  raised by every preemption: rows planned by an earlier one do not count as computed any more
     blocks       per KV group, block ids in order; 0 where a window has passed
-    hashes       identities of its full blocks, as far as they were needed
-    allocated_until    positions below it may be written without asking the KV manager; 0 = ask
-    bulk_decode_limit  positions below it are planned in bulk: it decodes, has blocks and is not complete; 0 = check it
-    bulk_commit_limit  computed counts below it bring a token and nothing else: no end, no full block, no window passed; 0 = check it
-    end_ids      tokens that end it, `min_tokens` apart
-    facts        what a step's columns say of it; new when it starts or its rows are disowned
-    drafts       ids drafted to follow its last known one; the next row that computes it verifies them
-    waits_for_commit  it is planned only while no row of it is in flight: it is drafted for, or one of its rows gave too few tokens
+    hashes       identities of its leading full blocks, computed as far as they were needed
+    allocated_until    positions below this may be written into the sequence's blocks; 0 = ask the KV manager
+    bulk_decode_limit  below this position each next token is planned in bulk: the sequence decodes, has blocks and is not complete;
+                       0 = check the sequence in full
+    bulk_commit_limit  below this computed length a commit brings one token and nothing else: no end, no full block, no block behind the
+                       window; 0 = check the sequence in full
+    end_ids      tokens that end the sequence once it has `min_tokens` outputs
+    facts        its row in a step's columns; replaced when the sequence starts or its rows are disowned
+    drafts       ids drafted to follow the last known one; the next row verifies them
+    waits_for_commit  no row is planned while another one is in flight: the sequence has drafts, or one of its rows gave too few tokens
     missing      unmet prerequisites, each with the seconds it may take from arrival
-    admission    its request's stay, where something was prepared for it
+    admission    the admission of its request; NO_ADMISSION where nothing was prepared
     registered   per KV group, leading blocks already offered to the prefix cache
-    num_prompt_logprobs_emitted  a preempted prompt is computed again, its log-probabilities are not emitted again
-    stage, stage_since, stage_seconds  where its time goes: what it does now, since when, and the sums of what is over
-    stage_unstalled  what it returns to from STALLED
-    key          the queue policy's order, smaller first; set when it is pushed
+    num_prompt_logprobs_emitted  prompt positions whose log-probabilities were emitted; a prompt computed again after a preemption does
+                                 not emit them twice
+    stage, stage_since, stage_seconds  the current stage, when it began, and the seconds spent in each stage before it
+    stage_unstalled  the stage that follows STALLED
+    key          its place in the queue policy's order, smaller first; set at the first push
     """
 
     seq_id: SeqId
@@ -140,8 +143,8 @@ class Sequence:
     def grant(self, count: int, samples: int) -> None:
         """A plan computes its next `count` positions; `samples` tokens come out of them.
 
-        `Planner._plan_decodes` and `Scheduler._commit_decodes` write the same fields in place for rows that pass in bulk: a method call per
-        row there makes a step of 64 rows 7 % dearer (62 us instead of 58, bench/scheduler.py).
+        For rows that pass in bulk, `Planner._plan_decodes` and `Scheduler._commit_decodes` write the same fields in place: a method call
+        per row makes a step of 64 rows 7 % slower (62 us instead of 58, bench/scheduler.py).
         """
         self.num_planned += count
         self.num_expected += samples
@@ -149,20 +152,20 @@ class Sequence:
         self.bulk_decode_limit = min(self.allocated_until, self.limit - 1) if samples == 1 and not self.waits_for_commit else 0
 
     def ungrant(self, samples: int) -> None:
-        """A row that would have given `samples` tokens is over: committed (what it gave is appended next), or rolled back."""
+        """A row that was to give `samples` tokens is over: it is committed, and its tokens are appended next, or it is rolled back."""
         self.num_expected -= samples
 
     def roll_back(self, start: int) -> None:
-        """Positions from `start` on are not computed by the plans that were to."""
+        """The plans of positions from `start` on will not be computed."""
         self.num_planned = start
         self.bulk_decode_limit = 0
 
     def commit(self, num_computed: int) -> None:
-        """The KV of its first `num_computed` positions is in memory. What that brings has yet to be checked."""
+        """The KV of the first `num_computed` positions is in memory. The caller checks for full blocks and the end."""
         self.num_computed = num_computed
 
     def append(self, token_ids: array[int]) -> Appended:
-        """Sampled tokens are known, as far as they reach before one ends the sequence."""
+        """Append sampled tokens up to the first one that ends the sequence."""
         kept, reason, stop_token = 0, None, None
         for token in token_ids:
             kept += 1
@@ -177,21 +180,22 @@ class Sequence:
         return kept, reason, stop_token
 
     def draft(self, drafts: array[int]) -> None:
-        """Its last committed row came with these. They follow its last token, and are of no use when another row is in flight already."""
+        """The last committed row came with these drafts of the tokens behind it. They are dropped if another row is in flight."""
         self.waits_for_commit = self.waits_for_commit or bool(drafts)
         self.drafts = NO_DRAFTS if self.is_in_flight or self.num_in_flight else drafts
         if self.waits_for_commit:
             self.bulk_decode_limit = self.bulk_commit_limit = 0
 
     def disown_rows(self) -> None:
-        """A row gave fewer tokens than the rows in flight were planned on: these do not count as computed, and come first."""
+        """A row gave fewer tokens than the rows in flight were planned on: those rows will not count, and no other is planned before they
+        are committed."""
         self.incarnation += 1
         self.facts = self._facts()
         self.waits_for_commit = True
         self.bulk_commit_limit = 0
 
     def start_behind(self, num_tokens: int) -> None:
-        """Its first `num_tokens` positions are computed already, by another sequence."""
+        """The first `num_tokens` positions were computed by another sequence."""
         self.num_computed = self.num_planned = num_tokens
 
     def allocate(self, end: int) -> None:
@@ -199,7 +203,7 @@ class Sequence:
         self.allocated_until = end
 
     def reset(self) -> None:
-        """It holds no block any more: nothing of it is computed."""
+        """The sequence holds no block any more, so nothing of it is computed."""
         self.start_behind(0)
         self.drafts, self.waits_for_commit = NO_DRAFTS, False
         self.allocated_until = self.bulk_decode_limit = self.bulk_commit_limit = 0
@@ -220,7 +224,7 @@ class Sequence:
         self.state = WAITING
 
     def preempt(self, now: float) -> None:
-        """It runs again later, from what the prefix cache gives back. Rows planned until now do not count as computed any more."""
+        """Rows planned until now do not count as computed. The sequence waits, to run again from what the prefix cache still holds."""
         self.incarnation += 1
         self.state = WAITING
         self.enter(PREEMPTED, now)
@@ -231,7 +235,7 @@ class Sequence:
     # where its time goes: nothing here runs once per token
 
     def enter(self, stage: Stage, now: float) -> None:
-        """From `now` on its time is spent on `stage`."""
+        """From `now` on the sequence's time counts for `stage`."""
         self.stage_seconds[self.stage] += now - self.stage_since
         self.stage, self.stage_since = stage, now
 
@@ -262,7 +266,7 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens that could be computed now, drafted ones apart."""
+        """Tokens that could be computed now, drafts not counted."""
         if self.waits_for_commit and (self.is_in_flight or self.num_in_flight):
             return 0
         return self.num_expected - self.num_planned
@@ -278,12 +282,12 @@ class Sequence:
 
     @property
     def is_first(self) -> bool:
-        """Of its request: it computes the prompt that the others share, and its updates carry the prompt's log-probabilities."""
+        """Whether it is its request's first sequence, which computes the prompt for all and emits the prompt's log-probabilities."""
         return self.index == self.request.first_index
 
     @property
     def is_complete(self) -> bool:
-        """Everything it may ever produce is sampled already, committed or not."""
+        """The last token it may produce is sampled, committed or not."""
         return self.num_expected >= self.limit
 
     @property

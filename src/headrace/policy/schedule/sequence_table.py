@@ -3,7 +3,8 @@
     add -> BLOCKED (prerequisites missing) -> WAITING (in the queue) -> RUNNING (slot and blocks) -> DONE
                                                   ^---- preempt ----'
 
-There is one way in (`add`) and one way out (`end`), from every state. What a step contains is the scheduler's business.
+There is one way in (`add`) and one way out (`_end`, from every state; the public methods that end sequences lead to it). What a step
+contains is the planner's business.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class SequenceTable:
 
     @property
     def running(self) -> list[Sequence]:
-        """In the order in which they started. The list is the caller's own."""
+        """Running sequences in the order in which they started. The list is the caller's own."""
         return list(self._running.values())
 
     @property
@@ -110,8 +111,8 @@ class SequenceTable:
     ) -> None:
         """Add a request that `check_admission` has just let pass.
 
-        prerequisites  what it waits for: names, each with the seconds it may take
-        admission      what `satisfied` and `failed` call this stay, and `take_ended` when it is over
+        prerequisites  names of what the request waits for, each with the seconds it may take
+        admission      the number by which `satisfied`, `failed` and `take_ended` name this request
         """
         assert request.request_id not in self._families, "check_admission was not asked"
         family = [self._make_sequence(request, index, now, prerequisites) for index in request.indices]
@@ -138,7 +139,7 @@ class SequenceTable:
                 self._deadlines.add(now + timeout_s, seq, Limit.PREREQUISITE, what)
 
     def _remove(self, family: list[Sequence]) -> None:
-        """Adding a request raised: it was never here."""
+        """Adding a request raised: remove every trace of it."""
         for seq in family:
             self.queue.remove(seq)
             self._blocked.pop(seq.seq_id, None)
@@ -176,7 +177,7 @@ class SequenceTable:
         return seq
 
     def _place(self, seq: Sequence, *, may_fetch: bool = True) -> None:
-        """Into the queue, or aside while prerequisites are missing. may_fetch: it may have to wait for the host tier first."""
+        """Push a sequence to the queue, or block it while prerequisites are missing. may_fetch: it may have to wait for the host tier."""
         if may_fetch and not seq.missing and self.tier is not None and self.tier.fetch(seq):
             seq.missing[HOST_KV] = NO_TIME_LIMIT
         if seq.missing:
@@ -187,17 +188,17 @@ class SequenceTable:
         self.queue.push(seq, seq.num_prompt - min(hits, seq.num_prompt) + seq.limit - seq.num_prompt)
 
     def satisfied(self, admission: AdmissionId, what: str) -> None:
-        """A prerequisite is there. Unknown admissions are ignored: they may have been cancelled meanwhile."""
+        """A prerequisite is met. Unknown admissions are ignored: the request may have been cancelled meanwhile."""
         for seq in self._prepared.get(admission, ()):
             self._satisfy(seq, what)
 
     def end_host_waits(self, sequences: list[Sequence]) -> None:
-        """These wait for the host tier no longer; some may have ended meanwhile."""
+        """These sequences wait for the host tier no longer. Sequences that have ended are ignored."""
         for seq in sequences:
             self._satisfy(seq, HOST_KV)
 
     def failed(self, admission: AdmissionId, what: str, message: str, now: float) -> None:
-        """A prerequisite will never be there: what waits for it ends. message: for the client."""
+        """A prerequisite cannot be met: the sequences that wait for it end. message: for the client."""
         for seq in list(self._prepared.get(admission, ())):
             if what in seq.missing:
                 self.fail(seq, message, now)
@@ -212,7 +213,7 @@ class SequenceTable:
     # slots
 
     def start(self, seq: Sequence, now: float) -> None:
-        """A waiting sequence runs: it takes a slot."""
+        """Move a waiting sequence into a slot. The caller asked `has_free_slot` first."""
         self.queue.remove(seq)
         self._tenants.remove(seq)
         seq.start(self._free_slots.pop(), now)
@@ -220,17 +221,17 @@ class SequenceTable:
         self.generation += 1
 
     def disown_rows(self, seq: Sequence) -> None:
-        """Rows of a running sequence that are in flight will not count: see `Sequence.disown_rows`."""
+        """Rows in flight of a running sequence will not count: see `Sequence.disown_rows`."""
         seq.disown_rows()
-        self.generation += 1  # the columns of those that run name its incarnation
+        self.generation += 1  # `RunningColumns` hold its incarnation
 
     def take_ended_slots(self) -> list[int]:
-        """Slots that were given back since the last plan, to be announced to the runner."""
+        """Slots freed since the last plan, to be announced to the runner."""
         ended, self._ended_slots = self._ended_slots, []
         return ended
 
     def preempt(self, seq: Sequence, now: float) -> None:
-        """Take everything from a running sequence; it will recompute what the prefix cache does not give back."""
+        """Free a running sequence's slot and blocks, and queue it again. It will compute anew what the prefix cache does not hold."""
         self._leave_state(seq)
         self.kv.release(seq)
         seq.preempt(now)
@@ -239,7 +240,7 @@ class SequenceTable:
         self.counters.preemptions += 1
 
     def drop_waiting_forks(self) -> bool:
-        """Free the prompt blocks that one waiting sibling holds; it prefills by itself. True when something was freed."""
+        """Free the shared prompt blocks of one waiting sequence, which will compute its prompt by itself. False: no sequence holds any."""
         for seq in self.alive():
             if seq.state is WAITING and any(seq.blocks):
                 self.kv.release(seq)
@@ -249,17 +250,18 @@ class SequenceTable:
     # out
 
     def cancel(self, request_id: RequestId, now: float) -> None:
-        """The client left: every sequence of the request ends now, its blocks are free once no uncommitted plan names them."""
+        """The client left: end every sequence of the request. Its blocks are free once no uncommitted plan names them."""
         for seq in list(self._families.get(request_id, ())):
             self._end(seq, FinishReason.CANCELLED, now)
 
     def cancel_admission(self, admission: AdmissionId, now: float) -> None:
-        """As `cancel`: what was prepared for the request cannot be made use of."""
+        """As `cancel`, by admission: an answer about one of its prerequisites could not be handled."""
         for seq in list(self._prepared.get(admission, ())):
             self._end(seq, FinishReason.CANCELLED, now)
 
     def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason, now: float) -> None:
-        """The text side ended a sequence (a stop string) after `keep_tokens` output tokens; what was sampled beyond is dropped."""
+        """The gateway found a stop string after `keep_tokens` output tokens: end the sequence; tokens beyond do not count and are not
+        cached."""
         for seq in list(self._families.get(request_id, ())):
             if seq.index == index:
                 self._end(seq, reason, now, keep_tokens=keep_tokens)
@@ -268,7 +270,7 @@ class SequenceTable:
         self._end(seq, FinishReason.ERROR, now, error=message)
 
     def expire(self, now: float) -> None:
-        """End what is past its deadline or waited too long for a prerequisite."""
+        """End sequences that are past their deadline, or waited too long for a prerequisite."""
         for seq, kind, what in self._deadlines.take_due(now):
             if kind is Limit.ANSWER:
                 self._end(seq, FinishReason.DEADLINE, now)
@@ -293,7 +295,7 @@ class SequenceTable:
             return
         update = None if is_emitted else self._update(seq, NOTHING, 0, now, reason, error=error)
         num_outputs = seq.num_outputs if keep_tokens is None else min(keep_tokens, seq.num_outputs)
-        # Each of these may be repeated: whoever called can end the sequence again if one of them raised.
+        # Each of these calls may be repeated: if one raises, the caller can end the sequence again.
         self.kv.release(seq, keep_tokens=seq.num_prompt + num_outputs)
         self._leave_state(seq)
         self._forget(seq)
@@ -323,7 +325,7 @@ class SequenceTable:
         seq.slot = NO_SLOT
 
     def _forget(self, seq: Sequence) -> None:
-        """Remove a done sequence from its family; siblings that hoped to share its prompt compute their own."""
+        """Remove an ending sequence from its request's family. Siblings that waited to share its prompt will compute it themselves."""
         family = self._families.get(seq.request.request_id, [])
         if seq not in family:
             return
@@ -337,26 +339,26 @@ class SequenceTable:
                 self._satisfy(sibling, FORK)
 
     def take_ended(self) -> list[AdmissionId]:
-        """Admissions that are over since the last call, each once: what was prepared for them can be given back."""
+        """Admissions whose requests ended since the last call, each once: what was prepared for them can be released."""
         ended, self._ended_admissions = self._ended_admissions, []
         return ended
 
     # updates
 
     def emit_output(self, seq: Sequence, output: RowOutput, appended: Appended, now: float) -> None:
-        """An update says what was appended; the sequence may end."""
+        """Emit one row's output: an update with the appended tokens, and the sequence's end if they end it."""
         kept, reason, stop_token = appended
         if kept:
             seq.end_prefill(now)
             if not seq.request.params.stop:
-                self.counters.generation_tokens += kept  # with stop strings the text side decides how many count: see _end
+                self.counters.generation_tokens += kept  # with stop strings, tokens are counted at the end: see `_end`
         update = self._update(seq, output, kept, now, reason, stop_token)
         if reason is not None:
             self._end(seq, reason, now, is_emitted=True)
         self._updates.append(update)
 
     def emit_tokens(self, columns: RunningColumns, token_ids: list[int], needs_full_commit: list[int]) -> None:
-        """What `emit_output` emits of one token each, for all sequences of the columns but those at `needs_full_commit` (ascending)."""
+        """Emit one token for every sequence of the columns, those at the indices `needs_full_commit` (ascending) left out."""
         updates = token_updates(columns, token_ids)
         for i in reversed(needs_full_commit):
             del updates[i]
@@ -364,7 +366,7 @@ class SequenceTable:
         self._updates += updates
 
     def fork_siblings(self, seq: Sequence) -> None:
-        """The first sequence's prompt is computed: its siblings share it."""
+        """The prompt of a request's first sequence is computed: share its blocks with the siblings that wait for it."""
         if not seq.is_first or seq.request.params.n == 1:
             return
         for sibling in list(self._families.get(seq.request.request_id, ())):

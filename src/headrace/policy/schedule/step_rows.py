@@ -16,7 +16,7 @@ from headrace.policy.schedule.sequence import RUNNING, RunningFacts, Sequence
 
 
 class StepRow(NamedTuple):
-    """What one planned row meant. samples: most tokens it can give, from as many positions at its end."""
+    """One row of a plan. samples: the most tokens it can give, each from one of its last positions."""
 
     seq: Sequence
     incarnation: int
@@ -30,7 +30,7 @@ class StepRow(NamedTuple):
         return self.start + self.count - self.samples + 1
 
     def num_computed(self, num_tokens: int) -> int:
-        """Positions computed for good once it gave so many tokens: drafted ones count as far as they were right.
+        """The sequence's computed length after this row gave `num_tokens` tokens. Positions of rejected drafts do not count.
 
         A row that was to give a token and gave none has to compute its last position again.
         """
@@ -38,14 +38,14 @@ class StepRow(NamedTuple):
 
     @property
     def is_current(self) -> bool:
-        """Its sequence still runs, and was not preempted since."""
+        """Its sequence still runs, and was not preempted since the row was planned."""
         return self.incarnation == self.seq.incarnation and self.seq.state is RUNNING
 
 
 class RunningColumns:
     """The `RunningFacts` of a step's sequences, by column; never modified.
 
-    generation  of the sequence table when these were built: while it stands, no sequence started or ended
+    generation  the sequence table's when these were built; while it is the same, no sequence has started or ended
     """
 
     incarnations: tuple[int, ...]
@@ -68,7 +68,7 @@ class RunningColumns:
         return len(self.seqs)
 
     def after(self, seqs: list[Sequence], generation: int) -> RunningColumns:
-        """The columns of `seqs`: these ones if the sequences are the same, in the same slots."""
+        """The columns of `seqs`: these columns if the sequences are the same, in the same slots."""
         return self if generation == self.generation and seqs == self.seqs else RunningColumns(seqs, generation)
 
 

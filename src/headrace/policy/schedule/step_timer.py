@@ -1,16 +1,16 @@
-"""How long a step should take, learned from the steps before it. Readiness tells a hanging step from a large one by this."""
+"""Predicts a step's duration from the steps before it, so that readiness can tell a hanging step from a large one."""
 
 from __future__ import annotations
 
 UNKNOWN_STEP_S = 5.0
-"""What a step is expected to take before anything like it was seen."""
+"""Seconds predicted for a step before any was observed."""
 
 
 class StepTimer:
-    """Predicts a step's duration: a fixed cost plus a cost per token, fitted to the recent steps (least squares, old ones fading).
+    """A fixed cost plus a cost per token, fitted by least squares; each step observed weighs 2 % less than the next.
 
-    As long as all steps had about the same size the two costs cannot be told apart. A larger step is then expected in proportion, but
-    never beyond UNKNOWN_STEP_S: readiness judges by four times the prediction, so too generous a guess would hide a hanging step.
+    While all steps had about the same size, the two costs cannot be separated. A larger step is then predicted in proportion to its tokens,
+    but never beyond UNKNOWN_STEP_S: readiness judges by four times the prediction, so a high guess would hide a hanging step.
     """
 
     def __init__(self) -> None:

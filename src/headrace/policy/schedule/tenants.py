@@ -1,4 +1,4 @@
-"""How many sequences of each tenant wait, where one tenant may have only a part of the waiting queue."""
+"""Waiting sequences counted by tenant, for `max_waiting_per_tenant`: the part of the waiting queue that one tenant may fill."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.policy.schedule.sequence import Sequence
 
 
 class WaitingTenants:
-    """Sequences that do not run, by tenant: new, blocked or preempted. most: per tenant; None: nothing is counted."""
+    """Sequences that do not run (new, blocked or preempted) by tenant. most: the bound per tenant; None: nothing is counted."""
 
     def __init__(self, most: int | None) -> None:
         self._most = most
@@ -36,7 +36,7 @@ class WaitingTenants:
             self._waiting.setdefault(seq.request.tenant, set()).add(seq.seq_id)
 
     def remove(self, seq: Sequence) -> None:
-        """It runs or ends. Removing it again changes nothing."""
+        """A sequence runs or ends. Removing it twice changes nothing."""
         waiting = self._waiting.get(seq.request.tenant)
         if waiting is None:
             return
@@ -45,6 +45,6 @@ class WaitingTenants:
             del self._waiting[seq.request.tenant]
 
     def check(self, waiting: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless exactly these are counted, where any are."""
+        """Raise AssertionError unless exactly the sequences of `waiting` are counted. Without a bound none is."""
         expected = Counter(seq.request.tenant for seq in waiting) if self._most is not None else Counter()
         assert {tenant: len(ids) for tenant, ids in self._waiting.items()} == expected, "a tenant's waiting sequences are miscounted"

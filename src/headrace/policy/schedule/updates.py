@@ -1,4 +1,4 @@
-"""What a step emits: one row's output, and the updates of many rows that have one token each and nothing else."""
+"""A step's output: that of one row, and the updates of many rows that have one token each and nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.policy.schedule.step_rows import RunningColumns
 
 
 class RowOutput(NamedTuple):
-    """What one row of a step produced."""
+    """The output of one row of a step."""
 
     token_ids: array[int]
     logprobs: Sequence[TokenLogprobs | None] = ()
@@ -26,7 +26,7 @@ NOTHING = RowOutput(array("i"))
 
 
 def outputs(result: Result, first: int) -> list[RowOutput]:
-    """What each row of a step produced, from row `first` on; each row before it produced one token."""
+    """Each row's output, from row `first` on. Each row before it gave one token."""
     ends = accumulate(result.token_counts[first:], initial=first)
     plain = [RowOutput(result.token_ids[begin:end]) for begin, end in pairwise(ends)]
     if not (result.logprobs or result.prompt_rows or result.draft_counts):
@@ -40,7 +40,7 @@ def outputs(result: Result, first: int) -> list[RowOutput]:
 
 
 def _drafts_of(result: Result) -> dict[int, array[int]]:
-    """row -> the tokens drafted to follow it."""
+    """Row -> the tokens drafted to follow it."""
     ends = accumulate(result.draft_counts)
     return {row: result.drafts[end - count : end] for row, (count, end) in enumerate(zip(result.draft_counts, ends, strict=True)) if count}
 
@@ -49,9 +49,9 @@ _UNSET = tuple(repeat(SequenceUpdate._field_defaults[name]) for name in Sequence
 
 
 def token_updates(columns: RunningColumns, token_ids: list[int]) -> list[SequenceUpdate]:
-    """One more token for each sequence of these columns, nothing else.
+    """An update with one token for each sequence of these columns.
 
-    There is one per row and step, so the loop runs in C, past the tuple's Python constructor: half the time.
+    There is one update per row and step, so the loop runs in C and bypasses the tuple's Python constructor, which halves its time.
     """
     values = zip(columns.request_ids, columns.epochs, columns.indices, zip(token_ids, strict=True), *_UNSET, strict=False)
     return list(map(tuple.__new__, repeat(SequenceUpdate), values))
