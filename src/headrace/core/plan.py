@@ -58,7 +58,7 @@ SYNCHRONOUS = 0
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A sequence's facts, sent once, in the plan in which it takes a slot.
+    """What a runner needs of a sequence, sent once, in the plan in which the sequence takes a slot.
 
     token_ids          known ids: prompt, then outputs so far (a resumed sequence has some)
     num_prompt_tokens  how many of them are prompt
@@ -127,7 +127,7 @@ class Plan:
 
     @property
     def only_polls_moves(self) -> bool:
-        """Nothing is computed and nothing changes: it is made to hear of moves in flight."""
+        """Whether nothing is computed and nothing changes: the plan only asks for moves in flight."""
         return not (self.slots or self.started or self.ended or self.table_slots or self.move_kinds)
 
 
@@ -241,11 +241,11 @@ class LogprobColumns(Sequence[TokenLogprobs]):
 
 
 COLUMNS_BYTES = 640
-"""Six arrays and what holds them, without their contents."""
+"""Memory of `LogprobColumns` without their contents: six arrays and the object that holds them."""
 
 
 def wide_columns() -> LogprobColumns:
-    """Without a position yet, for what comes over a wire, whoever sent it: 64-bit floats and ranks."""
+    """Empty columns of 64-bit floats and ranks, which hold whatever a peer sends."""
     return LogprobColumns(logprobs=array("d"), ranks=array("q"), top_logprobs=array("d"))
 
 

@@ -1,4 +1,4 @@
-"""What the engine says about a sequence after a commit: the outbox's currency, the same for the wire and the offline API."""
+"""What the engine emits after a commit: updates of sequences and refusals of requests, the same for the wire and the offline API."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.core.plan import TokenLogprobs
 
 
 class StageSeconds(NamedTuple):
-    """Where a sequence's time in the engine went, from arrival to end. Each moment is in one stage, so their sum is the whole.
+    """Seconds of a sequence's time in the engine, by stage. Each moment belongs to one stage: the sum is the time from arrival to end.
 
     queue      until it was first given a slot, prerequisites included
     prefill    from then, or from when it runs again after a preemption, until the next token
@@ -60,7 +60,7 @@ class SequenceUpdate(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """The engine's final no to a whole request, before anything ran; the gateway may re-route it.
+    """The engine refuses a whole request before anything ran; the gateway may send it to another replica.
 
     error  the InvalidRequest or Overloaded to show, as the engine raised it
     """

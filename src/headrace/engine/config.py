@@ -1,4 +1,4 @@
-"""What one engine process is told at start. Decoded by the command line (`cli.config`), resolved once, never changed.
+"""The configuration of one engine. Decoded by the command line (`cli.config`), resolved once, never changed.
 
 `EngineConfig` is the one list of engine options: flags of the commands (`cli.engine_flags`), keywords of `LLM` and the checks of values
 are made from it, so that a new option is one line here and its row in docs/config.md.
@@ -26,7 +26,7 @@ BATCHING = ("continuous", "static")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What is said of a field beside its type and default.
+    """An engine option's description, beside its field's type and default.
 
     help         for people, in one sentence or a few words
     flags        of the commands; None: --the-name, and --no-the-name of a bool. Empty: it has none

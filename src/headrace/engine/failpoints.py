@@ -1,7 +1,7 @@
 """Named places where a test may make the engine fail, so that "raise from every call site once" is a loop and not a hope.
 
-`failpoint("runner.forward")` does nothing until a test arms that name through the context manager; in production it is one look at an
-empty dict. The list of places is read from the source, so it cannot go stale: `sites()` finds every literal call in this package.
+`failpoint("runner.forward")` does nothing until a test arms that name through the context manager; in production its cost is one test of
+an empty dict. `sites()` reads the list of places from the source: every literal call in this package.
 
     with armed("runner.forward", times=1) as fault:
         engine.turn()
@@ -20,11 +20,11 @@ _CALL = re.compile(r"(?<![\w`\"])failpoint\(\"([a-z0-9_.]+)\"\)")
 
 
 class Injected(Exception):
-    """What an armed failpoint raises unless told otherwise."""
+    """The exception that an armed failpoint raises by default."""
 
 
 class ArmedFailpoint:
-    """One armed place. Passes `skip` calls, then raises `times` times (None: until disarmed). `hits` counts the raises."""
+    """An armed place: lets `skip` calls pass, then raises `times` times (None: until disarmed). `hits` counts the raises."""
 
     def __init__(self, name: str, make: Callable[[], BaseException], skip: int, times: int | None) -> None:
         self.name, self.hits, self.passed = name, 0, 0

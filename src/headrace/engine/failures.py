@@ -1,7 +1,7 @@
-"""What goes wrong inside an engine, counted and logged with its traceback.
+"""Failures inside an engine: counted, and logged with their tracebacks.
 
-A step that keeps failing fails a hundred times a second: of each kind of failure a few per window are logged, and the next one logged says
-how many were left out. All are counted (`core.load.EngineCounters`), so /metrics shows what the log does not.
+A step that keeps failing fails a hundred times a second, so a few failures of each kind are logged per window, and the next one logged
+says how many were left out. All failures are counted (`core.load.EngineCounters`) and shown by /metrics.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from headrace.core.load import EngineCounters, FailureKind
 log = logging.getLogger(__name__)
 
 MAX_LOGGED = 5
-"""Failures of one kind logged per window."""
+"""The most failures of one kind that are logged per window of WINDOW_S seconds."""
 WINDOW_S = 10.0
 
 
 class Failures:
-    """counters: of the scheduler, asked for each time. All methods run on the loop's thread."""
+    """counters: returns the scheduler's counters, called at each failure. All methods run on the loop's thread."""
 
     def __init__(self, counters: Callable[[], EngineCounters], clock: Clock) -> None:
         self._counters = counters
@@ -38,14 +38,14 @@ class Failures:
 
 
 class _Window:
-    """How many of one kind were logged since it began."""
+    """Counts the failures of one kind that were logged, and left out, since the window began."""
 
     def __init__(self) -> None:
         self._began = float("-inf")
         self._num_logged = self._num_left_out = 0
 
     def take(self, now: float) -> int | None:
-        """None: not to be logged. Otherwise how many were left out since the last one that was."""
+        """The number of failures left out since the last one that was logged; None: this one is to be left out too."""
         if now - self._began >= WINDOW_S:
             self._began, self._num_logged = now, 0
         if self._num_logged >= MAX_LOGGED:

@@ -1,6 +1,6 @@
-"""What other threads hand to the loop, in the order in which they did, and how many sequences of it are not handled yet.
+"""Messages from other threads to the loop, in order, and the number of sequences in them that the loop has not taken yet.
 
-Cancels, finishes and answers of preparers are in it too and count for nothing: routers read how much work waits, not how many messages.
+Only submitted sequences are counted, not cancels, finishes or preparers' answers: routers read how much work waits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PrerequisiteFailed:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Nothing but a reason to look up."""
+    """Ends the loop's sleep and has no other effect."""
 
 
 Message = Submit | Cancel | Finish | Satisfied | PrerequisiteFailed | Wake
@@ -74,7 +74,7 @@ class Inbox:
         self._messages.put(message)
 
     def num_put_since(self, num_taken: int) -> int:
-        """Sequences submitted since so many had been taken."""
+        """Sequences submitted so far, beyond the first `num_taken`."""
         return self._num_put - num_taken
 
     def take(self, timeout_s: float | None = None) -> Message | None:

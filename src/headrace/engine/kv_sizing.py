@@ -1,4 +1,4 @@
-"""How many KV blocks each group gets, in arithmetic that can be shown to people. Pure: numbers in, numbers and sentences out.
+"""Sizes the KV pools: blocks per group, with the arithmetic in sentences for the operator. Pure: numbers in, numbers and sentences out.
 
 A windowed group never needs more than its window and one step per running sequence; full groups share the rest, so that all groups hold
 equally many tokens where they can. Block 0 of each pool is the pad block and is counted in what is returned.
@@ -20,7 +20,12 @@ MAX_BLOCKS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSizing:
-    """num_blocks per group, pad block included; max_model_len that one sequence can really reach; lines for people."""
+    """The pools' sizes.
+
+    num_blocks     per group, pad block included
+    max_model_len  the longest sequence that fits
+    lines          the arithmetic, for the operator
+    """
 
     num_blocks: tuple[int, ...]
     max_model_len: int
@@ -29,12 +34,12 @@ class KvSizing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
-    """What the machine leaves once the weights are loaded.
+    """Memory once the weights are loaded.
 
     available_bytes   free now
-    source            who says so
-    weight_bytes      held by weights: part of the share that `memory_fraction` speaks of
-    activation_bytes  kept aside for the step's own tensors
+    source            where that number comes from, for messages
+    weight_bytes      held by weights, which count towards `memory_fraction`
+    activation_bytes  reserved for a step's tensors
     """
 
     available_bytes: int
@@ -98,7 +103,7 @@ class _Pools:
         )
 
     def _bound(self, window: int) -> int:
-        """All a windowed group can use."""
+        """The most blocks that a windowed group can use."""
         return self.config.max_num_seqs * (self.blocks_for(self.resident(window)) + 1)
 
     def num_bytes(self, full_blocks: int) -> int:
@@ -106,12 +111,12 @@ class _Pools:
         blocks = sum(count * group.block_bytes(size) for count, group in zip(self.counts(full_blocks), self.groups, strict=True))
         return blocks + self.config.max_num_seqs * sum(group.state_bytes for group in self.groups)
 
-    def within(self, room: int) -> int:
-        """Most full-group blocks, up to what can ever be used, whose pools take at most `room` bytes; -1: not even the pad blocks."""
+    def within(self, max_bytes: int) -> int:
+        """The most full-group blocks whose pools take at most `max_bytes`; -1: not even the pad blocks fit."""
         low, high = -1, MAX_BLOCKS
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.num_bytes(middle) <= room else (low, middle - 1)
+            low, high = (middle, high) if self.num_bytes(middle) <= max_bytes else (low, middle - 1)
         return low
 
     def longest(self, full_blocks: int) -> int:
@@ -123,27 +128,27 @@ class _Pools:
 
 
 def _full_blocks(pools: _Pools, budget: MemoryBudget) -> tuple[int, str]:
-    """Blocks of the full groups, without the pad block; how that came about, in one line."""
+    """Blocks of the full groups, without the pad block, and one line that says why."""
     config = pools.config
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks - 1, f"KV memory: {config.num_kv_blocks:,} blocks per group, as num_kv_blocks says"
     if config.kv_cache_bytes is not None:
         return pools.within(config.kv_cache_bytes), f"KV memory: {describe_bytes(config.kv_cache_bytes)}, as kv_cache_bytes says"
     total = budget.available_bytes + budget.weight_bytes
-    room = int(config.memory_fraction * total) - budget.weight_bytes - budget.activation_bytes
+    kv_bytes = int(config.memory_fraction * total) - budget.weight_bytes - budget.activation_bytes
     free, weights, step = (describe_bytes(n) for n in (budget.available_bytes, budget.weight_bytes, budget.activation_bytes))
     line = (
         f"KV memory: {config.memory_fraction:g} x ({free} free by {budget.source} + {weights} weights) - weights - {step} for a step "
-        f"= {describe_bytes(room)}"
+        f"= {describe_bytes(kv_bytes)}"
     )
-    within, enough = pools.within(room), config.max_num_seqs * pools.blocks_for(pools.max_model_len)
+    within, enough = pools.within(kv_bytes), config.max_num_seqs * pools.blocks_for(pools.max_model_len)
     if enough < within:
         line += f"; less is taken: max_num_seqs ({config.max_num_seqs}) sequences of max_model_len ({pools.max_model_len:,}) fit"
     return min(within, enough), line
 
 
 def _check_fits(pools: _Pools, full_blocks: int, budget: MemoryBudget) -> None:
-    """What was computed from the free memory fits it; what an operator names may not, and is refused before it is reserved."""
+    """Raise ConfigError when the operator's own number of blocks or bytes is more than the free memory, before it is reserved."""
     config, needed = pools.config, pools.num_bytes(full_blocks)
     if needed <= budget.available_bytes:
         return

@@ -1,11 +1,11 @@
 """The engine loop: inbox, plan, submit, commit, outbox.
 
-Imports core and policy only; what computes is behind the `Runner` Protocol. One thread runs the loop and owns the scheduler; everybody
-else talks to it through the inbox. `depth` plans may be uncommitted: 1 is the plain twin, 2 overlaps planning with computing.
+One thread runs the loop and owns the scheduler; other threads reach it through the `inbox`. The runner that computes plans is a Protocol
+(`steps`): the loop imports no tensor. `depth` plans may be uncommitted: 1 is the plain twin, 2 overlaps planning with computing.
 
-A step that raises commits nothing and is repeated in parts until the culprit alone fails (`recovery`). What raises is logged with its
-traceback and counted (`failures`); the client gets an error without internals. Only `EngineFatal` leaves the loop:
-the process then ends and is restarted.
+A step that raises commits nothing and is repeated in parts until only the sequence that causes the failure fails (`recovery`). Every
+exception is logged with its traceback and counted (`failures`); the client gets an error without internals. Only `EngineFatal` leaves
+the loop: the process then ends and is restarted.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ from headrace.policy.schedule.prerequisites import check_prerequisite
 from headrace.policy.schedule.scheduler import Scheduler
 
 IDLE_WAKE_S = 0.2
-"""An idle loop wakes this often, so that a stalled one can be told from an idle one."""
+"""An idle loop wakes this often and publishes its load, whose age then tells an idle loop from one that hangs."""
+
 MAX_PLAN_FAILURES = 3
+"""After this many plans in a row that could not be made, the engine ends."""
 
 Outbox = Callable[[list[SequenceUpdate | Rejected]], None]
 
@@ -44,7 +46,7 @@ class Engine:
     """One engine: a scheduler, a runner and the loop between them.
 
     outbox    called on the loop's thread with what happened; must not block
-    preparer  says what a request waits for before it takes a step's budget, and gives back what that took
+    preparer  names what a request waits for before it takes a step's budget, and is called when the request is over
     """
 
     def __init__(
@@ -88,16 +90,16 @@ class Engine:
         self._inbox.put(Cancel(request_id))
 
     def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason = FinishReason.STOP) -> None:
-        """A stop string was found upstairs: end the sequence, count keep_tokens of its output."""
+        """The gateway found a stop string: end the sequence; `keep_tokens` of its output tokens count."""
         self._inbox.put(Finish(request_id, index, keep_tokens, reason))
 
     def satisfied(self, admission: AdmissionId, what: str) -> None:
-        """A prerequisite is there. Raises ValueError for one that is the scheduler's own."""
+        """A prerequisite is met. Raises ValueError for one that is the scheduler's own."""
         check_prerequisite(what)
         self._inbox.put(Satisfied(admission, what))
 
     def failed(self, admission: AdmissionId, what: str, error: Exception) -> None:
-        """A prerequisite will never be there: the request ends. The client reads the error if it is a HeadraceError, the log otherwise.
+        """A prerequisite cannot be met: the request ends. A HeadraceError is shown to the client, any other error to the log alone.
 
         Raises: as `satisfied`.
         """
@@ -114,7 +116,7 @@ class Engine:
         return self._load.snapshot()
 
     def recent_plans(self) -> bytes:
-        """The ring of the last plans, as `headrace replay` reads them. Holds prompts: whoever writes it down keeps it private."""
+        """The last plans, in the file format of `headrace replay`. They hold prompts: a caller that writes them down keeps them private."""
         return dump_plans(list(self._steps.recent))
 
     # the loop
@@ -137,7 +139,7 @@ class Engine:
         """One iteration: handle messages, plan, submit, commit the oldest step. False when there was nothing to do."""
         self._take_messages()
         plan = self._plan()
-        self._publish()  # what left the inbox is counted, and what ended given back, before a step keeps this thread busy
+        self._publish()  # before a step keeps this thread busy: what left the inbox is counted, and ended requests are released
         if plan is not None:
             self._steps.submit(plan)
         commits = len(self._steps) > 0 and (plan is None or len(self._steps) >= self._depth)
@@ -149,7 +151,7 @@ class Engine:
         return plan is not None or commits or bool(updates) or self._plan_failures > 0
 
     def _emit(self, updates: Sequence[SequenceUpdate | Rejected]) -> None:
-        """Publish the load as it is now, then hand out what led to it: whoever hears an update finds a snapshot that knows of it."""
+        """Publish the load, then hand out the updates that led to it: a reader of an update finds a snapshot that includes it."""
         self._publish()
         if updates:
             self._outbox(list(updates))

@@ -1,6 +1,6 @@
-"""How much memory this process may still take: the machine's and its cgroups', whichever is less.
+"""Memory that this process may still take: the least of what the machine and the cgroups above the process leave.
 
-Reads /proc and /sys below a given root, so that tests can write their own. What becomes of the memory is decided in `kv_sizing`.
+Reads /proc and /sys below a given root, so that tests can write their own. `kv_sizing` decides what the memory is used for.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ UNLIMITED = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class Available:
-    """Bytes that could be taken now, and who says so. is_measured False: what of them is free is not known."""
+    """Bytes that could be taken now, and where the number comes from. is_measured False: how many of them are free is not known."""
 
     num_bytes: int
     source: str
@@ -30,9 +30,8 @@ def read_available(root: Path = Path("/")) -> Available:
         return Available(num_bytes, "the machine's memory; what is free is not measured there", is_measured=False)
     found = [Available(parse_meminfo(meminfo), "MemAvailable")]
     for directory in cgroup_directories(_text(root / "proc/self/cgroup") or "", root / "sys/fs/cgroup"):
-        room = cgroup_room(directory)
-        if room is not None:
-            found.append(Available(room, "the cgroup's limit"))
+        if (below_limit := cgroup_available(directory)) is not None:
+            found.append(Available(below_limit, "the cgroup's limit"))
     return min(found, key=lambda available: available.num_bytes)
 
 
@@ -61,7 +60,7 @@ def cgroup_directories(text: str, mount: Path) -> list[Path]:
     return found
 
 
-def cgroup_room(directory: Path) -> int | None:
+def cgroup_available(directory: Path) -> int | None:
     """Bytes below the limit of one cgroup, v2 or v1 by its files; None without a limit. Cache that is not in use counts as free."""
     for limit_file, usage_file, reclaimable in (
         ("memory.max", "memory.current", "inactive_file"),

@@ -1,8 +1,8 @@
-"""What is prepared for a request before it takes a step's budget, and given back when the request is over.
+"""Resources that a request needs before it takes a step's budget: prepared while it waits, released when it is over.
 
-A `Preparer` makes grammars, loads adapters, fetches KV: on other threads, while the request waits in the scheduler. Each request that is
-admitted has an `AdmissionId` of its own, so that a late answer for a request that was cancelled cannot pass for one about its successor
-of the same id. All of this runs on the loop's thread.
+A `Preparer` compiles grammars, loads adapters or fetches KV, on threads of its own, while the request waits in the scheduler. Each admitted
+request has its own `AdmissionId`, so that a late answer for a cancelled request cannot be taken for one about a later request of the same
+id. Everything in this module runs on the loop's thread.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from headrace.policy.schedule.prerequisites import check_prerequisite
 
 
 class Preparer(Protocol):
-    """Both are called on the loop's thread and must not block: work is done on another one, which says `satisfied` or `failed`."""
+    """Both methods are called on the loop's thread and must not block. The work is done on another thread, which then calls
+    `Engine.satisfied` or `Engine.failed`."""
 
     def begin(self, request: EngineRequest, admission: AdmissionId) -> Mapping[str, float]:
-        """What a checked request has to wait for, each with the seconds it may take: a grammar, an adapter, KV from elsewhere.
+        """Names of what a checked request has to wait for (a grammar, an adapter, KV), each with the seconds it may take.
 
-        Called once for each request the scheduler has room for. Raises a HeadraceError: the request is refused with it, nothing is held
-        for it, and `end` is not called.
+        Called once for each request that the scheduler can admit. Raises a HeadraceError: the request is refused with it, and `end` is not
+        called.
         """
         ...
 
     def end(self, admission: AdmissionId) -> None:
-        """The request is over, whatever became of it: what `begin` took for it is given back. Called once for each one that returned."""
+        """The request is over: release what `begin` took for it. Called once for each call of `begin` that returned."""
         ...
 
 
 class NothingToPrepare:
-    """Of engines that have no preparer."""
+    """The preparer of engines whose requests need nothing."""
 
     def begin(self, request: EngineRequest, admission: AdmissionId) -> Mapping[str, float]:
         return {}
@@ -85,5 +86,5 @@ class Preparations:
             raise fatal
 
     def end_all(self) -> None:
-        """The loop has ended: nothing is waited for any more."""
+        """End every open admission: the loop has ended."""
         self.end(sorted(self._open))

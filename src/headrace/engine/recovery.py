@@ -1,7 +1,7 @@
-"""A step that raised: undo it, repeat its rows in halves, end the sequence that is to blame.
+"""Recovery from a step that raised: undo it, repeat its rows in halves, end the sequence that makes it fail.
 
-Whose fault it was is unknown until a sequence runs alone: one forward serves all rows. Repeating is safe: KV writes and state changes are
-idempotent. What cannot be repeated ends the engine (`EngineFatal`), because going on could give wrong answers.
+One forward computes all rows, so the sequence that causes the failure is unknown until it runs alone. Repeating is safe, since KV writes
+and state changes are idempotent. A failure that cannot be repeated ends the engine (`EngineFatal`): going on could give wrong answers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Recovery:
         self._clock = clock
 
     def recover(self, plans: list[Plan]) -> None:
-        """Undo `plans`, the failed one first, make sure the runner knows their state changes, and run their rows again."""
+        """Undo `plans` (the failed one first in the list), send their state changes to the runner again, and repeat their rows."""
         sequences: dict[int, Sequence] = {}
         for plan in reversed(plans):
             for seq in self._scheduler.rollback(plan):
@@ -42,7 +42,7 @@ class Recovery:
         self._repeat_in_halves(list(sequences.values()))
 
     def _repeat_changes(self, plan: Plan) -> None:
-        """Which of its state changes the failed step had applied is unknown, so all are sent again."""
+        """Send all state changes of a failed step again: which of them it had applied is unknown."""
         self._compute_changes(self._scheduler.delta_plan(plan))
 
     def _compute_changes(self, plan: Plan) -> None:

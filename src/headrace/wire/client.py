@@ -1,8 +1,8 @@
-"""The gateway's end of the wire: one connection to one replica, kept for ever, and a stream of updates per request.
+"""The gateway's end of the wire: one connection to one replica, renewed until closed, and a stream of updates per request.
 
-ReplicaClient owns the connection (it reconnects with back-off until closed), knows the replica's last hello and load, and hands every
-request a ReplicaStream. When the connection dies, every open stream raises Unavailable: nothing is lost silently, retrying is the
-caller's decision. Single-threaded: everything here runs on one asyncio loop. The frames themselves are `wire.session`'s.
+ReplicaClient owns the connection (it reconnects with back-off), keeps the replica's last hello and load, and gives every request a
+ReplicaStream. When the connection dies, every open stream raises Unavailable: nothing is lost silently, and sending again is the caller's
+decision. Everything here runs on one asyncio loop. `wire.session` reads and writes the frames.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class ConnectionState(StrEnum):
 class ReplicaInfo:
     """A replica's hello.
 
-    instance_id  drawn at each start of the engine process: the same name with another one is another process, which knows nothing of what
-                 was sent to the first. Whoever keeps a list of replicas that were tried keys it by (name, instance_id), so that one that
-                 was started again may be tried again
+    instance_id  drawn at each start of the engine process: the same replica name with another instance id is another process, which has
+                 none of the first one's requests. Lists of replicas that were tried are keyed by (name, instance_id), so that a restarted
+                 replica may be tried again
     """
 
     instance_id: str
@@ -237,14 +237,14 @@ class ReplicaClient:
         log.info("replica %s is connected (instance %s)", self.name, hello.instance_id)
 
     def _log_state(self) -> None:
-        """Each change once."""
+        """Log each change of the state once."""
         state = self.state
         if state is not self._logged_state:
             self._logged_state = state
             log.log(logging.WARNING if state is ConnectionState.SILENT else logging.INFO, "replica %s is %s", self.name, state.value)
 
     def _log_down(self, *, is_starting: bool) -> None:
-        """Each reason once per outage: the connection is tried again every second, and gRPC words one cause in several ways.
+        """Log each reason once per outage: the connection is tried every second, and gRPC words one cause in several ways.
 
         is_starting  nothing listens there yet: the engine is still loading, and logs itself how that goes. gRPC's words for it (a failed
                      precondition) would alarm for nothing

@@ -34,9 +34,9 @@ class _Submit:
 
 
 class UnwrittenCommands:
-    """What waits for the stream of one session.
+    """Commands waiting to be written to one session's stream.
 
-    num_prompt_tokens  of the Submits that wait
+    num_prompt_tokens  prompt tokens of the waiting Submits
     """
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ class Leash:
             threading.Thread(target=self._wait, args=(self._socket, leave), name="leash", daemon=True).start()
 
     def ready(self, facts: Mapping[str, object] | None = None) -> None:
-        """The child serves; `facts` are for the supervisor's people (address, what was decided)."""
+        """The child serves; `facts` (address, what was decided) are for the supervisor's log and its operator."""
         self._say({"event": "ready", **(facts or {})})
 
     def failed(self, reason: str, *, can_retry: bool) -> None:

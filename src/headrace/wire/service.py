@@ -1,4 +1,4 @@
-"""What both ends agree on before the first byte: method names, protocol version, channel limits, and what a hello must match.
+"""The protocol's constants, shared by both ends: method names, protocol version, times, channel limits, and what a hello must match.
 
 Services are registered as generic handlers (no generated stubs): Infer.Connect is the stream, Control.Drain and Control.Snapshot are
 plain calls for operators and tests.
@@ -48,7 +48,7 @@ SERVER_OPTIONS: tuple[tuple[str, int | str], ...] = (
 
 
 class Mismatch(HeadraceError):
-    """The two ends do not fit together; says what differs. Retrying helps only after one of them was replaced."""
+    """The two ends do not fit together; the message names what differs. Retrying helps only after one of them was replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """One connection of a ReplicaClient, from dial to loss: hellos, the two pumps, and the watch over silence.
 
-Four tasks run until one of them ends the session: the writer sends the commands that wait (`wire.commands`), the reader hands frames to
-streams, those get their turns (`wire.ready`), the watch ends a connection that was silent for LEASE_S.
+Four tasks run until one of them ends the session: the writer sends waiting commands (`wire.commands`), the reader hands frames' rows to
+streams, `wire.ready` delivers them to the streams' readers, and the watch ends a connection that was silent for LEASE_S.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from headrace.wire.target import TOKEN_METADATA, GrpcTarget, nothing_listens
 
 HELLO_TIMEOUT_S = 5.0
 CLOCK_ROWS = 64
-"""Rows of a frame between two looks at the clock."""
+"""The clock is read once in this many rows of a frame."""
 
 
 class ConnectionLost(HeadraceError):
-    """The session is over; says why."""
+    """The session is over; the message says why."""
 
 
 class NotListening(ConnectionLost):
@@ -45,7 +45,8 @@ class NotListening(ConnectionLost):
 
 
 class Session:
-    """Owns a gRPC channel for the length of `run`. `streams` is shared with the client, which adds and removes; theirs is `ready.add`."""
+    """Owns a gRPC channel for the length of `run`. The client adds streams to `streams` and removes them; a stream with something unread
+    calls `ready.add`."""
 
     def __init__(
         self,
@@ -184,9 +185,9 @@ class Session:
 
     @property
     def silent_s(self) -> float:
-        """Since the engine's last frame, without the time in which this process itself was held up and could not have read one.
+        """Seconds since the engine's last frame, without the time in which this process itself was delayed and could not read one.
 
-        Right at any moment: what the watch is late by now is no silence, although it had no turn yet to say so.
+        Exact at any moment: the time by which the watch is late now is left out, even before the watch has run.
         """
         return min(self._clock(), self._watch_due_s) - self.last_frame_s
 
@@ -216,7 +217,7 @@ class Session:
             self._on_load(decode_load(frame.load))
 
     async def _take_rows(self, rows: UpdateRows) -> None:
-        """To the streams that are still open (others were cancelled meanwhile). A large frame in slices of the event loop."""
+        """Hand rows to the streams that are still open, a large frame in slices of the event loop."""
         streams, ends_s = self.streams, self._clock() + SLICE_S
         for number, (handle, index, token_ids, extras) in enumerate(rows):
             if (stream := streams.get(handle)) is None:

@@ -7,18 +7,18 @@ import signal
 from typing import Any
 
 DUPLICATE_SIGNAL_S = 0.5
-"""A terminal and a wrapper (make, timeout, a shell) may both deliver one Ctrl-C: signals this close together are one wish."""
+"""Signals this close together count as one: a terminal and a wrapper (make, timeout, a shell) may both deliver one Ctrl-C."""
 
 
 class StopSignals:
     """The first signal asks for a drain, a later one means now. Made inside a running loop on the main thread.
 
-    soft  done with the reason when somebody asked for a drain
-    hard  done when somebody asked twice
+    soft  done, with the reason, at the first signal or call of `ask`
+    hard  done at a later one
     """
 
     def __init__(self, *, duplicate_signal_s: float = DUPLICATE_SIGNAL_S) -> None:
-        """duplicate_signal_s  0 under a supervisor, which sends one signal for each wish"""
+        """duplicate_signal_s  0 under a supervisor, which sends no duplicates"""
         self._duplicate_signal_s = duplicate_signal_s
         self._loop = loop = asyncio.get_running_loop()
         self._asked_s = 0.0
@@ -36,8 +36,8 @@ class StopSignals:
             self.hard.set_result(None)
 
     def close(self) -> None:
-        """Gives the signals back their default meaning. Where somebody asked twice they have none: the process ends, and a third one
-        must not change what it says by its exit status."""
+        """Gives the signals back their default action. After a second signal they are ignored instead: the process is ending, and a
+        third one must not change its exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(number)
             if self.hard.done():

@@ -1,8 +1,8 @@
-"""One open request as its reader sees it: an async iterator over updates that ends, or raises, exactly once.
+"""One open request, for its reader: an async iterator over updates that ends, or raises, exactly once.
 
-Most rows of a frame are a token and nothing else. A reader that can take those without being woken says so (`direct`): its task then
-sleeps through them, and no update is made of them. The order stays: a direct reader is asked only while the task waits and nothing is
-unread, and what it declines becomes updates, which the task reads before anything later.
+Most rows of a frame are plain: a token and nothing else. A reader that can take plain rows without its task being woken sets `direct`; no
+update is made of them then. The order is kept: the direct reader is called only while the task waits and nothing is unread, and rows that
+it declines become updates, which the task reads before anything later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.core.update import Rejected, SequenceUpdate
 from headrace.wire.handles import Attempt, Handle
 
 Tokens = tuple[int, tuple[int, ...]]
-"""Sequence index and new token ids: a row that has nothing else."""
+"""A plain row: sequence index and new token ids."""
 
 NO_NUMERICS: Mapping[str, str] = MappingProxyType({})
 
@@ -29,10 +29,10 @@ DirectReader = Callable[[Sequence[Tokens]], bool]
 
 UPDATE_BYTES = 256
 TOKENS_BYTES = 128
-"""What an update and a plain row are taken for, beside their tokens: objects and references."""
+"""Memory charged for an update and for a plain row, beside their tokens: objects and references."""
 
 TOKEN_BYTES = 40
-"""Of a token id: an integer of its own, and the reference to it."""
+"""Memory charged for a token id: an integer object, and the reference to it."""
 
 
 class ReplicaStream:
@@ -44,10 +44,10 @@ class ReplicaStream:
     Leaving early cancels the request at the engine. The iterator ends after the last sequence's finish or after a Rejected, and raises
     Unavailable when the replica was lost first. What is buffered is bounded by the request's own max_tokens.
 
-    direct       what takes plain rows in the reader's place, set and cleared by the reader
-    first_index  of its sequences: every one has its prompt's log-probabilities, all the same ones, and this one's are kept
-    numerics     of the replica (`core.numerics`), kept when it is lost: what it has said can go on only where they are equal. A digest of
-                 the weights that it learns later is of those that it has computed with from the start
+    direct       takes plain rows in place of the reader's task; set and cleared by the reader
+    first_index  index of the request's first sequence. Prompt log-probabilities are the same for all sequences; those of this one are kept
+    numerics     the replica's (`core.numerics`), kept when the replica is lost: the stream can be resumed only where they are equal. A
+                 weights digest that arrives late is that of the weights the replica has computed with from the start
     """
 
     __slots__ = (
@@ -115,7 +115,7 @@ class ReplicaStream:
 
     @property
     def unread_bytes(self) -> int:
-        """About how much memory the unread updates take: what a reader's reader may make wait is bounded by it."""
+        """About how much memory the unread updates take. The gateway bounds by it what a slow client may leave unread."""
         return self._unread_bytes + sum([TOKENS_BYTES + TOKEN_BYTES * len(token_ids) for _, token_ids in self._plain])
 
     def __aiter__(self) -> ReplicaStream:
@@ -165,7 +165,7 @@ class ReplicaStream:
                 self._become_ready()
 
     def deliver(self) -> bool:
-        """What waits goes to the direct reader (True), or the reader's task is woken for it (False)."""
+        """Give waiting plain rows to the direct reader (True), or wake the reader's task (False)."""
         self._is_ready = False
         if self._plain and not self._updates and self.direct is not None and self._waiter is not None:
             try:
@@ -207,7 +207,7 @@ class ReplicaStream:
             self.end()
 
     def _give_up(self, error: Exception) -> None:
-        """The direct reader failed. What it was given is gone; the task raises its error, the engine is told that nobody reads on."""
+        """The direct reader failed, and the rows given to it are lost: the task raises its error, and the request is cancelled."""
         self._plain, self._error = [], error
         self._on_leave(self.request_id)
 
@@ -226,7 +226,7 @@ class ReplicaStream:
             self._on_ready(self)
 
     def _keep_plain(self) -> None:
-        """Plain rows as the updates they would have been, in their place before all that comes later."""
+        """Turn waiting plain rows into updates, in their place before everything later."""
         for index, token_ids in self._plain:
             update = SequenceUpdate(request_id=self.request_id, epoch=self.attempt.epoch, index=index, token_ids=token_ids)
             self._updates.append(update)

@@ -58,13 +58,13 @@ def parse_target(address: str, token: str | None = None) -> GrpcTarget:
         )
     if token is None:
         raise ConfigError(
-            "engine address", f"{address!r} needs a token", "Anybody on this machine could connect; a Unix socket needs none."
+            "engine address", f"{address!r} needs a token", "Every user of this machine could connect; a Unix socket needs none."
         )
     return GrpcTarget(address, None, token)
 
 
 def check_private(path: Path) -> None:
-    """Raises ConfigError unless the socket's directory is ours and closed to everybody else."""
+    """Raises ConfigError unless the socket's directory belongs to this user and is closed to all others."""
     info = os.stat(path.parent)
     if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) & 0o077:
         raise ConfigError("engine address", "the socket's directory is open to other users", "Make it yours alone (mode 0700).")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engine.memory import cgroup_directories, cgroup_room, parse_meminfo, read_available
+from headrace.engine.memory import cgroup_available, cgroup_directories, parse_meminfo, read_available
 
 GIB = 1 << 30
 MEMINFO = f"MemTotal: {32 << 20} kB\nMemFree: {2 << 20} kB\nMemAvailable:   {20 << 20} kB\nHugePages_Total:       0\n"
@@ -65,7 +65,7 @@ def test_a_container_that_sees_only_its_own_root(tmp_path: Path) -> None:
 
 def test_more_used_than_allowed_leaves_nothing(tmp_path: Path) -> None:
     machine(tmp_path, {"memory.max": "100\n", "memory.current": "250\n"})
-    assert cgroup_room(tmp_path) == 0
+    assert cgroup_available(tmp_path) == 0
 
 
 def test_no_cgroup_at_all(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """One gateway's stream at the engine: reads its commands, writes its frames, and ends when either stops.
 
-The stream owns no request; the service routes them and cancels what is left when the stream ends.
+The stream owns no request: the dispatcher routes them, and cancels those still open when the stream ends (`dispatcher`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HELLO_TIMEOUT_S = 5.0
 
 
 class StreamLost(HeadraceError):
-    """The gateway left, or lost its lease; says which."""
+    """The gateway left or lost its lease; the message says which."""
 
 
 class GatewayStream:
@@ -57,10 +57,10 @@ class GatewayStream:
         self._wake.set()
 
     def check_lease(self, beat_s: float, lease_s: float, max_units: int) -> None:
-        """Ends the stream of a gateway that does not read: too long in one write, or too much waiting for it.
+        """Ends the stream of a gateway that does not read: one write took longer than `lease_s`, or more than `max_units` wait.
 
-        Called once per heartbeat. Time is counted in beats (`beat_s` each) and not read off a clock: while this process itself was held
-        up, no gateway could have been served, and none is blamed.
+        Called once per heartbeat. Time is counted in beats of `beat_s` and not by a clock: while this process itself was delayed it could
+        not serve any gateway.
         """
         if self._lost.done():
             return

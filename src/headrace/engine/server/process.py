@@ -34,13 +34,13 @@ JOIN_S = 5.0
 
 
 class EngineExitCode(IntEnum):
-    """What an engine process's exit status means (sysexits' numbers where one fits). 69: wire.leash.ORPHANED."""
+    """Exit statuses of an engine process, sysexits' numbers where one fits. 69 is `wire.leash.ORPHANED`."""
 
     DRAINED = 0
     ENGINE_DIED = 70
-    """The loop ended by itself: a device-fatal error or a bug. Worth a restart."""
+    """The loop ended by itself, by a device-fatal error or a bug. A restart may help."""
     INTERRUPTED = 75
-    """Told to stop without waiting, or the drain time was over; open requests were cut."""
+    """Stopped without a drain, or the drain time was over; open requests were cut."""
     REFUSED = 78
     """Configuration or checkpoint: starting again does not help."""
 
@@ -72,7 +72,7 @@ class LoopThread:
         self._bridge = bridge
         self.built: asyncio.Future[RunnableEngine] = self._loop.create_future()
         self.ended: asyncio.Future[BaseException | None] = self._loop.create_future()
-        # A daemon: a step that never returns must not keep a process alive that was told to end.
+        # A daemon: a step that never returns must not keep a process alive that has to end.
         self.thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
         self.thread.start()
 
@@ -99,7 +99,7 @@ class LoopThread:
 
 
 def run_process(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -> EngineExitCode:
-    """Serves until drained, told to end, or dead. The caller passes the status to `leave`."""
+    """Serves until the process is drained, stopped or its loop dies. The caller passes the status to `leave`."""
     leash.watch()
     return asyncio.run(_serve(make_engine, config, leash))
 
@@ -115,7 +115,7 @@ def leave(code: EngineExitCode) -> None:
 async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -> EngineExitCode:
     stop = StopSignals()
     loop = asyncio.get_running_loop()
-    # Whoever asks for a dump too early must not end the process, which is what the signal does by default.
+    # By default the signal ends the process; a dump that is asked for too early must not.
     loop.add_signal_handler(signal.SIGUSR1, log.info, "SIGUSR1: there are no plans to dump before the engine is ready")
     bridge = AsyncioOutbox(loop)
     try:
@@ -129,11 +129,11 @@ async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -
         await service.start()
     except (ConfigError, CheckpointError) as error:
         return _refuse(leash, str(error), EngineExitCode.REFUSED)
-    except Exception as error:  # the outermost frame of start-up: whatever it was, the supervisor is told
+    except Exception as error:  # the outermost frame of start-up: the supervisor gets every reason
         log.critical("start-up failed", exc_info=error)
         return _refuse(leash, f"{type(error).__name__}: {error}", EngineExitCode.ENGINE_DIED)
     gc.collect()
-    gc.freeze()  # what is here stays: a full collection would walk torch's and Numba's objects between two steps
+    gc.freeze()  # these objects stay: a full collection would walk torch's and Numba's objects between two steps
     leash.ready({"address": config.address, "instance_id": service.hello.instance_id, "decided": list(engine.info.decided)})
     loop.add_signal_handler(signal.SIGUSR1, dump_plans, engine)
     log.info("%s serves %s at %s", config.replica, engine.info.architecture, config.address)

@@ -1,9 +1,9 @@
-"""Which stream carries which attempt: pure bookkeeping, so that every request that came in goes out exactly once.
+"""Routes: which stream carries which attempt of a request. Pure bookkeeping; each request ends exactly once.
 
 A route is open from Submit until every sequence of the request has finished, was rejected or cancelled, or the stream ended. An attempt
-with a higher epoch replaces an older one of the same request, wherever that one came in. What the engine still says of an attempt that
-was replaced or cancelled has no route and is dropped: the engine knows each by a number of its own, since a gateway may send a request
-that it cancelled again, with the same epoch.
+with a higher epoch replaces an older one of the same request, on whichever stream that came. The engine's updates about a replaced or
+cancelled attempt have no route and are dropped. The engine knows each attempt by a number of its own, since a gateway may cancel a request
+and send it again with the same epoch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ Stream = TypeVar("Stream", bound=Hashable)
 
 @dataclass(slots=True)
 class Route(Generic[Stream]):
-    """One attempt on its stream. `running` holds the sequence indices that have not finished.
+    """One attempt on its stream.
 
-    epoch    of the gateway; fences older attempts
-    attempt  the epoch that the engine is given: no two attempts have the same
+    epoch    the gateway's; higher ones replace lower ones
+    attempt  the epoch that the engine is given; no two attempts have the same
+    running  indices of the sequences that have not finished
     """
 
     request_id: RequestId

@@ -22,10 +22,10 @@ COLUMNS_UNITS = 24
 """Charged for each update's log-probabilities, and again for those of its prompt, beside their entries: six arrays."""
 
 MAX_MERGED_UNITS = 4096
-"""An update that has grown to this takes no more in: a frame is filled with whole updates."""
+"""An update that has grown to this many units takes no more in, since a frame is filled with whole updates."""
 
 PAGE_POSITIONS = 1024
-"""Prompt positions per update: prompt logprobs travel in pages, so that other sequences' tokens get between them."""
+"""An update has at most this many prompt positions: a long prompt's log-probabilities travel in pages, with other sequences between."""
 
 _NOTHING_ELSE = tuple(SequenceUpdate._field_defaults[name] for name in SequenceUpdate._fields[5:])
 """What an update has behind its tokens and their log-probabilities when it has nothing else."""

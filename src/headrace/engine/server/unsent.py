@@ -17,8 +17,8 @@ from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import encode_load, encode_rejected, encode_updates
 from headrace.wire.handles import Handle
 
-MAX_UNITS = 2**20
-"""One gateway may leave this much unread, in units of 32 bytes (`unread`): 32 MiB."""
+MAX_UNITS = (32 << 20) // unread.UNIT_BYTES
+"""One gateway may leave this much unread: 32 MiB, in units of 32 bytes."""
 
 REFUSAL_UNITS, REFUSAL_BYTES_PER_UNIT = 16, 16
 """A refusal is charged 16 units (512 bytes, which the shortest takes) and one unit for every 16 of its bytes: it takes twice its length."""
