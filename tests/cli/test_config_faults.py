@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.config import ServeConfig
+from headrace.cli.config import ServeConfig, load
 from headrace.cli.config_decode import TOP_LEVEL
 from headrace.cli.config_faults import OTHER_VARIABLES, faults, unread_variables
 from headrace.cli.config_yaml import parse_document
@@ -135,6 +135,13 @@ def test_a_key_given_twice_is_one_fault_among_the_others(tmp_path: Path, model_f
         (8, "gateway.port"),
     ]
     assert found[0].message(file) == f"{file}:4: gateway.port: is given twice, first on line 2. Leave one of them out."
+
+
+def test_a_key_that_is_merged_and_written_is_not_given_twice(tmp_path: Path, model_folder: Path) -> None:
+    file = tmp_path / "merged.yaml"
+    file.write_text(f"<<: {{drain_timeout_s: 5}}\ndrain_timeout_s: 7\nmodels: [{{engine: {{model: {model_folder}}}}}]\n")
+    assert faults(file, {}) == []
+    assert load(file, {}).drain_timeout_s == 7
 
 
 def test_a_fault_of_a_variable_is_named_by_it(tmp_path: Path, model_folder: Path) -> None:

@@ -6,7 +6,7 @@ Values get their types in `config_decode`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
@@ -77,9 +77,9 @@ def parse_document(text: str, where: str) -> YamlDocument:
     loader = _PlainLoader(text)
     try:
         node = loader.get_single_node()
-        document = YamlDocument(None if node is None else loader.construct_document(node))
-        _note_lines(node, [], document)
-        return document
+        document = YamlDocument(None)
+        _note_lines(node, [], document)  # first, since constructing merges "<<" into the nodes
+        return document if node is None else replace(document, value=loader.construct_document(node))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
