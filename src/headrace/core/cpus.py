@@ -1,4 +1,4 @@
-"""The CPUs that this process may run on, as far as the system says."""
+"""The CPUs that this process may run on, as far as the system tells."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Content digests of a model folder's text files, computed alike by gateway and engine and compared in the wire's Hello.
 
-Pure: whoever reads the files passes their content in.
+Pure: the caller reads the files and passes their content in.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a model says about its KV cache: groups of layers that share one block table."""
+"""The shape of a model's KV cache: groups of layers that share one block table."""
 
 from __future__ import annotations
 

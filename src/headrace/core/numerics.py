@@ -37,6 +37,6 @@ def may_resume(first: str, second: str) -> bool:
     """Whether a stream of a replica with the numerics digest `first` may go on at one with the digest `second`: known and equal.
 
     The continuation is equal to the bit only where both run `deterministic` (one of the facts): elsewhere logits depend on the batch a
-    sequence happens to be computed in, at the first replica as at the second. `why_not_resume` has the words.
+    sequence happens to be computed in, at the first replica as at the second. `why_not_resume` gives the reason.
     """
     return bool(first) and first == second

@@ -3,7 +3,7 @@
     result = `core.columns` of COLUMNS
     header = {"step_id", "errors": [[row, message], ...]}
 
-A result that is decoded is whole: what one column says of another's length is checked here, and nowhere again.
+A result that is decoded is whole: the lengths of its columns are checked against each other here, and nowhere again.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The fleet: what runs where on this machine, kept running.
 
-`config` says what to run, `weights` turns a model's name into a folder, `launcher` starts one process, `keeper` keeps one running,
+`config` describes what to run, `weights` turns a model's name into a folder, `launcher` starts one process, `keeper` keeps one running,
 `supervisor` keeps all of them and takes them down in order. docs/fleet.md has the why.
 """

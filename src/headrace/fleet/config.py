@@ -29,7 +29,7 @@ class ModelSpec:
     folder    its local folder, resolved (`fleet.weights.resolve_model`)
     aliases   other names for it
     replicas  engine processes, each with its own copy of the weights; none beside `upstream`
-    engine    options of `engine.config.EngineConfig` beside `model`, checked by whoever decoded them and again by the engine
+    engine    options of `engine.config.EngineConfig` beside `model`, checked when they are decoded and again by the engine
     upstream  the foreign server that answers instead of engines: the gateway's own options of it
     """
 

@@ -71,7 +71,7 @@ def _written(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Says that `folder` is in use, for as long as this process lives. Locked before it gets its name, so nobody sees it unlocked."""
+    """Says that `folder` is in use, for as long as this process lives. It is locked before it gets its name, so never seen unlocked."""
     with ExitStack() as stack:
         with _written(folder):
             file = stack.enter_context(open(folder / "lock.new", "wb"))
@@ -81,7 +81,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _sweep(base: Path) -> None:
-    """Removes our directories whose supervisor is gone. One without a lock is being made; one of somebody else's is left alone."""
+    """Remove directories of dead supervisors. One without a lock file is just being made; one of another user is left alone."""
     for lock in base.glob(f"{PREFIX}*/{LOCK}"):
         try:
             _remove_if_unlocked(lock)
@@ -90,7 +90,7 @@ def _sweep(base: Path) -> None:
 
 
 def _remove_if_unlocked(lock: Path) -> None:
-    """Where everybody may make directories, anything may be called a lock: a FIFO or a link of somebody else's must not hold us up."""
+    """In a directory that all users may write, a lock file may be anything: another user's FIFO or link must not block this process."""
     if not stat.S_ISDIR(lock.parent.lstat().st_mode):
         return
     descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -121,7 +121,7 @@ def write_engine_files(config: FleetConfig, folder: Path) -> list[ReplicaFiles]:
                 "replica": replica.name,
                 "address": replica.address,
                 "drain_timeout_s": config.drain_timeout_s,
-                # Whoever chose a number of threads has divided the machine by hand.
+                # A given number of threads means that the operator has divided the machine by hand.
                 "cpus": "" if model.engine.get("num_threads") is not None else ",".join(map(str, share_of(cpus, number, total))),
                 "num_neighbours": total - 1,
                 "block_key": config.block_key,
@@ -183,7 +183,7 @@ def _write(path: Path, content: Mapping[str, object]) -> None:
 
 
 def _default_parent() -> Path:
-    """XDG_RUNTIME_DIR when it is what the standard says (ours, closed to others), else the temporary directory."""
+    """XDG_RUNTIME_DIR when it is as the standard requires (owned by this user, closed to all other users), else the temporary directory."""
     given = os.environ.get("XDG_RUNTIME_DIR")
     if given and os.path.isdir(given):
         info = os.stat(given)

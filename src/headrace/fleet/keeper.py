@@ -1,8 +1,8 @@
 """Keeps one process running: starts it, starts it again when it dies, gives up when it cannot start at all.
 
-A process that never served and says its configuration or weights are at fault, or dies MAX_START_FAILURES times, is given up: the reason
-goes to whoever started the fleet. One that has served is started again for ever, with a pause that doubles up to MAX_PAUSE_S and falls
-back after STABLE_S of service: other replicas serve on meanwhile.
+A process that has never served is given up when it reports a fault of its configuration or weights, or dies MAX_START_FAILURES times;
+`ProcessKeeper.keep` then raises the reason. A process that has served is started again without limit, after a pause that doubles up to
+MAX_PAUSE_S and resets after STABLE_S of service. Other replicas serve meanwhile.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class FleetFailed(HeadraceError):
 
 
 class ProcessKeeper:
-    """One role of the fleet, whichever process fills it at the moment.
+    """Keeps one role of the fleet (the gateway, or one replica) filled with a running process.
 
-    ready    set once it has served for the first time; `facts` holds what the running process told
+    ready    set once it has served for the first time
+    facts    what the latest process to serve reported when it was ready
     """
 
     def __init__(self, label: str, command: Sequence[str], launcher: Launcher, *, forward: bool, withheld: Collection[str] = ()) -> None:
@@ -53,7 +54,7 @@ class ProcessKeeper:
 
     @property
     def pid(self) -> int | None:
-        """Of the running process."""
+        """Process id; None while no process runs."""
         return self._child.pid if self._child is not None and not self._child.exited.done() else None
 
     def stop(self) -> None:

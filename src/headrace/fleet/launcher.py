@@ -21,14 +21,14 @@ from headrace.observe.logs import LogFormat, relay
 
 MAX_LINE_BYTES = 2**16
 SECRET_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_GATEWAY__API_KEYS", "HEADRACE_GATEWAY__SALT_KEY", "HEADRACE_BLOCK_KEY")
-"""Beginnings of names."""
+"""Prefixes of the environment variables that hold secrets of `headrace serve`; children do not inherit them."""
 LAST_WORDS_S = 2.0
-"""How long the output and the leash of a child that ended are read on."""
+"""Seconds for which the output and the leash of a child that ended are still read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a child ended, in its own words. can_retry False: it would fail again."""
+    """Why a child ended, as it reported. can_retry False: it would fail again."""
 
     reason: str
     can_retry: bool
@@ -37,9 +37,9 @@ class Failure:
 class Child:
     """A running process.
 
-    ready    done with the facts the child told once it served; cancelled when it ended before
-    exited   done with its exit status (negative: the signal) after its last words were read
-    failure  what it said of its end, if it said something
+    ready    done with the facts the child reported once it served; cancelled when it ended before
+    exited   done with its exit status (negative: the signal), after its output and leash were read
+    failure  the reason it reported for its end, if any
     """
 
     def __init__(self, label: str, process: asyncio.subprocess.Process, leash: socket.socket) -> None:
@@ -90,7 +90,7 @@ class Child:
             async for line in reader:
                 self._take(line)
         except (ConnectionError, ValueError):
-            return  # it died in the middle of a word; its exit status tells the rest
+            return  # it died in the middle of a line; its exit status says why
         finally:
             writer.close()
 

@@ -1,7 +1,7 @@
-"""Asked before anything is started: can the gateway listen where it is told to?
+"""Checks before anything is started that the gateway can listen on its address.
 
-The gateway finds out by itself, but only after its tokenizers are loaded, and the fleet would start it again: by then somebody may have
-let go of the address. At the start a taken port is somebody else's server, and the answer should come at once.
+The gateway finds out itself, but only after its tokenizers are loaded, and the fleet would start it again, since the address may become
+free. At the start of a deployment a taken port belongs to another server, and the refusal should come at once.
 """
 
 from __future__ import annotations

@@ -24,13 +24,13 @@ from headrace.wire.stop_signals import StopSignals, first_of
 log = logging.getLogger(__name__)
 
 GATEWAY_GRACE_S = 5.0
-"""Beyond the drain time, for the gateway to close what is left."""
+"""Seconds beyond the drain time for the gateway to close the remaining streams."""
 
 CUT_GRACE_S = 3.0
-"""After a second signal: for the gateway to write each stream its error and leave."""
+"""Seconds after a second signal for the gateway to end each stream with an error and exit."""
 
 ENGINE_GRACE_S = 10.0
-"""For engines after the gateway has left: nothing runs any more, weights are let go."""
+"""Seconds for engines to exit after the gateway has left: nothing runs any more, they free their weights."""
 
 
 class FleetExit(IntEnum):
@@ -43,8 +43,8 @@ class FleetExit(IntEnum):
 class FleetReady:
     """Everything serves.
 
-    gateway   what the gateway told: "host" and "port" it listens on
-    replicas  name -> what each engine told: "address", "instance_id", "decided" (lines for people)
+    gateway   what the gateway reported: "host" and "port" it listens on
+    replicas  name -> what its engine reported: "address", "instance_id", "decided" (lines for people)
     """
 
     gateway: Mapping[str, object]
@@ -91,7 +91,7 @@ class Supervisor:
             await asyncio.gather(announcing, *tasks, return_exceptions=True)
 
     def _gateway_keeper(self, path: Path) -> ProcessKeeper:
-        # Not forwarded: its standard output is the request log, and it writes more lines than all others together.
+        # Not forwarded: its standard output is the request log, and it writes more lines than all engines together.
         return ProcessKeeper("gateway", (*self._config.gateway_command, "--config", str(path)), self._launcher, forward=False)
 
     def _engine_keeper(self, replica: ReplicaFiles) -> ProcessKeeper:
@@ -99,7 +99,7 @@ class Supervisor:
         return ProcessKeeper(replica.name, command, self._launcher, forward=True, withheld=self._config.key_variables)
 
     async def _announce(self, gateway: ProcessKeeper, write_file: Callable[..., Path]) -> None:
-        """Tell once that everything serves. A gateway started again must be found where the first one was."""
+        """Call `on_ready` once everything serves. A gateway that is started again listens on the port that the first one was given."""
         await gateway.ready.wait()
         if self._config.gateway.get("port") == 0:
             write_file(taken={"port": gateway.facts["port"]})
@@ -124,7 +124,7 @@ class Supervisor:
 
 
 async def _ended(tasks: list[asyncio.Task[None]], stop: StopSignals, timeout_s: float) -> bool:
-    """True when all have ended in time and nobody asked twice."""
+    """Wait until all have ended. False when the time is over or a second signal came first."""
     everything = asyncio.gather(*tasks, return_exceptions=True)
     await first_of(everything, stop.hard, timeout_s=timeout_s)
     return everything.done()

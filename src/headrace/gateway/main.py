@@ -35,9 +35,9 @@ REFUSED = 2
 CANNOT_BIND = 1
 CUT = 75
 SWITCH_S = 0.0005
-"""How long another thread (the request log's, gRPC's) keeps the event loop waiting, each time the loop comes back from the operating
-system: every send, receive and drawn request id lets go of the interpreter. With Python's own 5 ms a thread that encoded answers, which is
-no more, made seconds of it under a storm; not measured since."""
+"""Interpreter switch interval in seconds: how long another thread (the request log's, gRPC's) may keep the GIL while the event loop waits.
+The loop releases the GIL at every send, receive and drawn request id. Python's default is 5 ms. The value was chosen when a thread encoded
+answers, and the default cost seconds under a storm. That thread is gone, and no measurement since then compares the two values."""
 
 YOUNG_OBJECTS = 50_000
 """Objects made and not yet freed between two collections of the youngest: more than the rows of a large frame. With Python's 700 a frame

@@ -1,8 +1,8 @@
-"""From the engine's updates to what a client sees: text, logprob entries, finish reason. The gateway and `LLM` both use this.
+"""From the engine's updates to a sequence's text, log-probabilities and finish reason. The gateway and `LLM` both use this.
 
-One assembler per sequence. It knows that an end token's text is not part of the answer, finds stop strings, and says when the engine
-must be told that a sequence is over (`OutputDelta.engine_finish`). Tokens are given out together with their text: a token whose text
-is held back, because it may begin a stop string or ends within a character, waits with it.
+One assembler per sequence. It leaves out an end token's text, finds stop strings, and says when the engine must finish a sequence that
+it still runs (`OutputDelta.engine_finish`). Tokens are emitted together with their text: where text is held back, because it may begin a
+stop string or ends within a character, its tokens are held back as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headrace.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class EngineFinish:
-    """What `Engine.finish` must be called with: only the first `keep_tokens` output tokens count."""
+    """Arguments for `Engine.finish`: only the first `keep_tokens` output tokens count."""
 
     keep_tokens: int
     reason: FinishReason
@@ -34,12 +34,12 @@ class EngineFinish:
 class OutputDelta:
     """What is new in one sequence's output.
 
-    token_ids        the tokens given out with this text; an end token is among them
+    token_ids        the tokens emitted with this text; an end token is among them
     logprobs         of these tokens; None when none were asked for
     prompt_logprobs  passed on from the engine (see `prompt_scored`)
     finish           set exactly once, on the last delta
     stop_reason      beside FinishReason.STOP: the stop string or stop token id; None for the model's own end token
-    engine_finish    set when the engine does not know yet that this sequence is over
+    engine_finish    set when a stop string ended the sequence and the engine still runs it
     """
 
     text: str = ""
@@ -53,12 +53,12 @@ class OutputDelta:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing a client or the engine need to hear of."""
+        """It has nothing for the client or for the engine."""
         return not (self.text or self.token_ids or self.prompt_logprobs or self.finish)
 
 
 class _Pending(NamedTuple):
-    """A token that waits for its text. end: characters that must have been given out before it may be."""
+    """A token that waits for its text. end: it is emitted once this many characters of the output have been."""
 
     token_id: int
     end: int
@@ -68,9 +68,9 @@ class OutputAssembler:
     """One sequence's output.
 
     num_tokens         output tokens that count: for usage, and for a resume after a failure
-    num_cached_tokens  prompt tokens taken from the prefix cache, once the engine said so
-    queue_time_s       time waited in the engine, once it said so
-    stages             where its time in the engine went, once it ended there
+    num_cached_tokens  prompt tokens taken from the prefix cache, once the engine has reported it
+    queue_time_s       seconds waited in the engine, once it has reported it
+    stages             seconds in each stage, once the engine has ended it
     finish             None until the end
     """
 
@@ -93,9 +93,9 @@ class OutputAssembler:
         self.finish: FinishReason | None = None
 
     def feed_whole(self, token_ids: Sequence[int]) -> str | None:
-        """`feed` of an update that has tokens and nothing else, when all their text can be given out at once: the text.
+        """The fast path of `feed`: the text of an update that has tokens alone, when all their text can be emitted at once.
 
-        None otherwise, and nothing has been taken then: the update is to be fed. No objects are made on this way; most tokens take it.
+        None otherwise; nothing was read then, and the update must go to `feed`. Most tokens take this path; it makes no objects.
         """
         if self._pending or self.finish is not None or not self._params.detokenize:
             return None
@@ -145,16 +145,16 @@ class OutputAssembler:
         return delta if delta.stop_match is not None else None
 
     def _add_scores(self, update: SequenceUpdate, offsets: Sequence[int], end_token: int) -> None:
-        """Of the tokens that were read: as many as `offsets`."""
+        """Keep the log-probabilities of the tokens that were read: as many as `offsets`."""
         num_read = len(offsets)
         scores = columns_of(update.logprobs)
         scores = scores if num_read == len(scores) else scores[:num_read]
         visible = bytearray([number != end_token for number in range(num_read)])
         added = ScoredTokens(self._tokenizer, scores, array("q", offsets), visible)  # the update's own columns, which nothing adds to
-        self._scored = added if self._scored is None else self._scored.then(added)
+        self._scored = added if self._scored is None else self._scored.joined(added)
 
     def _stopped(self, text: str, stop: Delta, update: SequenceUpdate) -> OutputDelta:
-        """A stop string was completed: everything kept is given out, and the engine is told unless it ended by itself."""
+        """The last delta, after a stop string: all tokens held back. `engine_finish` is set unless the engine ended the sequence too."""
         self.finish = FinishReason.STOP
         token_ids, scored = self._release(everything=True)
         if scored is not None:
@@ -170,7 +170,7 @@ class OutputAssembler:
         )
 
     def _hide_cut(self, scored: ScoredTokens) -> None:
-        """Tokens whose text begins behind all that was given out are not shown: they are part of the stop string."""
+        """Hide the tokens that lie wholly in the cut-off stop string: their text begins after all that was emitted."""
         num_shown = self._detokenizer.num_released
         for place, (token_id, offset) in enumerate(zip(scored.scores.token_ids, scored.text_offsets, strict=True)):
             if offset >= num_shown and self._tokenizer.token_bytes(token_id):
@@ -191,7 +191,7 @@ class OutputAssembler:
         )
 
     def _release(self, *, everything: bool) -> tuple[tuple[int, ...], ScoredTokens | None]:
-        """The waiting tokens whose text has been given out."""
+        """Take the waiting tokens whose text has been emitted."""
         pending, released = self._pending, self._detokenizer.num_released
         ready: list[int] = []
         while pending and (everything or pending[0].end <= released):
@@ -199,7 +199,7 @@ class OutputAssembler:
         return tuple(ready), self._release_scores(len(ready))
 
     def _release_scores(self, count: int) -> ScoredTokens | None:
-        """Of the first `count` of the waiting tokens."""
+        """Take the log-probabilities of the first `count` waiting tokens."""
         scored = self._scored
         if scored is None or not count:
             return None

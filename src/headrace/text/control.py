@@ -1,4 +1,4 @@
-"""Keeping users' words apart from the template's own control tokens while a conversation is rendered to one string.
+"""Keeps control tokens in users' text apart from the template's own while a conversation is rendered to one string.
 
 Control tokens inside users' strings are wrapped in two private-use characters which occur nowhere in the request, so they cannot be
 forged. After rendering, what stands between a pair is spelled with ordinary tokens. Strings without control tokens are left alone: a

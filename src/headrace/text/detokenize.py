@@ -1,7 +1,7 @@
 """Tokens to text as they arrive.
 
-Characters are never split across deltas, and text that may be the beginning of a stop string waits until it is clear. What has been
-given out is never taken back: all deltas joined are the whole decode, cut at the first stop string.
+Characters are never split across deltas. Text that may begin a stop string is held back until that is decided. Emitted text is final: all
+deltas joined are the whole decode, cut at the first stop string.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Detokenizer:
     num_tokens    tokens read (none after a stop string)
     num_chars     characters decoded so far, held ones included
     has_partial   the last token ended within a character
-    num_released  characters given out
+    num_released  characters emitted
     """
 
     __slots__ = (
@@ -80,9 +80,9 @@ class Detokenizer:
         self.num_released = 0
 
     def push_whole(self, token_ids: Sequence[int]) -> str | None:
-        """`push` for tokens whose whole text can be given out at once. None otherwise, and nothing has been read then.
+        """The fast path of `push`: the text of tokens that can be emitted at once. None otherwise; nothing was read then.
 
-        That is nearly every push: nothing is held, each token is whole characters, none of them may begin a stop string.
+        It serves nearly every push: nothing is held, each token is whole characters, none of them may begin a stop string.
         """
         if self.has_partial or self._held or self._stop_match is not None:
             return None
@@ -101,7 +101,7 @@ class Detokenizer:
         return text
 
     def push(self, token_ids: Sequence[int]) -> Delta:
-        """Read tokens and give out what is certain. After a stop string everything is ignored."""
+        """Read tokens and emit the text that is certain. After a stop string all tokens are ignored."""
         if self._stop_match is not None:
             return _NOTHING
         parts: list[str] = []
@@ -118,7 +118,7 @@ class Detokenizer:
         return Delta("".join(parts))
 
     def flush(self) -> Delta:
-        """The end of the output: gives out what was held; an unfinished character becomes U+FFFD. Call it once."""
+        """The end of the output: emits what was held back; an unfinished character becomes U+FFFD. Call it once."""
         if self._stop_match is not None:
             return _NOTHING
         chars, self.has_partial = self._decoder.decode(b"", final=True), False
@@ -130,7 +130,7 @@ class Detokenizer:
         return Delta(text + rest)
 
     def _take(self, chars: str) -> str:
-        """Add decoded characters; give out all but the longest suffix that may begin a stop string."""
+        """Add decoded characters; emit all but the longest suffix that may begin a stop string."""
         matcher = self._matcher
         if matcher is None:
             self.num_chars += len(chars)

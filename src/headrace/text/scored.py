@@ -1,7 +1,7 @@
-"""Log-probabilities of one sequence's tokens with what they stand for: columns, from the wire to the bytes a client gets.
+"""Log-probabilities of one sequence's tokens and their texts, as columns, from the wire to the response.
 
 An answer may have a hundred thousand alternatives. As objects they would take milliseconds to make, megabytes to keep, and every garbage
-collection would look at each; as columns they take 12 bytes each. Objects (`TokenEntry`) are made only for who iterates.
+collection would look at each; as columns they take 12 bytes each. Objects (`TokenEntry`) are made only by iteration.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from headrace.core.plan import LogprobColumns, wide_columns
 
 
 class TokenTexts(Protocol):
-    """What token ids stand for. A `Tokenizer` is one."""
+    """Gives token ids their text and bytes. A `Tokenizer` is one."""
 
     def token_text(self, token_id: int) -> str:
-        """For people; U+FFFD where the bytes are part of a character."""
+        """The text for display; U+FFFD where the bytes are part of a character."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
@@ -87,12 +87,12 @@ class ScoredTokens:
         self.visible.extend(visible)
 
     def extend(self, other: ScoredTokens) -> None:
-        """The tokens of `other`, after these; what its ids stand for is the same."""
+        """Append the tokens of `other`, whose ids have the same texts."""
         assert other.texts is self.texts, "ids mean the same"
         self.add(other.scores, other.text_offsets, other.visible)
 
-    def then(self, later: ScoredTokens) -> ScoredTokens:
-        """These and the next ones of the same sequence, as columns of their own."""
+    def joined(self, later: ScoredTokens) -> ScoredTokens:
+        """These tokens and the next ones of the same sequence, as new columns."""
         both = ScoredTokens(self.texts)
         both.extend(self)
         both.extend(later)
@@ -122,9 +122,9 @@ class ScoredTokens:
 
     @property
     def num_bytes(self) -> int:
-        """What the columns take in memory, about."""
+        """Approximate memory of the columns."""
         return SCORED_BYTES + self.scores.num_bytes + 9 * len(self) + self.texts_bytes
 
 
 SCORED_BYTES = 250
-"""The object, and its own two columns without their contents."""
+"""Memory of the object and its own two columns, without their contents."""

@@ -23,8 +23,9 @@ MAX_CHAT_CHARS = 4 * 2**20
 MAX_KWARG_CHARS = 4096
 MAX_UNREAD_NAME_CHARS = 64
 MAX_GROWTH = 4
-"""A template writes every string about once; beside that it has words of its own:"""
 OWN_CHARS, OWN_CHARS_PER_MESSAGE = 64 << 10, 1024
+"""A rendered conversation may have MAX_GROWTH x the characters of its input, and OWN_CHARS + OWN_CHARS_PER_MESSAGE x messages of the
+template's own text. A template usually writes every string once."""
 
 _RESERVED = frozenset(
     {"messages", "tools", "documents", "conversations", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message"}
@@ -33,7 +34,7 @@ _RESERVED = frozenset(
 )
 _TAG = re.compile(r"[<\[].*[>\]]\Z", re.DOTALL)
 _CANNOT_COPE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What Python raises inside a template that did not expect a message's shape."""
+"""Exceptions of Python that a template raises for a message of a shape it does not expect."""
 
 
 class ChatTemplate:
@@ -59,7 +60,7 @@ class ChatTemplate:
     def compile(self) -> None:
         """Import the engine and compile now, so that no request waits for it. Raises CheckpointError for a template that is no Jinja.
 
-        Templates are programs: one that does not end, or makes gigabytes, does so here. Whoever must go on bounds the process.
+        Templates are programs: one that does not end, or makes gigabytes, does so here. The caller must bound the process.
         """
         from jinja2.exceptions import TemplateError, TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -199,7 +200,7 @@ class ChatTemplate:
 
 
 def import_engine() -> None:
-    """What renders templates: half a second and 40 MB, the first time."""
+    """Import the library that renders templates: half a second and 40 MB, the first time."""
     import transformers.utils.chat_template_utils  # noqa: F401
 
 
@@ -209,7 +210,7 @@ class RenderedChat:
 
     text    with the marks around users' control tokens, if there are any
     pieces  the text cut at them, as `Tokenizer.encode_pieces` takes it; None without any
-    unread  names of kwargs that this template does not read, all of which asked for nothing
+    unread  names of kwargs that this template does not read; all have values that mean off or default
     """
 
     text: str
@@ -218,7 +219,7 @@ class RenderedChat:
 
     @property
     def plain_text(self) -> str:
-        """Without marks."""
+        """The text without marks."""
         return self.text if self.pieces is None else "".join(piece for piece, _ in self.pieces)
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
@@ -228,7 +229,7 @@ class RenderedChat:
 
 
 class _Chat:
-    """What a template is given that came from a client."""
+    """The client's part of a template's input."""
 
     def __init__(
         self,
@@ -245,7 +246,7 @@ class _Chat:
 
     @property
     def max_rendered_chars(self) -> int:
-        """A template that writes more than its input explains is a bomb, or broken. `strings` was called before."""
+        """Most characters the template may write; one that writes more is broken or hostile. Call `strings` before."""
         own_chars = OWN_CHARS + OWN_CHARS_PER_MESSAGE * len(self.messages)
         return min(MAX_CHAT_CHARS, MAX_GROWTH * self._num_chars + own_chars)
 
@@ -264,7 +265,7 @@ class _Chat:
         """A copy with control tokens marked.
 
         An assistant's turn is the model's own earlier output: its tags (`<think>`, `<tool_call>`) stay what they were, so that the next
-        turn's prompt has the same tokens and hits the prefix cache. Its control tokens proper are marked like everyone's.
+        turn's prompt has the same tokens and hits the prefix cache. Its control tokens are marked as in all messages.
         """
         patterns = [control if message["role"] == "assistant" else everything for message in self.messages]
         made = _Chat(
@@ -300,7 +301,7 @@ def _check_kwargs(kwargs: Mapping[str, object], source: str) -> None:
 
 
 def _asks_for_nothing(name: str, value: object) -> bool:
-    """A variable that is not there is false to a template: so is one that it does not read and that says null, false, 0 or ""."""
+    """Whether an unread variable changes nothing: null, false, 0 and "" mean the same to a template as a variable that is not set."""
     return name.isascii() and name.isidentifier() and len(name) <= MAX_UNREAD_NAME_CHARS and value in (None, False, "")
 
 

@@ -1,7 +1,7 @@
-"""How few tokens a text can possibly have, known from its bytes alone: what cannot fit a context is refused before it is tokenized.
+"""A lower bound on the number of tokens of a text, from its bytes alone, so that a text too long for a context need not be tokenized.
 
-A token covers at most so many bytes of the text. That holds only where no rule of the tokenizer lets text vanish, so the rules are read
-from tokenizer.json, and a tokenizer with a rule that is not known here has no bound: its texts are tokenized, whatever their length.
+One token covers at most `max_bytes` bytes of text. That holds only where no rule of the tokenizer drops text, so the rules are read from
+tokenizer.json. A tokenizer with a rule that is not known here has no bound: its texts are tokenized, whatever their length.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _KEEPS_TEXT = ("ByteLevel", "Digits", "Metaspace")
 @dataclass(frozen=True, slots=True)
 class TokenBound:
     """
-    max_bytes      of a text in one of its tokens
-    counts_spaces  False where tokens swallow the white space beside them, any amount
+    max_bytes      most bytes of text that one token covers
+    counts_spaces  False where some token also takes all white space beside it
     """
 
     max_bytes: int
     counts_spaces: bool = True
 
     def least_tokens(self, text: str) -> int:
-        """A text has at least so many tokens. Linear, about 1 ms per MiB; 10 ms where spaces do not count: not on an event loop."""
+        """The bound for one text. Linear: about 1 ms per MiB; 10 ms where spaces do not count, too long for an event loop."""
         if not self.counts_spaces:
             text = "".join(text.split())
         num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))

@@ -22,10 +22,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's table: printable Latin-1 bytes stand for themselves, the others for U+0100 onwards in order."""
+    """GPT-2's table: printable Latin-1 bytes stand for themselves, all other bytes for U+0100 onwards in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
 
 
 BYTE_OF_CHAR: Mapping[str, int] = _byte_of_char()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PIPED = re.compile(r"<[|\uff5c].*[|\uff5c]>\Z", re.DOTALL)
-"""`<|...|>` (and DeepSeek's full-width form): control tokens by their looks, even where a folder forgot to mark them special."""
+"""`<|...|>` (and DeepSeek's full-width form): treated as control tokens even where a folder does not mark them special."""
 
 
 class Tokenizer:
@@ -35,7 +35,7 @@ class Tokenizer:
     special_tokens  bos_token, eos_token, ... as templates read them
     special_ids     control tokens that `skip_special_tokens` leaves out
     digest          SHA-256 of tokenizer.json, hex
-    bound           how few tokens a text can have, by its bytes; None for a tokenizer whose rules allow no bound
+    bound           lower bound on the tokens of a text (`token_bounds`); None for a tokenizer whose rules allow none
     whole_texts     token id -> its text, for tokens that are whole characters by themselves
     """
 
@@ -111,7 +111,7 @@ class Tokenizer:
         else:
             pieces = self._control_pattern.split(text)
             ids = self.encode_pieces([(piece, number % 2 == 1) for number, piece in enumerate(pieces)], field=field)
-        if self._gives_control(ids):  # a normalizer made one out of other letters
+        if self._gives_control(ids):  # a normalizer turned other letters into a control token
             ids = self._plain_ids(text, field)
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
@@ -122,7 +122,7 @@ class Tokenizer:
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]], *, field: str = "prompt") -> list[int]:
         """Ids of a text cut into (piece, is_plain) parts; nothing joins across a cut. No special tokens are added.
 
-        A plain piece is spelled with ordinary tokens only, whatever it looks like; in the others control tokens are read as such.
+        A plain piece is spelled with ordinary tokens only, whatever it looks like; in any other piece control tokens are read as such.
         """
         pieces = [(piece, is_plain) for piece, is_plain in pieces if piece]
         ordinary = iter(self._batch([piece for piece, is_plain in pieces if not is_plain], is_inner=bool(pieces) and pieces[0][1]))
@@ -260,7 +260,7 @@ class Tokenizer:
         return self._after_newline(run("\n" + text)) or run(text)
 
     def _added_around(self) -> tuple[list[int], list[int]]:
-        """What the post-processor puts before and behind a text."""
+        """Ids that the post-processor puts before and after a text."""
         bare, full = self._ids("a"), self._ids("a", add_special_tokens=True)
         for start in range(len(full) - len(bare) + 1):
             if full[start : start + len(bare)] == bare:

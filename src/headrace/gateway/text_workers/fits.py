@@ -1,4 +1,4 @@
-"""Prompts that cannot fit a model's context, seen by their bytes before anything is tokenized."""
+"""Refuses prompts that cannot fit a model's context, by their bytes, before they are tokenized."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from headrace.text.token_bounds import TokenBound
 def check_fits(field: str, text: str, bound: TokenBound | None, max_model_len: int | None) -> None:
     """Raise ContextLengthExceeded for a text that has too many tokens however it is tokenized.
 
-    bound          None: nothing is known before
-    max_model_len  None: nothing to fit into
+    bound          None: the tokenizer allows no bound; nothing is refused
+    max_model_len  None: no limit
     """
     if bound is None or max_model_len is None or 4 * len(text) < max_model_len:
         return

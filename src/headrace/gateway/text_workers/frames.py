@@ -1,4 +1,4 @@
-"""What goes between the gateway and a worker: one frame each way per job, nothing that could name code.
+"""The frames between the gateway and a text worker: one each way per job. Nothing in them can name code.
 
 4 bytes  length of the head, little endian
 4 bytes  length of the tail
@@ -26,7 +26,7 @@ MAX_ID = 2**31 - 1
 
 
 class HostConfig(msgspec.Struct):
-    """What the host process is started with.
+    """The host process's configuration.
 
     models       name to folder
     start_cpu_s  for compiling one model's templates and rendering a greeting
@@ -38,7 +38,7 @@ class HostConfig(msgspec.Struct):
 
 
 class WorkerJob(msgspec.Struct, tag_field="job"):
-    """What a worker is asked."""
+    """A job for a worker."""
 
 
 class ParseBody(WorkerJob, tag="parse"):
@@ -83,7 +83,7 @@ class Tokenize(WorkerJob, tag="tokenize"):
 
 
 class WorkerReply(msgspec.Struct, tag_field="answer"):
-    """What a worker says. is_last: it leaves after this one; there is more memory in it than it should keep."""
+    """A worker's reply. is_last: the worker ends after it, because it has grown too much."""
 
     is_last: bool = False
 
@@ -107,11 +107,11 @@ class Tokens(WorkerReply, tag="tokens", kw_only=True):
 
 
 class Json(WorkerReply, tag="json"):
-    """The tail is JSON whose type the asker knows."""
+    """The tail is JSON whose type the caller knows."""
 
 
 class JobRefused(WorkerReply, tag="refused", kw_only=True):
-    """An error of `REFUSALS`, for the client."""
+    """An error of `REFUSALS`, to be raised in the gateway for the client."""
 
     kind: str
     message: str = ""
@@ -122,11 +122,11 @@ class JobRefused(WorkerReply, tag="refused", kw_only=True):
 
 
 class NoMemory(WorkerReply, tag="no memory"):
-    """The job met its bound on memory."""
+    """The job reached its memory limit."""
 
 
 class Failed(WorkerReply, tag="failed", kw_only=True):
-    """A fault of ours or of the model's files: `detail` says where, without a client's words."""
+    """A fault of ours or of the model's files: `detail` says where, without a client's text."""
 
     detail: str
 
@@ -168,8 +168,8 @@ def ids_from_bytes(data: bytes | memoryview) -> array[int]:
     return ids
 
 
-def refusal(error: InvalidRequest | UnsupportedMediaType) -> JobRefused:
-    """An error as it travels."""
+def refusal_of(error: InvalidRequest | UnsupportedMediaType) -> JobRefused:
+    """An error as the reply that carries it."""
     if isinstance(error, UnsupportedMediaType):
         return JobRefused(kind=UnsupportedMediaType.__name__, message=str(error))
     kind = next(name for name, kind in reversed(REFUSALS.items()) if isinstance(error, kind))
@@ -177,8 +177,8 @@ def refusal(error: InvalidRequest | UnsupportedMediaType) -> JobRefused:
     return JobRefused(kind=kind, field=error.field, limit=error.limit, value=value, remedy=error.remedy)
 
 
-def refused(answer: JobRefused) -> HeadraceError:
-    """The error it was."""
+def error_of(answer: JobRefused) -> HeadraceError:
+    """The error that a reply carries; the inverse of `refusal_of`."""
     if answer.kind == UnsupportedMediaType.__name__:
         return UnsupportedMediaType(answer.message)
     value = None if answer.value is None else _Shown(answer.value)
@@ -186,7 +186,7 @@ def refused(answer: JobRefused) -> HeadraceError:
 
 
 class _Shown:
-    """A client's value of which only the shortened form came across: shown as it is, again and again."""
+    """A client's value, of which only the shortened form was sent. Its repr is that form, without further quotes."""
 
     def __init__(self, text: str) -> None:
         self._text = text

@@ -3,7 +3,7 @@
 Why a process between the gateway and the workers: a fork of what is loaded takes milliseconds and shares its memory, so that a worker
 which met its bounds is cheap to replace; and a fork is only safe in a process without threads, which the gateway is not.
 
-Its standard input is the socket of `processes.HostProcess`; messages are JSON lines.
+Its standard input is one end of a socket pair; `processes.HostProcess` has the other. Messages are JSON lines.
 
     from the gateway   {"config": {...}}            once: which models, which limits
                        {"fork": 7} + a descriptor   worker 7 takes its jobs from that socket
@@ -46,7 +46,7 @@ MAX_FDS = 64
 def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library's threads would not survive a fork
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a terminal's Ctrl-C reaches everyone: the gateway decides when it ends
+        signal.signal(number, signal.SIG_IGN)  # Ctrl-C signals the whole process group; the gateway decides when this process ends
     control = Control(socket.socket(fileno=os.dup(sys.stdin.fileno())))
     with suppress(GatewayGone):
         serve(control)
@@ -84,7 +84,7 @@ def load(name: str, folder: str, cpu_s: float, control: Control) -> TextModel:
     except HeadraceError as error:
         if isinstance(error, CheckpointError):
             raise
-        # it refuses the greeting: other conversations may be to its taste
+        # it refuses this greeting, and may accept other conversations
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         unbound_memory()
@@ -92,7 +92,7 @@ def load(name: str, folder: str, cpu_s: float, control: Control) -> TextModel:
 
 
 class GatewayGone(Exception):
-    """The other end of the socket is closed: a gateway that refused to start, or was killed. Nothing is left to be done or said."""
+    """The gateway closed its end of the socket: it refused to start, or was killed. This process ends."""
 
 
 class Control:
@@ -120,7 +120,7 @@ class Control:
                 return messages[0]
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """What has come; None when the gateway is gone."""
+        """The messages that have arrived; None when the gateway is gone."""
         try:
             data, fds, _, _ = socket.recv_fds(self.channel, 1 << 16, MAX_FDS)
         except OSError:
@@ -137,7 +137,7 @@ class Control:
 
 
 class Host:
-    """Forks workers, kills them when told to, and reaps them."""
+    """Forks workers, kills them on request, and reaps them."""
 
     def __init__(self, control: Control, context: TextContext) -> None:
         self._control = control
@@ -196,7 +196,7 @@ class Host:
             self._control.channel.close()
             os.close(sys.stdin.fileno())
             work(channel, self._context, parent)
-        except BaseException as error:  # the outermost border; texts of exceptions may quote a client's words
+        except BaseException as error:  # the outermost border; messages of exceptions may quote a client's text
             where = "".join(traceback.format_tb(error.__traceback__))
             print(f"headrace text worker: ended by {type(error).__name__}\n{where}", file=sys.stderr, end="", flush=True)
         finally:

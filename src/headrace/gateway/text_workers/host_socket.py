@@ -1,7 +1,7 @@
 """The gateway's end of the socket to the host: JSON lines both ways, and a descriptor beside some of ours. `host.Control` is the other end.
 
-What is said is never dropped and no line is cut by another: what a full socket does not take waits here and goes on in order. That is a
-few bytes per worker at most, because all that waits is kills: a new worker is refused while the host does not read.
+No message is dropped, and no line is interrupted by another: bytes that a full socket does not take are kept and sent in order. They are a
+few bytes per worker at most: only kills are kept, and a new worker is refused while the host does not read.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class HostSocket:
     """Lives on the event loop, once one runs."""
 
     def __init__(self, channel: socket.socket, first: Mapping[str, object]) -> None:
-        """first: the message that the other end begins with; said here, where it may block: the other end waits for it."""
-        with suppress(OSError):  # the process is gone: whoever reads hears of it
+        """first: sent at once, with a blocking write: the host waits for it."""
+        with suppress(OSError):  # the process is gone: the next read reports it
             channel.sendall(_line(first))
         channel.setblocking(False)
         self._channel = channel
@@ -30,13 +30,12 @@ class HostSocket:
         self._rest = b""
 
     def say(self, message: Mapping[str, object]) -> None:
-        """Now, or as soon as the other end reads."""
+        """Send a message now, or as soon as the other end reads."""
         self._unsent += _line(message)
         self._send()
 
     def say_with(self, message: Mapping[str, object], fd: int) -> None:
-        """A message and a descriptor, now. Raises BlockingIOError when the other end has not read what was said before, OSError when it is
-        gone."""
+        """A message and a descriptor, now. Raises BlockingIOError when the other end has unread messages, OSError when it is gone."""
         if self._unsent:
             raise BlockingIOError(errno.EAGAIN, "the host process does not read")
         line = _line(message)
@@ -44,10 +43,10 @@ class HostSocket:
         self._send()
 
     async def wait(self) -> list[dict[str, Any]] | None:
-        """What comes next; None when the other end is gone. Not beside `listen`."""
+        """The next messages; None when the other end is gone. Not to be used together with `listen`."""
         try:
             return self._messages(await asyncio.get_running_loop().sock_recv(self._channel, READ_BYTES))
-        except OSError:  # a reset: it ended without reading what it was told
+        except OSError:  # a reset: the process ended with messages unread
             return None
 
     def listen(self, on_ready: Callable[[], None]) -> None:
@@ -55,7 +54,7 @@ class HostSocket:
         asyncio.get_running_loop().add_reader(self._channel, on_ready)
 
     def read(self) -> list[dict[str, Any]] | None:
-        """What has come; None when the other end is gone."""
+        """The messages that have arrived; None when the other end is gone."""
         try:
             return self._messages(self._channel.recv(READ_BYTES))
         except BlockingIOError:
@@ -65,7 +64,7 @@ class HostSocket:
 
     def close(self) -> None:
         """Needs no event loop."""
-        with suppress(RuntimeError):  # none runs: nothing of ours is on it
+        with suppress(RuntimeError):  # no loop runs, so no callback is registered
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._channel)
             loop.remove_writer(self._channel)
@@ -82,7 +81,7 @@ class HostSocket:
         except BlockingIOError:
             loop.add_writer(self._channel, self._send)
             return
-        except OSError:  # it is gone: whoever reads hears of it
+        except OSError:  # it is gone: the next read reports it
             self._unsent.clear()
         loop.remove_writer(self._channel)
 

@@ -1,6 +1,6 @@
-"""What one job may take: CPU seconds, memory, wall time. Each grows with the job's own bytes, so that a small job cannot take much.
+"""Limits of one job: CPU seconds, memory, wall time. Each grows with the job's bytes, so that a small job cannot take much.
 
-The figures are several times what honest work takes on a slow machine: tokenizing a MiB takes about a second of CPU and 200 MiB.
+The limits are several times what ordinary work takes on a slow machine: tokenizing a MiB takes about a second of CPU and 200 MiB.
 """
 
 from __future__ import annotations
@@ -14,24 +14,26 @@ CPU_PER_MIB_S = 5.0
 
 MEMORY_BASE_BYTES = 64 * MIB
 MEMORY_PER_BYTE = 320
-"""Beside what the worker had when it began."""
+"""Bytes of memory per byte of the job, beyond what the worker had when it began."""
 
 WALL_FACTOR = 20
 WALL_BASE_S = 30.0
-"""Wall time is only a net under a worker that hangs without computing: on a busy machine CPU time comes slowly."""
+"""Wall time limit: WALL_BASE_S + WALL_FACTOR x the CPU limit. It only ends workers that hang without computing; on a busy machine CPU time
+accrues slowly."""
 
 START_CPU_S = 10.0
-"""Compiling one model's templates and rendering an empty conversation."""
+"""CPU seconds for compiling one model's templates and rendering a greeting."""
 
 START_MEMORY_BYTES = 256 * MIB
 
 HEAVY_BYTES = 64 << 10
-"""A job from here on may hold its worker for long: it never holds the last of several, and is worth killing when nobody waits for it."""
+"""A job of at least this many bytes is heavy: it never takes the last free worker of several, and its worker is killed when its client
+leaves."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobBudget:
-    """What one job of `num_bytes` may take."""
+    """Limits of one job of `num_bytes`."""
 
     num_bytes: int
 

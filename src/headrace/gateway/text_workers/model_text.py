@@ -1,4 +1,4 @@
-"""One model's templates and tokens, asked of the workers: what an upstream calls where text becomes tokens, or many tokens text.
+"""One model's template and tokenizer, run in the text workers. Upstreams call it to turn text into tokens, and many tokens into text.
 
 Every call names the tenant whose share of the queue it takes, raises Overloaded when there is no room, and frees its place when its task
 is cancelled.
@@ -18,8 +18,8 @@ from headrace.text.tokenizer import Tokenizer
 
 class ModelText:
     """
-    name       the model's, as the workers know it
-    tokenizer  for what is small: detokenizing token by token, single names
+    name       the model's name in the workers
+    tokenizer  for small work in the gateway itself: detokenizing token by token
     """
 
     def __init__(self, pool: TextPool, name: str, tokenizer: Tokenizer) -> None:

@@ -1,8 +1,8 @@
-"""Jobs waiting for a worker, and jobs running in one: in fair order, within bounds, given up as soon as nobody wants them.
+"""Assigns jobs to text workers: in fair order, within bounds, and cancelled when the client leaves.
 
-A job is a future. Cancelled while it waits, it leaves the queue unrun; cancelled while it runs, its worker is killed if the job was heavy,
-else its answer is dropped. Heavy jobs never hold the last of two or more workers, so a short conversation waits behind short jobs only;
-a pool of one worker has none to keep free.
+A job is a future. One that is cancelled while it waits leaves the queue unrun. One that is cancelled while it runs costs its worker if it
+is heavy; else its answer is dropped. Heavy jobs never hold the last of two or more workers, so a short conversation waits behind short
+jobs only; a pool of one worker has none to keep free.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DOWN = "The processes that read prompts cannot be started now; it can be sent ag
 LOST = "The process that read this prompt was lost; it can be sent again."
 CROWDED_OUT = "This key has more prompts waiting to be read than any other; its newest give way."
 RETRY_S = 0.5
-FAULT = "If short ones meet this too, the model's chat template is at fault: tell whoever serves it."
+FAULT = "If short ones meet this too, the model's chat template is at fault: report it to the server's operator."
 
 Done = tuple[frames.AnyAnswer, memoryview]
 
@@ -40,10 +40,12 @@ class WorkerFault(HeadraceError):
 
 @dataclass(eq=False, slots=True)
 class _Task:
-    """One job on its way.
+    """One job, from `submit` to its answer.
 
-    name       of the job, for the log; field: of the request, for refusals
-    is_killed  its worker was told to end, which takes a moment: an answer may still come first
+    name       kind of job, for the log
+    field      the request's field, for refusals
+    is_late    its wall time is over
+    is_killed  its worker was sent a kill; an answer may still arrive before the worker ends
     """
 
     data: bytes
@@ -63,7 +65,7 @@ class TextPool:
     """`async with` starts and ends the workers.
 
     num_refused  jobs for which there was no room
-    num_killed   jobs that cost their worker, by reason: cpu, memory, time (their budgets), left (nobody waited any more), lost
+    num_killed   jobs that cost their worker, by reason: cpu, memory, time (over budget), left (the client left), lost (ended from outside)
     busy_s       seconds that workers had a job
     """
 
@@ -74,7 +76,7 @@ class TextPool:
         self._clock = clock
         self._idle: list[Worker] = []
         self._running: dict[Worker, _Task] = {}
-        self._killed: set[Worker] = set()  # have no job, were sent a kill, and have not ended yet
+        self._killed: set[Worker] = set()  # without a job, sent a kill, not ended yet
         self._is_down = False  # no worker is left, and none could be started
         self._logged = ""  # why none could be started the last time
         self._starts: set[asyncio.Task[None]] = set()
@@ -100,18 +102,18 @@ class TextPool:
 
     @property
     def reason(self) -> str:
-        """Why no prompt can be read now, in words a client may read; empty: nothing is in the way."""
+        """Why no prompt can be read now, in a form that may be shown to clients; empty: prompts can be read."""
         return self._workers.reason or ("no process to read prompts can be started" if self._is_down else "")
 
     def reading(self) -> TextReading:
-        """For the metrics page."""
+        """The numbers for the metrics page."""
         queue, killed = self._queue, dict(self.num_killed)
         return TextReading(len(queue), queue.num_bytes, len(self._running), self.num_refused, killed, self.busy_s)
 
     def submit(self, job: frames.WorkerJob, tail: bytes | memoryview = b"", *, tenant: str, field: str) -> asyncio.Future[Done]:
-        """Queue a job. The future has its answer, or raises what became of it; cancel it when nobody wants it any more.
+        """Queue a job. The future gets its answer or its error; cancelling the future cancels the job.
 
-        field  of the request, named where the job exceeds its budget
+        field  the request's field that is named where the job exceeds its budget
 
         Raises: Overloaded; Unavailable while there is no worker and none can be started.
         """
@@ -150,10 +152,10 @@ class TextPool:
     # -- workers -----------------------------------------------------------------------------------------------------------------
 
     def answered(self, worker: Worker, answer: frames.AnyAnswer, tail: memoryview) -> None:
-        """Called by a worker."""
+        """A worker's answer to its job. Called by the worker."""
         task = self._running.pop(worker)
         self._finish(task)
-        if task.is_killed:  # the signal is on its way, and would meet the next job
+        if task.is_killed:  # the kill has not arrived yet, and would hit the next job
             self._killed.add(worker)
             self.num_killed["time" if task.is_late else "left"] += 1
         elif answer.is_last:
@@ -165,7 +167,7 @@ class TextPool:
         self._dispatch()
 
     def ended(self, worker: Worker, number: int) -> None:
-        """Called by a worker that is gone."""
+        """A worker's end. Called by the worker."""
         task = self._running.pop(worker, None)
         if task is not None:
             self._finish(task)
@@ -176,7 +178,7 @@ class TextPool:
             self._start_worker()
         elif worker in self._idle:
             self._idle.remove(worker)
-            self._start_worker(delay_s=RETRY_S)  # it never had a job, or was ended from outside: not as fast as it can
+            self._start_worker(delay_s=RETRY_S)  # it had no job: it may end again at once, so the next start waits
 
     def _start_worker(self, delay_s: float = 0.0) -> None:
         if not self._is_closed:
@@ -203,7 +205,7 @@ class TextPool:
         self._dispatch()
 
     def _log_no_worker(self, reason: str) -> None:
-        """Each reason once, until a worker is started: every worker is tried for twice a second."""
+        """Log each reason once until a worker starts: a start is tried every RETRY_S seconds."""
         if reason != self._logged:
             self._logged = reason
             log.warning("no text worker could be started: %s", reason)
@@ -218,7 +220,7 @@ class TextPool:
                 return
             task = entry.item
             task.is_waiting = False
-            if task.future.done():  # given up a moment ago
+            if task.future.done():  # cancelled, and its callback has not run yet
                 continue
             task.worker = worker = self._idle.pop()
             task.began_s = self._clock()
@@ -228,7 +230,7 @@ class TextPool:
             task.data = b""
 
     def _refuse_waiting(self) -> None:
-        """There is no worker and none can be started: what waits is refused, and what comes, until one is there."""
+        """Refuse all waiting jobs: there is no worker and none can be started. New jobs are refused until one is."""
         self._is_down = True
         while (entry := self._queue.pop(may_be_heavy=True)) is not None:
             entry.item.is_waiting = False
@@ -264,7 +266,7 @@ class TextPool:
     def _resolve(self, task: _Task, answer: frames.AnyAnswer, tail: memoryview) -> None:
         match answer:
             case frames.JobRefused():
-                task.future.set_exception(frames.refused(answer))
+                task.future.set_exception(frames.error_of(answer))
             case frames.NoMemory():
                 task.future.set_exception(self._exceeded(task, "memory"))
             case frames.Failed():
@@ -274,10 +276,10 @@ class TextPool:
                 task.future.set_result((answer, tail))
 
     def _explain(self, task: _Task, number: int) -> None:
-        """A worker ended under its job."""
+        """Set the error of a job whose worker ended."""
         if task.future.cancelled():
             self.num_killed["left"] += 1
-        elif number == HOST_LOST or (number in (0, signal.SIGKILL) and not task.is_late):  # nobody's bound: ended from outside
+        elif number == HOST_LOST or (number in (0, signal.SIGKILL) and not task.is_late):  # no limit of the job was met: ended from outside
             self.num_killed["lost"] += 1
             task.future.set_exception(Unavailable(LOST))
         elif not task.future.done():
@@ -285,9 +287,9 @@ class TextPool:
             task.future.set_exception(self._exceeded(task, reason))
 
     def _exceeded(self, task: _Task, reason: str) -> InvalidRequest:
-        """The budget grows with the request, so the request is the one to change: a 400, which clients do not send again by themselves.
+        """The error of a job that exceeded its budget. The budget grows with the request, so the client must change it: 400, not retried.
 
-        Where the template is at fault the operator hears of it: each time in the log, and in a counter.
+        Where the template is at fault, the operator sees it in the log and in a counter.
         """
         budget = task.budget
         spent = {

@@ -30,22 +30,23 @@ START_TIMEOUT_S = 120.0
 RESTART_S = 1.0
 MAX_RESTART_S = 60.0
 STABLE_S = 60.0
-"""The host is started again after pauses that double: a folder that cannot be loaded takes seconds of CPU time at each try."""
+"""Pauses before the host is started again: RESTART_S, doubling to MAX_RESTART_S; RESTART_S again after STABLE_S of service. A folder that
+cannot be loaded takes seconds of CPU time at each start."""
 
 ADD_TIMEOUT_S = 10.0
-"""How long a new worker may take, and the host's restart before it: jobs that are queued meanwhile wait no longer."""
+"""Seconds for a new worker to start, the host's restart included. Jobs that are queued meanwhile wait no longer than this."""
 
 KILL_TIMEOUT_S = 10.0
-"""A host that has not ended a worker so long after it was told to does nothing any more: it is ended, and its workers with it."""
+"""A host that has not ended a worker this many seconds after a kill is stuck: it is killed, and its workers with it."""
 
 MAX_GROWTH = 32
-"""Bytes of an answer per byte of its job: no honest answer comes near."""
+"""Most bytes of an answer per byte of its job, plus 1 MiB. Ordinary answers stay far below."""
 
 
 class WorkerProcess(asyncio.Protocol):
-    """A forked worker. Its owner hears of its end once its last answer was read and its host has said how it ended.
+    """A forked worker. `Owner.ended` is called once its last answer was read and its host has reported how it ended.
 
-    is_known  set when the host has said that it is forked, or that it is gone
+    is_known  set when the host has reported that it was forked, or that it is gone
     """
 
     def __init__(self, owner: Owner, kill: Callable[[], None]) -> None:
@@ -89,7 +90,7 @@ class WorkerProcess(asyncio.Protocol):
         self._maybe_end()
 
     def ended(self, number: int) -> None:
-        """The host's word."""
+        """The host reports the worker's end. number: as in `Owner.ended`"""
         self._signal = number
         self.is_known.set()
         if self._transport is not None and number == HOST_LOST:
@@ -106,7 +107,7 @@ class WorkerProcess(asyncio.Protocol):
 
 
 class HostProcess:
-    """The host, started again when it is lost."""
+    """The host process, started again when it is lost."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class HostProcess:
         return "" if self._is_up.is_set() else "the process that reads prompts is being started"
 
     def spawn(self) -> None:
-        """Begin to start the process; needs no event loop. `start` waits for it."""
+        """Start the process without waiting for it; needs no event loop. `start` waits until it is ready."""
         ours, theirs = socket.socketpair()
         inherited = {name: value for name, value in os.environ.items() if name not in self._withheld}
         with theirs:
@@ -148,7 +149,7 @@ class HostProcess:
         self._socket = HostSocket(ours, {"config": msgspec.to_builtins(self._config)})
 
     def kill(self) -> None:
-        """End the process, if there is one; needs no event loop. For who spawned it and never came to `start` or `close`."""
+        """End the process, if there is one; needs no event loop. For a caller of `spawn` that never reached `start` or `close`."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -223,7 +224,7 @@ class HostProcess:
             worker.ended(HOST_LOST)
 
     async def _start_again(self, pause_s: float) -> None:
-        """Until it runs. Each reason why it does not is logged once in a row."""
+        """Try until the host runs. Equal reasons in a row are logged once."""
         await self._stop_process()
         logged = ""
         while True:
@@ -290,7 +291,7 @@ class HostProcess:
     def _check_killed(self, number: int) -> None:
         if number in self._workers and self._process is not None:
             log.error("the text workers' host process does not end a worker: it is ended itself")
-            self._process.kill()  # `_read` hears of it
+            self._process.kill()  # `_read` reports it
 
     def _read(self) -> None:
         assert self._socket is not None

@@ -1,8 +1,8 @@
-"""The jobs that wait for a worker: bounded in number and bytes, fair between tenants, open to removal anywhere.
+"""The queue of jobs that wait for a text worker: bounded in number and bytes, fair between tenants; any job can be removed.
 
-Two rings of tenants, one with their light jobs and one with their heavy ones, each with bounds of its own. A ring gives every tenant one
-job in turn; `pop` takes from the rings alternately. Where a bound is reached, the tenant that holds most gives way: its newest jobs are
-pushed out for another's, so a flood is refused to the one who makes it. Pure: no clock, no event loop.
+Light jobs and heavy jobs wait in two rings of tenants, each with its own bounds. A ring serves its tenants round robin, one job each; `pop`
+alternates between the rings. At a bound the newest jobs of the tenant that holds most are evicted for another tenant's job, so a flood
+is refused to the tenant that makes it. Pure: no clock, no event loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FULL = "Too many prompts wait to be read."
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Entry(Generic[T]):
-    """One waiting job; two are equal only if they are the same."""
+    """One waiting job. Compared by identity."""
 
     item: T
     tenant: str
@@ -30,17 +30,17 @@ class Entry(Generic[T]):
 
 @dataclass(slots=True)
 class _Held:
-    """What one tenant has waiting."""
+    """Jobs and bytes that one tenant has waiting."""
 
     num_entries: int = 0
     num_bytes: int = 0
 
 
 class JobQueue(Generic[T]):
-    """Light jobs and heavy ones, each within the bounds: megabytes that wait refuse nobody's short prompts."""
+    """Light jobs and heavy jobs, each kind within the bounds: waiting megabytes never cause short prompts to be refused."""
 
     def __init__(self, *, max_entries: int, max_bytes: int) -> None:
-        """Of each kind."""
+        """max_entries, max_bytes: bounds of each of the two kinds"""
         self._light: TenantRing[T] = TenantRing(max_entries=max_entries, max_bytes=max_bytes)
         self._heavy: TenantRing[T] = TenantRing(max_entries=max_entries, max_bytes=max_bytes)
         self._is_heavy_next = False
@@ -57,7 +57,7 @@ class JobQueue(Generic[T]):
         return self._ring(is_heavy=entry.is_heavy).push(entry)
 
     def pop(self, *, may_be_heavy: bool) -> Entry[T] | None:
-        """The next job, of the two kinds in turn where both have one."""
+        """The next job, alternating between the kinds where both have one."""
         for is_heavy in (self._is_heavy_next, not self._is_heavy_next):
             if (may_be_heavy or not is_heavy) and (entry := self._ring(is_heavy=is_heavy).pop()) is not None:
                 self._is_heavy_next = not is_heavy
@@ -77,7 +77,7 @@ class JobQueue(Generic[T]):
 
 
 class TenantRing(Generic[T]):
-    """Jobs of one kind, tenants in turn. num_bytes: of all of them; their number is `len`."""
+    """Jobs of one kind, tenants round robin. num_bytes: of all jobs; `len` is their number."""
 
     def __init__(self, *, max_entries: int, max_bytes: int) -> None:
         self._max_entries = max_entries
@@ -91,9 +91,9 @@ class TenantRing(Generic[T]):
         return self._num_entries
 
     def push(self, entry: Entry[T]) -> list[Entry[T]]:
-        """Add a job. Returns the jobs that were pushed out for it: they are not in the queue any more.
+        """Add a job. Returns the jobs that were evicted for it.
 
-        Raises: Overloaded when there is no room and no other tenant holds more than this one would.
+        Raises: Overloaded at the bound, where no other tenant holds more than this one would.
         """
         evicted = self._to_evict(entry)
         for other in evicted:
@@ -110,7 +110,7 @@ class TenantRing(Generic[T]):
         waiting = self._waiting.pop(tenant)
         entry = waiting.popleft()
         if waiting:
-            self._waiting[tenant] = waiting  # behind the others
+            self._waiting[tenant] = waiting  # its next turn comes after all other tenants
         self._count(entry, -1)
         return entry
 
@@ -145,7 +145,7 @@ class TenantRing(Generic[T]):
         self.num_bytes += sign * entry.num_bytes
 
     def _to_evict(self, entry: Entry[T]) -> list[Entry[T]]:
-        """The newest jobs of the tenant that holds most, as few as make room. Raises Overloaded; changes nothing."""
+        """The newest jobs of the tenant that holds most, as few as needed for `entry`. Raises Overloaded; changes nothing."""
         num_entries, num_bytes = self._num_entries + 1 - self._max_entries, self.num_bytes + entry.num_bytes - self._max_bytes
         if num_entries <= 0 and num_bytes <= 0:
             return []
@@ -171,5 +171,5 @@ class TenantRing(Generic[T]):
         return self._share(held.num_entries, held.num_bytes)
 
     def _share(self, num_entries: int, num_bytes: int) -> float:
-        """Of the bound that is nearer."""
+        """Share of the bounds that these jobs use: the larger of the two."""
         return max(num_entries / self._max_entries, num_bytes / self._max_bytes)

@@ -1,6 +1,6 @@
 """What a worker does with a job: pure functions from a job to its answer. Also the plain twin of the processes: tests call it in their own.
 
-Everything that can take long for a client's words is here: decoding large bodies, templates, tokenizing, decoding many ids.
+Everything that can take long for a client's input is here: decoding large bodies, templates, tokenizing, decoding many ids.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PARSERS: Mapping[str, Parse] = {parse.__name__: parse for parse in (parse_chat, 
 
 @dataclass(frozen=True, slots=True)
 class TextContext:
-    """What every job is done with. texts: by model name."""
+    """What jobs need: the models' text, by model name, and the limits."""
 
     texts: Mapping[str, TextModel]
     limits: Limits
@@ -43,10 +43,10 @@ class TextContext:
         except MemoryError:
             return frames.NoMemory(is_last=True), b""
         except (InvalidRequest, UnsupportedMediaType) as error:
-            return frames.refusal(error), b""
+            return frames.refusal_of(error), b""
         except HeadraceError as error:  # a damaged folder: its message is the operator's
             return frames.Failed(detail=f"{type(error).__name__}: {error}"), b""
-        except Exception as error:  # the outermost border; texts of foreign exceptions may quote a client's words
+        except Exception as error:  # the outermost border; messages of foreign exceptions may quote a client's text
             return frames.Failed(detail="".join(traceback.format_tb(error.__traceback__)) + type(error).__name__), b""
 
     def _do(self, job: frames.AnyJob, tail: bytes) -> tuple[frames.AnyAnswer, bytes]:
@@ -76,7 +76,7 @@ class TextContext:
 
 
 def parse_body(parser: str, body: bytes, limits: Limits) -> Any:
-    """What a surface reads in a request's body. Raises InvalidRequest or UnsupportedMediaType."""
+    """A request's body, parsed by its surface. Raises InvalidRequest or UnsupportedMediaType."""
     return PARSERS[parser](decode_object(body, Caps(depth=limits.max_json_depth)), limits)
 
 

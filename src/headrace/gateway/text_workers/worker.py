@@ -18,7 +18,8 @@ from headrace.gateway.text_workers.limits import MIB, JobBudget
 from headrace.gateway.text_workers.work import TextContext
 
 KEEPS_BYTES = 32 * MIB
-"""Grown by more than this, a worker leaves after its answer: a new one costs milliseconds, and freed memory rarely goes back."""
+"""A worker that has grown by more than this ends after its answer: a new one costs milliseconds, and freed memory rarely returns to the
+system."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -44,16 +45,16 @@ def work(channel: socket.socket, context: TextContext, parent: int) -> None:
             channel.sendall(frames.frame(answer, answer_tail))
             if answer.is_last:
                 break
-            del head, tail, answer, answer_tail  # a worker that waits holds nothing
+            del head, tail, answer, answer_tail  # an idle worker keeps no request's data
     except MemoryError:
         os.abort()  # read, framed or sent under the bound: it ends as in code that cannot raise, and the pool reads the signal as memory
     except OSError:
-        pass  # the gateway is gone, or does not want this worker any more
+        pass  # the gateway is gone, or has closed this worker's socket
     os._exit(0)
 
 
 def bound_memory(num_bytes: int) -> None:
-    """Let this process have an address space of so many bytes. Nothing happens where `memory_bytes` does not know what it has now."""
+    """Limit this process's address space to `num_bytes`. No effect where `memory_bytes` does not know the present size."""
     if memory_bytes()[0]:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard), hard))
@@ -75,7 +76,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def _exactly(channel: socket.socket, num_bytes: int) -> bytes | None:
-    """So many bytes; None when the other end closed."""
+    """Exactly `num_bytes` from the socket; None when the other end closed it."""
     data = bytearray(num_bytes)
     view = memoryview(data)
     while view:

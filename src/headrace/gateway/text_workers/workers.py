@@ -7,7 +7,7 @@ from typing import Protocol
 from headrace.gateway.text_workers import frames
 
 HOST_LOST = -1
-"""In the place of the signal that ended a worker: nobody knows it, its host is gone as well."""
+"""Stands for the signal that ended a worker where it is not known, because the host is gone as well."""
 
 
 class Worker(Protocol):
@@ -18,12 +18,12 @@ class Worker(Protocol):
         ...
 
     def kill(self) -> None:
-        """End it, whatever it does; `on_end` is called."""
+        """End it, whatever it does; `Owner.ended` is called."""
         ...
 
 
 class Owner(Protocol):
-    """Who is told what became of a worker."""
+    """Receives a worker's answers and its end. `pool.TextPool` is one."""
 
     def answered(self, worker: Worker, answer: frames.AnyAnswer, tail: memoryview) -> None: ...
 
@@ -37,7 +37,7 @@ class Workers(Protocol):
 
     @property
     def reason(self) -> str:
-        """Why no worker can be had now, in words a client may read; empty: there is nothing in the way."""
+        """Why no worker can be started now, in a form that may be shown to clients; empty: one can."""
         ...
 
     async def start(self) -> None:

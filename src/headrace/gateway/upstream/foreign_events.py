@@ -145,7 +145,7 @@ class NamedTexts:
 class EventReader:
     """One answer.
 
-    usage  as the server counts, once it said so; before that, output tokens as they came and nothing of the prompt
+    usage  the server's counts, once it has sent them; before that, output tokens as received, and 0 for the prompt
     """
 
     def __init__(self, num_sequences: int) -> None:
@@ -184,7 +184,7 @@ class EventReader:
             raise BrokenStream("it ended before it was complete")
 
     async def _piece(self, response: aiohttp.ClientResponse) -> bytes:
-        """The next bytes; empty at the end, or when a server that has said everything says nothing more."""
+        """The next bytes; empty at the end, or when a server that has finished every sequence is silent for too long."""
         if any(self._is_running):
             return await response.content.read(PIECE_BYTES)
         now = asyncio.get_running_loop().time()

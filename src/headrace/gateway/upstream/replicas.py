@@ -119,9 +119,9 @@ class ReplicaPool:
 
         Replicas of one model may differ in `max_model_len`: it follows from the memory each has.
         """
-        said = [replica.connection.info.model for replica in self.replicas if replica.connection.info is not None]
-        if said:
-            self._last_info = max(said, key=lambda info: info.max_model_len)
+        infos = [replica.connection.info.model for replica in self.replicas if replica.connection.info is not None]
+        if infos:
+            self._last_info = max(infos, key=lambda info: info.max_model_len)
         return self._last_info
 
     def pick(self, *, prompt_tokens: int, max_output_tokens: int = 1, tried: Collection[ReplicaInstance] = ()) -> Replica:

@@ -51,7 +51,7 @@ class GenerationRequest:
     """What one client wants, checked as far as no model is needed for it.
 
     prompt      one conversation, or any number of plain prompts
-    sampling    the parameters the client gave, by the names of `SamplingParams`; whoever answers adds defaults of its own
+    sampling    the parameters the client gave, by the names of `SamplingParams`; the upstream adds its own defaults
     deadline_s  when the answer ends, finished or not, on the service's clock; None = no deadline
     """
 
