@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headrace.core.errors import Overloaded
-from headrace.gateway.text_workers.queue import Entry, JobQueue
+from headrace.gateway.text_workers.queue import JobQueue, QueuedJob
 
 MAX_ENTRIES, MAX_BYTES = 12, 100
 
 
-def entry(number: int, tenant: str = "a", num_bytes: int = 1, *, is_heavy: bool = False) -> Entry[int]:
-    return Entry(number, tenant, num_bytes, is_heavy)
+def entry(number: int, tenant: str = "a", num_bytes: int = 1, *, is_heavy: bool = False) -> QueuedJob[int]:
+    return QueuedJob(number, tenant, num_bytes, is_heavy)
 
 
 def drained(queue: JobQueue[int]) -> list[int]:
@@ -86,7 +86,7 @@ class QueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.queue: JobQueue[int] = JobQueue(max_entries=MAX_ENTRIES, max_bytes=MAX_BYTES)
-        self.waiting: list[Entry[int]] = []
+        self.waiting: list[QueuedJob[int]] = []
         self.number = 0
 
     @rule(tenant=st.sampled_from("abc"), num_bytes=st.integers(1, 60), is_heavy=st.booleans())

@@ -19,7 +19,7 @@ from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, Unavailable
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.limits import MIB, JobBudget
-from headrace.gateway.text_workers.queue import Entry, JobQueue
+from headrace.gateway.text_workers.queue import JobQueue, QueuedJob
 from headrace.gateway.text_workers.workers import HOST_LOST, Worker, Workers
 from headrace.observe.metrics import TextReading
 
@@ -121,7 +121,7 @@ class TextPool:
             raise Unavailable(DOWN)
         data = frames.frame(job, tail)
         task = _Task(data, type(job).__name__, field, asyncio.get_running_loop().create_future(), JobBudget(len(data)))
-        entry = Entry(task, tenant, len(data), task.budget.is_heavy)
+        entry = QueuedJob(task, tenant, len(data), task.budget.is_heavy)
         try:
             evicted = self._queue.push(entry)
         except Overloaded:
@@ -237,7 +237,7 @@ class TextPool:
             if not entry.item.future.done():
                 entry.item.future.set_exception(Unavailable(DOWN))
 
-    def _given_up(self, entry: Entry[_Task], future: asyncio.Future[Done]) -> None:
+    def _given_up(self, entry: QueuedJob[_Task], future: asyncio.Future[Done]) -> None:
         if not future.cancelled():
             return
         task = entry.item

@@ -19,7 +19,7 @@ FULL = "Too many prompts wait to be read."
 
 
 @dataclass(eq=False, frozen=True, slots=True)
-class Entry(Generic[T]):
+class QueuedJob(Generic[T]):
     """One waiting job. Compared by identity."""
 
     item: T
@@ -52,11 +52,11 @@ class JobQueue(Generic[T]):
     def num_bytes(self) -> int:
         return self._light.num_bytes + self._heavy.num_bytes
 
-    def push(self, entry: Entry[T]) -> list[Entry[T]]:
+    def push(self, entry: QueuedJob[T]) -> list[QueuedJob[T]]:
         """See `TenantRing.push`."""
         return self._ring(is_heavy=entry.is_heavy).push(entry)
 
-    def pop(self, *, may_be_heavy: bool) -> Entry[T] | None:
+    def pop(self, *, may_be_heavy: bool) -> QueuedJob[T] | None:
         """The next job, alternating between the kinds where both have one."""
         for is_heavy in (self._is_heavy_next, not self._is_heavy_next):
             if (may_be_heavy or not is_heavy) and (entry := self._ring(is_heavy=is_heavy).pop()) is not None:
@@ -64,7 +64,7 @@ class JobQueue(Generic[T]):
                 return entry
         return None
 
-    def remove(self, entry: Entry[T]) -> None:
+    def remove(self, entry: QueuedJob[T]) -> None:
         """Take out a job that is in the queue."""
         self._ring(is_heavy=entry.is_heavy).remove(entry)
 
@@ -82,7 +82,7 @@ class TenantRing(Generic[T]):
     def __init__(self, *, max_entries: int, max_bytes: int) -> None:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
-        self._waiting: dict[str, deque[Entry[T]]] = {}
+        self._waiting: dict[str, deque[QueuedJob[T]]] = {}
         self._held: dict[str, _Held] = {}
         self._num_entries = 0
         self.num_bytes = 0
@@ -90,7 +90,7 @@ class TenantRing(Generic[T]):
     def __len__(self) -> int:
         return self._num_entries
 
-    def push(self, entry: Entry[T]) -> list[Entry[T]]:
+    def push(self, entry: QueuedJob[T]) -> list[QueuedJob[T]]:
         """Add a job. Returns the jobs that were evicted for it.
 
         Raises: Overloaded at the bound, where no other tenant holds more than this one would.
@@ -102,7 +102,7 @@ class TenantRing(Generic[T]):
         self._count(entry, +1)
         return evicted
 
-    def pop(self) -> Entry[T] | None:
+    def pop(self) -> QueuedJob[T] | None:
         """The oldest job of the tenant whose turn it is."""
         if not self._waiting:
             return None
@@ -114,7 +114,7 @@ class TenantRing(Generic[T]):
         self._count(entry, -1)
         return entry
 
-    def remove(self, entry: Entry[T]) -> None:
+    def remove(self, entry: QueuedJob[T]) -> None:
         self._waiting[entry.tenant].remove(entry)
         if not self._waiting[entry.tenant]:
             del self._waiting[entry.tenant]
@@ -135,7 +135,7 @@ class TenantRing(Generic[T]):
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
 
-    def _count(self, entry: Entry[T], sign: int) -> None:
+    def _count(self, entry: QueuedJob[T], sign: int) -> None:
         held = self._held.setdefault(entry.tenant, _Held())
         held.num_entries += sign
         held.num_bytes += sign * entry.num_bytes
@@ -144,7 +144,7 @@ class TenantRing(Generic[T]):
         self._num_entries += sign
         self.num_bytes += sign * entry.num_bytes
 
-    def _to_evict(self, entry: Entry[T]) -> list[Entry[T]]:
+    def _to_evict(self, entry: QueuedJob[T]) -> list[QueuedJob[T]]:
         """The newest jobs of the tenant that holds most, as few as needed for `entry`. Raises Overloaded; changes nothing."""
         num_entries, num_bytes = self._num_entries + 1 - self._max_entries, self.num_bytes + entry.num_bytes - self._max_bytes
         if num_entries <= 0 and num_bytes <= 0:
@@ -156,7 +156,7 @@ class TenantRing(Generic[T]):
             raise Overloaded(FULL)
         left = self._held[victim]
         left = _Held(left.num_entries, left.num_bytes)
-        evicted: list[Entry[T]] = []
+        evicted: list[QueuedJob[T]] = []
         waiting = list(self._waiting[victim])
         while (num_entries > 0 or num_bytes > 0) and self._share_of(left) > allowed:
             other = waiting.pop()
