@@ -8,7 +8,7 @@ ARGS   ?=
 BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.headrace-setup
 
-.PHONY: setup serve test test-slow test-mutants check bench bench-smoke proto clean
+.PHONY: setup serve test test-slow test-mutants browser check bench bench-smoke proto clean
 
 setup: $(STAMP)
 
@@ -26,6 +26,10 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m "slow" $(ARGS)
+
+# Chromium from Debian, for the slow test of pages of other origins; needs root.
+browser:
+	tools/install_chromium.sh
 
 test-mutants: $(STAMP)
 	$(BIN)/python tests/mutants/run.py $(ARGS)
