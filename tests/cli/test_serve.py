@@ -198,12 +198,17 @@ def answering(*statuses: int) -> Iterator[tuple[FleetReady, list[int]]]:
         thread.join()
 
 
-@pytest.mark.parametrize("answer", [200, 403, 404])
-def test_a_gateway_that_refuses_the_question_is_serving(model_folder: Path, terminal: Terminal, answer: int) -> None:
-    """With allowed_hosts it refuses the host 127.0.0.1, which the announcement asks for."""
-    with answering(503, answer) as (ready, said):
+def test_a_page_of_any_origin_is_told_from_an_address_alone(model_folder: Path, terminal: Terminal) -> None:
+    announce(config_with(model_folder, allowed_origins=["*"]), READY)
+    assert "every web page that is opened in reach of this address may use it" in terminal.getvalue()
+    announce(config_with(model_folder, allowed_origins=["*"], api_key=["a-long-enough-key"]), READY)
+    assert terminal.getvalue().count("every web page") == 1
+
+
+def test_a_gateway_that_gets_ready_is_serving(model_folder: Path, terminal: Terminal) -> None:
+    with answering(503, 200) as (ready, said):
         announcement.announce_when_ready(config_with(model_folder), ready)
-    assert said == [503, answer]
+    assert said == [503, 200]
     out = terminal.getvalue()
     assert "Serving " in out
     assert "Not ready" not in out

@@ -54,9 +54,21 @@ async def test_http_1_1_wants_a_host_everywhere(port: int, path: str) -> None:
     assert (await talk(port, f"GET {path} HTTP/1.1\r\nconnection: close\r\n\r\n".encode()))[0] == 400
 
 
-@pytest.mark.parametrize("extra", ["origin: http://evil.example", "host: evil.example"])
-async def test_a_page_gets_nothing_by_speaking_http_1_0(port: int, extra: str) -> None:
-    assert (await talk(port, f"GET /health HTTP/1.0\r\n{extra}\r\n\r\n".encode()))[0] == 403
+async def test_a_page_gets_nothing_by_speaking_http_1_0(port: int) -> None:
+    assert (await talk(port, b"GET /health HTTP/1.0\r\norigin: http://evil.example\r\n\r\n"))[0] == 403
+
+
+@pytest.mark.parametrize("host", ["10.42.0.7:8000", "headrace.default.svc", "evil.example"])
+async def test_probes_are_answered_under_every_name_and_nothing_else_is(bench: TestBench, host: str) -> None:
+    """A kubelet asks under the pod's address, a load balancer under its target's."""
+    for path in PROBES:
+        assert (await bench.client.get(path, headers={"host": host})).status_code == 200
+    for path in ("/v1/models", "/metrics", "/docs", "/nope", "/health/"):
+        assert (await bench.client.get(path, headers={"host": host})).status_code == 403
+
+
+async def test_a_probe_wants_a_well_formed_host(port: int) -> None:
+    assert (await talk(port, b"GET /health HTTP/1.1\r\nhost: a b\r\nconnection: close\r\n\r\n"))[0] == 400
 
 
 async def test_probes_without_a_host_need_no_key(text: TextModel) -> None:

@@ -164,18 +164,58 @@ async def test_a_browsers_exchange_over_a_socket(opened: TestBench) -> None:
     assert b"data: [DONE]" in second
 
 
+REFUSED_HEADS = {
+    "431 too large": "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\norigin: {origin}\r\nx: " + "a" * 40_000,
+    "431 too many": "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\norigin: {origin}\r\n" + "x: y\r\n" * 200 + "\r\n",
+    "408": "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\norigin: {origin}\r\nx",
+    "400": "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\norigin: {origin}\r\naccept: */*\r\nno colon\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("head", REFUSED_HEADS.values(), ids=REFUSED_HEADS)
+async def test_what_is_refused_before_it_is_a_request_may_be_read_too(text: TextModel, head: str) -> None:
+    async with open_bench(text, allowed_origins=[PAGE], timeouts={"header_s": 0.2}) as bench, serving(bench.gateway) as port:
+        for origin, is_listed in ((PAGE, True), ("https://evil.example", False)):
+            async with asyncio.timeout(10), dial(port) as (reader, writer):
+                writer.write(head.format(origin=origin).encode())
+                answer = (await reader.read()).partition(b"\r\n\r\n")[0]
+            assert answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 408 ", b"HTTP/1.1 400 "))
+            assert b"\r\nvary: Origin" in answer
+            assert (f"\r\naccess-control-allow-origin: {PAGE}\r\n".encode() in answer) is is_listed
+
+
+async def test_a_head_that_is_refused_on_a_used_connection_is_not_taken_for_the_request_before_it(text: TextModel) -> None:
+    bench_of_one = open_bench(text, allowed_origins=[PAGE])
+    async with bench_of_one as bench, serving(bench.gateway) as port, asyncio.timeout(10), dial(port) as (reader, writer):
+        writer.write(f"GET /live HTTP/1.1\r\nhost: localhost\r\norigin: {PAGE}\r\n\r\n".encode())
+        assert PAGE.encode() in await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"\x00 no http\r\n\r\n")
+        answer = await reader.read()
+    assert b"HTTP/1.1 400 " in answer
+    assert PAGE.encode() not in answer
+
+
 BAD = [
     ("allowed_origins", "app.example"),
     ("allowed_origins", "https://app.example/"),
     ("allowed_origins", '["https://app.example"]'),
     ("allowed_origins", "https://app.example, https://b.example"),
     ("allowed_origins", "null"),
+    ("allowed_origins", "https://app.example:443"),
+    ("allowed_origins", "HTTP://app.example:80"),
     ("allowed_origins", ""),
     ("allowed_hosts", "https://app.example"),
     ("allowed_hosts", "app.example:8000"),
     ("allowed_hosts", "*"),
     ("allowed_hosts", ""),
 ]
+
+
+def test_a_default_port_is_refused_with_the_origin_that_browsers_send() -> None:
+    with pytest.raises(ConfigError, match=r"Write https://app\.example: browsers leave out the port"):
+        gateway_config(allowed_origins=["https://app.example:443"])
+    kept = ["https://app.example:80", "http://app.example:443", "http://[::1]:8080"]
+    assert list(gateway_config(allowed_origins=kept).allowed_origins) == kept
 
 
 @pytest.mark.parametrize(("key", "value"), BAD)

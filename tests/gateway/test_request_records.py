@@ -60,7 +60,7 @@ async def test_refusals_before_a_request_is_known_say_why_too(text: TextModel, t
         await bench.chat()
         await bench.client.get("/nope", headers={"authorization": f"Bearer {KEY}"})
         await bench.client.get("/v1/chat/completions", headers={"authorization": f"Bearer {KEY}"})
-        await bench.client.get("/health", headers={"host": "evil.example"})
+        await bench.client.get("/v1/models", headers={"host": "evil.example"})
         await bench.client.get("/health", headers={"origin": "https://evil.example"})
         async with asyncio.timeout(10), dial(port) as (reader, writer):
             writer.write(b"no http\r\n\r\n")
@@ -107,10 +107,22 @@ async def test_no_record_holds_what_a_client_gave(text: TextModel, tmp_path: Pat
         await bench.client.post("/v1/chat/completions", content=raw, headers={**headers, "content-type": "application/json"})
         await bench.client.post("/tokenize", json={"model": MODEL, "prompt": {canary: canary}}, headers=headers)
         await bench.client.get("/version", headers={"authorization": f"Bearer {KEY}-{canary}"})
-    assert len(lines(log)) == len(bodies) + 3
+        await bench.client.get("/version", headers={**headers, "host": canary})
+        await bench.client.get("/version", headers={**headers, "origin": f"https://{canary}"})
+    assert len(lines(log)) == len(bodies) + 5
     assert canary not in log.read_text()
     assert KEY not in log.read_text()
     assert lines(log)[0]["param"] == UNPRINTED
+
+
+async def test_the_path_stands_in_its_own_field_alone(text: TextModel, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with open_bench(text, request_log=str(log)) as bench:
+        response = await bench.client.get("/xyzzy")
+        await bench.client.request("XYZZY", "/version")
+    assert "/xyzzy" in response.json()["error"]["message"]
+    assert [line["reason"] for line in lines(log)] == ["No such path.", "The method is not allowed here. Allowed: GET, HEAD."]
+    assert lines(log)[0]["path"] == "/xyzzy"
 
 
 # -- how a request ended -------------------------------------------------------------------------------------------------------------
@@ -224,7 +236,7 @@ def test_on_and_off_are_what_yaml_makes_of_them_too(given: bool | str, target: s
     assert config_from({**SITE, "request_log": given}).request_log_target == target
 
 
-@pytest.mark.parametrize("given", ["", "none", "stdout"])
+@pytest.mark.parametrize("given", ["", "  ", "none", "None", "null", "stdout", "false", "False", "true", "ON", "Off", "no", "STDERR"])
 def test_words_that_look_like_targets_make_no_file(given: str) -> None:
     with pytest.raises(ConfigError, match=r"request_log: .* Write on \(stdout\), off"):
         config_from({**SITE, "request_log": given})

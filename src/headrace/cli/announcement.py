@@ -25,6 +25,7 @@ POLL_S = 0.25
 """Seconds between two requests that ask the gateway whether it is ready."""
 
 OPEN = "No API key is set: whoever reaches this address may use it."
+ANY_PAGE = "allowed_origins is * and no API key is set: every web page that is opened in reach of this address may use it."
 
 
 def announce_when_ready(config: ServeConfig, ready: FleetReady) -> None:
@@ -40,14 +41,14 @@ def announce_when_ready(config: ServeConfig, ready: FleetReady) -> None:
 
 
 def _is_serving(url: str) -> bool:
-    """Whether /ready gives any answer but 503. A gateway whose allowed_hosts lack this address refuses the request, and serves others."""
+    """Whether /ready answers 200. Probes are answered under every name, whatever allowed_hosts are."""
     from http.client import HTTPConnection, HTTPException
     from urllib.parse import urlsplit
 
     connection = HTTPConnection(urlsplit(url).netloc, timeout=2.0)
     try:
         connection.request("GET", "/ready")
-        return connection.getresponse().status != 503
+        return connection.getresponse().status == 200
     except (OSError, HTTPException):
         return False
     finally:
@@ -56,11 +57,13 @@ def _is_serving(url: str) -> bool:
 
 def announce(config: ServeConfig, ready: FleetReady, *warnings: str) -> None:
     """Print text where stderr is a terminal and the log is not JSON; else write log events. `cli.child` reads the URL from either."""
+    from headrace.gateway.config import ANY_ORIGIN
     from headrace.observe.logs import LogFormat
 
     url, names = _url(ready.gateway), [model.served_name for model in config.models]
     serving = f"Serving {', '.join(names)} at {url}"
-    notes = [*([] if config.gateway.api_keys else [OPEN]), *warnings]
+    open_to = ANY_PAGE if ANY_ORIGIN in config.gateway.allowed_origins else OPEN
+    notes = [*([] if config.gateway.api_keys else [open_to]), *warnings]
     if sys.stderr.isatty() and config.log_format != LogFormat.JSON:
         _print(_decided(ready), notes, [serving, "", "  Try it:", *_curl(config, url, names[0])])
         return

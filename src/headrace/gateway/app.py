@@ -22,7 +22,17 @@ from headrace.core.ids import RequestId
 from headrace.gateway.access.auth import Authenticator
 from headrace.gateway.access.open_requests import Draining
 from headrace.gateway.generation.service import Service
-from headrace.gateway.http.errors import BAD_HTTP, INTERNAL, ClientLeft, MethodNotAllowed, RouteNotFound, SlowReader, error_reply, row_of
+from headrace.gateway.http.errors import (
+    BAD_HTTP,
+    INTERNAL,
+    ClientLeft,
+    MethodNotAllowed,
+    RefusedAtTheDoor,
+    RouteNotFound,
+    SlowReader,
+    error_reply,
+    row_of,
+)
 from headrace.gateway.http.exchange import Exchange, Receive, Scope, Send
 from headrace.gateway.http.hosts import HostCheck
 from headrace.gateway.http.origins import Origins, answer_preflight, is_preflight
@@ -203,6 +213,8 @@ def reason_of(error: Exception) -> str | None:
     """Why, without what the client gave: the rule it broke, or our own sentence. A fault's words stay out of the log."""
     if isinstance(error, InvalidRequest):
         return error.limit
+    if isinstance(error, RefusedAtTheDoor):
+        return error.rule
     return str(error) if row_of(error) is not INTERNAL else None
 
 

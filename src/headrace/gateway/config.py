@@ -25,9 +25,16 @@ SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 _HOST = r"(?:[a-z0-9._-]{1,253}|\[[0-9a-f:.]{2,45}\])"
 HOST_NAME = re.compile(_HOST)
 ORIGIN = re.compile(rf"[a-z][a-z0-9+.-]{{0,31}}://{_HOST}(?::[0-9]{{1,5}})?")
-"""As browsers write it: lower case, no path, no default port. Apps and extensions have schemes of their own."""
+"""As browsers write it: lower case, no path. Apps and extensions have schemes of their own."""
+
+DEFAULT_PORTS = {"http": "80", "https": "443"}
+"""Scheme -> the port that browsers leave out of an Origin."""
 
 ANY_ORIGIN = "*"
+LOG_TARGETS = ("on", "off", "stderr")
+LOG_WORDS = {*LOG_TARGETS, "", "true", "false", "yes", "no", "none", "null", "stdout"}
+"""Words that are meant as a switch and never as the name of a request log's file, in lower case."""
+
 MIN_KEY_CHARS = 8
 MAX_FOREIGN_CONNECTIONS = 256
 """To one foreign server: each request under way has its own."""
@@ -188,11 +195,11 @@ class Timeouts:
 class GatewayConfig:
     """The whole file.
 
-    host, port     loopback unless told otherwise; port 0 takes a free one (printed on the first line of output)
-    api_keys       empty: open, everybody is tenant "default". Otherwise every route but /health, /live and /ready wants one of them
+    host, port     loopback by default; port 0 takes a free one, which the log names
+    api_keys       empty: open, every request is of the tenant "default". Otherwise every path but the probes and / wants one of them
     open_metrics   /metrics without a key although keys exist
-    allowed_hosts  names a Host header may carry. Empty: localhost names when bound to loopback, anything otherwise
-    allowed_origins  whose pages a browser may let use this server, as it writes them ("https://app.example"); "*": anybody's. Empty: none
+    allowed_hosts  names that a Host header may carry, beside loopback names when bound to loopback. Empty: every name when bound elsewhere
+    allowed_origins  origins whose pages may use this server, as browsers write them ("https://app.example"); "*": every page. Empty: none
     request_log    where the one line per request goes: on (stdout), off, "stderr" or a file's path. YAML's on and off are true and false
     salt_key       secret (hex) that turns tenants into cache salts; empty: drawn by this process, which then shares no cached
                    prefixes with other gateways; the supervisor draws one for its whole site
@@ -217,7 +224,7 @@ class GatewayConfig:
             _check_key(f"api_keys[{index}]", key)
         if not 0 <= self.port <= 65535:
             raise ConfigError("port", f"{self.port} is outside 0..65535")
-        if self.request_log in ("", "none", "stdout"):
+        if self.request_log_target not in LOG_TARGETS and self.request_log_target.strip().lower() in LOG_WORDS:
             raise ConfigError("request_log", f"{self.request_log!r} is no target", "Write on (stdout), off, stderr or a file's path.")
         check_secret("salt_key", self.salt_key)
         _check_names(self.allowed_hosts, self.allowed_origins)
@@ -291,6 +298,10 @@ def _check_names(hosts: tuple[str, ...], origins: tuple[str, ...]) -> None:
         if origin != ANY_ORIGIN and ORIGIN.fullmatch(origin.lower()) is None:
             remedy = 'Write https://app.example, without a path and with its port where it has one, or "*" for every page there is.'
             raise ConfigError(f"allowed_origins[{index}]", f"{origin!r} is not an origin", remedy)
+        port = origin.rpartition(":")[2]
+        if DEFAULT_PORTS.get(origin.partition(":")[0].lower()) == port:
+            remedy = f"Write {origin.removesuffix(':' + port)}: browsers leave out the port that a scheme has by default."
+            raise ConfigError(f"allowed_origins[{index}]", f"{origin!r} is an origin that no browser sends", remedy)
 
 
 def _check_share(share: float | None, num_tenants: int) -> None:

@@ -1,4 +1,5 @@
-"""One line per HTTP request: what happened, never what was said. No prompt, no answer, no key, no raw header enters a record.
+"""One line per HTTP request: how it ended, never what was said. No prompt, answer or key enters a record, and no header but a client's
+own short x-request-id.
 
 JSON in a file or a pipe, a short line on a terminal.
 
@@ -46,8 +47,8 @@ class RequestLogRecord:
     time               Unix seconds when it came; an ISO 8601 timestamp in the line
     error              code of the error body, if one was sent
     param, reason      the field that an error is about, and the rule that it broke: never the value that was given
-    detail             our own words for the operator (exception type and text of a server fault; of a request whose replica was lost,
-                       whether another one could have gone on); at most MAX_DETAIL_CHARS
+    detail             for the operator: the exception's type where the server failed, whether another replica could have gone on where
+                       one was lost, that a shutdown ended the request; at most MAX_DETAIL_CHARS
     ttft_s, latency_s  seconds since arrival at the gateway
     queue_time_s, prefill_s, decode_s, preempted_s, stalled_s
                        where the first sequence's time in its engine went (`core.update.StageSeconds`); together from arrival there to its
@@ -89,9 +90,9 @@ class RequestLogRecord:
         kept = {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items() if value is not None}
         return json.dumps(kept, ensure_ascii=True, separators=(",", ":"))
 
-    def text(self) -> str:
-        """The same for people, without what they rarely ask for."""
-        words = [clock_time(self.time, is_short=True), self.method, self.path, str(self.status)]
+    def text(self, *, is_short: bool) -> str:
+        """The same for people, without what they rarely ask for. is_short: the time without the day, for a terminal."""
+        words = [clock_time(self.time, is_short=is_short), self.method, self.path, str(self.status)]
         words += [self.outcome] if self.outcome is not Outcome.COMPLETED else []
         words += [", ".join(part for part in (self._said(), self._spent()) if part), f"({self.request_id})"]
         return printable(" ".join(word for word in words if word))
@@ -120,7 +121,8 @@ class RequestLog:
 
     def __init__(self, target: str, log_format: LogFormat = LogFormat.AUTO) -> None:
         self.num_dropped = 0
-        self._is_text = target in STREAMS and log_format.on(os.isatty(STREAMS[target])) is LogFormat.TEXT
+        self._is_terminal = target in STREAMS and os.isatty(STREAMS[target])
+        self._is_text = target in STREAMS and log_format.on(self._is_terminal) is LogFormat.TEXT
         self._queue: queue.Queue[str | None] = queue.Queue(MAX_QUEUED)
         self._thread: threading.Thread | None = None
         if target != OFF:
@@ -132,7 +134,7 @@ class RequestLog:
         if self._thread is None:
             return
         try:
-            self._queue.put_nowait(record.text() if self._is_text else record.line())
+            self._queue.put_nowait(record.text(is_short=self._is_terminal) if self._is_text else record.line())
         except queue.Full:
             self.num_dropped += 1
 

@@ -27,6 +27,7 @@ from headrace.core.clock import Clock
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.http.errors import BAD_HTTP, ClientLeft, ErrorBody, ErrorObject, SlowReader
 from headrace.gateway.http.exchange import ABORT_EXTENSION, DIRECT_EXTENSION, LOST_EXTENSION, Scope
+from headrace.gateway.http.origins import Origins
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ def protocol_for(config: GatewayConfig, on_refused: OnRefused) -> type[HttpTools
 
     class ConfiguredProtocol(BoundedProtocol):
         bounds = config
+        origins = Origins(config.allowed_origins)
         tls_notice = TlsNotice()
 
         def log_refusal(self, request_id: str, status: int, message: str) -> None:
@@ -72,7 +74,7 @@ def protocol_for(config: GatewayConfig, on_refused: OnRefused) -> type[HttpTools
 
 
 class TlsNotice:
-    """Says in the log that somebody speaks https here: the client only sees its connection close."""
+    """Logs that a client spoke https here, which sees no more than its connection close."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -90,7 +92,11 @@ class TlsNotice:
 
 
 class UntilClose(int):
-    """A content length that is not known, for uvicorn's sums: nothing is longer, nothing falls short; the connection's end is its end."""
+    """The content length of an answer that ends with its connection.
+
+    uvicorn subtracts what it writes from the length that it expects, refuses to write more than is left, and complains at the end unless
+    nothing is left. Here subtracting changes nothing, nothing is too much, and what is left counts as nothing.
+    """
 
     def __lt__(self, other: int) -> bool:
         return False
@@ -158,6 +164,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """Use a subclass from `protocol_for`."""
 
     bounds: GatewayConfig
+    origins: Origins
     tls_notice: TlsNotice
     _client: ClientTransport
 
@@ -165,6 +172,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Called after each answer that is given here."""
         raise NotImplementedError
 
+    _has_begun = False
     _is_in_head = True
     _is_in_body = False
     _read_bytes = 0
@@ -233,7 +241,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_in_head, self._is_in_body = True, False
+        self._has_begun, self._is_in_head, self._is_in_body = True, True, False
         self._wire_bytes, self._body_bytes = self._read_bytes, 0  # at most: an earlier message's end may be in the same read
         self._stop_timers("_head_timer")
         self._head_timer = self._after(self.bounds.timeouts.header_s, self._head_late)
@@ -272,7 +280,7 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._is_in_body = False
+        self._has_begun = self._is_in_body = False
         if not self.transport.is_closing():
             self._stop_timers("_linger_timer")
             super().on_message_complete()
@@ -307,10 +315,10 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         body = msgspec.json.encode(ErrorBody(ErrorObject(message, "invalid_request_error", None, BAD_HTTP)))
         request_id = os.urandom(12).hex()
-        self.transport.write(
-            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %s\r\nconnection: close\r\n\r\n%s"
-            % (status, REASONS[status], len(body), request_id.encode(), body)
-        )
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"x-request-id", request_id.encode())]
+        more = self.origins.answer_headers(self.headers if self._has_begun else ())
+        lines = [b"%b: %b\r\n" % header for header in (*headers, *more, (b"connection", b"close"))]
+        self.transport.write(b"HTTP/1.1 %d %b\r\n%b\r\n%b" % (status, REASONS[status], b"".join(lines), body))
         self._half_close()
         self.log_refusal(request_id, status, message)
 

@@ -31,18 +31,30 @@ MAX_MESSAGE_CHARS = 2000
 MAX_PARAM_CHARS = 200
 
 
-class RouteNotFound(HeadraceError):
+class RefusedAtTheDoor(HeadraceError):
+    """Refused for what its request line or its headers hold.
+
+    rule  what was broken, without what the client sent: the reason in the request log
+    """
+
+    def __init__(self, message: str, *, rule: str) -> None:
+        self.rule = rule
+        super().__init__(message)
+
+
+class RouteNotFound(RefusedAtTheDoor):
     def __init__(self, path: str) -> None:
-        super().__init__(f"No such path: {shorten(path)}. GET /openapi.json lists what is served.")
+        super().__init__(f"No such path: {shorten(path)}. GET /openapi.json lists what is served.", rule="No such path.")
 
 
-class MethodNotAllowed(HeadraceError):
+class MethodNotAllowed(RefusedAtTheDoor):
     def __init__(self, method: str, allowed: tuple[str, ...]) -> None:
         self.allowed = allowed
-        super().__init__(f"Method {shorten(method)} is not allowed here. Allowed: {', '.join(allowed)}.")
+        rule = f"Allowed: {', '.join(allowed)}."
+        super().__init__(f"Method {shorten(method)} is not allowed here. {rule}", rule=f"The method is not allowed here. {rule}")
 
 
-class Forbidden(HeadraceError):
+class Forbidden(RefusedAtTheDoor):
     """A Host or Origin that this listener does not answer to (DNS rebinding, cross-site requests)."""
 
 

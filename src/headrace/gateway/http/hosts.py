@@ -1,8 +1,8 @@
-"""Host and Origin: a page in somebody's browser must not reach a server on loopback through a rebound DNS name.
+"""The Host header: a page in a visitor's browser must not reach a server on loopback through a rebound DNS name.
 
-Bound to loopback, only loopback names are answered, and those that the operator lists; bound elsewhere, any name, or only the listed
-ones. A browser's Origin must be the very host it talks to, or one that the operator lists (`http.origins`). Neither has a part in routing
-or in who may do what.
+Bound to loopback, the server answers to loopback names and to the names that the operator lists; bound elsewhere, to every name, or to the
+listed names alone. Probes are answered under every name. The Host has no part in routing or in permissions. The Origin header is checked
+by `http.origins`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class HostCheck:
             self._allowed = LOOPBACK_NAMES | {bound_to.lower()} | (self._allowed or set())
 
     def __call__(self, exchange: Exchange, *, is_probe: bool) -> str:
-        """The Host of a request that may be answered; empty where an HTTP/1.0 client sent none, which only probes do.
+        """The Host of a request that may be answered; empty where an HTTP/1.0 client sent none.
 
-        is_probe  its path is public and says nothing but how the server is: load balancers ask such paths without a Host, no browser
-                  can, so there is no name to be rebound
+        is_probe  its path is public and says nothing but how the server is. Load balancers ask such a path under an address of the
+                  server or without a Host, so every name is answered there
 
         Raises InvalidRequest for no, several or malformed Host headers, Forbidden for one that is not answered to.
         """
@@ -41,9 +41,10 @@ class HostCheck:
         if match is None:
             raise InvalidRequest("Host", "exactly one well-formed Host header")
         name = match["name"].lower()
-        if self._allowed is not None and name not in self._allowed:
+        if not is_probe and self._allowed is not None and name not in self._allowed:
             raise Forbidden(
                 f"This server does not answer to the Host name {name}. If it should, start it with --allowed-hosts {name} "
-                f'(gateway.allowed_hosts: ["{name}"]).'
+                f'(gateway.allowed_hosts: ["{name}"]).',
+                rule="This server does not answer to the Host name.",
             )
         return host

@@ -30,22 +30,28 @@ class Origins:
         self._allowed = frozenset(origin.lower() for origin in allowed)
 
     def check(self, exchange: Exchange, host: str) -> None:
-        """Gives `exchange` the headers that its answer needs. host: what it was addressed to.
+        """Gives `exchange` the headers that its answer needs. host: the Host that the request named.
 
         Raises Forbidden for a page of another origin that is not listed.
         """
-        if self._allowed:
-            exchange.more_headers = ((b"vary", b"Origin"),)  # of every answer: a cache must not give one page's to another
-        origins = [value.decode("latin-1") for name, value in exchange.headers if name == b"origin"]
-        if not origins or (len(origins) == 1 and _is_same_origin(origins[0], host)):
-            return
-        if len(origins) > 1 or not (origins[0].lower() in self._allowed or ANY_ORIGIN in self._allowed):
-            raise Forbidden(_refusal(origins[0].lower()))
-        exchange.more_headers = (
-            (b"vary", b"Origin"),
-            (b"access-control-allow-origin", origins[0].encode("latin-1")),
-            (b"access-control-expose-headers", EXPOSED),
-        )
+        exchange.more_headers = self.answer_headers(exchange.headers)
+        origins = _origins(exchange.headers)
+        is_same = len(origins) == 1 and _is_same_origin(origins[0], host)
+        if origins and not is_same and not self._is_allowed(origins):
+            raise Forbidden(_refusal(origins[0].lower()), rule="Requests of pages from this Origin are not answered.")
+
+    def answer_headers(self, headers: Headers) -> Headers:
+        """What the answer to a request with these headers, an error included, says to browsers and caches."""
+        if not self._allowed:
+            return ()
+        vary = (b"vary", b"Origin")  # of every answer: a cache must not give one page's to another
+        origins = _origins(headers)
+        if not self._is_allowed(origins):
+            return (vary,)
+        return (vary, (b"access-control-allow-origin", origins[0].encode("latin-1")), (b"access-control-expose-headers", EXPOSED))
+
+    def _is_allowed(self, origins: Sequence[str]) -> bool:
+        return len(origins) == 1 and (origins[0].lower() in self._allowed or ANY_ORIGIN in self._allowed)
 
 
 def is_preflight(exchange: Exchange) -> bool:
@@ -65,6 +71,10 @@ async def answer_preflight(exchange: Exchange) -> None:
     if exchange.header(b"access-control-request-private-network") == b"true":  # a public page, and a server on a private address
         headers = [*headers, (b"access-control-allow-private-network", b"true")]
     await exchange.reply(204, b"", headers)
+
+
+def _origins(headers: Headers) -> list[str]:
+    return [value.decode("latin-1") for name, value in headers if name == b"origin"]
 
 
 def _refusal(origin: str) -> str:
