@@ -88,6 +88,15 @@ def test_long_values_are_shortened_in_messages() -> None:
     assert len(shorten("x" * 10**6)) <= 80
     assert shorten(10**5000) == "an integer of 16610 bits"
     assert "\\ud800" in shorten("\ud800")
+    assert len(shorten({str(number): number for number in range(10**5)})) <= 80
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [("a'b", '"a\'b"'), ({"a": [True, None]}, '{"a": [true, null]}'), ((1, 2.5), "[1, 2.5]"), ({(1,): 2}, "{(1,): 2}")],
+)
+def test_values_are_shown_as_a_client_writes_them(value: object, shown: str) -> None:
+    assert shorten(value) == shown
 
 
 def test_stop_accepts_one_string_or_a_list() -> None:

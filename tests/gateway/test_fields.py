@@ -228,6 +228,40 @@ async def test_unknown_field_is_refused_with_a_suggestion(bench: TestBench, surf
     assert "Did you mean temperature?" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("surface", "field", "remedy"),
+    [
+        (Surface.CHAT, "tolls", "GET /openapi.json lists every field."),  # not "tools", which is refused
+        (Surface.COMPLETIONS, "bad_word", "GET /openapi.json lists every field."),
+        (Surface.CHAT, "best_of", "It is a field of /v1/completions."),
+        (Surface.COMPLETIONS, "top_logprobs", "It is a field of /v1/chat/completions."),
+        (Surface.COMPLETIONS, "bestof", "Did you mean best_of?"),
+    ],
+)
+async def test_a_suggestion_is_never_refused_next(bench: TestBench, surface: Surface, field: str, remedy: str) -> None:
+    response, _ = await ask(bench, surface, **{field: 1})
+    assert response.json()["error"]["message"] == f"{field}: expected a field this server knows. {remedy}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logit_bias": {"5": 1, "five": 2}}, 'logit_bias: expected token ids as keys, got "five".'),
+        ({"logit_bias": {"5": True}}, "logit_bias.5: expected a number, got true."),
+        ({"stop": {"a": None}}, 'stop: expected a string or a list, got {"a": null}.'),
+        ({"temperature": "hot"}, 'temperature: expected a number or null, got "hot".'),
+    ],
+)
+async def test_a_refusal_shows_what_was_given_as_json(bench: TestBench, fields: dict[str, Any], message: str) -> None:
+    response, _ = await ask(bench, Surface.CHAT, **fields)
+    assert response.json()["error"]["message"].startswith(message)
+
+
+async def test_too_many_sequences_are_counted_in_the_refusal(bench: TestBench) -> None:
+    message = (await bench.complete(prompt=["a", "b", "c"], n=64)).json()["error"]["message"]
+    assert message == "n: expected at most 128 sequences (prompts times n), got 192. Send several requests."
+
+
 @pytest.mark.parametrize("place", [*Surface, *Inside])
 async def test_every_object_refuses_what_it_does_not_know(bench: TestBench, place: Place) -> None:
     response, sent = await ask(bench, place, nonsense=1)

@@ -8,15 +8,20 @@ import math
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from gateway_kit import MAX_MODEL_LEN, TestBench, events_of, eventually
 
+from headrace.core.ids import RequestId
 from headrace.core.plan import TokenLogprobs, columns_of
 from headrace.gateway.generation import score_limits
 from headrace.gateway.generation.encoding import EncodingTurns
+from headrace.gateway.http.errors import ClientLeft
+from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces import completions
 from headrace.gateway.surfaces.dialect.logprobs import LOWEST_LOGPROB, chat_logprobs, completion_logprobs
+from headrace.observe.request_log import RequestLogRecord
 from headrace.text.folder import TextModel
 from headrace.text.scored import ScoredTokens
 
@@ -116,6 +121,30 @@ async def test_what_waits_is_not_encoded_for_a_client_that_has_left() -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     assert (made, turns.num_pending) == ([], 0)
+
+
+async def test_slices_are_closed_when_their_writer_fails(bench: TestBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that was given up is not pending until its generator is collected."""
+    turns = bench.gateway.service.encoding
+    held: list[object] = []
+
+    async def fail(exchange: Exchange, body: bytes, *, is_last: bool = False) -> None:
+        held.append(turns.num_pending)
+        raise ClientLeft("The client left.")
+
+    kept = [turns.slices(iter([b"x", b"y"]))]  # a second reference: nothing but closing ends it
+    monkeypatch.setattr(Exchange, "write", fail)
+    monkeypatch.setattr(Exchange, "start", AsyncMock())
+    record = RequestLogRecord(request_id="r", method="POST", path="/")
+    exchange = Exchange({"headers": []}, AsyncMock(), AsyncMock(), request_id=RequestId("r"), record=record, arrived_s=0.0)
+    with pytest.raises(ClientLeft):
+        await exchange.reply_in_pieces(kept[0])
+    assert (held, turns.num_pending) == ([1], 0)
+    kept = [turns.slices(iter([b"x", b"y"]))]
+    stream = bench.gateway.service.watch.open(exchange, lambda: 0)
+    with pytest.raises(ClientLeft):
+        await stream.write_slices(kept[0], num_bytes=2)
+    assert (held, turns.num_pending) == ([1, 1], 0)
 
 
 async def test_scores_of_prompts_are_capped_before_anything_runs(bench: TestBench) -> None:

@@ -51,6 +51,9 @@ of ours: no paths outside the operator's own, no addresses, no tracebacks. tests
 
 from __future__ import annotations
 
+import json
+from itertools import islice
+
 MAX_FIELD_CHARS = 160
 
 
@@ -130,10 +133,13 @@ class CheckpointError(HeadraceError):
 
 
 def shorten(value: object, limit: int = 80) -> str:
-    """repr of a client's value, bounded and printable, so that it can stand in a message or a log line."""
+    """A client's value as JSON in ASCII, as the client wrote it: bounded and printable, so that it can stand in a message or a log line."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**40:
         return f"an integer of {value.bit_length()} bits"
-    if isinstance(value, bool):
-        return "true" if value else "false"  # as the client wrote it
-    text = ascii(value[: limit + 1] if isinstance(value, str | bytes | list | tuple) else value)
+    few = dict(islice(value.items(), limit)) if isinstance(value, dict) else value
+    few = few[: limit + 1] if isinstance(few, str | list | tuple) else few
+    try:
+        text = json.dumps(few, default=repr)
+    except (TypeError, ValueError):  # keys or numbers that JSON does not have
+        text = ascii(few)
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -7,7 +7,7 @@ time. It makes one slice per round of the loop, however many answers wait, so th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 
 from headrace.core.clock import Clock
 from headrace.gateway.http.exchange import PIECE_BYTES
@@ -24,7 +24,7 @@ class EncodingTurns:
         self._turn = asyncio.Lock()
         self.num_pending = 0
 
-    async def slices(self, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    async def slices(self, pieces: Iterator[bytes]) -> AsyncGenerator[bytes]:
         """`pieces` joined into slices of about PIECE_BYTES at most. A slice is made when it is asked for."""
         self.num_pending += 1
         try:

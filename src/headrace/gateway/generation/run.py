@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -232,11 +233,12 @@ class Run:
         else:
             await self.exchange.reply_in_pieces(self._slices(pieces))
 
-    async def _slices(self, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    async def _slices(self, pieces: Iterator[bytes]) -> AsyncGenerator[bytes]:
         """Encodes `pieces` in slices, as they are sent. Raises when the client has left."""
-        async for made in self.service.encoding.slices(pieces):
-            self._raise_if_left()
-            yield made
+        async with aclosing(self.service.encoding.slices(pieces)) as slices:
+            async for made in slices:
+                self._raise_if_left()
+                yield made
 
     async def _stream(self, answer: AnswerEncoder, stream: EventStream, progress: RequestProgress) -> None:
         """Write a stream. Headers wait for the first event, so that a refusal has its own status, but for one ping interval at most."""

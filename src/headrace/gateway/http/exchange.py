@@ -7,8 +7,8 @@ everything else the gateway does with it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 from headrace.core.errors import HeadraceError, InvalidRequest
@@ -230,12 +230,16 @@ class Exchange:
             await self.write(piece)
         await self.write(b"", is_last=True)
 
-    async def reply_in_pieces(self, pieces: AsyncIterator[bytes]) -> None:
-        """A whole answer (200) of a length that is not known yet; each piece is made when the one before it has left."""
-        await self.start(200, [_JSON])
-        async for piece in pieces:
-            await self.write(piece)
-        await self.write(b"", is_last=True)
+    async def reply_in_pieces(self, pieces: AsyncGenerator[bytes]) -> None:
+        """A whole answer (200) of a length that is not known yet; each piece is made when the one before it has left.
+
+        pieces  closed at the end, whatever happened
+        """
+        async with aclosing(pieces):
+            await self.start(200, [_JSON])
+            async for piece in pieces:
+                await self.write(piece)
+            await self.write(b"", is_last=True)
 
     async def fail(self, error: ErrorReply) -> None:
         """The answer is an error: with its status before the first byte, as an event in a stream that has begun."""

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError
@@ -80,16 +80,18 @@ class SseStream:
         """Send whole events. Returns and raises as `Exchange.write` does."""
         await self._send(payload, is_last=False)
 
-    async def write_slices(self, slices: AsyncIterator[bytes], *, num_bytes: int) -> None:
+    async def write_slices(self, slices: AsyncGenerator[bytes], *, num_bytes: int) -> None:
         """`write` of events that are larger than what should wait for a client: a slice is made when the one before it has left.
 
-        num_bytes  of what they are made of, which waits meanwhile
+        slices     closed at the end, whatever happened
+        num_bytes  size of the events that the slices are made of, which waits meanwhile
         """
         self._unwritten_bytes = num_bytes
         self._is_inside = True
         try:
-            async for made in slices:
-                await self.write(made)
+            async with aclosing(slices):
+                async for made in slices:
+                    await self.write(made)
         finally:
             self._is_inside = False
             self._unwritten_bytes = 0

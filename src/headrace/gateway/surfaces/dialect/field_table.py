@@ -50,10 +50,10 @@ _SERVED = (
     _honoured("best_of", COMPLETIONS, "Must equal n: there is no ranking of discarded sequences."),
     _honoured(
         "max_tokens",
-        BOTH,
-        "At least 1 (0 with echo); prompt and output together fit the context. "
-        "Default: completions 16; chat the `max_new_tokens` of generation_config.json, else what is left.",
+        CHAT,
+        "At least 1; prompt and output together fit the context. Default: `max_new_tokens` of generation_config.json, else what is left.",
     ),
+    _honoured("max_tokens", COMPLETIONS, "At least 1 (0 with echo); prompt and output together fit the context. Default: 16."),
     _honoured("max_completion_tokens", CHAT, "OpenAI's newer name of max_tokens; if both are given they must agree."),
     _honoured("min_tokens", BOTH, "End tokens, stop_token_ids and stop strings do nothing before this many."),
     _honoured("temperature", BOTH, "0..2; 0 is greedy. Default: the model's generation_config.json, else 1."),
@@ -78,7 +78,7 @@ _SERVED = (
     ),
     _honoured("echo", COMPLETIONS, "The prompt precedes the text; with logprobs it is scored as well."),
     _honoured("logprobs", CHAT, "true or false: log-probabilities of the tokens of the answer."),
-    _honoured("logprobs", COMPLETIONS, "0..20: the chosen token's log-probability and so many of the best."),
+    _honoured("logprobs", COMPLETIONS, "0..20 of the best, and the chosen token's own log-probability."),
     _honoured("top_logprobs", CHAT, "0..20 of the best; needs logprobs."),
     _honoured("prompt_logprobs", BOTH, "0..20 for every prompt token but the first (vLLM's shape); not with stream."),
     _honoured(
@@ -225,12 +225,12 @@ _LLAMA_CPP = (
     _refused("grammar", BOTH, _STRUCTURED, ""),
     _refused("id_slot", BOTH, "Slots are the engine's own.", -1),
     _refused("timings_per_token", BOTH, "Times are in /metrics.", False),
-    _refused("return_progress", BOTH, "Progress is not told.", False),
+    _refused("return_progress", BOTH, "Progress is not reported.", False),
     _refused("reasoning_format", CHAT, "What a model thinks is part of its text, or told apart by a foreign server.", "none", "auto"),
 )
 
 _OPENROUTER = (
-    _refused("provider", BOTH, "There is nobody to choose from.", {}),
+    _refused("provider", BOTH, "There are no providers to choose from.", {}),
     _refused("models", BOTH, "One model answers: name it in model.", []),
     _refused("route", BOTH, "One model answers: name it in model."),
     _refused("transforms", BOTH, "Prompts are never cut silently; shorten it yourself.", []),

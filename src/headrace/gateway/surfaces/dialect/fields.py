@@ -14,6 +14,9 @@ RULES: Mapping[Place, Mapping[str, FieldRule]] = {
 }
 
 
+PATHS = {Surface.CHAT: "/v1/chat/completions", Surface.COMPLETIONS: "/v1/completions"}
+
+
 def honoured_fields(given: Mapping[str, object], place: Place, ignored: dict[str, None], path: str = "") -> dict[str, object]:
     """The part of an object that means something: honoured fields that are neither null nor off.
 
@@ -27,7 +30,7 @@ def honoured_fields(given: Mapping[str, object], place: Place, ignored: dict[str
     for name, value in given.items():
         rule = rules.get(name)
         if rule is None:
-            raise unknown_field(name, rules, path)
+            raise unknown_field(name, [known for known, its in rules.items() if its.treatment is not Treatment.REFUSED], path)
         if value is None:
             continue
         if rule.is_off(value):
@@ -46,9 +49,14 @@ def _shown(rule: FieldRule, place: Place) -> str:
     return f"{place}.{rule.name}" if isinstance(place, Inside) else rule.name
 
 
-def unknown_field(name: str, known: Iterable[str], prefix: str = "") -> InvalidRequest:
-    close = get_close_matches(name[:80], list(known), n=1)
-    remedy = f"Did you mean {prefix}{close[0]}?" if close else "docs/api.md lists every field."
+def unknown_field(name: str, served: Iterable[str], prefix: str = "") -> InvalidRequest:
+    """The error of a field that is in no row. served: fields that its object may have; another one would be refused after this one."""
+    close = get_close_matches(name[:80], list(served), n=1)
+    elsewhere = [place for place in Surface if not prefix and name in RULES[place] and RULES[place][name].treatment is Treatment.HONOURED]
+    if elsewhere:
+        remedy = f"It is a field of {PATHS[elsewhere[0]]}."
+    else:
+        remedy = f"Did you mean {prefix}{close[0]}?" if close else "GET /openapi.json lists every field."
     return InvalidRequest(f"{prefix}{name[:80]}", "a field this server knows", remedy=remedy)
 
 

@@ -43,7 +43,7 @@ AS_GIVEN += ("include_stop_str_in_output", "skip_special_tokens")
 FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters whose default is the model's own."""
 
-_PATH = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?\Z", re.DOTALL)
+_PATH = re.compile(r"(?P<what>.*?)(?: - at (?P<is_key>`key` in )?`\$\.?(?P<path>.*)`)?\Z", re.DOTALL)
 _EXPECTED = re.compile(r"Expected (?P<kinds>`[^`]*`)(?:, got .*)?\Z", re.DOTALL)
 _KINDS = {
     "int": "an integer",
@@ -179,7 +179,8 @@ def check_shared(request: SamplingFields, limits: Limits, num_prompts: int = 1) 
     if request.stream and request.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs", "stream = false beside it", request.prompt_logprobs)
     if num_prompts * request.n > limits.max_sequences:
-        raise InvalidRequest("n", f"prompts ({num_prompts}) times n <= {limits.max_sequences}", request.n, "Send several requests.")
+        rule = f"at most {limits.max_sequences} sequences (prompts times n)"
+        raise InvalidRequest("n", rule, num_prompts * request.n, "Send several requests.")
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
         raise InvalidRequest("cache_salt", f"at most {MAX_CACHE_SALT_CHARS} characters", len(request.cache_salt))
 
@@ -189,6 +190,8 @@ def _translated(message: str, data: object, kind: type[msgspec.Struct], prefix: 
     match = _PATH.match(message)
     what, path = (match["what"], match["path"] or "") if match else (message, "")
     field = ".".join(part for part in (prefix, path) if part)
+    if match and match["is_key"]:  # of the only map whose keys are no words: logit_bias
+        return InvalidRequest(field, "token ids as keys", _odd_key(_value_at(data, path)))
     if missing := _MISSING.match(what):
         return InvalidRequest(".".join(part for part in (field, missing["name"]) if part), REQUIRED)
     if unknown := _UNKNOWN.match(what):
@@ -198,6 +201,11 @@ def _translated(message: str, data: object, kind: type[msgspec.Struct], prefix: 
         odd = [key for key, value in values.items() if type(value) not in (int, float)] if isinstance(values, dict) else []
         field, path = (f"{field.removesuffix(_ANY_KEY)}.{odd[0]}", f"{path.removesuffix(_ANY_KEY)}.{odd[0]}") if odd else (field, path)
     return InvalidRequest(field or "body", _limit(what), _value_at(data, path))
+
+
+def _odd_key(values: object) -> object:
+    """The first key of a map that is no integer."""
+    return next((key for key in values if not re.fullmatch(r"-?[0-9]+", str(key))), None) if isinstance(values, dict) else None
 
 
 def _limit(what: str) -> str:
