@@ -1,8 +1,8 @@
-"""The ASGI application: one way in and one way out for every row of `surfaces.routes`.
+"""The ASGI application: every request to every row of `surfaces.routes` enters and leaves here.
 
-Every request passes `Gateway.__call__`: it gets its id, its Host and Origin are checked, the router finds the endpoint by the decoded
-path, the endpoint asks for a key unless it is public, and whatever happens ends in one answer, one log line and one count. Starlette is
-used for routing only; nothing of it stands between a handler and the socket.
+`Gateway.__call__` gives a request its id and checks its Host and Origin; the router finds the endpoint by the decoded path; `dispatch`
+checks the key unless the path is public. Every request ends in one answer, one count, and one log line unless its path is quiet. Starlette
+is used for routing only; nothing of it stands between a handler and the socket.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ UNPRINTED = "(a field of another form)"
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """One path and what each of its methods does."""
+    """One path and the endpoint of each of its methods."""
 
     path: str
     methods: dict[str, Endpoint[Handler]]
@@ -66,7 +66,7 @@ class _Path:
 
     @property
     def is_public(self) -> bool:
-        """A path is public with all its methods or not at all."""
+        """Whether the path needs no key: all its methods are public."""
         return all(endpoint.is_public for endpoint in self.methods.values())
 
     def endpoint(self, method: str) -> Endpoint[Handler]:
@@ -79,7 +79,7 @@ class _Path:
 
 
 def _paths() -> list[_Path]:
-    """The endpoint table by path, in its order: the router takes the first that fits."""
+    """The endpoint table by path, in the table's order: the router takes the first path that matches."""
     paths: dict[str, _Path] = {}
     for endpoint in ENDPOINTS:
         paths.setdefault(endpoint.path, _Path(endpoint.path, {})).methods[endpoint.method] = endpoint
@@ -87,7 +87,7 @@ def _paths() -> list[_Path]:
 
 
 class _Routed:
-    """A path as the router calls it; None for one that is not there."""
+    """The ASGI application of one path, for the router; of None for unknown paths."""
 
     def __init__(self, path: _Path | None, gateway: Gateway) -> None:
         self._path = path
@@ -98,7 +98,7 @@ class _Routed:
 
 
 class Gateway:
-    """The application. Made by `gateway.compose`, which opens and closes what is behind it."""
+    """The application. `gateway.compose` makes it, and opens and closes what it uses."""
 
     def __init__(self, service: Service, request_log: RequestLog) -> None:
         config = service.config
@@ -114,7 +114,7 @@ class Gateway:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return  # no websockets; lifespan is the server runner's
+            return  # no websockets; `gateway.compose` opens and closes, not ASGI's lifespan
         exchange = self._open(scope, receive, send)
         scope[EXCHANGE] = exchange
         try:
@@ -130,7 +130,7 @@ class Gateway:
         except asyncio.CancelledError:
             exchange.record.detail = "cut off at the end of a shutdown"
             raise
-        except Exception as error:  # the outermost border: a bug of ours must not take the connection's neighbours with it
+        except Exception as error:  # the outermost border: a bug must not end the other requests of the connection
             log.error("request %s failed: %s", exchange.request_id, fault(error))
             exchange.record.detail = type(error).__name__
             await self._fail(exchange, error)
@@ -138,7 +138,7 @@ class Gateway:
             self._close(exchange)
 
     async def dispatch(self, path: _Path | None, exchange: Exchange) -> None:
-        """Who may, then what. Default-deny: an unknown path wants a key as well before it is called unknown."""
+        """Check the key, then call the handler. An unknown path wants a key too, so that the answer does not show which paths exist."""
         if path is not None:
             exchange.generates, exchange.is_quiet = path.generates, path.is_quiet
         if path is None or not (path.is_public or path.path in self._public):
@@ -149,7 +149,7 @@ class Gateway:
         await path.endpoint(exchange.scope["method"]).handler(self.service, exchange)
 
     def refused(self, request_id: str, status: int, reason: str) -> None:
-        """The protocol answered in the application's place (no HTTP, too large or too late a head): its log line and its count."""
+        """Log and count an answer that the protocol gave instead of the application: no HTTP, a head that was too large or too late."""
         self.service.metrics.http_responses.labels(str(status)).inc()
         record = RequestLogRecord(request_id=request_id, method="", path="", time=time.time(), status=status, reason=reason)
         record.error, record.outcome = BAD_HTTP, Outcome.REFUSED
@@ -187,7 +187,7 @@ class Gateway:
 
 
 def outcome_of(error: Exception, status: int) -> Outcome:
-    """What became of a request that was not answered whole."""
+    """How a request ended that was not answered whole."""
     if isinstance(error, ClientLeft | SlowReader):
         return Outcome.CANCELLED
     if isinstance(error, DeadlineExceeded):
@@ -196,21 +196,21 @@ def outcome_of(error: Exception, status: int) -> Outcome:
 
 
 def counted_as(record: RequestLogRecord) -> str:
-    """The metrics' outcome: of a complete answer why it ended, stop, or length when one sequence ran out of room."""
+    """The outcome that metrics count. A completed answer counts as length if a sequence ended at its token limit, else as stop."""
     if record.outcome is not Outcome.COMPLETED:
         return record.outcome
     return "length" if "length" in (record.finish_reasons or ()) else "stop"
 
 
 def param_of(error: Exception) -> str | None:
-    """The field that an error is about, as far as it is made of words that fields have: a client may put anything into a key."""
+    """The field that an error is about. A name that no field could have is not shown: a client may put anything into a key."""
     if not isinstance(error, InvalidRequest):
         return None
     return error.field if _FIELD.fullmatch(error.field) else UNPRINTED
 
 
 def reason_of(error: Exception) -> str | None:
-    """Why, without what the client gave: the rule it broke, or our own sentence. A fault's words stay out of the log."""
+    """The rule that the request broke, or the error's fixed message, without any value of the client's. None for a bug of the server."""
     if isinstance(error, InvalidRequest):
         return error.limit
     if isinstance(error, RefusedAtTheDoor):
@@ -219,7 +219,7 @@ def reason_of(error: Exception) -> str | None:
 
 
 def fault(error: BaseException) -> str:
-    """Where a fault of ours came from: types and places, without the exceptions' texts, which may quote a client's words."""
+    """The traceback of a bug: types and places, without the exceptions' texts, which may quote a prompt."""
     parts = ["".join(traceback.format_tb(error.__traceback__)) + type(error).__name__]
     if error.__cause__ is not None:
         parts.append(f"caused by {fault(error.__cause__)}")
@@ -227,8 +227,9 @@ def fault(error: BaseException) -> str:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Without its tracebacks an error is in no cycle with the future that raised it and the frames that awaited that: what a refused
-    request held, megabytes perhaps, is free at once and not when garbage is collected next."""
+    """Drop the tracebacks of an error and of its causes. They hold frames in reference cycles; without them the memory of a refused
+    request, perhaps megabytes, is free at once and not at the next garbage collection.
+    """
     seen: set[int] = set()
     left: list[BaseException | None] = [error]
     while left:
@@ -240,7 +241,7 @@ def forget_frames(error: BaseException) -> None:
 
 
 def sane_request_id(value: bytes | None) -> str | None:
-    """A client's own id, if it can stand in a log: short and made of harmless characters. It is never used for anything else."""
+    """A client's own request id if it may stand in a log: at most 128 characters, letters, digits and -_.:/ only. It has no other use."""
     if value is None or not 0 < len(value) <= 128:
         return None
     text = value.decode("latin-1")

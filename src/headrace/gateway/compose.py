@@ -1,4 +1,7 @@
-"""Everything a gateway is made of, opened and closed together."""
+"""Opens everything that a gateway is made of, and closes it together: `open_gateway`.
+
+The only module of the gateway that knows every other one. The process around it is `gateway.main`, the application `gateway.app`.
+"""
 
 from __future__ import annotations
 
@@ -39,28 +42,29 @@ from headrace.wire.service import Expectation
 
 
 def load_texts(config: GatewayConfig) -> dict[str, TextModel]:
-    """Tokenizer and template of every model of ours, by name. Templates are compiled by the text workers only. Raises CheckpointError."""
+    """Tokenizer and template of every model that engines serve, by name. Only text workers compile templates. Raises CheckpointError."""
     return {model.name: load_text(model.folder) for model in config.models if model.upstream is None}
 
 
 def text_workers(config: GatewayConfig) -> HostProcess:
-    """The processes that read text, not yet started. Of foreign servers' models they know no text, and parse large bodies only."""
+    """The text workers, not yet started. They tokenize for the models that engines serve, and parse large bodies for every model."""
     folders = {model.name: model.folder for model in config.models if model.upstream is None}
     keys = frozenset(model.upstream.api_key_env for model in config.models if model.upstream is not None)
     return HostProcess(HostConfig(folders, config.limits), withheld=keys)
 
 
 MAX_DRAWN_SEED = 2**63
+"""Exclusive. Seeds are signed 64-bit integers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What comes from outside a process's own state; tests bring their own.
+    """Time and randomness, which tests replace.
 
     clock      monotonic seconds: arrivals, deadlines, latencies, health
-    unix_time  Unix seconds: what clients are told
-    draw_seed  of a request whose client names none
-    random     of routing
+    unix_time  Unix seconds: `created` in answers
+    draw_seed  draws the seed of a request that names none
+    random     draws the candidates that routing compares
     """
 
     clock: Clock = time.monotonic
@@ -70,7 +74,7 @@ class Sources:
 
 
 Connect = Callable[[ReplicaConfig, TextModel, Clock], Connection]
-"""How a replica is reached; the clock is that of deadlines. `connect_wire` speaks the wire; tests bring their own."""
+"""Makes the connection to a replica; the clock times its deadlines. `connect_wire` speaks the wire; tests make their own."""
 
 
 def connect_wire(config: ReplicaConfig, text: TextModel, clock: Clock) -> Connection:
@@ -94,30 +98,15 @@ async def open_gateway(
 ) -> AsyncIterator[Gateway]:
     """The application, connected to its replicas (or trying to) until the block ends. Raises ConfigError and CheckpointError.
 
-    workers  of `text_workers`, perhaps on their way already
+    workers  what `text_workers` made, started or not
     """
     sources = sources or Sources()
     metrics = Metrics()
     request_log = _open_log(config.request_log_target)
-    encoding = EncodingTurns(sources.clock)
-    limits = config.limits
     async with AsyncExitStack() as stack:
         stack.callback(request_log.close)
-        text_pool = await stack.enter_async_context(
-            TextPool(
-                workers, max_workers=limits.max_text_workers, max_queue=limits.max_text_queue, max_queue_bytes=limits.max_text_queue_bytes
-            )
-        )
-        models: list[ServedModel] = []
-        for model in config.models:
-            upstream: Upstream
-            if model.upstream is not None:
-                upstream = await stack.enter_async_context(open_upstream(model.name, model.upstream))
-            else:
-                pool = await stack.enter_async_context(_pool(model, texts[model.name], metrics, connect, sources))
-                text = ModelText(text_pool, model.name, texts[model.name].tokenizer)
-                upstream = TokenUpstream(text, pool, draw_seed=sources.draw_seed)
-            models.append(ServedModel(model.name, model.aliases, upstream, int(sources.unix_time())))
+        text_pool = await stack.enter_async_context(_text_pool(config, workers))
+        models = await _open_models(stack, config, texts, text_pool, metrics, connect, sources)
         budget = memory_budget(config, machine_bytes())
         watch = StreamWatch(
             left_bytes=lambda: budget.answers.left,
@@ -132,29 +121,64 @@ async def open_gateway(
             open_requests=OpenRequests(config.limits.max_requests),
             watch=await stack.enter_async_context(watch),
             text_pool=text_pool,
-            encoding=encoding,
+            encoding=EncodingTurns(sources.clock),
             budget=budget,
             metrics=metrics,
             salt_key=bytes.fromhex(config.salt_key) or secrets.token_bytes(32),
             clock=sources.clock,
             unix_time=sources.unix_time,
         )
-        metrics.read_engines(service.models.readings)
-        metrics.read_text(text_pool.reading)
-        metrics.requests_open.set_function(lambda: service.open_requests.num_open)
-        metrics.log_dropped.set_function(lambda: request_log.num_dropped)
-        pools = (budget.prompts, budget.answers)
-        metrics.read_memory(
-            lambda: MemoryReading(
-                held={pool.name: pool.held for pool in pools},
-                refused={pool.name: pool.num_refused for pool in pools},
-                num_streams_cut=watch.num_cut,
-                num_answers_pending=encoding.num_pending,
-            )
-        )
-        giving_back = asyncio.create_task(give_back_when_idle(budget), name="memory given back")
-        stack.callback(giving_back.cancel)
+        _connect_metrics(service, request_log)
+        trimming = asyncio.create_task(give_back_when_idle(budget), name="memory given back")
+        stack.callback(trimming.cancel)
         yield Gateway(service, request_log)
+
+
+def _text_pool(config: GatewayConfig, workers: Workers) -> TextPool:
+    limits = config.limits
+    return TextPool(
+        workers, max_workers=limits.max_text_workers, max_queue=limits.max_text_queue, max_queue_bytes=limits.max_text_queue_bytes
+    )
+
+
+async def _open_models(
+    stack: AsyncExitStack,
+    config: GatewayConfig,
+    texts: Mapping[str, TextModel],
+    text_pool: TextPool,
+    metrics: Metrics,
+    connect: Connect,
+    sources: Sources,
+) -> list[ServedModel]:
+    """Every model with its upstream, which `stack` closes."""
+    models: list[ServedModel] = []
+    for model in config.models:
+        upstream: Upstream
+        if model.upstream is not None:
+            upstream = await stack.enter_async_context(open_upstream(model.name, model.upstream))
+        else:
+            pool = await stack.enter_async_context(_replica_pool(model, texts[model.name], metrics, connect, sources))
+            text = ModelText(text_pool, model.name, texts[model.name].tokenizer)
+            upstream = TokenUpstream(text, pool, draw_seed=sources.draw_seed)
+        models.append(ServedModel(model.name, model.aliases, upstream, int(sources.unix_time())))
+    return models
+
+
+def _connect_metrics(service: Service, request_log: RequestLog) -> None:
+    """Let the metrics page read what is known elsewhere, at the moment it is asked for."""
+    metrics, budgets = service.metrics, (service.budget.prompts, service.budget.answers)
+    metrics.read_engines(service.models.readings)
+    metrics.read_text(service.text_pool.reading)
+    metrics.requests_open.set_function(lambda: service.open_requests.num_open)
+    metrics.log_dropped.set_function(lambda: request_log.num_dropped)
+    metrics.read_memory(
+        lambda: MemoryReading(
+            held={budget.name: budget.held for budget in budgets},
+            refused={budget.name: budget.num_refused for budget in budgets},
+            num_streams_cut=service.watch.num_cut,
+            num_answers_pending=service.encoding.num_pending,
+        )
+    )
 
 
 def _open_log(target: str) -> RequestLog:
@@ -164,8 +188,8 @@ def _open_log(target: str) -> RequestLog:
         raise ConfigError("request_log", f"{target} cannot be opened: {error.strerror}") from None
 
 
-def _pool(config: ModelConfig, text: TextModel, metrics: Metrics, connect: Connect, sources: Sources) -> ReplicaPool:
+def _replica_pool(config: ModelConfig, text: TextModel, metrics: Metrics, connect: Connect, sources: Sources) -> ReplicaPool:
     for replica in config.replicas:
-        metrics.replica(config.name, replica.name)  # its series are there before its first request
+        metrics.replica(config.name, replica.name)  # the replica's series exist before its first request
     replicas = [Replica(ReplicaId(replica.name), connect(replica, text, sources.clock)) for replica in config.replicas]
     return ReplicaPool(config.name, replicas, random=sources.random, clock=sources.clock)

@@ -1,8 +1,8 @@
-"""What the gateway is told at start: one JSON file, written by the supervisor, decoded once into these values.
+"""The gateway's configuration: one JSON file, written by the supervisor, decoded once into these values.
 
-Unknown keys are errors with a suggestion. Nothing here is read from the environment or the command line; the roof does that
-(the key of a foreign server is only named here and read when the gateway opens: `upstream.foreign`).
-Secrets: keys are kept as SHA-256 digests from the moment the file is decoded, and no repr of these values shows one.
+Nothing here is read from the environment or the command line, which `cli.config` does. The key of a foreign server is only named here;
+`upstream.foreign` reads it when the gateway opens. API keys are kept as SHA-256 digests from the moment the file is decoded, and no repr of
+these values shows a secret.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ LOG_WORDS = {*LOG_TARGETS, "", "true", "false", "yes", "no", "none", "null", "st
 
 MIN_KEY_CHARS = 8
 MAX_FOREIGN_CONNECTIONS = 256
-"""To one foreign server: each request under way has its own."""
+"""Connections to one foreign server: each running request has its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """Who a key belongs to. Give `key` (plain, hashed at once) or `sha256` (hex of the digest), never both.
+    """An API key and its tenant. Give `key` (plain, hashed at once) or `sha256` (hex of the digest), never both.
 
     tenant    opaque name: fairness, cache salt and log; defaults to a name made from the digest
     priority  class of this key's requests (premium | standard | batch); a body's `priority` may only lower it
@@ -76,10 +76,10 @@ class ForeignConfig:
     url           of its API, http or https, up to and with /v1
     model         what it calls the model; default: the name here
     api_key_file  a file that holds the key it wants; api_key_env: or the variable of this process's environment that does
-    cache_salt    each tenant's salt is sent, so that it shares no cached prefix between tenants (vLLM and Headrace know the field). Off
-                  where the server refuses fields it does not know: then what it caches is shared by everybody who asks through here
-    connect_s     until it takes a connection
-    read_s        between two pieces of an answer, the first one included
+    cache_salt    each tenant's salt is sent, so that tenants share no cached prefix there (vLLM and Headrace know the field). Off for a
+                  server that refuses unknown fields: then all tenants share its cache
+    connect_s     seconds to connect
+    read_s        seconds to the first piece of an answer, and between two pieces
     """
 
     url: str
@@ -141,9 +141,9 @@ class Limits:
     max_sequences         prompts times n
     max_requests          in the gateway at once; one more is refused with 429
     max_text_workers      processes that render templates and tokenize
-    max_text_queue        jobs of less than 64 KiB waiting for one of them, and as many larger ones; beyond it 429 for the tenant with most
-    max_text_queue_bytes  of the ones and of the others together, likewise
-    max_pending_bytes     an answer made but not yet read by its client; beyond it the request is cancelled
+    max_text_queue        waiting jobs of less than 64 KiB, and as many larger ones; beyond it the tenant with most of them gets 429
+    max_text_queue_bytes  their bytes, counted apart for smaller and larger jobs likewise
+    max_pending_bytes     of an answer that its client has not read yet; beyond it the request is cancelled
     max_prompt_bytes      bodies and prompts of all requests; one more is refused with 429. None: a sixteenth of the machine's memory
     max_answer_bytes      log-probabilities of all requests, and answers until they are written; one more is refused with 429
     max_tenant_share      of either, for one tenant. None: a quarter where keys name several tenants, all where there is one
@@ -179,7 +179,7 @@ class Timeouts:
     sse_ping_s    a stream without a chunk for this long gets a comment line
     write_s       a client that does not catch up within this while more than 64 KiB wait for it is cut off
     request_s     deadline of every request, counted from its arrival; None = none
-    drain_s       after SIGTERM: how long running requests may take
+    drain_s       after SIGTERM: what running requests may take to end
     """
 
     header_s: float = 10.0
@@ -200,7 +200,7 @@ class GatewayConfig:
     open_metrics   /metrics without a key although keys exist
     allowed_hosts  names that a Host header may carry, beside loopback names when bound to loopback. Empty: every name when bound elsewhere
     allowed_origins  origins whose pages may use this server, as browsers write them ("https://app.example"); "*": every page. Empty: none
-    request_log    where the one line per request goes: on (stdout), off, "stderr" or a file's path. YAML's on and off are true and false
+    request_log    target of the request log: on (stdout), off, "stderr" or a file's path. YAML reads on and off as true and false
     salt_key       secret (hex) that turns tenants into cache salts; empty: drawn by this process, which then shares no cached
                    prefixes with other gateways; the supervisor draws one for its whole site
     """
@@ -238,12 +238,12 @@ class GatewayConfig:
 
     @property
     def request_log_target(self) -> str:
-        """As `observe.request_log` names it."""
+        """`request_log` as `observe.request_log` names targets."""
         return self.request_log if isinstance(self.request_log, str) else "on" if self.request_log else "off"
 
     @property
     def num_tenants(self) -> int:
-        """A key that names none is one of its own; without keys there is one."""
+        """Number of tenants. A key without a tenant's name is a tenant of its own; without keys there is one tenant."""
         named = {key.tenant for key in self.api_keys if key.tenant}
         return max(1, len(named) + sum(not key.tenant for key in self.api_keys))
 

@@ -3,8 +3,8 @@
 0   drained after SIGTERM or SIGINT
 2   refused to start: configuration or model folder (starting it again with the same file fails again)
 1   the address could not be bound
-69  the supervisor is gone (wire.leash)
-75  drained, but the time was over, or a second signal came, before every request had ended: the rest got a retryable error
+69  the supervisor has ended (wire.leash)
+75  the drain ended by its time limit or a second signal: the requests that were still open got a retryable error
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ The loop releases the GIL at every send, receive and drawn request id. Python's 
 answers, and the default cost seconds under a storm. That thread is gone, and no measurement since then compares the two values."""
 
 YOUNG_OBJECTS = 50_000
-"""Objects made and not yet freed between two collections of the youngest: more than the rows of a large frame. With Python's 700 a frame
-counts as growth although it is freed at once, and full collections (0.1 s with a thousand streams) come every minute for nothing."""
+"""Net new objects that start a collection of the youngest generation: more than the rows of a large frame. With Python's 700 a frame counts
+as growth although it is freed at once, and full collections (0.1 s with a thousand streams) come every minute without need."""
 
 DRAIN_GRACE_S = 1.0
-"""How long requests that are cut off have to write their error."""
+"""Seconds that a request which is cut off has to write its error."""
 
 
 def run_gateway(config_path: str | Path, parent_fd: int | None = None) -> int:
-    """Serve until told to stop; returns the exit status.
+    """Serve until SIGTERM or SIGINT; returns the exit status.
 
     config_path  JSON, see `gateway.config`
     parent_fd    the inherited end of the supervisor's leash; None when started by hand
@@ -75,14 +75,14 @@ def run_gateway(config_path: str | Path, parent_fd: int | None = None) -> int:
 
 
 def _refuse(error: HeadraceError, leash: Leash, *, is_supervised: bool, can_retry: bool) -> None:
-    """Say once why this process ends: the supervisor says it to its people, and without one it is said here."""
+    """Report once why this process ends: through the supervisor, or on stderr where there is none."""
     leash.failed(str(error), can_retry=can_retry)
     if not is_supervised:
         print(f"headrace gateway: {error}", file=sys.stderr)
 
 
 class CannotBind(HeadraceError):
-    """The address is taken, or not ours."""
+    """The address is in use, or does not belong to this machine."""
 
 
 def run_loop(main: Coroutine[Any, Any, bool]) -> bool:
@@ -94,7 +94,7 @@ def run_loop(main: Coroutine[Any, Any, bool]) -> bool:
 
 
 async def serve(config: GatewayConfig, texts: dict[str, TextModel], workers: Workers, leash: Leash) -> bool:
-    """Listen, say so, serve, drain; False when the drain cut requests off.
+    """Listen, report it, serve, drain; False when the drain cut requests off.
 
     Raises CannotBind, ConfigError for what only opening it shows, or CheckpointError for a template that the workers refuse.
     """
@@ -111,7 +111,7 @@ async def serve(config: GatewayConfig, texts: dict[str, TextModel], workers: Wor
             port = await server.start()
         except OSError as error:
             raise CannotBind(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
-        # Everything made so far stays: without this each full collection walks it.
+        # Every object made so far stays for good: frozen, no collection visits it.
         gc.collect()
         gc.freeze()
         gc.set_threshold(YOUNG_OBJECTS)

@@ -1,7 +1,7 @@
-"""How much memory requests may hold, and memory given back once nothing runs: what a storm took is not kept until the next one.
+"""How much memory requests may hold, and the return of free memory to the system once no request runs.
 
-Cycles of a request (its task, its errors' tracebacks) wait for a collection, which an idle process does not come to; and the C library
-keeps freed memory. Both are seen to when the last request has left, never while one runs: each may take milliseconds.
+Reference cycles of a request (its task, its errors' tracebacks) wait for a garbage collection, which an idle process never starts, and the
+C library keeps freed memory. So both are triggered after the last request, never while one runs: each may take milliseconds.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from headrace.gateway.access.budget import HeldLimits, MemoryBudget
 from headrace.gateway.config import GatewayConfig
 
 LOOK_S = 1.0
-
+"""Seconds between two checks whether any request runs."""
 
 MIN_PROMPT_BYTES = 40 << 20
+"""Least bytes for prompts where `limits.max_prompt_bytes` is not set."""
+
 PROMPT_SHARE = 16
-"""Without `limits.max_prompt_bytes`: a sixteenth of the machine's memory."""
+"""Without `limits.max_prompt_bytes`, prompts may take 1/N of the machine's memory."""
 
 SEVERAL_TENANTS_SHARE = 0.25
-"""Without `limits.max_tenant_share`, where there are several."""
+"""Share of each sum that one tenant may hold where there are several tenants and `limits.max_tenant_share` is not set."""
 
 
 def memory_budget(config: GatewayConfig, machine_bytes: int) -> MemoryBudget:
-    """What requests may hold. machine_bytes: `machine_bytes()`"""
+    """The two sums of `access.budget`, empty, with their limits. machine_bytes: what `machine_bytes()` gives"""
     limits = config.limits
     share = limits.max_tenant_share or (SEVERAL_TENANTS_SHARE if config.num_tenants > 1 else 1.0)
     prompts = limits.max_prompt_bytes or max(MIN_PROMPT_BYTES, machine_bytes // PROMPT_SHARE)
@@ -49,18 +51,19 @@ def machine_bytes(root: Path = Path("/")) -> int:
 
 
 async def give_back_when_idle(budget: MemoryBudget) -> None:
-    """Until it is cancelled. At two looks once nothing runs: what the connections of the last requests held is freed after them."""
-    num_seen, num_due = budget.num_closed, 0
+    """Runs until it is cancelled. Gives memory back at two checks in a row, because connections free some of it after their request."""
+    num_seen, num_left = budget.num_closed, 0
     while True:
         await asyncio.sleep(LOOK_S)
         if budget.num_closed != num_seen:
-            num_seen, num_due = budget.num_closed, 2
-        if num_due and budget.num_open == 0:
-            num_due -= 1
+            num_seen, num_left = budget.num_closed, 2
+        if num_left and budget.num_open == 0:
+            num_left -= 1
             give_back()
 
 
 def give_back() -> None:
+    """Collect garbage, and return free memory to the system where the C library can."""
     gc.collect()
     with suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)

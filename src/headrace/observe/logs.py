@@ -1,8 +1,8 @@
-"""The process log, on stderr: short lines for people on a terminal, one JSON object per event for everybody else.
+"""The process log, on stderr: short lines on a terminal, one JSON object per event elsewhere.
 
-Whatever is in an event, it stays one line: a traceback or a client's words cannot forge lines or colour a terminal. Every line has its
-time, every process of a deployment writes the same form: a child whose output is piped to its supervisor writes JSON, and `relay` logs
-it again there, under the child's name.
+An event is always one line, whatever is in it: a traceback or a client's text cannot forge lines or colour a terminal. Every line has its
+time. All processes of a deployment log in one form: a child whose output is piped to its supervisor writes JSON, and the supervisor's
+`relay` logs it again under the child's name.
 
     02:10:11 [tiny-0] the model is loaded
     {"time":"2026-11-23T02:10:11.123Z","level":"info","process":"tiny-0","logger":"headrace.engine.main","message":"the model is loaded"}
@@ -20,7 +20,7 @@ from enum import StrEnum
 from typing import TextIO
 
 ENVIRONMENT = "HEADRACE_LOG_FORMAT"
-"""A process that is told nothing else takes its form from here: `headrace serve` tells its children."""
+"""Environment variable with the form of a process's log where no other is given; `headrace serve` sets it for its children."""
 
 
 class LogFormat(StrEnum):
@@ -30,7 +30,7 @@ class LogFormat(StrEnum):
     JSON = "json"
 
     def on(self, is_terminal: bool) -> LogFormat:
-        """What AUTO means there."""
+        """This form, with AUTO resolved for a stream that is a terminal or is none."""
         if self is not LogFormat.AUTO:
             return self
         return LogFormat.TEXT if is_terminal else LogFormat.JSON
@@ -46,7 +46,7 @@ def set_up_logging(log_format: LogFormat | None = None, stream: TextIO | None = 
 
 
 def environment_format() -> LogFormat:
-    """What ENVIRONMENT says; AUTO where it says nothing that is known."""
+    """The form in the variable ENVIRONMENT; AUTO where it is not set or not known."""
     try:
         return LogFormat(os.environ.get(ENVIRONMENT, LogFormat.AUTO))
     except ValueError:
@@ -64,7 +64,7 @@ def timestamp(unix_s: float) -> str:
 
 
 def clock_time(unix_s: float, *, is_short: bool) -> str:
-    """Local time for people; is_short: of today."""
+    """Local time for people; is_short: without the day."""
     return time.strftime("%H:%M:%S" if is_short else "%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
 
 
@@ -83,7 +83,7 @@ class TextLine(logging.Formatter):
 
 
 class JsonLine(logging.Formatter):
-    """One JSON object in ASCII. `facts` of the event, a mapping given as `extra`, are keys of their own."""
+    """One JSON object in ASCII. Entries of the mapping `facts`, given in `extra`, become keys of the object."""
 
     def format(self, record: logging.LogRecord) -> str:
         child = getattr(record, "child", "")
@@ -102,7 +102,7 @@ class JsonLine(logging.Formatter):
 
 
 def relay(line: str, child: str) -> None:
-    """Log here what a child process wrote: its own events with their time and level, anything else (a crash's last words) as it is."""
+    """Log a line that a child process wrote: its events with their time and level, any other line (of a crash) as it is."""
     try:
         event = json.loads(line)
         record = logging.LogRecord(

@@ -1,12 +1,12 @@
-"""The metrics page: names, labels, buckets, and where each number comes from.
+"""The metrics page: names, labels, buckets, and the source of each number.
 
-Two sources. What the gateway saw itself (latencies, outcomes) is counted here as it happens. What an engine says of itself (running,
-waiting, KV blocks, its monotonic counters, the histogram of its steps) is read from its last snapshot when the page is asked for: any
-number of gateways may export it, and each shows the same. An engine that restarts starts its counters at zero again, which Prometheus'
-rate() understands.
+There are two sources. The gateway's own measurements (latencies, outcomes) are counted here as they happen. An engine's state (running and
+waiting sequences, KV blocks, its monotonic counters, the histogram of its steps) is read from the engine's last snapshot when the page is
+asked for: any number of gateways may export it, with equal numbers. The counters of a restarted engine begin at zero, which Prometheus'
+rate() expects.
 
-Labels are `model` and `replica` (`outcome`, `state` where the name says so): configured names only, never a client's words, so the
-number of series is bounded by the configuration.
+Labels are `model` and `replica`, and `outcome`, `state`, `reason`, `kind` or `of` where a metric has one. Their values are configured names
+and fixed words, never a client's, so the configuration bounds the number of series.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TEXT_KILL_REASONS = ("cpu", "memory", "time", "left", "lost")
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReading:
-    """One replica at the moment the page is asked for. `snapshot` is None while it is not known."""
+    """The state of one replica when the page is asked for. `snapshot` is None before the first one came."""
 
     model: str
     replica: str
@@ -99,7 +99,7 @@ class MemoryCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         reading = self._reading()
         held = GaugeMetricFamily("headrace_gateway_held_bytes", "What requests hold: prompts with their bodies, answers.", labels=("of",))
-        refused = CounterMetricFamily("headrace_gateway_held_refused", "Requests refused because of them.", labels=("of",))
+        refused = CounterMetricFamily("headrace_gateway_held_refused", "Requests refused because that sum was full.", labels=("of",))
         for name, num_bytes in reading.held.items():
             held.add_metric((name,), num_bytes)
             refused.add_metric((name,), reading.refused[name])
@@ -152,7 +152,7 @@ _COUNTERS = (
     ("generation_tokens", "headrace_generation_tokens", "Tokens generated."),
     ("prefix_cache_hit_tokens", "headrace_prefix_cache_hit_tokens", "Prompt tokens taken from the prefix cache."),
     ("prefix_cache_query_tokens", "headrace_prefix_cache_query_tokens", "Prompt tokens looked up in the prefix cache."),
-    ("preemptions", "headrace_preemptions", "Sequences that lost their KV blocks to others and were recomputed."),
+    ("preemptions", "headrace_preemptions", "Sequences that lost their KV blocks to other sequences and were recomputed."),
     ("steps", "headrace_steps", "Steps committed."),
 )
 
@@ -205,7 +205,7 @@ class Metrics:
     """Every instrument of one gateway process, in a registry of its own."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter that nobody reads
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # they are a second series per counter
         self.registry = registry = CollectorRegistry(auto_describe=False)
         self._replicas: dict[tuple[str, str], ReplicaMetrics] = {}
         self.requests = Counter("headrace_requests", "Requests by outcome.", (*LABELS, "outcome"), registry=registry)

@@ -3,7 +3,7 @@ own short x-request-id.
 
 JSON in a file or a pipe, a short line on a terminal.
 
-Lines are written by a thread of its own behind a bounded queue: a full disk or a stopped reader costs lines (counted), never a request.
+A thread of its own writes the lines from a bounded queue: a full disk or a stopped reader costs lines, which are counted, never a request.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ class Outcome(StrEnum):
     """How a request ended."""
 
     COMPLETED = "completed"
-    """Its answer was given whole."""
+    """The answer was sent whole."""
     REFUSED = "refused"
-    """By what it asked for, who asked, or because there was no room; nothing was computed for it."""
+    """A field, a key or a full queue was the reason; nothing was computed for it."""
     CANCELLED = "cancelled"
-    """By its client, who left or did not read."""
+    """The client left or did not read."""
     DEADLINE = "deadline"
     FAILED = "failed"
-    """By us."""
+    """The server failed."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestLogRecord:
     """Filled while a request runs. Fields that stay None are left out of the line.
 
-    request_id         ours; client_request_id is the client's own name for it, if it was short and printable
+    request_id         made by the server; client_request_id is the client's own x-request-id, if it was short and plain
     time               Unix seconds when it came; an ISO 8601 timestamp in the line
     error              code of the error body, if one was sent
-    param, reason      the field that an error is about, and the rule that it broke: never the value that was given
+    param, reason      the field that an error is about, and the rule that it broke; never a value of the client's
     detail             for the operator: the exception's type where the server failed, whether another replica could have gone on where
                        one was lost, that a shutdown ended the request; at most MAX_DETAIL_CHARS
     ttft_s, latency_s  seconds since arrival at the gateway
     queue_time_s, prefill_s, decode_s, preempted_s, stalled_s
-                       where the first sequence's time in its engine went (`core.update.StageSeconds`); together from arrival there to its
-                       end. All but the first come with the end, so a stop string, which ends it here, leaves them out
+                       stages of the first sequence in its engine (`core.update.StageSeconds`), which add up to its time there. All but the
+                       first are known at its end; a sequence that a stop string ended, which the gateway finds, has none
     """
 
     request_id: str
@@ -91,18 +91,18 @@ class RequestLogRecord:
         return json.dumps(kept, ensure_ascii=True, separators=(",", ":"))
 
     def text(self, *, is_short: bool) -> str:
-        """The same for people, without what they rarely ask for. is_short: the time without the day, for a terminal."""
+        """The main fields for people. is_short: the time without the day, for a terminal."""
         words = [clock_time(self.time, is_short=is_short), self.method, self.path, str(self.status)]
         words += [self.outcome] if self.outcome is not Outcome.COMPLETED else []
-        words += [", ".join(part for part in (self._said(), self._spent()) if part), f"({self.request_id})"]
+        words += [", ".join(part for part in (self._why(), self._cost()) if part), f"({self.request_id})"]
         return printable(" ".join(word for word in words if word))
 
-    def _said(self) -> str:
-        """Why it was not answered."""
+    def _why(self) -> str:
+        """Error, reason and detail of a request that was not completed."""
         about = f"{self.param}: expected {self.reason}" if self.param and self.reason else self.reason or self.param
         return ": ".join(word for word in (self.error, about, self.detail) if word)
 
-    def _spent(self) -> str:
+    def _cost(self) -> str:
         parts = [self.model or ""]
         if self.completion_tokens is not None:
             parts.append(f"{self.prompt_tokens} tokens in, {self.completion_tokens} out")
@@ -154,16 +154,16 @@ class RequestLog:
                 self._write(file, line)
 
     def _write(self, file: FileIO, line: str) -> None:
-        """Unbuffered: a line that could not be written is gone, and does not fail the ones after it once more."""
+        """Unbuffered: a line that cannot be written is dropped and counted, and is not tried again before the next one."""
         data = memoryview(line.encode("utf-8", "replace") + b"\n")
         try:
             while data:
                 num_written = file.write(data)
-                if num_written is None:  # a pipe that does not block, and its reader has stopped
+                if num_written is None:  # a non-blocking pipe whose reader has stopped
                     self.num_dropped += 1
                     return
                 data = data[num_written:]
-        except OSError:  # disk full, or the reader is gone
+        except OSError:  # the disk is full, or the reader has closed
             self.num_dropped += 1
 
 

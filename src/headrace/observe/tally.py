@@ -1,7 +1,7 @@
-"""A histogram for what is observed once per token: the same samples on the metrics page, a fifth of the time per observation.
+"""A histogram for values that are observed once per token: the same samples on the metrics page, a fifth of the time per observation.
 
-`prometheus_client.Histogram` takes a lock for the sum and one for the bucket, which it looks for from the first on. Here everything is
-observed on one thread, and only reading makes samples of it.
+`prometheus_client.Histogram` takes two locks per observation and searches its buckets from the first on. Here all observations are made on
+one thread without locks, buckets are found by bisection, and samples are made when the page is read.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class Tally:
     """One histogram's counts."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """bounds  upper ones, inclusive, ascending; beyond the last is infinity"""
+        """bounds: upper bounds of the buckets, inclusive, ascending; one more bucket has the values beyond the last"""
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """count  how often"""
+        """Count `value`, `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 

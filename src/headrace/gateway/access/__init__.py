@@ -1,1 +1,1 @@
-"""Who is asking, and how much is open: authentication and the admitted requests. Later keys, quotas and admission."""
+"""Authentication, the admitted requests, and the memory that requests hold."""

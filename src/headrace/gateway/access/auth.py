@@ -1,9 +1,8 @@
-"""Who is asking. Default-deny: with keys configured, every route but the ones marked public wants one.
+"""Authentication: the principal that an API key belongs to. With keys configured, every path that is not marked public wants one.
 
-The decision hangs on the routed path (the same value the router matched), never on a URL rebuilt from headers. Keys exist here only as
-SHA-256 digests. The lookup is blinded: digests are indexed by a keyed hash whose secret is drawn at start, so what a lookup's timing could
-show is a property of a value the client can neither compute nor steer (the double-HMAC way of comparing in constant time, at a cost that
-does not grow with the number of keys).
+`gateway.app` decides by the path that the router matched, never by a URL rebuilt from headers. Keys exist here only as SHA-256 digests. The
+lookup is blinded: digests are indexed by a keyed hash whose secret is drawn at start, so the timing of a lookup depends on a value that the
+client can neither compute nor choose (double HMAC: a comparison in constant time whose cost does not grow with the number of keys).
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ _MESSAGE = "This server wants a valid API key: send it as 'Authorization: Bearer
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """An authenticated caller. Everything a request inherits from its key."""
+    """An authenticated caller: what a request inherits from its key."""
 
     tenant: str
     priority: PriorityClass = PriorityClass.STANDARD
     weight: float = 1.0
 
 
-ANYBODY = Principal("default")
+ANONYMOUS = Principal("default")
 
 
 class Authenticator:
     def __init__(self, api_keys: Sequence[ApiKey]) -> None:
-        """api_keys  with digests, as `gateway.config` leaves them; empty: open"""
+        """api_keys: with digests, as `gateway.config` leaves them; empty: the server is open"""
         self._secret = secrets.token_bytes(32)
         self._principals = {
             self._blinded(bytes.fromhex(key.sha256)): Principal(key.tenant, priority_of(key.priority), key.weight) for key in api_keys
@@ -46,9 +45,9 @@ class Authenticator:
         return not self._principals
 
     def principal(self, headers: Sequence[tuple[bytes, bytes]]) -> Principal:
-        """The caller of a request with these headers. Raises Unauthorized, never saying what was wrong."""
+        """The caller of a request with these headers. Raises Unauthorized, whose message never says what was wrong."""
         if self.is_open:
-            return ANYBODY
+            return ANONYMOUS
         given = [value for name, value in headers if name == b"authorization"]
         if len(given) != 1 or len(given[0]) > MAX_KEY_BYTES:
             raise Unauthorized(_MESSAGE)

@@ -1,10 +1,10 @@
-"""Bytes that requests hold in this process: two sums, each refused beyond its limits per request, per tenant and in all.
+"""Bytes that requests hold in this process, in two sums, each with a limit per request, per tenant and in all.
 
 prompts  bodies and what they are parsed into, prompt tokens
-answers  log-probabilities, and answers until they are written: what grows far beyond the bytes that asked for it
+answers  log-probabilities, and answers until they are written, which may be far larger than the requests for them
 
-What is not known beforehand is added while it grows. Scopes give back what they took; streams that wait for their reader are looked at by
-`http.sse`, which asks here what is left. Nothing is counted per token.
+A size that is not known beforehand is added as it grows. `with` gives back what was taken. `http.sse` bounds what waits for the clients of
+streams, by what is left here. Nothing is counted per token.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from headrace.core.errors import Overloaded, RequestTooLarge
 
 @dataclass(frozen=True, slots=True)
 class HeldLimits:
-    """Bytes, inclusive.
+    """Upper bounds in bytes, inclusive.
 
-    keeps_reserve  the last quarter, of a tenant's and of all, is for requests that hold something already: those that come are refused
-                   before those that run. What is alone may have all
+    keeps_reserve  the last quarter of a tenant's limit and of the total is reserved for requests that already hold some of it, so that new
+                   requests are refused before running ones. A request that is alone may take all
     """
 
     request: int
@@ -35,10 +35,10 @@ class HeldLimits:
 
 
 class ByteBudget:
-    """held  by all requests;  num_refused  requests that were told there is no room"""
+    """One sum. held: bytes of all requests;  num_refused: requests that were refused for it"""
 
     def __init__(self, limits: HeldLimits, name: str = "answers") -> None:
-        """name: of what is held, for refusals"""
+        """name: what is held, for messages and metrics"""
         self.limits = limits
         self.name = name
         self.held = 0
@@ -51,11 +51,11 @@ class ByteBudget:
         return self.limits.total - self.held
 
     def open(self, tenant: str) -> Held:
-        """A request's share, empty as yet. Leave it by scope."""
+        """What one request holds, at first nothing. Close it by `with`."""
         return Held(self, tenant)
 
     def check(self) -> None:
-        """What is held is the sum over requests, and over tenants."""
+        """Assert that `held` is the sum over requests and over tenants, and within the limit."""
         assert self.held == sum(held.num_bytes for held in self._open) == sum(self._by_tenant.values())
         assert all(self._by_tenant.values()), "a tenant without bytes is forgotten"
         assert self.held <= self.limits.total
@@ -94,7 +94,7 @@ class ByteBudget:
 
 
 class Held:
-    """What one request holds. `with budget.open(tenant) as held:` gives it all back."""
+    """Bytes that one request holds. The end of `with budget.open(tenant) as held:` gives them back."""
 
     __slots__ = ("_budget", "num_bytes", "tenant")
 
@@ -104,7 +104,7 @@ class Held:
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Take more, all or nothing. Raises RequestTooLarge or Overloaded, naming the limit."""
+        """Hold `num_bytes` more, or none of them. Raises RequestTooLarge or Overloaded, naming the limit."""
         if num_bytes > 0:
             self._budget._add(self, num_bytes)
 
@@ -116,7 +116,7 @@ class Held:
 
 
 class MemoryBudget:
-    """Both sums. num_open, num_closed  requests that have a share, and that had one"""
+    """Both sums. num_open, num_closed: requests that are open, and requests that were"""
 
     def __init__(self, *, prompts: HeldLimits, answers: HeldLimits) -> None:
         self.prompts = ByteBudget(prompts, "prompts")
@@ -130,7 +130,7 @@ class MemoryBudget:
 
     @contextmanager
     def open(self, tenant: str) -> Iterator[RequestHeld]:
-        """A request's shares, empty as yet."""
+        """What one request holds of both sums, at first nothing."""
         self.num_open += 1
         try:
             with self.prompts.open(tenant) as prompts, self.answers.open(tenant) as answers:
@@ -146,7 +146,7 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True)
 class RequestHeld:
-    """What one request holds of each sum."""
+    """What one request holds of both sums."""
 
     prompts: Held
     answers: Held

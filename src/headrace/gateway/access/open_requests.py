@@ -1,7 +1,6 @@
-"""One entry per generating request, opened at admission and closed exactly once: whatever it counts returns to its earlier value.
+"""The generating requests that are open: one entry each, made at admission and closed exactly once.
 
-How many requests are in the gateway now is known here: this refuses beyond the cap (429), refuses while draining (503), and tells the
-server when the last running request has left.
+A request beyond the cap is refused with 429, a request during the drain with 503. `wait_empty` returns when the last request has ended.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from headrace.core.ids import RequestId
 
 
 class Draining(Unavailable):
-    """The server shuts down: it finishes what it has and takes nothing new."""
+    """The server is shutting down: it finishes its open requests and admits none."""
 
 
 class OpenRequest:
-    """An admitted request. Leave it by scope: `with open_requests.admit(request_id) as entry:`."""
+    """An admitted request, closed by `with`."""
 
     __slots__ = ("_open_requests", "cut", "request_id")
 
@@ -63,16 +62,16 @@ class OpenRequests:
         return entry
 
     def drain(self) -> None:
-        """From now on nothing is admitted; what runs goes on."""
+        """Admit no further request; open ones go on."""
         self.is_draining = True
 
     def cut(self, error: HeadraceError) -> None:
-        """End everything that is open with `error`. They leave as soon as they had their turn to say so."""
+        """End every open request with `error`. Each closes its entry once its task has run."""
         for entry in list(self._open.values()):
             entry.cut(error)
 
     async def wait_empty(self, timeout_s: float) -> bool:
-        """True as soon as nothing is open, False after `timeout_s`."""
+        """True as soon as no request is open, False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()

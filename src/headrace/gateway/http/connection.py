@@ -1,13 +1,14 @@
-"""One HTTP/1.1 connection: uvicorn's httptools protocol within bounds of size, count and time.
+"""One HTTP/1.1 connection: uvicorn's httptools protocol with bounds on size, count and time.
 
-uvicorn parses and frames; what it leaves open and a public server must close is here:
+uvicorn parses and frames. The bounds that a public server needs and uvicorn does not have are here:
 
-    head      request line and headers: bytes, count, seconds; none of https, which is named in the log
-    body      framing overhead (floods of tiny chunks, chunk extensions); the body's own size and time are `Exchange.body`'s
-    leftover  a body nobody reads any more, because the answer is out: thrown away for a moment, then the connection goes
-    answer    a client that does not catch up with 64 KiB of unsent bytes; no chunks for HTTP/1.0
-    abort     `scope["extensions"]["headrace.abort"]` drops the connection, unsent bytes included; "headrace.lost" tells that it is gone
-    events    "headrace.direct" there is a `ClientTransport`, which writes a stream's events without a turn of its task
+    head      request line and headers: bytes, count, seconds. A TLS handshake is named in the log and closed
+    body      framing overhead (floods of tiny chunks, chunk extensions). `Exchange.body` bounds the body's own size and time
+    leftover  the rest of a body whose answer is out: discarded for a moment, then the connection is closed
+    answer    a client that does not catch up with 64 KiB of unsent bytes is cut off; an HTTP/1.0 answer has no chunks
+
+What the application gets in `scope["extensions"]`: "headrace.abort" drops the connection with its unsent bytes, "headrace.lost" says why it
+is gone, "headrace.direct" is a `ClientTransport`, which writes a stream's events without waking the stream's task.
 """
 
 from __future__ import annotations
@@ -32,35 +33,35 @@ from headrace.gateway.http.origins import Origins
 log = logging.getLogger(__name__)
 
 SEND_BUFFER_BYTES = 64 << 10
-"""The transport asks writers to wait beyond this much unsent data."""
+"""Unsent bytes beyond which the transport asks its writers to wait."""
 
 LINGER_S = 2.0
-"""How long the rest of an unwanted body is thrown away, so that its sender gets to read the refusal."""
+"""Seconds for which the rest of an unwanted body is discarded, so that its sender can read the refusal."""
 
 MAX_LINGER_BYTES = 64 << 20
-"""How much of it: a fast sender is work for the event loop as well."""
+"""Bytes of an unwanted body that are discarded before the connection is closed: a fast sender costs the event loop time."""
 
 FRAMING_SLACK_BYTES = 64 << 10
 MAX_FRAMING_FACTOR = 2
-"""A body may cost this many wire bytes per byte beyond the slack. Each chunk costs the event loop microseconds, whatever its size:
-chunks of one byte cost 6 bytes each, those of a sane client hardly more than one per byte; extensions and trailers cost anything."""
+"""Wire bytes that each byte of a body may take, beyond the slack. A chunk costs the event loop microseconds whatever its size. A chunk of
+one byte takes 6 wire bytes; chunks of usual clients take hardly more than one per byte; extensions and trailers may take any number."""
 
 REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
 TLS_HANDSHAKE = 0x16
-"""First byte of what a client sends that speaks https; HTTP begins with a letter."""
+"""First byte of a TLS handshake; HTTP begins with a letter."""
 
 TLS_NOTICE_S = 60.0
-"""Between two lines of the log about such clients: a health check over https comes every second."""
+"""Seconds between two log lines about TLS handshakes: a health check over https comes every second."""
 
 
 OnRefused = Callable[[str, int, str], None]
-"""Called for each answer that is given here and not by the application, with its x-request-id, status and message."""
+"""Called for each answer that the protocol or the listener gives instead of the application, with its x-request-id, status and message."""
 
 
 def protocol_for(config: GatewayConfig, on_refused: OnRefused) -> type[HttpToolsProtocol]:
-    """uvicorn makes protocols from a class, so a configuration is bound to one."""
+    """A subclass of BoundedProtocol with this configuration: uvicorn makes protocols from a class."""
 
     class ConfiguredProtocol(BoundedProtocol):
         bounds = config
@@ -111,12 +112,12 @@ class UntilClose(int):
 
 
 class ClientTransport:
-    """The transport as uvicorn and the application see it: closing it is the protocol's affair, and it knows how the client went.
+    """The transport as uvicorn and the application see it. The protocol closes it; it knows how the connection ended.
 
-    close           what uvicorn calls after the last answer, be the client's body complete or not
-    is_half_closed  everything was said and some of the client's bytes are still awaited: for uvicorn that is closed
+    close           what uvicorn calls after the last answer, whether the client's body is complete or not
+    is_half_closed  the sending half is closed and some of the client's bytes are still to come: closed, as far as uvicorn knows
     has_left        the client closed the connection or its half of it
-    cycle           uvicorn's state of the request that came last
+    cycle           uvicorn's state of the latest request
     """
 
     cycle: RequestResponseCycle | None = None
@@ -124,7 +125,7 @@ class ClientTransport:
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.transport = transport
         self.close = close
-        self.write = transport.write  # once per token: found without __getattr__
+        self.write = transport.write  # called once per token: spares __getattr__
         self.is_half_closed = False
         self.has_left = False
         self._is_cut = False
@@ -149,7 +150,7 @@ class ClientTransport:
         self.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def cut(self) -> None:
-        """Drop a client that does not read, with whatever waits for it."""
+        """Drop a client that does not read, with its unsent bytes."""
         self._is_cut = True
         self.transport.abort()
 
@@ -197,7 +198,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timers("_head_timer", "_linger_timer", "_write_timer")
         self._client.has_left = True
         self._client.cycle = None
-        self._client.close = self._client.transport.close  # nothing is left to time, and what outlives this object does not hold it
+        self._client.close = self._client.transport.close  # nothing is left to time, and this object is not kept alive by its method
         super().connection_lost(exc)
 
     def eof_received(self) -> None:
@@ -205,7 +206,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._close()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Nothing came after an answer. Bytes the client never took would hold the socket for ever: they go with it."""
+        """Nothing came after an answer. Close, and drop bytes that the client does not take, which would hold the socket for ever."""
         if not self.transport.is_closing():
             self._close()
 
@@ -229,11 +230,11 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         limits = self.bounds.limits
         if self._is_in_head:
-            # A finished head was judged in on_headers_complete; what is here is the beginning of one.
+            # on_headers_complete checks a complete head; this is an incomplete one.
             if self._wire_bytes > limits.max_header_bytes:
                 self._refuse(431, f"Headers must be at most {limits.max_header_bytes} bytes.")
         elif self._is_idle:
-            # What came begins nothing (parsers skip a stray CRLF), but it stopped uvicorn's timer. More of it does not stop ours.
+            # These bytes begin no request (parsers skip a stray CRLF), but they stopped uvicorn's timer. More of them do not stop this one.
             if self._head_timer is None:
                 self._head_timer = self._after(self.bounds.timeouts.header_s, self._close)
         elif self._is_in_body and self._wire_bytes > FRAMING_SLACK_BYTES + MAX_FRAMING_FACTOR * self._body_bytes + limits.max_header_bytes:
@@ -253,7 +254,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.scope["extensions"] = extensions
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_in_head:  # trailers are read over: nobody would look at them
+        if self._is_in_head:  # trailers are skipped
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -270,7 +271,7 @@ class BoundedProtocol(HttpToolsProtocol):
         else:
             self._is_in_body = True
             super().on_headers_complete()
-            if self.scope["http_version"] == "1.0":  # which knows no chunks: an answer of unknown length ends with its connection
+            if self.scope["http_version"] == "1.0":  # it has no chunks: an answer of unknown length ends with its connection
                 self.cycle.chunked_encoding, self.cycle.expected_content_length = False, UntilClose()
             self._client.cycle = self.cycle
 
@@ -300,14 +301,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timers("_write_timer")
         super().resume_writing()
         if self.transport.is_closing():
-            self._time_writing()  # nobody writes more, so nothing else would time what is left
+            self._time_writing()  # no write follows that would time the bytes that are left
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's answer to what httptools cannot parse, in OpenAI's shape."""
+        """Replaces uvicorn's answer to bytes that httptools cannot parse by one in OpenAI's shape."""
         self._refuse(400, "Invalid HTTP request.")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer in the application's place, hear no more, and close."""
+        """Answer instead of the application, and close."""
         if self.transport.is_closing():
             return
         if not self._may_answer():
@@ -329,7 +330,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return is_answered and not (self._is_in_head or self._is_in_body or self.pipeline)
 
     def _may_answer(self) -> bool:
-        """Whether an answer written now would be the next one the client waits for. If so, nobody else writes it."""
+        """Whether an answer written now would be the next one that the client waits for. If so, the application writes none."""
         cycle = self.cycle
         if not self._is_in_body:
             return cycle is None or cycle.response_complete
@@ -348,16 +349,16 @@ class BoundedProtocol(HttpToolsProtocol):
             self._close()
 
     def _hang_up(self) -> None:
-        """uvicorn is done with this connection, although its client may still be sending the body that was answered."""
+        """Called where uvicorn would close; the client may still be sending the body that was answered."""
         if self._is_in_body and self._linger_timer is None:
             self._half_close()
         else:
             self._close()
 
     def _half_close(self) -> None:
-        """Close the sending half at once and the rest when the client did, or after the linger's bounds.
+        """Close the sending half now, and the connection once the client has closed it or LINGER_S is over.
 
-        Closing over unread bytes would reset the connection, and the client would lose the answer.
+        Closing with unread bytes would reset the connection, and the client would lose the answer.
         """
         self._client.is_half_closed = True
         self._stop_timers("_head_timer")
@@ -366,19 +367,19 @@ class BoundedProtocol(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """What the client still sends of its body is thrown away, for so long and up to so many bytes."""
+        """Discard the rest of the client's body for LINGER_S and up to MAX_LINGER_BYTES."""
         self._unwanted_bytes = 0
         self._stop_timers("_linger_timer")
         self._linger_timer = self._after(LINGER_S, self._close)
 
     def _close(self) -> None:
-        """Close after what is written was sent; a client that does not take it is cut off."""
+        """Close once written bytes are sent; a client that does not take them is cut off."""
         self._client.transport.close()
         if self.transport.get_write_buffer_size() and self._write_timer is None:
             self._time_writing()
 
     def _time_writing(self) -> None:
-        """The client has `write_s` for the next 64 KiB that wait for it, or for what waits if that is less."""
+        """Give the client `write_s` for the next 64 KiB of unsent bytes, or for all of them where they are fewer."""
         self._write_goal_bytes = max(0, self.transport.get_write_buffer_size() - SEND_BUFFER_BYTES)
         self._stop_timers("_write_timer")
         self._write_timer = self._after(self.bounds.timeouts.write_s, self._write_late)

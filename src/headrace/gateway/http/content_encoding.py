@@ -1,4 +1,4 @@
-"""The Content-Encoding of a body, undone piece by piece: what comes out of a bomb is counted slice by slice, never made as a whole."""
+"""Undoes the Content-Encoding of a body slice by slice, so that the output of a compression bomb is counted before it is made."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from headrace.core.errors import InvalidRequest
 from headrace.gateway.http.errors import UnsupportedEncoding
 
 SLICE_BYTES = 64 << 10
-"""Inflated at once: a tenth of a millisecond of the event loop."""
+"""Bytes inflated in one call: a tenth of a millisecond of the event loop's time."""
 
 _WINDOW_BITS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
-"""zlib's number for each: 16 more is gzip's frame. deflate is zlib's frame (RFC 9110), never bare."""
+"""Encoding -> zlib's window bits, where 16 added means gzip's frame. deflate is zlib's frame (RFC 9110), never bare."""
 
 
 class BodyDecoder(Protocol):
-    """One body's bytes, put in as they come."""
+    """Decodes the bytes of one body, chunk by chunk."""
 
     def parts(self, chunk: bytes) -> Iterator[bytes]:
-        """What a chunk stands for, in slices that are made when they are asked for. Raises InvalidRequest for damaged bytes."""
+        """The decoded bytes of a chunk, in slices that are made when they are asked for. Raises InvalidRequest for damaged bytes."""
         ...
 
     def end(self) -> None:
-        """The body is over. Raises InvalidRequest when it is not whole."""
+        """Called after the last chunk. Raises InvalidRequest when the body is not complete."""
         ...
 
 
 class Identity:
+    """A body without Content-Encoding."""
+
     def parts(self, chunk: bytes) -> Iterator[bytes]:
         yield chunk
 
@@ -45,7 +47,7 @@ class Inflater:
 
     def parts(self, chunk: bytes) -> Iterator[bytes]:
         is_full = True
-        while chunk or is_full:  # a full slice: the stream may hold more that its input does not show
+        while chunk or is_full:  # after a full slice the stream may hold more output, though its input is used up
             try:
                 part = self._stream.decompress(chunk, SLICE_BYTES)
             except zlib.error:

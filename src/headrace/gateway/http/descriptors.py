@@ -1,4 +1,4 @@
-"""How many connections this process can hold, from the descriptors it may open: said at the start, not found out by losing clients."""
+"""How many connections this process can hold, from the descriptors that it may open: computed at start, before clients are lost for it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ from headrace.core.errors import ConfigError
 from headrace.gateway.config import MAX_FOREIGN_CONNECTIONS
 
 OWN = 40
-"""Kept for the event loop, gRPC, the request log, the listener, and files read for a moment."""
+"""Descriptors reserved for the event loop, gRPC, the request log, the listener, and files that are open for a moment."""
+
 PER_REPLICA = 4
+"""Descriptors reserved for the connection to one replica."""
+
 TEXT_HOST = 2
-"""The socket to the text workers' host, and the worker's end of a pair until the host has it. Each worker has one more."""
+"""Descriptors for the socket to the text workers' host, and for a worker's end of a socket pair until the host has it. Each worker has one
+more."""
+
 MIN_CONNECTIONS = 8
+"""Connections without which the gateway refuses to start."""
+
 MAX_REFUSALS = 64
-"""Connections being told that there is no place; each beyond these closes the oldest."""
+"""Connections that are being answered 503 at one time; one more closes the oldest."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimit:
-    """max_connections are served; of those beyond, max_refusals at a time are answered 503 and closed."""
+    """max_connections are served at one time; of the connections beyond that, max_refusals at one time are answered 503 and closed."""
 
     max_connections: int
     max_refusals: int
@@ -29,7 +36,7 @@ class ConnectionLimit:
 def connection_limit(max_connections: int, num_replicas: int, num_foreign: int = 0, *, num_text_workers: int) -> ConnectionLimit:
     """What this process, or a child it starts now, can serve of `max_connections`; the soft limit is raised for them.
 
-    num_foreign  servers of others that answer for models
+    num_foreign  models that a foreign server answers for
 
     Raises: ConfigError, see `divide`.
     """

@@ -1,7 +1,8 @@
-"""One table from our errors to HTTP status and OpenAI error body, for plain and streaming replies alike.
+"""One table from errors to HTTP status and OpenAI error body, for plain and streaming replies alike.
 
-What a client may read: the messages of `core.errors` (written for clients) and the few below. Anything else that reaches this module is
-our own bug and is answered with a fixed sentence; its text, type and traceback go to the log only (paths, addresses, keys stay inside).
+A client may read the messages of `core.errors`, which are written for clients, and those of the classes below. Any other exception is a bug
+of the server and is answered with a fixed sentence. Its type and traceback go to the log; its text, which may quote a prompt, a path or a
+key, goes nowhere.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from headrace.core.errors import (
 )
 
 BAD_HTTP = "bad_http"
-"""Code of what never became a request (`gateway.http.connection`)."""
+"""Error code where bytes never became a request (`gateway.http.connection`)."""
 
 MAX_MESSAGE_CHARS = 2000
 MAX_PARAM_CHARS = 200
@@ -70,7 +71,7 @@ class UnsupportedEncoding(UnsupportedMediaType):
 
 
 class BodyTooLarge(RequestTooLarge):
-    """More body bytes than the cap. The rest is thrown away, as far as the server waits for it (`gateway.http.connection`)."""
+    """The body has more bytes than the cap. Its rest is discarded for a moment (`gateway.http.connection`)."""
 
 
 class ContextLengthExceeded(InvalidRequest):
@@ -90,7 +91,7 @@ def context_overflow(
 
     part        what the client calls its prompt: "messages" or "prompt"
     max_tokens  None: as many as the context leaves, at least 1
-    is_least    so many at least: nothing was tokenized
+    is_least    the counts are lower bounds, because nothing was tokenized
     """
     completion_tokens = max_tokens or 1
     least = "at least " if is_least else ""
@@ -103,7 +104,7 @@ def context_overflow(
 
 
 def foreign_overflow() -> ContextLengthExceeded:
-    """Of a server whose own words are not shown."""
+    """The error of a request that does not fit a foreign server's model. The server's own message is not shown."""
     limit = "This model's maximum context length is shorter than what you requested, says the server behind it."
     return ContextLengthExceeded("prompt", limit, None, "Please reduce the length of the prompt or completion.")
 
@@ -113,15 +114,17 @@ class ReadTimeout(HeadraceError):
 
 
 class ClientLeft(HeadraceError):
-    """The client closed the connection. Nobody reads the answer; the status is for the log (nginx's 499)."""
+    """The client closed the connection. The answer is not read; the status, nginx's 499, is for the log."""
 
 
 class SlowReader(HeadraceError):
-    """The client reads slower than its answer is made and the bound on what may wait was reached."""
+    """The client reads slower than its answer is made, and the bound on unsent bytes was reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorRow:
+    """What a client gets for one class of errors: the HTTP status, and `type` and `code` of the error body."""
+
     status: int
     type: str
     code: str
@@ -165,7 +168,7 @@ class ErrorBody(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """What a client gets. `body` is the JSON of ErrorBody; the same bytes stand behind `data: ` in a stream."""
+    """An error as an answer. `body` is the JSON of ErrorBody; in a stream the same bytes follow `data: `."""
 
     status: int
     body: bytes
@@ -174,7 +177,7 @@ class ErrorReply:
 
 
 def error_reply(error: BaseException) -> ErrorReply:
-    """The answer to an error, by the table. Never raises, never shows what the table does not know."""
+    """The answer to an error, by the table. Never raises. An error that the table lacks is answered with INTERNAL_MESSAGE."""
     row = row_of(error)
     message = printable(str(error)[:MAX_MESSAGE_CHARS])[:MAX_MESSAGE_CHARS] if row is not INTERNAL else INTERNAL_MESSAGE
     param = printable(error.field)[:MAX_PARAM_CHARS] if isinstance(error, InvalidRequest) else None
@@ -187,7 +190,7 @@ def row_of(error: BaseException) -> ErrorRow:
 
 
 def printable(text: str) -> str:
-    """Text that can stand in JSON and in one log line: lone surrogates and control characters are shown, not sent."""
+    """`text` with every lone surrogate and control character written as an escape, fit for JSON and for one log line."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

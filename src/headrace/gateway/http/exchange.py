@@ -1,7 +1,7 @@
 """One HTTP request and its answer, on bare ASGI: reading the body within its bounds, answering once, noticing that the client left.
 
-No framework object sits between a token and the socket: `StreamingResponse` and `BaseHTTPMiddleware` cost more per chunk than
-everything else the gateway does with it.
+No framework object stands between a token and the socket: Starlette's `StreamingResponse` and `BaseHTTPMiddleware` cost more per chunk than
+all other work of the gateway on it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from headrace.core.errors import HeadraceError, InvalidRequest
 from headrace.core.ids import RequestId
-from headrace.gateway.access.auth import ANYBODY, Principal
+from headrace.gateway.access.auth import ANONYMOUS, Principal
 from headrace.gateway.http.content_encoding import decoder_of
 from headrace.gateway.http.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, SlowReader, UnsupportedMediaType
 from headrace.observe.request_log import RequestLogRecord
@@ -26,36 +26,37 @@ Send = Callable[[AsgiMessage], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]
 
 ABORT_EXTENSION = "headrace.abort"
-"""Key in scope["extensions"]: a function that drops the connection at once, unsent bytes included (our server provides it)."""
+"""Key in scope["extensions"]: a function that drops the connection at once, unsent bytes included (`connection` provides it)."""
 
 LOST_EXTENSION = "headrace.lost"
 """Key in scope["extensions"]: a function that says why the connection is gone, a ClientLeft or SlowReader; None while it stands."""
 
 DIRECT_EXTENSION = "headrace.direct"
-"""Key in scope["extensions"]: a DirectWriter, where our server provides it."""
+"""Key in scope["extensions"]: a DirectWriter, where the server provides one."""
 
 PIECE_BYTES = 64 << 10
-"""Written at once: the transport says that its buffer is full only between two writes."""
+"""Bytes handed to the transport in one write: it reports a full buffer only between two writes."""
 
 _JSON = (b"content-type", b"application/json")
 
 
 class DirectWriter(Protocol):
-    """The connection of a request whose answer has begun. Where it has room, writing needs no task: half of what a token would cost."""
+    """The connection of a request whose answer has begun. Where it has room, writing needs no task, which halves the cost of a token."""
 
     def has_room(self, scope: Scope) -> bool: ...
     def write_chunk(self, body: bytes) -> None: ...
 
 
 class Exchange:
-    """
-    generates      the path gives a model's tokens, and its requests are counted by outcome
-    is_quiet       it is not logged when it was answered as it is meant to be
+    """One request and its answer.
+
+    generates      the path generates tokens, and its requests are counted by outcome
+    is_quiet       a completed answer is not logged
     arrived_s      the service clock when the request's headers were complete
-    left           why the answer will not be completed, once that is known: nobody reads it, its deadline passed, the server shuts down
-    more_headers   of the answer, whatever it will be: what its client's browser wants to be told
-    ignored        fields of the body that were accepted and change nothing: the answer's x-headrace-ignored. Names of ours, or plain words
-    pending_bytes  of the bytes being written: what the transport has not taken yet
+    left           why the answer will not be completed, once that is known: its client left, its deadline passed, the server shuts down
+    more_headers   headers that every answer to this request has, an error too: CORS
+    ignored        fields of the body that were accepted and changed nothing, for x-headrace-ignored: names of fields, never values
+    pending_bytes  bytes of the running write that the transport has not taken yet
     """
 
     __slots__ = (
@@ -91,7 +92,7 @@ class Exchange:
         self.record = record
         self.arrived_s = arrived_s
         self.headers: list[tuple[bytes, bytes]] = list(scope["headers"])
-        self.principal: Principal = ANYBODY
+        self.principal: Principal = ANONYMOUS
         self.generates = False
         self.is_quiet = False
         self.is_started = False
@@ -115,7 +116,7 @@ class Exchange:
     async def json_body(self, *, max_bytes: int, timeout_s: float, hold: Callable[[int], None]) -> bytes:
         """The bytes of a body that says it is JSON.
 
-        hold  told of each part that came; may refuse it
+        hold  called with the size of each part as it arrives; may raise to refuse it
 
         Raises: UnsupportedMediaType, InvalidRequest for damaged gzip, BodyTooLarge, ReadTimeout or ClientLeft.
         """
@@ -151,7 +152,7 @@ class Exchange:
                         hold(len(part))
                         chunks.append(part)
                         if part is not chunk:
-                            await asyncio.sleep(0)  # inflated slices: others have their turn between them
+                            await asyncio.sleep(0)  # other requests are served between two inflated slices
                     if not message.get("more_body", False):
                         decoder.end()
                         return b"".join(chunks)
@@ -196,7 +197,7 @@ class Exchange:
                 self._on_left.remove(cancel)
 
     def leave(self, error: HeadraceError) -> None:
-        """The answer ends here. The first reason stays; a client that still reads is told it."""
+        """End the answer with `error`, which a client that still reads gets. A later call changes nothing."""
         if self.left is None:
             self.left = error
             callbacks, self._on_left = self._on_left, []
@@ -204,7 +205,7 @@ class Exchange:
                 callback()
 
     def abort(self, error: HeadraceError) -> None:
-        """Give up on the client: drop the connection with whatever waits in it."""
+        """`leave`, and drop the connection with its unsent bytes."""
         self.leave(error)
         drop = self.scope.get("extensions", {}).get(ABORT_EXTENSION)
         if drop is not None:
@@ -243,7 +244,7 @@ class Exchange:
 
     async def fail(self, error: ErrorReply) -> None:
         """The answer is an error: with its status before the first byte, as an event in a stream that has begun."""
-        with suppress(HeadraceError):  # nobody is there to be told
+        with suppress(HeadraceError):  # the client has left
             if not self.is_started:
                 await self.reply(error.status, error.body, [_JSON, *error.headers])
             elif self._is_event_stream:

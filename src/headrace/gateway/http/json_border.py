@@ -1,8 +1,8 @@
-"""Bytes of a body -> a JSON object that cannot surprise anybody downstream.
+"""Bytes of a body -> a JSON object, parsed more strictly than JSON parsers do by default.
 
-Stricter than JSON parsers are by default: nesting, values and keys have caps (checked before parsing), object keys are unique (two parsers
-that disagree on duplicates are a known way around validation), NaN and infinities are refused (also as 1e999), strings hold neither lone
-surrogates (they cannot be encoded again) nor U+0000 (tokenizers and C code below disagree on it). Every refusal names the place.
+Nesting, values and keys have caps, checked before parsing. Object keys are unique: two parsers that disagree on duplicates are a known way
+around validation. NaN and infinities are refused, also as 1e999. Strings hold neither lone surrogates, which cannot be encoded again, nor
+U+0000, on which tokenizers and C code disagree. Every refusal names the place.
 
 Not here: what the fields mean (`gateway.surfaces.dialect`).
 """
@@ -23,12 +23,12 @@ from headrace.gateway.http.errors import UnsupportedMediaType
 _STRING_OR_MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{},:]', re.DOTALL)
 _ESCAPED = b"\\u"
 MAX_KEY_CHARS = 80
-"""So much of a client's key is shown."""
+"""Characters of a client's key that an error shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """What a body may hold, each inclusive: nesting, commas (about the number of values), colons (keys).
+    """Upper bounds of a body, inclusive: depth of nesting, number of values (counted as commas), number of keys (counted as colons).
 
     values leaves room for a prompt of 128 Ki token ids, keys for the most messages and parts of a chat.
     """
@@ -41,7 +41,7 @@ class Caps:
 def decode_object(body: bytes, caps: Caps) -> dict[str, object]:
     """The object in `body`. Raises InvalidRequest or UnsupportedMediaType; cost is linear in the size, a few times a plain parse.
 
-    The parser holds the GIL from its first byte to its last, so what would take it long is refused before, by a scan that does not.
+    The parser holds the GIL from its first byte to its last. A body that would take it long is refused before, by a scan that does not.
     """
     try:
         text = body.decode("utf-8")
@@ -57,7 +57,9 @@ def decode_object(body: bytes, caps: Caps) -> dict[str, object]:
 
 
 def _check_caps(body: bytes, caps: Caps) -> None:
-    """Counting bytes is enough for nearly every body; only where strings may be to blame they are told apart."""
+    """Raise InvalidRequest or RequestTooLarge where a cap is exceeded. Counting bytes is enough for nearly every body; only where it finds
+    too many marks, marks inside strings are told from the others.
+    """
     is_small = body.count(b",") <= caps.values and body.count(b":") <= caps.keys
     if is_small and body.count(b"[") + body.count(b"{") <= caps.depth:
         return
@@ -129,7 +131,7 @@ def _check_strings(value: object) -> None:
 def _strings(value: object, path: str) -> Iterator[tuple[str, str]]:
     """Every string of a tree, keys included, with its dotted path. The depth was bounded before.
 
-    A path is made for every value, so only the beginning of a key goes into it: else one long key costs its length once per value.
+    A path has only the first MAX_KEY_CHARS of a key: a path is made for every value, and a long key would cost its length each time.
     """
     if isinstance(value, str):
         yield path or "body", value

@@ -1,7 +1,7 @@
-"""Accepts connections within a limit. Beyond it a client is told so, 503 with Retry-After, instead of losing its connection unanswered.
+"""Accepts connections up to a limit. A connection beyond it is answered 503 with Retry-After instead of being dropped.
 
-Accepting is done here and not by the event loop's server, because that takes whatever waits before anybody can count it: at the limit of
-open files it drops connections without a word. Nothing here raises for a lack of descriptors: it pauses and goes on.
+The event loop's own server accepts every waiting connection before it can be counted, and at the limit of open files it drops connections
+unanswered, so this listener replaces it. Where descriptors run out it pauses and goes on; it never raises for them.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ from headrace.gateway.http.errors import ErrorBody, ErrorObject
 log = logging.getLogger(__name__)
 
 ACCEPTS_PER_TURN = 32
-"""Before the event loop sees to those who are connected."""
+"""Connections accepted in one round of the event loop, before open connections are served again."""
+
 PAUSE_S = 0.1
-"""Without a descriptor or memory for another socket. The kernel keeps those who wait."""
+"""Seconds without accepting where there is no descriptor or memory for another socket. The kernel queues new connections meanwhile."""
+
 LINGER_S = 1.0
-"""How long a refused client's request is thrown away: closing over unread bytes resets, and the refusal would be lost."""
+"""Seconds for which a refused client's request is discarded: closing with unread bytes resets the connection, and the refusal is lost."""
+
 RETRY_AFTER_S = 1
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 MESSAGE = "This server has as many connections as it can hold; try again in a moment."
 
 
 class Listener:
-    """Of one socket; uvicorn closes it as it would close the event loop's server."""
+    """Accepts the connections of one listening socket. uvicorn closes it as it would close the event loop's server."""
 
     def __init__(
         self,
@@ -45,18 +48,18 @@ class Listener:
         connections: Collection[object],
         on_refused: OnRefused,
     ) -> None:
-        """connections  protocols of those who are connected, as the server keeps them"""
+        """connections: the protocols of open connections, in the server's own collection"""
         self._socket, self._make_protocol, self._limit = listening, make_protocol, limit
         self._connections, self._on_refused = connections, on_refused
         self._loop = asyncio.get_running_loop()
-        self._connecting: dict[asyncio.Task[object], object] = {}  # to the protocol that will be among the connections
-        self._refused: dict[socket.socket, asyncio.TimerHandle] = {}  # in the order of their coming
+        self._connecting: dict[asyncio.Task[object], object] = {}  # task -> the protocol that it will add to the connections
+        self._refused: dict[socket.socket, asyncio.TimerHandle] = {}  # in order of arrival
         self._pause: asyncio.TimerHandle | None = None
         listening.setblocking(False)
         self._loop.add_reader(listening.fileno(), self._accept)
 
     def close(self) -> None:
-        """No new connection; those that are there stay."""
+        """Accept no further connection; open ones stay."""
         if self._socket.fileno() < 0:
             return
         if self._pause is not None:

@@ -1,8 +1,8 @@
-"""Cross-origin requests (the Fetch standard's CORS): which pages of a browser may use this server, and how it is told.
+"""Cross-origin requests (the Fetch standard's CORS): which pages may use this server, and what their browsers are told.
 
-Off unless the operator lists origins: then every answer to a listed one, errors and streams included, says that the page may read it,
-and a preflight is answered without a key, which browsers do not send with it. Nothing here rests on cookies, so credentials in the
-browser's sense are never allowed; a page sends its key as any client does.
+Off unless the operator lists origins. Then every answer to a listed origin, errors and streams included, says that the page may read it,
+and a preflight is answered without a key, because browsers send none with it. Credentials in the browser's sense are never allowed,
+because no cookies are used; a page sends its key as any client does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headrace.gateway.http.exchange import Exchange, Headers
 
 PREFLIGHT_AGE_S = 600
 METHODS = b"GET, HEAD, POST, OPTIONS"
-"""Of any path: a preflight has no key, so its answer does not tell which paths there are."""
+"""Allowed methods, the same for every path: a preflight has no key, so its answer does not show which paths exist."""
 
 DEFAULT_HEADERS = b"authorization, content-type"
 EXPOSED = b"x-request-id, x-headrace-ignored, retry-after"
@@ -55,13 +55,13 @@ class Origins:
 
 
 def is_preflight(exchange: Exchange) -> bool:
-    """Whether a browser asks, before it sends a page's request, if it may. Of an origin that `Origins.check` passed."""
+    """Whether this is a preflight: a browser's question, before it sends a page's request, whether it may. Call `Origins.check` before."""
     names = {name for name, _ in exchange.headers}
     return exchange.scope["method"] == "OPTIONS" and {b"origin", b"access-control-request-method"} <= names
 
 
 async def answer_preflight(exchange: Exchange) -> None:
-    """Whatever headers it asks for: what they may hold is decided when they come."""
+    """Allow whatever headers the browser asks for: their values are checked when the request comes."""
     asked = exchange.header(b"access-control-request-headers") or b""
     headers: Headers = [
         (b"access-control-allow-methods", METHODS),

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn with our protocol, started and stopped in our order: refuse, finish, stop."""
+"""The HTTP server: uvicorn with `connection.BoundedProtocol`, which `gateway.main` starts and stops: refuse, finish, stop."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from headrace.gateway.http.listener import Listener
 
 BACKLOG = 2048
 KERNEL_SEND_BYTES = 128 << 10
-"""Send buffer of a connection in the kernel. Left to itself it grows to megabytes per client that does not read."""
+"""Send buffer of a connection in the kernel. By default it grows to megabytes for a client that does not read."""
 
 DRAIN_GRACE_S = 1
-"""After draining: how long answers may take to leave. Whoever does not take the rest by then is dropped."""
+"""Seconds that answers may take to be sent after the drain. A connection with unsent bytes is dropped then."""
 
 
 class Server(uvicorn.Server):
@@ -57,7 +57,7 @@ class Server(uvicorn.Server):
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_SEND_BYTES)  # accepted sockets inherit it
         connections = self.server_state.connections
         self.listener = Listener(listener, self._protocol, self._limit, connections=connections, on_refused=self._on_refused)
-        self.servers = [self.listener]  # type: ignore[list-item]  # what uvicorn closes at the end: it asks for no more
+        self.servers = [self.listener]  # type: ignore[list-item]  # uvicorn only closes it
         self.started = True
         port: int = listener.getsockname()[1]
         return port
@@ -69,7 +69,7 @@ class Server(uvicorn.Server):
         return made
 
     async def run_until(self, stop: asyncio.Event) -> None:
-        """Serve until `stop`, then close: idle connections at once, the others after their answer, within a second."""
+        """Serve until `stop`, then close idle connections at once, and busy ones after their answer or after DRAIN_GRACE_S."""
         counter = 0
         while not stop.is_set():
             counter = (counter + 1) % 864_000

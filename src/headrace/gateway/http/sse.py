@@ -1,12 +1,12 @@
 """Server-sent events: writing them, keeping quiet streams alive, and giving up on clients that do not read.
 
-A stream is written by its own task; `StreamWatch` looks at all streams a few times per second, which is cheaper than a timer each. What
-may wait for a client is bounded in bytes: what is left of the encoded chunk being sent plus what the engine has produced meanwhile.
-Beyond it the connection is dropped and the request cancelled. Log-probabilities come faster than many a client reads: some of them are
-allowed on top (`score_bytes`). All streams together are bounded by what the budget has left. (The
-time a client may take is bounded for every answer alike, by `gateway.http.connection`.)
+A stream is written by its own task; `StreamWatch` checks all streams four times per second, which is cheaper than a timer each. The bytes
+that wait for a client are bounded: the unsent rest of the encoded chunk plus what the engine has produced since. Beyond the bound the
+connection is dropped and the request cancelled. Log-probabilities come faster than many clients read, so some of them are allowed beyond
+the bound (`score_bytes`). All streams together are bounded by what the budget has left. `gateway.http.connection` bounds the time that a
+client may take, for every answer alike.
 
-Errors after the first byte are `Exchange.fail`'s: an event with the error body, then the end, without [DONE].
+`Exchange.fail` writes an error after the first byte: an event with the error body, then the end, without [DONE].
 
 Coalescing needs no timer: while a stream waits for the socket or for its turn on a busy event loop, the engine's updates pile up and
 leave as one chunk, so chunks grow with the backlog. Where the socket has room, events are written without waking the stream's task
@@ -36,7 +36,7 @@ HEADERS = (
 
 
 class SseStream:
-    """One event stream. Made by `StreamWatch.open`; leave it by scope."""
+    """One event stream, made by `StreamWatch.open` and closed by `async with`."""
 
     __slots__ = (
         "_clock",
@@ -52,8 +52,9 @@ class SseStream:
     )
 
     def __init__(self, exchange: Exchange, watch: StreamWatch, unread_bytes: Callable[[], int], score_bytes: int, clock: Clock) -> None:
-        """unread_bytes  size of what was produced for this stream and not yet encoded
-        score_bytes   what of it may be log-probabilities, beside all else that may wait
+        """
+        unread_bytes  gives the size of what was produced for this stream and is not encoded yet
+        score_bytes   bytes of log-probabilities that may wait beyond the bound of every stream
         """
         self._exchange = exchange
         self._watch = watch
@@ -101,7 +102,7 @@ class SseStream:
 
     async def _send(self, payload: bytes, *, is_last: bool) -> None:
         if self._ping is not None and not self._ping.done():
-            await self._ping  # a comment that waits for the socket goes first
+            await self._ping  # a comment that waits for the socket is written first
         self._watch.writing.add(self)
         try:
             await self._exchange.write(payload, is_last=is_last)
@@ -120,7 +121,7 @@ class SseStream:
         self.last_write_s = now
 
     def bound(self, max_pending_bytes: int) -> bool:
-        """The end of a stream for whose client too much waits: True."""
+        """Cut the stream off if more waits for its client than it may; whether it was."""
         if self.waiting_bytes <= max_pending_bytes + self.score_bytes:
             return False
         self.cut(f"More than {max_pending_bytes} bytes of the answer waited for the client.")
@@ -151,11 +152,10 @@ class SseStream:
 
 
 class StreamWatch:
-    """All open streams, looked at every TICK_S. `async with` runs it.
+    """Checks all open streams every TICK_S, while inside `async with`.
 
-    writing  those whose task or comment is being written: only they may have something that waits for the client
-
-    on_lag  called with how late each look came, in seconds: the delay that every task of this event loop had just then
+    writing  the streams that are writing an event or a comment: only for these may bytes wait for the client
+    on_lag   called with how late each check came, in seconds: the delay of every task of this event loop at that moment
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class StreamWatch:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def look(self) -> None:
-        """One round. Separate from the timer for tests."""
+        """One check of all streams, apart from the timer for tests."""
         now = self._clock()
         for stream in list(self.writing):
             self.num_cut += stream.bound(self._max_pending_bytes)
@@ -200,7 +200,7 @@ class StreamWatch:
             stream.ping(now)
 
     def _cut_largest(self, writing: list[SseStream]) -> None:
-        """What all streams make wait is bounded too: the one that makes most wait goes first."""
+        """Cut streams off, the one with the most waiting bytes first, until the waiting bytes of all fit what the budget has left."""
         waiting = sorted((size, number) for number, stream in enumerate(writing) if (size := stream.waiting_bytes))
         excess = sum(size for size, _ in waiting) - max(0, self._left_bytes())
         while excess > 0 and waiting:

@@ -1,4 +1,4 @@
-"""The body of a POST: read within its bounds, decoded, and parsed into what its surface asks for."""
+"""The body of a POST: read within its bounds, decoded, and parsed into its surface's request type."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from headrace.gateway.http.json_border import Caps, decode_object
 T = TypeVar("T")
 
 MAX_INLINE_BYTES = 16 << 10
-"""A body up to this size is parsed on the event loop: at worst 4 ms, where handing it to a text worker costs a quarter of one."""
+"""Bytes of the largest body that is parsed on the event loop, which takes 4 ms at worst; handing it to a text worker takes a quarter of a
+millisecond."""
 
 
 async def parsed(
     service: Service, exchange: Exchange, held: RequestHeld, parse: Callable[[dict[str, object], Limits], tuple[T, list[str]]]
 ) -> T:
-    """The request a body holds; its fields that change nothing go to `exchange.ignored`. Raises what reading, decoding and `parse` raise.
+    """The request in a body. Fields that change nothing go to `exchange.ignored`. Raises what reading, decoding and `parse` raise.
 
-    held   each part of the body is added as it came; what it is parsed into is taken to be as large and not counted again
-    parse  a row of `text_workers.work.PARSERS`: a large body is parsed by a text worker, and comes back as what it was parsed into
+    held   counts the bytes of the body as they arrive; the parsed request is taken to be as large and not counted again
+    parse  a row of `text_workers.work.PARSERS`: a text worker parses a large body and sends the request back
     """
     limits = service.config.limits
     body = await exchange.json_body(max_bytes=limits.max_body_bytes, timeout_s=service.config.timeouts.body_s, hold=held.prompts.add)

@@ -55,7 +55,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
 
 
 def _names(request: ChatRequest) -> dict[str, str]:
-    """What this client calls the fields that rules below know by other names."""
+    """Field names of the rules below this floor -> the names that this client used."""
     names = {"prompt": "messages"}
     if request.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
@@ -97,7 +97,7 @@ class FunctionCall(Struct, omit_defaults=True):
 
 
 class ToolCallPart(Struct, omit_defaults=True):
-    """A tool call, whole or, in a stream, a piece of one: `index` is a stream's alone."""
+    """A tool call, or in a stream a piece of one; only pieces have an `index`."""
 
     function: FunctionCall
     index: int | None = None
@@ -106,7 +106,7 @@ class ToolCallPart(Struct, omit_defaults=True):
 
 
 class AssistantMessage(Struct):
-    """reasoning_content and tool_calls come only from foreign servers that tell them apart from text."""
+    """The message of a choice. Only a foreign server that separates them from the text gives reasoning_content and tool_calls."""
 
     role: str
     content: str
@@ -207,7 +207,7 @@ class ChatAnswer:
                 yield self._chunks.text(event.index, event.text)
 
     def _delta_of_parts(self, event: OutputEvent) -> bytes:
-        """What a foreign server tells apart from text, and the text beside it."""
+        """A delta with the reasoning and the tool calls that a foreign server separates from the text, and with the text."""
         if event.tool_calls:
             self._outputs[event.index].has_tool_calls = True
         pieces = [

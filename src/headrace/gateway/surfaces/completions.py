@@ -37,7 +37,7 @@ from headrace.text.scored import ScoredTokens
 _encode = msgspec.json.encode
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's legacy default; a chat without max_tokens may use what the context leaves."""
+"""`max_tokens` of a request without it: OpenAI's default for completions. A chat may then use what the context leaves."""
 
 
 async def completions(service: Service, exchange: Exchange) -> None:
@@ -64,7 +64,7 @@ def _parsed_request(request: CompletionRequest, prompts: Sequence[str | list[int
 
 
 def _own_params(request: CompletionRequest) -> dict[str, Any]:
-    """Sampling parameters whose meaning is that of completions alone."""
+    """The sampling parameters whose meaning is that of completions alone."""
     prompt_logprobs = request.prompt_logprobs
     if request.scores_echo and request.logprobs is not None:
         prompt_logprobs = max(request.logprobs, prompt_logprobs or 0)
@@ -126,7 +126,7 @@ def parse_completion(body: dict[str, object], limits: Limits) -> tuple[tuple[Com
     if len(prompts) > limits.max_prompts:
         raise InvalidRequest("prompt", f"at most {limits.max_prompts} prompts", len(prompts), "Send several requests.")
     check_shared(request, limits, num_prompts=len(prompts))
-    request.prompt = ""  # the list has it: a large one shall not travel twice
+    request.prompt = ""  # it is in `prompts`: a text worker would send a large one back twice
     return (request, prompts), list(ignored)
 
 
@@ -191,7 +191,7 @@ class CompletionAnswer:
     def _scored_choice(
         self, index: int, text: str, scored: Sequence[ScoredTokens], echoed: EchoedLogprobs | None, end: bytes
     ) -> Iterator[bytes]:
-        """A choice with log-probabilities. echoed: its prompt's;  end: what follows them"""
+        """A choice with log-probabilities. echoed: log-probabilities of its prompt;  end: the bytes after them"""
         assert self._num_top is not None
         yield b'{"index":%d,"text":%b,"logprobs":' % (index, _encode(text))
         offset = len(self._prompts[index // self._request.n].text) if self._request.echo else 0
@@ -202,7 +202,7 @@ class CompletionAnswer:
         return self._chunks.last(self._billed(usage))
 
     def _billed(self, usage: TokenUsage) -> TokenUsage:
-        """With echo only, the token that was made is not part of the answer."""
+        """The usage of the answer. With echo alone the generated token is not part of it."""
         return usage._replace(completion_tokens=0) if self._request.is_echo_only else usage
 
     def add(self, events: Sequence[OutputEvent]) -> None:
@@ -261,7 +261,9 @@ class CompletionAnswer:
         return text, () if self._num_top is None else scored
 
     def _echoed(self, index: int) -> Generator[bytes, None, EchoedLogprobs | None]:
-        """Log-probabilities of the echoed prompt, when they were asked for. Made once per prompt, in slices that have no piece."""
+        """Log-probabilities of the echoed prompt, where the request has logprobs; encoded once per prompt. Yields empty pieces between
+        pages, so that the encoding can be interrupted.
+        """
         if self._num_top is None:
             return None
         number = index // self._request.n
@@ -271,7 +273,7 @@ class CompletionAnswer:
         return made
 
     def _collect_scores(self, events: Sequence[OutputEvent]) -> None:
-        """Every sequence of a prompt may bring the prompt's scores; the first one's are taken."""
+        """Keep the scores of a prompt that the first of its sequences has; the other sequences may have them again."""
         for event in events:
             number, index = divmod(event.index, self._request.n)
             for page in event.prompt_logprobs if index == 0 else ():

@@ -1,4 +1,4 @@
-"""The form of a row in `surfaces.routes`: what is known of one path and method before a request comes."""
+"""The form of a row in `surfaces.routes`: one method of one path, its handler, its types and whether it wants a key."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Endpoint(Generic[HandlerT]):
     path        as the router reads it: {name} or {name:path}
     handler     writes the answer or raises
     request     wire type of the body; None: it reads none
-    reply       wire type of the answer; None: no JSON of ours, see media_type
+    reply       wire type of the answer; None: the answer has no wire type, see media_type
     chunk       wire type of a stream's events, where the body's `stream` asks for them
-    fields      the field table its body is held to; only what generates has one, and is counted in headrace_requests_total
-    is_public   answers without a key, and an HTTP/1.0 client without a Host. Never more than the probes and the front page
-    is_quiet    asked every second by machines: no line in the request log where it was answered
-    may_be_503  says "not now" with its own reply instead of an error
+    fields      the body's rows of the field table. Only endpoints that generate have them, and headrace_requests_total counts these
+    is_public   wants no key and answers under every Host, or without one over HTTP/1.0: the probes and the front page alone
+    is_quiet    machines ask it every second: a completed answer has no line in the request log
+    may_be_503  answers 503 with its own reply type instead of an error
     """
 
     method: str
@@ -46,7 +46,7 @@ class Endpoint(Generic[HandlerT]):
 
     @property
     def shown_path(self) -> str:
-        """The path as people and OpenAPI write it."""
+        """The path as OpenAPI writes it."""
         return re.sub(r":\w+}", "}", self.path)
 
     @property

@@ -1,6 +1,7 @@
-"""GET /: what answers here and where to go on. A page for browsers, JSON for others; it wants no key and tells nothing of this site.
+"""GET /: what this server is and where its paths are, as a page for browsers and as JSON elsewhere. It wants no key and shows nothing of
+the site.
 
-OPTIONS / is what load balancers send when they are told nothing (HAProxy's `option httpchk`): it is answered as /health is.
+Load balancers send OPTIONS / by default (HAProxy's `option httpchk`): it is answered as /health is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""/openapi.json: OpenAPI 3.1 made from the endpoint table and the wire types themselves, so it says what the code does."""
+"""/openapi.json: OpenAPI 3.1, made from the endpoint table, the field table and the wire types, so that it agrees with the code."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _ERRORS = sorted({str(row.status) for _, row in TABLE if row.status != 499})
 
 
 _INSIDE = {"Message": Inside.MESSAGE, "TextPart": Inside.PART, "StreamOptions": Inside.STREAM_OPTIONS}
-"""Wire types of objects in a body, whose fields have rows of their own."""
+"""Wire type of an object in a body -> the place of its rows in the field table."""
 
 
 def document(endpoints: Sequence[Endpoint[object]], limits: Limits) -> bytes:
-    """The whole document as JSON. limits: of this server, so that a client can hold to them"""
+    """The whole document as JSON. limits: this server's, which become bounds in the schemas"""
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
         paths.setdefault(endpoint.shown_path, {})[endpoint.method.lower()] = _operation(endpoint)

@@ -1,4 +1,4 @@
-"""/health, /live, /ready and the small questions: what is alive, what is ready and why not, how much is running."""
+"""/health, /live, /ready, /version, /load and /metrics: what is alive, what is ready and why not, how much runs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ _encode = msgspec.json.encode
 
 
 class ReplicaReadiness(Struct):
+    """Whether one replica is ready. reason: why not, else empty"""
+
     model: str
     replica: str
     ok: bool
@@ -38,7 +40,7 @@ class LoadReply(Struct):
 
 
 async def live(service: Service, exchange: Exchange) -> None:
-    """This process answers: its event loop turns. Nothing else is asked."""
+    """200 while this process answers, which means that its event loop turns. Nothing else is checked."""
     await exchange.reply(200, _encode(ProbeReply(ok=True, replicas=[])))
 
 

@@ -1,4 +1,4 @@
-"""Every path this server answers: one table. The router, /openapi.json and the table in docs/api.md are made from it.
+"""Every path that this server answers, in one table. The router, /openapi.json and the table in docs/api.md are made from it.
 
 A new surface is one file beside this one and its rows here.
 """
@@ -119,7 +119,7 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         "GET",
         "/",
         front_page.page,
-        "What this server is and where to go on: a page for browsers, else JSON. OPTIONS is answered as GET /health is.",
+        "What this server is and where its paths are: a page for browsers, else JSON. OPTIONS is answered as GET /health is.",
         reply=front_page.FrontPage,
         is_public=True,
         is_quiet=True,
@@ -127,8 +127,8 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
     Endpoint("GET", "/metrics", probes.metrics, "Prometheus text (or OpenMetrics, if asked for).", media_type="text/plain", is_quiet=True),
     Endpoint("GET", "/version", probes.version, "The version of Headrace.", reply=probes.VersionReply),
     Endpoint("GET", "/load", probes.load, "How many generating requests are in this server.", reply=probes.LoadReply),
-    Endpoint("GET", "/openapi.json", openapi_json, "The schemas of all of these.", media_type="application/json"),
-    Endpoint("GET", "/docs", docs_page.page, "A page for them that loads nothing from elsewhere.", media_type="text/html"),
+    Endpoint("GET", "/openapi.json", openapi_json, "The schemas of all these paths.", media_type="application/json"),
+    Endpoint("GET", "/docs", docs_page.page, "A page of these schemas that loads nothing from elsewhere.", media_type="text/html"),
     Endpoint("GET", "/docs/{name}", docs_page.asset, "Its files.", media_type="text/javascript"),
 )
 

@@ -46,7 +46,7 @@ class DetokenizeReply(Struct):
 
 
 def parse_tokenize(body: dict[str, object], limits: Limits) -> tuple[TokenizeRequest, list[str]]:
-    """The request, and the fields of its messages that change nothing."""
+    """The request, and the names of fields in its messages that change nothing. Raises InvalidRequest."""
     ignored: dict[str, None] = {}
     if body.get("messages") is not None:
         body = {**body, "messages": checked_messages(body["messages"], limits, ignored)}
@@ -63,7 +63,7 @@ def parse_detokenize(body: dict[str, object], limits: Limits) -> tuple[Detokeniz
 
 
 async def tokenize(service: Service, exchange: Exchange) -> None:
-    """vLLM's /tokenize: a prompt or a conversation as token ids. Its bench reads token_strs, so they are there unless declined."""
+    """vLLM's /tokenize: a prompt or a conversation as token ids. vLLM's bench reads token_strs, so they are there unless declined."""
     with service.budget.open(exchange.principal.tenant) as held:
         await _tokenize(service, exchange, held, await parsed(service, exchange, held, parse_tokenize))
 
@@ -74,7 +74,7 @@ async def _tokenize(service: Service, exchange: Exchange, held: RequestHeld, req
     asked = model.upstream.tokenize(_prompt(request), needs_texts=request.return_token_strs is not False, tenant=exchange.principal.tenant)
     async with exchange.watching():
         made = await exchange.unless_left(asked)
-    # A TokenizeReply, put together from JSON that is made already: there may be a million tokens.
+    # A TokenizeReply, joined from JSON that the text worker made: there may be a million tokens.
     head = b'{"count":%d,"max_model_len":%s,"tokens":' % (made.num_tokens, _encode(model.upstream.max_model_len))
     parts = (head, made.ids_json, b',"token_strs":', made.texts_json, b"}")
     held.answers.add(sum(map(len, parts)))

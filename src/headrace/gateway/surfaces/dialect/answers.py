@@ -43,11 +43,11 @@ class AnswerHead:
 
 @dataclass(slots=True)
 class ChoiceOutput:
-    """One sequence, collected.
+    """One choice of an answer, collected from its sequence's events.
 
-    scored          a new part where ids begin to mean something else
+    scored          log-probabilities; a new part begins where the vocabulary of the token ids changes
     tool_calls      by number, their pieces joined
-    has_tool_calls  also in a stream, where none is collected
+    has_tool_calls  set in a stream too, where tool calls are not collected
     """
 
     scored: list[ScoredTokens] = field(default_factory=list)
@@ -84,7 +84,7 @@ class ChoiceOutput:
 
 
 def outputs_of(count: int) -> list[ChoiceOutput]:
-    """The sequences of one answer."""
+    """The choices of one answer, empty."""
     return [ChoiceOutput() for _ in range(count)]
 
 
@@ -107,7 +107,7 @@ class Chunks:
     def __init__(
         self, head: AnswerHead, kind: str, text_choice: bytes, request: schemas.SamplingFields, prompts: Sequence[PreparedPrompt]
     ) -> None:
-        """text_choice: a choice with nothing but text, as a format of its index and the text's JSON"""
+        """text_choice: a choice with text alone, as a format of its index and the text's JSON"""
         options = request.stream_options or schemas.StreamOptions()
         self._include_usage = options.include_usage
         self._counts: list[int] | None = [0] * (request.n * len(prompts)) if options.continuous_usage_stats else None
@@ -121,7 +121,7 @@ class Chunks:
         self._end_with(b',"usage":null}\n\n' if self._include_usage else b"}\n\n")
 
     def count(self, index: int, num_new: int) -> None:
-        """The next chunks are of choice `index` and bring so many tokens. With continuous_usage_stats they have usage, of this choice
+        """Count `num_new` tokens of choice `index`, whose chunks come next. With continuous_usage_stats these have the usage of this choice
         and its prompt alone, as vLLM has it.
         """
         if self._counts is None:
@@ -135,14 +135,14 @@ class Chunks:
         self._after_text = self._choice_end + tail
 
     def text(self, index: int, text: str) -> bytes:
-        """What most chunks are: text of one choice and nothing else."""
+        """A chunk with the text of one choice alone, as most chunks are."""
         return b"%b%d%b%b%b" % (self._before_index, index, self._before_text, _encode(text), self._after_text)
 
     def chunk(self, choice: bytes) -> bytes:
         return b"".join((self._head, choice, b"]", self._tail))
 
     def around(self, choice: Iterable[bytes]) -> Iterator[bytes]:
-        """`chunk` of a choice in pieces, each taken when it is asked for."""
+        """`chunk` of a choice that comes in pieces, each made when it is asked for."""
         yield self._head
         yield from choice
         yield b"]"
@@ -167,17 +167,17 @@ def finish_part(event: OutputEvent, *, is_tool_turn: bool = False) -> bytes:
 
 
 def whole_finish_part(output: ChoiceOutput) -> bytes:
-    """Of a choice of a whole answer, up to the end of its object."""
+    """The end of a choice's object in a whole answer: finish_reason and stop_reason."""
     return b',"finish_reason":"%b","stop_reason":%b}' % (output.finish_word.encode(), _encode(output.stop_reason))
 
 
 def finish_word(finish: FinishReason, *, is_tool_turn: bool) -> str:
-    """OpenAI's: a sequence that stopped after calling tools waits for their answers."""
+    """OpenAI's finish_reason. A sequence that stopped after tool calls waits for the tools' answers: tool_calls."""
     return "tool_calls" if is_tool_turn and finish is FinishReason.STOP else finish.value
 
 
 def around_choices(answer: Struct) -> tuple[bytes, bytes]:
-    """A whole answer's bytes before and behind its choices. answer: one with an empty list of them"""
-    # A string holds no quote that is not escaped, so these bytes are the field and nothing else.
+    """The bytes of a whole answer before and after its choices. answer: with an empty list of choices"""
+    # Quotes inside JSON strings are escaped, so these bytes are the field and no text.
     before, mark, behind = _encode(answer).partition(b'"choices":[')
     return before + mark, behind

@@ -2,9 +2,9 @@
 
     honoured   does what it says, or the request is refused
     inert      has no effect on an answer by nature; accepted, checked for size, otherwise unused
-    refused    belongs to an API that clients know, and is not served (yet): accepted only at a value that means "off" or "as usual"
+    refused    belongs to an API that clients know, and is not served (yet): accepted only with a value that means "off" or "as usual"
 
-Whatever was accepted and changed nothing is named in the answer's `x-headrace-ignored`.
+Every field that was accepted and changed nothing is named in the answer's `x-headrace-ignored`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Treatment(StrEnum):
 
 
 class Surface(StrEnum):
-    """A body."""
+    """An endpoint's body that has rows in the field table."""
 
     CHAT = "chat"
     COMPLETIONS = "completions"
 
 
 class Inside(StrEnum):
-    """An object in a body, as it is named in documentation and in `x-headrace-ignored`."""
+    """An object in a body, by its name in documentation and in `x-headrace-ignored`."""
 
     MESSAGE = "messages[]"
     PART = "messages[].content[]"
@@ -43,7 +43,7 @@ class FieldRule:
     """One row.
 
     note  the rule of an honoured or inert field, or why a refused one is refused and what to do instead
-    off   values that mean nothing to do, accepted beside null. Of a refused field the only ones
+    off   values that ask for nothing, accepted like null. A refused field accepts no other values
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""Every field a request may name, and what becomes of it. Checks, the table in docs/api.md and /openapi.json are made from these rows.
+"""Every field that a request may have, and its treatment. Checks, the table in docs/api.md and /openapi.json are made from these rows.
 
-A field that is in no row is refused by name with a suggestion.
+A field that is in no row is refused by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ PART: tuple[Place, ...] = (Inside.PART,)
 STREAM_OPTIONS: tuple[Place, ...] = (Inside.STREAM_OPTIONS,)
 
 MAX_INERT_CHARS = 512
+"""Characters of an inert field's value, and of each key and value of `metadata`."""
+
 MAX_METADATA = 16
+"""Entries of `metadata`."""
 
 _TOOLS = "Tool calls are not served yet."
 _STRUCTURED = "Structured output is not served yet."
@@ -101,10 +104,10 @@ _MESSAGES = (
     _refused("tool_call_id", MESSAGE, _TOOLS),
     _refused("function_call", MESSAGE, _TOOLS),
     _refused("annotations", MESSAGE, "Answers hold none.", []),
-    _refused("reasoning_content", MESSAGE, "What a model thought in an earlier turn is not shown to it: leave it out.", ""),
-    _refused("reasoning", MESSAGE, "What a model thought in an earlier turn is not shown to it: leave it out.", ""),
-    _refused("reasoning_details", MESSAGE, "What a model thought in an earlier turn is not shown to it: leave it out.", []),
-    _refused("thinking_blocks", MESSAGE, "What a model thought in an earlier turn is not shown to it: leave it out.", []),
+    _refused("reasoning_content", MESSAGE, "A model is not shown its reasoning of earlier turns: leave it out.", ""),
+    _refused("reasoning", MESSAGE, "A model is not shown its reasoning of earlier turns: leave it out.", ""),
+    _refused("reasoning_details", MESSAGE, "A model is not shown its reasoning of earlier turns: leave it out.", []),
+    _refused("thinking_blocks", MESSAGE, "A model is not shown its reasoning of earlier turns: leave it out.", []),
     _refused("provider_specific_fields", MESSAGE, "There are none here.", {}, {"refusal": None}),
     _refused("prefix", MESSAGE, "Use continue_final_message.", False),
     _refused("cache_control", MESSAGE, f"Equal beginnings are cached without marks. {_CACHE}", *_EPHEMERAL),
@@ -157,7 +160,10 @@ _VLLM = (
     _refused("return_mm_kwargs", BOTH, _TEXT_ONLY, False),
     _refused("prompt_embeds", COMPLETIONS, "Prompts are text or token ids."),
     _refused(
-        "include_reasoning", CHAT, "What a model thinks is part of its text, or told apart by a foreign server: it is not hidden.", True
+        "include_reasoning",
+        CHAT,
+        "Reasoning is part of the text, unless a foreign server separates it: it is not hidden.",
+        True,
     ),
     _refused("thinking_token_budget", BOTH, _REASONING),
     _refused("use_beam_search", BOTH, "Beam search is not served; use n.", False),
@@ -193,7 +199,7 @@ _SGLANG = (
     _refused("ebnf", BOTH, _STRUCTURED),
     _refused("json_schema", BOTH, _STRUCTURED),
     _refused("lora_path", BOTH, "Adapters are not served yet."),
-    _refused("separate_reasoning", CHAT, "What a model thinks is part of its text, or told apart by a foreign server.", True),
+    _refused("separate_reasoning", CHAT, "Reasoning is part of the text, unless a foreign server separates it.", True),
     _refused("stream_reasoning", CHAT, "Everything is streamed as it comes.", True),
     _refused("no_stop_trim", BOTH, "Use include_stop_str_in_output.", False),
     _refused("return_hidden_states", BOTH, "Hidden states are not shown.", False),
@@ -203,7 +209,7 @@ _SGLANG = (
 _OLLAMA = (
     _refused("think", CHAT, _REASONING, False),
     _refused("keep_alive", BOTH, "Models stay loaded for as long as the server runs.", -1, "-1", "-1m", "5m"),
-    _refused("options", BOTH, "Send its fields beside the others: temperature, top_p, seed; num_predict is max_tokens.", {}),
+    _refused("options", BOTH, "Send its entries as fields of the body: temperature, top_p, seed; num_predict is max_tokens.", {}),
     _refused("format", BOTH, _STRUCTURED, ""),
     _refused("images", BOTH, _TEXT_ONLY, []),
 )
@@ -226,7 +232,13 @@ _LLAMA_CPP = (
     _refused("id_slot", BOTH, "Slots are the engine's own.", -1),
     _refused("timings_per_token", BOTH, "Times are in /metrics.", False),
     _refused("return_progress", BOTH, "Progress is not reported.", False),
-    _refused("reasoning_format", CHAT, "What a model thinks is part of its text, or told apart by a foreign server.", "none", "auto"),
+    _refused(
+        "reasoning_format",
+        CHAT,
+        "Reasoning is part of the text, unless a foreign server separates it.",
+        "none",
+        "auto",
+    ),
 )
 
 _OPENROUTER = (
@@ -266,6 +278,6 @@ GROUPS: Mapping[str, tuple[FieldRule, ...]] = {
     "OpenRouter's": _OPENROUTER,
     "LiteLLM's, and those of servers it speaks to": _LITELLM,
 }
-"""By whose they are, in the order of the documentation."""
+"""Rows by the API that they come from, in the order of the documentation."""
 
 TABLE: tuple[FieldRule, ...] = tuple(rule for rules in GROUPS.values() for rule in rules)

@@ -1,4 +1,4 @@
-"""A body's fields sorted by `dialect.field_table`: what means something is kept, what does not is named, the rest is refused."""
+"""A body's fields, sorted by `dialect.field_table`: honoured ones are kept, ones that change nothing are named, the rest is refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATHS = {Surface.CHAT: "/v1/chat/completions", Surface.COMPLETIONS: "/v1/complet
 
 
 def honoured_fields(given: Mapping[str, object], place: Place, ignored: dict[str, None], path: str = "") -> dict[str, object]:
-    """The part of an object that means something: honoured fields that are neither null nor off.
+    """The honoured fields of an object that are neither null nor off.
 
     ignored  gets the names of fields that were accepted and change nothing
     path     of the object in the body, for errors: "messages[3]."
@@ -73,8 +73,8 @@ def _check_inert(name: str, value: object) -> None:
 def render_table() -> str:
     """The rows as the Markdown tables of docs/api.md."""
     lines: list[str] = []
-    for whose, rules in GROUPS.items():
-        lines += [f"{whose}:", "", "| field | in | treatment | rule |", "|---|---|---|---|", *map(_row, rules), ""]
+    for group, rules in GROUPS.items():
+        lines += [f"{group}:", "", "| field | in | treatment | rule |", "|---|---|---|---|", *map(_row, rules), ""]
     return "\n".join(lines)
 
 

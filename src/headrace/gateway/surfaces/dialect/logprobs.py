@@ -1,7 +1,7 @@
 """Log-probabilities in the shapes clients know: OpenAI's of chat and of completions, and vLLM's `prompt_logprobs`.
 
-Columns in, JSON out, a page at a time and each page only when it is asked for: an answer may have a million alternatives, and none of them
-is made an object. All functions give pieces that, joined, are one JSON value; taking the next piece is less than a millisecond of work.
+Columns become JSON page by page, each when it is asked for: an answer may have a million alternatives, and no object is made per
+alternative. All functions give pieces that, joined, are one JSON value; the next piece is less than a millisecond of work.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from headrace.text.scored import ScoredTokens
 _encode = msgspec.json.encode
 
 LOWEST_LOGPROB = -9999.0
-"""JSON has no infinity; clients of this API know this number as "never". A token the model rules out has minus infinity."""
+"""Written for minus infinity, the log-probability of a token that the model rules out, because JSON has no infinity. Clients of this API
+read it as "never"."""
 
 PAGE_TOKENS = 64
-"""Of one piece."""
+"""Tokens in one piece of JSON."""
 
 
 def chat_logprobs(parts: Iterable[ScoredTokens], num_top: int) -> Iterator[bytes]:
@@ -35,9 +36,10 @@ def chat_logprobs(parts: Iterable[ScoredTokens], num_top: int) -> Iterator[bytes
 def completion_logprobs(
     parts: Sequence[ScoredTokens], num_top: int, *, offset: int = 0, prompt: EchoedLogprobs | None = None
 ) -> Iterator[bytes]:
-    """Columns over tokens.
+    """Four lists, with an entry per token each.
 
-    offset  characters before the output (an echoed prompt);  prompt  what that one's tokens have, before those of the output
+    offset  characters of an echoed prompt, which precede the output
+    prompt  the echoed prompt's entries, which precede the entries of the output
     """
     for number, (name, column) in enumerate(COMPLETION_COLUMNS.items()):
         yield b'%b"%b":[' % (b"," if number else b"{", name)
@@ -50,15 +52,15 @@ def completion_logprobs(
 
 
 EchoedLogprobs = tuple[list[bytes], ...]
-"""A prompt's tokens in the columns of completions: pieces that, joined, are a JSON list without its brackets. Made once and shown by every
-choice: the same pieces are written again, none is copied."""
+"""Log-probabilities of an echoed prompt: for each of COMPLETION_COLUMNS pieces that, joined, are a JSON list without its brackets. They are
+encoded once; each choice writes the same pieces, uncopied."""
 
 
 def echo_logprobs(prompt: PreparedPrompt, scores: LogprobColumns, num_top: int) -> Generator[bytes, None, EchoedLogprobs]:
-    """Columns over the prompt's tokens. The first one has no probability: null, as OpenAI gives it. Gives an empty piece after each page,
-    for it is the result that is wanted.
+    """The prompt's log-probabilities, as the generator's result; it yields an empty piece after each page. The first token has no
+    log-probability: null, as OpenAI gives it.
 
-    scores  of positions 1.. in order
+    scores  of the prompt's positions from 1 on, in order
     """
     columns: EchoedLogprobs = tuple([] for _ in COMPLETION_COLUMNS)
     for page in prompt.scored(scores):
@@ -90,7 +92,7 @@ def _between_commas(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _numbers(logprobs: array[float]) -> list[bytes]:
-    """Each as JSON. All at once: a number by itself costs five times as much."""
+    """Each number as JSON. All are encoded in one call: one by one takes five times as long."""
     values = logprobs.tolist()
     if not values:
         return []
@@ -118,7 +120,7 @@ def _chat_page(page: ScoredTokens, num_top: int) -> bytes:
 
 
 def _ranked_page(page: ScoredTokens, num_top: int) -> bytes:
-    """A map per token: the best by rank, and the one that stands there."""
+    """A map per token: the best alternatives by rank, and the prompt's own token."""
     scores, decoded = page.scores, json_of(page.texts).decoded
     top_numbers = _numbers(scores.top_logprobs)
     entries: list[bytes] = []
@@ -147,7 +149,7 @@ def _tokens(page: ScoredTokens, _num_top: int, _offset: int) -> bytes:
 
 
 def _top_logprobs(page: ScoredTokens, num_top: int, _offset: int) -> bytes:
-    """A map per token: the best alternatives, worst first, and the token that was chosen. Several of one name are one."""
+    """A map per token: the best alternatives, worst first, and the chosen token. Tokens of equal names share one entry."""
     scores, keys = page.scores, json_of(page.texts).keys
     names = [keys[i] for i in scores.top_ids]
     numbers = _numbers(scores.top_logprobs)
@@ -168,4 +170,5 @@ COMPLETION_COLUMNS: dict[bytes, Callable[[ScoredTokens, int, int], bytes]] = {
     b"tokens": _tokens,
     b"top_logprobs": _top_logprobs,
 }
-"""What each field's list has for a page: page, alternatives shown, characters before the output -> a JSON list without its brackets."""
+"""Field -> its encoder, which makes a page's entries as a JSON list without its brackets. Arguments: the page, the number of alternatives
+to show, the characters before the output."""

@@ -1,6 +1,6 @@
 """A decoded body -> a request that cannot be wrong. Types by msgspec, fields by `dialect.fields`, rules by `core.sampling`.
 
-What surfaces share. Nothing of a model is needed here: its own defaults are added by who answers (`upstream.tokens`).
+What several surfaces share. Nothing here depends on the model: `upstream.tokens` adds the model's own defaults.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ MAX_CACHE_SALT_CHARS = 256
 REQUIRED = "a value (it is required)"
 ROLES = ("system", "developer", "user", "assistant")
 PLAIN_MESSAGE, PLAIN_PART = {"role", "content"}, {"type", "text"}
-"""Fields of nearly all of them: nothing to sort out."""
+"""The fields of nearly every message and part, which need no look-up in the field table."""
+
 MAX_PARTS = 4096
-"""Content parts of all messages together: each costs more than its bytes."""
+"""Content parts of all messages of a request together: a part costs more memory than its bytes."""
 
 AS_GIVEN: tuple[str, ...] = (
     "n",
@@ -41,7 +42,7 @@ AS_GIVEN: tuple[str, ...] = (
 )
 AS_GIVEN += ("include_stop_str_in_output", "skip_special_tokens")
 FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Parameters whose default is the model's own."""
+"""Parameters whose default comes from the model's generation_config.json."""
 
 _PATH = re.compile(r"(?P<what>.*?)(?: - at (?P<is_key>`key` in )?`\$\.?(?P<path>.*)`)?\Z", re.DOTALL)
 _EXPECTED = re.compile(r"Expected (?P<kinds>`[^`]*`)(?:, got .*)?\Z", re.DOTALL)
@@ -55,7 +56,7 @@ _KINDS = {
     "null": "null",
 }
 _ANY_KEY = "[...]"
-"""How msgspec writes the place of a map's value: it does not say which."""
+"""How msgspec writes the place of a map's value, without its key."""
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 
@@ -63,14 +64,14 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL
 PRIORITIES: Mapping[int | str, PriorityClass] = {member.name.lower(): member for member in PriorityClass} | {
     int(member): member for member in PriorityClass if member
 }
-"""0 is a body's way to ask for nothing (vLLM's default)."""
+"""Values of a body's `priority`. 0, vLLM's default, is none of them: it asks for nothing."""
 
 
 @contextmanager
 def fields_as_written(names: Mapping[str, str]) -> Iterator[None]:
-    """Rules below this floor know `prompt`, `max_tokens` and `logprobs`: an error that names one of them gets the client's own name.
+    """Rename the field of an InvalidRequest that is raised inside to the name that this client used for it.
 
-    names  rule's field -> the field this client used
+    names  `prompt`, `max_tokens` or `logprobs`, as rules below this floor name them -> the client's name
     """
     try:
         yield
@@ -79,13 +80,15 @@ def fields_as_written(names: Mapping[str, str]) -> Iterator[None]:
         if name is None:
             raise
         limit, remedy = error.limit, error.remedy
-        if error.field != "prompt":  # "prompt" in a rule is a word
+        if error.field != "prompt":  # rules use "prompt" as a plain word, too
             limit, remedy = limit.replace(error.field, name), remedy.replace(error.field, name)
         raise type(error)(name, limit, error.given, remedy) from error
 
 
 def given_params(request: SamplingFields) -> dict[str, Any]:
-    """The parameters both surfaces word alike, by the names of `SamplingParams`. What the client left out is left out."""
+    """The sampling parameters that both surfaces name alike, by the names of `SamplingParams`. Those of FROM_MODEL that the client left out
+    are left out.
+    """
     given: dict[str, Any] = {name: getattr(request, name) for name in AS_GIVEN}
     given |= {name: value for name in FROM_MODEL if (value := getattr(request, name)) is not None}
     given["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
@@ -94,7 +97,7 @@ def given_params(request: SamplingFields) -> dict[str, Any]:
 
 
 def lowered_priority(given: int | str | None, own: PriorityClass) -> PriorityClass:
-    """The class of a request: the key's own, or a lower one the body asks for. Raises InvalidRequest for a higher one."""
+    """The priority class of a request: its key's, or a lower one that the body names. Raises InvalidRequest for a higher one."""
     if given is None:
         return own
     wanted = PRIORITIES.get(given)
@@ -106,7 +109,7 @@ def lowered_priority(given: int | str | None, own: PriorityClass) -> PriorityCla
 
 
 def surface_fields(body: Mapping[str, object], surface: Surface, limits: Limits, ignored: dict[str, None]) -> dict[str, object]:
-    """The honoured fields of a body, and of what is in it. See `fields.honoured_fields`."""
+    """The honoured fields of a body and of the objects in it. See `fields.honoured_fields`."""
     kept = honoured_fields(body, surface, ignored)
     if surface is Surface.CHAT:
         kept["messages"] = checked_messages(kept.get("messages"), limits, ignored)
@@ -116,7 +119,7 @@ def surface_fields(body: Mapping[str, object], surface: Surface, limits: Limits,
 
 
 def checked_messages(messages: object, limits: Limits, ignored: dict[str, None]) -> list[dict[str, object]]:
-    """Messages with the fields that mean something, each of its type: an error names its index. Raises InvalidRequest."""
+    """Messages with their honoured fields, each of the right type. Raises InvalidRequest, which names the message's index."""
     if not isinstance(messages, list) or not messages:
         if messages is None:
             raise InvalidRequest("messages", REQUIRED)
@@ -141,7 +144,7 @@ def _checked_message(message: object, prefix: str, ignored: dict[str, None]) -> 
 
 
 def _checked_part(part: object, path: str, ignored: dict[str, None]) -> object:
-    """Names what msgspec's union error would not: an image where only text is served."""
+    """A content part. Raises InvalidRequest, which names an image where msgspec's union error would not."""
     kind = part.get("type") if isinstance(part, dict) else part
     if kind != "text" or not isinstance(part, dict):
         raise InvalidRequest(f"{path}.type", '"text"', kind, "Other modalities are not served.")
@@ -190,7 +193,7 @@ def _translated(message: str, data: object, kind: type[msgspec.Struct], prefix: 
     match = _PATH.match(message)
     what, path = (match["what"], match["path"] or "") if match else (message, "")
     field = ".".join(part for part in (prefix, path) if part)
-    if match and match["is_key"]:  # of the only map whose keys are no words: logit_bias
+    if match and match["is_key"]:  # logit_bias is the only map whose keys are no strings
         return InvalidRequest(field, "token ids as keys", _odd_key(_value_at(data, path)))
     if missing := _MISSING.match(what):
         return InvalidRequest(".".join(part for part in (field, missing["name"]) if part), REQUIRED)
@@ -220,7 +223,7 @@ def _limit(what: str) -> str:
 
 
 def _value_at(data: object, path: str) -> object:
-    """What the client sent at a path of names and indices; None (not shown) where the path does not lead to one value."""
+    """The client's value at a path of names and indices; None, which is not shown, where the path does not lead to one value."""
     for name, index in re.findall(r"([^.\[\]]+)|\[([^\]]*)\]", path):
         if name and isinstance(data, dict):
             data = data.get(name)

@@ -1,8 +1,8 @@
-"""JSON Schemas of what a request may hold, as strict as its checks are for one field alone: from the field table, `core.sampling`'s bounds
-and the limits of this server.
+"""JSON Schemas of requests, as strict as the checks of each field alone: made from the field table, `core.sampling`'s bounds and the
+limits of this server.
 
-What a schema cannot say is not in it: rules between fields, what follows from the model (its vocabulary, context, template), the class of
-the key. Of `stop` it counts characters where the check counts bytes.
+A schema has no rules between fields, none that depend on the model (vocabulary, context, template), and not the class of the key. It bounds
+the characters of `stop`, whose bytes the check counts.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _or_null(schema: Schema) -> Schema:
 
 
 def _bounded(place: Place, limits: Limits) -> dict[str, Schema]:
-    """Schemas of the honoured fields whose types alone say too little."""
+    """Schemas of the honoured fields that have bounds beyond their types."""
     if place is Inside.MESSAGE:
         parts = {"type": "array", "maxItems": MAX_PARTS, "items": {"$ref": "#/components/schemas/TextPart"}}
         return {"content": {"anyOf": [{"type": "string"}, parts]}}

@@ -1,7 +1,8 @@
-"""Wire types of the HTTP surface: what msgspec decodes and encodes, and where /openapi.json takes its schemas from.
+"""Wire types of the HTTP surface: what msgspec decodes and encodes, and the source of /openapi.json's schemas.
 
-Requests hold honoured fields only (`dialect.fields` sorted the others out before), types only (the rules are `core.sampling`'s);
-absent means "the default applies". Answers have OpenAI's shapes, with vLLM's additions (`stop_reason`, `prompt_logprobs`).
+Requests have honoured fields only, since `dialect.fields` takes out all other ones before, and their types only: bounds are in
+`core.sampling`. The default of a field applies where it is absent. Answers have OpenAI's shapes, with vLLM's additions (`stop_reason`,
+`prompt_logprobs`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class StreamOptions(Struct):
 
 
 class SamplingFields(Struct, kw_only=True):
-    """Fields both generating endpoints share."""
+    """Fields that both generating endpoints have."""
 
     model: str | None = None
     stream: bool = False
@@ -68,7 +69,7 @@ class CompletionUsage(Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
-    """Not in the chunks of a stream: what was cached is told at its end."""
+    """Not in the chunks of a stream but the last: cached tokens are known at its end."""
 
 
 class TopLogprob(Struct):

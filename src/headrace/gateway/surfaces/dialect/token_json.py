@@ -1,6 +1,6 @@
-"""Tokens as JSON, each encoded once: an answer names the same few thousand tokens over and over.
+"""Tokens as JSON, each encoded once: log-probabilities name the same few thousand tokens again and again.
 
-A table belongs to what the ids stand for (a model's tokenizer) and goes with it. It is bounded: a full one starts again.
+A table belongs to a model's tokenizer and is freed with it. A full table is emptied.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from headrace.text.scored import TokenTexts
 _encode = msgspec.json.encode
 
 MAX_TOKENS = 16_384
-"""Some 200 bytes each and table."""
+"""Entries of one table, of about 200 bytes each."""
 
 
 class _Pieces(dict[int, bytes]):
-    """Token id -> its piece of JSON, made when it is first asked for. A dictionary, because hundreds are looked up per output token."""
+    """Token id -> its piece of JSON, made when it is first asked for. A dict, because hundreds are looked up per output token."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = proxy(texts)  # which owns this table
@@ -69,7 +69,7 @@ class Decoded(_Pieces):
 
 
 class TokenJson:
-    """All tables of one vocabulary."""
+    """All tables of one tokenizer."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self.names = Names(texts)
@@ -83,7 +83,7 @@ _made: WeakKeyDictionary[TokenTexts, TokenJson] = WeakKeyDictionary()
 
 
 def json_of(texts: TokenTexts) -> TokenJson:
-    """The one of `texts`."""
+    """The tables of `texts`, made once."""
     found = _made.get(texts)
     if found is None:
         found = _made[texts] = TokenJson(texts)
@@ -91,7 +91,7 @@ def json_of(texts: TokenTexts) -> TokenJson:
 
 
 def token_name(text: str, raw: bytes) -> str:
-    """A token as completions name it: its text, or `bytes:\\x..` where it is part of a character (several such share one text)."""
+    """A token as completions name it: its text, or `bytes:\\x..` where it is a part of a character, since such tokens share one text."""
     try:
         raw.decode("utf-8")
     except UnicodeDecodeError:
