@@ -7,9 +7,10 @@
     |  `- RequestTooLarge          a body, a prompt or an answer is over a cap -> 413
     |     `- BodyTooLarge          more body bytes than the cap -> 413
     |- Unauthorized                no valid key -> 401
-    |- Forbidden                   a Host or Origin that this listener does not answer to -> 403
-    |- RouteNotFound               no such path -> 404
-    |- MethodNotAllowed            the path has other methods -> 405
+    |- HeadRefused                 the request line or a header is refused; says why without what the client sent
+    |  |- Forbidden                a Host or Origin that this listener does not answer to -> 403
+    |  |- RouteNotFound            no such path -> 404
+    |  `- MethodNotAllowed         the path has other methods -> 405
     |- ReadTimeout                 the client did not send its body in time -> 408
     |- UnsupportedMediaType        the body is not JSON in UTF-8 -> 415
     |  `- UnsupportedEncoding      a Content-Encoding that is not undone here -> 415

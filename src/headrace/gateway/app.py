@@ -26,8 +26,8 @@ from headrace.gateway.http.errors import (
     BAD_HTTP,
     INTERNAL,
     ClientLeft,
+    HeadRefused,
     MethodNotAllowed,
-    RefusedAtTheDoor,
     RouteNotFound,
     SlowReader,
     error_reply,
@@ -213,7 +213,7 @@ def reason_of(error: Exception) -> str | None:
     """The rule that the request broke, or the error's fixed message, without any value of the client's. None for a bug of the server."""
     if isinstance(error, InvalidRequest):
         return error.limit
-    if isinstance(error, RefusedAtTheDoor):
+    if isinstance(error, HeadRefused):
         return error.rule
     return str(error) if row_of(error) is not INTERNAL else None
 

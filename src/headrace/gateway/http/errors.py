@@ -32,10 +32,10 @@ MAX_MESSAGE_CHARS = 2000
 MAX_PARAM_CHARS = 200
 
 
-class RefusedAtTheDoor(HeadraceError):
-    """Refused for what its request line or its headers hold.
+class HeadRefused(HeadraceError):
+    """The request line or a header is refused.
 
-    rule  what was broken, without what the client sent: the reason in the request log
+    rule  why, without what the client sent: the reason in the request log
     """
 
     def __init__(self, message: str, *, rule: str) -> None:
@@ -43,19 +43,19 @@ class RefusedAtTheDoor(HeadraceError):
         super().__init__(message)
 
 
-class RouteNotFound(RefusedAtTheDoor):
+class RouteNotFound(HeadRefused):
     def __init__(self, path: str) -> None:
         super().__init__(f"No such path: {shorten(path)}. GET /openapi.json lists what is served.", rule="No such path.")
 
 
-class MethodNotAllowed(RefusedAtTheDoor):
+class MethodNotAllowed(HeadRefused):
     def __init__(self, method: str, allowed: tuple[str, ...]) -> None:
         self.allowed = allowed
         rule = f"Allowed: {', '.join(allowed)}."
         super().__init__(f"Method {shorten(method)} is not allowed here. {rule}", rule=f"The method is not allowed here. {rule}")
 
 
-class Forbidden(RefusedAtTheDoor):
+class Forbidden(HeadRefused):
     """A Host or Origin that this listener does not answer to (DNS rebinding, cross-site requests)."""
 
 
