@@ -20,7 +20,7 @@ from headrace.core.errors import ConfigError, DeadlineExceeded, Overloaded
 from headrace.core.ids import RequestId
 from headrace.core.plan import columns_of
 from headrace.gateway import memory
-from headrace.gateway.access.budget import Held, HeldLimits, MemoryBudget
+from headrace.gateway.access.budget import Held, HeldLimits, RequestMemory
 from headrace.gateway.config import config_from
 from headrace.gateway.generation.run import Run
 from headrace.gateway.generation.score_limits import first_answer_bytes
@@ -135,12 +135,12 @@ async def test_a_whole_answer_that_outgrows_the_room_ends_and_its_engine_is_told
 KEYS = ({"key": "k" * 16, "tenant": "a"}, {"key": "l" * 16, "tenant": "b"})
 
 
-def budget_of(**limits: Any) -> MemoryBudget:
+def budget_of(**limits: Any) -> RequestMemory:
     config = config_from({"models": [{"name": "m", "folder": "f", "replicas": [{"name": "r", "address": "a"}]}], **limits})
     return memory.memory_budget(config, machine_bytes=16 << 30)
 
 
-def fill(stack: ExitStack, budget: MemoryBudget, tenant: str, *, of: str) -> None:
+def fill(stack: ExitStack, budget: RequestMemory, tenant: str, *, of: str) -> None:
     """Requests of a tenant, a mebibyte each, until one is refused."""
     while True:
         held: Held = getattr(stack.enter_context(budget.open(tenant)), of)
@@ -262,10 +262,10 @@ def blocked_clients(watch: StreamWatch, sizes: Iterable[int]) -> list[Client]:
 def test_when_all_streams_together_make_too_much_wait_the_largest_goes_first(left: int, cut: list[int]) -> None:
     watch = StreamWatch(ping_s=10, max_pending_bytes=1000, left_bytes=lambda: left)
     clients = blocked_clients(watch, (100, 300, 200, 0))
-    watch.look()
+    watch.check()
     assert sorted((client.size for client in clients if client.was_dropped), reverse=True) == cut
     assert watch.num_cut == len(cut)
-    watch.look()
+    watch.check()
     assert watch.num_cut == len(cut), "what is gone waits no more"
 
 
@@ -275,7 +275,7 @@ def test_a_stream_that_has_ended_already_is_dropped_before_streams_that_have_not
     clients = blocked_clients(watch, (100, 300, 0, 0))
     over = DeadlineExceeded("over")
     clients[1].exchange.leave(over)
-    watch.look()
+    watch.check()
     assert [client.was_dropped for client in clients] == [False, True, False, False]
     assert clients[1].exchange.left is over
     assert watch.num_cut == 1
@@ -288,8 +288,8 @@ class Cycle:
 
 async def test_cycles_are_collected_once_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """766 MB of a storm's were kept until new work came."""
-    monkeypatch.setattr(memory, "LOOK_S", 0.01)
-    budget = MemoryBudget(prompts=HeldLimits(1, 1, 1), answers=HeldLimits(1, 1, 1))
+    monkeypatch.setattr(memory, "CHECK_S", 0.01)
+    budget = RequestMemory(prompts=HeldLimits(1, 1, 1), answers=HeldLimits(1, 1, 1))
     gc.disable()
     task = asyncio.create_task(memory.give_back_when_idle(budget))
     try:
@@ -308,9 +308,9 @@ async def test_cycles_are_collected_once_nothing_runs(monkeypatch: pytest.Monkey
 
 async def test_memory_is_given_back_twice_once_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the last requests' connections held was freed just after the only look, and three quarters of a storm's peak were kept."""
-    monkeypatch.setattr(memory, "LOOK_S", 0.01)
+    monkeypatch.setattr(memory, "CHECK_S", 0.01)
     given: list[int] = []
-    budget = MemoryBudget(prompts=HeldLimits(1, 1, 1), answers=HeldLimits(1, 1, 1))
+    budget = RequestMemory(prompts=HeldLimits(1, 1, 1), answers=HeldLimits(1, 1, 1))
     monkeypatch.setattr(memory, "give_back", lambda: given.append(budget.num_open))
     task = asyncio.create_task(memory.give_back_when_idle(budget))
     try:

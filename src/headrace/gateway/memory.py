@@ -13,10 +13,10 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from headrace.gateway.access.budget import HeldLimits, MemoryBudget
+from headrace.gateway.access.budget import HeldLimits, RequestMemory
 from headrace.gateway.config import GatewayConfig
 
-LOOK_S = 1.0
+CHECK_S = 1.0
 """Seconds between two checks whether any request runs."""
 
 MIN_PROMPT_BYTES = 40 << 20
@@ -29,13 +29,13 @@ SEVERAL_TENANTS_SHARE = 0.25
 """Share of each sum that one tenant may hold where there are several tenants and `limits.max_tenant_share` is not set."""
 
 
-def memory_budget(config: GatewayConfig, machine_bytes: int) -> MemoryBudget:
+def memory_budget(config: GatewayConfig, machine_bytes: int) -> RequestMemory:
     """The two sums of `access.budget`, empty, with their limits. machine_bytes: what `machine_bytes()` gives"""
     limits = config.limits
     share = limits.max_tenant_share or (SEVERAL_TENANTS_SHARE if config.num_tenants > 1 else 1.0)
     prompts = limits.max_prompt_bytes or max(MIN_PROMPT_BYTES, machine_bytes // PROMPT_SHARE)
     answers, request = limits.max_answer_bytes, limits.max_request_held_bytes
-    return MemoryBudget(
+    return RequestMemory(
         prompts=HeldLimits(request, int(prompts * share), prompts),
         answers=HeldLimits(request, int(answers * share), answers, keeps_reserve=True),
     )
@@ -50,11 +50,11 @@ def machine_bytes(root: Path = Path("/")) -> int:
     return min(found)
 
 
-async def give_back_when_idle(budget: MemoryBudget) -> None:
+async def give_back_when_idle(budget: RequestMemory) -> None:
     """Runs until it is cancelled. Gives memory back at two checks in a row, because connections free some of it after their request."""
     num_seen, num_left = budget.num_closed, 0
     while True:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(CHECK_S)
         if budget.num_closed != num_seen:
             num_seen, num_left = budget.num_closed, 2
         if num_left and budget.num_open == 0:

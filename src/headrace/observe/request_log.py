@@ -19,6 +19,8 @@ from io import FileIO
 from headrace.observe.logs import LogFormat, clock_time, printable, timestamp
 
 MAX_QUEUED = 10_000
+"""Lines that wait for the thread that writes them; one more is dropped and counted."""
+
 MAX_DETAIL_CHARS = 200
 OFF = "off"
 STREAMS = {"on": 1, "stderr": 2}

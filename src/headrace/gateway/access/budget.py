@@ -35,7 +35,7 @@ class HeldLimits:
 
 
 class ByteBudget:
-    """One sum. held: bytes of all requests;  num_refused: requests that were refused for it"""
+    """One sum. held: bytes of all requests;  num_refused: requests that were refused because it was full"""
 
     def __init__(self, limits: HeldLimits, name: str = "answers") -> None:
         """name: what is held, for messages and metrics"""
@@ -115,7 +115,7 @@ class Held:
         self._budget._give_back(self)
 
 
-class MemoryBudget:
+class RequestMemory:
     """Both sums. num_open, num_closed: requests that are open, and requests that were"""
 
     def __init__(self, *, prompts: HeldLimits, answers: HeldLimits) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.core.clock import Clock
-from headrace.gateway.access.budget import MemoryBudget
+from headrace.gateway.access.budget import RequestMemory
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.generation.encoding import EncodingTurns
@@ -29,7 +29,7 @@ class Service:
     watch: StreamWatch
     text_pool: TextPool
     encoding: EncodingTurns
-    budget: MemoryBudget
+    budget: RequestMemory
     metrics: Metrics
     salt_key: bytes
     clock: Clock

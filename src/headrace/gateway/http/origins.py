@@ -15,12 +15,20 @@ from headrace.gateway.http.errors import Forbidden
 from headrace.gateway.http.exchange import Exchange, Headers
 
 PREFLIGHT_AGE_S = 600
+"""Seconds for which a browser may keep the answer to a preflight."""
+
 METHODS = b"GET, HEAD, POST, OPTIONS"
 """Allowed methods, the same for every path: a preflight has no key, so its answer does not show which paths exist."""
 
 DEFAULT_HEADERS = b"authorization, content-type"
+"""Allowed request headers where the preflight names none, or names that are not well-formed."""
+
 EXPOSED = b"x-request-id, x-headrace-ignored, retry-after"
+"""Headers of an answer that the page's own code may read."""
+
 MAX_HEADER_NAMES = 2000
+"""Characters of the list of names in a preflight."""
+
 _HEADER_NAMES = re.compile(rb"[A-Za-z0-9_, \t-]{1,%d}" % MAX_HEADER_NAMES)
 
 

@@ -28,6 +28,8 @@ from headrace.gateway.http.exchange import Exchange
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 TICK_S = 0.25
+"""Seconds between two checks of all streams."""
+
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache, no-transform"),
@@ -189,7 +191,7 @@ class StreamWatch:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """One check of all streams, apart from the timer for tests."""
         now = self._clock()
         for stream in list(self.writing):
@@ -214,4 +216,4 @@ class StreamWatch:
             due = self._clock() + TICK_S
             await asyncio.sleep(TICK_S)
             self._on_lag(max(0.0, self._clock() - due))
-            self.look()
+            self.check()
