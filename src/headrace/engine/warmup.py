@@ -19,6 +19,7 @@ from headrace.core.sampling import SamplingParams
 from headrace.engine.config import EngineConfig
 
 _DECODE_ROWS = 4
+"""Sequences of the mixed step and of the last decode step: one per kind of sampling."""
 _PROMPT_TOKENS = 2
 
 
@@ -48,8 +49,8 @@ def _plans(length: int, num_rows: int, vocab_size: int) -> list[Plan]:
     kinds = (greedy, SamplingParams(seed=1, top_p=0.9, logprobs=1), SamplingParams(seed=2, presence_penalty=1.0), SamplingParams(seed=3))
     first = _plan([(0, 0, length, 1)], started=(_started(0, length, greedy, vocab_size),))
     decode = _plan([(0, length, 1, 1)])
-    others = tuple(_started(slot, length, kinds[slot % len(kinds)], vocab_size) for slot in range(1, num_rows))
-    mixed = _plan([(slot, 0, length, 1) for slot in range(1, num_rows)] + [(0, length, 1, 1)], started=others)
+    rest = tuple(_started(slot, length, kinds[slot % len(kinds)], vocab_size) for slot in range(1, num_rows))
+    mixed = _plan([(slot, 0, length, 1) for slot in range(1, num_rows)] + [(0, length, 1, 1)], started=rest)
     batch = _plan([(slot, length, 1, 1) for slot in range(1, num_rows)] + [(0, length, 1, 1)])
     plans = [first, decode, mixed, batch]
     if num_rows == 1:  # the only slot has been greedy so far

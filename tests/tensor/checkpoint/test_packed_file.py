@@ -54,7 +54,7 @@ def held(file: PackedFile) -> dict[str, torch.Tensor]:
         entry, memory, first = file.place(name)
         flat = torch.frombuffer(memory, dtype=torch.uint8, count=entry.end - entry.begin, offset=first)
         found[name] = flat.view(tensor.dtype).reshape(entry.shape)
-    return found | {TABLE + "rows": stored(file).whole()}
+    return found | {TABLE + "rows": stored(file).rows(torch.arange(700))}
 
 
 def assert_as_written(found: dict[str, torch.Tensor]) -> None:

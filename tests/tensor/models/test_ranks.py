@@ -108,7 +108,7 @@ def test_ranks_that_sum_their_parts_answer_as_the_whole(family: str, make_oracle
     assert torch.allclose(first, forward(decoder(tmp_path, 0, 1)), atol=1e-4)
 
 
-def test_several_ranks_whose_parts_nobody_sums_are_refused(make_oracle: Callable[..., Any], tmp_path: Path) -> None:
+def test_several_ranks_without_a_reduce_are_refused(make_oracle: Callable[..., Any], tmp_path: Path) -> None:
     make_oracle("Llama", tmp_path, **TINY)
-    with pytest.raises(AssertionError, match="nobody sums"):
+    with pytest.raises(AssertionError, match="need a reduce"):
         decoder(tmp_path, 0, 2)

@@ -34,8 +34,8 @@ class AttentionSpec:
 class AttentionNames:
     """Tensor names below the layer's prefix, without ".weight".
 
-    qkv            three names, or one whose rows are q, k and v in this order
-    q_norm, k_norm None: heads are not normed
+    qkv             three names, or one whose rows are q, k and v in this order
+    q_norm, k_norm  None: heads are not normalised
     """
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

@@ -33,8 +33,8 @@ class MoeSpec:
 class MoeNames:
     """Tensor names below the layer's prefix.
 
-    blocks          names the block goes by; the first whose router is stored is taken
-    gate, up, down  of one expert: "{block}.experts.{i}.{gate}.weight"
+    blocks          possible names of the block; the first whose router is stored is used
+    gate, up, down  one expert's linears: "{block}.experts.{i}.{gate}.weight"
     """
 
     blocks: tuple[str, ...] = ("mlp",)

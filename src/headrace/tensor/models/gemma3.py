@@ -55,7 +55,7 @@ def decoder_spec(config: ConfigFile) -> DecoderSpec:
 
 
 def _read_windows(config: ConfigFile, num_layers: int) -> list[int | None]:
-    """From `layer_types`; older files say that every n-th layer is global."""
+    """From `layer_types`, or, in older files, from `sliding_window_pattern`: every n-th layer is global."""
     window = read_window(config) or 4096
     if config.has("layer_types"):
         return windows_by_type(config, window, num_layers)
@@ -64,7 +64,7 @@ def _read_windows(config: ConfigFile, num_layers: int) -> list[int | None]:
 
 
 def _read_ropes(config: ConfigFile, shape: DecoderShape) -> tuple[RopeSpec, RopeSpec]:
-    """Local, global. The older `rope_scaling` was always meant for the global layers alone."""
+    """(local, global). In older files `rope_scaling` applies to the global layers alone."""
     unscaled = ConfigFile(config.file, {name: value for name, value in config.values.items() if name != "rope_scaling"})
     return (
         read_rope(unscaled, shape, theta=1e4, layer_type="sliding_attention", theta_field="rope_local_base_freq"),

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's attention, experts on every layer, their weights renormalised over the chosen ones."""
+"""Mixtral: Mistral's attention, and experts on every layer. The chosen experts' weights are scaled to sum to one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen 3, dense: query and key heads are normed before they are rotated."""
+"""Qwen 3, dense: query and key heads are normalised before they are rotated."""
 
 from __future__ import annotations
 

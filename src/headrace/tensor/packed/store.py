@@ -15,7 +15,6 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from hashlib import blake2b
-from math import prod
 from pathlib import Path
 from threading import Thread
 
@@ -26,7 +25,6 @@ from headrace.core.errors import CheckpointError
 from headrace.tensor.checkpoint.files import MAX_JSON_BYTES, decode_json
 from headrace.tensor.host.unfinished import UNFINISHED, is_named, locked, remove_oldest, remove_unfinished
 from headrace.tensor.kernels import Linear, PackedLinear, WeightPacking
-from headrace.tensor.kernels.cpu.pages import read_open
 from headrace.tensor.kernels.cpu.stored_rows import prepare, read_rows
 from headrace.tensor.layers.table import HeldTable, Table
 from headrace.tensor.packed.file import NOTE_SUFFIX, SUFFIX, TABLE, PackedFile, PackedFolder
@@ -80,8 +78,7 @@ class StoredTable:
         return self._held.rows(ids)
 
     def whole(self) -> Tensor:
-        flat = read_open(self._file.descriptor, self._start, prod(self._shape) * self._dtype.itemsize)
-        return flat.view(self._dtype).view(self._shape)
+        return self._reread()
 
 
 class PackedStore:

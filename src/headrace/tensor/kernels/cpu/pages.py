@@ -30,14 +30,9 @@ def read_bytes(path: Path, start: int, num_bytes: int) -> Tensor:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return read_open(descriptor, start, num_bytes)
+        memory = empty(num_bytes, torch.uint8)
+        with memoryview(memory.numpy()) as view:  # type: ignore[arg-type]
+            FileReading(descriptor, start, view, torch.get_num_threads() - 1 if num_bytes >= LEAST_BYTES else 0).wait()
+        return memory
     finally:
         os.close(descriptor)
-
-
-def read_open(descriptor: int, start: int, num_bytes: int) -> Tensor:
-    """`read_bytes` of an open file."""
-    memory = empty(num_bytes, torch.uint8)
-    with memoryview(memory.numpy()) as view:  # type: ignore[arg-type]
-        FileReading(descriptor, start, view, torch.get_num_threads() - 1 if num_bytes >= LEAST_BYTES else 0).wait()
-    return memory
