@@ -44,7 +44,7 @@ class Option:
     switch: tuple[int, int] | None = None
 
     def check(self, name: str, value: object) -> None:
-        """Raises ConfigError when `value` is none of `one_of`, or outside `low`..`high`. None is what an option nobody set has."""
+        """Raises ConfigError when `value` is none of `one_of`, or outside `low`..`high`. None means that the option was not set."""
         if self.one_of and value not in self.one_of:
             raise ConfigError(name, f"{value!r} is not one of {', '.join(self.one_of)}")
         if self.low is None or value is None:

@@ -33,7 +33,7 @@ class KvSizing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryBudget:
+class KvMemoryBudget:
     """Memory once the weights are loaded.
 
     available_bytes   free now
@@ -48,7 +48,7 @@ class MemoryBudget:
     activation_bytes: int
 
 
-def size_kv(config: EngineConfig, groups: tuple[KvGroup, ...], max_model_len: int, budget: MemoryBudget) -> KvSizing:
+def size_kv(config: EngineConfig, groups: tuple[KvGroup, ...], max_model_len: int, budget: KvMemoryBudget) -> KvSizing:
     """Blocks per group for a model whose longest context is max_model_len.
 
     Raises: ConfigError when not one sequence fits: of max_model_len if the operator named it, else of a single token; and when what the
@@ -127,7 +127,7 @@ class _Pools:
         return self.max_model_len
 
 
-def _full_blocks(pools: _Pools, budget: MemoryBudget) -> tuple[int, str]:
+def _full_blocks(pools: _Pools, budget: KvMemoryBudget) -> tuple[int, str]:
     """Blocks of the full groups, without the pad block, and one line that says why."""
     config = pools.config
     if config.num_kv_blocks is not None:
@@ -147,7 +147,7 @@ def _full_blocks(pools: _Pools, budget: MemoryBudget) -> tuple[int, str]:
     return min(within, enough), line
 
 
-def _check_fits(pools: _Pools, full_blocks: int, budget: MemoryBudget) -> None:
+def _check_fits(pools: _Pools, full_blocks: int, budget: KvMemoryBudget) -> None:
     """Raise ConfigError when the operator's own number of blocks or bytes is more than the free memory, before it is reserved."""
     config, needed = pools.config, pools.num_bytes(full_blocks)
     if needed <= budget.available_bytes:

@@ -23,7 +23,7 @@ from headrace.core.kvgroup import KvGroup
 from headrace.core.model_info import ModelInfo
 from headrace.core.numerics import WEIGHTS
 from headrace.engine.config import EngineConfig
-from headrace.engine.kv_sizing import KvSizing, MemoryBudget, activation_bytes, describe_bytes, size_kv
+from headrace.engine.kv_sizing import KvMemoryBudget, KvSizing, activation_bytes, describe_bytes, size_kv
 from headrace.engine.memory import Available, read_available
 from headrace.engine.runner import ModelRunner
 from headrace.engine.runner_compiling import log_compiling
@@ -231,7 +231,7 @@ def _check_weights_fit(found: ModelDescription, available: Available, num_bytes_
 def _size(config: EngineConfig, loaded: LoadedModel, groups: tuple[KvGroup, ...]) -> KvSizing:
     available, model = read_memory(config.device), loaded.model
     step_bytes = activation_bytes(config, model.spec.hidden_size, loaded.vocab_size, loaded.max_model_len)
-    budget = MemoryBudget(
+    budget = KvMemoryBudget(
         available_bytes=available.num_bytes,
         source=available.source,
         weight_bytes=loaded.resident_bytes,

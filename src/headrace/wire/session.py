@@ -134,7 +134,7 @@ class Session:
         pumps = [asyncio.create_task(pump) for pump in (self._write(call), self._read(call), self.ready.run(), self._watch())]
         try:
             done, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-            # One that was cancelled was so by gRPC, whose call ended on this side: nobody here cancels a pump before `finally`.
+            # gRPC cancels a pump when its call has ended on this side; nothing else does before `finally`.
             for task in done:
                 if not task.cancelled():
                     task.result()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headrace.core.errors import ConfigError
 from headrace.core.kvgroup import KvGroup
 from headrace.engine.config import EngineConfig
-from headrace.engine.kv_sizing import GIB, MIB, KvSizing, MemoryBudget, size_kv
+from headrace.engine.kv_sizing import GIB, MIB, KvMemoryBudget, KvSizing, size_kv
 from headrace.policy.kvcache.manager import KvManager
 
 FULL = KvGroup(layers=(0, 1), kv_heads=2, head_dim=64, dtype_bytes=2)
@@ -22,8 +22,8 @@ BLOCK = 16 * 1024
 """Bytes of a block of FULL; one of WINDOW is twice that."""
 
 
-def budget(available: int, *, weights: int = 0, activations: int = 0) -> MemoryBudget:
-    return MemoryBudget(available_bytes=available, source="MemAvailable", weight_bytes=weights, activation_bytes=activations)
+def budget(available: int, *, weights: int = 0, activations: int = 0) -> KvMemoryBudget:
+    return KvMemoryBudget(available_bytes=available, source="MemAvailable", weight_bytes=weights, activation_bytes=activations)
 
 
 def size(config: EngineConfig, groups: tuple[KvGroup, ...] = (FULL,), length: int = 4096, room: int = 64 * GIB) -> KvSizing:

@@ -1,4 +1,4 @@
-"""KV blocks: who owns which, what may be reused.
+"""KV blocks: their owners, and which of them may be reused.
 
 `pool` is one group's blocks, `events` what it stored and forgot, `leases` the owners that are no sequences, `manager` a sequence's view
 over all groups.

@@ -135,7 +135,7 @@ class HostTier:
         return True
 
     def _stored_behind_hits(self, seq: Sequence) -> list[BlockHash]:
-        """Identities to copy in: those behind the device's hits, as long as the device or the host holds each next block."""
+        """Identities to copy in, behind the device's hits, as long as the device or the host holds each next block."""
         if not self._slots.stored:
             return []
         found: list[BlockHash] = []

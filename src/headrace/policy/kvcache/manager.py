@@ -330,7 +330,7 @@ class KvManager:
     # invariants
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless pools, sequences and leases agree on who owns what."""
+        """Raise AssertionError unless pools, sequences and leases agree on every block's owners."""
         held: list[Counter[int]] = [Counter() for _ in self.pools]
         for seq in sequences:
             for group, blocks in enumerate(seq.blocks):
