@@ -1,0 +1,155 @@
+"""One public class per name, short functions, and field words only.
+
+Each rule has a list of exceptions that only shrinks: strike a row when what it excuses has gone.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+
+from tests.house.reader import ROOT, Module
+
+MAX_LINES = 60
+"""Lines of one function, its signature and docstring included."""
+
+NAMES_TWICE: frozenset[str] = frozenset(
+    {
+        "Answer",
+        "Batch",
+        "Budget",
+        "Decoder",
+        "Entry",
+        "ExitCode",
+        "Facts",
+        "FairQueue",
+        "Fault",
+        "Job",
+        "Keeper",
+        "Output",
+        "Product",
+        "Progress",
+        "Recording",
+        "Refused",
+        "ReplicaState",
+        "RequestRecord",
+        "Row",
+        "Shape",
+        "Steps",
+        "Target",
+        "Usage",
+    }
+)
+"""Public classes that share a name with another one."""
+
+LONG_FUNCTIONS: frozenset[str] = frozenset(
+    {
+        "headrace.cli.bench_serve.serve",
+        "headrace.engine.runner_build.build",
+        "headrace.gateway.compose.open_gateway",
+        "headrace.tensor.kernels.cpu.attention.paged.paged_attention",
+        "headrace.tensor.models.load_model",
+    }
+)
+
+PRIVATE_NAMES = re.compile(r"\b(Lane|NOBODY|Repeated|turn_keys|(calm|run)_until|num_prompt_told|_?(tell|told)_\w+|_untold)\b")
+PRIVATE_WORDS = re.compile(
+    r"\b(limbo|news|settle[sd]?|settling|somebody|nobody|everybody|anybody|who|whom|told|those behind|so many|one part in so many)\b",
+    re.IGNORECASE,
+)
+FRAGMENT = re.compile(r"\s*(Of|So many|So much|One part in|Those|What (is|was) (told|said))\b")
+WORDS_FILE = ROOT / "tests" / "house" / "private_words.txt"
+
+
+def find_private_words(text: str) -> Iterator[tuple[int, str]]:
+    """Line and word: private names, persons that stand for data, and docstrings that are no sentence."""
+    for number, line in enumerate(text.splitlines(), 1):
+        yield from ((number, word[0]) for pattern in (PRIVATE_NAMES, PRIVATE_WORDS) for word in pattern.finditer(line))
+    for place, docstring in _docstrings(ast.parse(text)):
+        if found := FRAGMENT.match(docstring):
+            yield place, found[0]
+
+
+def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Every string that stands alone, so those below constants too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+
+
+def _functions(module: Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    def below(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+        for child in ast.iter_child_nodes(node):
+            name = f"{prefix}.{child.name}" if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) else prefix
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield name, child
+            yield from below(child, name)
+
+    yield from below(module.tree, module.name)
+
+
+def _is_written(module: Module) -> bool:
+    return "_pb2" not in module.name
+
+
+def test_public_class_names_are_unique(house: dict[str, Module]) -> None:
+    places = defaultdict(list)
+    for module in filter(_is_written, house.values()):
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(f"{module.shown_path}:{node.lineno}")
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    fresh = [f"{name}: {', '.join(found)}" for name, found in sorted(twice.items()) if name not in NAMES_TWICE]
+    assert not fresh, "a public class name stands for one thing:\n" + "\n".join(fresh)
+
+
+def test_functions_are_short(house: dict[str, Module]) -> None:
+    long = {}
+    for module in filter(_is_written, house.values()):
+        for name, node in _functions(module):
+            if (num_lines := (node.end_lineno or 0) - node.lineno + 1) > MAX_LINES:
+                long[name] = f"{module.shown_path}:{node.lineno} {name} has {num_lines} lines, and the most is {MAX_LINES}"
+    assert not set(long) - LONG_FUNCTIONS, "\n" + "\n".join(long[name] for name in sorted(set(long) - LONG_FUNCTIONS))
+
+
+def _allowed_words() -> dict[str, int]:
+    """Path -> number of private words, one a line."""
+    rows = (line.split() for line in WORDS_FILE.read_text().splitlines() if line and not line.startswith("#"))
+    return {path: int(number) for path, number in rows}
+
+
+def test_source_speaks_in_field_words(house: dict[str, Module]) -> None:
+    allowed = _allowed_words()
+    broken = []
+    for module in filter(_is_written, house.values()):
+        found = sorted(find_private_words(module.path.read_text(encoding="utf-8")))
+        if len(found) > allowed.get(module.shown_path, 0):
+            broken += [f"{module.shown_path}:{line} {word!r}" for line, word in found]
+    assert not broken, "words that a stranger does not know (tests/house/private_words.txt has the exceptions):\n" + "\n".join(broken)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class Lane: ...",
+        "lane = NOBODY",
+        "self._told_first = 3",
+        "tell_refused()",
+        '"""Those that wait."""',
+        'BUDGET = 8\n"""So many tokens go first."""',
+        'x = 1\n"""Of a step."""',
+        "# freed blocks are in limbo",
+        "# the request that nobody reads",
+    ],
+)
+def test_private_word_is_found(text: str) -> None:
+    assert list(find_private_words(text))
+
+
+def test_field_words_pass() -> None:
+    text = '"""Offsets of a step\'s rows."""\nLANES = 16\n# one SIMD lane per column; a newsletter, a storyteller\n'
+    assert not list(find_private_words(text))
