@@ -46,30 +46,27 @@ def measure(checkpoint: Checkpoint, *, count: int, depth: int = 1) -> Divergence
     with RealEngine(checkpoint.folder, dtype="bfloat16", depth=depth, num_kv_blocks=1000) as engine:
         engine.run(*(greedy_request(f"r{number}", prompt, max_tokens=count) for number, prompt in enumerate(checkpoint.prompts)))
         answers = [engine.answer(f"r{number}") for number in range(len(checkpoint.prompts))]
-    gaps = [
-        gap
-        for prompt, answer in zip(checkpoint.prompts, answers, strict=True)
-        for gap in gaps_where_different(reference, list(prompt), answer)
-    ]
-    error = max(
-        rounding_error(reference, checkpoint, [*prompt, *answer]) for prompt, answer in zip(checkpoint.prompts, answers, strict=True)
+    gaps, errors = [], []
+    for prompt, answer in zip(checkpoint.prompts, answers, strict=True):
+        rows = reference.logits([*prompt, *answer])
+        gaps += gaps_where_different(rows[len(prompt) - 1 : -1], answer)
+        errors.append(rounding_error(rows, checkpoint.plain.logits([*prompt, *answer])))
+    return Divergence(
+        checkpoint.name, depth, len(answers) * count, len(gaps), max(gaps, default=0.0), max(errors), EPSILON[checkpoint.name]
     )
-    return Divergence(checkpoint.name, depth, len(answers) * count, len(gaps), max(gaps, default=0.0), error, EPSILON[checkpoint.name])
 
 
-def gaps_where_different(reference: PlainLoop, prompt: list[int], answer: list[int]) -> list[float]:
+def gaps_where_different(rows: torch.Tensor, answer: list[int]) -> list[float]:
     """How far below the reference's best logit the answer's token stands, relative, at each position where it is not the best."""
-    gaps = []
-    rows = reference.logits([*prompt, *answer])[len(prompt) - 1 : -1]
-    for row, token_id in zip(rows, answer, strict=True):
-        if row[token_id] != row.max():
-            gaps.append(float((row.max() - row[token_id]) / row.abs().max()))
-    return gaps
+    return [
+        float((row.max() - row[token_id]) / row.abs().max())
+        for row, token_id in zip(rows, answer, strict=True)
+        if row[token_id] != row.max()
+    ]
 
 
-def rounding_error(reference: PlainLoop, checkpoint: Checkpoint, ids: list[int]) -> float:
-    exact = checkpoint.plain.logits(ids)
-    return float(((reference.logits(ids) - exact).abs().amax(-1) / exact.abs().amax(-1)).max())
+def rounding_error(rounded: torch.Tensor, exact: torch.Tensor) -> float:
+    return float(((rounded - exact).abs().amax(-1) / exact.abs().amax(-1)).max())
 
 
 @pytest.mark.parametrize("checkpoint", ["random", "trained"], indirect=True)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +13,7 @@ pytest.importorskip("numba")
 
 import llvmlite.binding
 from llvmlite import ir
+from other_cpu_path import run_with
 
 from headrace.core.errors import ConfigError
 from headrace.tensor.kernels import load_backend
@@ -153,12 +150,9 @@ def test_a_product_of_bfloat16_pairs_is_one_instruction_where_there_is_one(cpu_n
 
 
 @pytest.mark.skipif(not vector_ir.HAS_BF16_DOTS, reason="this CPU has no other way, so every test takes it")
-def test_cpus_without_the_instruction_add_the_same_products(tmp_path: Path) -> None:
+def test_cpus_without_the_instruction_add_the_same_products() -> None:
     tests = ["test_strips_equal", "same_bits_in_every_batch", "ties_to_even", "plain_twin", "not_finite"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.without_bf16_dots", "-k", " or ".join(tests), __file__]
-    environment = {**os.environ, "HEADRACE_CACHE_DIR": str(tmp_path)}
-    root = Path(__file__).parents[4]
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=500, check=False)
+    done = run_with("without_bf16_dots", tests, __file__)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "passed" in done.stdout
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import llvmlite.binding
 import pytest
 import torch
 from llvmlite import ir
+from other_cpu_path import run_with
 from torch import Tensor
 
 from headrace.tensor.kernels import load_backend
@@ -183,14 +181,11 @@ def test_a_dot_product_of_bytes_is_one_instruction_where_there_is_one(lanes: int
     assert ("zmm" if lanes == 16 else "ymm") in assembly
 
 
-def test_the_path_of_cpus_that_have_it_gives_the_same_results(tmp_path: Path) -> None:
+def test_the_path_of_cpus_that_have_it_gives_the_same_results() -> None:
     if os.environ.get("HEADRACE_EMULATES_DOTS"):
         assert integer_simd.HAS_DOTS
         return
     tests = ["plain_one", "neighbours", "not_finite", "largest", "gives_the_same"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.emulated_dots", "-k", " or ".join(tests), __file__]
-    environment = {**os.environ, "HEADRACE_CACHE_DIR": str(tmp_path), "HEADRACE_EMULATES_DOTS": "1"}
-    root = Path(__file__).parents[4]
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=500, check=False)
+    done = run_with("emulated_dots", tests, __file__, HEADRACE_EMULATES_DOTS="1")
     assert done.returncode == 0, done.stdout[-3000:]
     assert "passed" in done.stdout
