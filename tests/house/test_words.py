@@ -30,6 +30,7 @@ NAMES_TWICE: frozenset[str] = frozenset(
         "Fault",
         "Job",
         "Keeper",
+        "MemoryBudget",
         "Output",
         "Product",
         "Progress",
