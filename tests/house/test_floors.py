@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from tests.house.floors import DOOR_EXPORTS, POLICY_STDLIB, Floor, floor_of, is_within
+from tests.house.floors import DOOR_EXPORTS, FLOORS, POLICY_STDLIB, Floor, floor_of, is_within
 from tests.house.reader import ROOT, Import, Module, find_cycles, read_source
 
 
@@ -51,6 +51,20 @@ def test_imports_point_downwards_only(house: dict[str, Module]) -> None:
 def test_every_package_has_a_floor(house: dict[str, Module]) -> None:
     for name in house:
         floor_of(name)
+
+
+def test_no_row_permits_what_is_not_there(house: dict[str, Module]) -> None:
+    used: dict[str, set[str]] = {row: set() for row in FLOORS}
+    rows = {name: floor_of(name)[0] for name in house}
+    for name, module in house.items():
+        used[rows[name]] |= {found.target.split(".")[0] for found in module.imports}
+    ghosts = [f"{row} covers no module" for row in FLOORS if row not in rows.values()]
+    for row, floor in FLOORS.items():
+        ghosts += [f"{row} may import {name}, and does not" for name in (*floor.third, *floor.lazy) if name not in used[row]]
+        ghosts += [
+            f"{row} may import {prefix}, which does not exist" for prefix in floor.ours if not any(is_within(n, prefix) for n in house)
+        ]
+    assert not ghosts, "\n" + "\n".join(ghosts)
 
 
 def test_modules_import_each_other_in_no_cycle(house: dict[str, Module]) -> None:
