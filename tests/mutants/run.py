@@ -1,8 +1,8 @@
 """Plants known bugs, one at a time, and demands that a named test turns red.  usage: run.py [NAME ...]
 
 A suite whose zeros mean something must catch these. Each mutant is a one-place change of a copy of the source; the test it names is run
-against the copy. The results of those that ran are written to tests/mutants/results.json. A mutant whose text no longer occurs in the
-source is an error: it must follow the code.
+against the copy. The results of those that ran are written to tests/mutants/results.json, each with the commit it is of. A mutant whose
+text no longer occurs in the source is an error: it must follow the code.
 """
 
 from __future__ import annotations
@@ -68,17 +68,29 @@ def write_results(fresh: list[dict[str, Any]]) -> None:
     RESULTS.write_text(json.dumps([rows[mutant.name] for mutant in mutants() if mutant.name in rows], indent=1) + "\n")
 
 
+def commit_of_source() -> str:
+    """The commit that was tested. Raises SystemExit where the source differs from it: such a result could not be repeated."""
+    if git("status", "--porcelain", "--", "src", "tests/mutants/mutants.json"):
+        raise SystemExit("commit the source and the list of planted bugs first: a result names the commit it is of")
+    return git("rev-parse", "--short=12", "HEAD")
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main(names: list[str]) -> int:
     chosen = [mutant for mutant in mutants() if not names or mutant.name in names]
     clean = run_test(" ".join(sorted({mutant.test for mutant in chosen})), ROOT / "src")
     if clean.returncode != 0:
         print(clean.stdout[-3000:], clean.stderr[-1000:])
         raise SystemExit("the tests fail without any planted bug")
+    commit = commit_of_source()
     results = []
     for mutant in chosen:
         caught, red = is_caught(mutant)
         print(f"{'caught' if caught else 'MISSED'}  {mutant.name}: {red}", flush=True)
-        results.append({**asdict(mutant), "caught": caught, "red": red})
+        results.append({**asdict(mutant), "caught": caught, "red": red, "commit": commit})
     write_results(results)
     missed = [row["name"] for row in results if not row["caught"]]
     print(f"{len(results) - len(missed)} of {len(results)} planted bugs caught" + (f"; missed: {missed}" if missed else ""))
