@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from bench.harness import ROOT, replace_block
 from headrace.tensor.host.cpu_features import DTYPES, CpuFeatures, LinearPath, linear_path, resolve_dtype
-from headrace.tensor.kernels.cpu.integer.quantized import ROWS as INTEGER_ROWS
-from headrace.tensor.kernels.cpu.integer.quantized import STRIPS as INTEGER_STRIPS
+from headrace.tensor.kernels.cpu.integer.simd import ROWS as INTEGER_ROWS
+from headrace.tensor.kernels.cpu.integer.simd import STRIPS as INTEGER_STRIPS
 
 PAGE, BLOCK_NAME = ROOT / "docs" / "kernels.md", "precision paths"
 ROWS = (1, 8, 64, 512)

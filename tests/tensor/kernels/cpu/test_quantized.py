@@ -14,8 +14,8 @@ from torch import Tensor
 
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.kernels.cpu.integer import simd as integer_simd
-from headrace.tensor.kernels.cpu.integer.quantized import STRIPS, IntegerLinear, can_pack
-from headrace.tensor.kernels.cpu.integer.simd import STRIP_COLUMNS
+from headrace.tensor.kernels.cpu.integer.quantized import IntegerLinear, can_pack
+from headrace.tensor.kernels.cpu.integer.simd import STRIP_COLUMNS, STRIPS
 from headrace.tensor.kernels.rounding import GROUPS, Precision, group_for, round_inputs, round_weight
 
 REFERENCE, NUMBA = load_backend("reference").packing, load_backend("numba").packing

@@ -22,15 +22,14 @@ from torch.nn import functional as F
 
 from headrace.tensor.kernels import PackedLinear
 from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, fresh, helper, launch, thread_limit, with_counter
-from headrace.tensor.kernels.cpu.jit.simd import as_f32, as_i32, as_i64, at, pack_rows, panel_block, read_arguments, take_ticket
-from headrace.tensor.kernels.cpu.jit.vector_ir import LANES, STRIP_COLUMNS
+from headrace.tensor.kernels.cpu.jit.simd import ROW_STRIPS, as_f32, as_i32, as_i64, at, pack_rows, panel_block, read_arguments, take_ticket
+from headrace.tensor.kernels.cpu.jit.vector_ir import PANEL_ROWS, STRIP_COLUMNS
 from headrace.tensor.kernels.cpu.packing import DEPTH, pack_strips, padded
 from headrace.tensor.kernels.cpu.together import run_pending
 
 Pointer = Any
 
-MOST_ROWS = {16: 12, 8: 6}.get(LANES, 4)
-"""Rows of x multiplied at once: their sums fill 24 of AVX-512's 32 registers, 12 of AVX2's 16. At most LANES: `simd.pack_queries`."""
+MOST_ROWS = PANEL_ROWS[0]
 BLOCK_STRIPS = 16
 """Most strips in a block, the unit of work: a piece of it stays in the second-level cache while rows pass over it."""
 CHUNK_ROWS = 120
@@ -77,29 +76,13 @@ class FloatProduct(NamedTuple):
 
 @helper
 def panel_rows(left: int) -> int:
-    """Rows of the next panel where `left` rows remain. Two rows cost what four do: where six are the most, eight are 4 + 4."""
-    if left >= MOST_ROWS and (MOST_ROWS != 6 or left != 8):
-        return MOST_ROWS
-    if MOST_ROWS > 8 and left >= 8:
-        return 8
-    if left >= 4:
+    """Rows of the next panel where `left` rows remain. Two rows cost as much as four: where a panel has at most six, eight are 4 + 4."""
+    if MOST_ROWS == 6 and left == 8:
         return 4
-    return 2 if left >= 2 else 1
-
-
-@helper
-def pack_panel(x: Pointer, panel: Pointer, rows: int, inputs: int, items: int) -> None:
-    """x [rows, inputs] -> [items, rows], see `pack_rows`."""
-    if rows == MOST_ROWS:
-        pack_rows(panel, x, items, inputs, MOST_ROWS)
-    elif MOST_ROWS > 8 and rows == 8:
-        pack_rows(panel, x, items, inputs, 8)
-    elif rows == 4:
-        pack_rows(panel, x, items, inputs, 4)
-    elif rows == 2:
-        pack_rows(panel, x, items, inputs, 2)
-    else:
-        pack_rows(panel, x, items, inputs, 1)
+    for rows in PANEL_ROWS:
+        if rows <= left:
+            return rows
+    return 1
 
 
 @helper
@@ -109,7 +92,7 @@ def pack_panels(x: Pointer, panels: Pointer, rows: int, inputs: int, ratio: int,
     while row < rows:
         count = panel_rows(min(rows, (row // CHUNK_ROWS + 1) * CHUNK_ROWS) - row)
         if number % workers == worker:
-            pack_panel(at(x, row * inputs), at(panels, row * items), count, inputs, items)
+            pack_rows(at(panels, row * items), at(x, row * inputs), items, inputs, count)
         row += count
         number += 1
 
@@ -131,24 +114,8 @@ def multiply_panel(p: FloatProduct, weights: Pointer, row: int, count: int, colu
     start, start_stride = (at(p.bias, column), 0) if depth == 0 else (out, p.columns)
     size, strip = length * STRIP_COLUMNS // p.word_ratio, 0
     while strip < strips:
-        if count == MOST_ROWS:
-            panel_block(out, p.columns, x, weights, size, length, start, start_stride, MOST_ROWS, 1, 0)
-            taken = 1
-        elif MOST_ROWS > 8 and count == 8:
-            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 8, 1, 0)
-            taken = 1
-        elif count == 4:
-            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 4, 1, 0)
-            taken = 1
-        elif count == 2:
-            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 2, 1, 0)
-            taken = 1
-        elif strips - strip >= 4:
-            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 1, 4, 0)
-            taken = 4
-        else:
-            panel_block(out, p.columns, x, weights, size, length, start, start_stride, 1, 1, 0)
-            taken = 1
+        taken = ROW_STRIPS if count == 1 and strips - strip >= ROW_STRIPS else 1
+        panel_block(out, p.columns, x, weights, size, length, start, start_stride, count, taken, 0)
         weights, out, start = at(weights, taken * size), at(out, taken * STRIP_COLUMNS), at(start, taken * STRIP_COLUMNS)
         strip += taken
 

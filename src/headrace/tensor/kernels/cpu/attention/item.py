@@ -29,7 +29,7 @@ from headrace.tensor.kernels.cpu.jit.simd import (
     store,
 )
 from headrace.tensor.kernels.cpu.jit.vector_ir import LANES, STRIP_COLUMNS
-from headrace.tensor.kernels.cpu.linear import MOST_ROWS, panel_rows
+from headrace.tensor.kernels.cpu.linear import panel_rows
 
 TILE = 64
 """A multiple of STRIP_COLUMNS."""
@@ -110,27 +110,70 @@ def padded_dim(head_dim: int) -> int:
     return (head_dim + STRIP_COLUMNS - 1) // STRIP_COLUMNS * STRIP_COLUMNS
 
 
+class ScratchLayout(NamedTuple):
+    """Where each part of a worker's memory begins, in float32 from its first cache line: the fields of `Scratch`, and two `Sums`.
+
+    total, part  sums of the item, and of its latest split
+    keys         an even number, since keys are of 8 bytes
+    end          float32 in all
+    """
+
+    value_strips: int
+    zeros: int
+    queries: int
+    scores: int
+    total: int
+    part: int
+    key_scales: int
+    value_scales: int
+    keys: int
+    end: int
+
+
+@helper
+def scratch_layout(vectors: int, head_dim: int) -> ScratchLayout:
+    """The layout for items of at most `vectors` query vectors. Key strips come first."""
+    wide = padded_dim(head_dim)
+    value_strips = TILE * head_dim
+    zeros = value_strips + TILE * wide
+    queries = zeros + STRIP_COLUMNS
+    scores = queries + vectors * head_dim
+    total = scores + vectors * TILE
+    part = total + vectors * (wide + 2)
+    key_scales = part + vectors * (wide + 2)
+    value_scales = key_scales + SPLIT
+    keys = value_scales + SPLIT + (value_scales + SPLIT) % 2
+    return ScratchLayout(value_strips, zeros, queries, scores, total, part, key_scales, value_scales, keys, keys + 2 * SPLIT)
+
+
 @helper
 def scratch_floats(vectors: int, head_dim: int) -> int:
-    wide = padded_dim(head_dim)
-    return (TILE + vectors) * (head_dim + wide) + STRIP_COLUMNS + vectors * (TILE + wide + 4) + 4 * SPLIT + 2 * ALIGNMENT // 4
+    """float32 to allocate for a worker: the layout, and what its start is moved by to the next cache line."""
+    return scratch_layout(vectors, head_dim).end + ALIGNMENT // 4
 
 
 @helper
 def place_scratch(address: int, vectors: int, head_dim: int) -> tuple[Scratch, Sums, Sums]:
-    """Lay a worker's memory out in `scratch_floats` float32, from the next cache line on: scratch, sums of an item, of its latest split."""
-    wide, base = padded_dim(head_dim), as_f32((address + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT)
-    value_strips = at(base, TILE * head_dim)
-    zeros = at(value_strips, TILE * wide)
-    queries = at(zeros, STRIP_COLUMNS)
-    scores = at(queries, vectors * head_dim)
-    total = place_sums(at(scores, vectors * TILE), vectors, wide)
-    part = place_sums(at(total.sums, vectors * (wide + 2)), vectors, wide)
-    scales = at(part.sums, vectors * (wide + 2))
-    for index in range(TILE * wide + STRIP_COLUMNS):
+    """Lay out a worker's memory of `scratch_floats` float32: its scratch, the sums of an item and those of the item's latest split."""
+    wide, layout = padded_dim(head_dim), scratch_layout(vectors, head_dim)
+    first = (address + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    base = as_f32(first)
+    value_strips, zeros = at(base, layout.value_strips), at(base, layout.zeros)
+    for index in range(TILE * wide):
         store(ZERO, value_strips, index)
-    keys = as_i64((address + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT + 4 * places_before_keys(vectors, head_dim))
-    return Scratch(base, value_strips, zeros, queries, scores, scales, at(scales, SPLIT), keys), total, part
+    for index in range(STRIP_COLUMNS):
+        store(ZERO, zeros, index)
+    scratch = Scratch(
+        base,
+        value_strips,
+        zeros,
+        at(base, layout.queries),
+        at(base, layout.scores),
+        at(base, layout.key_scales),
+        at(base, layout.value_scales),
+        as_i64(first + 4 * layout.keys),
+    )
+    return scratch, place_sums(at(base, layout.total), vectors, wide), place_sums(at(base, layout.part), vectors, wide)
 
 
 @helper
@@ -138,14 +181,6 @@ def place_sums(start: Pointer, vectors: int, wide: int) -> Sums:
     """float32 [vectors, wide + 2]."""
     peaks = at(start, vectors * wide)
     return Sums(start, peaks, at(peaks, vectors))
-
-
-@helper
-def places_before_keys(vectors: int, head_dim: int) -> int:
-    """Float32 before `Scratch.keys`, an even number: those are of 8 bytes."""
-    wide = padded_dim(head_dim)
-    used = (TILE + vectors) * (head_dim + wide) + STRIP_COLUMNS + vectors * (TILE + wide + 4) + 2 * SPLIT
-    return used + used % 2
 
 
 @helper
@@ -233,31 +268,13 @@ def locate(g: Geometry, scratch: Scratch, item: Item, start: int, low: int, high
 @helper
 def score(out: Pointer, panel: Pointer, strip: Pointer, zeros: Pointer, dim: int, count: int) -> None:
     """out [count, TILE], a strip's width of it = panel [dim, count] times strip [dim, STRIP_COLUMNS]."""
-    if count == MOST_ROWS:
-        panel_block(out, TILE, panel, strip, 0, dim, zeros, 0, MOST_ROWS, 1, 0)
-    elif MOST_ROWS > 8 and count == 8:
-        panel_block(out, TILE, panel, strip, 0, dim, zeros, 0, 8, 1, 0)
-    elif count == 4:
-        panel_block(out, TILE, panel, strip, 0, dim, zeros, 0, 4, 1, 0)
-    elif count == 2:
-        panel_block(out, TILE, panel, strip, 0, dim, zeros, 0, 2, 1, 0)
-    else:
-        panel_block(out, TILE, panel, strip, 0, dim, zeros, 0, 1, 1, 0)
+    panel_block(out, TILE, panel, strip, 0, dim, zeros, 0, count, 1, 0)
 
 
 @helper
 def add_values(sums: Pointer, wide: int, weights: Pointer, strip: Pointer, length: int, count: int) -> None:
     """sums [count, wide], a strip's width of it += weights [count, TILE], `length` of each, times strip [length, STRIP_COLUMNS]."""
-    if count == MOST_ROWS:
-        panel_block(sums, wide, weights, strip, 0, length, sums, wide, MOST_ROWS, 1, TILE)
-    elif MOST_ROWS > 8 and count == 8:
-        panel_block(sums, wide, weights, strip, 0, length, sums, wide, 8, 1, TILE)
-    elif count == 4:
-        panel_block(sums, wide, weights, strip, 0, length, sums, wide, 4, 1, TILE)
-    elif count == 2:
-        panel_block(sums, wide, weights, strip, 0, length, sums, wide, 2, 1, TILE)
-    else:
-        panel_block(sums, wide, weights, strip, 0, length, sums, wide, 1, 1, TILE)
+    panel_block(sums, wide, weights, strip, 0, length, sums, wide, count, 1, TILE)
 
 
 @helper

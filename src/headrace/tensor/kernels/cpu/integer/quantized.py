@@ -20,25 +20,25 @@ from headrace.tensor.kernels.cpu.integer.packing import pack_bytes, pack_nibbles
 from headrace.tensor.kernels.cpu.integer.simd import (
     HAS_DOTS,
     NIBBLE_RUN,
+    PAIR,
+    ROWS,
     STRIP_COLUMNS,
-    byte_block,
+    STRIPS,
+    integer_block,
     largest_magnitude,
-    nibble_block,
     quantize,
 )
 from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, fresh, helper, launch, thread_limit, with_counter
 from headrace.tensor.kernels.cpu.jit.simd import as_bf16, as_f32, as_i8, as_i16, as_i32, as_i64, at, read_arguments, store, take_ticket
 from headrace.tensor.kernels.cpu.jit.vector_ir import LANES
 from headrace.tensor.kernels.cpu.linear import as_dtype, as_float32
-from headrace.tensor.kernels.rounding import INPUT_LIMIT, RoundedWeight
+from headrace.tensor.kernels.rounding import INPUT_LIMIT, Precision, RoundedWeight
 
 Pointer = Any
 
-as_input = as_i8 if HAS_DOTS else as_i16
-"""Inputs of `byte_block`."""
-ROWS, STRIPS = 4, 4
-PAIR = 2
-"""A block is ROWS rows by one strip, PAIR rows by PAIR strips or one row by STRIPS strips: the sums of each fill the same registers."""
+BYTE_INPUT = torch.int8 if HAS_DOTS else torch.int16
+"""What the inputs of int8 linears become; those of int4 linears are int8 everywhere."""
+as_byte_input = as_i8 if HAS_DOTS else as_i16
 MAX_INPUTS = 1 << 16
 """Sums of products stay below 2**31 up to here."""
 WORK_PER_THREAD = 1 << 19
@@ -58,7 +58,7 @@ def pack_scales(scales: Tensor) -> Tensor:
 class IntegerArguments(NamedTuple):
     """Arguments of a linear's two kernels, rows to integers and product. The first nine and counter are addresses.
 
-    group  inputs that share a scale; 0 for int8
+    group  inputs that share a scale: all of them in int8
     span   strips that a worker takes at a time
     """
 
@@ -79,89 +79,69 @@ class IntegerArguments(NamedTuple):
 
 
 class IntegerProduct(NamedTuple):
-    """out [rows, columns] = x [rows, inputs] times the weight, plus bias [columns]. x, row_scales, sums: see `quantize_row`."""
+    """out [rows, columns] = x [rows, inputs] times the weight, plus bias [columns]. x, row_scales, sums: see `quantize_row`.
+
+    group     inputs that share a scale: all of them in int8
+    per_word  weights in a word: 4 bytes or 8 nibbles
+    """
 
     x: Pointer
     row_scales: Pointer
     sums: Pointer
     out: Pointer
     bias: Pointer
+    words: Pointer
+    scales: Pointer
     rows: int
     inputs: int
     columns: int
+    group: int
+    per_word: int
 
 
 @helper
-def bytes_of_rows(p: IntegerProduct, words: Pointer, scales: Pointer, column: int, row: int, count: int, strips: int) -> None:
-    """`count` rows from `row` against `strips` strips from `column`; both have to be what a block is compiled for."""
-    out, x, size = at(p.out, row * p.columns + column), at(p.x, row * p.inputs), STRIP_COLUMNS * p.inputs // 4
-    weights, own, bias = at(words, column * p.inputs // 4), at(scales, column), at(p.bias, column)
-    row_scales, sums = at(p.row_scales, row), at(p.sums, row)
-    if count == ROWS:
-        byte_block(out, p.columns, x, p.inputs, weights, size, own, bias, row_scales, sums, p.inputs, ROWS, 1)
-    elif count == PAIR:
-        byte_block(out, p.columns, x, p.inputs, weights, size, own, bias, row_scales, sums, p.inputs, PAIR, PAIR)
-    elif strips == STRIPS:
-        byte_block(out, p.columns, x, p.inputs, weights, size, own, bias, row_scales, sums, p.inputs, 1, STRIPS)
-    else:
-        byte_block(out, p.columns, x, p.inputs, weights, size, own, bias, row_scales, sums, p.inputs, 1, 1)
+def multiply_block(p: IntegerProduct, row: int, rows: int, strip: int, strips: int) -> None:
+    """`rows` rows from `row` times `strips` strips from `strip`: one of `simd.BLOCKS`."""
+    column, groups = strip * STRIP_COLUMNS, p.inputs // p.group
+    integer_block(
+        at(p.out, row * p.columns + column),
+        p.columns,
+        at(p.x, row * p.inputs),
+        p.inputs,
+        at(p.words, column * p.inputs // p.per_word),
+        STRIP_COLUMNS * p.inputs // p.per_word,
+        at(p.scales, column * groups),
+        at(p.bias, column),
+        at(p.row_scales, row),
+        at(p.sums, row * groups),
+        groups,
+        p.group,
+        rows,
+        strips,
+    )
 
 
 @helper
-def nibbles_of_rows(p: IntegerProduct, words: Pointer, scales: Pointer, group: int, column: int, row: int, count: int, strips: int) -> None:
-    groups, runs = p.inputs // group, group // NIBBLE_RUN
-    out, x, size = at(p.out, row * p.columns + column), at(p.x, row * p.inputs), STRIP_COLUMNS * p.inputs // 8
-    weights, own, bias = at(words, column * p.inputs // 8), at(scales, column * groups), at(p.bias, column)
-    row_scales, sums = at(p.row_scales, row), at(p.sums, row * groups)
-    if count == ROWS:
-        nibble_block(out, p.columns, x, p.inputs, weights, size, own, bias, row_scales, sums, groups, runs, ROWS, 1)
-    elif count == PAIR:
-        nibble_block(out, p.columns, x, p.inputs, weights, size, own, bias, row_scales, sums, groups, runs, PAIR, PAIR)
-    elif strips == STRIPS:
-        nibble_block(out, p.columns, x, p.inputs, weights, size, own, bias, row_scales, sums, groups, runs, 1, STRIPS)
-    else:
-        nibble_block(out, p.columns, x, p.inputs, weights, size, own, bias, row_scales, sums, groups, runs, 1, 1)
+def multiply(p: IntegerProduct, span: int, counter: Pointer) -> None:
+    """Take spans of strips until none is left.
 
-
-@helper
-def multiply_bytes(p: IntegerProduct, words: Pointer, scales: Pointer, span: int, counter: Pointer) -> None:
-    """Take spans of strips until none is left: blocks of ROWS rows strip by strip, which stays in the second-level cache meanwhile; then
-    the rows left over, a pair and one, several strips at once, as one stream of weights does not fill the memory's pipes."""
+    First blocks of ROWS rows, strip by strip: a strip stays in the second-level cache meanwhile. Then the rows left over, a pair and one,
+    with several strips at once: one stream of weights does not fill the memory's bandwidth.
+    """
     num_strips, fours, first = p.columns // STRIP_COLUMNS, p.rows // ROWS * ROWS, take_ticket(counter) * span
     while first < num_strips:
         last = min(first + span, num_strips)
         for strip in range(first, last):
             for row in range(0, fours, ROWS):
-                bytes_of_rows(p, words, scales, strip * STRIP_COLUMNS, row, ROWS, 1)
+                multiply_block(p, row, ROWS, strip, 1)
         pairs = last - (last - first) % PAIR if p.rows - fours >= PAIR else first
         for strip in range(first, pairs, PAIR):
-            bytes_of_rows(p, words, scales, strip * STRIP_COLUMNS, fours, PAIR, PAIR)
+            multiply_block(p, fours, PAIR, strip, PAIR)
         for row in range(fours, p.rows):
             strip = pairs if row < fours + PAIR else first
             while strip < last:
                 strips = STRIPS if last - strip >= STRIPS else 1
-                bytes_of_rows(p, words, scales, strip * STRIP_COLUMNS, row, 1, strips)
-                strip += strips
-        first = take_ticket(counter) * span
-
-
-@helper
-def multiply_nibbles(p: IntegerProduct, words: Pointer, scales: Pointer, group: int, span: int, counter: Pointer) -> None:
-    """`multiply_bytes` for nibbles."""
-    num_strips, fours, first = p.columns // STRIP_COLUMNS, p.rows // ROWS * ROWS, take_ticket(counter) * span
-    while first < num_strips:
-        last = min(first + span, num_strips)
-        for strip in range(first, last):
-            for row in range(0, fours, ROWS):
-                nibbles_of_rows(p, words, scales, group, strip * STRIP_COLUMNS, row, ROWS, 1)
-        pairs = last - (last - first) % PAIR if p.rows - fours >= PAIR else first
-        for strip in range(first, pairs, PAIR):
-            nibbles_of_rows(p, words, scales, group, strip * STRIP_COLUMNS, fours, PAIR, PAIR)
-        for row in range(fours, p.rows):
-            strip = pairs if row < fours + PAIR else first
-            while strip < last:
-                strips = STRIPS if last - strip >= STRIPS else 1
-                nibbles_of_rows(p, words, scales, group, strip * STRIP_COLUMNS, row, 1, strips)
+                multiply_block(p, row, 1, strip, strips)
                 strip += strips
         first = take_ticket(counter) * span
 
@@ -192,41 +172,49 @@ def round_vector(source: Pointer, target: Pointer, dim: int) -> float:
     return scale
 
 
-def _quantize_bytes(arguments: int, worker: int, workers: int) -> None:
-    a: IntegerArguments = read_arguments(IntegerArguments, arguments)
-    source, target, scales, sums = as_f32(a.source), as_input(a.x), as_f32(a.row_scales), as_i32(a.sums)
-    for row in range(worker, a.rows, workers):
-        store(quantize_row(at(source, row * a.inputs), at(target, row * a.inputs), a.inputs, a.inputs, at(sums, row)), scales, row)
-
-
-def _quantize_nibbles(arguments: int, worker: int, workers: int) -> None:
-    a: IntegerArguments = read_arguments(IntegerArguments, arguments)
-    source, target, scales, sums = as_f32(a.source), as_i8(a.x), as_f32(a.row_scales), as_i32(a.sums)
+@helper
+def quantize_rows(a: IntegerArguments, target: Pointer, worker: int, workers: int) -> None:
+    source, scales, sums = as_f32(a.source), as_f32(a.row_scales), as_i32(a.sums)
     for row in range(worker, a.rows, workers):
         row_sums = at(sums, row * (a.inputs // a.group))
         store(quantize_row(at(source, row * a.inputs), at(target, row * a.inputs), a.inputs, a.group, row_sums), scales, row)
 
 
+def _quantize_i8(arguments: int, worker: int, workers: int) -> None:
+    a: IntegerArguments = read_arguments(IntegerArguments, arguments)
+    quantize_rows(a, as_i8(a.x), worker, workers)
+
+
+def _quantize_i16(arguments: int, worker: int, workers: int) -> None:
+    a: IntegerArguments = read_arguments(IntegerArguments, arguments)
+    quantize_rows(a, as_i16(a.x), worker, workers)
+
+
+@helper
+def product(a: IntegerArguments, x: Pointer, scales: Pointer, per_word: int) -> IntegerProduct:
+    row_scales, sums, out, bias, words = as_f32(a.row_scales), as_i32(a.sums), as_f32(a.out), as_f32(a.bias), as_i32(a.words)
+    return IntegerProduct(x, row_scales, sums, out, bias, words, scales, a.rows, a.inputs, a.columns, a.group, per_word)
+
+
 def _multiply_bytes(arguments: int, worker: int, workers: int) -> None:
     a: IntegerArguments = read_arguments(IntegerArguments, arguments)
-    x, row_scales, sums = as_input(a.x), as_f32(a.row_scales), as_i32(a.sums)
-    p = IntegerProduct(x, row_scales, sums, as_f32(a.out), as_f32(a.bias), a.rows, a.inputs, a.columns)
-    multiply_bytes(p, as_i32(a.words), as_f32(a.scales), a.span, as_i64(a.counter))
+    multiply(product(a, as_byte_input(a.x), as_f32(a.scales), 4), a.span, as_i64(a.counter))
 
 
 def _multiply_nibbles(arguments: int, worker: int, workers: int) -> None:
     a: IntegerArguments = read_arguments(IntegerArguments, arguments)
-    x, row_scales, sums = as_i8(a.x), as_f32(a.row_scales), as_i32(a.sums)
-    p = IntegerProduct(x, row_scales, sums, as_f32(a.out), as_f32(a.bias), a.rows, a.inputs, a.columns)
-    multiply_nibbles(p, as_i32(a.words), as_bf16(a.scales), a.group, a.span, as_i64(a.counter))
+    multiply(product(a, as_i8(a.x), as_bf16(a.scales), 8), a.span, as_i64(a.counter))
 
 
 @cache
-def _kernels(is_int4: bool) -> tuple[int, int]:
-    """(rows to integers, product)."""
-    if is_int4:
-        return compile_kernel(_quantize_nibbles), compile_kernel(_multiply_nibbles)
-    return compile_kernel(_quantize_bytes), compile_kernel(_multiply_bytes)
+def _quantizing_kernel(dtype: torch.dtype) -> int:
+    """Rows of float32 to integers of this dtype."""
+    return compile_kernel(_quantize_i8 if dtype == torch.int8 else _quantize_i16)
+
+
+@cache
+def _product_kernel(precision: Precision) -> int:
+    return compile_kernel(_multiply_nibbles if precision is Precision.INT4 else _multiply_bytes)
 
 
 class IntegerLinear:
@@ -237,6 +225,8 @@ class IntegerLinear:
     def __init__(self, words: Tensor, scales: Tensor, bias: Tensor | None, *, out_features: int, in_features: int, group: int) -> None:
         """words, scales: packed, see `pack`. group: 0 for int8."""
         self.out_features, self.in_features, self.group = out_features, in_features, group
+        self.precision = Precision.INT4 if group else Precision.INT8
+        self.input_dtype = torch.int8 if group else BYTE_INPUT
         self.words, self.scales = words, scales
         self.columns = words.shape[0] * STRIP_COLUMNS
         # At least four spans per thread where there are enough, so that one slow thread does not hold up the rest.
@@ -282,9 +272,8 @@ class IntegerLinear:
         rows, inputs = x.shape
         wide = as_float32(x)
         # One piece of memory for the integers (int8 or int16), float32 scales and int32 sums of the rows: making a tensor takes its time.
-        integer_bytes = rows * inputs * (1 if self.group or HAS_DOTS else 2)
-        groups = inputs // self.group if self.group else 1
-        rounded = fresh((integer_bytes + 4 * rows * (1 + groups),), torch.uint8)
+        integer_bytes, group = rows * inputs * self.input_dtype.itemsize, self.group or inputs
+        rounded = fresh((integer_bytes + 4 * rows * (1 + inputs // group),), torch.uint8)
         out = fresh((rows, self.columns), torch.float32)
         place = rounded.data_ptr()
         arguments = IntegerArguments(
@@ -299,13 +288,12 @@ class IntegerLinear:
             rows=rows,
             inputs=inputs,
             columns=self.columns,
-            group=self.group,
+            group=group,
             span=self.span,
             counter=0,
         )
         memory = with_counter(arguments)
-        to_integers, product = _kernels(bool(self.group))
-        launch(to_integers, memory, max(1, min(thread_limit(), rows // ROWS)), rounded, wide)
+        launch(_quantizing_kernel(self.input_dtype), memory, max(1, min(thread_limit(), rows // ROWS)), rounded, wide)
         workers = max(1, min(thread_limit(), rows * inputs * self.columns // WORK_PER_THREAD))
-        launch(product, memory, workers, out, rounded, self.words, self.scales, self.bias)
+        launch(_product_kernel(self.precision), memory, workers, out, rounded, self.words, self.scales, self.bias)
         return as_dtype(out if self.columns == self.out_features else out[:, : self.out_features], x.dtype)

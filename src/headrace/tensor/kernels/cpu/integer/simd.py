@@ -12,8 +12,8 @@ weights are the same for all. Read `simd` first.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -33,6 +33,7 @@ from headrace.tensor.kernels.cpu.jit.vector_ir import (
     constant,
     fma,
     fold_lanes,
+    for_case,
     gep,
     load_floats,
     native_features,
@@ -51,6 +52,11 @@ AHEAD = 12
 """Iterations for which weights are fetched ahead, see `simd.AHEAD`."""
 GROUPS_AHEAD, LINE_SCALES = 6, 32
 """The same for scales of groups, of which a cache line holds so many."""
+ROWS, PAIR, STRIPS = 4, 2, 4
+BLOCKS = ((ROWS, 1), (PAIR, PAIR), (1, STRIPS), (1, 1))
+"""Sizes of a block, as rows and strips that are multiplied at once. The sums of all but the last fill the same number of registers."""
+KEY = max(strips for _, strips in BLOCKS) + 1
+"""rows * KEY + strips is another number for each block."""
 BYTE_OFFSET, NIBBLE_OFFSET = 128, 8
 PAIR_ORDER = (0, 2, 1, 3)
 """How four inputs of 16 bits are stored: a word's even bytes, and its odd ones, then meet neighbours."""
@@ -125,7 +131,7 @@ def largest_magnitude(_: Any, pointer: Any, length: Any) -> tuple[Any, Emit]:
             value = load_floats(builder, gep(builder, start, builder.mul(loop.index, I64(LANES))), pointer.dtype, VECTOR)
             builder.store(call_llvm(builder, "llvm.maxnum", builder.load(best), call_llvm(builder, "llvm.fabs", value)), best)
             builder.store(fma(builder, value, constant(VECTOR, 0.0), builder.load(poison)), poison)
-        largest = fold_lanes(builder, builder.load(best), functools.partial(call_llvm, builder, "llvm.maxnum"))
+        largest = fold_lanes(builder, builder.load(best), partial(call_llvm, builder, "llvm.maxnum"))
         return builder.fadd(largest, fold_lanes(builder, builder.load(poison), builder.fadd))
 
     return types.float32(pointer, types.intp), emit
@@ -186,54 +192,76 @@ def _weights(builder: ir.IRBuilder, places: list[ir.Value]) -> list[ir.Value]:
     return words
 
 
-def _finish(
-    builder: ir.IRBuilder, sums: list[ir.Value], out: ir.Value, out_stride: ir.Value, bias: ir.Value, row_scales: ir.Value, rows: int
-) -> None:
+def _finish(builder: ir.IRBuilder, sums: list[ir.Value], o: BlockOperands, rows: int) -> None:
     """out[r, c] = sums[r, c] * scale of row r + bias[c]."""
     registers = len(sums) // rows
     for r in range(rows):
-        scale = splat(builder, builder.load(gep(builder, row_scales, r)))
-        target = gep(builder, out, builder.mul(out_stride, I64(r)))
+        scale = splat(builder, builder.load(gep(builder, o.row_scales, r)))
+        target = gep(builder, o.out, builder.mul(o.out_stride, I64(r)))
         for c in range(registers):
-            added = load_floats(builder, gep(builder, bias, c * LANES), types.float32, VECTOR)
-            value = fma(builder, sums[r * registers + c], scale, added)
+            bias = load_floats(builder, gep(builder, o.bias, c * LANES), types.float32, VECTOR)
+            value = fma(builder, sums[r * registers + c], scale, bias)
             store_floats(builder, value, gep(builder, target, c * LANES), types.float32)
 
 
-@intrinsic(prefer_literal=True)
-def byte_block(
-    _: Any, out: Any, out_stride: Any, x: Any, x_stride: Any, weights: Any, strip_stride: Any, scales: Any, bias: Any, row_scales: Any,
-    row_sums: Any, length: Any, rows: Any, strips: Any,
-) -> tuple[Any, Emit]:  # fmt: skip
-    """out[r, c] = (sum over i of x[r, i] * (weights[i, c] - 128)) * scales[c] * row_scales[r] + bias[c] for the columns of the strips.
+class BlockOperands(NamedTuple):
+    """The values of `integer_block`'s arguments, in its order up to `group`."""
 
-    x int8 (HAS_DOTS) or int16 in PAIR_ORDER, values within +-127, length a multiple of 4. weights: strips strip_stride words apart, each
-    per four inputs STRIP registers whose words hold their bytes. row_sums int32: of x's rows. rows, strips: literals.
+    out: ir.Value
+    out_stride: ir.Value
+    x: ir.Value
+    x_stride: ir.Value
+    weights: ir.Value
+    strip_stride: ir.Value
+    scales: ir.Value
+    bias: ir.Value
+    row_scales: ir.Value
+    sums: ir.Value
+    groups: ir.Value
+    group: ir.Value
+
+
+@intrinsic
+def integer_block(
+    _: Any, out: Any, out_stride: Any, x: Any, x_stride: Any, weights: Any, strip_stride: Any, scales: Any, bias: Any, row_scales: Any,
+    sums: Any, groups: Any, group: Any, rows: Any, strips: Any,
+) -> tuple[Any, Emit]:  # fmt: skip
+    """out[r, c] = row_scales[r] * sum over groups g of scales[g, c] * (sum over i in g of x[r, i] * (weights[i, c] - OFFSET)) + bias[c].
+
+    The type of `scales` says which weights these are. float32: bytes, one group, see `_multiply_bytes`; bfloat16: nibbles, groups of
+    `group` inputs, see `_multiply_nibbles`. x holds values within +-127; sums int32 [rows, groups]: of x's groups. weights: strips
+    strip_stride words apart. rows, strips: one of BLOCKS.
     """
-    num_rows, num_strips = rows.literal_value, strips.literal_value
-    registers = num_strips * STRIP
+    multiply = _multiply_bytes if scales.dtype == types.float32 else _multiply_nibbles
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        out_at, out_step, x_at, x_step, weights_at, strip_step, scales_at, bias_at, row_scales_at, row_sums_at, count = arguments[:11]
-        starts, bases = _pointers(builder, x_at, x_step, num_rows), _pointers(builder, weights_at, strip_step, num_strips)
-        totals = _zeros(builder, num_rows * registers, WORDS)
-        with cgutils.for_range(builder, builder.udiv(count, I64(4))) as loop:
-            offset = builder.mul(loop.index, I64(STRIP * LANES))
-            words = _weights(builder, _registers(builder, [gep(builder, base, offset) for base in bases]))
-            quads = [gep(builder, start, builder.mul(loop.index, I64(4))) for start in starts]
-            _add_quads(builder, totals, words, quads)
-        sums = []
-        for r in range(num_rows):
-            excess = splat(builder, builder.mul(builder.load(gep(builder, row_sums_at, r)), I32(BYTE_OFFSET)), I32)
-            for c in range(registers):
-                exact = builder.sub(builder.load(totals[r * registers + c]), excess)
-                scale = load_floats(builder, gep(builder, scales_at, c * LANES), types.float32, VECTOR)
-                sums.append(builder.fmul(builder.sitofp(exact, VECTOR), scale))
-        _finish(builder, sums, out_at, out_step, bias_at, row_scales_at, num_rows)
+        operands, given_rows, given_strips = BlockOperands(*arguments[:12]), arguments[12], arguments[13]
+        cases = {KEY * rows + strips: partial(multiply, builder, operands, rows, strips) for rows, strips in BLOCKS}
+        for_case(builder, builder.add(builder.mul(given_rows, I64(KEY)), given_strips), cases)
         return context.get_dummy_value()
 
     intp = types.intp
-    return types.void(out, intp, x, intp, weights, intp, scales, bias, row_scales, row_sums, intp, rows, strips), emit
+    return types.void(out, intp, x, intp, weights, intp, scales, bias, row_scales, sums, intp, intp, intp, intp), emit
+
+
+def _multiply_bytes(builder: ir.IRBuilder, o: BlockOperands, num_rows: int, num_strips: int) -> None:
+    """x int8 (HAS_DOTS) or int16 in PAIR_ORDER; weights: per four inputs STRIP registers whose words hold their bytes."""
+    registers = num_strips * STRIP
+    starts, bases = _pointers(builder, o.x, o.x_stride, num_rows), _pointers(builder, o.weights, o.strip_stride, num_strips)
+    totals = _zeros(builder, num_rows * registers, WORDS)
+    with cgutils.for_range(builder, builder.udiv(o.group, I64(4))) as loop:
+        offset = builder.mul(loop.index, I64(STRIP * LANES))
+        words = _weights(builder, _registers(builder, [gep(builder, base, offset) for base in bases]))
+        quads = [gep(builder, start, builder.mul(loop.index, I64(4))) for start in starts]
+        _add_quads(builder, totals, words, quads)
+    scaled = []
+    for r in range(num_rows):
+        excess = splat(builder, builder.mul(builder.load(gep(builder, o.sums, r)), I32(BYTE_OFFSET)), I32)
+        for c in range(registers):
+            exact = builder.sub(builder.load(totals[r * registers + c]), excess)
+            scale = load_floats(builder, gep(builder, o.scales, c * LANES), types.float32, VECTOR)
+            scaled.append(builder.fmul(builder.sitofp(exact, VECTOR), scale))
+    _finish(builder, scaled, o, num_rows)
 
 
 def _add_quads(builder: ir.IRBuilder, totals: list[ir.Value], words: list[ir.Value], quads: list[ir.Value]) -> None:
@@ -268,54 +296,37 @@ def _high_bytes(builder: ir.IRBuilder, words: ir.Value) -> ir.Value:
     return builder.lshr(shorts, constant(SHORTS, 8))
 
 
-@intrinsic(prefer_literal=True)
-def nibble_block(
-    _: Any, out: Any, out_stride: Any, x: Any, x_stride: Any, weights: Any, strip_stride: Any, scales: Any, bias: Any, row_scales: Any,
-    group_sums: Any, groups: Any, runs: Any, rows: Any, strips: Any,
-) -> tuple[Any, Emit]:  # fmt: skip
-    """out[r, c] = row_scales[r] * sum over groups g of scales[g, c] * (sum over i in g of x[r, i] * (weights[i, c] - 8)) + bias[c].
+def _multiply_nibbles(builder: ir.IRBuilder, o: BlockOperands, num_rows: int, num_strips: int) -> None:
+    """x int8; weights: per eight inputs STRIP registers; the low nibbles of a word's bytes are inputs 0..3, the high ones 4..7.
 
-    x int8 within +-127; a group has `runs` runs of NIBBLE_RUN inputs. weights: strips strip_stride words apart, each per eight inputs
-    STRIP registers; the low nibbles of a word's bytes are inputs 0..3, the high ones 4..7. scales bfloat16, strip by strip
-    [groups, STRIP_COLUMNS]. group_sums int32 [rows, groups]: of x's groups. Groups are added in order, by fused multiply-adds. rows,
-    strips: literals.
+    scales bfloat16, strip by strip [groups, STRIP_COLUMNS]. Groups are added in order, by fused multiply-adds.
     """
-    num_rows, num_strips = rows.literal_value, strips.literal_value
-    registers = num_strips * STRIP
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        out_at, out_step, x_at, x_step, weights_at, strip_step, scales_at, bias_at, row_scales_at, group_sums_at = arguments[:10]
-        num_groups, num_runs = arguments[10:12]
-        starts, bases = _pointers(builder, x_at, x_step, num_rows), _pointers(builder, weights_at, strip_step, num_strips)
-        scale_bases = _pointers(builder, scales_at, builder.mul(num_groups, I64(STRIP_COLUMNS)), num_strips)
-        totals, wholes = _zeros(builder, num_rows * registers, VECTOR), _zeros(builder, num_rows * registers, WORDS)
-        with cgutils.for_range(builder, num_groups) as group:
-            for whole in wholes:
-                builder.store(constant(WORDS, 0), whole)
-            with cgutils.for_range(builder, num_runs) as run:
-                number = builder.add(builder.mul(group.index, num_runs), run.index)
-                offset = builder.mul(number, I64(NIBBLE_RUN // 8 * STRIP * LANES))
-                quads = [gep(builder, start, builder.mul(number, I64(NIBBLE_RUN))) for start in starts]
-                _nibble_run(builder, wholes, quads, [gep(builder, base, offset) for base in bases])
-            own = builder.mul(group.index, I64(STRIP_COLUMNS))
-            own_scales = [gep(builder, base, own) for base in scale_bases]
-            for place in own_scales:
-                for line in range(0, STRIP_COLUMNS, LINE_SCALES):
-                    prefetch_line(builder, gep(builder, place, GROUPS_AHEAD * STRIP_COLUMNS + line))
-            scales_now = [load_floats(builder, place, types.uint16, VECTOR) for place in _registers(builder, own_scales)]
-            for r in range(num_rows):
-                place = builder.add(builder.mul(num_groups, I64(r)), group.index)
-                excess = splat(builder, builder.mul(builder.load(gep(builder, group_sums_at, place)), I32(NIBBLE_OFFSET)), I32)
-                for c, scale in enumerate(scales_now):
-                    exact = builder.sub(builder.load(wholes[r * registers + c]), excess)
-                    total = totals[r * registers + c]
-                    builder.store(fma(builder, builder.sitofp(exact, VECTOR), scale, builder.load(total)), total)
-        sums = [builder.load(total) for total in totals]
-        _finish(builder, sums, out_at, out_step, bias_at, row_scales_at, num_rows)
-        return context.get_dummy_value()
-
-    intp = types.intp
-    return types.void(out, intp, x, intp, weights, intp, scales, bias, row_scales, group_sums, intp, intp, rows, strips), emit
+    registers, num_runs = num_strips * STRIP, builder.udiv(o.group, I64(NIBBLE_RUN))
+    starts, bases = _pointers(builder, o.x, o.x_stride, num_rows), _pointers(builder, o.weights, o.strip_stride, num_strips)
+    scale_bases = _pointers(builder, o.scales, builder.mul(o.groups, I64(STRIP_COLUMNS)), num_strips)
+    totals, wholes = _zeros(builder, num_rows * registers, VECTOR), _zeros(builder, num_rows * registers, WORDS)
+    with cgutils.for_range(builder, o.groups) as group:
+        for whole in wholes:
+            builder.store(constant(WORDS, 0), whole)
+        with cgutils.for_range(builder, num_runs) as run:
+            number = builder.add(builder.mul(group.index, num_runs), run.index)
+            offset = builder.mul(number, I64(NIBBLE_RUN // 8 * STRIP * LANES))
+            quads = [gep(builder, start, builder.mul(number, I64(NIBBLE_RUN))) for start in starts]
+            _nibble_run(builder, wholes, quads, [gep(builder, base, offset) for base in bases])
+        first = builder.mul(group.index, I64(STRIP_COLUMNS))
+        group_scales = [gep(builder, base, first) for base in scale_bases]
+        for place in group_scales:
+            for line in range(0, STRIP_COLUMNS, LINE_SCALES):
+                prefetch_line(builder, gep(builder, place, GROUPS_AHEAD * STRIP_COLUMNS + line))
+        scales_now = [load_floats(builder, place, types.uint16, VECTOR) for place in _registers(builder, group_scales)]
+        for r in range(num_rows):
+            place = builder.add(builder.mul(o.groups, I64(r)), group.index)
+            excess = splat(builder, builder.mul(builder.load(gep(builder, o.sums, place)), I32(NIBBLE_OFFSET)), I32)
+            for c, scale in enumerate(scales_now):
+                exact = builder.sub(builder.load(wholes[r * registers + c]), excess)
+                total = totals[r * registers + c]
+                builder.store(fma(builder, builder.sitofp(exact, VECTOR), scale, builder.load(total)), total)
+    _finish(builder, [builder.load(total) for total in totals], o, num_rows)
 
 
 def _nibble_run(builder: ir.IRBuilder, wholes: list[ir.Value], quads: list[ir.Value], chunks: list[ir.Value]) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -30,6 +30,7 @@ from headrace.tensor.kernels.cpu.jit.vector_ir import (
     I64,
     ITEM_BYTES,
     LANES,
+    PANEL_ROWS,
     STORED,
     STREAM_LEVEL,
     STRIP_COLUMNS,
@@ -41,6 +42,7 @@ from headrace.tensor.kernels.cpu.jit.vector_ir import (
     emit_exp,
     fma,
     fold_lanes,
+    for_case,
     gep,
     larger,
     load_floats,
@@ -57,6 +59,12 @@ from headrace.tensor.kernels.cpu.jit.vector_ir import (
 
 AHEAD = 24 if STREAM_LEVEL == FIRST_LEVEL else 64
 """Iterations for which weights are fetched ahead: the processor's own prefetching stops at every page (docs/experiments.md)."""
+
+ROW_STRIPS = 4
+"""Strips that a single row is multiplied with at once: several streams of weights keep more cache lines in flight than one."""
+
+SEVERAL_STRIPS = 0
+"""Stands for one row and ROW_STRIPS strips where `panel_block` chooses by the number of rows."""
 
 SLACK = 8.0
 """By so much a score may exceed what it is relative to: e**8 costs a float32 nothing, and sums are seldom rescaled."""
@@ -294,35 +302,42 @@ def _row_items(builder: ir.IRBuilder, source: ir.Value, index: ir.Value, like: i
     return builder.or_(low, builder.shl(high, constant(like, 16)))
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic
 def pack_rows(_: Any, panel: Any, source: Any, items: Any, stride: Any, rows: Any) -> tuple[Any, Emit]:
     """panel[i * rows + r] = item i < items of source + r * stride, for r < rows: a panel as `panel_block` reads it.
 
     source float32. An item is a float32, or where panel is int32 a word of two neighbours rounded to bfloat16, the first in its low half.
-    rows: a literal, at most LANES.
+    rows: one of PANEL_ROWS.
     """
-    num_rows, element = rows.literal_value, panel.dtype
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        panel_at, source_at, count, distance = arguments[:4]
-        starts = [gep(builder, source_at, builder.mul(distance, I64(r))) for r in range(num_rows)]
-        whole = builder.and_(count, I64(-LANES))
-        with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES), intp=I64) as (first, _):
-            columns = [_row_items(builder, start, first, _WORDS, element) for start in starts]
-            if num_rows > 1:
-                missing = ir.Constant(columns[0].type, ir.Undefined)
-                turned = transpose(builder, columns + [missing] * (LANES - num_rows))
-                columns = [part_of(builder, vector, 0, num_rows) for vector in turned]
-            for d, vector in enumerate(columns):
-                where = gep(builder, panel_at, builder.mul(builder.add(first, I64(d)), I64(num_rows)))
-                builder.store(vector, builder.bitcast(where, vector.type.as_pointer()), align=4)
-        with cgutils.for_range_slice(builder, whole, count, I64(1), intp=I64) as (item, _):
-            for r, start in enumerate(starts):
-                value = _row_items(builder, start, item, I32, element)
-                builder.store(value, gep(builder, panel_at, builder.add(builder.mul(item, I64(num_rows)), I64(r))))
+        def emit_panel(size: int) -> None:
+            _pack_panel(builder, arguments[0], arguments[1], arguments[2], arguments[3], size, panel.dtype)
+
+        for_case(builder, arguments[4], {size: functools.partial(emit_panel, size) for size in PANEL_ROWS})
         return context.get_dummy_value()
 
-    return types.void(panel, source, types.intp, types.intp, rows), emit
+    return types.void(panel, source, types.intp, types.intp, types.intp), emit
+
+
+def _pack_panel(
+    builder: ir.IRBuilder, panel: ir.Value, source: ir.Value, items: ir.Value, stride: ir.Value, rows: int, element: types.Type
+) -> None:  # fmt: skip
+    starts = [gep(builder, source, builder.mul(stride, I64(r))) for r in range(rows)]
+    whole = builder.and_(items, I64(-LANES))
+    with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES), intp=I64) as (first, _):
+        columns = [_row_items(builder, start, first, _WORDS, element) for start in starts]
+        if rows > 1:
+            missing = ir.Constant(columns[0].type, ir.Undefined)
+            transposed = transpose(builder, columns + [missing] * (LANES - rows))
+            columns = [part_of(builder, vector, 0, rows) for vector in transposed]
+        for d, vector in enumerate(columns):
+            where = gep(builder, panel, builder.mul(builder.add(first, I64(d)), I64(rows)))
+            builder.store(vector, builder.bitcast(where, vector.type.as_pointer()), align=4)
+    with cgutils.for_range_slice(builder, whole, items, I64(1), intp=I64) as (item, _):
+        for r, start in enumerate(starts):
+            value = _row_items(builder, start, item, I32, element)
+            builder.store(value, gep(builder, panel, builder.add(builder.mul(item, I64(rows)), I64(r))))
 
 
 def _skipped(builder: ir.IRBuilder, index: ir.Value, count: ir.Value, strip_step: ir.Value, num_strips: int) -> ir.Value:
@@ -330,6 +345,19 @@ def _skipped(builder: ir.IRBuilder, index: ir.Value, count: ir.Value, strip_step
     side, each runs into the next one, which is being read, and what is not read yet begins num_strips - 1 pieces later."""
     near_end = builder.icmp_signed(">=", builder.add(index, I64(AHEAD)), count)
     return builder.select(near_end, builder.mul(strip_step, I64(num_strips - 1)), I64(0))
+
+
+class PanelOperands(NamedTuple):
+    """The values of `panel_block`'s arguments, in its order up to start_stride."""
+
+    out: ir.Value
+    out_stride: ir.Value
+    x: ir.Value
+    weights: ir.Value
+    strip_stride: ir.Value
+    length: ir.Value
+    start: ir.Value
+    start_stride: ir.Value
 
 
 @intrinsic(prefer_literal=True)
@@ -343,50 +371,74 @@ def panel_block(
     rows out_stride and start_stride apart; x float32 [length, rows] or, with spread > 0, [rows, length] with rows that far apart.
     weights: strips strip_stride elements apart, each float32 [length, STRIP_COLUMNS], or bfloat16 seen as int32
     [length / 2, STRIP_COLUMNS], a word holding element k in its low and k + 1 in its high half. To such weights x may come in the same
-    words, [length / 2, rows]: then a word is added by `dot_pairs`. rows, strips, spread: literals; 2 * rows * strips registers hold sums.
-    """
-    num_rows, num_strips, halves = rows.literal_value, strips.literal_value, 2 if weights.dtype == types.int32 else 1
-    are_pairs = x.dtype == types.int32
-    steps, add = (1, dot_pairs) if are_pairs else (halves, lambda builder, total, left, right: fma(builder, left, right, total))
-    by_depth, by_row = (1, spread.literal_value) if spread.literal_value else (num_rows, 1)
-    vectors = [(strip, part) for strip in range(num_strips) for part in range(STRIP_VECTORS)]
+    words, [length / 2, rows]: then a word is added by `dot_pairs`.
 
-    def columns_at(builder: ir.IRBuilder, where: ir.Value) -> list[ir.Value]:
-        """A register of columns of weights, for each step of an iteration."""
-        if halves == 1:
-            return [load_floats(builder, where, types.float32, VECTOR)]
-        word = builder.load(builder.bitcast(where, _WORDS.as_pointer()), align=4)
-        return [word] if are_pairs else widened(builder, word)
+    rows    one of PANEL_ROWS, known at run time
+    strips  the literal 1; or a number known at run time, 1 or, for one row, ROW_STRIPS
+    spread  a literal
+    """
+    sizes = {size: (size, 1) for size in PANEL_ROWS}
+    if not isinstance(strips, types.Literal):
+        sizes = {SEVERAL_STRIPS: (1, ROW_STRIPS), **sizes}
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        out_at, out_step, x_at, weights_at, strip_step, count, start_at, start_step = arguments[:8]
-        totals = [[cgutils.alloca_once(builder, VECTOR) for _ in vectors] for _ in range(num_rows)]
-        for total in itertools.chain.from_iterable(totals):
-            builder.store(constant(VECTOR, 0.0), total)
-        bases = [gep(builder, weights_at, builder.mul(strip_step, I64(strip))) for strip in range(num_strips)]
-        iterations = builder.udiv(count, I64(halves))
-        with cgutils.for_range(builder, iterations) as loop:
-            offset = builder.mul(loop.index, I64(STRIP_COLUMNS))
-            places = [gep(builder, gep(builder, bases[strip], offset), part * LANES) for strip, part in vectors]
-            right = [columns_at(builder, place) for place in places]
-            reach = builder.add(I64(AHEAD * STRIP_COLUMNS), _skipped(builder, loop.index, iterations, strip_step, num_strips))
-            for place in places:
-                prefetch_line(builder, gep(builder, place, reach), STREAM_LEVEL)
-            left_at = gep(builder, x_at, builder.mul(loop.index, I64(by_depth * steps)))
-            for number in range(steps):
-                for r in range(num_rows):
-                    left = splat(builder, builder.load(gep(builder, left_at, number * by_depth + r * by_row)), STORED[x.dtype])
-                    for total, columns in zip(totals[r], right, strict=True):
-                        builder.store(add(builder, builder.load(total), left, columns[number]), total)
-        for r in range(num_rows):
-            target, before = gep(builder, out_at, builder.mul(out_step, I64(r))), gep(builder, start_at, builder.mul(start_step, I64(r)))
-            for total, (strip, part) in zip(totals[r], vectors, strict=True):
-                column = strip * STRIP_COLUMNS + part * LANES
-                value = builder.fadd(load_floats(builder, gep(builder, before, column), types.float32, VECTOR), builder.load(total))
-                store_floats(builder, value, gep(builder, target, column), types.float32)
+        operands, given_rows, given_strips = PanelOperands(*arguments[:8]), arguments[8], arguments[9]
+
+        def emit_size(num_rows: int, num_strips: int) -> None:
+            _multiply_panel(builder, operands, x.dtype, weights.dtype, num_rows, num_strips, spread.literal_value)
+
+        key = given_rows
+        if not isinstance(strips, types.Literal):
+            are_several = builder.icmp_signed(">", given_strips, I64(1))
+            key = builder.select(are_several, I64(SEVERAL_STRIPS), given_rows)
+        for_case(builder, key, {number: functools.partial(emit_size, *size) for number, size in sizes.items()})
         return context.get_dummy_value()
 
-    return types.void(out, types.intp, x, weights, types.intp, types.intp, start, types.intp, rows, strips, spread), emit
+    number = strips if isinstance(strips, types.Literal) else types.intp
+    return types.void(out, types.intp, x, weights, types.intp, types.intp, start, types.intp, types.intp, number, spread), emit
+
+
+def _multiply_panel(
+    builder: ir.IRBuilder, o: PanelOperands, x: types.Type, weights: types.Type, num_rows: int, num_strips: int, spread: int
+) -> None:  # fmt: skip
+    """`panel_block` of one size; 2 * num_rows * num_strips registers hold sums. x, weights: element types."""
+    halves, are_pairs = (2 if weights == types.int32 else 1), x == types.int32
+    steps, add = (1, dot_pairs) if are_pairs else (halves, lambda builder, total, left, right: fma(builder, left, right, total))
+    by_depth, by_row = (1, spread) if spread else (num_rows, 1)
+    vectors = [(strip, part) for strip in range(num_strips) for part in range(STRIP_VECTORS)]
+    totals = [[cgutils.alloca_once(builder, VECTOR) for _ in vectors] for _ in range(num_rows)]
+    for total in itertools.chain.from_iterable(totals):
+        builder.store(constant(VECTOR, 0.0), total)
+    bases = [gep(builder, o.weights, builder.mul(o.strip_stride, I64(strip))) for strip in range(num_strips)]
+    iterations = builder.udiv(o.length, I64(halves))
+    with cgutils.for_range(builder, iterations) as loop:
+        offset = builder.mul(loop.index, I64(STRIP_COLUMNS))
+        places = [gep(builder, gep(builder, bases[strip], offset), part * LANES) for strip, part in vectors]
+        right = [_columns(builder, place, halves, are_pairs) for place in places]
+        reach = builder.add(I64(AHEAD * STRIP_COLUMNS), _skipped(builder, loop.index, iterations, o.strip_stride, num_strips))
+        for place in places:
+            prefetch_line(builder, gep(builder, place, reach), STREAM_LEVEL)
+        left_at = gep(builder, o.x, builder.mul(loop.index, I64(by_depth * steps)))
+        for number in range(steps):
+            for r in range(num_rows):
+                left = splat(builder, builder.load(gep(builder, left_at, number * by_depth + r * by_row)), STORED[x])
+                for total, columns in zip(totals[r], right, strict=True):
+                    builder.store(add(builder, builder.load(total), left, columns[number]), total)
+    for r in range(num_rows):
+        target = gep(builder, o.out, builder.mul(o.out_stride, I64(r)))
+        before = gep(builder, o.start, builder.mul(o.start_stride, I64(r)))
+        for total, (strip, part) in zip(totals[r], vectors, strict=True):
+            column = strip * STRIP_COLUMNS + part * LANES
+            value = builder.fadd(load_floats(builder, gep(builder, before, column), types.float32, VECTOR), builder.load(total))
+            store_floats(builder, value, gep(builder, target, column), types.float32)
+
+
+def _columns(builder: ir.IRBuilder, where: ir.Value, halves: int, are_pairs: bool) -> list[ir.Value]:
+    """One register of columns of the weights at `where`, for each step of an iteration."""
+    if halves == 1:
+        return [load_floats(builder, where, types.float32, VECTOR)]
+    word = builder.load(builder.bitcast(where, _WORDS.as_pointer()), align=4)
+    return [word] if are_pairs else widened(builder, word)
 
 
 @intrinsic

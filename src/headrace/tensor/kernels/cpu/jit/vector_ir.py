@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import llvmlite.binding
@@ -40,6 +40,10 @@ LANES = native_lanes()
 STRIP_VECTORS = 2
 STRIP_COLUMNS = STRIP_VECTORS * LANES
 """Outputs of a linear that lie side by side in memory, see `linear`."""
+
+PANEL_ROWS = {16: (12, 8, 4, 2, 1), 8: (6, 4, 2, 1)}.get(LANES, (4, 2, 1))
+"""Sizes of a panel, in rows of x that are multiplied at once, largest first. The sums of the largest panel and one strip fill 24 of
+AVX-512's 32 registers, or 12 of AVX2's 16. No size exceeds LANES, as `simd.pack_queries` requires."""
 
 HAS_BF16_DOTS = LANES == 16 and "avx512bf16" in native_features()
 """Two products of bfloat16 are added to a float32 by one instruction."""
@@ -160,6 +164,20 @@ def store_floats(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, elem
     if element == types.uint16:
         value = builder.trunc(rounded_bits(builder, value), shaped(value.type, I16))
     builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=ITEM_BYTES[element])
+
+
+def for_case(builder: ir.IRBuilder, value: ir.Value, cases: Mapping[int, Callable[[], None]]) -> None:
+    """Emit one branch per case and jump to the one whose key is `value`, at run time; the last case serves every other value."""
+    *keys, last = cases
+    blocks, end = {key: builder.append_basic_block() for key in cases}, builder.append_basic_block()
+    switch = builder.switch(value, blocks[last])
+    for key in keys:
+        switch.add_case(value.type(key), blocks[key])
+    for key, emit in cases.items():
+        builder.position_at_end(blocks[key])
+        emit()
+        builder.branch(end)
+    builder.position_at_end(end)
 
 
 def part_of(builder: ir.IRBuilder, value: ir.Value, first: int, count: int) -> ir.Value:
