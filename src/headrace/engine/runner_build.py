@@ -157,13 +157,14 @@ def _load(config: EngineConfig, choices: _Choices, packed: PackedFolder | None) 
 
 def _numerics(config: EngineConfig, choices: _Choices, loaded: LoadedModel, kv_dtype: str) -> dict[str, str]:
     """All that may change a bit of a result, by name; see `core.numerics`."""
-    layout = choices.backend.packing.packed_layout(Precision.INT8)  # the layout of INT8 does not depend on the number of threads
+    backend = choices.backend
+    layout = backend.packing.packed_layout(Precision.INT8)  # the layout of INT8 does not depend on the number of threads
     return {
         WEIGHTS: loaded.model_digest if loaded.weights is None else loaded.weights.known,
         "quantization": config.quantization,
         "dtype": _name(loaded.dtype),
         "KV dtype": kv_dtype,
-        "kernels": f"{choices.kernels} {layout}".strip(),
+        "kernels": " ".join(filter(None, (choices.kernels, backend.numerics, layout))),
         "device": config.device if config.device == "cpu" else torch.cuda.get_device_name(),
         "CPU": f"{choices.features.machine} {choices.features.family}",
         # Headrace's own kernels give the same bits with any number of threads; a library's may not.

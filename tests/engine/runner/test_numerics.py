@@ -18,6 +18,7 @@ from headrace.core.numerics import may_resume, numerics_digest, why_not_resume
 from headrace.engine.build import build_served_engine
 from headrace.engine.config import EngineConfig
 from headrace.tensor.checkpoint import weights_digest
+from headrace.tensor.kernels import load_backend
 
 DEPENDS: dict[str, dict[str, Any]] = {
     "quantization": {"quantization": "int8"},
@@ -86,6 +87,8 @@ def test_whatever_compiled_the_kernels_is_named_with_its_version(folder: Path) -
     plain, _ = numerics(folder, kernels="reference")
     assert f"numba {version('numba')}, llvmlite {version('llvmlite')}" in compiled["versions"]
     assert "numba" not in plain["versions"]
+    assert compiled["kernels"].startswith(f"numba {load_backend('numba').numerics} strips of ")
+    assert plain["kernels"] == "reference"
 
 
 def test_a_byte_in_the_middle_of_the_weights_is_another_model(folder: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from runner_kit import Planner, make_runner, row_tokens, save_tiny_llama
 
+from headrace.tensor.host.cpu_features import CpuFeatures
 from headrace.tensor.kernels import Backend, Kernels, load_backend, plain_packing, reference
 from headrace.tensor.kernels.filters import draw
 from headrace.tensor.kernels.rounding import Precision
@@ -44,3 +45,20 @@ def test_operations_alone_answer_as_the_compiled_backend_does(quantization: str,
 
 def test_plain_linears_are_not_kept_on_disk() -> None:
     assert {plain_packing.PACKING.packed_layout(precision) for precision in Precision} == {""}
+
+
+@pytest.mark.parametrize(("is_compiled", "activations"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_bfloat16_products_need_the_instruction_on_the_cpu_and_in_the_compiled_code(
+    is_compiled: bool, activations: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LLVM may know less of a CPU than the system does: the paths, and what the results depend on, follow what was compiled."""
+    pytest.importorskip("numba")
+    from headrace.tensor.kernels.cpu import backend as cpu
+
+    here = CpuFeatures("x86_64", frozenset({"avx2", "avx512f", "avx512_bf16"}))
+    monkeypatch.setattr(cpu, "read_cpu_features", lambda: here)
+    monkeypatch.setattr(cpu.vector_ir, "HAS_BF16_DOTS", is_compiled)
+    made = cpu.make_backend(deterministic=False, features=here)
+    assert made.packing.activation_dtype(torch.bfloat16) == activations
+    assert ("dot instructions" in made.numerics) == is_compiled
+    assert made.numerics.startswith(f"{cpu.vector_ir.LANES} lanes")

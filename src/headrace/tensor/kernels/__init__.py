@@ -203,7 +203,8 @@ class StepExecutor(Protocol):
 class Backend:
     """What one engine computes with. A new one brings `kernels`; `plain_packing.PACKING`, no executor and the plain draw serve everyone.
 
-    draw  one token per row by chance, on the host and at once; the plain one sorts, which is slow where vocabularies are large
+    draw      one random token per row, on the host and at once; the plain one sorts, which is slow where vocabularies are large
+    numerics  what the bits of its results depend on beside source, versions and thread count, in words; "": nothing
     """
 
     name: str
@@ -211,6 +212,7 @@ class Backend:
     packing: WeightPacking
     executor: StepExecutor | None = None
     draw: Draw = draw
+    numerics: str = ""
 
 
 _IMPLEMENTATIONS = {"reference": "headrace.tensor.kernels.reference", "numba": "headrace.tensor.kernels.cpu.backend"}

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from headrace.core.errors import ConfigError
-from headrace.tensor.host.cpu_features import CpuFeatures, LinearPath, linear_path
+from headrace.tensor.host.cpu_features import CpuFeatures, LinearPath, linear_path, read_cpu_features
 from headrace.tensor.kernels import Backend, Kernels, Linear, PackedLinear
 from headrace.tensor.kernels.cpu import cache_write, draw, elementwise
 from headrace.tensor.kernels.cpu.attention import paged as attention
 from headrace.tensor.kernels.cpu.integer import packing as integer_packing
 from headrace.tensor.kernels.cpu.integer import quantized
 from headrace.tensor.kernels.cpu.integer.simd import STRIP_COLUMNS
+from headrace.tensor.kernels.cpu.jit import vector_ir
 from headrace.tensor.kernels.cpu.jit.launch import fresh, thread_limit
 from headrace.tensor.kernels.cpu.linear import OneDnnLinear, StripLinear, onednn_takes
 from headrace.tensor.kernels.cpu.packing import DEPTH, can_strip
@@ -101,8 +102,12 @@ class NumbaPacking:
         return OutsideLinear(PLAIN_PACKING.pack_linear(weight, bias, dtype))
 
     def _path(self, dtype: torch.dtype) -> LinearPath:
+        """The path by this CPU's family, as far as the kernels were compiled for it: LLVM may know less of this CPU than the system does."""
         path = linear_path(self.features, dtype)
-        return path if path is LinearPath.BF16_STRIPS or not self.deterministic else LinearPath.STRIPS
+        if path is not LinearPath.BF16_STRIPS:
+            return LinearPath.STRIPS if self.deterministic else path
+        is_missing = self.features == read_cpu_features() and not vector_ir.HAS_BF16_DOTS
+        return LinearPath.STRIPS if is_missing else path
 
     def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if self._path(dtype) is LinearPath.BF16_STRIPS else dtype
@@ -225,6 +230,14 @@ DETERMINISTIC = NumbaKernels(deterministic=True)
 EXECUTOR = NumbaExecutor()
 
 
+def compiled_numerics() -> str:
+    """What the compiled kernels take from LLVM's view of this CPU that changes a bit: register width, and the kind of bfloat16 products.
+
+    Integer sums are exact, so their instructions do not count.
+    """
+    return f"{vector_ir.LANES} lanes, bfloat16 products by {'dot instructions' if vector_ir.HAS_BF16_DOTS else 'multiply-adds'}"
+
+
 def make_backend(*, deterministic: bool, features: CpuFeatures) -> Backend:
     kernels, packing = DETERMINISTIC if deterministic else KERNELS, NumbaPacking(deterministic=deterministic, features=features)
-    return Backend(name="numba", kernels=kernels, packing=packing, executor=EXECUTOR, draw=draw_tokens)
+    return Backend(name="numba", kernels=kernels, packing=packing, executor=EXECUTOR, draw=draw_tokens, numerics=compiled_numerics())
