@@ -54,11 +54,12 @@ def test_bfloat16_products_need_the_instruction_on_the_cpu_and_in_the_compiled_c
     """LLVM may know less of a CPU than the system does: the paths, and what the results depend on, follow what was compiled."""
     pytest.importorskip("numba")
     from headrace.tensor.kernels.cpu import backend as cpu
+    from headrace.tensor.kernels.cpu.jit import vector_ir
 
     here = CpuFeatures("x86_64", frozenset({"avx2", "avx512f", "avx512_bf16"}))
     monkeypatch.setattr(cpu, "read_cpu_features", lambda: here)
-    monkeypatch.setattr(cpu.vector_ir, "HAS_BF16_DOTS", is_compiled)
+    monkeypatch.setattr(vector_ir, "HAS_BF16_DOTS", is_compiled)
     made = cpu.make_backend(deterministic=False, features=here)
     assert made.packing.activation_dtype(torch.bfloat16) == activations
     assert ("dot instructions" in made.numerics) == is_compiled
-    assert made.numerics.startswith(f"{cpu.vector_ir.LANES} lanes")
+    assert made.numerics.startswith(f"{vector_ir.LANES} lanes")

@@ -1,13 +1,13 @@
-"""What a model computes with, in parts, and the table of those who implement them.
+"""The interface between a model and the code that computes for it, and the table of its implementations.
 
-Kernels         the operations of a transformer block; all that a new backend has to write
-WeightPacking   weights made ready for products, once, and kept on disk; `plain_packing` does it with torch alone
-StepExecutor    runs a step's kernels later than they are called; optional, see its docstring for who may be run so
-draw            random tokens on the host; optional, `filters.draw` is the plain one
+Kernels         the operations of a transformer block; a new backend has to write these and nothing else
+WeightPacking   prepares weights for products, once, and stores them on disk; `plain_packing` does it with torch alone
+StepExecutor    runs a step's kernels later than they are called; optional
+draw            draws random tokens on the host; optional, `filters.draw` is the plain one
 
-`reference` is plain torch and the truth; `cpu` is Numba and a library GEMM. A model is given a `Backend` and never asks which one.
-Shape letters: see `tensor.batch`; E hidden size, F feed-forward size, V vocabulary. Implementations are compared with `reference` in
-tests/tensor/kernels.
+`reference` is plain torch and defines every result; `cpu` is Numba and a library GEMM. A model is given a `Backend` and never asks which
+one. Shape letters: see `tensor.batch`; E hidden size, F feed-forward size, V vocabulary. Implementations are compared with `reference`
+in tests/tensor/kernels.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Linear(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLinear:
-    """What a linear consists of, to be kept on disk.
+    """The parts of a packed linear, as they are stored on disk.
 
-    kind   the implementation's own word for it
-    group  inputs that share a scale; 0: all, or there are no scales
-    block  strips that are worked on together, where their order in memory depends on it; else 0
+    kind   names the implementation's format
+    group  inputs that share a scale; 0: all inputs share one, or there are no scales
+    block  strips that a worker takes at a time, where their order in memory depends on it; else 0
     """
 
     kind: str
@@ -87,7 +87,7 @@ class Kernels(Protocol):
         self, query: Tensor, key: Tensor, value: Tensor, cos_sin: Tensor, positions: Tensor, cache: Tensor, slot_mapping: Tensor,
         *, kv_scales: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """`rotary` and `scatter_kv` in one pass. Whether `key` itself is turned is not said: the cache holds the turned key."""
+        """`rotary` and `scatter_kv` in one pass. The cache holds the rotated key; `key` itself may be rotated or not afterwards."""
         ...
 
     def attention(
@@ -118,90 +118,94 @@ class Kernels(Protocol):
 
 
 class WeightPacking(Protocol):
-    """Weights as the products want them. What it gives is called with rows, see `Linear`."""
+    """Prepares weights for products. Its results are `Linear`s."""
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Linear:
         """Prepare weight [out, in] (and bias [out]) once. The caller may drop its own reference afterwards.
 
-        dtype: to multiply in, where that is not the weight's; every value of the weight is exact in it. Rows, and bias, are given in
+        dtype: the dtype of the products, where that is not the weight's; every value of the weight is exact in it. Rows and bias are in
         `activation_dtype(dtype)`.
         """
         ...
 
     def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What products in `dtype` want their rows in, and so a model's activations: a wider one where they round rows themselves."""
+        """The dtype of rows, and so of a model's activations, for products in `dtype`; a wider one where packing a panel rounds rows."""
         ...
 
     def round_weight(self, weight: Tensor, precision: Precision) -> RoundedWeight:
-        """As `rounding.round_weight`, to the bit; of what is not finite it is only said that the scale is not either."""
+        """Equal to `rounding.round_weight` to the bit for finite weights; where a weight is not finite, its scale is not finite either."""
         ...
 
     def pack_rounded(self, weight: RoundedWeight, bias: Tensor | None) -> Linear:
-        """The same for a weight of small integers; inputs are rounded row by row, see `rounding`."""
+        """`pack_linear` for a weight of small integers; inputs are rounded row by row, see `rounding`."""
         ...
 
     def packed_layout(self, precision: Precision) -> str:
-        """Names the form of what `packed` gives, as this process makes it; "": linears of this precision are not kept on disk."""
+        """Names the format that `packed` returns in this process; "": linears of this precision are not stored on disk."""
         ...
 
     def packed(self, linear: Linear) -> PackedLinear | None:
-        """What `load_packed` makes this linear from; None where it was packed in another way."""
+        """The parts from which `load_packed` makes this linear again; None for a linear that cannot be stored."""
         ...
 
     def load_packed(self, packed: PackedLinear) -> Linear:
-        """The linear again. Raises ValueError for tensors that cannot be one."""
+        """The linear whose parts these are. Raises ValueError for tensors that cannot be one."""
         ...
 
 
 class Recording(Protocol):
-    """Operations that were carried out, and can be once more if `is_whole`; kept_bytes: of their results."""
+    """Operations that were run once and can be run again.
+
+    is_whole    False: some operation was not recorded, so the recording must not be repeated
+    kept_bytes  memory that its results take
+    """
 
     is_whole: bool
     kept_bytes: int
 
     def repeat(self) -> bool:
-        """Carry them out over what their inputs hold now, into the same outputs. False: this step needs others, nothing was done."""
+        """Run the operations over what their inputs hold now, into the same outputs. False: this step needs others, and none was run."""
         ...
 
 
 class StepExecutor(Protocol):
-    """Carries operations out later than they are called, all at once, and steps that come again without calling them again.
+    """Runs operations later than they are called, many at once, and repeats recorded steps without calling the operations again.
 
-    Only for layers that run nothing but package kernels, and say so (`layers.can_be_deferred`): whatever else computes inside would
-    read results that are not there yet. The plain twin is no executor: every operation is carried out when it is called.
+    Only for layers that run nothing but the backend's kernels, and declare it (`layers.can_be_deferred`): other code inside would read
+    results that have not been computed yet. Without an executor every operation runs when it is called.
 
-    max_recorded_bytes  of results that one recording holds
+    max_recorded_bytes  limit of the memory that one recording's results take
     """
 
     max_recorded_bytes: int
 
     def together(self, num_tokens: int) -> AbstractContextManager[None]:
-        """Operations called inside may be carried out at its end: their results must not be looked at before.
+        """Operations called inside may run as late as at its end: their results must not be read before.
 
-        What of a step of `num_tokens` tokens is worth it is the implementation's to say. Calling another linear or operation of its
-        backend is no look; nor is a view.
+        Passing a result to another linear or operation of the same backend is allowed, and so is taking a view of it. The implementation
+        decides for which numbers of tokens operations are put off at all.
         """
         ...
 
     def recording(self, num_tokens: int) -> AbstractContextManager[Recording] | None:
-        """As `together`, for steps that come again with other values in the same tensors; None where that is not worth it.
+        """As `together`, for steps that come again with other values in the same tensors; None for steps that are not recorded.
 
-        Unlike elsewhere, arguments are kept, and results are written anew by `repeat`. An operation or linear of the backend that
-        torch computes would not be repeated: the recording is then not whole.
+        Arguments are kept, unlike elsewhere, and `repeat` writes the results again. An operation that torch computes cannot be repeated:
+        the recording is then not whole.
         """
         ...
 
     def next_layer(self) -> None:
-        """Results of the layer before the last are not needed any more: inside `together` and `recording` theirs may be written over.
+        """A layer begins. Inside `together` and `recording` its results may overwrite those of the layer before the last.
 
-        What is to last longer than the next layer was made before the first one, or is copied.
+        A tensor that must last longer is made before the first layer, or copied.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """What one engine computes with. A new one brings `kernels`; `plain_packing.PACKING`, no executor and the plain draw serve everyone.
+    """What one engine computes with. A new backend brings `kernels`; `plain_packing.PACKING` and the defaults serve for the rest.
 
     draw      one random token per row, on the host and at once; the plain one sorts, which is slow where vocabularies are large
     numerics  what the bits of its results depend on beside source, versions and thread count, in words; "": nothing
@@ -219,11 +223,11 @@ _IMPLEMENTATIONS = {"reference": "headrace.tensor.kernels.reference", "numba": "
 
 
 def load_backend(name: str, *, deterministic: bool = False, features: CpuFeatures | None = None) -> Backend:
-    """The named implementation; importing it is what may be slow (Numba).
+    """The named implementation. Importing it may take seconds (Numba).
 
     deterministic  a row's result must not depend on the other rows of its step, to the bit (`cpu.backend`). Raises ConfigError
                    where the implementation cannot promise that.
-    features       choose paths as this CPU would have them; None: as this machine. Instructions are this machine's all the same
+    features       the CPU for which paths are chosen; None: this machine. Code is compiled for this machine in either case
     """
     module = import_module(_IMPLEMENTATIONS[name])
     backend: Backend = module.make_backend(deterministic=deterministic, features=features or read_cpu_features())

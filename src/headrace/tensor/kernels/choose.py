@@ -1,4 +1,4 @@
-"""Which kernels an engine takes, and why. Never silently: the reason is shown at start."""
+"""Chooses an engine's kernels. The choice is never silent: its reason is shown at start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def numba_problem() -> str | None:
     """Why the Numba kernels cannot be used here; None where they can.
 
     Numba refuses some versions of numpy and of the CPU's libraries while it is imported, with ImportError, OSError or RuntimeError, and
-    a package that is only half there fails with AttributeError.
+    a partly installed package fails with AttributeError.
     """
     try:
         import_module("headrace.tensor.kernels.cpu.backend")
@@ -23,7 +23,7 @@ def numba_problem() -> str | None:
 def choose_kernels(requested: str, device: str) -> tuple[str, str]:
     """(name for `load_backend`, reason). requested: "auto" | "numba" | "reference".
 
-    Raises: ConfigError where numba was asked for by name and cannot be had.
+    Raises: ConfigError where "numba" is requested and cannot be used.
     """
     if requested == "reference":
         return "reference", "as configured"

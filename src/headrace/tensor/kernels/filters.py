@@ -1,14 +1,14 @@
 """From the logits of random rows to one token each: temperature, top_k, top_p, min_p, inverse distribution function.
 
-What is kept, exactly (tokens ordered by falling weight, equal weights by rising id):
-  top_k  the first k
-  top_p  of those, the shortest prefix whose mass is at least top_p of their whole mass
-  min_p  of those, the ones whose weight is at least min_p times the largest
-The token is then the first one, in id order, at which the running sum of kept weights exceeds u times their whole. So the answer is a
+The filters keep these tokens (ordered by falling weight, equal weights by rising id):
+  top_k  the first k tokens
+  top_p  the shortest prefix of the tokens kept by top_k whose mass is at least top_p of their whole mass
+  min_p  the tokens of that prefix whose weight is at least min_p times the largest weight
+The token is then the first one, in id order, at which the running sum of kept weights exceeds u times their whole. So the result is a
 function of the row and of u alone.
 
-A full sort of the vocabulary is never made: a floor below which nothing can be kept is cheap to find, what stands above it is small, and
-values are sorted without their ids (ties are settled afterwards), which numpy does with vector instructions.
+The whole vocabulary is never sorted: a floor below which no token can be kept is cheap to find, few tokens are above it, and values are
+sorted without their ids (ties are resolved afterwards), which NumPy does with vector instructions.
 Shape letters: N rows, V vocabulary, M tokens above the floor.
 """
 
@@ -30,7 +30,7 @@ _BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class FilterLimits:
-    """What N rows asked for: temperature [N] > 0, top_k [N] in 1..V, top_p [N] in (0, 1], min_p [N] in [0, 1]."""
+    """The sampling parameters of N rows: temperature [N] > 0, top_k [N] in 1..V, top_p [N] in (0, 1], min_p [N] in [0, 1]."""
 
     temperature: Floats
     top_k: Ints
@@ -42,7 +42,7 @@ class FilterLimits:
 
 
 Draw = Callable[[Floats, Floats, Doubles, FilterLimits], Ints]
-"""As `draw`."""
+"""A function with the signature of `draw`."""
 
 
 def draw(logits: Floats, peak: Floats, u: Doubles, limits: FilterLimits) -> Ints:
@@ -92,7 +92,7 @@ def _floors(weights: Floats, mass: Doubles, top_k: Ints, top_p: Doubles, min_p: 
     """A weight [N] below which no token of the row is kept.
 
     With top_k the k-th best. Else min_p, or what the nucleus cannot need: tokens lighter than (1 - top_p) * mass / V weigh less than
-    (1 - top_p) of the mass together, so the others hold top_p of it. One per cent lower, for rounding.
+    (1 - top_p) of the mass together, so the heavier ones hold top_p of it. The floor is one per cent lower, for rounding.
     """
     vocab = weights.shape[1]
     floors: Floats = np.maximum(min_p, 0.99 * (1.0 - top_p) * mass / vocab).astype(np.float32)

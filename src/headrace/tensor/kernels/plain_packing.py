@@ -1,6 +1,6 @@
-"""Weights for products that torch computes: the packing of every backend that brings none of its own, and the plain twin of the others.
+"""Weights for products that torch computes: the packing of a backend that has none of its own, and the test oracle of all others.
 
-Nothing is reordered and nothing is kept on disk. What `RoundedLinear` computes is defined in `rounding`.
+Nothing is reordered and nothing is stored on disk. `rounding` defines what `RoundedLinear` computes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from headrace.tensor.kernels.rounding import Precision, RoundedWeight, round_inp
 
 
 class PlainLinear:
-    """y = x @ weight.T + bias, the weight kept as it came. x of a wider dtype is rounded to the weight's; sums, and bias, are of x's."""
+    """y = x @ weight.T + bias, the weight kept as given. x of a wider dtype is rounded to the weight's; sums and bias have x's dtype."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
@@ -26,7 +26,7 @@ class PlainLinear:
 
 
 class RoundedLinear:
-    """A weight of small integers, multiplied as `rounding` says; sums are exact in float64."""
+    """A weight of small integers, multiplied as `rounding` defines; sums are exact in float64."""
 
     def __init__(self, weight: RoundedWeight, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias

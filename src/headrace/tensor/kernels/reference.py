@@ -1,8 +1,8 @@
-"""The kernels in plain torch: the truth the others are compared with.
+"""The kernels in plain torch: the test oracle for every other implementation.
 
-Written for the reader, not for speed: every row is taken alone, its blocks are gathered, and attention is an explicit masked softmax in
-float32. Runs wherever torch runs (cpu, cuda) in float32, bfloat16 and float16. It reads exactly what a row may see: unused slots of a
-block, the pad block and stale block-table entries before a window never enter a sum, so garbage (NaN) there cannot leak.
+Written for the reader, not for speed: each row is computed alone, its blocks are gathered, and attention is an explicit masked softmax in
+float32. Runs wherever torch runs (cpu, cuda) in float32, bfloat16 and float16. Only the slots that a row may see are read: unused slots
+of a block, the pad block and stale block-table entries before a window never enter a sum, so NaN there cannot leak.
 
 Shape letters: see `tensor.batch`. The fast twin is `tensor.kernels.cpu.backend`.
 """
@@ -99,8 +99,8 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate heads [T, N, D] in place by cos, sin [T, 1, rotary_dim / 2]: the pair is (first half, second half)."""
     half = cos.shape[-1]
     first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    heads[..., : 2 * half] = turned.to(heads.dtype)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    heads[..., : 2 * half] = rotated.to(heads.dtype)
 
 
 def gather_context(cache: Tensor, blocks: Tensor, first: int, last: int, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:

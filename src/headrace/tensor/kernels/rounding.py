@@ -1,10 +1,10 @@
-"""Weights and inputs as small integers: what the precisions `int8` and `int4` mean, whoever computes them.
+"""Weights and inputs as small integers: the definition of the precisions `int8` and `int4`, for every implementation.
 
 int8  one scale per output (float32): w = q * scale, |q| <= 127
 int4  one scale per output and group of 32, 64 or 128 inputs (bfloat16): w = q * scale, -8 <= q <= 7
 
-In both, every row of inputs is rounded, too: to integers within +-127, by one scale per row from its largest magnitude. Products are
-summed exactly. Rounding is to nearest, and what a weight was before is not looked at again.
+In both, every row of inputs is rounded as well: to integers within +-127, by one scale per row from its largest magnitude. Products are
+summed exactly. Rounding is to nearest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 INPUT_LIMIT = 127.0
 GROUPS = (128, 64, 32)
 SLAB_ELEMENTS = 1 << 23
-"""Weights rounded at a time: temporary copies stay small."""
+"""Weights that are rounded at a time, which bounds the size of temporary copies."""
 
 
 class Precision(Enum):
@@ -43,11 +43,11 @@ class RoundedWeight:
 
     @property
     def packed_bytes(self) -> int:
-        """What a multiplication reads of it."""
+        """Bytes that a multiplication reads: values, packed, and scales."""
         return self.values.numel() // (2 if self.group else 1) + self.scales.numel() * self.scales.element_size()
 
     def dense(self) -> Tensor:
-        """What the integers stand for, float32 [out, in]."""
+        """The weight that the integers stand for, float32 [out, in]."""
         wide = self.values.float()
         if not self.group:
             return wide * self.scales[:, None]

@@ -1,10 +1,10 @@
-"""The kernels of the CPU: Numba for what touches the cache and single tokens, and a linear layer by `linear_path`.
+"""The CPU backend: Numba kernels for every operation, and linear layers by `linear_path`.
 
-What a kernel is not written for (float16, a head size that is no multiple of a register, a strided last dimension, a tensor on a device)
-goes to `reference`, operation by operation, with the same result up to rounding.
+Arguments that a kernel does not support (float16, a head size that is no multiple of a register, a strided last dimension, a tensor on a
+device) go to `reference`, operation by operation, with the same result up to rounding.
 
-Batch invariance, to the bit: every operation but a product by oneDNN gives a token the same result whatever else is in the step.
-A deterministic backend avoids oneDNN, and refuses what only a library computes here: its products depend on the number of rows.
+Batch invariance: every operation except a product by oneDNN gives a token the same bits whatever else is in the step. A deterministic
+backend does not use oneDNN, and refuses what only a library computes here, since its rounding depends on the number of rows.
 Where to read next: `attention`, `elementwise`, `linear`; below them `launch` (threads, compilation) and `simd` (vector code).
 """
 
@@ -34,7 +34,7 @@ from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
 FEW_TOKENS = 64
-"""Up to so many a step's kernels are short enough for waking threads and Python's own time between them to be felt."""
+"""Tokens in a step up to which its kernels are run together: they are then so short that waking threads, and Python between them, count."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -45,7 +45,7 @@ def _fits(*tensors: Tensor) -> bool:
 
 
 def _fits_cache(x: Tensor, cache: Tensor, kv_scales: Tensor | None) -> bool:
-    """Whether kernels that compute in x's dtype read and write this cache: a stored type of its own needs whole registers per head."""
+    """Whether kernels for x's dtype read and write this cache. A cache of another dtype needs heads of whole registers."""
     if (cache.dtype == torch.int8) != (kv_scales is not None) or cache.stride(-1) != 1 or cache.device.type != "cpu":
         return False
     if kv_scales is not None and (kv_scales.dtype != torch.float32 or kv_scales.stride(-1) != 1):
@@ -54,7 +54,7 @@ def _fits_cache(x: Tensor, cache: Tensor, kv_scales: Tensor | None) -> bool:
 
 
 def _outside() -> Kernels:
-    """The plain twin, for one operation: it looks at tensors, so all that was asked for is done first."""
+    """The reference, for one operation. It reads tensors, so pending launches are run first."""
     run_pending()
     return REFERENCE
 
@@ -65,7 +65,7 @@ def _not_invariant(what: str) -> ConfigError:
 
 
 class OutsideLinear:
-    """A linear that torch computes, once what was put off is done."""
+    """A linear that torch computes, after all pending launches."""
 
     runs_only_kernels = True
 
@@ -81,8 +81,8 @@ class OutsideLinear:
 class NumbaPacking:
     """Implements `WeightPacking`.
 
-    deterministic  no product by a library: what strips cannot hold is refused
-    features       of the CPU whose linear paths are taken
+    deterministic  no product by a library: a linear that strips cannot hold is refused
+    features       the CPU whose linear paths are taken
     """
 
     def __init__(self, *, deterministic: bool, features: CpuFeatures) -> None:
@@ -102,7 +102,7 @@ class NumbaPacking:
         return OutsideLinear(PLAIN_PACKING.pack_linear(weight, bias, dtype))
 
     def _path(self, dtype: torch.dtype) -> LinearPath:
-        """The path by this CPU's family, as far as the kernels were compiled for it: LLVM may know less of this CPU than the system does."""
+        """The path by this CPU's family, as far as the kernels were compiled for it: LLVM may know less of it than the system."""
         path = linear_path(self.features, dtype)
         if path is not LinearPath.BF16_STRIPS:
             return LinearPath.STRIPS if self.deterministic else path
@@ -135,7 +135,7 @@ class NumbaPacking:
 
 
 class NumbaExecutor:
-    """Implements `StepExecutor`, see `together`. A step of more than FEW_TOKENS tokens is run as it is called."""
+    """Implements `StepExecutor`, see `together`. Kernels of a step of more than FEW_TOKENS tokens run when they are called."""
 
     max_recorded_bytes = MOST_KEPT_BYTES
 
@@ -150,7 +150,7 @@ class NumbaExecutor:
 
 
 class NumbaKernels:
-    """Implements `Kernels`. deterministic: attention that only the reference has is refused; one that depends on no batch is ours."""
+    """Implements `Kernels`. deterministic: attention that only the reference can compute is refused."""
 
     def __init__(self, *, deterministic: bool) -> None:
         self.deterministic = deterministic
@@ -219,7 +219,7 @@ class NumbaKernels:
 
 
 def draw_tokens(logits: Floats, peak: Floats, u: Doubles, limits: FilterLimits) -> Ints:
-    """See `Backend.draw`: what was put off, this draw included, is done when it returns."""
+    """See `Backend.draw`. Pending launches, this draw included, have run when it returns."""
     tokens = draw.draw(logits, peak, u, limits)
     run_pending()
     return tokens

@@ -22,7 +22,7 @@ Pointer = Any
 
 
 class RotaryArguments(NamedTuple):
-    """What is rotated. query, key, cos_sin and positions are addresses; strides in elements. `half` is half of the rotated dims."""
+    """The rotation. query, key, cos_sin and positions are addresses; strides in elements. `half` is half of the rotated dims."""
 
     query: int
     query_token: int
@@ -40,7 +40,7 @@ class RotaryArguments(NamedTuple):
 
 
 class ScatterArguments(NamedTuple):
-    """What is written where. key, value, slots, cache and scales (0: none) are addresses; strides in elements.
+    """The cache write. key, value, slots, cache and scales (0: none) are addresses; strides in elements.
 
     Strides of the cache and of its scales are by block, by key or value, by slot and by head; scales of a slot's heads are contiguous.
     """

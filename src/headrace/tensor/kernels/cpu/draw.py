@@ -1,13 +1,13 @@
-"""From the logits of random rows to one token each, on all threads: the fast twin of `filters`, which says what is kept.
+"""Draws one token for each random row of logits, on all threads. `filters` defines which tokens are kept, and is the test oracle.
 
-A worker takes a share of the rows; one row alone runs on one thread. Per row: weights in blocks of 256 with their sums, one pass; without
-filters the token's block is found among the sums. With filters, what stands above a floor that nothing kept can lie below is gathered, by
-id; the rest of the vocabulary is not looked at again. Then the lightest weight that is kept is found by halving the range of its bits,
-dropping the half that is decided: no sort. Sums of sums are in double precision and in the order of ids, so a token depends on its row,
-its limits and u alone.
+A worker takes a share of the rows; one row alone runs on one thread. Per row, one pass computes weights and their sums in blocks of 256.
+Without filters the token's block is found by these sums. With filters, all tokens above a floor, below which none can be kept, are
+gathered in the order of their ids; the rest of the vocabulary is not read again. Then the lightest kept weight is found by bisecting the
+range of its bits, without a sort. Sums of sums are in double precision and in the order of ids, so a token depends on its row, its limits
+and u alone.
 
-Weights may differ from the twin's in the last place of exp, sums in the order of additions: another token is drawn where u falls that close
-to a border.
+Weights may differ from the oracle's in the last place of exp, and sums in the order of additions: where u is that close to a border
+between two tokens, the other one is drawn.
 """
 
 from __future__ import annotations
@@ -33,18 +33,21 @@ from headrace.tensor.kernels.filters import Doubles, FilterLimits, Floats, Ints
 Pointer = Any
 
 BLOCK = 256
+"""Tokens whose weights are summed at a time."""
 LEAST_BITS, ONE_BITS = 0x00800000, 0x3F800000
-"""Of a weight that all above zero exceed, the smallest normal float32; and of the largest there is."""
+"""Bits of the smallest normal float32, which no weight above zero is below; and of 1, the largest weight."""
 SPARE = 64
-"""So many more than k are few enough to gather before the k-th is looked for exactly."""
+"""Tokens beyond 2k that may be gathered for top_k: the exact k-th weight is searched among the gathered ones only."""
 UNDERFLOW = np.float32(-87.0)
+"""Exponent at or below which a weight is 0."""
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
 ELEMENTS_PER_THREAD = 1 << 14
+"""Logits that make another worker worth waking."""
 
 
 @helper
 def weigh(logits: Pointer, weights: Pointer, sums: Pointer, vocab: int, peak: float, temperature: float) -> float:
-    """Weights and their sums by block; returns the whole. Below e**-87 a weight is 0 (the twin goes on to the last denormal number)."""
+    """Write weights and their sums by block; returns the whole sum. Below e**-87 a weight is 0 (the oracle keeps denormal numbers)."""
     mass = 0.0
     for first in range(0, vocab, BLOCK):
         length = min(BLOCK, vocab - first)
@@ -60,7 +63,7 @@ def weigh(logits: Pointer, weights: Pointer, sums: Pointer, vocab: int, peak: fl
 
 @helper
 def first_beyond(weights: Pointer, count: int, running: float, target: float) -> int:
-    """Where `running` and the weights so far first exceed target; the last one above zero if they never do."""
+    """The first place at which `running` plus the weights up to it exceed target; the last weight above zero if none does."""
     found = 0
     for i in range(count):
         weight = load(weights, i)
@@ -97,7 +100,10 @@ def num_at_least(weights: Pointer, count: int, floor: float) -> int:
 
 @helper
 def floor_of_best(weights: Pointer, vocab: int, k: int) -> float:
-    """A weight that at least k tokens have, and not many more, unless many have the same; all those above zero where they are fewer."""
+    """A weight that at least k tokens reach and few more than 2k, unless many are equal.
+
+    It is the smallest weight where at most 2k + SPARE tokens are above zero.
+    """
     low, high = LEAST_BITS, ONE_BITS + 1
     if num_at_least(weights, vocab, float_from_bits(low)) <= 2 * k + SPARE:
         high = low
@@ -116,13 +122,13 @@ def floor_of_best(weights: Pointer, vocab: int, k: int) -> float:
 
 @helper
 def gather(weights: Pointer, vocab: int, floor: float, values: Pointer, ids: Pointer) -> int:
-    """Those at or above the floor, in the order of their ids."""
+    """Write the weights at or above the floor and their ids, in the order of ids; returns their number."""
     found = 0
     for first in range(0, vocab, BLOCK):
         length = min(BLOCK, vocab - first)
         block = at(weights, first)
         if num_at_least(block, length, floor) > 0:
-            for i in range(length):  # no branch: which are kept is not to be foretold
+            for i in range(length):  # no branch: it could not be predicted
                 weight = load(block, i)
                 store(weight, values, found)
                 store(first + i, ids, found)
@@ -132,7 +138,7 @@ def gather(weights: Pointer, vocab: int, floor: float, values: Pointer, ids: Poi
 
 @helper
 def keep(values: Pointer, ids: Pointer, count: int, least: float, ties: int) -> int:
-    """Of the gathered, in place: those above `least`, and the first `ties` of those equal to it."""
+    """Keep, in place, the weights above `least` and the first `ties` weights equal to it; returns their number."""
     kept = 0
     for i in range(count):
         weight = load(values, i)
@@ -146,9 +152,9 @@ def keep(values: Pointer, ids: Pointer, count: int, least: float, ties: int) -> 
 
 @helper
 def cut(values: Pointer, spare: Pointer, ids: Pointer, count: int, floor: float, wanted: float, is_mass: bool) -> int:
-    """Keep the heaviest that together come to `wanted`, in mass or in number, and no more.
+    """Keep the fewest heaviest weights that reach `wanted`, in mass or in number.
 
-    None is below the floor. spare: room for as many.
+    None is below the floor. spare: memory for `count` weights, overwritten.
     """
     for i in range(count):
         store(load(values, i), spare, i)
@@ -191,8 +197,8 @@ def mass_of(values: Pointer, count: int) -> float:
 def pick_kept(scratch: Pointer, ids: Pointer, vocab: int, mass: float, u: float, top_k: int, top_p: float, min_p: float) -> int:
     """The token of a row with filters. scratch: a worker's, see `DrawArguments`.
 
-    The lightest token that top_p can need weighs (1 - top_p) of the mean: the others together do not hold that much; one per cent lower,
-    for rounding.
+    The floor for top_p is (1 - top_p) of the mean weight: lighter tokens together weigh less than (1 - top_p) of the whole. It is one per
+    cent lower, for rounding.
     """
     weights, values, spare = scratch, at(scratch, vocab), at(scratch, 2 * vocab)
     if top_k < vocab:
@@ -261,7 +267,7 @@ def _kernel() -> int:
 
 
 def draw(logits: Floats, peak: Floats, u: Doubles, limits: FilterLimits) -> Ints:
-    """See `filters.draw`; rows of logits need not lie one behind the other, numbers of a row do."""
+    """See `filters.draw`; rows of logits may be strided, the logits of a row are contiguous. Raises ValueError otherwise."""
     rows, vocab = logits.shape
     if logits.dtype != np.float32 or logits.strides[1] != logits.itemsize:
         raise ValueError(f"logits of {logits.dtype} with strides {logits.strides}: float32 is needed, a row's numbers one behind the other")

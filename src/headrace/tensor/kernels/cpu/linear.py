@@ -1,13 +1,13 @@
-"""Linear layers for the CPU: what a weight is packed into, once, and how it is multiplied.
+"""Linear layers of floating-point weights on the CPU: how a weight is packed, once, and how it is multiplied.
 
-`StripLinear` is ours. Its weight lies in strips of STRIP_COLUMNS outputs, input by input, so that any number of rows of x reads it as one
-stream. Rows of x are interleaved to panels. Every output is the same sequence of fused multiply-adds whatever the number of rows: a row's
-result does not depend on its batch, to the bit. A float32 weight all of whose values are exact in bfloat16 (a converted bfloat16
+`StripLinear` is our own. Its weight is stored in strips of STRIP_COLUMNS outputs, input by input, so that any number of rows of x reads it
+as one stream. Rows of x are interleaved to panels. Every output is the same sequence of fused multiply-adds whatever the number of rows:
+a row's result does not depend on its batch, to the bit. A float32 weight whose values are all exact in bfloat16 (a converted bfloat16
 checkpoint) is *stored* as bfloat16: nothing is lost, arithmetic stays float32, and a decode step reads half the bytes. With bfloat16
 *products* a row of x is rounded to bfloat16 as well, when its panel is packed, and two inputs are multiplied at once; sums stay float32.
 
-`OneDnnLinear` hands the product to oneDNN with a weight reordered once. Its rounding depends on the row count.
-Which one is taken: `host.cpu_features.linear_path`, a committed table. Reference: `plain_packing.PlainLinear`.
+`OneDnnLinear` leaves the product to oneDNN, with a weight reordered once. Its rounding depends on the number of rows.
+A committed table chooses between them: `host.cpu_features.linear_path`. Test oracle: `plain_packing.PlainLinear`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Pointer = Any
 
 MOST_ROWS = PANEL_ROWS[0]
 BLOCK_STRIPS = 16
-"""Most strips in a block, the unit of work: a piece of it stays in the second-level cache while rows pass over it."""
+"""Most strips in a block, which a worker takes at a time: a block's piece of DEPTH inputs stays in the second-level cache for all rows."""
 CHUNK_ROWS = 120
-"""Rows that pass over a block before its next piece of depth: their outputs stay in the second-level cache, too. No panel
-reaches from one chunk into the next."""
+"""Rows that are multiplied with a block's piece before its next piece: their outputs stay in the second-level cache as well. No panel
+extends over two chunks."""
 WORK_PER_THREAD = 1 << 18
-"""Multiply-adds worth a second thread."""
+"""Multiply-adds that make another worker worth waking."""
 
 
 class LinearArguments(NamedTuple):
@@ -87,7 +87,7 @@ def panel_rows(left: int) -> int:
 
 @helper
 def pack_panels(x: Pointer, panels: Pointer, rows: int, inputs: int, ratio: int, worker: int, workers: int) -> None:
-    """Every panel of x, as `multiply_block` takes them; the first rows' panels come first. ratio: inputs per element of a panel."""
+    """Write the panels of x in the order in which `multiply_block` reads them. ratio: inputs per element of a panel."""
     row, number, items = 0, 0, inputs // ratio
     while row < rows:
         count = panel_rows(min(rows, (row // CHUNK_ROWS + 1) * CHUNK_ROWS) - row)
@@ -109,7 +109,7 @@ def _pack_pairs(arguments: int, worker: int, workers: int) -> None:
 
 @helper
 def multiply_panel(p: FloatProduct, weights: Pointer, row: int, count: int, column: int, strips: int, depth: int, length: int) -> None:
-    """One panel of `count` rows against one piece of `strips` strips, of which some are taken at once where rows are few."""
+    """One panel of `count` rows times one piece of `strips` strips; a single row is multiplied with several strips at once."""
     out, x = at(p.out, row * p.columns + column), at(p.panels, (row * p.inputs + depth * count) // p.x_ratio)
     start, start_stride = (at(p.bias, column), 0) if depth == 0 else (out, p.columns)
     size, strip = length * STRIP_COLUMNS // p.word_ratio, 0
@@ -122,7 +122,7 @@ def multiply_panel(p: FloatProduct, weights: Pointer, row: int, count: int, colu
 
 @helper
 def multiply_block(p: FloatProduct, first: int, last: int) -> None:
-    """Strips [first, last), a block, for all rows."""
+    """Multiply all rows with a block, the strips [first, last)."""
     strips = last - first
     for chunk in range(0, p.rows, CHUNK_ROWS):
         end = min(chunk + CHUNK_ROWS, p.rows)
@@ -165,11 +165,11 @@ def _multiply_pairs(arguments: int, worker: int, workers: int) -> None:
 
 
 class Arithmetic(enum.Enum):
-    """What the strips hold, and what rows of x are when they meet them."""
+    """The element type of the strips, and of the rows of x that are multiplied with them."""
 
-    FLOAT32 = enum.auto()  # float32, and float32
-    WIDENED = enum.auto()  # bfloat16, and float32: products are of float32
-    BFLOAT16 = enum.auto()  # bfloat16, and rounded to bfloat16: products are of bfloat16, sums float32
+    FLOAT32 = enum.auto()  # strips float32, rows float32
+    WIDENED = enum.auto()  # strips bfloat16, rows float32: products of float32
+    BFLOAT16 = enum.auto()  # strips bfloat16, rows rounded to bfloat16: products of bfloat16, sums float32
 
 
 @cache
@@ -184,13 +184,13 @@ class StripLinear:
     """See the module. x may be float32 or bfloat16; sums are float32 and rounded to x's dtype once."""
 
     KINDS: ClassVar = {torch.float32: "strips", torch.bfloat16: "strips, bfloat16 products"}
-    """By what is multiplied."""
+    """`PackedLinear.kind`, by the dtype of the products."""
     runs_only_kernels = True
 
     def __init__(
         self, strips: Tensor, bias: Tensor, *, out_features: int, in_features: int, block: int, products: torch.dtype
     ) -> None:  # fmt: skip
-        """strips, bias: packed, see `pack`. block: strips in each of the blocks that they lie in."""
+        """strips, bias: packed, see `pack`. block: strips per block. products: their dtype."""
         self.out_features, self.in_features, self.block, self.products = out_features, in_features, block, products
         self.columns = padded(out_features)
         self.strips, self.bias = strips, bias
@@ -200,11 +200,11 @@ class StripLinear:
 
     @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None, products: torch.dtype = torch.float32) -> StripLinear:
-        """weight [out, in] of float32 or bfloat16; `can_strip(weight)` holds. products: of float32, or of bfloat16, to which weights and
-        rows are then rounded."""
+        """weight [out, in] float32 or bfloat16; `can_strip(weight)` holds. products: float32, or bfloat16, to which weights and rows are
+        then rounded."""
         out_features, in_features = weight.shape
         columns = padded(out_features)
-        # At least four blocks per thread where there are enough, so that one slow thread does not hold up the rest.
+        # At least four blocks per thread, where there are as many strips, so that one slow thread does not delay the product.
         block = max(1, min(BLOCK_STRIPS, columns // STRIP_COLUMNS // (4 * thread_limit())))
         padded_bias = torch.zeros(columns) if bias is None else F.pad(bias.float(), (0, columns - len(bias))).contiguous()
         strips = pack_strips(weight.to(products) if products == torch.bfloat16 else weight, block)
@@ -222,7 +222,7 @@ class StripLinear:
 
     @classmethod
     def of(cls, packed: PackedLinear) -> StripLinear:
-        """From what `packed` gave. Raises ValueError where sizes or dtypes do not fit: nothing is checked when it multiplies."""
+        """The linear whose parts `packed` returned. Raises ValueError where sizes or dtypes do not fit; products check nothing."""
         strips, bias = packed.tensors["strips"], packed.tensors["bias"]
         products = next((dtype for dtype, kind in cls.KINDS.items() if kind == packed.kind), None)
         columns = padded(packed.out_features)
@@ -270,7 +270,7 @@ class StripLinear:
 
 
 def as_float32(x: Tensor) -> Tensor:
-    """x as contiguous float32: itself if it is that."""
+    """x as contiguous float32; x itself if it already is."""
     if x.dtype == torch.float32 and x.is_contiguous():
         return x
     run_pending()
@@ -292,11 +292,11 @@ def onednn_takes(dtype: torch.dtype) -> bool:
 
 
 class OneDnnLinear:
-    """oneDNN's product with a weight reordered once for this CPU. weight float32 or bfloat16, to which x is rounded; `onednn_takes` it."""
+    """oneDNN's product with a weight reordered once for this CPU. weight: of a dtype for which `onednn_takes`; x is rounded to it."""
 
     runs_only_kernels = True
     ROW_HINT = 32
-    """Row count the layout is chosen for; 32 was best or equal at every measured count (docs/experiments.md)."""
+    """Number of rows for which oneDNN chooses its layout; 32 was best or equal at every measured number (docs/experiments.md)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape

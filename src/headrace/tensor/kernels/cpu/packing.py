@@ -1,8 +1,8 @@
-"""Weights into strips: the order in which `linear` reads them.
+"""Packs weights into strips, the order in which `linear` reads them.
 
-A transposition of items of four bytes: two bfloat16 that are neighbours in a row, or one float32. Whether float32 weights are exact in
-bfloat16 is found out while they are packed as if they were. Plain twin, equal to the bit: `plain_strips` in
-tests/tensor/kernels/cpu/test_packing.py.
+Packing transposes items of four bytes: two bfloat16 that are neighbours in a row, or one float32. float32 weights are first packed as if
+all were exact in bfloat16; where one is not, they are packed again as float32. Test oracle, equal to the bit: `plain_strips` in
+tests/tensor/kernels/cpu/test_packing.py. Integer weights: `integer.packing`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Pointer = Any
 _WORDS = ir.VectorType(I32, LANES)
 
 DEPTH = 256
-"""Inputs summed before they are added to the output: a piece of a panel of x and of a strip fit the first-level cache. Part of the
-arithmetic: another depth gives other roundings."""
+"""Inputs whose products are summed before they are added to the output. A piece of a panel and a piece of a strip of this depth fit the
+first-level cache together. The depth is part of the arithmetic: another one rounds differently."""
 WORK_PER_THREAD = 1 << 17
-"""Items worth a second thread."""
+"""Items that make another worker worth waking."""
 
 
 def can_strip(weight: Tensor) -> bool:
-    """Shapes that strips can hold; outputs are padded with zeros to whole strips."""
+    """Whether strips can hold a weight of this shape; outputs are padded with zeros to whole strips."""
     out_features, in_features = weight.shape
     return in_features % 2 == 0 and out_features > 0 and in_features > 0
 
@@ -46,8 +46,8 @@ def padded(columns: int) -> int:
 def pack_strips(weight: Tensor, block: int) -> Tensor:
     """Weight [out, in] as one flat tensor: float32, or int32 words of two bfloat16 where nothing is lost by it.
 
-    Blocks of `block` strips (the last may have fewer) stand one after the other. In a block, for each piece of DEPTH inputs (the last may
-    be shorter) its strips stand one after the other, so that the work of `linear` reads memory strictly forward.
+    Blocks of `block` strips (the last may have fewer) follow each other. In a block, for each piece of DEPTH inputs (the last may be
+    shorter) the strips' parts follow each other, so that `linear` reads memory strictly forward.
     """
     weight = weight.contiguous()
     if weight.dtype == torch.bfloat16:
@@ -82,7 +82,7 @@ class StripArguments(NamedTuple):
 
 
 def _packed(weight: Tensor, block: int, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """The strips as items of `dtype`, and whether they hold what the weight did."""
+    """The strips as items of `dtype`, and whether they hold the weight exactly."""
     rows, inputs = weight.shape
     per_item = 2 if dtype == torch.int32 else 1
     target = pages.empty(padded(rows) * inputs // per_item, dtype)
@@ -106,7 +106,7 @@ def _packed(weight: Tensor, block: int, dtype: torch.dtype) -> tuple[Tensor, boo
 
 @helper
 def piece_start(strip: int, strips: int, block: int, items: int, first: int, length: int) -> int:
-    """Where the piece of `length` items that begins at item `first` of a strip's rows stands in the result."""
+    """The place in the result of the piece of `length` items that begins at item `first` of a strip's rows."""
     leader = strip // block * block
     return STRIP_COLUMNS * (leader * items + min(block, strips - leader) * first + (strip - leader) * length)
 
@@ -142,7 +142,7 @@ def copy_square(_: Any, source: Any, stride: Any, target: Any) -> tuple[Any, Emi
 
 @intrinsic
 def narrow_square(_: Any, source: Any, stride: Any, target: Any) -> tuple[Any, Emit]:
-    """`copy_square` of pairs of float32 as words of two bfloat16. Returns what the lower halves held: nothing was lost if it is 0."""
+    """`copy_square` for pairs of float32, stored as words of two bfloat16. Returns 0 if no value lost any of its bits."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         rows, lost = [], ir.Constant(_WORDS, None)
@@ -172,7 +172,7 @@ def copy_piece(source: Pointer, stride: int, count: int, target: Pointer, length
 
 @helper
 def narrow_piece(source: Pointer, stride: int, count: int, target: Pointer, length: int) -> int:
-    """`copy_piece` of pairs of float32, see `narrow_square`."""
+    """`copy_piece` for pairs of float32, see `narrow_square`."""
     lost = 0
     for left in range(0, STRIP_COLUMNS, LANES):
         whole = length // LANES * LANES if left + LANES <= count else 0

@@ -1,7 +1,8 @@
-"""Many kernels in one parallel region, and steps that are recorded once and run again.
+"""Runs many kernels in one parallel region, and repeats the kernels of a recorded step.
 
-`together` puts launches on a list; `recording` keeps that list, with all the memory it names, so that a later step of the same shape is
-one call: its inputs are written where the first one's lay, and no Python runs per kernel.
+`together` collects launches in a list and runs the list at its end: no thread is woken per kernel. `recording` keeps the list with all
+memory that it names, so that a later step of the same shape is one call: its inputs are written to the same memory, and no Python runs
+per kernel. Single launches: `jit.launch`. Users: `backend.NumbaExecutor`.
 """
 
 from __future__ import annotations
@@ -26,27 +27,29 @@ _Made = TypeVar("_Made")
 _Renewal = TypeVar("_Renewal", bound="Callable[[RecordedLaunches], bool]")
 
 BASE_SPINS = 1 << 16
-"""Waiting rounds, of some 50 ns and more, after which a worker no longer expects the others."""
+"""Rounds, of some 50 ns and more, that a worker waits for all workers to arrive before it runs a list of no kernels alone."""
 SPINS_PER_KERNEL = 1 << 11
-"""So many more for each kernel on the list: who gives up does all of them alone, and may wait for about as long as that would take."""
+"""Additional rounds per kernel on the list. A worker that gives up runs all kernels alone, so it waits about as long as they would take."""
 MOST_SPINS = 1 << 18
+"""Limit of the rounds, however long the list is."""
 SPINS_BEFORE_YIELD = 1 << 12
+"""Rounds after which a waiting worker yields its processor once."""
 MOST_WAIT_S = 60.0
-"""A worker waits so long for the others in the middle of a list, where a kernel takes milliseconds; then the list is given up."""
+"""Seconds that a worker waits for the other workers between two kernels of a list; after that the list ends in EngineFatal."""
 MAX_CLOCK_GAP_NS = 1_000_000_000
-"""Between two looks at the clock, what counts as waiting: more than that, and the process itself was stopped, its workers with it."""
+"""Most nanoseconds between two readings of the clock that count as waiting: after a longer gap the whole process had been stopped."""
 MOST_KEPT_BYTES = 32 << 20
-"""Of the memory that a list holds before it is run, and most that one recording holds."""
+"""Bytes of results that a list holds before it is run early. A recording that holds more is not whole."""
 _yield = types.ExternalFunction("sched_yield", types.int32())
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
 _CLOCK = time.CLOCK_MONOTONIC
 ARRIVED, VERDICT, PASSED, TIMED_OUT, CLOCKS = 0, 1, 2, 3, 4
-"""Places in a list's state; from CLOCKS on, two numbers per worker to read the time into."""
+"""Places in a list's state. From CLOCKS on there are two words per worker, into which it reads the clock."""
 
 
 @helper
 def read_ns(place: int) -> int:
-    """The monotonic clock, by way of two numbers at the address `place`."""
+    """The monotonic clock in nanoseconds. place: address of two words that are overwritten."""
     _clock_gettime(_CLOCK, place)
     clock = as_i64(place)
     return int(load(clock, 0) * 1_000_000_000 + load(clock, 1))
@@ -54,15 +57,15 @@ def read_ns(place: int) -> int:
 
 @helper
 def waited_more(waited_ns: int, last_ns: int, now_ns: int) -> int:
-    """What has been waited by now, for a worker that last looked at the clock at last_ns (0: this is its first look)."""
+    """Nanoseconds waited by now. last_ns: when the worker last read the clock; 0: this is its first reading."""
     return waited_ns if last_ns == 0 else waited_ns + min(now_ns - last_ns, MAX_CLOCK_GAP_NS)
 
 
 @helper
 def wait_until(state: Any, value: int, clock: int, limit_ns: int) -> bool:
-    """Until all have passed, or, which is False, until a worker has waited for limit_ns. clock: see `read_ns`.
+    """Wait until `value` workers have passed. False: a worker has waited for limit_ns. clock: see `read_ns`.
 
-    The processor is left to others now and then: a worker that waits may hold up the one it waits for.
+    The worker yields its processor now and then, since it may hold up the worker that it waits for.
     """
     spins, last, waited = 0, 0, 0
     while load_acquire(at(state, PASSED)) < value:
@@ -81,7 +84,7 @@ def wait_until(state: Any, value: int, clock: int, limit_ns: int) -> bool:
 
 @helper
 def gather_workers(state: Any, worker: int, workers: int, max_spins: int) -> int:
-    """How many workers there are: all of them when they came together in time; else the one that gave up is alone, the others are 0."""
+    """Wait for all workers to arrive. Returns `workers` if they did in time; else 1 for the worker that gave up first, 0 for the rest."""
     increment(at(state, ARRIVED))
     spins = 0
     while load_acquire(at(state, ARRIVED)) < workers and load_acquire(at(state, VERDICT)) == 0 and spins < max_spins:
@@ -96,7 +99,7 @@ def gather_workers(state: Any, worker: int, workers: int, max_spins: int) -> int
 
 
 class ListArguments(NamedTuple):
-    """Arguments of the kernel that runs a list. entries (`Entry`, one behind the other) and state are addresses."""
+    """Arguments of the kernel that runs a list. entries (`LaunchEntry`, one behind the other) and state are addresses."""
 
     entries: int
     num_entries: int
@@ -104,7 +107,7 @@ class ListArguments(NamedTuple):
     limit_ns: int
 
 
-class Entry(NamedTuple):
+class LaunchEntry(NamedTuple):
     """An entry of a list: the kernel's address, its arguments' address, and its workers."""
 
     kernel: int
@@ -112,8 +115,8 @@ class Entry(NamedTuple):
     workers: int
 
 
-ENTRY_WORDS = len(Entry._fields)
-WORKERS = Entry._fields.index("workers")
+ENTRY_WORDS = len(LaunchEntry._fields)
+WORKERS = LaunchEntry._fields.index("workers")
 
 
 def _run_list(arguments: int, worker: int, workers: int) -> None:
@@ -126,7 +129,7 @@ def _run_list(arguments: int, worker: int, workers: int) -> None:
     if team == 0:
         return
     for index in range(a.num_entries):
-        each: Entry = read_arguments(Entry, a.entries + 8 * ENTRY_WORDS * index)
+        each: LaunchEntry = read_arguments(LaunchEntry, a.entries + 8 * ENTRY_WORDS * index)
         needed = min(each.workers, team)
         if index > 0 and max(needed, before) > 1:  # consecutive kernels of one worker need no barrier
             passed += team
@@ -139,7 +142,7 @@ def _run_list(arguments: int, worker: int, workers: int) -> None:
 
 
 class LaunchList:
-    """Kernels asked for and not run yet, with all they touch."""
+    """Kernels that were launched and have not run yet, with all memory that they touch."""
 
     def __init__(self) -> None:
         self._made: tuple[list[Tensor], list[Tensor]] | None = None
@@ -147,7 +150,7 @@ class LaunchList:
         self._clear()
 
     def _clear(self) -> None:
-        """What has been made for layers stays: who asked may still hold it, and the next layers write into it."""
+        """Empty the list. The layers' results stay: callers may still hold them, and the next layers write into them."""
         self.entries: list[int] = []
         self.workers = 1
         self.kept: list[object] = []
@@ -155,14 +158,14 @@ class LaunchList:
         self.known: dict[Hashable, object] = {}
 
     def add(self, kernel: int, memory: array[int], workers: int, touched: tuple[Tensor | np.ndarray, ...]) -> None:
-        self.entries += Entry(kernel=kernel, arguments=address_of(memory), workers=workers)
+        self.entries += LaunchEntry(kernel=kernel, arguments=address_of(memory), workers=workers)
         self.workers = max(self.workers, workers)
         self.kept += (memory, touched)
         if self.kept_bytes > MOST_KEPT_BYTES:
             self.run_pending()
 
     def counted(self, memory: array[int]) -> None:
-        pass  # used once, and new
+        pass  # this list runs once, and its counters are new
 
     def next_layer(self) -> None:
         if self._made is None:
@@ -170,9 +173,9 @@ class LaunchList:
         self._layer, self._place = 1 - self._layer, 0
 
     def fresh(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The tensor that was made at the same place of the layer before the last, if it is of this kind.
+        """The tensor that stood at the same place in the layer before the last, if its shape and dtype are these; else a new one.
 
-        The kernels that use it run before those that are asked for now, in whatever list they stand.
+        Kernels that use the old tensor were launched earlier, so they run before the kernels that write the new values.
         """
         if self._made is None:
             return self._new(shape, dtype)
@@ -189,14 +192,14 @@ class LaunchList:
         return made
 
     def run_pending(self) -> None:
-        """Run what is on the list."""
+        """Run the list, and empty it."""
         if self.entries:
             run_list(words(self.entries), self.workers)
         self._clear()
 
 
 class RecordedLaunches(LaunchList):
-    """A list that can be run again. Not where something had to be looked at in between, or where it holds too much memory."""
+    """A list that can be run again. `is_whole` is False if part of it had to run early: a result was read, or it held too much memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +216,7 @@ class RecordedLaunches(LaunchList):
         super().run_pending()
 
     def renewal(self, key: Hashable, make: Callable[[], _Renewal]) -> _Renewal:
-        """What is called before the list is run again, made once per key: it brings arguments up to date, or says that it cannot."""
+        """A function called before the list is repeated, made once per key. It updates arguments; False: this step cannot be repeated."""
         if key not in self._renewals:
             self._renewals[key] = make()
         return cast("_Renewal", self._renewals[key])
@@ -227,12 +230,12 @@ class RecordedLaunches(LaunchList):
         self.workers = max(self.workers, workers)
 
     def finish(self) -> None:
-        """The first run."""
+        """Run the list for the first time."""
         self._list = words(self.entries)
         run_list(self._list, self.workers)
 
     def repeat(self) -> bool:
-        """Run the list over what its inputs hold now. False, and nothing has been run, where this step is of another kind."""
+        """Run the list over what its inputs hold now. False, with nothing run, where the step needs another list."""
         if not all(renew(self) for renew in self._renewals.values()):
             return False
         self.run()
@@ -243,22 +246,22 @@ class RecordedLaunches(LaunchList):
         run_list(self._list, self.workers)
 
     def rewind(self) -> None:
-        """Set the kernels' counters to where each run begins."""
+        """Set the kernels' counters to zero, as they are at the begin of a run."""
         for memory in self._counters:
             memory[-1] = 0
 
     def entries_of(self, kernel: int) -> array[int]:
-        """The list without all other kernels, for those who measure: what this leaves behind is no step's result."""
+        """The entries of one kernel, for measurements: running them does not compute a step's result."""
         entries = self._list
         firsts = (first for first in range(0, len(entries), ENTRY_WORDS) if entries[first] == kernel)
         return words(word for first in firsts for word in entries[first : first + ENTRY_WORDS])
 
 
 def run_list(entries: array[int], workers: int) -> None:
-    """Raises EngineFatal where a worker did not come to the end of an entry in MOST_WAIT_S: results are incomplete, memory half written.
+    """Run a list's entries on `workers` threads.
 
-    Who never comes back from its kernel keeps the parallel region open, and this call with it: that is for those to see who watch the
-    loop from outside.
+    Raises EngineFatal where a worker did not finish an entry within MOST_WAIT_S: results are then incomplete. A kernel that never returns
+    keeps the parallel region open, and this call does not return either; the watch on the engine's loop notices that.
     """
     state = words([0] * (CLOCKS + 2 * workers))
     arguments = ListArguments(
@@ -277,8 +280,11 @@ def _list_kernel() -> int:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Kernels launched inside run at its end, in order, in one parallel region: no thread is woken per kernel, and Python is done before
-    the weights drive it out of the caches. `run_pending` comes before a look at a result inside. After an exception nothing is run."""
+    """Kernels launched inside run at its end, in order, in one parallel region.
+
+    No thread is woken per kernel, and Python has finished before weights evict it from the caches. Call `run_pending` before a result is
+    read inside. After an exception no pending kernel is run.
+    """
     if CALLER.pending is not None:
         yield
         return
@@ -292,7 +298,7 @@ def together() -> Iterator[None]:
 
 @contextmanager
 def recording() -> Iterator[RecordedLaunches]:
-    """`together`, and what is yielded can be run again if it `is_whole` in the end. Not to be nested."""
+    """`together`, for a list that can be run again: it is yielded, and must be `is_whole` in the end. Raises RuntimeError when nested."""
     if CALLER.pending is not None:
         raise RuntimeError("kernels are being recorded or put together already")
     CALLER.pending = recorded = RecordedLaunches()
@@ -304,8 +310,11 @@ def recording() -> Iterator[RecordedLaunches]:
 
 
 def next_layer() -> None:
-    """A layer begins, which reads results of the last one only: what is made inside `together` from here on may take the memory of those
-    before. A step's results are then as large as two layers', which caches hold, and not as all. Elsewhere nothing changes."""
+    """A layer begins, which reads results of the previous layer only; outside `together` this does nothing.
+
+    Results from here on may take the memory of the layer before the previous one. A step's results are then as large as those of two
+    layers, which fit the caches.
+    """
     if isinstance(CALLER.pending, LaunchList):
         CALLER.pending.next_layer()
 
@@ -315,7 +324,7 @@ def current_recording() -> RecordedLaunches | None:
 
 
 def once(key: Hashable, make: Callable[[], _Made]) -> _Made:
-    """What `make` gives; inside `together`, made once per key: of tensors that nobody changes meanwhile, named by their addresses."""
+    """The result of `make`, which inside `together` is called once per key. The key names all that `make` reads, tensors by address."""
     pending = CALLER.pending
     if not isinstance(pending, LaunchList):
         return make()
@@ -325,6 +334,6 @@ def once(key: Hashable, make: Callable[[], _Made]) -> _Made:
 
 
 def run_pending() -> None:
-    """Run what has been asked for so far inside `together`; elsewhere nothing is ever left to do."""
+    """Run the kernels launched so far inside `together`; elsewhere none is pending."""
     if isinstance(CALLER.pending, LaunchList):
         CALLER.pending.run_pending()

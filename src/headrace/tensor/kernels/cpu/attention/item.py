@@ -1,9 +1,9 @@
 """One item of paged attention: a few query vectors of one key/value head against a range of the context (`plan.Item`).
 
-Keys are taken in tiles. A tile's keys are turned into strips (inputs by keys), its values into strips (keys by outputs), both widened to
-float32; scores and weighted values are then products of panels of query vectors with strips, as in `linear`. That reading and turning is
-paid once per tile for all query vectors of the item, and a single one takes the same steps. Only compiled code lives here, below
-`attention`, which says what is promised.
+Keys are processed in tiles. A tile's keys are transposed into strips (inputs by keys), its values copied into strips (keys by outputs),
+both widened to float32; scores and weighted values are then products of panels of query vectors with strips, as in `linear`. Reading and
+transposing costs once per tile for all query vectors of the item; a single vector takes the same steps. Only compiled code is here.
+`attention.paged` launches it and says what it guarantees.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from headrace.tensor.kernels.cpu.jit.vector_ir import LANES, STRIP_COLUMNS
 from headrace.tensor.kernels.cpu.linear import panel_rows
 
 TILE = 64
-"""A multiple of STRIP_COLUMNS."""
+"""Keys in a tile; a multiple of STRIP_COLUMNS."""
 AHEAD = 16
 """Keys between a prefetch and its use."""
 ALIGNMENT = 64
+"""Bytes of a cache line, to which a worker's memory is aligned."""
 NOTHING, ZERO, ONE = np.float32(-3.0e38), np.float32(0.0), np.float32(1.0)
 
 Pointer = Any
@@ -43,9 +44,9 @@ Pointer = Any
 
 
 class Geometry(NamedTuple):
-    """Where things are. Strides in elements; last dimensions are contiguous; out is [T, H, D] contiguous.
+    """Addresses, strides and sizes of a launch. Strides in elements; last dimensions are contiguous; out is [T, H, D] contiguous.
 
-    scales: float32 of an int8 cache, each [.., heads] side by side; is_scaled says whether there are any.
+    scales: float32 scales of an int8 cache, contiguous by head; is_scaled: whether there are any.
     """
 
     query: Pointer
@@ -185,7 +186,7 @@ def place_sums(start: Pointer, vectors: int, wide: int) -> Sums:
 
 @helper
 def clear(running: Sums, vectors: int, wide: int) -> None:
-    """Start of a running softmax: nothing seen yet."""
+    """Begin a running softmax, with no score seen."""
     for index in range(vectors * wide):
         store(ZERO, running.sums, index)
     for vector in range(vectors):
@@ -208,7 +209,7 @@ def fold(total: Sums, part: Sums, vectors: int, wide: int) -> None:
 
 @helper
 def read_queries(g: Geometry, item: Item, queries: Pointer, offsets: Pointer, used: int) -> None:
-    """The item's query vectors, scaled, token by token and head by head, interleaved to panels. offsets: room for LANES int64."""
+    """Write the item's query vectors, scaled, token by token and head by head, as panels. offsets: LANES int64, overwritten."""
     row, place, head = 0, item.token * g.query_token + item.kv_head * g.group * g.query_head, 0
     while row < used:
         count = panel_rows(used - row)
@@ -223,7 +224,7 @@ def read_queries(g: Geometry, item: Item, queries: Pointer, offsets: Pointer, us
 
 @helper
 def next_vector(g: Geometry, place: int, head: int) -> tuple[int, int]:
-    """The next head of the group, or the first one of the next token. Counted, since a division takes as long as forty products."""
+    """The next head of the group, or the first head of the next token. Counted, since a division takes as long as forty products."""
     return (place, head + 1) if head + 1 < g.group else (place + g.query_token, 0)
 
 
@@ -241,10 +242,10 @@ def write_out(g: Geometry, item: Item, running: Sums) -> None:
 
 @helper
 def locate(g: Geometry, scratch: Scratch, item: Item, start: int, low: int, high: int) -> None:
-    """Cache offsets, and of an int8 cache the scales, of the item's keys at positions start + [low, high); a value stands g.cache_value
-    behind its key.
+    """Look up the cache offsets of the item's keys at positions start + [low, high), and the scales of an int8 cache. A value is
+    g.cache_value elements behind its key.
 
-    Whole blocks of LANES are filled: places outside the range repeat the nearest key inside it, so that nothing else is ever read.
+    Whole blocks of LANES are filled: places outside the range repeat the nearest key inside it, so that no other slot is ever read.
     """
     keys, blocks, block = scratch.keys, at(g.table, item.row * g.table_row), (start + low) // g.block_size
     slot, j = start + low - block * g.block_size, low
@@ -267,19 +268,19 @@ def locate(g: Geometry, scratch: Scratch, item: Item, start: int, low: int, high
 
 @helper
 def score(out: Pointer, panel: Pointer, strip: Pointer, zeros: Pointer, dim: int, count: int) -> None:
-    """out [count, TILE], a strip's width of it = panel [dim, count] times strip [dim, STRIP_COLUMNS]."""
+    """STRIP_COLUMNS columns of out [count, TILE] = panel [dim, count] times strip [dim, STRIP_COLUMNS]."""
     panel_block(out, TILE, panel, strip, 0, dim, zeros, 0, count, 1, 0)
 
 
 @helper
 def add_values(sums: Pointer, wide: int, weights: Pointer, strip: Pointer, length: int, count: int) -> None:
-    """sums [count, wide], a strip's width of it += weights [count, TILE], `length` of each, times strip [length, STRIP_COLUMNS]."""
+    """STRIP_COLUMNS columns of sums [count, wide] += weights [count, TILE], `length` per row, times strip [length, STRIP_COLUMNS]."""
     panel_block(sums, wide, weights, strip, 0, length, sums, wide, count, 1, TILE)
 
 
 @helper
 def transpose_keys(g: Geometry, scratch: Scratch, tile: int, low: int, high: int, ahead: int) -> None:
-    """The tile's keys into strips. Their values are asked for meanwhile, and keys a few blocks before their turn, up to `ahead`."""
+    """Transpose the tile's keys into strips. Their values are prefetched meanwhile, and the keys that follow, up to `ahead`."""
     keys, values, dim = at(scratch.keys, tile), at(g.cache, g.cache_value), g.head_dim
     for block in range(low // LANES * LANES, high, LANES):
         for k in range(block, block + LANES):
@@ -293,7 +294,7 @@ def transpose_keys(g: Geometry, scratch: Scratch, tile: int, low: int, high: int
 
 @helper
 def weigh(g: Geometry, scores: Pointer, running: Sums, position: int, used: int, low: int, high: int) -> None:
-    """Scores of a tile to weights: a step of the online softmax for each query vector, whose earlier sums shrink where its peak grew."""
+    """Turn a tile's scores into weights: one step of each query vector's online softmax. Where a peak grew, earlier sums are rescaled."""
     vector, here = 0, position
     while vector < used:
         begin, end = max(low, here - g.window + 1), min(high, here + 1)
@@ -321,10 +322,10 @@ def shrink(running: Sums, vector: int, wide: int, factor: float) -> None:
 
 @helper
 def attend_tile(g: Geometry, scratch: Scratch, running: Sums, tile: int, position: int, used: int, low: int, high: int, ahead: int) -> None:
-    """Scores, softmax step and weighted values of the tile that starts at key `tile` of the split.
+    """Scores, softmax step and weighted values of the tile that begins at key `tile` of the split.
 
-    Offsets of its keys are known at [low, high) and, for prefetching, up to `ahead`. position: of the item's first query, counted
-    from the tile's start.
+    Keys [low, high) of the tile are visible; offsets are known up to `ahead`, for prefetching. position: the position of the item's first
+    query, counted from the tile's first key.
     """
     dim, wide, values = g.head_dim, padded_dim(g.head_dim), at(g.cache, g.cache_value)
     transpose_keys(g, scratch, tile, low, high, ahead)

@@ -6,13 +6,14 @@ idle.
 
 Two promises, both tested to the bit:
 
-- A query's result depends on its own row alone. Tiles (TILE keys) and splits (SPLIT keys) stand at absolute positions, each tile's
-  arithmetic is written down in `simd`, and splits are folded left to right whether one worker walks them or several shared them.
+- A query's result depends on its own row alone. Tiles (TILE keys) and splits (SPLIT keys) begin at absolute positions, `simd` fixes the
+  order of each tile's additions, and splits are added left to right whether one worker computes them or several.
   So neighbours, the chunking of a prefill, prefix hits and the number of threads change nothing.
-- Slots the row may not see are never read: they may hold anything, NaN included.
+- Slots that the row may not see are never read: they may hold anything, NaN included.
 
 Head size, group count, block size and window are run-time numbers: the inner loops of `simd` run over whole registers, and fixing these
-numbers at compile time gained 0 to 4 % (docs/experiments.md). Only element types are compiled in.
+numbers at compile time gained 0 to 4 % (docs/experiments.md). Only element types are compiled in. `attention.plan` cuts the items,
+`attention.item` computes one.
 Reference: `reference.ReferenceKernels.attention`. Idea of the splits: flash-decoding, Dao et al. 2023.
 """
 
@@ -63,7 +64,7 @@ Pointer = Any
 def attend_items(g: Geometry, items: int, num_items: int, counter: Pointer, parts: Pointer, vectors: int) -> None:
     """Take items until none is left. `parts` receives, per item of a shared context, float32 [vectors, P + 2]: sums, peaks, masses.
 
-    vectors: of the largest item. P: see `Scratch`.
+    vectors: query vectors of the largest item. P: see `Scratch`.
     """
     wide = padded_dim(g.head_dim)
     memory = np.empty(scratch_floats(vectors, g.head_dim), np.float32)
@@ -91,7 +92,7 @@ def part_sums(parts: Pointer, index: int, vectors: int, wide: int) -> Sums:
 
 @helper
 def join_parts(g: Geometry, items: int, num_items: int, parts: Pointer, vectors: int) -> None:
-    """Fold the parts of each shared context, first to last, into the first one's place, and write the result."""
+    """Add the parts of each shared context, first to last, into the place of the first, and write the result."""
     wide = padded_dim(g.head_dim)
     for index in range(num_items):
         item = read_item(items, index)
@@ -181,7 +182,7 @@ def attend(a: AttentionArguments, query: Pointer, cache_: Pointer, out: Pointer)
 
 
 class Planned(NamedTuple):
-    """A step's items for one kind of heads; addresses are those of the arrays. tokens: behind the last row there may be padding."""
+    """A step's items for one geometry of heads. items_at, parts_at: addresses of the arrays; tokens: the rows' tokens, without padding."""
 
     items: np.ndarray
     items_at: int
@@ -221,7 +222,7 @@ def make_plan(kind: Kind) -> Planned:
 
 
 class Replan:
-    """Before a recorded step is run again: its plan for the rows' new lengths, in every layer that shares it."""
+    """Plans a recorded step's attention again for the rows' new lengths, in every layer with this geometry of heads."""
 
     def __init__(self, kind: Kind, plan: Planned) -> None:
         self.kind, self.plan = kind, plan
@@ -231,7 +232,7 @@ class Replan:
         plan = make_plan(self.kind)
         if (plan.has_parts, plan.tokens) != (self.plan.has_parts, self.plan.tokens):
             return False
-        self.plan = plan  # its arrays live as long as they are pointed at
+        self.plan = plan  # keeps the arrays alive whose addresses the arguments hold
         for memory, place in self.places:
             memory[ITEMS], memory[NUM_ITEMS], memory[PARTS], memory[VECTORS] = plan.items_at, plan.num_items, plan.parts_at, plan.vectors
             if not memory[JOINS]:
@@ -285,6 +286,44 @@ def supports(head_dim: int) -> bool:
     return head_dim % LANES == 0
 
 
+def attention_arguments(
+    query: Tensor, cache_: Tensor, kv_scales: Tensor | None, block_table: Tensor, out: Tensor, plan: Planned, *, window: int, scale: float,
+    softcap: float,
+) -> AttentionArguments:  # fmt: skip
+    cache_block, cache_value, cache_slot, cache_head, _ = cache_.stride()
+    scale_block, scale_value, scale_slot, _ = (0, 0, 0, 0) if kv_scales is None else kv_scales.stride()
+    return AttentionArguments(
+        query=query.data_ptr(),
+        query_token=query.stride(0),
+        query_head=query.stride(1),
+        cache=cache_.data_ptr(),
+        cache_block=cache_block,
+        cache_value=cache_value,
+        cache_slot=cache_slot,
+        cache_head=cache_head,
+        block_size=cache_.shape[2],
+        table=block_table.data_ptr(),
+        table_row=block_table.stride(0),
+        out=out.data_ptr(),
+        heads=query.shape[1],
+        group=query.shape[1] // cache_.shape[3],
+        head_dim=query.shape[2],
+        window=window,
+        scale_bits=float_bits(scale),
+        softcap_bits=float_bits(softcap),
+        scales=0 if kv_scales is None else kv_scales.data_ptr(),
+        scale_block=scale_block,
+        scale_value=scale_value,
+        scale_slot=scale_slot,
+        items=plan.items_at,
+        num_items=plan.num_items,
+        parts=plan.parts_at,
+        vectors=plan.vectors,
+        joins=0,
+        counter=0,
+    )
+
+
 def paged_attention(
     query: Tensor,
     cache_: Tensor,
@@ -298,7 +337,7 @@ def paged_attention(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    """See `Kernels.attention`; out [T, H, D] of the query's dtype is written. The cache has it, too, or `MIXED` has both; `supports(D)`."""
+    """See `Kernels.attention`; writes out [T, H, D] in the query's dtype. The pair of dtypes is in `_SOURCES`, and `supports(D)` holds."""
     (tokens, heads, head_dim), kv_heads = query.shape, cache_.shape[3]
     group, reach = heads // kv_heads, NO_WINDOW if window is None else window
     kind = (row_starts.data_ptr(), context_lens.data_ptr(), context_lens.shape[0], kv_heads, group, head_dim, reach, thread_limit())
@@ -306,38 +345,7 @@ def paged_attention(
     if plan.tokens < tokens:
         run_pending()  # an earlier layer may still have to read this memory
         out[plan.tokens :] = 0.0
-    cache_block, cache_value, cache_slot, cache_head, _ = cache_.stride()
-    scale_block, scale_value, scale_slot, _ = (0, 0, 0, 0) if kv_scales is None else kv_scales.stride()
-    arguments = AttentionArguments(
-        query=query.data_ptr(),
-        query_token=query.stride(0),
-        query_head=query.stride(1),
-        cache=cache_.data_ptr(),
-        cache_block=cache_block,
-        cache_value=cache_value,
-        cache_slot=cache_slot,
-        cache_head=cache_head,
-        block_size=cache_.shape[2],
-        table=block_table.data_ptr(),
-        table_row=block_table.stride(0),
-        out=out.data_ptr(),
-        heads=heads,
-        group=group,
-        head_dim=head_dim,
-        window=reach,
-        scale_bits=float_bits(scale),
-        softcap_bits=float_bits(softcap or 0.0),
-        scales=0 if kv_scales is None else kv_scales.data_ptr(),
-        scale_block=scale_block,
-        scale_value=scale_value,
-        scale_slot=scale_slot,
-        items=plan.items_at,
-        num_items=plan.num_items,
-        parts=plan.parts_at,
-        vectors=plan.vectors,
-        joins=0,
-        counter=0,
-    )
+    arguments = attention_arguments(query, cache_, kv_scales, block_table, out, plan, window=reach, scale=scale, softcap=softcap or 0.0)
     memory = with_counter(arguments)
     kernel, recorded = _kernel(query.dtype, cache_.dtype), current_recording()
     replan = None if recorded is None else recorded.renewal(kind, lambda: Replan(kind, plan))

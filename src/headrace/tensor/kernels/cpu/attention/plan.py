@@ -1,7 +1,7 @@
-"""How a step's attention is cut into items of work; what an item computes is in `attention.item`.
+"""Cuts a step's attention into items of work; `attention.item` computes an item.
 
-An item is one row, one key/value head, a chunk of query tokens and a range of context splits. Cutting never changes bits: it only says
-who computes what.
+An item is one row, one key/value head, a chunk of query tokens and a range of context splits. Cutting changes no bits: it only assigns
+work to workers.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from headrace.tensor.kernels.cpu.jit.launch import entry, helper
 from headrace.tensor.kernels.cpu.jit.simd import as_i32, load, read_arguments
 
 SPLIT = 512
-"""Keys of a split, at absolute positions; a multiple of `item.TILE`."""
+"""Keys in a split, counted from position 0 of the row; a multiple of `item.TILE`."""
 VECTORS = 192
-"""Query vectors (tokens x heads of a group) per item, unless one token already has more: what a tile's turning is divided by."""
+"""Query vectors (tokens x heads of a group) per item, unless one token has more. They share the cost of transposing each tile's keys."""
 WORK_PER_THREAD = 1 << 17
-"""Multiply-adds worth a second thread: waking one costs microseconds, on a busy machine tens."""
+"""Multiply-adds that make another worker worth waking, which costs microseconds, or tens of them on a busy machine."""
 
 NO_WINDOW = 1 << 40
 
@@ -50,8 +50,8 @@ def chunk_tokens(group: int) -> int:
 def plan_items(
     row_starts_at: int, context_lens_at: int, num_rows: int, kv_heads: int, group: int, head_dim: int, window: int, threads: int
 ) -> tuple[np.ndarray, int, int, int]:
-    """The step's items as int64 [num_items, fields of Item], query vectors of the largest, items that are parts of shared contexts, and
-    the workers worth waking.
+    """(items int64 [num_items, fields of Item], query vectors of the largest item, number of items that are parts of shared contexts,
+    workers).
 
     Splits of a context become items of their own only where there are too few items for the threads.
     """
@@ -72,7 +72,7 @@ def plan_items(
     index = 0
     for row in range(num_rows):
         start, end, context = load(row_starts, row), load(row_starts, row + 1), load(context_lens, row)
-        for token in range(start + (end - start - 1) // chunk * chunk, start - 1, -chunk):  # what takes longest is begun first
+        for token in range(start + (end - start - 1) // chunk * chunk, start - 1, -chunk):  # the longest items first
             position, count = context - end + token, min(chunk, end - token)
             first, last = max(0, position - window + 1) // SPLIT, (position + count - 1) // SPLIT + 1
             step = 1 if is_shared else last - first

@@ -1,7 +1,7 @@
-"""Weights to small integers and into strips: what `quantized` multiplies, made in two passes over memory.
+"""Rounds weights to small integers and packs them into the strips that `quantized` multiplies: two passes over memory.
 
-Rounding is `rounding`'s to the bit. Packing is a transposition of words, as in `packing`, that adds the offset on the way. Weights that
-this CPU's registers do not fit, or that are not on it, are rounded by the plain twin.
+Rounding equals `rounding.round_weight` to the bit. Packing transposes words, as `packing` does, and adds the offset on the way. Weights
+whose width is no multiple of a register, or that are not in this machine's memory, are rounded by `rounding.round_weight` itself.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from headrace.tensor.kernels.rounding import DEFAULT_GROUP, Precision, RoundedWe
 Pointer = Any
 
 WORK_PER_THREAD = 1 << 17
-"""Weights worth a second thread."""
+"""Weights that make another worker worth waking."""
 BYTE_OFFSETS, NIBBLE_OFFSETS, NIBBLES = BYTE_OFFSET * 0x01010101, NIBBLE_OFFSET * 0x01010101, 0x0F0F0F0F
-"""To each byte of a word: a signed number with its sign bit turned is that number plus the offset."""
+"""Masks for the four bytes of a word: a signed number with its sign bit flipped is that number plus the offset."""
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
 MOST_BYTE, LEAST_NIBBLE, MOST_NIBBLE = np.float32(127.0), np.float32(-8.0), np.float32(7.0)
 
@@ -67,7 +67,7 @@ class RoundingArguments(NamedTuple):
 
 
 def round_weight(weight: Tensor, precision: Precision, *, group: int = DEFAULT_GROUP) -> RoundedWeight:
-    """As `rounding.round_weight`."""
+    """Equal to `rounding.round_weight`."""
     rows, inputs = weight.shape
     fits = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16) and weight.numel() > 0
     if not fits or inputs % LANES or precision is Precision.NONE:

@@ -1,8 +1,8 @@
 """Linear layers whose weights are small integers (`rounding`): how they are packed and multiplied.
 
-Packed form: strips of STRIP_COLUMNS outputs, each one stream read forward (`simd`). Products are summed exactly in integers, so a
-row's result does not depend on its batch, nor on the CPU. The plain twin is `plain_packing.RoundedLinear`; `linear` is the same for
-floating-point weights.
+Packed form: strips of STRIP_COLUMNS outputs, each one stream that is read forward (`integer.simd`). Products are summed exactly in
+integers, so a row's result does not depend on its batch, nor on the CPU. Test oracle: `plain_packing.RoundedLinear`. Floating-point
+weights: `linear`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ BYTE_INPUT = torch.int8 if HAS_DOTS else torch.int16
 """What the inputs of int8 linears become; those of int4 linears are int8 everywhere."""
 as_byte_input = as_i8 if HAS_DOTS else as_i16
 MAX_INPUTS = 1 << 16
-"""Sums of products stay below 2**31 up to here."""
+"""Widest linear: up to here sums of products stay below 2**31."""
 WORK_PER_THREAD = 1 << 19
+"""Multiplications that make another worker worth waking."""
 
 
 def can_pack(weight: RoundedWeight) -> bool:
-    """Widths that the kernels take as they are."""
+    """Whether the kernels take a weight of this width."""
     return weight.values.shape[1] % max(NIBBLE_RUN, LANES) == 0 and 0 < weight.values.shape[1] <= MAX_INPUTS
 
 
@@ -153,7 +154,7 @@ def rounding_factor(largest: float) -> np.float32:
 
 @helper
 def quantize_row(source: Pointer, target: Pointer, inputs: int, group: int, sums: Pointer) -> float:
-    """A row's integers, the sum of each group of them, and the scale that was used."""
+    """Write a row's integers to target and the sum of each group to sums; returns the row's scale."""
     largest = largest_magnitude(source, inputs)
     factor = rounding_factor(largest)
     for number in range(inputs // group):
@@ -229,7 +230,7 @@ class IntegerLinear:
         self.input_dtype = torch.int8 if group else BYTE_INPUT
         self.words, self.scales = words, scales
         self.columns = words.shape[0] * STRIP_COLUMNS
-        # At least four spans per thread where there are enough, so that one slow thread does not hold up the rest.
+        # At least four spans per thread, where there are as many strips, so that one slow thread does not delay the product.
         self.span = max(1, min(STRIPS, words.shape[0] // (4 * thread_limit())))
         self.bias = torch.zeros(self.columns) if bias is None else F.pad(bias.float(), (0, self.columns - len(bias))).contiguous()
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (words, scales))
@@ -251,7 +252,7 @@ class IntegerLinear:
 
     @classmethod
     def of(cls, packed: PackedLinear) -> IntegerLinear:
-        """From what `packed` gave. Raises ValueError where sizes or dtypes do not fit: nothing is checked when it multiplies."""
+        """The linear whose parts `packed` returned. Raises ValueError where sizes or dtypes do not fit; products check nothing."""
         words, scales, bias = (packed.tensors[name] for name in ("words", "scales", "bias"))
         columns = -(-packed.out_features // STRIP_COLUMNS) * STRIP_COLUMNS
         per_word = 8 if packed.group else 4
@@ -271,7 +272,7 @@ class IntegerLinear:
     def __call__(self, x: Tensor) -> Tensor:
         rows, inputs = x.shape
         wide = as_float32(x)
-        # One piece of memory for the integers (int8 or int16), float32 scales and int32 sums of the rows: making a tensor takes its time.
+        # One allocation for the rows' integers (int8 or int16), float32 scales and int32 sums: each tensor costs time.
         integer_bytes, group = rows * inputs * self.input_dtype.itemsize, self.group or inputs
         rounded = fresh((integer_bytes + 4 * rows * (1 + inputs // group),), torch.uint8)
         out = fresh((rows, self.columns), torch.float32)

@@ -2,12 +2,12 @@
 
 A register holds LANES words of 32 bits, one per output column; a word holds four bytes (or eight nibbles) of consecutive inputs, so that
 sums need no folding at the end and a group's scales are one vector. Integer sums are exact: their order does not matter, and every CPU
-gives the same. Weights are stored as unsigned numbers (value + OFFSET); what that adds to a dot product is OFFSET times the sum of its
-inputs, which is taken off at the end.
+computes the same. Weights are stored as unsigned numbers (value + OFFSET), which adds OFFSET times the sum of the inputs to a dot product;
+that is subtracted at the end.
 
-Which instructions are used is decided by this CPU: `vpdpbusd` where it has VNNI (HAS_DOTS), else `vpmaddwd` (bytes, inputs widened to 16
-bits) and `vpmaddubsw` (nibbles, whose pair sums fit 16 bits), else what LLVM makes of the same arithmetic in plain words. The packed
-weights are the same for all. Read `simd` first.
+The CPU decides the instructions: `vpdpbusd` where it has VNNI (HAS_DOTS), else `vpmaddwd` (bytes, inputs widened to 16 bits) and
+`vpmaddubsw` (nibbles, whose pair sums fit 16 bits), else LLVM's translation of the same arithmetic in plain words. The packed weights are
+the same for all. Read `jit.simd` first.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ WORDS = ir.VectorType(I32, LANES)
 SHORTS = ir.VectorType(I16, 2 * LANES)
 BYTES = ir.VectorType(I8, 4 * LANES)
 STRIP = 4 if LANES == 16 else 2
-"""Registers, each LANES columns wide, that a block of outputs spans: sums of four rows then fill half of the registers there are."""
+"""Width of a strip in registers of LANES columns. The sums of four rows then fill half of the CPU's registers."""
 STRIP_COLUMNS = STRIP * LANES
 AHEAD = 12
 """Iterations for which weights are fetched ahead, see `simd.AHEAD`."""
 GROUPS_AHEAD, LINE_SCALES = 6, 32
-"""The same for scales of groups, of which a cache line holds so many."""
+"""Groups for which scales are fetched ahead, and the scales in a cache line."""
 ROWS, PAIR, STRIPS = 4, 2, 4
 BLOCKS = ((ROWS, 1), (PAIR, PAIR), (1, STRIPS), (1, 1))
 """Sizes of a block, as rows and strips that are multiplied at once. The sums of all but the last fill the same number of registers."""
@@ -59,11 +59,11 @@ KEY = max(strips for _, strips in BLOCKS) + 1
 """rows * KEY + strips is another number for each block."""
 BYTE_OFFSET, NIBBLE_OFFSET = 128, 8
 PAIR_ORDER = (0, 2, 1, 3)
-"""How four inputs of 16 bits are stored: a word's even bytes, and its odd ones, then meet neighbours."""
+"""The order in which four inputs of 16 bits are stored, so that a word's even and odd bytes match neighbouring inputs."""
 NIBBLE_RUN = 32
-"""Inputs whose nibble products may be added in 16 bits: 8 pair sums of at most 2 * 15 * 127."""
+"""Inputs whose nibble products can be summed in 16 bits: 8 pair sums of at most 2 * 15 * 127."""
 HAS_DOTS = ("avx512vnni" if LANES == 16 else "avxvnni") in native_features() and LANES >= 8
-"""Four products of bytes are added to a word by one instruction."""
+"""Whether one instruction adds four products of bytes to a word."""
 
 
 def _vector(builder: ir.IRBuilder, pointer: ir.Value, like: ir.Type) -> ir.Value:
@@ -93,7 +93,7 @@ def add_pairs(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
 
 
 def add_byte_pairs(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """a unsigned bytes, b signed: 16-bit number i of the result = a[2i] b[2i] + a[2i + 1] b[2i + 1]; the caller knows that it fits."""
+    """a unsigned bytes, b signed: 16-bit number i of the result = a[2i] b[2i] + a[2i + 1] b[2i + 1], which must fit."""
     a, b = builder.bitcast(a, BYTES), builder.bitcast(b, BYTES)
     if LANES == 16 and "avx512bw" in native_features():
         return _named(builder, "llvm.x86.avx512.pmaddubs.w.512", SHORTS, a, b)
@@ -140,7 +140,7 @@ def largest_magnitude(_: Any, pointer: Any, length: Any) -> tuple[Any, Emit]:
 @intrinsic
 def quantize(_: Any, target: Any, source: Any, length: Any, factor: Any) -> tuple[Any, Emit]:
     """target[i] = round(source[i] * factor), ties to even, within +-127; returns their sum. target int8, or int16 in the order of
-    PAIR_ORDER; length a multiple of LANES. What is not a number becomes something within the range: its row's scale is NaN."""
+    PAIR_ORDER; length a multiple of LANES. NaN becomes any number within the range; its row's scale is NaN."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         target_at, source_at, count, scale = arguments
@@ -180,12 +180,12 @@ def _zeros(builder: ir.IRBuilder, count: int, like: ir.Type) -> list[ir.Value]:
 
 
 def _registers(builder: ir.IRBuilder, starts: list[ir.Value]) -> list[ir.Value]:
-    """Where the STRIP registers at each start lie."""
+    """The addresses of the STRIP registers at each start."""
     return [gep(builder, start, c * LANES) for start in starts for c in range(STRIP)]
 
 
 def _weights(builder: ir.IRBuilder, places: list[ir.Value]) -> list[ir.Value]:
-    """The registers at `places`; what is read some iterations later is asked for."""
+    """The registers at `places`; those of AHEAD iterations later are prefetched."""
     words = [_vector(builder, place, WORDS) for place in places]
     for place in places:
         prefetch_line(builder, gep(builder, place, AHEAD * STRIP * LANES), STREAM_LEVEL)
@@ -285,8 +285,8 @@ def _add_quads(builder: ir.IRBuilder, totals: list[ir.Value], words: list[ir.Val
 
 
 def _at_once(rows: int, words: int) -> int:
-    """Words that are taken apart before they meet the rows: few rows' inputs stay in registers while words pass one by one, several rows'
-    pass while the words stay."""
+    """Registers of words that are unpacked before they are multiplied with the rows. With one or two rows, inputs stay in registers and
+    words are loaded one by one; with more rows, the words stay."""
     return 1 if rows <= 2 else words
 
 

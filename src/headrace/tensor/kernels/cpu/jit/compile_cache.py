@@ -1,10 +1,10 @@
-"""Where compiled kernels are kept on disk.
+"""Chooses the directory in which compiled kernels are stored.
 
-Numba's cache is pickled machine code: whoever may write to its directory runs code as us (`host.cache_folder`). Where there is none that
-is ours alone, kernels are compiled anew in every process, which costs time and nothing else.
+Numba's cache is pickled machine code: a user who can write to its directory can run code as this user (`host.cache_folder`). Without a
+private directory, kernels are compiled again in every process.
 
-One directory per (kernel sources, numba, llvmlite, Python, CPU): Numba itself notices a changed file but not a changed helper
-in another file.
+There is one directory per (kernel sources, numba, llvmlite, Python, CPU): Numba itself notices a changed file but not a changed helper in
+another file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from headrace.tensor.host.cache_folder import ENVIRONMENT, cache_root, open_private
 
 KERNEL_SOURCES = Path(__file__).parents[2]
-"""`tensor/kernels`: a change in any of its files means other machine code."""
+"""`tensor/kernels`: a change in any of its files may change the machine code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class CompileCache:
 
 
 def code_key(sources: Path, cpu: str) -> str:
-    """Names everything compiled code depends on; sources: the folder of kernel files, searched with its subfolders."""
+    """A name for everything that compiled code depends on; sources: the folder of kernel files, searched with its subfolders."""
     digest = hashlib.sha256(cpu.encode())
     for path in sorted(sources.rglob("*.py")):
         digest.update(str(path.relative_to(sources)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -50,7 +50,7 @@ def _versions() -> tuple[str, str]:
 
 
 def _host_cpu() -> str:
-    """Name and features of the CPU that Numba compiles for."""
+    """The name and features of the CPU for which Numba compiles."""
     import llvmlite.binding
     from numba import config
 
@@ -67,5 +67,5 @@ def choose_cache(root: Path, key: str) -> CompileCache:
 
 
 def numba_cache() -> CompileCache:
-    """The cache of this process, from its environment."""
+    """The cache that this process's environment chooses."""
     return choose_cache(cache_root(os.environ), code_key(KERNEL_SOURCES, _host_cpu()))

@@ -1,8 +1,8 @@
-"""Numba's cache on disk, made so that a disk that refuses does not stop a start.
+"""Numba's cache on disk, changed so that a full or read-only disk does not prevent a start.
 
-Numba raises what the file system raises, so a full or read-only disk would end the process at its first kernel. Here what cannot be read
-is compiled, and what cannot be written is used from memory: with one warning, after which nothing more is offered to that disk. Only the
-folder of `compile_cache` is used: Numba alone would go on to folders that nobody has checked.
+Numba raises every OSError, so such a disk would end the process at its first kernel. Here a file that cannot be read is compiled again,
+and code that cannot be written is used from memory: with one warning, after which nothing more is written. Only the folder of
+`compile_cache` is used: Numba by itself would try other folders, whose owner and mode are unchecked.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ log = logging.getLogger(__name__)
 
 
 class Disk:
-    """What this process has seen of the cache's disk. refusal: why nothing is written any more; None while it works."""
+    """The state of the cache's disk in this process. refusal: why nothing is written any more; None while writing works."""
 
     def __init__(self) -> None:
         self.refusal: str | None = None
 
     def refuse(self, error: OSError, folder: str) -> None:
-        """Told once: every kernel would fail in the same way, after the time to serialize it."""
+        """Log the first error and write nothing more: every kernel would fail alike, after the time to serialize it."""
         if self.refusal is None:
             self.refusal = f"compiled kernels cannot be kept in {folder} ({error.strerror or error})"
             log.warning("%s; every start compiles them again. Free space there, or set %s to another folder.", self.refusal, ENVIRONMENT)
@@ -38,7 +38,7 @@ DISK = Disk()
 
 
 class _Locator(UserProvidedCacheLocator):
-    """The configured folder, which may be one that can only be read."""
+    """The configured folder, which may be read-only."""
 
     def ensure_cache_path(self) -> None:
         os.makedirs(self.get_cache_path(), exist_ok=True)
@@ -61,7 +61,7 @@ class KernelCache(FunctionCache):
     disk = DISK
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The compiled function; None where there is none that can be read."""
+        """The compiled function; None where none can be read."""
         try:
             return super().load_overload(sig, target_context)
         except (OSError, EOFError) as error:
@@ -78,15 +78,15 @@ class KernelCache(FunctionCache):
 
 
 def keep(dispatcher: Any) -> None:
-    """What `njit(cache=True)` does for a function just decorated, with this cache."""
+    """Give a decorated function this cache, as `njit(cache=True)` gives it Numba's."""
     dispatcher._cache = KernelCache(dispatcher.py_func)
 
 
 class KeptCFunc(CFunc):
-    """What `cfunc(cache=True)` makes, with this cache."""
+    """A C function as `cfunc(cache=True)` makes it, with this cache."""
 
     address: int
-    """Of the code, once it is compiled."""
+    """Address of the code; set by `compile`."""
 
     def enable_caching(self) -> None:
         self._cache = KernelCache(self.__wrapped__)

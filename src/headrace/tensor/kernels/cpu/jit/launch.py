@@ -1,12 +1,13 @@
-"""How a compiled kernel runs on several threads: the only parallel region of the package.
+"""Compiles kernels and runs them on several threads, in the only parallel region of the package.
 
-A kernel is a C function `void(arguments, worker, workers)` made by `compile_kernel`; `arguments` is the address of int64 numbers
-(addresses, strides, counts; floats by `float_bits`). A region calls it once per worker, without the GIL. One region for all kernels
-means one slow `parallel=True` compilation instead of one per kernel and element type.
+A kernel is a C function `void(arguments, worker, workers)` made by `compile_kernel`. `arguments` is the address of int64 words
+(addresses, strides, counts; floats by `float_bits`). Each kernel declares them once, as a NamedTuple: the launch builds it by name, and
+the kernel reads it by name (`simd.read_arguments`). A region calls the kernel once per worker, without the GIL. One region for all
+kernels means one slow `parallel=True` compilation instead of one per kernel and element type.
 
-Compiled code is kept on disk by Numba, in the directory of `compile_cache`, as far as the disk takes it (`disk_cache`). Kernels and
-helpers close over no other compiled function: Numba keys its cache by the pickled closure, and a function's identity differs in every
-process.
+Numba stores compiled code in the directory of `compile_cache`, unless the disk refuses it (`disk_cache`). Kernels and helpers close over
+no other compiled function: Numba keys its cache by the pickled closure, and a function's identity differs in every process. Lists of
+launches that run later: `together`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ numba.config.CACHE_DIR = str(CACHE.directory or "")  # read by every decorator b
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-"""Of every helper: no GIL, no checks for division by zero."""
+"""Compile options of every function: no GIL, no checks for division by zero."""
 
 _memset = types.ExternalFunction("memset", types.intp(types.intp, types.int32, types.intp))
 
@@ -53,7 +54,7 @@ def _compiled(function: _Function, **options: bool) -> _Function:
 
 
 def helper(function: _Function) -> _Function:
-    """Compile a function that only compiled code calls: no entry from Python is made, which is half the time of a small one."""
+    """Compile a function that only compiled code calls. It gets no entry from Python, half of a small one's compile time."""
     return _compiled(function, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
@@ -106,7 +107,7 @@ def double_from_bits(_: Any, bits: Any) -> tuple[Any, Any]:
 
 
 def float_bits(value: float) -> int:
-    """A float as an argument; rounded to float32."""
+    """A float as an int64 argument: the bits of the nearest float32. See `float_from_bits`."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
@@ -122,7 +123,7 @@ def _in_parallel(function: int, arguments: int, workers: int) -> None:
 
 @helper
 def run_workers(function: int, arguments: int, workers: int) -> None:
-    """Call `function` once per worker and wait; for compiled code. One worker runs on the calling thread, without a region."""
+    """Call the kernel at address `function` once per worker and wait. One worker runs on the calling thread, without a region."""
     if workers > 1:
         _in_parallel(function, arguments, workers)
     else:
@@ -131,18 +132,18 @@ def run_workers(function: int, arguments: int, workers: int) -> None:
 
 @entry
 def run_now(function: int, arguments: int, workers: int) -> None:
-    run_workers(function, arguments, workers)  # the caller holds the memory
+    run_workers(function, arguments, workers)  # the caller keeps the arguments alive
 
 
 class _Threads:
-    """How many workers a region may have. Process-wide, as torch's own setting is."""
+    """The limit of a region's workers, for the whole process, as torch's own setting is."""
 
     def __init__(self) -> None:
         self.limit = int(numba.config.NUMBA_NUM_THREADS)
         self.applied = threading.local()
 
     def apply_limit(self) -> None:
-        """Numba keeps the size of a region per calling thread; it is set once per thread and limit."""
+        """Set the size of Numba's regions, which it stores per calling thread, once per thread and limit."""
         if getattr(self.applied, "limit", None) != self.limit:
             numba.set_num_threads(self.limit)
             self.applied.limit = self.limit
@@ -158,14 +159,14 @@ def thread_limit() -> int:
 
 
 def set_thread_limit(limit: int) -> int:
-    """Workers per region from now on, at most the threads Numba was started with. Returns what was set."""
+    """Set the workers per region, at most the threads with which Numba was started. Returns the limit that was set."""
     _THREADS.limit = max(1, min(limit, int(numba.config.NUMBA_NUM_THREADS)))
     return _THREADS.limit
 
 
 @cache
 def threading_layer() -> str:
-    """Numba's threading layer ("omp", "tbb", "workqueue"), woken by an empty region if it was not.
+    """Numba's threading layer ("omp", "tbb", "workqueue"), started by an empty region.
 
     Must precede every call of compiled code that contains `run_workers`: such code, loaded from the disk cache, does not resolve the
     layer's symbols by itself when the region had come from that cache while it was compiled (numba 0.68), and would jump to address 0.
@@ -187,7 +188,7 @@ def compile_kernel(function: Callable[[int, int, int], None]) -> int:
 
 
 def guarded(function: Callable[..., None], *arguments: Any) -> None:
-    """Call compiled code that contains a region. Where the layer ends the process on concurrent entry, callers take turns."""
+    """Call compiled code that contains a region. The workqueue layer ends the process on concurrent entry, so there callers take turns."""
     _THREADS.apply_limit()
     if threading_layer() == "workqueue":
         with _REGION:
@@ -197,20 +198,20 @@ def guarded(function: Callable[..., None], *arguments: Any) -> None:
 
 
 def kernel_names() -> dict[int, str]:
-    """Address -> "module.function" of every kernel this process has, for those who measure."""
+    """Address -> "module.function" of every kernel of this process, for measurements."""
     functions = ((compiled.address, compiled.__wrapped__) for compiled in _COMPILED)
     return {address: f"{function.__module__.rpartition('.')[2]}.{function.__name__}" for address, function in functions}
 
 
 class Pending(Protocol):
-    """Where launches go instead of being run, see `together`."""
+    """Receives launches that are to run later, see `together`."""
 
     def fresh(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
 
     def add(self, kernel: int, memory: array[int], workers: int, touched: tuple[Tensor | np.ndarray, ...]) -> None: ...
 
     def counted(self, memory: array[int]) -> None:
-        """The last number of `memory` is a counter, which has to be zero when its kernel begins."""
+        """The last word of `memory` is a counter, which must be zero when its kernel begins."""
         ...
 
 
@@ -222,7 +223,7 @@ CALLER = _Caller()
 
 
 def words(values: Iterable[int]) -> array[int]:
-    """int64 numbers in memory. Of the standard library: NumPy takes five times as long to make one and to say where it lies."""
+    """int64 words in memory. An `array`, since NumPy takes five times as long to make one and to return its address."""
     return array("q", values)
 
 
@@ -237,10 +238,10 @@ def with_counter(arguments: Sequence[int]) -> array[int]:
 
 
 def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Memory for a result, not written yet. Inside `together` it may be a result's of the layer before the last: see `next_layer`."""
+    """Memory for a result, not written yet. Inside `together` it may be that of a result of the layer before the last, see `next_layer`."""
     pending = CALLER.pending
     made = torch.empty(shape, dtype=dtype) if pending is None else pending.fresh(shape, dtype)
-    if is_poisoned() and made.nbytes:  # when its turn comes: what was put off may still write and read this memory
+    if is_poisoned() and made.nbytes:  # by a kernel: pending kernels may still read and write this memory
         launch(_poison_kernel(), PoisonArguments(address=made.data_ptr(), num_bytes=made.nbytes), 1, made)
     return made
 
@@ -267,7 +268,7 @@ def address_of(memory: array[int]) -> int:
 def launch(kernel: int, arguments: Sequence[int] | array[int], workers: int, *touched: Tensor | np.ndarray) -> None:
     """Run `kernel` on `workers` threads and wait; inside `together`, put it on the list instead.
 
-    touched: everything behind the addresses, kept until the kernel has run; first what was made for this call, if anything was.
+    touched: all tensors and arrays whose addresses are among the arguments, kept alive until the kernel has run; a new result comes first.
     """
     memory = arguments if isinstance(arguments, array) else words(arguments)
     pending = CALLER.pending

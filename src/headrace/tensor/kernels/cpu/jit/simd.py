@@ -1,14 +1,14 @@
 """Vector code as Numba intrinsics: the inner loops whose arithmetic must be fast *and* fixed.
 
 Numba's auto-vectoriser picks a reduction order per loop and per CPU. Here every order is written down, so a dot product has the same
-bits whether it is computed for one row or among 31 others. Vectors have LANES float32, one register of this CPU.
+bits for one row as for one of 32 rows. Vectors have LANES float32, one register of this CPU.
 
-Memory is reached through typed pointers made from a tensor's address (`as_f32`, ...). The type says how an element is stored, so one
+Memory is accessed through typed pointers made from a tensor's address (`as_f32`, ...). The type says how an element is stored, so one
 kernel source compiles for float32 and for bfloat16 (uint16 bits: the upper half of a float32). The caller keeps the tensor alive and has
-checked its shape: no bounds are checked here. The words these are written in: `vector_ir`.
+checked its shape: no bounds are checked here. `vector_ir` holds the functions that emit the instructions.
 
-Sums of products run over their inputs one by one, with fused multiply-adds, a lane per output (`panel_block`). `exp` is Cephes' expf,
-within 2 units in the last place.
+Sums of products add their inputs one by one, with fused multiply-adds, a lane per output (`panel_block`). `exp` is Cephes' expf, within 2
+units in the last place.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from headrace.tensor.kernels.cpu.jit.vector_ir import (
 )
 
 AHEAD = 24 if STREAM_LEVEL == FIRST_LEVEL else 64
-"""Iterations for which weights are fetched ahead: the processor's own prefetching stops at every page (docs/experiments.md)."""
+"""Iterations by which weights are prefetched: the processor's own prefetching stops at every page (docs/experiments.md)."""
 
 ROW_STRIPS = 4
 """Strips that a single row is multiplied with at once: several streams of weights keep more cache lines in flight than one."""
@@ -67,7 +67,8 @@ SEVERAL_STRIPS = 0
 """Stands for one row and ROW_STRIPS strips where `panel_block` chooses by the number of rows."""
 
 SLACK = 8.0
-"""By so much a score may exceed what it is relative to: e**8 costs a float32 nothing, and sums are seldom rescaled."""
+"""Most that a score may exceed the reference of its softmax before sums are rescaled. e**8 costs a float32 no precision, and rescaling is
+rare."""
 
 # --- pointers and scalars; LLVM vectorises them where they stand in a plain loop ---
 
@@ -114,7 +115,7 @@ def at(_: Any, pointer: Any, index: Any) -> tuple[Any, Emit]:
 
 @intrinsic
 def load(_: Any, pointer: Any, index: Any) -> tuple[Any, Emit]:
-    """pointer[index]: a float32 from float32 or bfloat16, an int64 from int32 or int64."""
+    """pointer[index], as float32 (stored float32 or bfloat16) or int64 (stored int32 or int64)."""
     is_float = pointer.dtype in (types.float32, types.uint16)
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
@@ -142,7 +143,7 @@ def store(_: Any, value: Any, pointer: Any, index: Any) -> tuple[Any, Emit]:
 
 @intrinsic(prefer_literal=True)
 def prefetch(_: Any, pointer: Any, index: Any, length: Any) -> tuple[Any, Emit]:
-    """Ask for the cache lines of pointer[index : index + length] ahead of time. The address may be anything: a hint cannot fail."""
+    """Prefetch the cache lines of pointer[index : index + length]. The address may be anything: a hint cannot fail."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         byte_pointer = ir.IntType(8).as_pointer()
@@ -165,7 +166,7 @@ def exp(_: Any, x: Any) -> tuple[Any, Emit]:
 
 @intrinsic
 def take_ticket(_: Any, counter: Any) -> tuple[Any, Emit]:
-    """Atomically counter[0] += 1, returning the old value: how workers share a list of unequal items."""
+    """Atomically counter[0] += 1; returns the old value. Workers share a list of unequal items by it."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         return builder.atomic_rmw("add", arguments[0], I64(1), "monotonic")
@@ -175,7 +176,7 @@ def take_ticket(_: Any, counter: Any) -> tuple[Any, Emit]:
 
 @intrinsic
 def increment(_: Any, counter: Any) -> tuple[Any, Emit]:
-    """Atomically counter[0] += 1; what this thread wrote before is seen by whoever reads the new value with `load_acquire`."""
+    """Atomically counter[0] += 1. A thread that reads the new value with `load_acquire` sees what this thread wrote before."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         builder.atomic_rmw("add", arguments[0], I64(1), "acq_rel")
@@ -186,7 +187,7 @@ def increment(_: Any, counter: Any) -> tuple[Any, Emit]:
 
 @intrinsic
 def load_acquire(_: Any, counter: Any) -> tuple[Any, Emit]:
-    """counter[0] as the other threads have left it."""
+    """counter[0], read atomically; see `increment`."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         return builder.load_atomic(arguments[0], "acquire", 8)
@@ -196,7 +197,7 @@ def load_acquire(_: Any, counter: Any) -> tuple[Any, Emit]:
 
 @intrinsic
 def compare_and_set(_: Any, place: Any, value: Any) -> tuple[Any, Emit]:
-    """place[0] = value if it was 0, atomically; returns what stands there now."""
+    """Atomically place[0] = value if it was 0; returns the value that is there now."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         found = builder.cmpxchg(arguments[0], I64(0), arguments[1], "acq_rel", "acquire")
@@ -207,7 +208,7 @@ def compare_and_set(_: Any, place: Any, value: Any) -> tuple[Any, Emit]:
 
 @intrinsic
 def pause(_: Any) -> tuple[Any, Emit]:
-    """Tell the processor that this is a waiting loop."""
+    """Hint to the processor that this is a waiting loop."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         if "sse2" in native_features():
@@ -227,12 +228,12 @@ def _transpose_rows(
     builder: ir.IRBuilder, out: ir.Value, out_stride: ir.Value | int, source: ir.Value, element: types.Type, offsets: ir.Value,
     length: ir.Value, factor: ir.Value | None,
 ) -> None:  # fmt: skip
-    """out[d * out_stride + c] = source[offsets[c] + d] for d < length, c < LANES, times lane c of `factor`. Written in the order of d."""
+    """out[d * out_stride + c] = source[offsets[c] + d] times lane c of `factor`, for d < length, c < LANES; written in the order of d."""
     rows = [gep(builder, source, builder.load(gep(builder, offsets, c), align=8)) for c in range(LANES)]
     with cgutils.for_range(builder, builder.lshr(length, I64(LANES.bit_length() - 1))) as loop:
         first = builder.mul(loop.index, I64(LANES))
-        turned = transpose(builder, [load_floats(builder, gep(builder, row, first), element, VECTOR) for row in rows])
-        for d, vector in enumerate(turned):
+        transposed = transpose(builder, [load_floats(builder, gep(builder, row, first), element, VECTOR) for row in rows])
+        for d, vector in enumerate(transposed):
             place = builder.mul(builder.add(first, I64(d)), out_stride if isinstance(out_stride, ir.Value) else I64(out_stride))
             store_floats(builder, builder.fmul(vector, factor) if factor else vector, gep(builder, out, place), types.float32)
 
@@ -287,7 +288,7 @@ def pack_value(_: Any, out: Any, strip_stride: Any, value: Any, scale: Any, leng
 
 
 def _row_items(builder: ir.IRBuilder, source: ir.Value, index: ir.Value, like: ir.Type, element: types.Type) -> ir.Value:
-    """Items `index` and following of a row of float32, as many as `like` has: float32, or words of two inputs rounded to bfloat16."""
+    """The items of a row of float32 from `index` on, as many as `like` has: float32, or words of two inputs rounded to bfloat16."""
     if element == types.float32:
         return load_floats(builder, gep(builder, source, index), types.float32, shaped(like, F32))
     first = gep(builder, source, builder.mul(index, I64(2)))
@@ -341,8 +342,8 @@ def _pack_panel(
 
 
 def _skipped(builder: ir.IRBuilder, index: ir.Value, count: ir.Value, strip_step: ir.Value, num_strips: int) -> ir.Value:
-    """Elements to add to a hint that would run past the end of its piece. Pieces lie back to back: where `num_strips` are read side by
-    side, each runs into the next one, which is being read, and what is not read yet begins num_strips - 1 pieces later."""
+    """Elements to add to a prefetch address beyond the end of its piece. Pieces follow each other: where `num_strips` are read at the same
+    time, the next piece is already being read, and the first unread one begins num_strips - 1 pieces later."""
     near_end = builder.icmp_signed(">=", builder.add(index, I64(AHEAD)), count)
     return builder.select(near_end, builder.mul(strip_step, I64(num_strips - 1)), I64(0))
 
@@ -449,7 +450,7 @@ def sum_squares(_: Any, pointer: Any, length: Any) -> tuple[Any, Emit]:
 
 @intrinsic
 def sum_floats(_: Any, pointer: Any, length: Any) -> tuple[Any, Emit]:
-    """Sum of pointer[:length], in the same order."""
+    """Sum of pointer[:length] in float32, in the order of `sum_squares`."""
     return types.float32(pointer, types.intp), _emit_sum(pointer, lambda builder, value, total: builder.fadd(value, total))
 
 
@@ -482,7 +483,7 @@ def _emit_sum(pointer: Any, add: Callable[[ir.IRBuilder, ir.Value, ir.Value], ir
 def softmax_tile(_: Any, scores: Any, first: Any, last: Any, reference: Any, softcap: Any, tile: Any, is_whole: Any) -> tuple[Any, Emit]:
     """One step of an online softmax, in place over scores[:tile]: entries in [first, last) become exp(score - m), all others 0.
 
-    m is `reference`, unless one of those scores exceeds it by more than SLACK: then the largest of them. softcap > 0 first maps s to
+    m is `reference`, unless one of these scores exceeds it by more than SLACK: then it is the largest score. softcap > 0 first maps s to
     softcap * tanh(s / softcap). tile: a literal multiple of LANES. is_whole: a literal, 1 where [first, last) is known to be [0, tile).
     Returns (m, sum of the new entries); where [first, last) is empty, (reference, 0).
     """

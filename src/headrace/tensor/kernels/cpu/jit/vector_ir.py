@@ -1,7 +1,7 @@
-"""Words of vector code: functions that write LLVM instructions, for the intrinsics of `simd`.
+"""Functions that emit LLVM instructions, for the intrinsics of `simd`; and what kernels know of the CPU they are compiled for.
 
-Values are float32, alone or in vectors of LANES, one register of this CPU. Stored elements are float32, bfloat16 (seen as uint16: the
-upper half of a float32) or int8. Every order of additions is written down here, once.
+Values are float32, scalars or vectors of LANES, one register of this CPU. Stored elements are float32, bfloat16 (seen as uint16: the
+upper half of a float32) or int8.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Emit = Callable[[Any, ir.IRBuilder, Any, Any], Any]
 
 @functools.cache
 def native_features() -> frozenset[str]:
-    """Instruction sets of the CPU that Numba compiles for, as LLVM names them."""
+    """Instruction sets of the CPU for which Numba compiles, by LLVM's names."""
     if named := config.CPU_FEATURES:
         return frozenset(name[1:] for name in named.split(",") if name.startswith("+"))
     return frozenset(name for name, has in llvmlite.binding.get_host_cpu_features().items() if has)
 
 
 def native_lanes() -> int:
-    """float32 lanes of the widest vector register of the CPU that Numba compiles for: 16, 8 or 4."""
+    """float32 lanes of the widest vector register of the CPU for which Numba compiles: 16, 8 or 4."""
     features = native_features()
     if "avx512f" in features:
         return 16
@@ -39,20 +39,20 @@ def native_lanes() -> int:
 LANES = native_lanes()
 STRIP_VECTORS = 2
 STRIP_COLUMNS = STRIP_VECTORS * LANES
-"""Outputs of a linear that lie side by side in memory, see `linear`."""
+"""Outputs of a linear that are side by side in memory, see `linear`."""
 
 PANEL_ROWS = {16: (12, 8, 4, 2, 1), 8: (6, 4, 2, 1)}.get(LANES, (4, 2, 1))
 """Sizes of a panel, in rows of x that are multiplied at once, largest first. The sums of the largest panel and one strip fill 24 of
 AVX-512's 32 registers, or 12 of AVX2's 16. No size exceeds LANES, as `simd.pack_queries` requires."""
 
 HAS_BF16_DOTS = LANES == 16 and "avx512bf16" in native_features()
-"""Two products of bfloat16 are added to a float32 by one instruction."""
+"""Whether one instruction adds two products of bfloat16 to a float32."""
 
 FIRST_LEVEL, SECOND_LEVEL = 3, 2
-"""Caches into which memory is fetched ahead of its use."""
+"""LLVM's numbers of the caches into which memory can be prefetched."""
 STREAM_LEVEL = SECOND_LEVEL if HAS_BF16_DOTS else FIRST_LEVEL
-"""For weights that pass by: the second-level cache of such CPUs has more lines under way than the first. Measured on Zen 4 alone,
-elsewhere as it was (docs/experiments.md)."""
+"""The cache into which streamed weights are prefetched. CPUs with AVX512-BF16 take the second level, which keeps more lines in flight than
+the first: measured on Zen 4 alone (docs/experiments.md)."""
 
 VECTOR = ir.VectorType(F32, LANES)
 ITEM_BYTES = {types.float32: 4, types.uint16: 2, types.int8: 1, types.int16: 2, types.int32: 4, types.int64: 8}
@@ -101,15 +101,15 @@ class _BFloat(ir.Type):
 
 
 def widened(builder: ir.IRBuilder, word: ir.Value) -> list[ir.Value]:
-    """The two bfloat16 of each 32-bit word, low half first, as float32."""
+    """The two bfloat16 of each 32-bit word as float32, those of the low halves first."""
     low, high = builder.shl(word, constant(word.type, 16)), builder.and_(word, constant(word.type, -65536))
     return [builder.bitcast(half, shaped(word.type, F32)) for half in (low, high)]
 
 
 def dot_pairs(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
-    """total + the products of the two bfloat16 of each word of a and b. See `HAS_BF16_DOTS`; elsewhere by fused multiply-adds.
+    """total + the products of the two bfloat16 of each word of a and b: by one instruction where HAS_BF16_DOTS, else by multiply-adds.
 
-    The instruction rounds in another order than these, and takes what is smaller than 2**-126 for zero.
+    The instruction rounds in another order than fused multiply-adds, and takes numbers below 2**-126 for zero.
     """
     if not HAS_BF16_DOTS:
         for left, right in zip(widened(builder, a), widened(builder, b), strict=True):
@@ -119,7 +119,7 @@ def dot_pairs(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) 
 
 
 def emit_dot(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
-    """`dot_pairs` of 16 words by the instruction of CPUs that have it."""
+    """`dot_pairs` for 16 words, by the instruction of AVX512-BF16."""
     pairs = ir.VectorType(_BFloat(), 32)
     function_type = ir.FunctionType(total.type, [total.type, pairs, pairs])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.avx512bf16.dpbf16ps.512")
@@ -131,7 +131,7 @@ def gep(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value | int) -> ir.V
 
 
 def prefetch_line(builder: ir.IRBuilder, pointer: ir.Value, level: int = FIRST_LEVEL) -> None:
-    """Fetch the cache line at `pointer` ahead of time. The address may be anything: a hint cannot fail."""
+    """Prefetch the cache line at `pointer`. The address may be anything: a hint cannot fail."""
     byte_pointer = ir.IntType(8).as_pointer()
     function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
@@ -189,7 +189,7 @@ def part_of(builder: ir.IRBuilder, value: ir.Value, first: int, count: int) -> i
 def transpose(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
     """LANES vectors as columns: lane c of the d-th result is lane d of rows[c].
 
-    log2(LANES) rounds of laying the lanes of a vector and of the one LANES / 2 further on alternately side by side.
+    log2(LANES) rounds, each of which interleaves the lanes of every vector with those of the vector LANES / 2 further on.
     """
     pairs, half = [(i, LANES + i) for i in range(LANES)], LANES // 2
     order = [lane for pair in pairs for lane in pair]
@@ -209,7 +209,7 @@ def fold_lanes(builder: ir.IRBuilder, value: ir.Value, join: Callable[[ir.Value,
 
 
 def larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """The larger one; b where either is NaN. One instruction on x86, where "llvm.maxnum" takes three."""
+    """The larger of a and b; b where either is NaN. One instruction on x86, where "llvm.maxnum" takes three."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
@@ -235,6 +235,6 @@ def emit_exp(builder: ir.IRBuilder, x: ir.Value, *, is_positive: bool = True) ->
     result = builder.fmul(p, builder.bitcast(exponent, x.type))
     if not is_positive:
         return result
-    # Not (given <= limit) is "above, or NaN"; given times infinity is then infinite, or NaN.
+    # Where `given <= limit` is false, `given` is above the limit or NaN, and `given` times infinity is infinite or NaN.
     inside = builder.fcmp_ordered("<=", given, limit)
     return builder.select(inside, result, builder.fmul(given, value(math.inf)))
