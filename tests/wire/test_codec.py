@@ -18,6 +18,7 @@ from headrace.core.errors import (
     RequestTooLarge,
     SequenceFailed,
     Unavailable,
+    shorten,
 )
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
@@ -271,7 +272,8 @@ def test_a_rejection_arrives_as_it_was_raised(error: HeadraceError) -> None:
     assert type(decoded) is type(error)
     assert str(decoded) == str(error)
     facts, expected = dict(vars(decoded)), dict(vars(error))
-    assert repr(facts.pop("given", None)) == repr(expected.pop("given", None))  # only its text travels
+    given = expected.pop("given", None)
+    assert facts.pop("given", None) == (None if given is None else shorten(given))  # only its text travels
     assert facts == expected
 
 

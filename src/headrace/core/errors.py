@@ -133,8 +133,14 @@ class CheckpointError(HeadraceError):
         super().__init__(f"{file}: {reason}." + (f" {remedy}" if remedy else ""))
 
 
+class ShownValue(str):
+    """What `shorten` made of a value in another process: it stands in a message as it is."""
+
+
 def shorten(value: object, limit: int = 80) -> str:
     """A client's value as JSON in ASCII, as the client wrote it: bounded and printable, so that it can stand in a message or a log line."""
+    if isinstance(value, ShownValue):
+        return str(value)
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**40:
         return f"an integer of {value.bit_length()} bits"
     few = dict(islice(value.items(), limit)) if isinstance(value, dict) else value

@@ -9,24 +9,15 @@ from headrace.core.errors import (
     Overloaded,
     RequestTooLarge,
     SequenceFailed,
+    ShownValue,
     Unavailable,
 )
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec.text import printable
 from headrace.wire.handles import Handle, MalformedFrame
 
-NO_VALUE = "None"
+NO_VALUE = "null"
 """How InvalidRequest keeps a value it was not given."""
-
-
-class _Shown:
-    """A value that was already made printable on the other side: its repr is the text itself, not the text in quotes."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __repr__(self) -> str:
-        return self.text
 
 
 def encode_rejected(handle: Handle, error: Exception) -> pb.Rejected:
@@ -66,14 +57,14 @@ def _kind(error: Exception) -> pb.RejectKind:
 
 
 def _error(message: pb.Rejected) -> Exception:
-    value = None if message.value == NO_VALUE else _Shown(message.value)
+    value = None if message.value == NO_VALUE else ShownValue(message.value)
     match message.kind:
         case pb.REJECT_INVALID:
             return InvalidRequest(message.field, message.limit, value, message.remedy)
         case pb.REJECT_TOO_LARGE:
             return RequestTooLarge(message.field, message.limit, value, message.remedy)
         case pb.REJECT_MODEL_NOT_FOUND:
-            return ModelNotFound(message.value.strip("'"), list(message.served))
+            return ModelNotFound(ShownValue(message.value), list(message.served))
         case pb.REJECT_OVERLOADED:
             return Overloaded(message.message, retry_after_s=message.retry_after_s)
         case pb.REJECT_UNAVAILABLE:
