@@ -17,6 +17,7 @@ import pytest
 import text_kit
 from gateway_kit import eventually
 
+from headrace.core.errors import InvalidRequest
 from headrace.gateway.compose import text_workers
 from headrace.gateway.config import Limits, config_from
 from headrace.gateway.text_workers import frames, processes
@@ -203,3 +204,9 @@ async def test_keys_of_foreign_servers_are_not_in_the_hosts_environment(tmp_path
         assert ("FAR_KEY" in environment, environment.get("OTHER")) == (False, "inherited")
     finally:
         await host.close()
+
+
+@pytest.mark.parametrize("value", [7.5, "it's", None, ["a"]])
+def test_a_refusal_of_a_worker_shows_the_value_as_the_worker_would(value: object) -> None:
+    refused = InvalidRequest("messages[0].content", "text", value, "Send text.")
+    assert str(frames.error_of(frames.refusal_of(refused))) == str(refused)

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.errors import HeadraceError, InvalidRequest, RequestTooLarge
+from headrace.core.errors import HeadraceError, InvalidRequest, RequestTooLarge, ShownValue
 from headrace.gateway.config import Limits
 from headrace.gateway.http.errors import ContextLengthExceeded, UnsupportedMediaType
 from headrace.gateway.text_workers.limits import START_CPU_S
@@ -181,15 +181,5 @@ def error_of(answer: JobRefused) -> HeadraceError:
     """The error that a reply carries; the inverse of `refusal_of`."""
     if answer.kind == UnsupportedMediaType.__name__:
         return UnsupportedMediaType(answer.message)
-    value = None if answer.value is None else _Shown(answer.value)
+    value = None if answer.value is None else ShownValue(answer.value)
     return REFUSALS[answer.kind](answer.field, answer.limit, value, answer.remedy)
-
-
-class _Shown:
-    """A client's value, of which only the shortened form was sent. Its repr is that form, without further quotes."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text
