@@ -17,45 +17,7 @@ from tests.house.reader import ROOT, Module
 MAX_LINES = 60
 """Lines of one function, its signature and docstring included."""
 
-NAMES_TWICE: frozenset[str] = frozenset(
-    {
-        "Answer",
-        "Batch",
-        "Budget",
-        "Decoder",
-        "Entry",
-        "ExitCode",
-        "Facts",
-        "FairQueue",
-        "Fault",
-        "Job",
-        "Keeper",
-        "MemoryBudget",
-        "Output",
-        "Product",
-        "Progress",
-        "Recording",
-        "Refused",
-        "ReplicaState",
-        "RequestRecord",
-        "Row",
-        "Shape",
-        "Steps",
-        "Target",
-        "Usage",
-    }
-)
-"""Public classes that share a name with another one."""
-
-LONG_FUNCTIONS: frozenset[str] = frozenset(
-    {
-        "headrace.cli.bench_serve.serve",
-        "headrace.engine.runner_build.build",
-        "headrace.gateway.compose.open_gateway",
-        "headrace.tensor.kernels.cpu.attention.paged.paged_attention",
-        "headrace.tensor.models.load_model",
-    }
-)
+LONG_FUNCTIONS = frozenset({"headrace.tensor.kernels.cpu.attention.paged.paged_attention"})
 
 PRIVATE_NAMES = re.compile(r"\b(Lane|NOBODY|Repeated|turn_keys|(calm|run)_until|num_prompt_told|_?(tell|told)_\w+|_untold)\b")
 PRIVATE_WORDS = re.compile(
@@ -104,7 +66,7 @@ def test_public_class_names_are_unique(house: dict[str, Module]) -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(f"{module.shown_path}:{node.lineno}")
     twice = {name: found for name, found in places.items() if len(found) > 1}
-    fresh = [f"{name}: {', '.join(found)}" for name, found in sorted(twice.items()) if name not in NAMES_TWICE]
+    fresh = [f"{name}: {', '.join(found)}" for name, found in sorted(twice.items())]
     assert not fresh, "a public class name stands for one thing:\n" + "\n".join(fresh)
 
 
