@@ -37,7 +37,7 @@ class Recovery:
                 sequences[seq.seq_id] = seq
         for plan in plans:
             self._repeat_changes(plan)
-        if (unsent := self._scheduler.unsent_plan(self._clock())) is not None:
+        if (unsent := self._scheduler.unsent_plan()) is not None:
             self._compute_changes(unsent)
         self._repeat_in_halves(list(sequences.values()))
 

@@ -6,10 +6,13 @@ import logging
 from typing import Any
 
 import pytest
-from engine_kit import DrivenEngine, ManualClock, request
+from engine_kit import VOCAB, DrivenEngine, ManualClock, request
+from failing_plans import SITES, fail_next_plan
+from kv_oracle import expected_tokens
 
 from headrace.core.errors import EngineFatal
 from headrace.core.finish import FinishReason
+from headrace.core.ids import RequestId
 from headrace.core.load import EngineCounters, FailureKind
 from headrace.core.plan import Plan, Result
 from headrace.engine.failures import MAX_LOGGED, WINDOW_S, Failures
@@ -127,3 +130,20 @@ def test_a_failure_that_repeats_does_not_fill_the_log(caplog: pytest.LogCaptureF
     failures.note(FailureKind.STEP, "a step failed", RuntimeError("again"))
     assert f"{1000 - MAX_LOGGED} more of this kind were not logged" in caplog.records[-1].message
     assert counters.failures == {"step": 1001, "plan": 1}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("after", range(3))
+@pytest.mark.parametrize("site", SITES)
+def test_a_slot_that_a_failed_plan_handed_out_is_ended_before_it_is_handed_out_again(site: str, after: int, depth: int) -> None:
+    driven = DrivenEngine(depth=depth, max_num_seqs=1)
+    driven.submit(request("first", [1, 2, 3], max_tokens=2))
+    driven.turn()
+    driven.engine.cancel(RequestId("first"))
+    driven.submit(request("second", [4, 5, 6], max_tokens=2))
+    fail_next_plan(driven.scheduler, site, after)
+    driven.turn()
+    driven.engine.cancel(RequestId("second"))
+    driven.submit(request("third", [7, 8, 9], max_tokens=4))
+    driven.run()
+    assert driven.tokens["third", 0] == expected_tokens([7, 8, 9], 4, VOCAB, 0)

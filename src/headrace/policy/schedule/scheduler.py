@@ -122,10 +122,15 @@ class Scheduler:
     # planning
 
     def plan(self, now: float) -> Plan | None:
-        """The next step, or None when nothing can be computed now (all waiting for results, prerequisites or blocks)."""
+        """The next step, or None when nothing can be computed now (all waiting for results, prerequisites or blocks).
+
+        After a plan that could not be made comes one without rows, see `unsent_plan`.
+        """
+        if (unsent := self.unsent_plan()) is not None:
+            return unsent
         self.kv.begin_plan(now)
         self.sequences.expire(now)
-        step = PlanDraft(self.config.max_num_batched_tokens, self._builder(), now)
+        step = PlanDraft(self.config.max_num_batched_tokens, PlanBuilder(self._next_step), now)
         try:
             if self.tier is not None:
                 self.sequences.end_host_waits(self.tier.plan(step.builder, now))
@@ -149,14 +154,9 @@ class Scheduler:
         self._next_poll = now + MOVE_POLL_S
         return True
 
-    def _builder(self) -> PlanBuilder:
-        """The next plan's builder. It begins with the changes that an earlier plan, which could not be made, has left."""
-        builder, self._unsent = self._unsent or PlanBuilder(self._next_step), None
-        builder.step_id = self._next_step
-        return builder
-
     def _unplan(self, step: PlanDraft) -> None:
-        """Planning raised: undo the rows. Blocks and slots that were handed out are announced with the next plan."""
+        """Planning raised: undo the rows. Blocks and slots that were handed out are announced by a plan of their own (`unsent_plan`)."""
+        step.builder.ended.extend(self.sequences.take_ended_slots())
         self._planner.charge(step)
         step.rows.close(self._decode_columns, self.sequences.generation)
         self._undo(step.rows)
@@ -165,6 +165,9 @@ class Scheduler:
     def _freeze(self, step: PlanDraft) -> Plan:
         """Make the plan. A runner applies `ended` before `started`, so one plan may pass a slot from one sequence to another."""
         step.builder.ended.extend(self.sequences.take_ended_slots())
+        return self._close(step)
+
+    def _close(self, step: PlanDraft) -> Plan:
         step.rows.close(self._decode_columns, self.sequences.generation)
         self._decode_columns = step.rows.decode_columns
         plan = step.builder.build(step.rows)
@@ -314,14 +317,18 @@ class Scheduler:
         self._next_step += 1
         return delta
 
-    def unsent_plan(self, now: float) -> Plan | None:
+    def unsent_plan(self) -> Plan | None:
         """A plan without rows, of the state changes left by a plan that could not be made. None: there are none.
 
-        It has to be computed before rows are repeated: the sequences hold the blocks it names, and the blocks it copies from may be free.
+        It is computed before anything else is planned or repeated. The sequences hold the blocks it names, and the blocks it copies
+        from may be free. Slots that were given back since are announced by the plan after it: a runner applies `ended` before
+        `started`, so the end of a sequence that this plan starts would be lost in it.
         """
-        if self._unsent is None or not self._unsent.has_changes:
+        builder, self._unsent = self._unsent, None
+        if builder is None or not builder.has_changes:
             return None
-        return self._freeze(PlanDraft(0, self._builder(), now))
+        builder.step_id = self._next_step
+        return self._close(PlanDraft(0, builder, 0.0))
 
     # invariants
 
