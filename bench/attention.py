@@ -75,7 +75,7 @@ def filled_cache(dtype: torch.dtype, blocks: int, kv_heads: int, dim: int) -> Kv
 def one_pass(step: Step, kv: KvCache) -> float:
     """Seconds per layer."""
     began = time.perf_counter()
-    with EXECUTOR.together(len(step.query)):
+    with EXECUTOR.deferred(len(step.query)):
         for layer in kv.layers:
             KERNELS.attention(
                 step.query, layer.values, step.table, step.starts, step.contexts, scale=0.1, kv_scales=layer.scales

@@ -75,7 +75,7 @@ def kernels(rows: int) -> Iterator[Work]:
 def kernel_seconds(work: Callable[[int], object], rows: int) -> float:
     """Seconds of one call."""
     began = time.perf_counter()
-    with EXECUTOR.together(rows):
+    with EXECUTOR.deferred(rows):
         for layer in range(LAYERS):
             EXECUTOR.next_layer()
             work(layer)

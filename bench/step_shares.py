@@ -38,7 +38,7 @@ from headrace.core.errors import ConfigError
 from headrace.engine.config import QUANTIZATIONS
 from headrace.lab.environment import bandwidth_facts, bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.kernels.cpu.jit.launch import kernel_names
-from headrace.tensor.kernels.cpu.together import RecordedLaunches, run_list
+from headrace.tensor.kernels.cpu.launch_list import RecordedLaunches, run_list
 from headrace.tensor.models.decoder import DecoderModel
 
 PROMPT_TOKENS = 128
@@ -59,11 +59,11 @@ class Watched:
 @contextmanager
 def watched() -> Iterator[Watched]:
     """Every other recorded step is taken apart while the block runs; its results are nonsense."""
-    seen, run, logits = Watched(), RecordedLaunches.run, DecoderModel.logits
+    seen, run, logits = Watched(), RecordedLaunches.replay_as_is, DecoderModel.logits
 
     def seconds_of(recording: RecordedLaunches, kernel: int) -> float:
         entries = recording.entries_of(kernel)
-        recording.rewind()
+        recording.reset_counters()
         began = time.perf_counter()
         run_list(entries, recording.workers)
         return time.perf_counter() - began
@@ -83,7 +83,7 @@ def watched() -> Iterator[Watched]:
             seen.heads.append(time.perf_counter() - began)
         return made
 
-    with patch.object(RecordedLaunches, "run", timed_run), patch.object(DecoderModel, "logits", timed_logits):
+    with patch.object(RecordedLaunches, "replay_as_is", timed_run), patch.object(DecoderModel, "logits", timed_logits):
         yield seen
 
 

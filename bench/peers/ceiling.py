@@ -1,6 +1,6 @@
 """A model's matrix products alone, each by the fastest implementation known for its number of rows; Headrace is asked in turns with it.
 
-It is what its products cost here and now; steps of few rows are recorded and repeated as the engine's own are. It is not an engine: no
+It is what its products cost here and now; steps of few rows are recorded and replayed as the engine's own are. It is not an engine: no
 attention, no norms, no cache, no sampling, no scheduler, and activations come in the type the product wants. For 8 and 4 bits a wider copy
 of the weight may answer too: an engine that stores few bits may widen them once per step, which costs many rows little. The fastest is
 looked for outside the timed part (`Ceiling.prepare`).
@@ -21,8 +21,8 @@ from bench.peers.shapes import Products, Shape
 from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features, resolve_dtype
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.kernels.cpu.backend import EXECUTOR, FEW_TOKENS
+from headrace.tensor.kernels.cpu.launch_list import RecordedLaunches, run_pending
 from headrace.tensor.kernels.cpu.linear import OneDnnLinear, onednn_takes
-from headrace.tensor.kernels.cpu.together import RecordedLaunches, run_pending
 from headrace.tensor.kernels.rounding import Precision, round_weight
 
 STEP_ROWS = 2048
@@ -155,7 +155,7 @@ class Product:
 
 def _seconds(copies: Iterable[Multiply], x: Tensor) -> float:
     began = time.perf_counter()
-    with EXECUTOR.together(len(x)):
+    with EXECUTOR.deferred(len(x)):
         for multiply in copies:
             multiply(x)
     return time.perf_counter() - began
@@ -192,7 +192,7 @@ class Ceiling:
     def __call__(self, prompts: list[list[int]], max_tokens: list[int]) -> int:
         for each in passes_of([len(ids) for ids in prompts], max_tokens):
             if each in self._recorded:
-                self._recorded[each].repeat()
+                self._recorded[each].replay()
             else:
                 self._multiply(each)
         return sum(max_tokens)
@@ -208,7 +208,7 @@ class Ceiling:
 
     def _multiply(self, each: Pass) -> None:
         before_attention, *others = self.layer
-        with EXECUTOR.together(each.rows):
+        with EXECUTOR.deferred(each.rows):
             for layer in range(self._layers):
                 EXECUTOR.next_layer()
                 before_attention.run(layer, each.rows)

@@ -16,7 +16,7 @@ from bench.peers.engines import WORKERS, Launch, launch_of, running
 from bench.peers.rows import row_names
 from bench.peers.run import rows_of
 from bench.peers.shapes import Products
-from headrace.tensor.kernels.cpu.together import run_pending
+from headrace.tensor.kernels.cpu.launch_list import run_pending
 
 TINY = Products(layer=((128, 64), (64, 128)), layers=3, head=(192, 64), kv_numbers=1)
 

@@ -173,12 +173,12 @@ def test_as_many_shapes_are_kept_as_their_memory_allows(monkeypatch: pytest.Monk
 
 @torch.inference_mode()
 def test_what_cannot_be_recorded_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.tensor.kernels.cpu import together
+    from headrace.tensor.kernels.cpu import launch_list
 
     loaded = _loaded("none")
     kv, steps = _cache(loaded, torch.float32), module.RecordedSteps(STRIPS.executor, loaded.model._layers)
     monkeypatch.setattr(loaded.model, "_steps", steps)
-    monkeypatch.setattr(together, "MOST_KEPT_BYTES", 1000)
+    monkeypatch.setattr(launch_list, "MAX_RESULT_BYTES", 1000)
     batch, ids = _batch([3], [50]), torch.tensor([7])
     first, second = loaded.model.forward(ids, batch, kv), loaded.model.forward(ids, batch, kv)
     assert torch.equal(first, second)

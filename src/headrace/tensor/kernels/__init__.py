@@ -154,22 +154,22 @@ class WeightPacking(Protocol):
 
 
 class Recording(Protocol):
-    """Operations that were run once and can be run again.
+    """Operations that were run once and can be replayed.
 
-    is_whole    False: some operation was not recorded, so the recording must not be repeated
+    is_whole    False: some operation was not recorded, so the recording must not be replayed
     kept_bytes  memory that its results take
     """
 
     is_whole: bool
     kept_bytes: int
 
-    def repeat(self) -> bool:
+    def replay(self) -> bool:
         """Run the operations over what their inputs hold now, into the same outputs. False: this step needs others, and none was run."""
         ...
 
 
 class StepExecutor(Protocol):
-    """Runs operations later than they are called, many at once, and repeats recorded steps without calling the operations again.
+    """Runs operations later than they are called, many at once, and replays recorded steps without calling the operations again.
 
     Only for layers that run nothing but the backend's kernels, and declare it (`layers.can_be_deferred`): other code inside would read
     results that have not been computed yet. Without an executor every operation runs when it is called.
@@ -179,7 +179,7 @@ class StepExecutor(Protocol):
 
     max_recorded_bytes: int
 
-    def together(self, num_tokens: int) -> AbstractContextManager[None]:
+    def deferred(self, num_tokens: int) -> AbstractContextManager[None]:
         """Operations called inside may run as late as at its end: their results must not be read before.
 
         Passing a result to another linear or operation of the same backend is allowed, and so is taking a view of it. The implementation
@@ -188,15 +188,15 @@ class StepExecutor(Protocol):
         ...
 
     def recording(self, num_tokens: int) -> AbstractContextManager[Recording] | None:
-        """As `together`, for steps that come again with other values in the same tensors; None for steps that are not recorded.
+        """As `deferred`, for steps that come again with other values in the same tensors; None for steps that are not recorded.
 
-        Arguments are kept, unlike elsewhere, and `repeat` writes the results again. An operation that torch computes cannot be repeated:
+        Arguments are kept, unlike elsewhere, and `replay` writes the results again. An operation that torch computes cannot be replayed:
         the recording is then not whole.
         """
         ...
 
     def next_layer(self) -> None:
-        """A layer begins. Inside `together` and `recording` its results may overwrite those of the layer before the last.
+        """Layer n begins. Inside `deferred` and `recording` its results may overwrite those of layer n - 2.
 
         A tensor that must last longer is made before the first layer, or copied.
         """

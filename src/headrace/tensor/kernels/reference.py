@@ -1,10 +1,10 @@
-"""The kernels in plain torch: the test oracle for every other implementation.
+"""The kernels in plain torch: the reference (test oracle) for every other implementation.
 
-Written for the reader, not for speed: each row is computed alone, its blocks are gathered, and attention is an explicit masked softmax in
+Written for the reader, not for speed: attention takes one row at a time, gathers its blocks, and is an explicit masked softmax in
 float32. Runs wherever torch runs (cpu, cuda) in float32, bfloat16 and float16. Only the slots that a row may see are read: unused slots
 of a block, the pad block and stale block-table entries before a window never enter a sum, so NaN there cannot leak.
 
-Shape letters: see `tensor.batch`. The fast twin is `tensor.kernels.cpu.backend`.
+Shape letters: see `tensor.batch`. The fast implementation is `tensor.kernels.cpu.backend`.
 """
 
 from __future__ import annotations

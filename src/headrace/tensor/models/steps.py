@@ -1,8 +1,8 @@
-"""Runs a model's layers for a step: at once, deferred by the backend's `StepExecutor`, or recorded and repeated.
+"""Runs a model's layers for a step: at once, deferred by the backend's `StepExecutor`, or recorded and replayed.
 
 Every decode step of one shape runs the same operations; only token ids, positions, block tables and lengths differ. These are copied into
 input tensors that stay in place. A step is recorded once per shape, and the next step of that shape is a few copies and one call, as with
-CUDA graphs. The plain twin is a backend without executor: the layers are simply called.
+CUDA graphs. The reference implementation is a backend without executor: the layers are simply called.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ class RecordedSteps:
         """Run the layers; returns their hidden states, a new tensor. `branch` may be overwritten."""
         if self._executor is None:
             return self._layers(branch, torch.zeros_like(branch), batch, kv)
-        recording = self._executor.recording(batch.num_tokens) if self._is_repeatable(batch) else None
+        recording = self._executor.recording(batch.num_tokens) if self._is_replayable(batch) else None
         if recording is not None:
-            return self._repeat(recording, branch, batch, kv)
+            return self._replay(recording, branch, batch, kv)
         residual = torch.zeros_like(branch)
-        with self._executor.together(batch.num_tokens):
+        with self._executor.deferred(batch.num_tokens):
             return self._layers(branch, residual, batch, kv)
 
-    def _is_repeatable(self, batch: ForwardBatch) -> bool:
+    def _is_replayable(self, batch: ForwardBatch) -> bool:
         is_plain = batch.adapter_slots is None and batch.selected is None
         return batch.max_count == 1 and batch.num_tokens <= self._most_tokens and is_plain
 
-    def _repeat(self, recording: AbstractContextManager[Recording], branch: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
-        """Repeat the recorded step of this shape; if there is none that can be repeated for this batch, record this step."""
+    def _replay(self, recording: AbstractContextManager[Recording], branch: Tensor, batch: ForwardBatch, kv: KvCache) -> Tensor:
+        """Replay the recorded step of this shape; if there is none that can be replayed for this batch, record this step."""
         key = (len(batch.context_lens), batch.num_tokens, id(kv))
         step = self._kept.pop(key, None)
-        if step is None or not step.load(branch, batch) or not step.recording.repeat():
+        if step is None or not step.load(branch, batch) or not step.recording.replay():
             inputs = _Inputs.of(branch, batch)
             with recording as recorded:
                 out = self._layers(inputs.branch, inputs.residual, inputs.batch, kv)

@@ -132,5 +132,5 @@ def test_the_border_of_a_nucleus_is_the_twins_to_the_token(top_p: float) -> None
 def test_a_draw_is_carried_out_at_once_wherever_it_is_asked_for() -> None:
     logits = np.full((2, 300), -50.0, dtype=np.float32)
     logits[:, 7] = 0.0
-    with cpu.EXECUTOR.together(1):
+    with cpu.EXECUTOR.deferred(1):
         assert cpu.draw_tokens(logits, logits.max(axis=1), np.full(2, 0.5), limits(2, top_k=300)).tolist() == [7, 7]

@@ -3,8 +3,9 @@
 Arguments that a kernel does not support (float16, a head size that is no multiple of a register, a strided last dimension, a tensor on a
 device) go to `reference`, operation by operation, with the same result up to rounding.
 
-Batch invariance: every operation except a product by oneDNN gives a token the same bits whatever else is in the step. A deterministic
-backend does not use oneDNN, and refuses what only a library computes here, since its rounding depends on the number of rows.
+Batch invariance: every operation computed by these kernels gives a token the same bits whatever else is in the step. Products by oneDNN,
+and linears and attention that torch computes instead, are exempt, since a library's rounding may depend on the number of rows. A
+deterministic backend does not use oneDNN, and refuses the linears and attention that these kernels do not support.
 Where to read next: `attention`, `elementwise`, `linear`; below them `launch` (threads, compilation) and `simd` (vector code).
 """
 
@@ -24,17 +25,24 @@ from headrace.tensor.kernels.cpu.integer import packing as integer_packing
 from headrace.tensor.kernels.cpu.integer import quantized
 from headrace.tensor.kernels.cpu.integer.simd import STRIP_COLUMNS
 from headrace.tensor.kernels.cpu.jit import vector_ir
-from headrace.tensor.kernels.cpu.jit.launch import fresh, thread_limit
+from headrace.tensor.kernels.cpu.jit.launch import allocate_result, thread_limit
+from headrace.tensor.kernels.cpu.launch_list import (
+    MAX_RESULT_BYTES,
+    RecordedLaunches,
+    deferred_launches,
+    next_layer,
+    recording,
+    run_pending,
+)
 from headrace.tensor.kernels.cpu.linear import OneDnnLinear, StripLinear, onednn_takes
 from headrace.tensor.kernels.cpu.packing import DEPTH, can_strip
-from headrace.tensor.kernels.cpu.together import MOST_KEPT_BYTES, RecordedLaunches, next_layer, recording, run_pending, together
 from headrace.tensor.kernels.filters import Doubles, FilterLimits, Floats, Ints
 from headrace.tensor.kernels.plain_packing import PACKING as PLAIN_PACKING
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
 FEW_TOKENS = 64
-"""Tokens in a step up to which its kernels are run together: they are then so short that waking threads, and Python between them, count."""
+"""Tokens in a step up to which its kernels are deferred: they are then so short that waking threads, and Python between them, count."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -135,12 +143,12 @@ class NumbaPacking:
 
 
 class NumbaExecutor:
-    """Implements `StepExecutor`, see `together`. Kernels of a step of more than FEW_TOKENS tokens run when they are called."""
+    """Implements `StepExecutor`, see `launch_list`. Kernels of a step of more than FEW_TOKENS tokens run when they are called."""
 
-    max_recorded_bytes = MOST_KEPT_BYTES
+    max_recorded_bytes = MAX_RESULT_BYTES
 
-    def together(self, num_tokens: int) -> AbstractContextManager[None]:
-        return together() if num_tokens <= FEW_TOKENS else nullcontext()
+    def deferred(self, num_tokens: int) -> AbstractContextManager[None]:
+        return deferred_launches() if num_tokens <= FEW_TOKENS else nullcontext()
 
     def recording(self, num_tokens: int) -> AbstractContextManager[RecordedLaunches] | None:
         return recording() if num_tokens <= FEW_TOKENS else None
@@ -206,7 +214,7 @@ class NumbaKernels:
                 raise _not_invariant(f"attention with heads of {query.shape[2]} in {query.dtype} over a cache of {cache.dtype}")
             rest = {"scale": scale, "window": window, "softcap": softcap, "kv_scales": kv_scales}
             return _outside().attention(query, cache, block_table, row_starts, context_lens, **rest)  # type: ignore[arg-type]
-        out = fresh(query.shape, query.dtype)
+        out = allocate_result(query.shape, query.dtype)
         attention.paged_attention(
             query, cache, kv_scales, block_table, row_starts, context_lens, out, scale=scale, window=window, softcap=softcap
         )  # fmt: skip

@@ -14,7 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, float_bits, float_from_bits, fresh, helper, launch, thread_limit
+from headrace.tensor.kernels.cpu.jit.launch import (
+    allocate_result,
+    compile_kernel,
+    float_bits,
+    float_from_bits,
+    helper,
+    launch,
+    thread_limit,
+)
 from headrace.tensor.kernels.cpu.jit.simd import as_bf16, as_f32, at, exp, load, read_arguments, store, sum_squares
 
 Pointer = Any
@@ -107,7 +115,7 @@ def _norm_bf16_f32(arguments: int, worker: int, workers: int) -> None:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> Tensor:
     """See `Kernels.rms_norm`; x [T, E] or [T, heads, D], last dims contiguous; weight in x's dtype or float32."""
-    out = fresh(x.shape, x.dtype)
+    out = allocate_result(x.shape, x.dtype)
     has_heads = x.dim() == 3
     arguments = NormArguments(
         x=x.data_ptr(),
@@ -176,7 +184,7 @@ def _gate_bf16(arguments: int, worker: int, workers: int) -> None:
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     """See `Kernels.gated_activation`."""
     tokens, dim = gate_up.shape[0], gate_up.shape[1] // 2
-    out = fresh((tokens, dim), gate_up.dtype)
+    out = allocate_result((tokens, dim), gate_up.dtype)
     arguments = GateArguments(
         gate_up=gate_up.data_ptr(),
         out=out.data_ptr(),

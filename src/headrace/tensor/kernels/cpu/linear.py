@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headrace.tensor.kernels import PackedLinear
-from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, fresh, helper, launch, thread_limit, with_counter
+from headrace.tensor.kernels.cpu.jit.launch import allocate_result, compile_kernel, helper, launch, thread_limit, with_counter
 from headrace.tensor.kernels.cpu.jit.simd import ROW_STRIPS, as_f32, as_i32, as_i64, at, pack_rows, panel_block, read_arguments, take_ticket
 from headrace.tensor.kernels.cpu.jit.vector_ir import PANEL_ROWS, STRIP_COLUMNS
+from headrace.tensor.kernels.cpu.launch_list import run_pending
 from headrace.tensor.kernels.cpu.packing import DEPTH, pack_strips, padded
-from headrace.tensor.kernels.cpu.together import run_pending
 
 Pointer = Any
 
@@ -244,10 +244,10 @@ class StripLinear:
     def __call__(self, x: Tensor) -> Tensor:
         rows, wide = x.shape[0], as_float32(x)
         if self.arithmetic is Arithmetic.BFLOAT16:
-            panels = fresh((rows, self.in_features // 2), torch.int32)
+            panels = allocate_result((rows, self.in_features // 2), torch.int32)
         else:  # one row is a panel as it is
-            panels = fresh(wide.shape, torch.float32) if rows > 1 else wide
-        out = fresh((rows, self.columns), torch.float32)
+            panels = allocate_result(wide.shape, torch.float32) if rows > 1 else wide
+        out = allocate_result((rows, self.columns), torch.float32)
         arguments = LinearArguments(
             x=wide.data_ptr(),
             panels=panels.data_ptr(),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headrace.tensor.kernels.cpu.jit.launch import address_of, compile_kernel, launch, words
 from headrace.tensor.kernels.cpu.jit.simd import as_i64, load, read_arguments, store
-from headrace.tensor.kernels.cpu.together import run_pending
+from headrace.tensor.kernels.cpu.launch_list import run_pending
 
 TRIES = 8
 """Calls per piece of a row before the file counts as unreadable: a signal may interrupt a call that has read nothing yet."""

@@ -54,7 +54,7 @@ from headrace.tensor.kernels.cpu.jit.launch import (
 )
 from headrace.tensor.kernels.cpu.jit.simd import as_bf16, as_f32, as_i8, as_i32, as_i64, at, load, read_arguments, take_ticket
 from headrace.tensor.kernels.cpu.jit.vector_ir import LANES
-from headrace.tensor.kernels.cpu.together import RecordedLaunches, current_recording, once, run_pending
+from headrace.tensor.kernels.cpu.launch_list import RecordedLaunches, cached_in_step, current_recording, run_pending
 
 Pointer = Any
 """A typed pointer of `simd`, inside compiled code."""
@@ -341,14 +341,14 @@ def paged_attention(
     (tokens, heads, head_dim), kv_heads = query.shape, cache_.shape[3]
     group, reach = heads // kv_heads, NO_WINDOW if window is None else window
     kind = (row_starts.data_ptr(), context_lens.data_ptr(), context_lens.shape[0], kv_heads, group, head_dim, reach, thread_limit())
-    plan = once(kind, lambda: make_plan(kind))
+    plan = cached_in_step(kind, lambda: make_plan(kind))
     if plan.tokens < tokens:
         run_pending()  # an earlier layer may still have to read this memory
         out[plan.tokens :] = 0.0
     arguments = attention_arguments(query, cache_, kv_scales, block_table, out, plan, window=reach, scale=scale, softcap=softcap or 0.0)
     memory = with_counter(arguments)
     kernel, recorded = _kernel(query.dtype, cache_.dtype), current_recording()
-    replan = None if recorded is None else recorded.renewal(kind, lambda: Replan(kind, plan))
+    replan = None if recorded is None else recorded.argument_update(kind, lambda: Replan(kind, plan))
     for place, workers in ((memory, plan.workers), (_joining(memory), 1)) if plan.has_parts else ((memory, plan.workers),):
         if recorded is not None and replan is not None:
             replan.places.append((place, recorded.num_entries))

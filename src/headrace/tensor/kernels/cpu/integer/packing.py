@@ -38,8 +38,8 @@ from headrace.tensor.kernels.cpu.jit.vector_ir import (
     load_floats,
     splat,
 )
+from headrace.tensor.kernels.cpu.launch_list import run_pending
 from headrace.tensor.kernels.cpu.packing import item_row, shuffled, store_square
-from headrace.tensor.kernels.cpu.together import run_pending
 from headrace.tensor.kernels.rounding import DEFAULT_GROUP, Precision, RoundedWeight
 
 Pointer = Any

@@ -28,7 +28,7 @@ from headrace.tensor.kernels.cpu.integer.simd import (
     largest_magnitude,
     quantize,
 )
-from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, fresh, helper, launch, thread_limit, with_counter
+from headrace.tensor.kernels.cpu.jit.launch import allocate_result, compile_kernel, helper, launch, thread_limit, with_counter
 from headrace.tensor.kernels.cpu.jit.simd import as_bf16, as_f32, as_i8, as_i16, as_i32, as_i64, at, read_arguments, store, take_ticket
 from headrace.tensor.kernels.cpu.jit.vector_ir import LANES
 from headrace.tensor.kernels.cpu.linear import as_dtype, as_float32
@@ -274,8 +274,8 @@ class IntegerLinear:
         wide = as_float32(x)
         # One allocation for the rows' integers (int8 or int16), float32 scales and int32 sums: each tensor costs time.
         integer_bytes, group = rows * inputs * self.input_dtype.itemsize, self.group or inputs
-        rounded = fresh((integer_bytes + 4 * rows * (1 + inputs // group),), torch.uint8)
-        out = fresh((rows, self.columns), torch.float32)
+        rounded = allocate_result((integer_bytes + 4 * rows * (1 + inputs // group),), torch.uint8)
+        out = allocate_result((rows, self.columns), torch.float32)
         place = rounded.data_ptr()
         arguments = IntegerArguments(
             source=wide.data_ptr(),

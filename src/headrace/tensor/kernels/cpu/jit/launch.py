@@ -7,7 +7,7 @@ kernels means one slow `parallel=True` compilation instead of one per kernel and
 
 Numba stores compiled code in the directory of `compile_cache`, unless the disk refuses it (`disk_cache`). Kernels and helpers close over
 no other compiled function: Numba keys its cache by the pickled closure, and a function's identity differs in every process. Lists of
-launches that run later: `together`.
+launches that run later: `launch_list`.
 """
 
 from __future__ import annotations
@@ -204,13 +204,13 @@ def kernel_names() -> dict[int, str]:
 
 
 class Pending(Protocol):
-    """Receives launches that are to run later, see `together`."""
+    """Receives launches that are to run later, see `launch_list`."""
 
-    def fresh(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
+    def allocate_result(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
 
     def add(self, kernel: int, memory: array[int], workers: int, touched: tuple[Tensor | np.ndarray, ...]) -> None: ...
 
-    def counted(self, memory: array[int]) -> None:
+    def register_counter(self, memory: array[int]) -> None:
         """The last word of `memory` is a counter, which must be zero when its kernel begins."""
         ...
 
@@ -233,14 +233,14 @@ def with_counter(arguments: Sequence[int]) -> array[int]:
     memory[-2] = address_of(memory) + 8 * len(arguments)
     pending = CALLER.pending
     if pending is not None:
-        pending.counted(memory)
+        pending.register_counter(memory)
     return memory
 
 
-def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Memory for a result, not written yet. Inside `together` it may be that of a result of the layer before the last, see `next_layer`."""
+def allocate_result(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory for a result, not written yet. In a launch list it may be a buffer of two layers before, see `launch_list.next_layer`."""
     pending = CALLER.pending
-    made = torch.empty(shape, dtype=dtype) if pending is None else pending.fresh(shape, dtype)
+    made = torch.empty(shape, dtype=dtype) if pending is None else pending.allocate_result(shape, dtype)
     if is_poisoned() and made.nbytes:  # by a kernel: pending kernels may still read and write this memory
         launch(_poison_kernel(), PoisonArguments(address=made.data_ptr(), num_bytes=made.nbytes), 1, made)
     return made
@@ -266,7 +266,7 @@ def address_of(memory: array[int]) -> int:
 
 
 def launch(kernel: int, arguments: Sequence[int] | array[int], workers: int, *touched: Tensor | np.ndarray) -> None:
-    """Run `kernel` on `workers` threads and wait; inside `together`, put it on the list instead.
+    """Run `kernel` on `workers` threads and wait; inside `deferred_launches` and `recording`, append it to the list instead.
 
     touched: all tensors and arrays whose addresses are among the arguments, kept alive until the kernel has run; a new result comes first.
     """

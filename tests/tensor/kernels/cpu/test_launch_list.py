@@ -1,4 +1,4 @@
-"""Many kernels in one region, and steps that are recorded and run again: always the bits of kernels run one by one."""
+"""Many kernels in one region, and steps that are recorded and replayed: always the bits of kernels run one by one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from numba import types
 
 from headrace.core.errors import EngineFatal
 from headrace.tensor.host.fresh_memory import poisoned
-from headrace.tensor.kernels.cpu import together
+from headrace.tensor.kernels.cpu import launch_list
 from headrace.tensor.kernels.cpu.backend import EXECUTOR, KERNELS
 from headrace.tensor.kernels.cpu.integer.quantized import IntegerLinear
 from headrace.tensor.kernels.cpu.jit.launch import (
     CALLER,
     address_of,
+    allocate_result,
     compile_kernel,
-    fresh,
     guarded,
     kernel_names,
     run_now,
@@ -49,12 +49,12 @@ def _layers() -> list[Any]:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 40])
-def test_kernels_run_together_give_the_same_bits(rows: int) -> None:
+def test_deferred_kernels_give_the_same_bits(rows: int) -> None:
     layers, norm, x = _layers(), torch.randn(128), torch.randn(rows, 128)
     with poisoned(is_on=False):
         want = _block(x, layers, norm)
     for _ in range(20):
-        with together.together():
+        with launch_list.deferred_launches():
             got = _block(x, layers, norm)
         assert torch.equal(got, want)
 
@@ -62,28 +62,28 @@ def test_kernels_run_together_give_the_same_bits(rows: int) -> None:
 def test_a_list_is_run_early_before_it_holds_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     layers, norm, x = _layers(), torch.randn(128), torch.randn(3, 128)
     want = _block(x, layers, norm)
-    monkeypatch.setattr(together, "MOST_KEPT_BYTES", 4000)
+    monkeypatch.setattr(launch_list, "MAX_RESULT_BYTES", 4000)
     monkeypatch.setattr(type(EXECUTOR), "next_layer", lambda _: None)  # all results take memory of their own
-    with together.together():
+    with launch_list.deferred_launches():
         got = _block(x, layers, norm)
-        assert isinstance(CALLER.pending, together.LaunchList)
+        assert isinstance(CALLER.pending, launch_list.LaunchList)
         assert len(CALLER.pending.entries) < 3 * 10
     assert torch.equal(got, want)
 
 
-def test_a_layer_takes_the_memory_of_the_one_before_the_last() -> None:
+def test_layer_n_reuses_the_buffers_of_layer_n_minus_2() -> None:
     wide, narrow = StripLinear.pack(torch.randn(128, 128), None), StripLinear.pack(torch.randn(64, 128), None)
     x = torch.randn(5, 128)
     wants = [linear(x) for linear in (wide, wide, wide, narrow, narrow, narrow)]
     places, kept = [], []
-    with together.together():
+    with launch_list.deferred_launches():
         for linear, want in zip((wide, wide, wide, narrow, narrow, narrow), wants, strict=True):
             EXECUTOR.next_layer()
             got = linear(x)
             places.append(got.data_ptr())
-            assert isinstance(CALLER.pending, together.LaunchList)
+            assert isinstance(CALLER.pending, launch_list.LaunchList)
             kept.append(CALLER.pending.kept_bytes)
-            together.run_pending()
+            launch_list.run_pending()
             assert torch.equal(got, want)
     first, second, third, *others = places
     assert (third, first == second) == (first, False)
@@ -93,14 +93,14 @@ def test_a_layer_takes_the_memory_of_the_one_before_the_last() -> None:
     assert torch.equal(linear(x), wants[-1])
 
 
-def test_results_may_be_looked_at_once_what_is_pending_was_run() -> None:
+def test_results_may_be_read_after_pending_launches_were_run() -> None:
     layers, norm, x = _layers(), torch.randn(128), torch.randn(2, 128)
     want = _block(x, layers, norm)
-    with together.together(), together.together():  # the inner one joins the outer one
+    with launch_list.deferred_launches(), launch_list.deferred_launches():  # the inner one joins the outer one
         got = _block(x, layers, norm)
-        together.run_pending()
+        launch_list.run_pending()
         assert torch.equal(got, want)
-    together.run_pending()
+    launch_list.run_pending()
 
 
 def test_nothing_is_run_after_an_exception() -> None:
@@ -108,7 +108,7 @@ def test_nothing_is_run_after_an_exception() -> None:
     residual = torch.zeros_like(x)
 
     def fail_halfway() -> None:
-        with together.together():
+        with launch_list.deferred_launches():
             KERNELS.rms_norm(x, torch.ones(64), 1e-5, residual=residual)
             raise KeyError
 
@@ -120,8 +120,8 @@ def test_nothing_is_run_after_an_exception() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_worker_whose_fellow_does_not_come_does_everything_alone(first: int) -> None:
-    """Were two workers' turns to fall to one thread, the first would wait for the second for ever."""
+def test_a_worker_runs_the_list_alone_if_the_other_does_not_start_in_time(first: int) -> None:
+    """If one thread takes both workers' turns, the first must not wait for the second for ever."""
     layers, norm, x = _layers(), torch.randn(128), torch.randn(40, 128)
     want = _block(x, layers, norm)
     calls: list[int] = []
@@ -132,10 +132,10 @@ def test_a_worker_whose_fellow_does_not_come_does_everything_alone(first: int) -
             function(arguments, worker, 2)
         calls.append(workers)
 
-    with pytest.MonkeyPatch.context() as patch, together.together():
+    with pytest.MonkeyPatch.context() as patch, launch_list.deferred_launches():
         got = _block(x, layers, norm)
-        patch.setattr(together, "guarded", alone)
-        together.run_pending()
+        patch.setattr(launch_list, "guarded", alone)
+        launch_list.run_pending()
     assert calls
     assert torch.equal(got, want)
 
@@ -149,18 +149,18 @@ def _late(arguments: int, worker: int, workers: int) -> None:
         _usleep(load(as_i64(arguments), 0))
 
 
-def test_a_worker_that_does_not_come_to_the_next_kernel_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_late_at_a_barrier_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     if thread_limit() == 1:
-        pytest.skip("one CPU: nobody waits")
+        pytest.skip("one CPU: no worker waits")
     kernel, late, none = compile_kernel(_late), words([300_000]), words([0])
     entries = words([kernel, address_of(none), 2, kernel, address_of(late), 2, kernel, address_of(none), 2])
-    together.run_list(entries, 2)
-    monkeypatch.setattr(together, "MOST_WAIT_S", 0.02)
+    launch_list.run_list(entries, 2)
+    monkeypatch.setattr(launch_list, "MAX_WAIT_S", 0.02)
     began = time.monotonic()
     with pytest.raises(EngineFatal, match=r"waited 0.02 s for one of them"):
-        together.run_list(entries, 2)
+        launch_list.run_list(entries, 2)
     assert time.monotonic() - began < 30
-    together.run_list(words([kernel, address_of(none), 2] * 3), 2)
+    launch_list.run_list(words([kernel, address_of(none), 2] * 3), 2)
 
 
 def _add_waits(arguments: int, worker: int, workers: int) -> None:
@@ -169,7 +169,7 @@ def _add_waits(arguments: int, worker: int, workers: int) -> None:
     count, last, waited = load(looks, 0), 0, 0
     for i in range(count):
         now = load(looks, 1 + i)
-        waited, last = together.waited_more(waited, last, now), now
+        waited, last = launch_list.waited_more(waited, last, now), now
     store(waited, looks, 1 + count)
 
 
@@ -182,32 +182,32 @@ def test_time_in_which_the_process_was_stopped_is_no_waiting() -> None:
 
 
 def test_memory_that_is_read_before_it_is_written_is_seen() -> None:
-    """By results that are numbers only by chance: also in a layer that takes the memory of the one before the last, and in repeats."""
+    """By results that are numbers only by chance: also in a layer that reuses the buffers of another, and in replays."""
     linear, x = StripLinear.pack(torch.randn(128, 128), None), torch.randn(2, 128)
-    assert fresh((3,), torch.float32).isnan().all()
-    assert fresh((3,), torch.bfloat16).isnan().all()
-    assert fresh((3,), torch.int32).tolist() == [-1] * 3
-    with together.recording() as recorded:
+    assert allocate_result((3,), torch.float32).isnan().all()
+    assert allocate_result((3,), torch.bfloat16).isnan().all()
+    assert allocate_result((3,), torch.int32).tolist() == [-1] * 3
+    with launch_list.recording() as recorded:
         for _ in range(3):
             EXECUTOR.next_layer()
             made = linear(x)
-            unwritten = fresh((4,), torch.float32)
+            unwritten = allocate_result((4,), torch.float32)
     assert recorded.is_whole
     for _ in range(2):
         assert not made.isnan().any()
         assert unwritten.isnan().all()
         made.fill_(1.0)
         unwritten.fill_(1.0)
-        assert recorded.repeat()
+        assert recorded.replay()
 
 
 # --- recording ---
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7])
-def test_a_recorded_step_is_repeated_over_new_values(rows: int) -> None:
+def test_a_recorded_step_is_replayed_over_new_values(rows: int) -> None:
     layers, norm, x, residual = _layers(), torch.randn(128), torch.randn(rows, 128), torch.zeros(rows, 128)
-    with together.recording() as recorded:
+    with launch_list.recording() as recorded:
         got = _block(x, layers, norm, residual)
     assert recorded.is_whole
     assert torch.equal(got, _block(x, layers, norm))
@@ -215,13 +215,13 @@ def test_a_recorded_step_is_repeated_over_new_values(rows: int) -> None:
         x.copy_(torch.randn(rows, 128, generator=torch.Generator().manual_seed(seed)))
         residual.zero_()
         got.fill_(7.0)
-        assert recorded.repeat()
+        assert recorded.replay()
         assert torch.equal(got, _block(x, layers, norm))
 
 
 def test_one_kernel_of_a_recorded_step_can_be_run_alone_and_has_a_name() -> None:
     x, norm, linear = torch.randn(3, 128), torch.randn(128), StripLinear.pack(torch.randn(640, 128) * 0.1, None)
-    with poisoned(is_on=False), together.recording() as recorded:
+    with poisoned(is_on=False), launch_list.recording() as recorded:
         normed = KERNELS.rms_norm(x, norm, 1e-5)
         multiplied = linear(normed)
     want = normed.clone(), multiplied.clone()
@@ -232,8 +232,8 @@ def test_one_kernel_of_a_recorded_step_can_be_run_alone_and_has_a_name() -> None
     assert names[last].startswith("linear.")
 
     def run_alone(kernel: int) -> None:
-        recorded.rewind()  # products count what is left to do
-        together.run_list(recorded.entries_of(kernel), recorded.workers)
+        recorded.reset_counters()  # products count what is left to do
+        launch_list.run_list(recorded.entries_of(kernel), recorded.workers)
 
     normed.fill_(0.0)
     multiplied.fill_(9.0)
@@ -260,32 +260,32 @@ def test_a_recorded_steps_attention_is_planned_for_the_new_lengths(paged_batch: 
         return seen
 
     for first, same, others in ((1300, (2000, 3000, 600, 1300), (512, 40)), (200, (1, 512, 511, 40), (513, 3000))):
-        with together.recording() as recorded:
+        with launch_list.recording() as recorded:
             got = attend(first)
         for length in (*same, *others, *same):
             want = attend(length)
             got.fill_(7.0)
-            assert recorded.repeat() == (length in same), length
+            assert recorded.replay() == (length in same), length
             assert torch.equal(got, want if length in same else torch.full_like(want, 7.0)), length
 
 
-def test_what_was_looked_at_in_between_cannot_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_whose_results_were_read_cannot_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     layers, norm, x = _layers(), torch.randn(128), torch.randn(2, 128)
     want = _block(x, layers, norm)
-    with together.recording() as recorded:
+    with launch_list.recording() as recorded:
         got = _block(x, layers[:2], norm)
-        together.run_pending()
+        launch_list.run_pending()
         got = _block(x, layers, norm)
     assert not recorded.is_whole
     assert torch.equal(got, want)
-    monkeypatch.setattr(together, "MOST_KEPT_BYTES", 4000)
-    with together.recording() as recorded:
+    monkeypatch.setattr(launch_list, "MAX_RESULT_BYTES", 4000)
+    with launch_list.recording() as recorded:
         got = _block(x, layers, norm)
     assert not recorded.is_whole
     assert torch.equal(got, want)
 
 
 def test_recordings_are_not_nested() -> None:
-    with together.together(), pytest.raises(RuntimeError, match="already"), together.recording():
+    with launch_list.deferred_launches(), pytest.raises(RuntimeError, match="already"), launch_list.recording():
         pass
     assert CALLER.pending is None

@@ -1,8 +1,8 @@
-"""Runs many kernels in one parallel region, and repeats the kernels of a recorded step.
+"""Capture and replay of kernel launches, as CUDA graphs do it: many kernels run in one parallel region.
 
-`together` collects launches in a list and runs the list at its end: no thread is woken per kernel. `recording` keeps the list with all
-memory that it names, so that a later step of the same shape is one call: its inputs are written to the same memory, and no Python runs
-per kernel. Single launches: `jit.launch`. Users: `backend.NumbaExecutor`.
+`deferred_launches` collects launches in a list and runs the list at its end: no thread is woken per kernel. `recording` keeps the list
+with all memory that it names, so that a later step of the same shape is one call: its inputs are written to the same memory, and no
+Python runs per kernel. Single launches: `jit.launch`. Users: `backend.NumbaExecutor`.
 """
 
 from __future__ import annotations
@@ -24,27 +24,29 @@ from headrace.tensor.kernels.cpu.jit.launch import CALLER, address_of, call, com
 from headrace.tensor.kernels.cpu.jit.simd import as_i64, at, compare_and_set, increment, load, load_acquire, pause, read_arguments
 
 _Made = TypeVar("_Made")
-_Renewal = TypeVar("_Renewal", bound="Callable[[RecordedLaunches], bool]")
+_Update = TypeVar("_Update", bound="Callable[[RecordedLaunches], bool]")
 
 BASE_SPINS = 1 << 16
-"""Rounds, of some 50 ns and more, that a worker waits for all workers to arrive before it runs a list of no kernels alone."""
+"""Spins, of 50 ns or more each, that a worker waits for the other workers to start, before the spins per kernel are added."""
 SPINS_PER_KERNEL = 1 << 11
-"""Additional rounds per kernel on the list. A worker that gives up runs all kernels alone, so it waits about as long as they would take."""
-MOST_SPINS = 1 << 18
-"""Limit of the rounds, however long the list is."""
+"""Additional spins per kernel on the list. The worker that gives up runs all kernels by itself, so it waits about as long as that takes."""
+MAX_SPINS = 1 << 18
+"""Limit of these spins, however long the list is."""
 SPINS_BEFORE_YIELD = 1 << 12
-"""Rounds after which a waiting worker yields its processor once."""
-MOST_WAIT_S = 60.0
-"""Seconds that a worker waits for the other workers between two kernels of a list; after that the list ends in EngineFatal."""
+"""Spins after which a waiting worker yields its processor once, at the start and at barriers."""
+MAX_WAIT_S = 60.0
+"""Seconds that a worker waits at a barrier between two kernels; after that running the list ends in EngineFatal."""
 MAX_CLOCK_GAP_NS = 1_000_000_000
-"""Most nanoseconds between two readings of the clock that count as waiting: after a longer gap the whole process had been stopped."""
-MOST_KEPT_BYTES = 32 << 20
-"""Bytes of results that a list holds before it is run early. A recording that holds more is not whole."""
+"""The most that one gap between two clock readings adds to a waiting time. A longer gap means that the process was suspended."""
+MAX_RESULT_BYTES = 32 << 20
+"""A list is run early once its results take more bytes than this; a recording whose list was run early cannot be replayed."""
 _yield = types.ExternalFunction("sched_yield", types.int32())
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
 _CLOCK = time.CLOCK_MONOTONIC
-ARRIVED, VERDICT, PASSED, TIMED_OUT, CLOCKS = 0, 1, 2, 3, 4
-"""Places in a list's state. From CLOCKS on there are two words per worker, into which it reads the clock."""
+STARTED_WORKERS, TEAM_CHOICE, BARRIER_ARRIVALS, TIMED_OUT, CLOCKS = 0, 1, 2, 3, 4
+"""Words of a list's state, all 0 at first: the number of workers that started; 1 once the team is all workers, 2 + worker once this worker
+runs the list by itself; arrivals at all barriers so far; 1 once a worker waited too long. From CLOCKS on there are two words per worker,
+into which it reads the clock."""
 
 
 @helper
@@ -62,13 +64,13 @@ def waited_more(waited_ns: int, last_ns: int, now_ns: int) -> int:
 
 
 @helper
-def wait_until(state: Any, value: int, clock: int, limit_ns: int) -> bool:
-    """Wait until `value` workers have passed. False: a worker has waited for limit_ns. clock: see `read_ns`.
+def wait_at_barrier(state: Any, value: int, clock: int, limit_ns: int) -> bool:
+    """True once `value` arrivals are counted; False once any worker has waited limit_ns. clock: see `read_ns`.
 
     The worker yields its processor now and then, since it may hold up the worker that it waits for.
     """
     spins, last, waited = 0, 0, 0
-    while load_acquire(at(state, PASSED)) < value:
+    while load_acquire(at(state, BARRIER_ARRIVALS)) < value:
         pause()
         spins += 1
         if spins % SPINS_BEFORE_YIELD == 0:
@@ -84,18 +86,18 @@ def wait_until(state: Any, value: int, clock: int, limit_ns: int) -> bool:
 
 @helper
 def gather_workers(state: Any, worker: int, workers: int, max_spins: int) -> int:
-    """Wait for all workers to arrive. Returns `workers` if they did in time; else 1 for the worker that gave up first, 0 for the rest."""
-    increment(at(state, ARRIVED))
+    """The team size this worker runs with: `workers` if all started in time; else 1 for the worker that claims the list, 0 for the rest."""
+    increment(at(state, STARTED_WORKERS))
     spins = 0
-    while load_acquire(at(state, ARRIVED)) < workers and load_acquire(at(state, VERDICT)) == 0 and spins < max_spins:
+    while load_acquire(at(state, STARTED_WORKERS)) < workers and load_acquire(at(state, TEAM_CHOICE)) == 0 and spins < max_spins:
         pause()
         spins += 1
         if spins % SPINS_BEFORE_YIELD == 0:
             _yield()
-    verdict = compare_and_set(at(state, VERDICT), 1 if load_acquire(at(state, ARRIVED)) >= workers else 2 + worker)
-    if verdict == 1:
+    choice = compare_and_set(at(state, TEAM_CHOICE), 1 if load_acquire(at(state, STARTED_WORKERS)) >= workers else 2 + worker)
+    if choice == 1:
         return workers
-    return 1 if verdict == 2 + worker else 0
+    return 1 if choice == 2 + worker else 0
 
 
 class ListArguments(NamedTuple):
@@ -120,21 +122,21 @@ WORKERS = LaunchEntry._fields.index("workers")
 
 
 def _run_list(arguments: int, worker: int, workers: int) -> None:
-    """Run the kernels one after the other; between two of them every worker waits for all."""
+    """Run the kernels in order, with a barrier between two unless both run on one worker."""
     a: ListArguments = read_arguments(ListArguments, arguments)
     state, clock = as_i64(a.state), a.state + 8 * (CLOCKS + 2 * worker)
-    max_spins = min(BASE_SPINS + SPINS_PER_KERNEL * a.num_entries, MOST_SPINS)
+    max_spins = min(BASE_SPINS + SPINS_PER_KERNEL * a.num_entries, MAX_SPINS)
     team = workers if workers == 1 else gather_workers(state, worker, workers, max_spins)
-    rank, passed, before = (0 if team == 1 else worker), 0, 0
+    rank, arrivals, before = (0 if team == 1 else worker), 0, 0
     if team == 0:
         return
     for index in range(a.num_entries):
         each: LaunchEntry = read_arguments(LaunchEntry, a.entries + 8 * ENTRY_WORDS * index)
         needed = min(each.workers, team)
         if index > 0 and max(needed, before) > 1:  # consecutive kernels of one worker need no barrier
-            passed += team
-            increment(at(state, PASSED))
-            if not wait_until(state, passed, clock, a.limit_ns):
+            arrivals += team
+            increment(at(state, BARRIER_ARRIVALS))
+            if not wait_at_barrier(state, arrivals, clock, a.limit_ns):
                 return
         if rank < needed:
             call(each.kernel, each.arguments, rank, needed)
@@ -150,7 +152,7 @@ class LaunchList:
         self._clear()
 
     def _clear(self) -> None:
-        """Empty the list. The layers' results stay: callers may still hold them, and the next layers write into them."""
+        """Empty the list. The layers' results stay: callers may still hold these tensors, and the next layers write into them."""
         self.entries: list[int] = []
         self.workers = 1
         self.kept: list[object] = []
@@ -161,10 +163,10 @@ class LaunchList:
         self.entries += LaunchEntry(kernel=kernel, arguments=address_of(memory), workers=workers)
         self.workers = max(self.workers, workers)
         self.kept += (memory, touched)
-        if self.kept_bytes > MOST_KEPT_BYTES:
+        if self.kept_bytes > MAX_RESULT_BYTES:
             self.run_pending()
 
-    def counted(self, memory: array[int]) -> None:
+    def register_counter(self, memory: array[int]) -> None:
         pass  # this list runs once, and its counters are new
 
     def next_layer(self) -> None:
@@ -172,10 +174,10 @@ class LaunchList:
             self._made = [], []
         self._layer, self._place = 1 - self._layer, 0
 
-    def fresh(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The tensor that stood at the same place in the layer before the last, if its shape and dtype are these; else a new one.
+    def allocate_result(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """In layer n, the result allocated at the same place in layer n - 2, if its shape and dtype are these; else a new tensor.
 
-        Kernels that use the old tensor were launched earlier, so they run before the kernels that write the new values.
+        Kernels that use the old values were launched earlier, so they run before the kernels that write the new ones.
         """
         if self._made is None:
             return self._new(shape, dtype)
@@ -199,27 +201,27 @@ class LaunchList:
 
 
 class RecordedLaunches(LaunchList):
-    """A list that can be run again. `is_whole` is False if part of it had to run early: a result was read, or it held too much memory."""
+    """A list that can be replayed, unless `is_whole` is False: a result was read while recording, or results exceeded MAX_RESULT_BYTES."""
 
     def __init__(self) -> None:
         super().__init__()
         self.is_whole = True
         self._list = words(())
         self._counters: list[array[int]] = []
-        self._renewals: dict[Hashable, Callable[[RecordedLaunches], bool]] = {}
+        self._updates: dict[Hashable, Callable[[RecordedLaunches], bool]] = {}
 
-    def counted(self, memory: array[int]) -> None:
+    def register_counter(self, memory: array[int]) -> None:
         self._counters.append(memory)
 
     def run_pending(self) -> None:
         self.is_whole = False
         super().run_pending()
 
-    def renewal(self, key: Hashable, make: Callable[[], _Renewal]) -> _Renewal:
-        """A function called before the list is repeated, made once per key. It updates arguments; False: this step cannot be repeated."""
-        if key not in self._renewals:
-            self._renewals[key] = make()
-        return cast("_Renewal", self._renewals[key])
+    def argument_update(self, key: Hashable, make: Callable[[], _Update]) -> _Update:
+        """The function, made once per key, that updates arguments before each replay; it returns False if the step needs another list."""
+        if key not in self._updates:
+            self._updates[key] = make()
+        return cast("_Update", self._updates[key])
 
     @property
     def num_entries(self) -> int:
@@ -229,29 +231,30 @@ class RecordedLaunches(LaunchList):
         self._list[ENTRY_WORDS * entry + WORKERS] = workers
         self.workers = max(self.workers, workers)
 
-    def finish(self) -> None:
-        """Run the list for the first time."""
+    def seal_and_run(self) -> None:
+        """Run the list for the first time, once nothing more is recorded."""
         self._list = words(self.entries)
         run_list(self._list, self.workers)
 
-    def repeat(self) -> bool:
-        """Run the list over what its inputs hold now. False, with nothing run, where the step needs another list."""
-        if not all(renew(self) for renew in self._renewals.values()):
+    def replay(self) -> bool:
+        """Update the arguments and run the list over what its inputs hold now. False, with nothing run: the step needs another list."""
+        if not all(update(self) for update in self._updates.values()):
             return False
-        self.run()
+        self.replay_as_is()
         return True
 
-    def run(self) -> None:
-        self.rewind()
+    def replay_as_is(self) -> None:
+        """Run the list with the arguments that it has."""
+        self.reset_counters()
         run_list(self._list, self.workers)
 
-    def rewind(self) -> None:
-        """Set the kernels' counters to zero, as they are at the begin of a run."""
+    def reset_counters(self) -> None:
+        """Set the kernels' work counters to zero, as each kernel expects them."""
         for memory in self._counters:
             memory[-1] = 0
 
     def entries_of(self, kernel: int) -> array[int]:
-        """The entries of one kernel, for measurements: running them does not compute a step's result."""
+        """The entries of one kernel, for benchmarks: running them corrupts the step's results."""
         entries = self._list
         firsts = (first for first in range(0, len(entries), ENTRY_WORDS) if entries[first] == kernel)
         return words(word for first in firsts for word in entries[first : first + ENTRY_WORDS])
@@ -260,17 +263,17 @@ class RecordedLaunches(LaunchList):
 def run_list(entries: array[int], workers: int) -> None:
     """Run a list's entries on `workers` threads.
 
-    Raises EngineFatal where a worker did not finish an entry within MOST_WAIT_S: results are then incomplete. A kernel that never returns
-    keeps the parallel region open, and this call does not return either; the watch on the engine's loop notices that.
+    Raises EngineFatal if a worker waited MAX_WAIT_S at a barrier: results are then incomplete. A worker that never returns from its kernel
+    blocks this call; only monitoring from outside can detect that.
     """
     state = words([0] * (CLOCKS + 2 * workers))
     arguments = ListArguments(
-        entries=address_of(entries), num_entries=len(entries) // ENTRY_WORDS, state=address_of(state), limit_ns=int(MOST_WAIT_S * 1e9)
+        entries=address_of(entries), num_entries=len(entries) // ENTRY_WORDS, state=address_of(state), limit_ns=int(MAX_WAIT_S * 1e9)
     )
     memory = words(arguments)
     guarded(run_now, _list_kernel(), address_of(memory), workers)
     if state[TIMED_OUT]:
-        raise EngineFatal(f"kernel threads waited {MOST_WAIT_S:g} s for one of them in the middle of a step, and gave up")
+        raise EngineFatal(f"kernel threads waited {MAX_WAIT_S:g} s for one of them in the middle of a step, and gave up")
 
 
 @cache
@@ -279,11 +282,11 @@ def _list_kernel() -> int:
 
 
 @contextmanager
-def together() -> Iterator[None]:
-    """Kernels launched inside run at its end, in order, in one parallel region.
+def deferred_launches() -> Iterator[None]:
+    """Kernels launched inside run at its end, in order, in one parallel region. An inner block joins the outer one.
 
-    No thread is woken per kernel, and Python has finished before weights evict it from the caches. Call `run_pending` before a result is
-    read inside. After an exception no pending kernel is run.
+    No thread is woken per kernel, and Python runs before the weights evict its code and data from the CPU caches. Call `run_pending` before
+    a result is read inside. After an exception the launches still pending are dropped.
     """
     if CALLER.pending is not None:
         yield
@@ -298,22 +301,22 @@ def together() -> Iterator[None]:
 
 @contextmanager
 def recording() -> Iterator[RecordedLaunches]:
-    """`together`, for a list that can be run again: it is yielded, and must be `is_whole` in the end. Raises RuntimeError when nested."""
+    """As `deferred_launches`; yields the list. It can be replayed if it `is_whole` at the end. Raises RuntimeError when nested."""
     if CALLER.pending is not None:
         raise RuntimeError("kernels are being recorded or put together already")
     CALLER.pending = recorded = RecordedLaunches()
     try:
         yield recorded
-        recorded.finish()
+        recorded.seal_and_run()
     finally:
         CALLER.pending = None
 
 
 def next_layer() -> None:
-    """A layer begins, which reads results of the previous layer only; outside `together` this does nothing.
+    """Layer n begins. From here on results reuse the buffers of layer n - 2; outside `deferred_launches` this does nothing.
 
-    Results from here on may take the memory of the layer before the previous one. A step's results are then as large as those of two
-    layers, which fit the caches.
+    That is safe: layer n reads only its own results and those of layer n - 1 (double buffering). A step then needs buffers for two layers,
+    which fit the caches, instead of all.
     """
     if isinstance(CALLER.pending, LaunchList):
         CALLER.pending.next_layer()
@@ -323,8 +326,11 @@ def current_recording() -> RecordedLaunches | None:
     return CALLER.pending if isinstance(CALLER.pending, RecordedLaunches) else None
 
 
-def once(key: Hashable, make: Callable[[], _Made]) -> _Made:
-    """The result of `make`, which inside `together` is called once per key. The key names all that `make` reads, tensors by address."""
+def cached_in_step(key: Hashable, make: Callable[[], _Made]) -> _Made:
+    """Call `make`; inside `deferred_launches` and `recording`, at most once per key until the list is run.
+
+    Its inputs must not change meanwhile; the key holds their addresses.
+    """
     pending = CALLER.pending
     if not isinstance(pending, LaunchList):
         return make()
@@ -334,6 +340,6 @@ def once(key: Hashable, make: Callable[[], _Made]) -> _Made:
 
 
 def run_pending() -> None:
-    """Run the kernels launched so far inside `together`; elsewhere none is pending."""
+    """Run the kernels launched so far inside `deferred_launches` or `recording`; elsewhere none is pending."""
     if isinstance(CALLER.pending, LaunchList):
         CALLER.pending.run_pending()
