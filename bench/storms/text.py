@@ -201,7 +201,7 @@ async def megabytes(session: aiohttp.ClientSession) -> dict[str, Any]:
 
 
 async def abandoned(session: aiohttp.ClientSession) -> dict[str, Any]:
-    """44 scored echoes of long prompts, streamed and left after their first bytes or half a second; then 42 short requests."""
+    """44 long echoes with log-probabilities, streamed and left after their first bytes or half a second; then 42 short requests."""
     echo = body(prompt="fox and " * 500, echo=True, logprobs=20, max_tokens=4, stream=True)
 
     async def leave() -> None:

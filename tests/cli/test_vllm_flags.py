@@ -124,7 +124,7 @@ def test_other_words_are_left_to_the_parser() -> None:
 
 
 @pytest.mark.parametrize("flag", sorted(flag for flag in TAKEN if flag.startswith("--")))
-def test_underscores_are_dashes(flag: str) -> None:
+def test_underlogprobs_are_dashes(flag: str) -> None:
     param = next(param for param in SERVE.params if flag in (*param.opts, *param.secondary_opts))
     value = [] if getattr(param, "is_flag", False) else [NUMBER]
     if flag != "--help":

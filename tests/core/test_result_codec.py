@@ -36,7 +36,7 @@ def columns_of(given_entries: Sequence[TokenLogprobs | None]) -> LogprobColumns:
 def results(draw: st.DrawFn) -> Result:
     counts = draw(st.lists(st.integers(0, 3), max_size=4))
     tokens = sum(counts)
-    scored = st.lists(st.none() | entries(), min_size=tokens, max_size=tokens)
+    optional = st.lists(st.none() | entries(), min_size=tokens, max_size=tokens)
     rows = sorted(draw(st.sets(st.integers(0, len(counts) - 1)))) if counts else []
     prompts = [draw(st.lists(entries(), min_size=1, max_size=3)) for _ in rows]
     errors = draw(st.lists(st.tuples(st.integers(0, len(counts) - 1), st.text(max_size=5)), max_size=2)) if counts else []
@@ -45,7 +45,7 @@ def results(draw: st.DrawFn) -> Result:
         step_id=draw(st.integers(0, 2**40)),
         token_counts=array("i", counts),
         token_ids=array("i", draw(st.lists(ids, min_size=tokens, max_size=tokens))),
-        logprobs=columns_of(draw(st.just([]) | scored)),
+        logprobs=columns_of(draw(st.just([]) | optional)),
         prompt_rows=array("i", rows),
         prompt_counts=array("i", [len(found) for found in prompts]),
         prompt_logprobs=columns_of([entry for found in prompts for entry in found]),

@@ -55,7 +55,7 @@ class Poison:
 
 
 def requests_of(checkpoint: Checkpoint) -> list[EngineRequest]:
-    """Greedy ones with penalties too small to matter, so that every place is passed; the culprit wants its prompt scored."""
+    """Greedy ones with penalties too small to matter, so that every place is passed; the culprit asks for prompt log-probabilities."""
     return [
         greedy_request(
             f"r{number}",
@@ -77,7 +77,7 @@ def requests_of(checkpoint: Checkpoint) -> list[EngineRequest]:
 @pytest.mark.parametrize("site", sites())
 def test_only_the_culprit_fails(checkpoint: Checkpoint, site: str, moment: str, depth: int) -> None:
     if (site, moment) == ("runner.prompt_logprobs", "decode"):
-        moment = "prefill"  # a prompt is scored while it is computed
+        moment = "prefill"  # log-probabilities of a prompt are computed with it
     requests = requests_of(checkpoint)
     culprit = next(request for request in requests if request.request_id == CULPRIT)
     with RealEngine(checkpoint.folder, depth=depth, max_num_batched_tokens=40) as engine:

@@ -64,7 +64,7 @@ async def test_echo_puts_the_prompt_first(either: TestBench, stream: bool) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_echo_with_logprobs_scores_the_prompt(bench: TestBench, stream: bool) -> None:
+async def test_echo_with_logprobs_has_those_of_the_prompt(bench: TestBench, stream: bool) -> None:
     response = await bench.complete(prompt="Hello world", echo=True, logprobs=2, max_tokens=3, stream=stream)
     choices = [choice for event in (events_of(response.text) if stream else [response.json()]) for choice in event["choices"]]
     columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}

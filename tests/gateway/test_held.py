@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from gateway_kit import MODEL, TestBench, chat_body, dial, eventually, metric, open_bench, post, scored, serving
+from gateway_kit import MODEL, TestBench, chat_body, dial, eventually, metric, open_bench, post, serving, token_logprobs
 
 from headrace.core.errors import ConfigError, DeadlineExceeded, Overloaded
 from headrace.core.ids import RequestId
@@ -22,8 +22,8 @@ from headrace.core.plan import columns_of
 from headrace.gateway import memory
 from headrace.gateway.access.budget import Held, HeldLimits, RequestMemory
 from headrace.gateway.config import config_from
+from headrace.gateway.generation.logprob_limits import first_answer_bytes
 from headrace.gateway.generation.run import Run
-from headrace.gateway.generation.score_limits import first_answer_bytes
 from headrace.gateway.http.exchange import ABORT_EXTENSION, Exchange
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.surfaces.dialect.logprobs import completion_logprobs, echo_logprobs
@@ -67,7 +67,7 @@ async def test_a_body_counts_while_its_request_runs(bench: TestBench) -> None:
 
 
 async def test_unread_echoes_are_held_once_however_many_choices_show_them(text: TextModel) -> None:
-    """24 choices of one prompt were 24 encoded copies of its scores, and 24 lists of the engine's."""
+    """24 choices of one prompt were 24 encoded copies of its log-probabilities, and 24 lists of the engine's."""
     async with open_bench(text) as bench, serving(bench.gateway) as port:
         budget = bench.gateway.service.budget
         async with dial(port, limit=1024) as (_, writer):
@@ -80,14 +80,14 @@ async def test_unread_echoes_are_held_once_however_many_choices_show_them(text: 
             finally:
                 tracemalloc.stop()
             assert bench.gateway.service.watch.writing, "the client reads nothing, so the answer is not out"
-            assert taken < 2_500_000, "a copy of the scores for each choice takes 4.5 MB"
+            assert taken < 2_500_000, "a copy of the log-probabilities for each choice takes 4.5 MB"
             budget.check()
         await eventually(lambda: bench.gateway.service.open_requests.num_open == 0)
         assert budget.held == 0
 
 
 @pytest.mark.parametrize("is_streaming", [True, False])
-async def test_scores_that_are_not_there_yet_are_not_held(bench: TestBench, is_streaming: bool) -> None:
+async def test_logprobs_that_are_not_there_yet_are_not_held(bench: TestBench, is_streaming: bool) -> None:
     """20 requests with 20 alternatives and a context of 4k were all that 40 MiB let in."""
     bench.replica.go.clear()
     body = chat_body(logprobs=True, top_logprobs=20, stream=is_streaming)
@@ -218,8 +218,8 @@ async def test_unread_answers_of_tokenize_are_bounded(text: TextModel) -> None:
 def test_choices_show_the_same_pieces(text: TextModel) -> None:
     ids = tuple(40 + i % 50 for i in range(200))
     prompt = TokenPrompt(ids, text.tokenizer.decode(ids), text.tokenizer)
-    scores = columns_of([scored(token_id, 1) for token_id in ids[1:]])
-    work = echo_logprobs(prompt, scores, 1)
+    logprobs = columns_of([token_logprobs(token_id, 1) for token_id in ids[1:]])
+    work = echo_logprobs(prompt, logprobs, 1)
     while True:
         try:
             next(work)

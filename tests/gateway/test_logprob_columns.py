@@ -15,7 +15,7 @@ from headrace.core.plan import LogprobColumns, TokenLogprobs, columns_of
 from headrace.gateway.surfaces.dialect import logprobs, token_json
 from headrace.gateway.surfaces.dialect.logprobs import chat_logprobs, completion_logprobs, echo_logprobs, prompt_logprobs
 from headrace.gateway.surfaces.dialect.token_json import json_of
-from headrace.text.scored import ScoredTokens
+from headrace.text.logprobs import DecodedLogprobs
 
 NAMES = [
     b"a",
@@ -59,12 +59,12 @@ positions = st.builds(
 
 
 @st.composite
-def parts(draw: st.DrawFn) -> ScoredTokens:
-    scores = draw(st.lists(positions, min_size=1, max_size=7))
-    offsets = draw(st.lists(st.integers(0, 2**40), min_size=len(scores), max_size=len(scores)))
-    visible = draw(st.lists(st.booleans(), min_size=len(scores), max_size=len(scores)))
-    made = ScoredTokens(TEXTS)
-    made.add(columns_of(scores), offsets, visible)
+def parts(draw: st.DrawFn) -> DecodedLogprobs:
+    entries = draw(st.lists(positions, min_size=1, max_size=7))
+    offsets = draw(st.lists(st.integers(0, 2**40), min_size=len(entries), max_size=len(entries)))
+    visible = draw(st.lists(st.booleans(), min_size=len(entries), max_size=len(entries)))
+    made = DecodedLogprobs(TEXTS)
+    made.add(columns_of(entries), offsets, visible)
     return made
 
 
@@ -72,14 +72,14 @@ def parts(draw: st.DrawFn) -> ScoredTokens:
 class Prompt:
     """Pages as an upstream gives them: the first token alone."""
 
-    given: ScoredTokens
+    given: DecodedLogprobs
     text: str = "ab"
     num_tokens: int = 2
 
-    def scored(self, scores: LogprobColumns) -> Iterator[ScoredTokens]:
-        first = columns_of([TokenLogprobs(self.given.scores.token_ids[0], 0.0, 0)])
-        yield ScoredTokens(TEXTS)
-        yield ScoredTokens(TEXTS, first, self.given.text_offsets[:1], bytearray(b"\1"))
+    def decoded_logprobs(self, logprobs: LogprobColumns) -> Iterator[DecodedLogprobs]:
+        first = columns_of([TokenLogprobs(self.given.columns.token_ids[0], 0.0, 0)])
+        yield DecodedLogprobs(TEXTS)
+        yield DecodedLogprobs(TEXTS, first, self.given.text_offsets[:1], bytearray(b"\1"))
         yield from self.given.part(1, len(self.given)).pages(2)
 
 
@@ -89,31 +89,31 @@ def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.lists(parts(), max_size=3), st.integers(0, 5))
-def test_a_chats_bytes_are_those_of_objects(given_parts: list[ScoredTokens], num_top: int) -> None:
+def test_a_chats_bytes_are_those_of_objects(given_parts: list[DecodedLogprobs], num_top: int) -> None:
     entries = [entry for part in given_parts for entry in part]
     assert b"".join(chat_logprobs(given_parts, num_top)) == objects.chat(entries, num_top)
 
 
 @given(st.lists(parts(), max_size=3), st.integers(0, 5), st.integers(0, 100))
-def test_a_completions_bytes_are_those_of_objects(given_parts: list[ScoredTokens], num_top: int, offset: int) -> None:
+def test_a_completions_bytes_are_those_of_objects(given_parts: list[DecodedLogprobs], num_top: int, offset: int) -> None:
     entries = [entry for part in given_parts for entry in part]
     made = b"".join(completion_logprobs(given_parts, num_top, offset=offset))
     assert made == objects.completion(entries, num_top, offset=offset)
 
 
 @given(parts(), st.lists(parts(), max_size=2), st.integers(0, 5))
-def test_an_echoed_prompts_bytes_are_those_of_objects(before: ScoredTokens, given_parts: list[ScoredTokens], num_top: int) -> None:
+def test_an_echoed_prompts_bytes_are_those_of_objects(before: DecodedLogprobs, given_parts: list[DecodedLogprobs], num_top: int) -> None:
     before.visible[:] = b"\1" * len(before)
     entries = [entry for part in given_parts for entry in part]
-    echoed = result_of(echo_logprobs(Prompt(before), before.scores, num_top))
+    echoed = result_of(echo_logprobs(Prompt(before), before.columns, num_top))
     for _ in range(2):  # every choice shows them
         made = b"".join(completion_logprobs(given_parts, num_top, offset=2, prompt=echoed))
         assert made == objects.completion(entries, num_top, offset=2, prompt=list(before))
 
 
 @given(parts(), st.integers(0, 5))
-def test_a_prompts_bytes_are_those_of_objects(given_part: ScoredTokens, num_top: int) -> None:
-    made = b"".join(prompt_logprobs(Prompt(given_part), given_part.scores, num_top))
+def test_a_prompts_bytes_are_those_of_objects(given_part: DecodedLogprobs, num_top: int) -> None:
+    made = b"".join(prompt_logprobs(Prompt(given_part), given_part.columns, num_top))
     assert made == objects.prompt(list(given_part), num_top)
 
 
@@ -132,7 +132,7 @@ def test_a_table_of_tokens_is_bounded_and_goes_with_its_texts(monkeypatch: pytes
 
 
 def test_a_page_is_all_that_is_made_before_the_next_one_is_asked_for() -> None:
-    made = ScoredTokens(TEXTS)
+    made = DecodedLogprobs(TEXTS)
     made.add(columns_of([TokenLogprobs(0, -0.5, 1, (1,) * 20, (-1.0,) * 20)] * 9), range(9), [True] * 9)
     assert len([piece for piece in chat_logprobs([made], 20) if b"top_logprobs" in piece]) == 3
 

@@ -15,7 +15,7 @@ from gateway_kit import MAX_MODEL_LEN, TestBench, events_of, eventually
 
 from headrace.core.ids import RequestId
 from headrace.core.plan import TokenLogprobs, columns_of
-from headrace.gateway.generation import score_limits
+from headrace.gateway.generation import logprob_limits
 from headrace.gateway.generation.encoding import EncodingTurns
 from headrace.gateway.http.errors import ClientLeft
 from headrace.gateway.http.exchange import Exchange
@@ -23,23 +23,25 @@ from headrace.gateway.surfaces import completions
 from headrace.gateway.surfaces.dialect.logprobs import LOWEST_LOGPROB, chat_logprobs, completion_logprobs
 from headrace.observe.request_log import RequestLogRecord
 from headrace.text.folder import TextModel
-from headrace.text.scored import ScoredTokens
+from headrace.text.logprobs import DecodedLogprobs
 
 
 def test_a_token_the_model_rules_out_gets_the_lowest_number_not_null(text: TextModel) -> None:
     a, b = text.tokenizer.encode("a", add_special_tokens=False) + text.tokenizer.encode("b", add_special_tokens=False)
-    scored = ScoredTokens(text.tokenizer)
-    scored.add(columns_of([TokenLogprobs(a, -math.inf, 1, (b,), (-math.inf,))]), [0], [True])
-    chat = json.loads(b"".join(chat_logprobs([scored], 1)))
+    decoded = DecodedLogprobs(text.tokenizer)
+    decoded.add(columns_of([TokenLogprobs(a, -math.inf, 1, (b,), (-math.inf,))]), [0], [True])
+    chat = json.loads(b"".join(chat_logprobs([decoded], 1)))
     assert chat["content"][0]["logprob"] == chat["content"][0]["top_logprobs"][0]["logprob"] == LOWEST_LOGPROB
-    completion = json.loads(b"".join(completion_logprobs([scored], 1)))
+    completion = json.loads(b"".join(completion_logprobs([decoded], 1)))
     assert completion["token_logprobs"] == [LOWEST_LOGPROB]
     assert completion["top_logprobs"] == [{"a": LOWEST_LOGPROB, "b": LOWEST_LOGPROB}]
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
-async def test_a_prompt_is_scored_once_whatever_n_is(bench: TestBench, monkeypatch: pytest.MonkeyPatch, is_streaming: bool) -> None:
-    """Choices of one prompt show the same scores: they are made once."""
+async def test_a_prompts_logprobs_are_encoded_once_whatever_n_is(
+    bench: TestBench, monkeypatch: pytest.MonkeyPatch, is_streaming: bool
+) -> None:
+    """Choices of one prompt show the same log-probabilities, which are encoded once."""
     made: list[str] = []
     for name in ("echo_logprobs", "prompt_logprobs"):
         monkeypatch.setattr(completions, name, noting(made, name, getattr(completions, name)))
@@ -52,7 +54,7 @@ async def test_a_prompt_is_scored_once_whatever_n_is(bench: TestBench, monkeypat
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
-async def test_many_scores_are_written_in_slices_with_turns_for_others(bench: TestBench, is_streaming: bool) -> None:
+async def test_many_logprobs_are_written_in_slices_with_turns_for_others(bench: TestBench, is_streaming: bool) -> None:
     made: list[int] = []
     encoding = bench.gateway.service.encoding
     one_slice = encoding._slice
@@ -147,7 +149,7 @@ async def test_slices_are_closed_when_their_writer_fails(bench: TestBench, monke
     assert (held, turns.num_pending) == ([1, 1], 0)
 
 
-async def test_scores_of_prompts_are_capped_before_anything_runs(bench: TestBench) -> None:
+async def test_prompt_logprobs_are_capped_before_anything_runs(bench: TestBench) -> None:
     prompts = [[5] * 500] * 2
     response = await bench.complete(prompt=prompts, n=64, prompt_logprobs=20, max_tokens=1)
     error = response.json()["error"]
@@ -158,7 +160,7 @@ async def test_scores_of_prompts_are_capped_before_anything_runs(bench: TestBenc
     assert bench.replica.requests == []
 
 
-async def test_scores_of_a_whole_answer_are_capped_before_it_runs_where_its_length_is_given(bench: TestBench) -> None:
+async def test_logprobs_of_a_whole_answer_are_capped_before_it_runs_where_its_length_is_given(bench: TestBench) -> None:
     prompts = [[5]] * 4
     response = await bench.complete(prompt=prompts, n=32, logprobs=20, max_tokens=100)
     error = response.json()["error"]
@@ -168,8 +170,8 @@ async def test_scores_of_a_whole_answer_are_capped_before_it_runs_where_its_leng
     assert (await bench.complete(prompt=prompts, n=32, logprobs=20, max_tokens=100, stream=True)).status_code == 200
 
 
-async def test_scores_of_a_whole_answer_are_capped_while_it_runs(bench: TestBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(score_limits, "MAX_OUTPUT_SCORES", 30)
+async def test_logprobs_of_a_whole_answer_are_capped_while_it_runs(bench: TestBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprob_limits, "MAX_OUTPUT_LOGPROBS", 30)
     assert (await bench.chat(logprobs=True, top_logprobs=2, max_tokens=10)).status_code == 200
     response = await bench.chat(logprobs=True, top_logprobs=2)
     assert (response.status_code, response.json()["error"]["param"]) == (413, "top_logprobs")

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from gateway_kit import MODEL, SAID, TestBench, chat_body, dial, events_of, eventually, metric, open_bench, post, scored, serving
+from gateway_kit import MODEL, SAID, TestBench, chat_body, dial, events_of, eventually, metric, open_bench, post, serving, token_logprobs
 
 from headrace.core.errors import Overloaded, Unavailable
 from headrace.core.finish import FinishReason
@@ -79,9 +79,9 @@ async def test_every_prompt_of_a_request_is_cancelled(either: TestBench, either_
 def flood(request: EngineRequest, stream: ReplicaStream) -> None:
     """Says some megabytes within a second: tokens with twenty alternatives each, more every millisecond."""
     words = tuple(range(40, 50))
-    scores = tuple(scored(token_id, 20) for token_id in words)
+    logprobs = tuple(token_logprobs(token_id, 20) for token_id in words)
     for number in range(500):
-        update = SequenceUpdate(request_id=request.request_id, epoch=0, index=0, token_ids=words, logprobs=scores)
+        update = SequenceUpdate(request_id=request.request_id, epoch=0, index=0, token_ids=words, logprobs=logprobs)
         asyncio.get_running_loop().call_later(0.001 * number, stream.put, update)
 
 
@@ -100,7 +100,7 @@ async def test_client_that_does_not_read_is_cut_off(text: TextModel) -> None:
             assert metric(bench.gateway, "headrace_requests_total", model=MODEL, replica="r0", outcome="cancelled") == 1
 
 
-async def test_scores_of_a_long_prompt_reach_a_client_that_reads_slowly_but_steadily(text: TextModel) -> None:
+async def test_logprobs_of_a_long_prompt_reach_a_client_that_reads_slowly_but_steadily(text: TextModel) -> None:
     """They come all at once and are far more than what may wait otherwise: that is not the client's fault."""
     async with open_bench(text, limits={"max_pending_bytes": 20_000}) as bench, serving(bench.gateway) as port:
         body = {"model": MODEL, "prompt": [40 + i % 50 for i in range(480)], "echo": True, "logprobs": 20, "n": 4, "max_tokens": 4}

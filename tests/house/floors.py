@@ -38,7 +38,7 @@ ABOVE_THE_SEAM = (
     "gateway.http",
     "gateway.upstream.seam",
     "gateway.upstream.served_models",
-    "text.scored",
+    "text.logprobs",
 )
 
 RUNNER_SIDE = (
@@ -99,9 +99,9 @@ FLOORS: dict[str, Floor] = {
     ),
     "headrace.gateway.generation.run": Floor(_ours("core", *ABOVE_THE_SEAM, "gateway.generation", "observe")),
     "headrace.gateway.generation.progress": Floor(_ours("core", "gateway.upstream.seam", "observe")),
-    "headrace.gateway.upstream.seam": Floor(_ours("core", "text.scored")),
+    "headrace.gateway.upstream.seam": Floor(_ours("core", "text.logprobs")),
     "headrace.gateway.upstream.foreign*": Floor(
-        _ours("core", "gateway.config", "gateway.http.errors", "gateway.upstream.foreign*", "gateway.upstream.seam", "text.scored"),
+        _ours("core", "gateway.config", "gateway.http.errors", "gateway.upstream.foreign*", "gateway.upstream.seam", "text.logprobs"),
         ("aiohttp", "msgspec"),
     ),
     "headrace.fleet": Floor((*GROUND, *_ours("policy")), (), ("huggingface_hub",)),

@@ -82,13 +82,13 @@ def expected(one: EngineRequest, index: int, options: FakeOptions) -> list[int]:
 
 
 requests = st.builds(
-    lambda length, n, max_tokens, stop, scored: {
+    lambda length, n, max_tokens, stop, logprobs: {
         "length": length,
         "n": n,
         "max_tokens": max_tokens,
         "stop_token_ids": (3, 11, 19) if stop else (),
-        "prompt_logprobs": 1 if scored else None,
-        "logprobs": 1 if scored else None,
+        "prompt_logprobs": 1 if logprobs else None,
+        "logprobs": 1 if logprobs else None,
     },
     st.integers(1, 20),
     st.integers(1, 3),

@@ -72,7 +72,7 @@ def model_info(text: TextModel, **changes: Any) -> ModelInfo:
     return replace(plain, **changes)
 
 
-def scored(token_id: int, num_top: int) -> TokenLogprobs:
+def token_logprobs(token_id: int, num_top: int) -> TokenLogprobs:
     """Made-up log-probabilities: the token first, then the ids after it."""
     tops = tuple(token_id + i for i in range(num_top))
     return TokenLogprobs(token_id, -0.25, 1, tops, tuple(-0.25 - i for i in range(num_top)))
@@ -125,7 +125,7 @@ class FakeReplica:
         if self.state is not ConnectionState.CONNECTED or self.info is None:
             raise Unavailable("secret reason at unix:/run/secret.sock")
         stream = ReplicaStream(
-            request, Handle(len(self.requests) + 1), on_end=self._ended, on_leave=self.cancel, numerics=self.info.model.numerics
+            request, Handle(len(self.requests) + 1), on_end=self._ended, cancel_request=self.cancel, numerics=self.info.model.numerics
         )
         self.requests.append(request)
         self.streams[request.request_id] = stream
@@ -173,9 +173,9 @@ class FakeReplica:
         eos = text_kit.eos_token_id(self.text.tokenizer)
         params = request.params
         limit = params.max_tokens or MAX_MODEL_LEN - len(request.prompt_ids)
-        scores: tuple[TokenLogprobs, ...] = ()
+        logprobs: tuple[TokenLogprobs, ...] = ()
         if params.prompt_logprobs is not None:
-            scores = tuple(scored(token_id, params.prompt_logprobs) for token_id in request.prompt_ids[1:])
+            logprobs = tuple(token_logprobs(token_id, params.prompt_logprobs) for token_id in request.prompt_ids[1:])
         for position in range(limit):
             token_id = words[position % len(words)] if params.ignore_eos or position < len(words) else eos
             is_end = token_id == eos or token_id in params.stop_token_ids
@@ -186,8 +186,8 @@ class FakeReplica:
                     epoch=request.epoch,
                     index=index,
                     token_ids=(token_id,),
-                    logprobs=(scored(token_id, params.logprobs),) if params.logprobs is not None else (),
-                    prompt_logprobs=scores if position == 0 else (),
+                    logprobs=(token_logprobs(token_id, params.logprobs),) if params.logprobs is not None else (),
+                    prompt_logprobs=logprobs if position == 0 else (),
                     finish=None if not is_last else FinishReason.STOP if is_end else FinishReason.LENGTH,
                     stop_token_id=token_id if is_end else None,
                     num_cached_tokens=self.cached_tokens if position == 0 else None,

@@ -104,21 +104,21 @@ class OracleRunner:
             self._write(slot, start, count)
         sampled = [self._read_and_sample(*row) for row in rows]
         counts = array("i", [len(tokens) for tokens in sampled])
-        rows_scored, counts_scored, scores = int_column(), int_column(), LogprobColumns()
+        prompt_rows, prompt_counts, prompt_logprobs = int_column(), int_column(), LogprobColumns()
         for i, row in enumerate(rows):
-            if found := self._prompt_scores(*row):
-                rows_scored.append(i)
-                counts_scored.append(len(found))
+            if found := self._prompt_logprobs(*row):
+                prompt_rows.append(i)
+                prompt_counts.append(len(found))
                 for entry in found:
-                    scores.append(entry)
+                    prompt_logprobs.append(entry)
         flat = array("i", [token for tokens in sampled for token in tokens])
         return Result(
             step_id=plan.step_id,
             token_counts=counts,
             token_ids=flat,
-            prompt_rows=rows_scored,
-            prompt_counts=counts_scored,
-            prompt_logprobs=scores,
+            prompt_rows=prompt_rows,
+            prompt_counts=prompt_counts,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _apply(self, plan: Plan) -> None:
@@ -152,7 +152,7 @@ class OracleRunner:
             for position, token in enumerate(tokens, start):
                 self._cell(group, slot, position)[position % self.block_size] = token
 
-    def _prompt_scores(self, slot: int, start: int, count: int, samples: int) -> tuple[TokenLogprobs, ...]:
+    def _prompt_logprobs(self, slot: int, start: int, count: int, samples: int) -> tuple[TokenLogprobs, ...]:
         """For each prompt token after a computed position: its id, and its position as the log-probability."""
         started = self.started[slot]
         if started.params.prompt_logprobs is None:

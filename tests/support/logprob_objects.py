@@ -9,7 +9,7 @@ import msgspec
 from headrace.gateway.surfaces.dialect.logprobs import LOWEST_LOGPROB
 from headrace.gateway.surfaces.dialect.schemas import ChatLogprobs, CompletionLogprobs, PromptLogprob, TokenLogprob, TopLogprob
 from headrace.gateway.surfaces.dialect.token_json import token_name
-from headrace.text.scored import TokenEntry
+from headrace.text.logprobs import TokenEntry
 
 
 def finite(logprob: float) -> float:

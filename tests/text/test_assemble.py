@@ -15,9 +15,9 @@ from headrace.core.ids import RequestId
 from headrace.core.plan import TokenLogprobs, columns_of
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import SequenceUpdate
-from headrace.text.assemble import EngineFinish, OutputAssembler, OutputDelta, prompt_scored
+from headrace.text.assemble import EngineFinish, OutputAssembler, OutputDelta, decoded_prompt_logprobs
 from headrace.text.detokenize import Detokenizer
-from headrace.text.scored import ScoredTokens, TokenEntry, TopToken
+from headrace.text.logprobs import DecodedLogprobs, TokenEntry, TopToken
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -34,7 +34,7 @@ def letters(tokenizer: Tokenizer, text: str) -> list[int]:
     return [i for i in ids if i is not None]
 
 
-def joined(parts: Sequence[ScoredTokens]) -> ScoredTokens | None:
+def joined(parts: Sequence[DecodedLogprobs]) -> DecodedLogprobs | None:
     for part in parts[1:]:
         parts[0].extend(part)
     return parts[0] if parts else None
@@ -225,7 +225,7 @@ def test_failures_cached_tokens_and_queue_time_are_passed_on(byte_level: Tokeniz
 
 def test_prompt_entries_start_at_the_second_token(byte_level: Tokenizer) -> None:
     ids = byte_level.encode("x \u65e5y", add_special_tokens=True)
-    entries = list(prompt_scored(byte_level, ids, logprobs_of(ids[1:])))
+    entries = list(decoded_prompt_logprobs(byte_level, ids, logprobs_of(ids[1:])))
     assert [e.token_id for e in entries] == ids[1:]
     assert entries[0].text_offset == len("<|begin|>")
     assert entries[-1].text_offset == len("<|begin|>x \u65e5")

@@ -169,15 +169,15 @@ def test_updates_of_one_step_survive_the_wire(batch: list[SequenceUpdate]) -> No
     message = pb.Updates.FromString(encode_updates(rows).SerializeToString())
     decoded = decode_updates(message, lambda handle: Attempt(RequestId("r"), 3))
     for _, update in decoded:
-        assert all(isinstance(scores, LogprobColumns) for scores in (update.logprobs, update.prompt_logprobs) if scores)
+        assert all(isinstance(columns, LogprobColumns) for columns in (update.logprobs, update.prompt_logprobs) if columns)
     objects = [(handle, u._replace(logprobs=tuple(u.logprobs), prompt_logprobs=tuple(u.prompt_logprobs))) for handle, u in decoded]
     assert objects == rows
 
 
-def test_scores_of_a_prompt_that_nobody_wants_are_not_decoded() -> None:
+def test_logprobs_of_a_prompt_that_nobody_wants_are_not_decoded() -> None:
     """24 choices of a prompt of 2,000 tokens bring a million alternatives, of which one choice's are kept."""
-    scores = tuple(TokenLogprobs(i, -0.5, 1, (1,), (-1.0,)) for i in range(3))
-    update = SequenceUpdate(request_id=RequestId("r"), epoch=0, index=0, token_ids=(1,), logprobs=scores[:1], prompt_logprobs=scores)
+    logprobs = tuple(TokenLogprobs(i, -0.5, 1, (1,), (-1.0,)) for i in range(3))
+    update = SequenceUpdate(request_id=RequestId("r"), epoch=0, index=0, token_ids=(1,), logprobs=logprobs[:1], prompt_logprobs=logprobs)
     message = encode_updates([(Handle(1), update._replace(index=index)) for index in range(3)])
     wanted = [facts for *_, facts in UpdateRows(message, takes_prompt=lambda handle, index: (handle, index) == (1, 1))]
     assert [facts is not None and "prompt_logprobs" in facts for facts in wanted] == [False, True, False]

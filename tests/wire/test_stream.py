@@ -20,12 +20,14 @@ from headrace.core.update import Rejected, SequenceUpdate
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import encode_updates
 from headrace.wire.codec.update import UpdateRows, update_of
+from headrace.wire.delivery import SLICE_S, SLICE_UNITS, WAKE_UNITS, DeliveryQueue
 from headrace.wire.handles import Handle
-from headrace.wire.ready import SLICE_S, SLICE_UNITS, WAKE_UNITS, ReadyStreams
-from headrace.wire.stream import ReplicaStream, Tokens
+from headrace.wire.stream import PlainRow, ReplicaStream
 
 
-def made(n: int = 1, *, on_ready: Callable[[ReplicaStream], None] | None = None, left: list[RequestId] | None = None) -> ReplicaStream:
+def made(
+    n: int = 1, *, request_delivery: Callable[[ReplicaStream], None] | None = None, left: list[RequestId] | None = None
+) -> ReplicaStream:
     """A stream of its own; leaving is noted and ends it, as a client does."""
 
     def leave(request_id: RequestId) -> None:
@@ -33,7 +35,7 @@ def made(n: int = 1, *, on_ready: Callable[[ReplicaStream], None] | None = None,
             left.append(request_id)
         stream.end()
 
-    stream = ReplicaStream(request("r", n=n), Handle(1), on_end=lambda _: None, on_leave=leave, on_ready=on_ready)
+    stream = ReplicaStream(request("r", n=n), Handle(1), on_end=lambda _: None, cancel_request=leave, request_delivery=request_delivery)
     return stream
 
 
@@ -46,14 +48,14 @@ class Reader:
 
     def __init__(self, stream: ReplicaStream) -> None:
         self.stream = stream
-        self.seen: list[Tokens] = []
+        self.seen: list[PlainRow] = []
         self.num_direct = 0
         self.is_willing = True
         self.is_busy = asyncio.Event()
         self.is_busy.set()
-        stream.direct = self.take
+        stream.plain_row_handler = self.take
 
-    def take(self, rows: Sequence[Tokens]) -> bool:
+    def take(self, rows: Sequence[PlainRow]) -> bool:
         if self.is_willing:
             self.num_direct += len(rows)
             self.seen.extend(rows)
@@ -105,7 +107,7 @@ async def test_what_a_direct_reader_declines_is_read_in_order_and_counted_as_unr
 
 async def test_a_stream_that_ended_before_its_turn_wakes_its_reader_after_a_direct_take() -> None:
     waiting: list[ReplicaStream] = []
-    reader = Reader(made(on_ready=waiting.append))
+    reader = Reader(made(request_delivery=waiting.append))
     task = asyncio.create_task(reader.read())
     await turns()
     reader.stream.put_tokens(0, (1,))
@@ -137,10 +139,10 @@ async def test_a_direct_reader_that_fails_ends_its_own_stream_and_the_engine_is_
     left: list[RequestId] = []
     stream = made(left=left)
 
-    def broken(rows: Sequence[Tokens]) -> bool:
+    def broken(rows: Sequence[PlainRow]) -> bool:
         raise ZeroDivisionError
 
-    stream.direct = broken
+    stream.plain_row_handler = broken
     task = asyncio.create_task(stream.batch())
     await turns()
     stream.put_tokens(0, (1,))
@@ -168,9 +170,9 @@ async def test_tokens_of_a_sequence_that_has_ended_are_dropped() -> None:
 def test_the_order_is_that_of_arrival_whatever_is_taken_directly(steps: list[str]) -> None:
     async def run() -> None:
         waiting: list[ReplicaStream] = []
-        reader = Reader(made(on_ready=waiting.append))
+        reader = Reader(made(request_delivery=waiting.append))
         task = asyncio.create_task(reader.read())
-        sent: list[Tokens] = []
+        sent: list[PlainRow] = []
         for number, step in enumerate(steps):
             if step in ("tokens", "update"):
                 sent.append((0, (number,)))
@@ -201,10 +203,10 @@ def test_the_order_is_that_of_arrival_whatever_is_taken_directly(steps: list[str
 
 
 async def test_a_thousand_ready_streams_are_served_in_slices_and_all_of_them() -> None:
-    ready = ReadyStreams(lambda: 0.0)
-    readers = [Reader(made(on_ready=ready.add)) for _ in range(1000)]
+    deliveries = DeliveryQueue(lambda: 0.0)
+    readers = [Reader(made(request_delivery=deliveries.add)) for _ in range(1000)]
     tasks = [asyncio.create_task(reader.read()) for reader in readers]
-    serving = asyncio.create_task(ready.run())
+    serving = asyncio.create_task(deliveries.run())
     await turns()
     for reader in readers:
         reader.stream.put_tokens(0, (1,))
@@ -233,26 +235,26 @@ async def test_a_slice_ends_by_the_clock_whatever_it_has_counted() -> None:
         now += 2 * SLICE_S
         return now
 
-    ready = ReadyStreams(clock)
-    direct, *woken = (Reader(made(on_ready=ready.add)) for _ in range(9))
+    deliveries = DeliveryQueue(clock)
+    direct, *woken = (Reader(made(request_delivery=deliveries.add)) for _ in range(9))
     tasks = [asyncio.create_task(reader.read()) for reader in (direct, *woken)]
     await turns()
     direct.stream.put_tokens(0, (1,))
     for reader in woken:
         reader.is_willing = False
         reader.stream.put_tokens(0, (1,))
-    ready._deliver_slice()
+    deliveries._deliver_slice()
     await turns()
     assert sum(len(reader.seen) for reader in (direct, *woken)) == 3, "one counted 1, two counted 8 each: the time is over"
-    ready.deliver_all()
+    deliveries.deliver_all()
     for reader in (direct, *woken):
         reader.stream.end()
-    ready.deliver_all()
+    deliveries.deliver_all()
     await asyncio.gather(*tasks)
 
 
 async def test_plain_rows_count_as_unread() -> None:
-    stream = made(64, on_ready=lambda _: None)
+    stream = made(64, request_delivery=lambda _: None)
     reader = Reader(stream)
     task = asyncio.create_task(reader.read())
     await turns()
@@ -268,15 +270,15 @@ async def test_plain_rows_count_as_unread() -> None:
 
 async def test_streams_with_many_updates_are_fewer_in_a_slice() -> None:
     """Sixteen requests of 64 sequences with log-probabilities, woken at once, held the event loop for 20 ms."""
-    ready = ReadyStreams(lambda: 0.0)
-    streams = [made(64, on_ready=ready.add) for _ in range(16)]
+    deliveries = DeliveryQueue(lambda: 0.0)
+    streams = [made(64, request_delivery=deliveries.add) for _ in range(16)]
     tasks = [asyncio.create_task(stream.batch()) for stream in streams]
     await turns()
     for stream in streams:
         for index in range(64):
             stream.put(update(index, 1))
     num_done = []
-    serving = asyncio.create_task(ready.run())
+    serving = asyncio.create_task(deliveries.run())
     while not all(task.done() for task in tasks):
         await asyncio.sleep(0)
         num_done.append(sum(task.done() for task in tasks))
@@ -286,18 +288,18 @@ async def test_streams_with_many_updates_are_fewer_in_a_slice() -> None:
 
 
 async def test_what_came_before_the_connection_was_lost_is_still_delivered() -> None:
-    ready = ReadyStreams(lambda: 0.0)
-    stream = made(on_ready=ready.add)
+    deliveries = DeliveryQueue(lambda: 0.0)
+    stream = made(request_delivery=deliveries.add)
     task = asyncio.create_task(stream.batch())
     await turns()
     stream.reject(ValueError())
     await turns()
     assert not task.done()
-    ready.deliver_all()
+    deliveries.deliver_all()
     assert [type(each) for each in await task] == [Rejected]
 
 
-def scored(draw: random.Random, num_tokens: int, num_top: int | None) -> tuple[TokenLogprobs, ...]:
+def drawn_logprobs(draw: random.Random, num_tokens: int, num_top: int | None) -> tuple[TokenLogprobs, ...]:
     """Entries as a model of 150,000 tokens gives them; none without num_top."""
     if num_top is None:
         return ()
@@ -328,7 +330,7 @@ def test_unread_bytes_are_what_unread_updates_take(num_rows: int, num_tokens: in
     """Decoded from a frame, as they come: each integer and float of a log-probability is an object of its own."""
     stream, draw = made(), random.Random(7)
     token_ids = tuple(draw.choices(range(300, 150_000), k=num_tokens))
-    logprobs, prompt_logprobs = scored(draw, num_tokens, num_top), scored(draw, num_prompt, num_top)
+    logprobs, prompt_logprobs = drawn_logprobs(draw, num_tokens, num_top), drawn_logprobs(draw, num_prompt, num_top)
     row = update(0, *token_ids)._replace(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
     frames = [encode_updates([(Handle(1), row)]).SerializeToString() for _ in range(num_rows)]
     gc.collect()
@@ -347,7 +349,7 @@ def test_unread_bytes_are_what_unread_updates_take(num_rows: int, num_tokens: in
 
 
 async def test_unread_bytes_of_rows_for_a_direct_reader_are_what_they_take() -> None:
-    stream = made(on_ready=lambda _: None)
+    stream = made(request_delivery=lambda _: None)
     reader = Reader(stream)
     task = asyncio.create_task(reader.read())
     await turns()

@@ -26,7 +26,7 @@ from headrace.engine.runner_batch import (
     Rows,
     Selection,
     build_batch,
-    num_scored,
+    count_prompt_logprobs,
     read_rows,
     refuse_drafts,
     refuse_moves_but_copies,
@@ -43,7 +43,7 @@ _PROMPT_LOGITS = 1 << 23
 
 
 @dataclass(slots=True)
-class PromptScores:
+class PromptLogprobColumns:
     """Log-probabilities of prompt positions, in columns as in `Result`. failed: rows whose logits were not finite."""
 
     rows: array[int] = field(default_factory=int_column)
@@ -145,13 +145,13 @@ class ModelRunner:
         sampling = np.flatnonzero(rows.samples)
         self._rewind(rows, sampling)
         failpoint("runner.batch")
-        scored = num_scored(rows, self._state)
-        selected = select_tokens(rows, scored)
+        logprob_counts = count_prompt_logprobs(rows, self._state)
+        selected = select_tokens(rows, logprob_counts)
         ids, batch = build_batch(rows, self._state, self._device, selected)
         failpoint("runner.forward")
         hidden = self.model.forward(ids, batch, self.kv)
         failed = {int(row) for row in np.flatnonzero(self._state.failed[rows.slots])}
-        prompts = self._prompt_logprobs(rows, scored, selected, hidden)
+        prompts = self._prompt_logprobs(rows, logprob_counts, selected, hidden)
         sampled = self._sample(rows, sampling, selected, hidden)
         failed |= prompts.failed | {int(row) for row in sampling[sampled.failed]}
         failpoint("runner.commit")
@@ -177,19 +177,22 @@ class ModelRunner:
         failpoint("runner.sample")
         return self._sampler.sample(logits, rows.slots[sampling], rows.ends[sampling])
 
-    def _prompt_logprobs(self, rows: Rows, scored: Ints, selected: Selection, hidden: Tensor) -> PromptScores:
-        """Log-probabilities of the prompt tokens computed in this step, for the rows that asked for them. scored: see `num_scored`."""
-        scores = PromptScores()
-        asked = np.flatnonzero(scored)
+    def _prompt_logprobs(self, rows: Rows, logprob_counts: Ints, selected: Selection, hidden: Tensor) -> PromptLogprobColumns:
+        """Log-probabilities of the prompt tokens computed in this step, for the rows that asked for them.
+
+        logprob_counts  `count_prompt_logprobs` of `rows`
+        """
+        collected = PromptLogprobColumns()
+        asked = np.flatnonzero(logprob_counts)
         for row, first in zip(asked.tolist(), selected.places(rows.row_starts[asked]).tolist(), strict=True):
-            found = self._prompt_row(int(rows.slots[row]), int(rows.starts[row]), hidden[first : first + scored[row]])
+            found = self._prompt_row(int(rows.slots[row]), int(rows.starts[row]), hidden[first : first + logprob_counts[row]])
             if found is None:
-                scores.failed.add(row)
+                collected.failed.add(row)
             else:
-                scores.rows.append(row)
-                scores.counts.append(len(found))
-                scores.logprobs.extend(found)
-        return scores
+                collected.rows.append(row)
+                collected.counts.append(len(found))
+                collected.logprobs.extend(found)
+        return collected
 
     def _prompt_row(self, slot: int, start: int, hidden: Tensor) -> LogprobColumns | None:
         """Log-probabilities of the N prompt tokens that follow positions start..start + N - 1, computed piece by piece.
@@ -199,7 +202,7 @@ class ModelRunner:
         Returns None if any of the logits are not finite.
         """
         piece, count = max(1, _PROMPT_LOGITS // self.model.vocab_size), len(hidden)
-        scores = LogprobColumns()
+        collected = LogprobColumns()
         for begin in range(0, count, piece):
             end = min(begin + piece, count)
             failpoint("runner.prompt_logprobs")
@@ -208,8 +211,8 @@ class ModelRunner:
             found = prompt_logprobs(logits, next_ids, int(self._state.prompt_logprobs[slot]))
             if found is None:
                 return None
-            scores.extend(found)
-        return scores
+            collected.extend(found)
+        return collected
 
     def _commit(self, rows: Rows, sampling: Ints, sampled: Sampled, failed: set[int]) -> None:
         """Point 6 of `core.plan`: record the sampled tokens. After this the step counts as done."""
@@ -220,7 +223,7 @@ class ModelRunner:
         self._state.failed[rows.slots[list(failed)]] = True
 
 
-def _result(plan: Plan, sampling: Ints, sampled: Sampled, prompts: PromptScores, failed: set[int]) -> Result:
+def _result(plan: Plan, sampling: Ints, sampled: Sampled, prompts: PromptLogprobColumns, failed: set[int]) -> Result:
     counts = array("i", bytes(4 * plan.num_rows))
     token_ids = array("i")
     kept: list[int] = []

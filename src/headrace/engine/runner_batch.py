@@ -77,7 +77,7 @@ class Selection:
 ALL = Selection(None)
 
 
-def num_scored(rows: Rows, state: SlotState) -> Ints:
+def count_prompt_logprobs(rows: Rows, state: SlotState) -> Ints:
     """[R] per row, how many of its leading tokens are followed by a prompt token whose log-probability is asked for."""
     asks = state.prompt_logprobs[rows.slots] >= 0
     if not asks.any():  # the usual case
@@ -85,15 +85,18 @@ def num_scored(rows: Rows, state: SlotState) -> Ints:
     return np.where(asks, np.clip(state.num_prompt[rows.slots] - 1 - rows.starts, 0, rows.counts), 0)
 
 
-def select_tokens(rows: Rows, scored: Ints) -> Selection:
-    """The tokens whose hidden states the step needs: sampled positions and scored ones. scored: `num_scored` of these rows."""
+def select_tokens(rows: Rows, logprob_counts: Ints) -> Selection:
+    """The tokens whose hidden states the step needs: sampled positions, and those of prompt log-probabilities.
+
+    logprob_counts  `count_prompt_logprobs` of `rows`
+    """
     num_tokens = int(rows.row_starts[-1])
     if num_tokens == len(rows.slots):
         return ALL
     is_wanted = np.zeros(num_tokens, dtype=np.bool_)
     is_wanted[rows.row_starts[1:][rows.samples > 0] - 1] = True
-    for row in np.flatnonzero(scored):
-        is_wanted[rows.row_starts[row] : rows.row_starts[row] + scored[row]] = True
+    for row in np.flatnonzero(logprob_counts):
+        is_wanted[rows.row_starts[row] : rows.row_starts[row] + logprob_counts[row]] = True
     tokens = np.flatnonzero(is_wanted)
     return Selection(tokens) if 2 * len(tokens) <= num_tokens else ALL
 

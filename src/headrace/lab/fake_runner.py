@@ -205,7 +205,7 @@ class FakeRunner:
                 tokens = self._sample(slot, start + count - len(drafts), drafts) if samples else []
                 if slot.started.params.prompt_logprobs is not None:
                     prompt_rows.append(row)
-                    prompt_counts.append(self._score_prompt(slot, start, count, prompt_logprobs))
+                    prompt_counts.append(self._add_prompt_logprobs(slot, start, count, prompt_logprobs))
             counts.append(len(tokens))
             token_ids.extend(tokens)
             for token_id in tokens:
@@ -298,13 +298,13 @@ class FakeRunner:
         del slot.ids[known:]
         return drafts
 
-    def _score_prompt(self, slot: _Slot, start: int, count: int, scores: LogprobColumns) -> int:
+    def _add_prompt_logprobs(self, slot: _Slot, start: int, count: int, logprobs: LogprobColumns) -> int:
         """Add the log-probabilities of the prompt tokens that follow the computed positions. Returns their number."""
         last = min(start + count, slot.started.num_prompt_tokens - 1)
         wanted = slot.started.params.prompt_logprobs
         positions = range(start + 1, last + 1)
         for position in positions:
-            scores.append(self._logprobs(slot.ids[position], wanted))
+            logprobs.append(self._logprobs(slot.ids[position], wanted))
         return len(positions)
 
     def _logprobs(self, token_id: int, num_top: int | None) -> TokenLogprobs | None:

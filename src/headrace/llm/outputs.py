@@ -9,8 +9,8 @@ from headrace.core.errors import SequenceFailed
 from headrace.core.finish import FinishReason
 from headrace.core.plan import TokenLogprobs
 from headrace.core.update import SequenceUpdate
-from headrace.text.assemble import OutputAssembler, prompt_scored
-from headrace.text.scored import TokenEntry
+from headrace.text.assemble import OutputAssembler, decoded_prompt_logprobs
+from headrace.text.logprobs import TokenEntry
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -130,4 +130,4 @@ def logprob_map(entry: TokenEntry) -> TokenLogprobMap:
 
 
 def prompt_logprob_maps(tokenizer: Tokenizer, prompt_ids: Sequence[int], items: Sequence[TokenLogprobs]) -> list[TokenLogprobMap | None]:
-    return [None, *(logprob_map(entry) for entry in prompt_scored(tokenizer, prompt_ids, items))]
+    return [None, *(logprob_map(entry) for entry in decoded_prompt_logprobs(tokenizer, prompt_ids, items))]

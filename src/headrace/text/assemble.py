@@ -18,7 +18,7 @@ from headrace.core.plan import TokenLogprobs, columns_of
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import SequenceUpdate, StageSeconds
 from headrace.text.detokenize import Delta, Detokenizer
-from headrace.text.scored import ScoredTokens
+from headrace.text.logprobs import DecodedLogprobs
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -36,7 +36,7 @@ class OutputDelta:
 
     token_ids        the tokens emitted with this text; an end token is among them
     logprobs         of these tokens; None when none were asked for
-    prompt_logprobs  passed on from the engine (see `prompt_scored`)
+    prompt_logprobs  passed on from the engine (see `decoded_prompt_logprobs`)
     finish           set exactly once, on the last delta
     stop_reason      beside FinishReason.STOP: the stop string or stop token id; None for the model's own end token
     engine_finish    set when a stop string ended the sequence and the engine still runs it
@@ -44,7 +44,7 @@ class OutputDelta:
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
-    logprobs: ScoredTokens | None = None
+    logprobs: DecodedLogprobs | None = None
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     finish: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -85,7 +85,7 @@ class OutputAssembler:
             min_tokens=params.min_tokens,
         )
         self._pending: deque[_Pending] = deque()
-        self._scored: ScoredTokens | None = None
+        self._logprobs: DecodedLogprobs | None = None
         self.num_tokens = 0
         self.num_cached_tokens: int | None = None
         self.queue_time_s: float | None = None
@@ -141,85 +141,85 @@ class OutputAssembler:
             if delta.stop_match is not None:
                 break
         if update.logprobs:
-            self._add_scores(update, offsets, end_token)
+            self._add_logprobs(update, offsets, end_token)
         return delta if delta.stop_match is not None else None
 
-    def _add_scores(self, update: SequenceUpdate, offsets: Sequence[int], end_token: int) -> None:
+    def _add_logprobs(self, update: SequenceUpdate, offsets: Sequence[int], end_token: int) -> None:
         """Keep the log-probabilities of the tokens that were read: as many as `offsets`."""
         num_read = len(offsets)
-        scores = columns_of(update.logprobs)
-        scores = scores if num_read == len(scores) else scores[:num_read]
+        columns = columns_of(update.logprobs)
+        columns = columns if num_read == len(columns) else columns[:num_read]
         visible = bytearray([number != end_token for number in range(num_read)])
-        added = ScoredTokens(self._tokenizer, scores, array("q", offsets), visible)  # the update's own columns, which nothing adds to
-        self._scored = added if self._scored is None else self._scored.joined(added)
+        added = DecodedLogprobs(self._tokenizer, columns, array("q", offsets), visible)  # the update's own columns, which nothing adds to
+        self._logprobs = added if self._logprobs is None else self._logprobs.joined(added)
 
     def _stopped(self, text: str, stop: Delta, update: SequenceUpdate) -> OutputDelta:
         """The last delta, after a stop string: all tokens held back. `engine_finish` is set unless the engine ended the sequence too."""
         self.finish = FinishReason.STOP
-        token_ids, scored = self._release(everything=True)
-        if scored is not None:
-            self._hide_cut(scored)
+        token_ids, logprobs = self._release(everything=True)
+        if logprobs is not None:
+            self._hide_cut(logprobs)
         return OutputDelta(
             text=text,
             token_ids=token_ids,
-            logprobs=scored,
+            logprobs=logprobs,
             prompt_logprobs=update.prompt_logprobs,
             finish=FinishReason.STOP,
             stop_reason=stop.stop_match,
             engine_finish=EngineFinish(self.num_tokens, FinishReason.STOP) if update.finish is None else None,
         )
 
-    def _hide_cut(self, scored: ScoredTokens) -> None:
+    def _hide_cut(self, logprobs: DecodedLogprobs) -> None:
         """Hide the tokens that lie wholly in the cut-off stop string: their text begins after all that was emitted."""
         num_shown = self._detokenizer.num_released
-        for place, (token_id, offset) in enumerate(zip(scored.scores.token_ids, scored.text_offsets, strict=True)):
+        for place, (token_id, offset) in enumerate(zip(logprobs.columns.token_ids, logprobs.text_offsets, strict=True)):
             if offset >= num_shown and self._tokenizer.token_bytes(token_id):
-                scored.visible[place] = False
+                logprobs.visible[place] = False
 
     def _delta(self, text: str, update: SequenceUpdate) -> OutputDelta:
         self.finish = update.finish
-        token_ids, scored = self._release(everything=update.finish is not None or not self._params.detokenize)
+        token_ids, logprobs = self._release(everything=update.finish is not None or not self._params.detokenize)
         asked = update.stop_token_id if update.stop_token_id in self._params.stop_token_ids else None
         return OutputDelta(
             text=text,
             token_ids=token_ids,
-            logprobs=scored,
+            logprobs=logprobs,
             prompt_logprobs=update.prompt_logprobs,
             finish=update.finish,
             stop_reason=asked if update.finish is FinishReason.STOP else None,
             error=update.error,
         )
 
-    def _release(self, *, everything: bool) -> tuple[tuple[int, ...], ScoredTokens | None]:
+    def _release(self, *, everything: bool) -> tuple[tuple[int, ...], DecodedLogprobs | None]:
         """Take the waiting tokens whose text has been emitted."""
         pending, released = self._pending, self._detokenizer.num_released
         ready: list[int] = []
         while pending and (everything or pending[0].end <= released):
             ready.append(pending.popleft().token_id)
-        return tuple(ready), self._release_scores(len(ready))
+        return tuple(ready), self._release_logprobs(len(ready))
 
-    def _release_scores(self, count: int) -> ScoredTokens | None:
+    def _release_logprobs(self, count: int) -> DecodedLogprobs | None:
         """Take the log-probabilities of the first `count` waiting tokens."""
-        scored = self._scored
-        if scored is None or not count:
+        logprobs = self._logprobs
+        if logprobs is None or not count:
             return None
-        self._scored = scored.part(count, len(scored)) if count < len(scored) else None
-        return scored if self._scored is None else scored.part(0, count)
+        self._logprobs = logprobs.part(count, len(logprobs)) if count < len(logprobs) else None
+        return logprobs if self._logprobs is None else logprobs.part(0, count)
 
 
 _NOTHING = OutputDelta()
 _NO_TEXT = Delta()
 
 
-def prompt_scored(tokenizer: Tokenizer, prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ScoredTokens:
+def decoded_prompt_logprobs(tokenizer: Tokenizer, prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> DecodedLogprobs:
     """Prompt positions 1.. (the first token has no probability), offsets counted in the prompt's text.
 
     logprobs  all of them in order, as collected from `OutputDelta.prompt_logprobs`
     """
-    offsets, found = Detokenizer(tokenizer, skip_special_tokens=False), ScoredTokens(tokenizer)
+    offsets, found = Detokenizer(tokenizer, skip_special_tokens=False), DecodedLogprobs(tokenizer)
     for token_id, at in zip(prompt_ids, logprobs, strict=False):
         offsets.push((token_id,))
-        found.scores.append(at)
+        found.columns.append(at)
         found.text_offsets.append(offsets.num_chars)
         found.visible.append(True)
     return found

@@ -168,7 +168,12 @@ class ReplicaClient:
             raise InvalidRequest("request_id", "an id that is not open on this replica", request.request_id)
         handle = self._session.send_submit(request)
         stream = ReplicaStream(
-            request, handle, on_end=self._ended, on_leave=self.cancel, on_ready=self._session.ready.add, numerics=self._numerics
+            request,
+            handle,
+            on_end=self._ended,
+            cancel_request=self.cancel,
+            request_delivery=self._session.deliveries.add,
+            numerics=self._numerics,
         )
         self._streams[request.request_id] = stream
         self._session.streams[handle] = stream

@@ -1,7 +1,7 @@
 """One connection of a ReplicaClient, from dial to loss: hellos, the two pumps, and the watch over silence.
 
 Four tasks run until one of them ends the session: the writer sends waiting commands (`wire.commands`), the reader hands frames' rows to
-streams, `wire.ready` delivers them to the streams' readers, and the watch ends a connection that was silent for LEASE_S.
+streams, `wire.delivery` delivers them to the streams' readers, and the watch ends a connection that was silent for LEASE_S.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import decode_load, decode_rejected
 from headrace.wire.codec.update import UpdateRows, update_of
 from headrace.wire.commands import UnwrittenCommands
+from headrace.wire.delivery import SLICE_S, DeliveryQueue
 from headrace.wire.handles import Handle, MalformedFrame
-from headrace.wire.ready import SLICE_S, ReadyStreams
 from headrace.wire.service import CHANNEL_OPTIONS, CONNECT, HEARTBEAT_S, LEASE_S, PROTOCOL_VERSION, Expectation
 from headrace.wire.stream import ReplicaStream
 from headrace.wire.target import TOKEN_METADATA, GrpcTarget, nothing_listens
@@ -46,7 +46,7 @@ class NotListening(ConnectionLost):
 
 class Session:
     """Owns a gRPC channel for the length of `run`. The client adds streams to `streams` and removes them; a stream with something unread
-    calls `ready.add`."""
+    calls `deliveries.add`."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Session:
         self._unseen: deque[int] = deque()
         self._num_submits_seen = 0
         self.streams: dict[Handle, ReplicaStream] = {}
-        self.ready = ReadyStreams(clock)
+        self.deliveries = DeliveryQueue(clock)
         self.is_open = False
         self.is_draining = False
         self.last_frame_s = clock()
@@ -131,7 +131,7 @@ class Session:
                 await self._greet(call)
         except TimeoutError:
             raise ConnectionLost(f"no hello within {HELLO_TIMEOUT_S:g} s") from None
-        pumps = [asyncio.create_task(pump) for pump in (self._write(call), self._read(call), self.ready.run(), self._watch())]
+        pumps = [asyncio.create_task(pump) for pump in (self._write(call), self._read(call), self.deliveries.run(), self._watch())]
         try:
             done, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
             # gRPC cancels a pump when its call has ended on this side; nothing else does before `finally`.
@@ -143,7 +143,7 @@ class Session:
             for task in pumps:
                 task.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
-            self.ready.deliver_all()
+            self.deliveries.deliver_all()
 
     async def _greet(self, call: Any) -> None:
         hello = pb.ClientHello(

@@ -19,19 +19,19 @@ from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.wire.handles import Attempt, Handle
 
-Tokens = tuple[int, tuple[int, ...]]
+PlainRow = tuple[int, tuple[int, ...]]
 """A plain row: sequence index and new token ids."""
 
 NO_NUMERICS: Mapping[str, str] = MappingProxyType({})
 
-DirectReader = Callable[[Sequence[Tokens]], bool]
+PlainRowHandler = Callable[[Sequence[PlainRow]], bool]
 """Takes all of these rows at once, or none of them (False). It must not wait."""
 
 UPDATE_BYTES = 256
-TOKENS_BYTES = 128
+PLAIN_ROW_BYTES = 128
 """Memory charged for an update and for a plain row, beside their tokens: objects and references."""
 
-TOKEN_BYTES = 40
+TOKEN_ID_BYTES = 40
 """Memory charged for a token id: an integer object, and the reference to it."""
 
 
@@ -51,22 +51,22 @@ class ReplicaStream:
     """
 
     __slots__ = (
+        "_cancel_request",
         "_error",
         "_is_ended",
-        "_is_ready",
+        "_is_queued",
         "_on_end",
-        "_on_leave",
-        "_on_ready",
         "_plain",
+        "_request_delivery",
         "_running",
         "_unread_bytes",
         "_updates",
         "_waiter",
         "attempt",
-        "direct",
         "first_index",
         "handle",
         "numerics",
+        "plain_row_handler",
     )
 
     def __init__(
@@ -75,12 +75,12 @@ class ReplicaStream:
         handle: Handle,
         *,
         on_end: Callable[[ReplicaStream], None],
-        on_leave: Callable[[RequestId], None],
-        on_ready: Callable[[ReplicaStream], None] | None = None,
+        cancel_request: Callable[[RequestId], None],
+        request_delivery: Callable[[ReplicaStream], None] | None = None,
         numerics: Mapping[str, str] = NO_NUMERICS,
     ) -> None:
-        """on_ready  called when something unread begins to wait, and not again before `deliver`, which the callee calls when it is this
-        stream's turn. Without it the turn is at once
+        """request_delivery  called once when the stream first has unread data. The callee must later call `deliver`; after that it may be
+        called again. None: `deliver` is called at once
         """
         self.attempt = Attempt(request.request_id, request.epoch)
         self.handle = handle
@@ -88,11 +88,11 @@ class ReplicaStream:
         self._running = set(request.indices)
         self.first_index = min(self._running)
         self._on_end = on_end
-        self._on_leave = on_leave
-        self._on_ready = on_ready
-        self._is_ready = False
-        self.direct: DirectReader | None = None
-        self._plain: list[Tokens] = []
+        self._cancel_request = cancel_request
+        self._request_delivery = request_delivery
+        self._is_queued = False
+        self.plain_row_handler: PlainRowHandler | None = None
+        self._plain: list[PlainRow] = []
         self._updates: deque[SequenceUpdate | Rejected] = deque()
         self._unread_bytes = 0
         self._error: Exception | None = None
@@ -116,21 +116,21 @@ class ReplicaStream:
     @property
     def unread_bytes(self) -> int:
         """About how much memory the unread updates take. The gateway bounds by it what a slow client may leave unread."""
-        return self._unread_bytes + sum([TOKENS_BYTES + TOKEN_BYTES * len(token_ids) for _, token_ids in self._plain])
+        return self._unread_bytes + sum([PLAIN_ROW_BYTES + TOKEN_ID_BYTES * len(token_ids) for _, token_ids in self._plain])
 
     def __aiter__(self) -> ReplicaStream:
         return self
 
     async def __anext__(self) -> SequenceUpdate | Rejected:
-        if not await self._has_updates():
+        if not await self._wait_for_updates():
             raise StopAsyncIteration
         update = self._updates.popleft()
-        self._unread_bytes -= unread_size(update)
+        self._unread_bytes -= update_bytes(update)
         return update
 
     async def batch(self) -> list[SequenceUpdate | Rejected]:
         """Everything unread, at least one entry; empty when the stream has ended. Raises Unavailable like the iterator."""
-        if not await self._has_updates():
+        if not await self._wait_for_updates():
             return []
         updates = list(self._updates)
         self._updates.clear()
@@ -142,7 +142,7 @@ class ReplicaStream:
 
     async def __aexit__(self, *exc: object) -> None:
         if not self._is_ended:
-            self._on_leave(self.request_id)
+            self._cancel_request(self.request_id)
 
     def put(self, update: SequenceUpdate) -> None:
         """From the session. Updates of a sequence that has ended are dropped."""
@@ -156,20 +156,20 @@ class ReplicaStream:
 
     def put_tokens(self, index: int, token_ids: tuple[int, ...]) -> None:
         """`put` of an update that has tokens and nothing else."""
-        if self.direct is None or self._updates or self._waiter is None:
+        if self.plain_row_handler is None or self._updates or self._waiter is None:
             attempt = self.attempt
             self.put(SequenceUpdate(request_id=attempt.request_id, epoch=attempt.epoch, index=index, token_ids=token_ids))
         elif index in self._running and not self._is_ended:
             self._plain.append((index, token_ids))
-            if not self._is_ready:
-                self._become_ready()
+            if not self._is_queued:
+                self._queue_delivery()
 
     def deliver(self) -> bool:
         """Give waiting plain rows to the direct reader (True), or wake the reader's task (False)."""
-        self._is_ready = False
-        if self._plain and not self._updates and self.direct is not None and self._waiter is not None:
+        self._is_queued = False
+        if self._plain and not self._updates and self.plain_row_handler is not None and self._waiter is not None:
             try:
-                is_taken = self.direct(self._plain)
+                is_taken = self.plain_row_handler(self._plain)
             except Exception as error:  # a bug of ours above must not take the connection's other streams with it
                 self._give_up(error)
                 return False
@@ -196,7 +196,7 @@ class ReplicaStream:
         """No more updates; what is unread stays readable."""
         if not self._is_ended:
             self._is_ended = True
-            if not self._is_ready:  # otherwise its turn comes, and a thousand ends in one frame do not wake a thousand tasks at once
+            if not self._is_queued:  # otherwise its turn comes, and a thousand ends in one frame do not wake a thousand tasks at once
                 self._wake()
             self._on_end(self)
 
@@ -209,52 +209,52 @@ class ReplicaStream:
     def _give_up(self, error: Exception) -> None:
         """The direct reader failed, and the rows given to it are lost: the task raises its error, and the request is cancelled."""
         self._plain, self._error = [], error
-        self._on_leave(self.request_id)
+        self._cancel_request(self.request_id)
 
     def _append(self, update: SequenceUpdate | Rejected) -> None:
-        self._keep_plain()
+        self._plain_to_updates()
         self._updates.append(update)
-        self._unread_bytes += unread_size(update)
-        if not self._is_ready:
-            self._become_ready()
+        self._unread_bytes += update_bytes(update)
+        if not self._is_queued:
+            self._queue_delivery()
 
-    def _become_ready(self) -> None:
-        self._is_ready = True
-        if self._on_ready is None:
+    def _queue_delivery(self) -> None:
+        self._is_queued = True
+        if self._request_delivery is None:
             self.deliver()
         else:
-            self._on_ready(self)
+            self._request_delivery(self)
 
-    def _keep_plain(self) -> None:
+    def _plain_to_updates(self) -> None:
         """Turn waiting plain rows into updates, in their place before everything later."""
         for index, token_ids in self._plain:
             update = SequenceUpdate(request_id=self.request_id, epoch=self.attempt.epoch, index=index, token_ids=token_ids)
             self._updates.append(update)
-            self._unread_bytes += unread_size(update)
+            self._unread_bytes += update_bytes(update)
         self._plain = []
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def _has_updates(self) -> bool:
+    async def _wait_for_updates(self) -> bool:
         while not (self._updates or self._plain or self._is_ended):
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        self._keep_plain()
+        self._plain_to_updates()
         if not self._updates and self._error is not None:
             raise self._error
         return bool(self._updates)
 
 
-def unread_size(update: SequenceUpdate | Rejected) -> int:
+def update_bytes(update: SequenceUpdate | Rejected) -> int:
     """About how much memory an update takes that came over the wire: nothing of it is shared with another one."""
     if isinstance(update, Rejected):
         return 512
-    num_bytes = UPDATE_BYTES + TOKEN_BYTES * len(update.token_ids)
+    num_bytes = UPDATE_BYTES + TOKEN_ID_BYTES * len(update.token_ids)
     if update.logprobs or update.prompt_logprobs:
-        num_bytes += sum([columns_of(scores).num_bytes for scores in (update.logprobs, update.prompt_logprobs) if scores])
+        num_bytes += sum([columns_of(columns).num_bytes for columns in (update.logprobs, update.prompt_logprobs) if columns])
     return num_bytes

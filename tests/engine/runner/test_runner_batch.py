@@ -10,7 +10,7 @@ import pytest
 from headrace.core.ids import SlotId
 from headrace.core.plan import Plan, Started
 from headrace.core.sampling import SamplingParams
-from headrace.engine.runner_batch import ALL, Rows, Selection, UnknownToken, build_batch, num_scored, read_rows, select_tokens
+from headrace.engine.runner_batch import ALL, Rows, Selection, UnknownToken, build_batch, count_prompt_logprobs, read_rows, select_tokens
 from headrace.engine.runner_slots import SlotState
 
 
@@ -109,7 +109,7 @@ def test_untouched_slots_cost_no_memory() -> None:
 
 
 def selection_of(rows: Rows, state: SlotState) -> Selection:
-    return select_tokens(rows, num_scored(rows, state))
+    return select_tokens(rows, count_prompt_logprobs(rows, state))
 
 
 def test_only_tokens_that_are_looked_at_are_wanted() -> None:
@@ -134,9 +134,9 @@ def test_all_tokens_are_wanted_where_few_could_be_left_out() -> None:
     assert build_batch(rows_of((5, 5, 2, 1)), state, "cpu")[1].selected is None
 
 
-def test_prompt_tokens_that_are_scored_are_wanted() -> None:
+def test_prompt_tokens_whose_logprobs_are_asked_for_are_wanted() -> None:
     state = state_with_two_sequences()
     state.prompt_logprobs[2] = 1
     rows = rows_of((5, 0, 6, 1), (2, 0, 2, 1))
-    assert num_scored(rows, state).tolist() == [0, 1]
+    assert count_prompt_logprobs(rows, state).tolist() == [0, 1]
     assert selection_of(rows, state).tokens.tolist() == [5, 6, 7]  # type: ignore[union-attr]

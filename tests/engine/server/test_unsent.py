@@ -131,7 +131,7 @@ def test_a_unit_is_at_least_the_memory_that_unread_rows_take(
 ) -> None:
     """An update of one token was charged 32 bytes and held 233: a gateway that did not read could leave 240 MiB of them."""
 
-    def scores(count: int, begin: int) -> tuple[TokenLogprobs, ...]:
+    def logprobs(count: int, begin: int) -> tuple[TokenLogprobs, ...]:
         if num_top is None:
             return ()
         return tuple(
@@ -150,7 +150,7 @@ def test_a_unit_is_at_least_the_memory_that_unread_rows_take(
             for handle in range(1000, 1000 + num_sequences):
                 begin = 1000 + 64 * number
                 token_ids = tuple(range(begin, begin + num_tokens))
-                update = SequenceUpdate(RequestId("r"), 0, 0, token_ids, scores(num_tokens, begin), scores(num_prompt, begin))
+                update = SequenceUpdate(RequestId("r"), 0, 0, token_ids, logprobs(num_tokens, begin), logprobs(num_prompt, begin))
                 unsent.put(Handle(handle), update)
         del update, token_ids, handle
         gc.collect()

@@ -18,7 +18,7 @@ from headrace.core.plan_codec import load_plans
 from headrace.core.request import PriorityClass
 from headrace.policy.queues.keyed import FcfsQueue
 from headrace.policy.queues.shares import StepShares
-from headrace.policy.schedule.planner import MAX_SCORED_TOKENS
+from headrace.policy.schedule.planner import MAX_PROMPT_LOGPROB_TOKENS
 from headrace.policy.schedule.sequence_table import SequenceTable
 
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(2 + 3 * (i % 6))] for i in range(12)]
@@ -403,8 +403,8 @@ def test_without_chunking_a_prompt_is_computed_in_one_step() -> None:
     assert sorted(count for count in counts if count > 1) == sorted([*(len(prompt) for prompt in PROMPTS), 40])
 
 
-def test_scored_prompts_share_a_small_part_of_each_step() -> None:
-    """Each scored position costs a row of logits over the vocabulary: a step full of them would hold everybody up."""
+def test_prompts_with_logprobs_share_a_small_part_of_each_step() -> None:
+    """Each log-probability of a prompt costs a row of logits over the vocabulary: a step full of them would hold everybody up."""
     driven = DrivenEngine(max_num_batched_tokens=512, num_blocks=256, max_model_len=512)
     prompts = {name: [(7 * number + i) % VOCAB for i in range(150)] for number, name in enumerate(("a", "b", "plain"))}
     driven.submit(*(request(name, ids, max_tokens=6, prompt_logprobs=None if name == "plain" else 0) for name, ids in prompts.items()))
@@ -417,8 +417,8 @@ def test_scored_prompts_share_a_small_part_of_each_step() -> None:
 
     driven.runner.submit = spy  # type: ignore[method-assign]
     driven.run()
-    assert steps[0] == [MAX_SCORED_TOKENS, 1, 150], "the second scored prompt starts, and a prompt that is not scored is not held back"
-    assert max(count for counts in steps[1:] for count in counts) == MAX_SCORED_TOKENS
+    assert steps[0] == [MAX_PROMPT_LOGPROB_TOKENS, 1, 150], "the second one starts, and a prompt without log-probabilities is not held back"
+    assert max(count for counts in steps[1:] for count in counts) == MAX_PROMPT_LOGPROB_TOKENS
     for name, ids in prompts.items():
         assert driven.tokens[name, 0] == expected_tokens(ids, 6, VOCAB)
         told = sum(len(update.prompt_logprobs) for update in driven.updates if update.request_id == name)

@@ -42,7 +42,7 @@ class UnreadUpdate:
     def __init__(self, update: SequenceUpdate) -> None:
         num_units = UPDATE_UNITS + len(update.token_ids)
         if update.logprobs or update.prompt_logprobs:
-            num_units += sum([COLUMNS_UNITS + _num_entries(scores) for scores in (update.logprobs, update.prompt_logprobs) if scores])
+            num_units += sum([COLUMNS_UNITS + _num_entries(columns) for columns in (update.logprobs, update.prompt_logprobs) if columns])
             if update.prompt_logprobs or len(update.logprobs) > 1:
                 update = update._replace(logprobs=_columns(update.logprobs), prompt_logprobs=_columns(update.prompt_logprobs))
         self._update = update

@@ -24,16 +24,16 @@ from headrace.core.finish import FinishReason
 from headrace.core.request import PriorityClass
 from headrace.core.sampling import SamplingParams
 from headrace.gateway.access.budget import RequestHeld
-from headrace.gateway.generation.progress import RequestProgress
-from headrace.gateway.generation.score_limits import (
-    MAX_INLINE_SCORES,
-    OUTPUT_SCORE_BYTES,
-    check_output_scores,
+from headrace.gateway.generation.logprob_limits import (
+    MAX_INLINE_LOGPROBS,
+    OUTPUT_LOGPROB_BYTES,
+    check_output_logprobs,
     first_answer_bytes,
-    num_prompt_scores,
-    prompt_score_bytes,
-    unread_score_bytes,
+    num_prompt_logprobs,
+    prompt_logprob_bytes,
+    unread_logprob_bytes,
 )
+from headrace.gateway.generation.progress import RequestProgress
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import PIECE_BYTES, Exchange
 from headrace.gateway.http.sse import SseStream
@@ -68,9 +68,9 @@ class ParsedRequest:
     model        name or alias; None: the only served model
     sampling     the parameters the client gave, by the names of `SamplingParams`
     cache_salt   the client's own part of the salt
-    score_field  name of the field that asked for prompt log-probabilities, for refusals
-    num_shown    choices that show the prompt's scores
-    num_kept_encodings  JSON forms of these scores that stay in memory until the answer is written
+    logprobs_field  name of the field that asked for prompt log-probabilities, for refusals
+    num_shown    choices that show the prompt's log-probabilities
+    num_kept_encodings  JSON forms of these that stay in memory until the answer is written
     """
 
     model: str | None
@@ -79,7 +79,7 @@ class ParsedRequest:
     is_streaming: bool
     priority: PriorityClass
     cache_salt: str = ""
-    score_field: str = "prompt_logprobs"
+    logprobs_field: str = "prompt_logprobs"
     num_shown: int = 1
     num_kept_encodings: int = 0
 
@@ -104,7 +104,7 @@ class AnswerEncoder(Protocol):
         ...
 
 
-class DirectChunks:
+class DirectChunkWriter:
     """Writes events as chunks at once, in place of `Run._stream`, while that task waits and the socket has room. An `EventListener`."""
 
     __slots__ = ("_answer", "_clock", "_progress", "_sse")
@@ -139,8 +139,8 @@ class Run:
         record = exchange.record
         record.model, record.stream, record.n = self.model.name, parsed.is_streaming, parsed.sampling.get("n")
         self.params = SamplingParams(**parsed.sampling).checked()
-        self.num_prompt_scores = 0
-        self.unread_score_bytes = 0
+        self.num_prompt_logprobs = 0
+        self.unread_logprob_bytes = 0
         self.first_bytes = 0
 
     async def prepare(self) -> Prepared:
@@ -152,20 +152,20 @@ class Run:
         prepared = await self.model.upstream.prepare(request, self._principal())
         self.exchange.ignored += prepared.ignored
         record.seed, record.prompt_tokens = prepared.seed, prepared.prompt_tokens
-        self.num_prompt_scores = num_prompt_scores(
-            parsed.score_field, self.params.prompt_logprobs, num_tokens=prepared.prompt_tokens or 0, num_shown=parsed.num_shown
+        self.num_prompt_logprobs = num_prompt_logprobs(
+            parsed.logprobs_field, self.params.prompt_logprobs, num_tokens=prepared.prompt_tokens or 0, num_shown=parsed.num_shown
         )
         if not parsed.is_streaming and self.params.max_tokens is not None:
-            check_output_scores(self.params.logprobs, num_tokens=prepared.num_sequences * self.params.max_tokens)
-        piece_bytes = 2 * PIECE_BYTES if self.num_prompt_scores else 0  # the encoded piece that is being sent
-        self.unread_score_bytes = piece_bytes + unread_score_bytes(self.params.logprobs, num_tokens=prepared.max_output_tokens or 0)
+            check_output_logprobs(self.params.logprobs, num_tokens=prepared.num_sequences * self.params.max_tokens)
+        piece_bytes = 2 * PIECE_BYTES if self.num_prompt_logprobs else 0  # the encoded piece that is being sent
+        self.unread_logprob_bytes = piece_bytes + unread_logprob_bytes(self.params.logprobs, num_tokens=prepared.max_output_tokens or 0)
         if not parsed.is_streaming:
             self.first_bytes = first_answer_bytes(self.params.logprobs, num_tokens=prepared.max_output_tokens)
         self.held.prompts.add(PROMPT_TOKEN_BYTES * (prepared.prompt_tokens or 0))
-        score_bytes = prompt_score_bytes(
+        logprob_bytes = prompt_logprob_bytes(
             self.params.prompt_logprobs, num_tokens=prepared.prompt_tokens or 0, num_encodings=parsed.num_kept_encodings
         )
-        self.held.answers.add(score_bytes + piece_bytes + self.first_bytes)
+        self.held.answers.add(logprob_bytes + piece_bytes + self.first_bytes)
         return prepared
 
     async def answer(self, answer: AnswerEncoder, prepared: Prepared) -> None:
@@ -220,15 +220,15 @@ class Run:
         num_top = (self.params.logprobs or 0) + 1
         while events := await self._events(stream, progress):
             answer.add(events)
-            num_new = sum([event.num_scored for event in events])
+            num_new = sum([event.num_logprob_tokens for event in events])
             num_tokens += num_new
-            check_output_scores(self.params.logprobs, num_tokens=num_tokens)
-            not_held += sum([event.text_bytes for event in events]) + num_new * num_top * OUTPUT_SCORE_BYTES
+            check_output_logprobs(self.params.logprobs, num_tokens=num_tokens)
+            not_held += sum([event.text_bytes for event in events]) + num_new * num_top * OUTPUT_LOGPROB_BYTES
             if not_held >= HOLD_STEP_BYTES:
                 self.held.answers.add(not_held)
                 not_held = 0
         pieces = answer.whole(stream.usage())
-        if self.num_prompt_scores + num_tokens * num_top <= MAX_INLINE_SCORES:
+        if self.num_prompt_logprobs + num_tokens * num_top <= MAX_INLINE_LOGPROBS:
             await self.exchange.reply(200, b"".join(pieces))
         else:
             await self.exchange.reply_in_pieces(self._slices(pieces))
@@ -248,10 +248,10 @@ class Run:
                 first = await self._events(stream, progress)
         except TimeoutError:
             pass
-        async with self.service.watch.open(self.exchange, lambda: stream.unread_bytes, score_bytes=self.unread_score_bytes) as sse:
+        async with self.service.watch.open(self.exchange, lambda: stream.unread_bytes, logprob_bytes=self.unread_logprob_bytes) as sse:
             events = first if first is not None else await self._events(stream, progress)
-            if self.num_prompt_scores <= MAX_INLINE_SCORES:
-                stream.listen(DirectChunks(answer, progress, sse, self.service.clock))
+            if self.num_prompt_logprobs <= MAX_INLINE_LOGPROBS:
+                stream.listen(DirectChunkWriter(answer, progress, sse, self.service.clock))
             while events:
                 await self._write(answer, events, sse)
                 events = await self._events(stream, progress)
@@ -260,7 +260,7 @@ class Run:
 
     async def _write(self, answer: AnswerEncoder, events: Sequence[OutputEvent], sse: SseStream) -> None:
         num_top = (self.params.logprobs or 0) + 1
-        if self.num_prompt_scores + sum([event.num_scored for event in events]) * num_top <= MAX_INLINE_SCORES:
+        if self.num_prompt_logprobs + sum([event.num_logprob_tokens for event in events]) * num_top <= MAX_INLINE_LOGPROBS:
             if made := b"".join(answer.chunks(events)):
                 await sse.write(made)
         else:

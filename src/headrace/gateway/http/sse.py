@@ -3,7 +3,7 @@
 A stream is written by its own task; `StreamWatch` checks all streams four times per second, which is cheaper than a timer each. The bytes
 that wait for a client are bounded: the unsent rest of the encoded chunk plus what the engine has produced since. Beyond the bound the
 connection is dropped and the request cancelled. Log-probabilities come faster than many clients read, so some of them are allowed beyond
-the bound (`score_bytes`). All streams together are bounded by what the budget has left. `gateway.http.connection` bounds the time that a
+the bound (`logprob_bytes`). All streams together are bounded by what the budget has left. `gateway.http.connection` bounds the time that a
 client may take, for every answer alike.
 
 `Exchange.fail` writes an error after the first byte: an event with the error body, then the end, without [DONE].
@@ -49,20 +49,20 @@ class SseStream:
         "_watch",
         "is_cut",
         "last_write_s",
-        "score_bytes",
+        "logprob_bytes",
         "unread_bytes",
     )
 
-    def __init__(self, exchange: Exchange, watch: StreamWatch, unread_bytes: Callable[[], int], score_bytes: int, clock: Clock) -> None:
+    def __init__(self, exchange: Exchange, watch: StreamWatch, unread_bytes: Callable[[], int], logprob_bytes: int, clock: Clock) -> None:
         """
         unread_bytes  gives the size of what was produced for this stream and is not encoded yet
-        score_bytes   bytes of log-probabilities that may wait beyond the bound of every stream
+        logprob_bytes   bytes of log-probabilities that may wait beyond the bound of every stream
         """
         self._exchange = exchange
         self._watch = watch
         self._clock = clock
         self.unread_bytes = unread_bytes
-        self.score_bytes = score_bytes
+        self.logprob_bytes = logprob_bytes
         self.last_write_s = clock()
         self._ping: asyncio.Task[None] | None = None
         self._is_inside = False
@@ -124,7 +124,7 @@ class SseStream:
 
     def bound(self, max_pending_bytes: int) -> bool:
         """Cut the stream off if more waits for its client than it may; whether it was."""
-        if self.waiting_bytes <= max_pending_bytes + self.score_bytes:
+        if self.waiting_bytes <= max_pending_bytes + self.logprob_bytes:
             return False
         self.cut(f"More than {max_pending_bytes} bytes of the answer waited for the client.")
         return True
@@ -179,8 +179,8 @@ class StreamWatch:
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
 
-    def open(self, exchange: Exchange, unread_bytes: Callable[[], int], *, score_bytes: int = 0) -> SseStream:
-        return SseStream(exchange, self, unread_bytes, score_bytes, self._clock)
+    def open(self, exchange: Exchange, unread_bytes: Callable[[], int], *, logprob_bytes: int = 0) -> SseStream:
+        return SseStream(exchange, self, unread_bytes, logprob_bytes, self._clock)
 
     async def __aenter__(self) -> StreamWatch:
         self._task = asyncio.create_task(self._run(), name="stream watch")

@@ -254,7 +254,7 @@ class ChatAnswer:
 
     def _whole_choice(self, index: int, output: ChoiceOutput) -> Iterator[bytes]:
         yield b'{"index":%d,"message":%b,"logprobs":' % (index, _encode(_message(output)))
-        yield from chat_logprobs(output.scored, self._num_top) if self._has_logprobs else (b"null",)
+        yield from chat_logprobs(output.logprobs, self._num_top) if self._has_logprobs else (b"null",)
         yield whole_finish_part(output)
 
 

@@ -32,7 +32,7 @@ from headrace.gateway.surfaces.dialect.logprobs import EchoedLogprobs, completio
 from headrace.gateway.surfaces.dialect.parse import check_shared, convert, given_params, lowered_priority, surface_fields
 from headrace.gateway.surfaces.dialect.schemas import CompletionLogprobs, PromptLogprobs, SamplingFields
 from headrace.gateway.upstream.seam import OutputEvent, PlainPrompts, Prepared, TokenUsage
-from headrace.text.scored import ScoredTokens
+from headrace.text.logprobs import DecodedLogprobs
 
 _encode = msgspec.json.encode
 
@@ -57,16 +57,16 @@ def _parsed_request(request: CompletionRequest, prompts: Sequence[str | list[int
         is_streaming=request.stream,
         priority=lowered_priority(request.priority, own_priority),
         cache_salt=request.cache_salt,
-        score_field="logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
+        logprobs_field="logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
         num_shown=request.n,
-        num_kept_encodings=request.scores_echo + (request.prompt_logprobs is not None and request.n > 1),
+        num_kept_encodings=request.has_echo_logprobs + (request.prompt_logprobs is not None and request.n > 1),
     )
 
 
 def _own_params(request: CompletionRequest) -> dict[str, Any]:
     """The sampling parameters whose meaning is that of completions alone."""
     prompt_logprobs = request.prompt_logprobs
-    if request.scores_echo and request.logprobs is not None:
+    if request.has_echo_logprobs and request.logprobs is not None:
         prompt_logprobs = max(request.logprobs, prompt_logprobs or 0)
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     return {"logprobs": request.logprobs, "prompt_logprobs": prompt_logprobs, "max_tokens": 1 if request.is_echo_only else max_tokens}
@@ -85,7 +85,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
         return self.echo and self.max_tokens == 0
 
     @property
-    def scores_echo(self) -> bool:
+    def has_echo_logprobs(self) -> bool:
         """The echoed prompt has log-probabilities, as many as the output."""
         return self.echo and self.logprobs is not None
 
@@ -160,42 +160,42 @@ class CompletionAnswer:
         count = prepared.num_sequences
         self._outputs = outputs_of(count)
         self._is_opened = [False] * count
-        self._scores = [wide_columns() for _ in prepared.prompts]
+        self._prompt_logprobs = [wide_columns() for _ in prepared.prompts]
         self._echoes: dict[int, EchoedLogprobs] = {}
-        self._prompt_logprobs: dict[int, list[bytes]] = {}
+        self._encoded_prompt_logprobs: dict[int, list[bytes]] = {}
         self._chunks = Chunks(head, "text_completion", TEXT_CHOICE, request, self._prompts)
 
     def chunks(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
-        self._collect_scores(events)
+        self._collect_prompt_logprobs(events)
         for event in events:
             self._chunks.count(event.index, 0 if self._request.is_echo_only else event.num_tokens)
             yield from self._chunk(event)
 
     def _chunk(self, event: OutputEvent) -> Iterator[bytes]:
         index = event.index
-        text, scored = self._shown(event.text, event.logprobs)
+        text, logprobs = self._shown(event.text, event.logprobs)
         echoed: EchoedLogprobs | None = None
         if self._request.echo and not self._is_opened[index]:
             if not (event.num_tokens or event.finish):
-                return  # only scores of the prompt so far
+                return  # only log-probabilities of the prompt so far
             text = self._prompts[index // self._request.n].text + text
             echoed = yield from self._echoed(index)
         self._is_opened[index] = True
-        if scored or echoed:
-            yield from self._chunks.around(self._scored_choice(index, text, scored, echoed, finish_part(event)))
+        if logprobs or echoed:
+            yield from self._chunks.around(self._choice_with_logprobs(index, text, logprobs, echoed, finish_part(event)))
         elif event.finish is not None:
             yield self._chunks.chunk(b'{"index":%d,"text":%b,"logprobs":null%b' % (index, _encode(text), finish_part(event)))
         elif text:
             yield self._chunks.text(index, text)
 
-    def _scored_choice(
-        self, index: int, text: str, scored: Sequence[ScoredTokens], echoed: EchoedLogprobs | None, end: bytes
+    def _choice_with_logprobs(
+        self, index: int, text: str, logprobs: Sequence[DecodedLogprobs], echoed: EchoedLogprobs | None, end: bytes
     ) -> Iterator[bytes]:
         """A choice with log-probabilities. echoed: log-probabilities of its prompt;  end: the bytes after them"""
         assert self._num_top is not None
         yield b'{"index":%d,"text":%b,"logprobs":' % (index, _encode(text))
         offset = len(self._prompts[index // self._request.n].text) if self._request.echo else 0
-        yield from completion_logprobs(scored, self._num_top, offset=offset, prompt=echoed)
+        yield from completion_logprobs(logprobs, self._num_top, offset=offset, prompt=echoed)
         yield end
 
     def last(self, usage: TokenUsage) -> bytes:
@@ -206,7 +206,7 @@ class CompletionAnswer:
         return usage._replace(completion_tokens=0) if self._request.is_echo_only else usage
 
     def add(self, events: Sequence[OutputEvent]) -> None:
-        self._collect_scores(events)
+        self._collect_prompt_logprobs(events)
         for event in events:
             self._outputs[event.index].add(event)
 
@@ -227,38 +227,38 @@ class CompletionAnswer:
         yield behind
 
     def _whole_choice(self, index: int, output: ChoiceOutput) -> Iterator[bytes]:
-        text, scored = self._shown("".join(output.texts), output.scored)
+        text, logprobs = self._shown("".join(output.texts), output.logprobs)
         echoed: EchoedLogprobs | None = None
         if self._request.echo:
             text = self._prompts[index // self._request.n].text + text
             echoed = yield from self._echoed(index)
         end = whole_finish_part(output)
         if self._num_top is not None:
-            yield from self._scored_choice(index, text, scored, echoed, end[:-1])
+            yield from self._choice_with_logprobs(index, text, logprobs, echoed, end[:-1])
         else:
             yield b'{"index":%d,"text":%b,"logprobs":null%b' % (index, _encode(text), end[:-1])
         if self._request.prompt_logprobs is not None:
             yield b',"prompt_logprobs":'
-            yield from self._scored_prompt(index // self._request.n, self._request.prompt_logprobs)
+            yield from self._encode_prompt_logprobs(index // self._request.n, self._request.prompt_logprobs)
         yield b"}"
 
-    def _scored_prompt(self, number: int, num_top: int) -> Iterator[bytes]:
-        """The prompt's scores. Where several choices show them they are encoded once and kept."""
-        made = self._prompt_logprobs.get(number)
+    def _encode_prompt_logprobs(self, number: int, num_top: int) -> Iterator[bytes]:
+        """The prompt's log-probabilities. Where several choices show them they are encoded once and kept."""
+        made = self._encoded_prompt_logprobs.get(number)
         if made is not None:
             yield from made
             return
         made = []
-        for piece in prompt_logprobs(self._prompts[number], self._scores[number], num_top):
+        for piece in prompt_logprobs(self._prompts[number], self._prompt_logprobs[number], num_top):
             if self._request.n > 1:
                 made.append(piece)
             yield piece
-        self._prompt_logprobs[number] = made
+        self._encoded_prompt_logprobs[number] = made
 
-    def _shown(self, text: str, scored: Sequence[ScoredTokens]) -> tuple[str, Sequence[ScoredTokens]]:
+    def _shown(self, text: str, logprobs: Sequence[DecodedLogprobs]) -> tuple[str, Sequence[DecodedLogprobs]]:
         if self._request.is_echo_only:
             return "", ()
-        return text, () if self._num_top is None else scored
+        return text, () if self._num_top is None else logprobs
 
     def _echoed(self, index: int) -> Generator[bytes, None, EchoedLogprobs | None]:
         """Log-probabilities of the echoed prompt, where the request has logprobs; encoded once per prompt. Yields empty pieces between
@@ -269,13 +269,13 @@ class CompletionAnswer:
         number = index // self._request.n
         made = self._echoes.get(number)
         if made is None:
-            made = self._echoes[number] = yield from echo_logprobs(self._prompts[number], self._scores[number], self._num_top)
+            made = self._echoes[number] = yield from echo_logprobs(self._prompts[number], self._prompt_logprobs[number], self._num_top)
         return made
 
-    def _collect_scores(self, events: Sequence[OutputEvent]) -> None:
-        """Keep the scores of a prompt that the first of its sequences has; the other sequences may have them again."""
+    def _collect_prompt_logprobs(self, events: Sequence[OutputEvent]) -> None:
+        """Keep the log-probabilities of a prompt that the first of its sequences has; the other sequences may have them again."""
         for event in events:
             number, index = divmod(event.index, self._request.n)
             for page in event.prompt_logprobs if index == 0 else ():
-                self._scores[number].extend(page)
+                self._prompt_logprobs[number].extend(page)
                 self._echoes.pop(number, None)

@@ -40,7 +40,7 @@ from headrace.gateway.upstream.seam import (
     Tokenization,
     TokenUsage,
 )
-from headrace.text.scored import ScoredTokens
+from headrace.text.logprobs import DecodedLogprobs
 
 log = logging.getLogger("headrace.gateway")
 
@@ -133,12 +133,12 @@ class HttpUpstream:
 
 @dataclass(frozen=True, slots=True)
 class ForeignPrompt:
-    """A prompt that only the server reads. Its scores are refused before anything runs."""
+    """A prompt that only the server reads. Its log-probabilities are refused before anything runs."""
 
     text: str
     num_tokens: None = None
 
-    def scored(self, scores: LogprobColumns) -> Iterator[ScoredTokens]:
+    def decoded_logprobs(self, logprobs: LogprobColumns) -> Iterator[DecodedLogprobs]:
         return iter(())
 
 

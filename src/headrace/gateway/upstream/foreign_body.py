@@ -15,7 +15,7 @@ _ALWAYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 def foreign_body(request: GenerationRequest, params: SamplingParams) -> dict[str, Any]:
     """The body but for its model. Raises InvalidRequest naming what does not carry over."""
-    _check_scores(request, params)
+    _check_logprobs(request, params)
     begin: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     return begin | _prompt_fields(request.prompt) | _sampling_fields(request)
 
@@ -50,7 +50,7 @@ def _sampling_fields(request: GenerationRequest) -> dict[str, Any]:
     return fields
 
 
-def _check_scores(request: GenerationRequest, params: SamplingParams) -> None:
+def _check_logprobs(request: GenerationRequest, params: SamplingParams) -> None:
     """Raise InvalidRequest for log-probabilities other than a chat's output: no other form is the same on all servers."""
     remedy = "The server behind this model gives them for a chat's answer only."
     if params.prompt_logprobs is not None:

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from headrace.core.finish import FinishReason
 from headrace.core.plan import TokenLogprobs
 from headrace.gateway.upstream.seam import OutputEvent, TokenUsage, ToolCall, string_bytes
-from headrace.text.scored import ScoredTokens
+from headrace.text.logprobs import DecodedLogprobs
 
 PIECE_BYTES = 64 << 10
 """Most bytes read and decoded at once: a few milliseconds of work."""
@@ -63,12 +63,12 @@ class _Top(Struct):
     bytes: list[Annotated[int, Meta(ge=0, le=255)]] | None = None
 
 
-class _Score(_Top):
+class _Logprob(_Top):
     top_logprobs: list[_Top] = []
 
 
 class _Logprobs(Struct):
-    content: list[_Score] | None = None
+    content: list[_Logprob] | None = None
 
 
 class _Delta(Struct):
@@ -233,29 +233,29 @@ class EventReader:
         text = delta.content or choice.text or ""
         reasoning = delta.reasoning_content or delta.reasoning or ""
         calls = [_tool_call(call) for call in delta.tool_calls or ()]
-        scores = (choice.logprobs and choice.logprobs.content) or []
-        num_tokens = len(scores) or int(bool(text or reasoning or calls))
-        scored = self._scored(choice.index, scores) if scores else ()
+        logprobs = (choice.logprobs and choice.logprobs.content) or []
+        num_tokens = len(logprobs) or int(bool(text or reasoning or calls))
+        decoded = self._decoded_logprobs(choice.index, logprobs) if logprobs else ()
         finish, stop_reason = _finish(choice)
         if not self._is_counted:
             self.usage = self.usage._replace(completion_tokens=self.usage.completion_tokens + num_tokens)
         if finish is not None:
             self._is_running[choice.index] = False
         return OutputEvent(
-            choice.index, text, num_tokens, scored, finish=finish, stop_reason=stop_reason, reasoning=reasoning, tool_calls=calls
+            choice.index, text, num_tokens, decoded, finish=finish, stop_reason=stop_reason, reasoning=reasoning, tool_calls=calls
         )
 
-    def _scored(self, index: int, scores: list[_Score]) -> tuple[ScoredTokens, ...]:
+    def _decoded_logprobs(self, index: int, logprobs: list[_Logprob]) -> tuple[DecodedLogprobs, ...]:
         if self._names.num_bytes > MAX_NAMES_BYTES:
             self._names = NamedTexts()
-        found, known_bytes = ScoredTokens(self._names), self._names.num_bytes
-        for score in scores:
-            token_id, *top_ids = [self._names.number(each.token, _raw(each)) for each in (score, *score.top_logprobs)]
-            top_logprobs = tuple([each.logprob for each in score.top_logprobs])
-            found.scores.append(TokenLogprobs(token_id, score.logprob, 0, tuple(top_ids), top_logprobs))
+        found, known_bytes = DecodedLogprobs(self._names), self._names.num_bytes
+        for entry in logprobs:
+            token_id, *top_ids = [self._names.number(each.token, _raw(each)) for each in (entry, *entry.top_logprobs)]
+            top_logprobs = tuple([each.logprob for each in entry.top_logprobs])
+            found.columns.append(TokenLogprobs(token_id, entry.logprob, 0, tuple(top_ids), top_logprobs))
             found.text_offsets.append(self._num_chars[index])
             found.visible.append(True)
-            self._num_chars[index] += len(score.token)
+            self._num_chars[index] += len(entry.token)
         return (replace(found, texts_bytes=self._names.num_bytes - known_bytes),)
 
 
@@ -285,8 +285,8 @@ def _tool_call(call: _ToolCall) -> ToolCall:
     return ToolCall(call.index, call.id, function.name, function.arguments or "")
 
 
-def _raw(score: _Top) -> bytes:
-    return bytes(score.bytes) if score.bytes is not None else score.token.encode("utf-8", "surrogatepass")
+def _raw(entry: _Top) -> bytes:
+    return bytes(entry.bytes) if entry.bytes is not None else entry.token.encode("utf-8", "surrogatepass")
 
 
 def _finish(choice: _Choice) -> tuple[FinishReason | None, int | str | None]:

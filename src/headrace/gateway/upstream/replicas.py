@@ -23,7 +23,7 @@ from headrace.core.update import Rejected, SequenceUpdate
 from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.policy.routing.choice import Candidate, Random, ReplicaId, choose
 from headrace.wire.client import ConnectionState, ReplicaInfo, SeenLoad
-from headrace.wire.stream import DirectReader
+from headrace.wire.stream import PlainRowHandler
 
 IDLE_STALL_S = 0.8
 """Seconds without a wake-up after which an idle loop counts as stuck. A healthy one wakes several times in this time."""
@@ -36,7 +36,7 @@ STEP_GRACE_FACTOR = 4.0
 class UpdateStream(Protocol):
     """An open request at a replica (`wire.stream.ReplicaStream`)."""
 
-    direct: DirectReader | None
+    plain_row_handler: PlainRowHandler | None
 
     @property
     def numerics(self) -> Mapping[str, str]: ...

@@ -19,7 +19,7 @@ from headrace.core.load import LoadSnapshot
 from headrace.core.plan import LogprobColumns
 from headrace.core.request import PriorityClass
 from headrace.core.update import StageSeconds
-from headrace.text.scored import ScoredTokens
+from headrace.text.logprobs import DecodedLogprobs
 
 # ---------------------------------------------------------------------------------------------------------------------- what goes in
 
@@ -113,7 +113,7 @@ class OutputEvent(NamedTuple):
     index            of the sequence within the request: sequence i of prompt p is p * n + i
     num_tokens       output tokens that the event carries
     logprobs         of its tokens in order, in one or more parts, none of them empty; none where not asked for
-    prompt_logprobs  pages of prompt positions 1.. in order, over one or more events; `PreparedPrompt.scored` adds the texts
+    prompt_logprobs  pages of prompt positions 1.. in order, over one or more events; `PreparedPrompt.decoded_logprobs` adds the texts
     finish           set exactly once, on the sequence's last event
     stop_reason      beside FinishReason.STOP: the stop string or stop token id; None for the model's own end token
     error            beside FinishReason.ERROR: for the operator
@@ -123,7 +123,7 @@ class OutputEvent(NamedTuple):
     index: int  # type: ignore[assignment]  # hides a tuple's search, which means nothing here
     text: str = ""
     num_tokens: int = 0
-    logprobs: Sequence[ScoredTokens] = ()
+    logprobs: Sequence[DecodedLogprobs] = ()
     prompt_logprobs: Sequence[LogprobColumns] = ()
     finish: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -143,14 +143,14 @@ class OutputEvent(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """`text_bytes` and its log-probabilities. The prompt's scores are charged separately, before anything runs."""
+        """`text_bytes` and its log-probabilities. The prompt's are charged separately, before anything runs."""
         num_bytes = self.text_bytes
         if self.logprobs:
             num_bytes += sum([part.num_bytes for part in self.logprobs])
         return num_bytes
 
     @property
-    def num_scored(self) -> int:
+    def num_logprob_tokens(self) -> int:
         """Output tokens that have log-probabilities."""
         return sum([len(part) for part in self.logprobs])
 
@@ -245,11 +245,11 @@ class PreparedPrompt(Protocol):
         """The prompt as echo shows it; empty for token ids whose text is not shown."""
         ...
 
-    def scored(self, scores: LogprobColumns) -> Iterator[ScoredTokens]:
+    def decoded_logprobs(self, logprobs: LogprobColumns) -> Iterator[DecodedLogprobs]:
         """Every token of the prompt with its log-probability, a page at a time. Making a page is little work; a page may be empty, so that
         long work can pause. The first token is a page by itself: it has no probability (rank 0).
 
-        scores  of positions 1.. in order, as collected from `OutputEvent.prompt_logprobs`; the pages end with them
+        logprobs  of positions 1.. in order, as collected from `OutputEvent.prompt_logprobs`; the pages end with them
         """
         ...
 

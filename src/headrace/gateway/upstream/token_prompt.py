@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from headrace.core.plan import LogprobColumns, TokenLogprobs, columns_of
 from headrace.text.detokenize import Detokenizer
-from headrace.text.scored import ScoredTokens
+from headrace.text.logprobs import DecodedLogprobs
 from headrace.text.tokenizer import Tokenizer
 
 PAGE_TOKENS = 64
@@ -28,17 +28,17 @@ class TokenPrompt:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
-    def scored(self, scores: LogprobColumns) -> Iterator[ScoredTokens]:
-        """See `seam.PreparedPrompt.scored`."""
+    def decoded_logprobs(self, logprobs: LogprobColumns) -> Iterator[DecodedLogprobs]:
+        """See `seam.PreparedPrompt.decoded_logprobs`."""
         offsets = yield from self._offsets()
         first = columns_of([TokenLogprobs(self.token_ids[0], 0.0, 0)])
-        yield ScoredTokens(self.tokenizer, first, offsets[:1], bytearray(b"\1"))
+        yield DecodedLogprobs(self.tokenizer, first, offsets[:1], bytearray(b"\1"))
         end = 1
-        for page in scores.pages(PAGE_TOKENS):
+        for page in logprobs.pages(PAGE_TOKENS):
             begin, end = end, end + len(page)
-            yield ScoredTokens(self.tokenizer, page, offsets[begin:end], bytearray(b"\1" * len(page)))
+            yield DecodedLogprobs(self.tokenizer, page, offsets[begin:end], bytearray(b"\1" * len(page)))
 
-    def _offsets(self) -> Generator[ScoredTokens, None, array[int]]:
+    def _offsets(self) -> Generator[DecodedLogprobs, None, array[int]]:
         """Number of characters of `text` before each token; yields empty pages to pause. A space that some tokenizers put before the first
         word is not in the text: offsets shift by it. All zero where the text is not shown.
         """
@@ -49,6 +49,6 @@ class TokenPrompt:
             for token_id in self.token_ids[begin : begin + OFFSET_TOKENS]:
                 offsets.append(reader.num_chars)
                 reader.push((token_id,))
-            yield ScoredTokens(self.tokenizer)
+            yield DecodedLogprobs(self.tokenizer)
         shift = max(0, reader.num_chars - len(self.text))
         return array("q", [max(0, offset - shift) for offset in offsets]) if shift else offsets

@@ -22,7 +22,7 @@ from headrace.gateway.upstream.replicas import Replica, ReplicaInstance, Replica
 from headrace.gateway.upstream.seam import EventListener, OutputEvent, PrincipalFacts, ReplicaLost, TokenUsage
 from headrace.text.assemble import OutputAssembler, OutputDelta
 from headrace.text.tokenizer import Tokenizer
-from headrace.wire.stream import Tokens
+from headrace.wire.stream import PlainRow
 
 LOST = "The engine that worked on this request was lost; it can be sent again."
 MAX_TRIES = 2
@@ -112,7 +112,7 @@ class TokenStream:
     def listen(self, listener: EventListener | None) -> None:
         self._listener = listener
         if self._sent is not None:
-            self._sent.updates.direct = self._take_tokens if listener is not None else None
+            self._sent.updates.plain_row_handler = self._handle_plain_rows if listener is not None else None
 
     def usage(self) -> TokenUsage:
         completion = sum(assembler.num_tokens for assembler in self._assemblers)
@@ -186,8 +186,8 @@ class TokenStream:
             self._sent.replica.connection.finish(self.call.request_id, update.index, end.keep_tokens, end.reason)
         return None if delta.is_empty else event_of(self._first_index + update.index, delta)
 
-    def _take_tokens(self, rows: Sequence[Tokens]) -> bool:
-        """A `wire.stream.DirectReader`: as `_read` of the same rows, with the events given to the listener at once. False: not taken."""
+    def _handle_plain_rows(self, rows: Sequence[PlainRow]) -> bool:
+        """A `wire.stream.PlainRowHandler`: as `_read` of the same rows, with the events given to the listener at once. False: not taken."""
         listener = self._listener
         if listener is None or not listener.has_room:
             return False
@@ -218,6 +218,6 @@ def merged(events: Iterable[OutputEvent]) -> list[OutputEvent]:
 
 
 def event_of(index: int, delta: OutputDelta) -> OutputEvent:
-    scored = () if delta.logprobs is None else (delta.logprobs,)
+    logprobs = () if delta.logprobs is None else (delta.logprobs,)
     prompt_logprobs = (columns_of(delta.prompt_logprobs),) if delta.prompt_logprobs else ()
-    return OutputEvent(index, delta.text, len(delta.token_ids), scored, prompt_logprobs, delta.finish, delta.stop_reason, delta.error)
+    return OutputEvent(index, delta.text, len(delta.token_ids), logprobs, prompt_logprobs, delta.finish, delta.stop_reason, delta.error)

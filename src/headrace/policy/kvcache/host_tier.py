@@ -129,7 +129,7 @@ class HostTier:
     def fetch(self, seq: Sequence) -> bool:
         """Whether a new sequence waits, because host slots hold the blocks that follow its hits in the device's cache. `plan` or
         `moves_done` will return it once."""
-        if seq.scores_prompt or any(seq.blocks) or not self._stored_behind_hits(seq):
+        if seq.needs_prompt_logprobs or any(seq.blocks) or not self._stored_behind_hits(seq):
             return False
         self._asking.append(seq)
         return True

@@ -21,9 +21,9 @@ from headrace.policy.schedule.sequence import RUNNING, Sequence
 from headrace.policy.schedule.sequence_table import SequenceTable
 from headrace.policy.schedule.step_rows import StepRows
 
-MAX_SCORED_TOKENS = 64
-"""Prompt positions scored in one chunked step. Each needs a row of logits over the whole vocabulary, which costs many times a plain prompt
-token: a full budget of scored positions would delay every other sequence's next token by seconds."""
+MAX_PROMPT_LOGPROB_TOKENS = 64
+"""Most prompt positions in one chunked step that get log-probabilities. Each needs a row of logits over the whole vocabulary, which costs
+many times a plain prompt token: a full budget of such positions would delay every other sequence's next token by seconds."""
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class PlanDraft:
     max_tokens: int
     builder: PlanBuilder
     now: float
-    score_budget: int = MAX_SCORED_TOKENS
+    logprob_budget: int = MAX_PROMPT_LOGPROB_TOKENS
     rows: StepRows = field(default_factory=StepRows)
     num_prefills: int = 0
     num_more: int = 0
@@ -150,9 +150,9 @@ class Planner:
     def _is_long(self, seq: Sequence, budget: int) -> bool:
         """Whether the rest of a prompt is long for steps like this one, which has `budget` for prefills (`StepShares.is_long`).
 
-        A scored prompt never is: it takes a small part of each step.
+        A prompt with log-probabilities never is: it takes a small part of each step.
         """
-        if seq.scores_prompt or not self.config.enable_chunked_prefill:
+        if seq.needs_prompt_logprobs or not self.config.enable_chunked_prefill:
             return False
         cost = seq.num_uncomputed + self._price.surcharge(seq.num_planned, seq.num_uncomputed)
         return self.sequences.queue.shares.is_long(cost, budget)
@@ -207,7 +207,9 @@ class Planner:
         if self.config.enable_chunked_prefill or num_uncomputed == 1:
             is_priced = num_uncomputed > 1 and (len(step.rows) or step.num_reserved_for_long)
             most = self._price.most(seq.num_expected - num_uncomputed, step.budget) if is_priced else max(step.budget, 0)
-            return min(num_uncomputed, most, max(step.score_budget, 1) if num_uncomputed > 1 and seq.scores_prompt else num_uncomputed)
+            if num_uncomputed > 1 and seq.needs_prompt_logprobs:
+                most = min(most, max(step.logprob_budget, 1))
+            return min(num_uncomputed, most)
         if num_uncomputed <= step.budget:
             return num_uncomputed
         is_oversized = num_uncomputed > self.config.max_num_batched_tokens
@@ -221,8 +223,8 @@ class Planner:
         step.rows.add(seq, start, count, samples)
         step.num_more += count - 1 + self._price.surcharge(start, count)
         step.num_prefills += count > max(samples, 1)
-        if seq.scores_prompt and start < seq.num_prompt:
-            step.score_budget -= count
+        if seq.needs_prompt_logprobs and start < seq.num_prompt:
+            step.logprob_budget -= count
         seq.grant(count, samples)
         seq.unstall(step.now)
 
@@ -300,4 +302,4 @@ class Planner:
 
     def _hits(self, seq: Sequence) -> int:
         """Prompt log-probabilities need every prompt position computed."""
-        return 0 if seq.scores_prompt else self.kv.num_hit_tokens(seq)
+        return 0 if seq.needs_prompt_logprobs else self.kv.num_hit_tokens(seq)

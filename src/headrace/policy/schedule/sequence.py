@@ -295,5 +295,5 @@ class Sequence:
         return self.request.prefix_caching
 
     @property
-    def scores_prompt(self) -> bool:
+    def needs_prompt_logprobs(self) -> bool:
         return self.request.params.prompt_logprobs is not None

@@ -17,7 +17,7 @@ from headrace.gateway.generation.run import Run
 from headrace.gateway.http.sse import DONE
 from headrace.gateway.surfaces.dialect import schemas
 from headrace.gateway.upstream.seam import OutputEvent, PreparedPrompt, TokenUsage, ToolCall
-from headrace.text.scored import ScoredTokens
+from headrace.text.logprobs import DecodedLogprobs
 
 _encode = msgspec.json.encode
 
@@ -45,12 +45,12 @@ class AnswerHead:
 class ChoiceOutput:
     """One choice of an answer, collected from its sequence's events.
 
-    scored          log-probabilities; a new part begins where the vocabulary of the token ids changes
+    logprobs        log-probabilities; a new part begins where the vocabulary of the token ids changes
     tool_calls      by number, their pieces joined
     has_tool_calls  set in a stream too, where tool calls are not collected
     """
 
-    scored: list[ScoredTokens] = field(default_factory=list)
+    logprobs: list[DecodedLogprobs] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -65,9 +65,9 @@ class ChoiceOutput:
     def add(self, event: OutputEvent) -> None:
         self.texts.append(event.text)
         for part in event.logprobs:
-            if not (self.scored and self.scored[-1].texts is part.texts):
-                self.scored.append(ScoredTokens(part.texts))
-            self.scored[-1].extend(part)
+            if not (self.logprobs and self.logprobs[-1].texts is part.texts):
+                self.logprobs.append(DecodedLogprobs(part.texts))
+            self.logprobs[-1].extend(part)
         if event.reasoning:
             self.reasoning.append(event.reasoning)
         for piece in event.tool_calls:

@@ -79,7 +79,7 @@ _SERVED = (
     _honoured(
         "chat_template_kwargs", CHAT, 'Scalars for variables that the model\'s own template reads; of others only null, false, 0 or "".'
     ),
-    _honoured("echo", COMPLETIONS, "The prompt precedes the text; with logprobs it is scored as well."),
+    _honoured("echo", COMPLETIONS, "The prompt precedes the text; with logprobs its log-probabilities are shown as well."),
     _honoured("logprobs", CHAT, "true or false: log-probabilities of the tokens of the answer."),
     _honoured("logprobs", COMPLETIONS, "0..20 of the best, and the chosen token's own log-probability."),
     _honoured("top_logprobs", CHAT, "0..20 of the best; needs logprobs."),

@@ -14,7 +14,7 @@ import msgspec
 from headrace.core.plan import LogprobColumns
 from headrace.gateway.surfaces.dialect.token_json import json_of
 from headrace.gateway.upstream.seam import PreparedPrompt
-from headrace.text.scored import ScoredTokens
+from headrace.text.logprobs import DecodedLogprobs
 
 _encode = msgspec.json.encode
 
@@ -26,7 +26,7 @@ PAGE_TOKENS = 64
 """Tokens in one piece of JSON."""
 
 
-def chat_logprobs(parts: Iterable[ScoredTokens], num_top: int) -> Iterator[bytes]:
+def chat_logprobs(parts: Iterable[DecodedLogprobs], num_top: int) -> Iterator[bytes]:
     """content[].{token, logprob, bytes, top_logprobs}; a token without text in the answer (the end token) is left out."""
     yield b'{"content":['
     yield from _between_commas(_chat_page(page, num_top) for page in _pages(parts))
@@ -34,7 +34,7 @@ def chat_logprobs(parts: Iterable[ScoredTokens], num_top: int) -> Iterator[bytes
 
 
 def completion_logprobs(
-    parts: Sequence[ScoredTokens], num_top: int, *, offset: int = 0, prompt: EchoedLogprobs | None = None
+    parts: Sequence[DecodedLogprobs], num_top: int, *, offset: int = 0, prompt: EchoedLogprobs | None = None
 ) -> Iterator[bytes]:
     """Four lists, with an entry per token each.
 
@@ -56,14 +56,14 @@ EchoedLogprobs = tuple[list[bytes], ...]
 encoded once; each choice writes the same pieces, uncopied."""
 
 
-def echo_logprobs(prompt: PreparedPrompt, scores: LogprobColumns, num_top: int) -> Generator[bytes, None, EchoedLogprobs]:
+def echo_logprobs(prompt: PreparedPrompt, logprobs: LogprobColumns, num_top: int) -> Generator[bytes, None, EchoedLogprobs]:
     """The prompt's log-probabilities, as the generator's result; it yields an empty piece after each page. The first token has no
     log-probability: null, as OpenAI gives it.
 
-    scores  of the prompt's positions from 1 on, in order
+    logprobs  of the prompt's positions from 1 on, in order
     """
     columns: EchoedLogprobs = tuple([] for _ in COMPLETION_COLUMNS)
-    for page in prompt.scored(scores):
+    for page in prompt.decoded_logprobs(logprobs):
         for encode, column in zip(COMPLETION_COLUMNS.values() if len(page) else (), columns, strict=False):
             has_none = encode in (_token_logprobs, _top_logprobs) and not column
             made = b"null" if has_none else encode(page, num_top, 0)
@@ -72,16 +72,16 @@ def echo_logprobs(prompt: PreparedPrompt, scores: LogprobColumns, num_top: int) 
     return columns
 
 
-def prompt_logprobs(prompt: PreparedPrompt, scores: LogprobColumns, num_top: int) -> Iterator[bytes]:
+def prompt_logprobs(prompt: PreparedPrompt, logprobs: LogprobColumns, num_top: int) -> Iterator[bytes]:
     """vLLM's shape: one map per prompt token from token id to its log-probability; null for the first token."""
     yield b"[null"
-    for page in prompt.scored(scores):
-        is_first = len(page) and not page.scores.ranks[0]
+    for page in prompt.decoded_logprobs(logprobs):
+        is_first = len(page) and not page.columns.ranks[0]
         yield b"," + _ranked_page(page, num_top) if len(page) and not is_first else b""
     yield b"]"
 
 
-def _pages(parts: Iterable[ScoredTokens]) -> Iterator[ScoredTokens]:
+def _pages(parts: Iterable[DecodedLogprobs]) -> Iterator[DecodedLogprobs]:
     for part in parts:
         yield from part.shown().pages(PAGE_TOKENS)
 
@@ -106,56 +106,56 @@ def _inside(values: Sequence[object]) -> bytes:
     return _encode(values)[1:-1]
 
 
-def _chat_page(page: ScoredTokens, num_top: int) -> bytes:
-    scores, json = page.scores, json_of(page.texts)
+def _chat_page(page: DecodedLogprobs, num_top: int) -> bytes:
+    columns, json = page.columns, json_of(page.texts)
     begins, ends = json.begins, json.ends
-    tops = [begins[i] + number + ends[i] for i, number in zip(scores.top_ids, _numbers(scores.top_logprobs), strict=True)]
+    tops = [begins[i] + number + ends[i] for i, number in zip(columns.top_ids, _numbers(columns.top_logprobs), strict=True)]
     entries: list[bytes] = []
     end = 0
-    for token_id, number, count in zip(scores.token_ids, _numbers(scores.logprobs), scores.top_counts, strict=True):
+    for token_id, number, count in zip(columns.token_ids, _numbers(columns.logprobs), columns.top_counts, strict=True):
         begin, end = end, end + count
         best = b",".join(tops[begin : begin + min(count, num_top)])
         entries.append(b'%b%b%b,"top_logprobs":[%b]}' % (begins[token_id], number, ends[token_id][:-1], best))
     return b",".join(entries)
 
 
-def _ranked_page(page: ScoredTokens, num_top: int) -> bytes:
+def _ranked_page(page: DecodedLogprobs, num_top: int) -> bytes:
     """A map per token: the best alternatives by rank, and the prompt's own token."""
-    scores, decoded = page.scores, json_of(page.texts).decoded
-    top_numbers = _numbers(scores.top_logprobs)
+    columns, decoded = page.columns, json_of(page.texts).decoded
+    top_numbers = _numbers(columns.top_logprobs)
     entries: list[bytes] = []
     end = 0
-    for token_id, number, rank, count in zip(scores.token_ids, _numbers(scores.logprobs), scores.ranks, scores.top_counts, strict=True):
+    for token_id, number, rank, count in zip(columns.token_ids, _numbers(columns.logprobs), columns.ranks, columns.top_counts, strict=True):
         begin, end = end, end + count
         shown = slice(begin, begin + min(count, num_top))
-        best = enumerate(zip(scores.top_ids[shown], top_numbers[shown], strict=True), start=1)
+        best = enumerate(zip(columns.top_ids[shown], top_numbers[shown], strict=True), start=1)
         ranked = {i: b'"%d":{"logprob":%b,"rank":%d%b' % (i, its, place, decoded[i]) for place, (i, its) in best}
         ranked[token_id] = b'"%d":{"logprob":%b,"rank":%d%b' % (token_id, number, rank, decoded[token_id])
         entries.append(b"{%b}" % b",".join(ranked.values()))
     return b",".join(entries)
 
 
-def _text_offsets(page: ScoredTokens, _num_top: int, offset: int) -> bytes:
+def _text_offsets(page: DecodedLogprobs, _num_top: int, offset: int) -> bytes:
     return _inside([offset + each for each in page.text_offsets])
 
 
-def _token_logprobs(page: ScoredTokens, _num_top: int, _offset: int) -> bytes:
-    return b",".join(_numbers(page.scores.logprobs))
+def _token_logprobs(page: DecodedLogprobs, _num_top: int, _offset: int) -> bytes:
+    return b",".join(_numbers(page.columns.logprobs))
 
 
-def _tokens(page: ScoredTokens, _num_top: int, _offset: int) -> bytes:
+def _tokens(page: DecodedLogprobs, _num_top: int, _offset: int) -> bytes:
     names = json_of(page.texts).names
-    return b",".join([names[token_id] for token_id in page.scores.token_ids])
+    return b",".join([names[token_id] for token_id in page.columns.token_ids])
 
 
-def _top_logprobs(page: ScoredTokens, num_top: int, _offset: int) -> bytes:
+def _top_logprobs(page: DecodedLogprobs, num_top: int, _offset: int) -> bytes:
     """A map per token: the best alternatives, worst first, and the chosen token. Tokens of equal names share one entry."""
-    scores, keys = page.scores, json_of(page.texts).keys
-    names = [keys[i] for i in scores.top_ids]
-    numbers = _numbers(scores.top_logprobs)
+    columns, keys = page.columns, json_of(page.texts).keys
+    names = [keys[i] for i in columns.top_ids]
+    numbers = _numbers(columns.top_logprobs)
     entries: list[bytes] = []
     end = 0
-    for token_id, number, count in zip(scores.token_ids, _numbers(scores.logprobs), scores.top_counts, strict=True):
+    for token_id, number, count in zip(columns.token_ids, _numbers(columns.logprobs), columns.top_counts, strict=True):
         begin, end = end, end + count
         shown = slice(begin, begin + min(count, num_top))
         named = dict(zip(reversed(names[shown]), reversed(numbers[shown]), strict=True))
@@ -164,7 +164,7 @@ def _top_logprobs(page: ScoredTokens, num_top: int, _offset: int) -> bytes:
     return b",".join(entries)
 
 
-COMPLETION_COLUMNS: dict[bytes, Callable[[ScoredTokens, int, int], bytes]] = {
+COMPLETION_COLUMNS: dict[bytes, Callable[[DecodedLogprobs, int, int], bytes]] = {
     b"text_offset": _text_offsets,
     b"token_logprobs": _token_logprobs,
     b"tokens": _tokens,

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, proxy
 
 import msgspec
 
-from headrace.text.scored import TokenTexts
+from headrace.text.logprobs import TokenTexts
 
 _encode = msgspec.json.encode
 

@@ -4,39 +4,39 @@ from __future__ import annotations
 
 from headrace.core.errors import RequestTooLarge
 
-MAX_PROMPT_SCORES = 1 << 20
+MAX_PROMPT_LOGPROBS = 1 << 20
 """Most log-probabilities of prompt tokens in one answer, some 60 bytes each: tokens x (alternatives + 1) x choices that show them."""
 
-PROMPT_TOKEN_SCORE_BYTES = 34
+PROMPT_TOKEN_LOGPROB_BYTES = 34
 PROMPT_ALTERNATIVE_BYTES = 13
 """Memory of a prompt token's log-probability (id, value, rank, count, offset in the text) and of each of its alternatives, until the answer
 is written: `LogprobColumns` with 64-bit floats. Measured: 25 bytes and 13, the offset's 8 not included."""
 
-ENCODED_PROMPT_SCORE_BYTES = 76
-"""Memory of one prompt score as JSON, where the answer keeps it to show it again. Measured with the bundled model's tokenizer: 71 to 75
-bytes in `prompt_logprobs`, 29 to 61 in an echo."""
+ENCODED_PROMPT_LOGPROB_BYTES = 76
+"""Memory of one prompt log-probability as JSON, where the answer keeps it to show it again. Measured with the bundled model's tokenizer: 71
+to 75 bytes in `prompt_logprobs`, 29 to 61 in an echo."""
 
-OUTPUT_SCORE_BYTES = 24
+OUTPUT_LOGPROB_BYTES = 24
 """Memory of one output token's log-probability while an answer is collected."""
 
 OUTPUT_TOKEN_BYTES = 8
 FIRST_TEXT_BYTES = 4 << 10
-FIRST_SCORE_BYTES = 64 << 10
+FIRST_LOGPROB_BYTES = 64 << 10
 """Charged before an answer that is not streamed begins, for its text and for its log-probabilities. A shorter answer is charged less."""
 
-UNREAD_SCORE_BYTES = 24
-MAX_UNREAD_SCORE_BYTES = 2 << 20
+UNREAD_LOGPROB_BYTES = 24
+MAX_UNREAD_LOGPROB_BYTES = 2 << 20
 """Bytes of output log-probabilities that may wait for a slow client, in addition to the limit on other unread bytes."""
 
-MAX_OUTPUT_SCORES = 1 << 18
+MAX_OUTPUT_LOGPROBS = 1 << 18
 """Most log-probabilities of output tokens in one answer that is not streamed."""
 
-MAX_INLINE_SCORES = 4096
+MAX_INLINE_LOGPROBS = 4096
 """An answer with at most this many log-probabilities is encoded in one go (a few milliseconds); a larger one in slices (`encoding`)."""
 
 
-def num_prompt_scores(field: str, num_top: int | None, *, num_tokens: int, num_shown: int) -> int:
-    """Log-probabilities of prompt tokens in the answer. Raises RequestTooLarge beyond MAX_PROMPT_SCORES.
+def num_prompt_logprobs(field: str, num_top: int | None, *, num_tokens: int, num_shown: int) -> int:
+    """Log-probabilities of prompt tokens in the answer. Raises RequestTooLarge beyond MAX_PROMPT_LOGPROBS.
 
     field      request field that asked for them
     num_top    alternatives per token; None: not asked for
@@ -44,14 +44,14 @@ def num_prompt_scores(field: str, num_top: int | None, *, num_tokens: int, num_s
     """
     if num_top is None:
         return 0
-    num_scores = num_tokens * (num_top + 1) * num_shown
-    if num_scores > MAX_PROMPT_SCORES:
-        rule = f"prompt tokens ({num_tokens}) x ({field} + 1) x choices ({num_shown}) <= {MAX_PROMPT_SCORES}"
-        raise RequestTooLarge(field, rule, num_top, "Ask for fewer alternatives or choices, or score the prompt in parts.")
-    return num_scores
+    num_logprobs = num_tokens * (num_top + 1) * num_shown
+    if num_logprobs > MAX_PROMPT_LOGPROBS:
+        rule = f"prompt tokens ({num_tokens}) x ({field} + 1) x choices ({num_shown}) <= {MAX_PROMPT_LOGPROBS}"
+        raise RequestTooLarge(field, rule, num_top, "Ask for fewer alternatives or choices, or send the prompt in parts.")
+    return num_logprobs
 
 
-def prompt_score_bytes(num_top: int | None, *, num_tokens: int, num_encodings: int) -> int:
+def prompt_logprob_bytes(num_top: int | None, *, num_tokens: int, num_encodings: int) -> int:
     """Memory that the prompt's log-probabilities take until the answer is written. Choices that show the same ones share it.
 
     num_tokens     of all prompts
@@ -59,30 +59,30 @@ def prompt_score_bytes(num_top: int | None, *, num_tokens: int, num_encodings: i
     """
     if num_top is None:
         return 0
-    columns = PROMPT_TOKEN_SCORE_BYTES + num_top * PROMPT_ALTERNATIVE_BYTES
-    return num_tokens * (columns + num_encodings * (num_top + 1) * ENCODED_PROMPT_SCORE_BYTES)
+    columns = PROMPT_TOKEN_LOGPROB_BYTES + num_top * PROMPT_ALTERNATIVE_BYTES
+    return num_tokens * (columns + num_encodings * (num_top + 1) * ENCODED_PROMPT_LOGPROB_BYTES)
 
 
-def check_output_scores(num_top: int | None, *, num_tokens: int) -> None:
+def check_output_logprobs(num_top: int | None, *, num_tokens: int) -> None:
     """An answer that is not streamed is held in memory until it is whole. Raises RequestTooLarge.
 
     num_tokens  of all choices
     """
-    if num_top is not None and num_tokens * (num_top + 1) > MAX_OUTPUT_SCORES:
-        rule = f"tokens of all choices ({num_tokens}) x (alternatives + 1) <= {MAX_OUTPUT_SCORES} without stream"
+    if num_top is not None and num_tokens * (num_top + 1) > MAX_OUTPUT_LOGPROBS:
+        rule = f"tokens of all choices ({num_tokens}) x (alternatives + 1) <= {MAX_OUTPUT_LOGPROBS} without stream"
         raise RequestTooLarge("logprobs", rule, num_top, "Stream the answer, or lower max_tokens, n or the alternatives.")
 
 
-def unread_score_bytes(num_top: int | None, *, num_tokens: int) -> int:
+def unread_logprob_bytes(num_top: int | None, *, num_tokens: int) -> int:
     """Bytes of a stream's log-probabilities that may wait for its client. Not charged beforehand: most clients read in time.
 
     num_tokens  of all sequences, at most
     """
-    return 0 if num_top is None else min(MAX_UNREAD_SCORE_BYTES, num_tokens * (num_top + 1) * UNREAD_SCORE_BYTES)
+    return 0 if num_top is None else min(MAX_UNREAD_LOGPROB_BYTES, num_tokens * (num_top + 1) * UNREAD_LOGPROB_BYTES)
 
 
 def first_answer_bytes(num_top: int | None, *, num_tokens: int | None) -> int:
     """Bytes charged before an answer that is not streamed begins. num_tokens: of all sequences, at most; None: not known"""
-    first = FIRST_TEXT_BYTES + (0 if num_top is None else FIRST_SCORE_BYTES)
-    token_bytes = OUTPUT_TOKEN_BYTES + (0 if num_top is None else (num_top + 1) * OUTPUT_SCORE_BYTES)
+    first = FIRST_TEXT_BYTES + (0 if num_top is None else FIRST_LOGPROB_BYTES)
+    token_bytes = OUTPUT_TOKEN_BYTES + (0 if num_top is None else (num_top + 1) * OUTPUT_LOGPROB_BYTES)
     return first if num_tokens is None else min(first, num_tokens * token_bytes)

@@ -29,7 +29,7 @@ CLOCK_UNITS = 16
 """The clock is read once in this many units."""
 
 
-class ReadyStreams:
+class DeliveryQueue:
     """Not thread-safe, like all of the wire's gateway side."""
 
     def __init__(self, clock: Clock) -> None:
@@ -38,7 +38,7 @@ class ReadyStreams:
         self._has_any = asyncio.Event()
 
     def add(self, stream: ReplicaStream) -> None:
-        """In the order of arrival. `ReplicaStream.on_ready`."""
+        """In the order of arrival. `ReplicaStream.request_delivery`."""
         self._streams.append(stream)
         self._has_any.set()
 

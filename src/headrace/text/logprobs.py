@@ -57,17 +57,17 @@ class TokenEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredTokens:
+class DecodedLogprobs:
     """Neighbouring tokens of one sequence; equal lengths. Iterating makes the objects, one at a time.
 
-    texts         of the ids in `scores`
+    texts         of the ids in `columns`
     text_offsets  characters before each in the output (of a prompt: in the prompt)
     visible       1, or 0 for a token with none of its text in the answer (see `TokenEntry`)
     texts_bytes   what `texts` takes in memory for these tokens alone
     """
 
     texts: TokenTexts
-    scores: LogprobColumns = field(default_factory=wide_columns)
+    columns: LogprobColumns = field(default_factory=wide_columns)
     text_offsets: array[int] = field(default_factory=lambda: array("q"))
     visible: bytearray = field(default_factory=bytearray)
     texts_bytes: int = 0
@@ -77,43 +77,43 @@ class ScoredTokens:
 
     def __iter__(self) -> Iterator[TokenEntry]:
         text, raw = self.texts.token_text, self.texts.token_bytes
-        for at, offset, is_visible in zip(self.scores, self.text_offsets, self.visible, strict=True):
+        for at, offset, is_visible in zip(self.columns, self.text_offsets, self.visible, strict=True):
             top = tuple([TopToken(i, text(i), raw(i), logprob) for i, logprob in zip(at.top_ids, at.top_logprobs, strict=True)])
             yield TokenEntry(at.token_id, text(at.token_id), raw(at.token_id), at.logprob, at.rank, top, offset, bool(is_visible))
 
-    def add(self, scores: LogprobColumns, text_offsets: Iterable[int], visible: Iterable[int]) -> None:
-        self.scores.extend(scores)
+    def add(self, columns: LogprobColumns, text_offsets: Iterable[int], visible: Iterable[int]) -> None:
+        self.columns.extend(columns)
         self.text_offsets.extend(text_offsets)
         self.visible.extend(visible)
 
-    def extend(self, other: ScoredTokens) -> None:
+    def extend(self, other: DecodedLogprobs) -> None:
         """Append the tokens of `other`, whose ids have the same texts."""
         assert other.texts is self.texts, "ids mean the same"
-        self.add(other.scores, other.text_offsets, other.visible)
+        self.add(other.columns, other.text_offsets, other.visible)
 
-    def joined(self, later: ScoredTokens) -> ScoredTokens:
+    def joined(self, later: DecodedLogprobs) -> DecodedLogprobs:
         """These tokens and the next ones of the same sequence, as new columns."""
-        both = ScoredTokens(self.texts)
+        both = DecodedLogprobs(self.texts)
         both.extend(self)
         both.extend(later)
         return both
 
-    def part(self, begin: int, end: int) -> ScoredTokens:
+    def part(self, begin: int, end: int) -> DecodedLogprobs:
         span = slice(begin, end)
-        return ScoredTokens(self.texts, self.scores[span], self.text_offsets[span], self.visible[span])
+        return DecodedLogprobs(self.texts, self.columns[span], self.text_offsets[span], self.visible[span])
 
-    def pages(self, size: int) -> Iterator[ScoredTokens]:
+    def pages(self, size: int) -> Iterator[DecodedLogprobs]:
         """All of them, up to `size` at a time."""
         begin = 0
-        for scores in self.scores.pages(size):
-            span = slice(begin, begin := begin + len(scores))
-            yield ScoredTokens(self.texts, scores, self.text_offsets[span], self.visible[span])
+        for columns in self.columns.pages(size):
+            span = slice(begin, begin := begin + len(columns))
+            yield DecodedLogprobs(self.texts, columns, self.text_offsets[span], self.visible[span])
 
-    def shown(self) -> ScoredTokens:
+    def shown(self) -> DecodedLogprobs:
         """The visible ones."""
         if 0 not in self.visible:
             return self
-        found, end = ScoredTokens(self.texts), 0
+        found, end = DecodedLogprobs(self.texts), 0
         for is_visible, run in groupby(self.visible):
             begin, end = end, end + len(list(run))
             if is_visible:
@@ -123,8 +123,8 @@ class ScoredTokens:
     @property
     def num_bytes(self) -> int:
         """Approximate memory of the columns."""
-        return SCORED_BYTES + self.scores.num_bytes + 9 * len(self) + self.texts_bytes
+        return DECODED_LOGPROBS_BYTES + self.columns.num_bytes + 9 * len(self) + self.texts_bytes
 
 
-SCORED_BYTES = 250
+DECODED_LOGPROBS_BYTES = 250
 """Memory of the object and its own two columns, without their contents."""

@@ -11,13 +11,13 @@ import pytest
 
 from headrace.core.finish import FinishReason
 from headrace.core.plan import LogprobColumns, TokenLogprobs, wide_columns
-from headrace.gateway.generation.score_limits import prompt_score_bytes
+from headrace.gateway.generation.logprob_limits import prompt_logprob_bytes
 from headrace.gateway.surfaces.dialect.logprobs import echo_logprobs, prompt_logprobs
 from headrace.gateway.upstream.seam import OutputEvent
 from headrace.gateway.upstream.token_prompt import TokenPrompt
 from headrace.text.folder import TextModel
 
-NUM_SCORES = 12_000
+NUM_LOGPROBS = 12_000
 
 
 def pages(num_tokens: int, num_top: int, vocab_size: int) -> list[LogprobColumns]:
@@ -45,8 +45,8 @@ def taken_bytes(make: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 5, 20])
-def test_prompt_scores_are_charged_what_they_take(text: TextModel, num_top: int) -> None:
-    num_tokens = NUM_SCORES // (num_top + 1)
+def test_prompt_logprobs_are_charged_what_they_take(text: TextModel, num_top: int) -> None:
+    num_tokens = NUM_LOGPROBS // (num_top + 1)
     vocab_size = text.tokenizer.vocab_size
     prompt = TokenPrompt(tuple(number % vocab_size for number in range(num_tokens + 1)), "", text.tokenizer)
     given = pages(num_tokens, num_top, vocab_size)
@@ -57,26 +57,26 @@ def test_prompt_scores_are_charged_what_they_take(text: TextModel, num_top: int)
             columns.extend(page)
         return columns
 
-    scores = collected()
+    logprobs = collected()
 
     def echoed() -> object:
-        work = echo_logprobs(prompt, scores, num_top)
+        work = echo_logprobs(prompt, logprobs, num_top)
         while True:
             try:
                 next(work)
             except StopIteration as ended:
                 return ended.value
 
-    charged = [prompt_score_bytes(num_top, num_tokens=num_tokens, num_encodings=number) for number in (0, 1)]
+    charged = [prompt_logprob_bytes(num_top, num_tokens=num_tokens, num_encodings=number) for number in (0, 1)]
     columns = taken_bytes(collected)
     assert columns <= charged[0] <= 1.6 * columns
-    encoded = taken_bytes(lambda: list(prompt_logprobs(prompt, scores, num_top)))
+    encoded = taken_bytes(lambda: list(prompt_logprobs(prompt, logprobs, num_top)))
     assert encoded <= charged[1] - charged[0] <= 1.6 * encoded
     assert taken_bytes(echoed) <= charged[1] - charged[0]
 
 
-def test_joined_events_share_the_pages_of_scores_they_were_given() -> None:
-    """Each page was copied once per later page: a prompt of a million scores took the square of its pages."""
+def test_joined_events_share_the_pages_of_logprobs_they_were_given() -> None:
+    """Each page was copied once per later page: a prompt of a million log-probabilities took the square of its pages."""
     given = pages(1000, 2, 100)
     events = [OutputEvent(0, f"{number} ", 1, prompt_logprobs=(page,)) for number, page in enumerate(given)]
     joined = OutputEvent.joined([*events, OutputEvent(0, finish=FinishReason.STOP)])
