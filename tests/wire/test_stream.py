@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_kit import request
 
+from headrace.core.errors import Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.plan import TokenLogprobs
@@ -149,6 +150,25 @@ async def test_a_direct_reader_that_fails_ends_its_own_stream_and_the_engine_is_
     with pytest.raises(ZeroDivisionError):
         await task
     assert left == ["r"]
+
+
+async def test_a_plain_row_handler_that_fails_after_the_end_wakes_its_consumer() -> None:
+    """The replica was lost while plain rows were queued: no cancel ended the stream again, and the consumer task slept for ever."""
+    waiting: list[ReplicaStream] = []
+    stream = made(request_delivery=waiting.append)
+
+    def broken(rows: Sequence[PlainRow]) -> bool:
+        raise ZeroDivisionError
+
+    stream.plain_row_handler = broken
+    task = asyncio.create_task(stream.batch())
+    await turns()
+    stream.put_tokens(0, (1,))
+    stream.fail(Unavailable("the replica was lost"))
+    assert not waiting.pop().deliver()
+    async with asyncio.timeout(5):
+        with pytest.raises(ZeroDivisionError):
+            await task
 
 
 async def test_tokens_of_a_sequence_that_has_ended_are_dropped() -> None:

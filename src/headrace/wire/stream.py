@@ -210,6 +210,7 @@ class ReplicaStream:
         """The direct reader failed, and the rows given to it are lost: the task raises its error, and the request is cancelled."""
         self._plain, self._error = [], error
         self._cancel_request(self.request_id)
+        self._wake()  # a stream that ended while it was queued is not ended again, and nothing else would wake its task
 
     def _append(self, update: SequenceUpdate | Rejected) -> None:
         self._plain_to_updates()
