@@ -1,4 +1,4 @@
-"""A request's stream as its reader sees it, when tokens are taken directly and when they are not: the same tokens in the same order."""
+"""A request's stream as its consumer sees it, with and without a plain row handler: the same tokens in the same order."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def update(index: int, *token_ids: int, finish: FinishReason | None = None) -> S
     return SequenceUpdate(request_id=RequestId("r"), epoch=0, index=index, token_ids=token_ids, finish=finish)
 
 
-class Reader:
-    """Takes what it can directly, while `is_willing`, and reads the rest in a task."""
+class Consumer:
+    """Takes plain rows in a handler, while `is_willing`, and reads the rest in a task."""
 
     def __init__(self, stream: ReplicaStream) -> None:
         self.stream = stream
         self.seen: list[PlainRow] = []
-        self.num_direct = 0
+        self.num_handled = 0
         self.is_willing = True
         self.is_busy = asyncio.Event()
         self.is_busy.set()
@@ -58,7 +58,7 @@ class Reader:
 
     def take(self, rows: Sequence[PlainRow]) -> bool:
         if self.is_willing:
-            self.num_direct += len(rows)
+            self.num_handled += len(rows)
             self.seen.extend(rows)
         return self.is_willing
 
@@ -70,78 +70,80 @@ class Reader:
             await self.is_busy.wait()
 
 
+def broken(rows: Sequence[PlainRow]) -> bool:
+    """A plain row handler with a bug."""
+    raise ZeroDivisionError
+
+
 async def turns(count: int = 3) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
 
 
-async def test_a_waiting_reader_takes_plain_tokens_without_being_woken() -> None:
-    reader = Reader(made())
-    task = asyncio.create_task(reader.read())
+async def test_a_waiting_consumer_takes_plain_rows_without_being_woken() -> None:
+    consumer = Consumer(made())
+    task = asyncio.create_task(consumer.read())
     await turns()
     for token_id in range(3):
-        reader.stream.put_tokens(0, (token_id,))
-    assert reader.seen == [(0, (0,)), (0, (1,)), (0, (2,))]
-    reader.stream.put(update(0, 3, finish=FinishReason.LENGTH))
+        consumer.stream.put_tokens(0, (token_id,))
+    assert consumer.seen == [(0, (0,)), (0, (1,)), (0, (2,))]
+    consumer.stream.put(update(0, 3, finish=FinishReason.LENGTH))
     await task
-    assert reader.seen[-1] == (0, (3,))
-    assert reader.num_direct == 3
-    assert reader.stream.unread_bytes == 0
+    assert consumer.seen[-1] == (0, (3,))
+    assert consumer.num_handled == 3
+    assert consumer.stream.unread_bytes == 0
 
 
-async def test_what_a_direct_reader_declines_is_read_in_order_and_counted_as_unread() -> None:
-    reader = Reader(made())
-    task = asyncio.create_task(reader.read())
+async def test_what_a_plain_row_handler_declines_is_read_in_order_and_counted_as_unread() -> None:
+    consumer = Consumer(made())
+    task = asyncio.create_task(consumer.read())
     await turns()
-    reader.is_willing = False
-    reader.stream.put_tokens(0, (1,))
-    assert reader.stream.unread_bytes > 0
-    reader.stream.put_tokens(0, (2,))
+    consumer.is_willing = False
+    consumer.stream.put_tokens(0, (1,))
+    assert consumer.stream.unread_bytes > 0
+    consumer.stream.put_tokens(0, (2,))
     await turns()
-    assert reader.seen == [(0, (1,)), (0, (2,))]
-    reader.is_willing = True
-    reader.stream.put_tokens(0, (3,))
-    assert reader.seen[-1] == (0, (3,))
-    reader.stream.end()
+    assert consumer.seen == [(0, (1,)), (0, (2,))]
+    consumer.is_willing = True
+    consumer.stream.put_tokens(0, (3,))
+    assert consumer.seen[-1] == (0, (3,))
+    consumer.stream.end()
     await task
 
 
-async def test_a_stream_that_ended_before_its_turn_wakes_its_reader_after_a_direct_take() -> None:
+async def test_a_stream_that_ended_while_it_was_queued_wakes_its_consumer_after_the_handler() -> None:
     waiting: list[ReplicaStream] = []
-    reader = Reader(made(request_delivery=waiting.append))
-    task = asyncio.create_task(reader.read())
+    consumer = Consumer(made(request_delivery=waiting.append))
+    task = asyncio.create_task(consumer.read())
     await turns()
-    reader.stream.put_tokens(0, (1,))
-    reader.stream.end()
+    consumer.stream.put_tokens(0, (1,))
+    consumer.stream.end()
     assert waiting.pop().deliver()
     async with asyncio.timeout(5):
         await task
-    assert reader.seen == [(0, (1,))]
+    assert consumer.seen == [(0, (1,))]
 
 
-async def test_a_reader_that_is_busy_is_never_overtaken() -> None:
-    """Its task has taken updates and waits for something else: tokens taken directly now would be out of order."""
-    reader = Reader(made())
-    task = asyncio.create_task(reader.read())
+async def test_a_consumer_that_is_busy_is_never_overtaken() -> None:
+    """Its task has taken updates and waits for something else: rows handled now would be out of order."""
+    consumer = Consumer(made())
+    task = asyncio.create_task(consumer.read())
     await turns()
-    reader.is_busy.clear()
-    reader.stream.put(update(0, 1))
+    consumer.is_busy.clear()
+    consumer.stream.put(update(0, 1))
     await turns()
-    reader.stream.put_tokens(0, (2,))
-    assert reader.num_direct == 0
-    reader.is_busy.set()
+    consumer.stream.put_tokens(0, (2,))
+    assert consumer.num_handled == 0
+    consumer.is_busy.set()
     await turns()
-    reader.stream.end()
+    consumer.stream.end()
     await task
-    assert reader.seen == [(0, (1,)), (0, (2,))]
+    assert consumer.seen == [(0, (1,)), (0, (2,))]
 
 
-async def test_a_direct_reader_that_fails_ends_its_own_stream_and_the_engine_is_told() -> None:
+async def test_a_plain_row_handler_that_fails_ends_its_stream_and_cancels_the_request() -> None:
     left: list[RequestId] = []
     stream = made(left=left)
-
-    def broken(rows: Sequence[PlainRow]) -> bool:
-        raise ZeroDivisionError
 
     stream.plain_row_handler = broken
     task = asyncio.create_task(stream.batch())
@@ -156,10 +158,6 @@ async def test_a_plain_row_handler_that_fails_after_the_end_wakes_its_consumer()
     """The replica was lost while plain rows were queued: no cancel ended the stream again, and the consumer task slept for ever."""
     waiting: list[ReplicaStream] = []
     stream = made(request_delivery=waiting.append)
-
-    def broken(rows: Sequence[PlainRow]) -> bool:
-        raise ZeroDivisionError
-
     stream.plain_row_handler = broken
     task = asyncio.create_task(stream.batch())
     await turns()
@@ -172,82 +170,82 @@ async def test_a_plain_row_handler_that_fails_after_the_end_wakes_its_consumer()
 
 
 async def test_tokens_of_a_sequence_that_has_ended_are_dropped() -> None:
-    reader = Reader(made(2))
-    task = asyncio.create_task(reader.read())
+    consumer = Consumer(made(2))
+    task = asyncio.create_task(consumer.read())
     await turns()
-    reader.stream.put(update(0, 1, finish=FinishReason.STOP))
+    consumer.stream.put(update(0, 1, finish=FinishReason.STOP))
     await turns()
-    reader.stream.put_tokens(0, (9,))
-    reader.stream.put_tokens(1, (2,))
-    reader.stream.end()
-    reader.stream.put_tokens(1, (9,))
+    consumer.stream.put_tokens(0, (9,))
+    consumer.stream.put_tokens(1, (2,))
+    consumer.stream.end()
+    consumer.stream.put_tokens(1, (9,))
     await task
-    assert reader.seen == [(0, (1,)), (1, (2,))]
+    assert consumer.seen == [(0, (1,)), (1, (2,))]
 
 
 @given(st.lists(st.sampled_from(["tokens", "update", "turn", "willing", "unwilling", "busy", "idle", "deliver"]), max_size=40))
 @settings(max_examples=200, deadline=None)
-def test_the_order_is_that_of_arrival_whatever_is_taken_directly(steps: list[str]) -> None:
+def test_the_order_is_that_of_arrival_whatever_the_handler_takes(steps: list[str]) -> None:
     async def run() -> None:
         waiting: list[ReplicaStream] = []
-        reader = Reader(made(request_delivery=waiting.append))
-        task = asyncio.create_task(reader.read())
+        consumer = Consumer(made(request_delivery=waiting.append))
+        task = asyncio.create_task(consumer.read())
         sent: list[PlainRow] = []
         for number, step in enumerate(steps):
             if step in ("tokens", "update"):
                 sent.append((0, (number,)))
             if step == "tokens":
-                reader.stream.put_tokens(0, (number,))
+                consumer.stream.put_tokens(0, (number,))
             elif step == "update":
-                reader.stream.put(update(0, number))
+                consumer.stream.put(update(0, number))
             elif step == "turn":
                 await turns()
             elif step in ("willing", "unwilling"):
-                reader.is_willing = step == "willing"
+                consumer.is_willing = step == "willing"
             elif step == "busy":
-                reader.is_busy.clear()
+                consumer.is_busy.clear()
             elif step == "idle":
-                reader.is_busy.set()
+                consumer.is_busy.set()
             elif waiting:
                 waiting.pop().deliver()
             assert len(waiting) <= 1
-        reader.is_busy.set()
-        reader.stream.put(update(0, 999, finish=FinishReason.LENGTH))
+        consumer.is_busy.set()
+        consumer.stream.put(update(0, 999, finish=FinishReason.LENGTH))
         for stream in waiting:
             stream.deliver()
         await task
-        assert reader.seen == [*sent, (0, (999,))]
-        assert reader.stream.unread_bytes == 0
+        assert consumer.seen == [*sent, (0, (999,))]
+        assert consumer.stream.unread_bytes == 0
 
     asyncio.run(run())
 
 
 async def test_a_thousand_ready_streams_are_served_in_slices_and_all_of_them() -> None:
     deliveries = DeliveryQueue(lambda: 0.0)
-    readers = [Reader(made(request_delivery=deliveries.add)) for _ in range(1000)]
-    tasks = [asyncio.create_task(reader.read()) for reader in readers]
+    consumers = [Consumer(made(request_delivery=deliveries.add)) for _ in range(1000)]
+    tasks = [asyncio.create_task(consumer.read()) for consumer in consumers]
     serving = asyncio.create_task(deliveries.run())
     await turns()
-    for reader in readers:
-        reader.stream.put_tokens(0, (1,))
+    for consumer in consumers:
+        consumer.stream.put_tokens(0, (1,))
     served: list[int] = []
-    while not served or served[-1] < len(readers):
+    while not served or served[-1] < len(consumers):
         await asyncio.sleep(0)
-        served.append(sum(len(reader.seen) for reader in readers))
+        served.append(sum(len(consumer.seen) for consumer in consumers))
     assert max(b - a for a, b in zip([0, *served], served, strict=False)) <= SLICE_UNITS
-    for reader in readers:
-        reader.stream.put(update(0, 2, finish=FinishReason.LENGTH))
+    for consumer in consumers:
+        consumer.stream.put(update(0, 2, finish=FinishReason.LENGTH))
     served.clear()
-    while not served or served[-1] < 2 * len(readers):
+    while not served or served[-1] < 2 * len(consumers):
         await asyncio.sleep(0)
-        served.append(sum(len(reader.seen) for reader in readers))
+        served.append(sum(len(consumer.seen) for consumer in consumers))
     assert max(b - a for a, b in zip([1000, *served], served, strict=False)) <= SLICE_UNITS // WAKE_UNITS
     await asyncio.gather(*tasks)
     serving.cancel()
 
 
 async def test_a_slice_ends_by_the_clock_whatever_it_has_counted() -> None:
-    """One stream delivered directly and then others that are woken: the count was never a multiple of sixteen, so no clock was read."""
+    """One stream delivered to its handler, then others that are woken: the count was never a multiple of sixteen, so no clock was read."""
     now = 0.0
 
     def clock() -> float:
@@ -256,33 +254,33 @@ async def test_a_slice_ends_by_the_clock_whatever_it_has_counted() -> None:
         return now
 
     deliveries = DeliveryQueue(clock)
-    direct, *woken = (Reader(made(request_delivery=deliveries.add)) for _ in range(9))
-    tasks = [asyncio.create_task(reader.read()) for reader in (direct, *woken)]
+    handled, *woken = (Consumer(made(request_delivery=deliveries.add)) for _ in range(9))
+    tasks = [asyncio.create_task(consumer.read()) for consumer in (handled, *woken)]
     await turns()
-    direct.stream.put_tokens(0, (1,))
-    for reader in woken:
-        reader.is_willing = False
-        reader.stream.put_tokens(0, (1,))
+    handled.stream.put_tokens(0, (1,))
+    for consumer in woken:
+        consumer.is_willing = False
+        consumer.stream.put_tokens(0, (1,))
     deliveries._deliver_slice()
     await turns()
-    assert sum(len(reader.seen) for reader in (direct, *woken)) == 3, "one counted 1, two counted 8 each: the time is over"
+    assert sum(len(consumer.seen) for consumer in (handled, *woken)) == 3, "one counted 1, two counted 8 each: the time is over"
     deliveries.deliver_all()
-    for reader in (direct, *woken):
-        reader.stream.end()
+    for consumer in (handled, *woken):
+        consumer.stream.end()
     deliveries.deliver_all()
     await asyncio.gather(*tasks)
 
 
 async def test_plain_rows_count_as_unread() -> None:
     stream = made(64, request_delivery=lambda _: None)
-    reader = Reader(stream)
-    task = asyncio.create_task(reader.read())
+    consumer = Consumer(stream)
+    task = asyncio.create_task(consumer.read())
     await turns()
     for index in range(64):
         stream.put_tokens(index, (1,))
     assert stream.num_unread == 64
     stream.deliver()
-    assert (stream.num_unread, reader.num_direct) == (0, 64)
+    assert (stream.num_unread, consumer.num_handled) == (0, 64)
     stream.end()
     stream.deliver()
     await task
@@ -368,10 +366,10 @@ def test_unread_bytes_are_what_unread_updates_take(num_rows: int, num_tokens: in
     assert 0.7 * stream.unread_bytes < resident <= stream.unread_bytes
 
 
-async def test_unread_bytes_of_rows_for_a_direct_reader_are_what_they_take() -> None:
+async def test_unread_bytes_of_rows_for_a_plain_row_handler_are_what_they_take() -> None:
     stream = made(request_delivery=lambda _: None)
-    reader = Reader(stream)
-    task = asyncio.create_task(reader.read())
+    consumer = Consumer(stream)
+    task = asyncio.create_task(consumer.read())
     await turns()
     frame = pb.Updates(handles=[1] * 1000, indices=[0] * 1000, token_counts=[4] * 1000, token_ids=range(2000, 6000))
     gc.collect()

@@ -1,8 +1,8 @@
-"""Streams that have something unread get their turns, one after another, in short slices of the event loop.
+"""A queue of streams with unread data, delivered in order of arrival in short slices of the event loop.
 
-One frame may bring updates for a thousand streams. Woken all at once, their tasks would hold the event loop for a tenth of a second; a
-slice serves as many as take about SLICE_S, then everything else (heartbeats, new requests, sockets) gets its turn. Rows that arrive while
-a stream waits for its turn join what it has: under load several tokens leave together, and without load nothing waits.
+One frame may bring updates for a thousand streams. Woken all at once, their tasks would hold the event loop for a tenth of a second.
+A slice delivers for about SLICE_S, then everything else on the loop (heartbeats, new requests, sockets) runs. Rows that arrive while their
+stream is queued are delivered with its earlier rows: under load several tokens leave together, and without load nothing waits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ SLICE_UNITS = 128
 """A slice ends after this many units, whatever the clock says: writing to the sockets comes after it, and costs more than the slice."""
 
 WAKE_UNITS = 8
-"""A stream that is delivered directly counts one unit. One whose task is woken counts this many for every WAKE_UPDATES unread updates:
-the task runs after the slice, and 64 sequences with log-probabilities take it a millisecond."""
+"""A stream whose plain row handler takes everything counts one unit. One whose task is woken counts this many, and as many again for every
+WAKE_UPDATES unread updates: the task runs after the slice, and 64 sequences with log-probabilities take it a millisecond."""
 
 WAKE_UPDATES = 4
 
@@ -38,7 +38,7 @@ class DeliveryQueue:
         self._has_any = asyncio.Event()
 
     def add(self, stream: ReplicaStream) -> None:
-        """In the order of arrival. `ReplicaStream.request_delivery`."""
+        """Queue a stream. The `request_delivery` of each `ReplicaStream`."""
         self._streams.append(stream)
         self._has_any.set()
 
@@ -53,7 +53,7 @@ class DeliveryQueue:
                 self._has_any.clear()
 
     def deliver_all(self) -> None:
-        """At once: the connection is lost, and what came before that is not."""
+        """Deliver without slices: the connection is lost, and updates that arrived before that must not be."""
         while self._streams:
             self._streams.popleft().deliver()
 

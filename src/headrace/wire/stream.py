@@ -1,8 +1,9 @@
-"""One open request, for its reader: an async iterator over updates that ends, or raises, exactly once.
+"""One open request, for its consumer task: an async iterator over updates that ends, or raises, exactly once.
 
-Most rows of a frame are plain: a token and nothing else. A reader that can take plain rows without its task being woken sets `direct`; no
-update is made of them then. The order is kept: the direct reader is called only while the task waits and nothing is unread, and rows that
-it declines become updates, which the task reads before anything later.
+Most rows of a frame are plain: a token and nothing else. A consumer that can take plain rows without a wake-up of its task sets
+`plain_row_handler`; no update is made of the rows that the handler takes. The order is kept: the handler is called only while the task
+waits and nothing is unread, and rows that it declines become updates, which the task reads before anything later. `wire.delivery` decides
+when a stream delivers.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ PlainRow = tuple[int, tuple[int, ...]]
 NO_NUMERICS: Mapping[str, str] = MappingProxyType({})
 
 PlainRowHandler = Callable[[Sequence[PlainRow]], bool]
-"""Takes all of these rows at once, or none of them (False). It must not wait."""
+"""Called with plain rows in order. Takes all of them (True) or none (False), and never waits."""
 
 UPDATE_BYTES = 256
 PLAIN_ROW_BYTES = 128
-"""Memory charged for an update and for a plain row, beside their tokens: objects and references."""
+"""Bytes charged for an update and for a plain row, in addition to their token ids: objects and references."""
 
 TOKEN_ID_BYTES = 40
-"""Memory charged for a token id: an integer object, and the reference to it."""
+"""Bytes charged for a token id: an integer object, and the reference to it."""
 
 
 class ReplicaStream:
@@ -41,13 +42,14 @@ class ReplicaStream:
         async with replica.submit(request) as stream:
             async for update in stream: ...
 
-    Leaving early cancels the request at the engine. The iterator ends after the last sequence's finish or after a Rejected, and raises
-    Unavailable when the replica was lost first. What is buffered is bounded by the request's own max_tokens.
+    A scope that ends before the stream cancels the request at the engine. The iterator ends after the last sequence's finish or after a
+    Rejected. Once everything is read it raises Unavailable where the replica was lost first, or the error of the plain row handler. The
+    stream does not bound its buffer; the gateway cancels a request whose `unread_bytes` grow too large.
 
-    direct       takes plain rows in place of the reader's task; set and cleared by the reader
-    first_index  index of the request's first sequence. Prompt log-probabilities are the same for all sequences; those of this one are kept
-    numerics     the replica's (`core.numerics`), kept when the replica is lost: the stream can be resumed only where they are equal. A
-                 weights digest that arrives late is that of the weights the replica has computed with from the start
+    plain_row_handler  takes plain rows in place of the consumer task, which sets and clears it
+    first_index  index of the request's first sequence. Prompt log-probabilities are the same for all sequences; only this one's are kept
+    numerics     the replica's `core.numerics`. Another replica may continue the stream only if its own are equal. The weights digest may be
+                 added later; the weights have not changed since the start
     """
 
     __slots__ = (
@@ -79,8 +81,11 @@ class ReplicaStream:
         request_delivery: Callable[[ReplicaStream], None] | None = None,
         numerics: Mapping[str, str] = NO_NUMERICS,
     ) -> None:
-        """request_delivery  called once when the stream first has unread data. The callee must later call `deliver`; after that it may be
-        called again. None: `deliver` is called at once
+        """
+        on_end            called once, when the stream has ended
+        cancel_request    cancels the request at the engine, and ends the stream if it has not ended
+        request_delivery  called once when the stream first has unread data; the callee must later call `deliver`, after which it may be
+                          called again. None: `deliver` is called at once
         """
         self.attempt = Attempt(request.request_id, request.epoch)
         self.handle = handle
@@ -115,7 +120,7 @@ class ReplicaStream:
 
     @property
     def unread_bytes(self) -> int:
-        """About how much memory the unread updates take. The gateway bounds by it what a slow client may leave unread."""
+        """Approximate memory of unread updates and plain rows. The gateway limits it per client (`gateway.http.sse`)."""
         return self._unread_bytes + sum([PLAIN_ROW_BYTES + TOKEN_ID_BYTES * len(token_ids) for _, token_ids in self._plain])
 
     def __aiter__(self) -> ReplicaStream:
@@ -129,7 +134,7 @@ class ReplicaStream:
         return update
 
     async def batch(self) -> list[SequenceUpdate | Rejected]:
-        """Everything unread, at least one entry; empty when the stream has ended. Raises Unavailable like the iterator."""
+        """Waits, then returns all unread updates; an empty list means the stream has ended. Raises what the iterator raises."""
         if not await self._wait_for_updates():
             return []
         updates = list(self._updates)
@@ -145,7 +150,7 @@ class ReplicaStream:
             self._cancel_request(self.request_id)
 
     def put(self, update: SequenceUpdate) -> None:
-        """From the session. Updates of a sequence that has ended are dropped."""
+        """Queue an update for the consumer task. Updates of a sequence that has ended are dropped."""
         if self._is_ended or update.index not in self._running:
             return
         if update.prompt_logprobs and update.index != self.first_index:
@@ -155,7 +160,7 @@ class ReplicaStream:
             self.end_sequence(update.index)
 
     def put_tokens(self, index: int, token_ids: tuple[int, ...]) -> None:
-        """`put` of an update that has tokens and nothing else."""
+        """Queue a plain row for the handler if one is set, the consumer task waits and no update is unread; else `put` it as an update."""
         if self.plain_row_handler is None or self._updates or self._waiter is None:
             attempt = self.attempt
             self.put(SequenceUpdate(request_id=attempt.request_id, epoch=attempt.epoch, index=index, token_ids=token_ids))
@@ -165,17 +170,17 @@ class ReplicaStream:
                 self._queue_delivery()
 
     def deliver(self) -> bool:
-        """Give waiting plain rows to the direct reader (True), or wake the reader's task (False)."""
+        """Give the queued plain rows to the handler (True), or wake the consumer task (False)."""
         self._is_queued = False
         if self._plain and not self._updates and self.plain_row_handler is not None and self._waiter is not None:
             try:
                 is_taken = self.plain_row_handler(self._plain)
-            except Exception as error:  # a bug of ours above must not take the connection's other streams with it
+            except Exception as error:  # a bug in the handler must not end the connection, which other streams share
                 self._give_up(error)
                 return False
             if is_taken:
                 self._plain = []
-                if self._is_ended:  # while it was ready: its reader sleeps and nothing else comes that would wake it
+                if self._is_ended:  # `end` left the wake-up to this delivery
                     self._wake()
                 return True
         self._wake()
@@ -196,18 +201,18 @@ class ReplicaStream:
         """No more updates; what is unread stays readable."""
         if not self._is_ended:
             self._is_ended = True
-            if not self._is_queued:  # otherwise its turn comes, and a thousand ends in one frame do not wake a thousand tasks at once
+            if not self._is_queued:  # else `deliver` wakes the task: a thousand ends in one frame must not wake a thousand tasks at once
                 self._wake()
             self._on_end(self)
 
     def fail(self, error: Unavailable) -> None:
-        """The replica was lost: raised after what is unread."""
+        """End the stream; its iterator raises `error` once everything unread is read."""
         if not self._is_ended:
             self._error = error
             self.end()
 
     def _give_up(self, error: Exception) -> None:
-        """The direct reader failed, and the rows given to it are lost: the task raises its error, and the request is cancelled."""
+        """The plain row handler failed, and the rows given to it are lost: the consumer task raises its error, the request is cancelled."""
         self._plain, self._error = [], error
         self._cancel_request(self.request_id)
         self._wake()  # a stream that ended while it was queued is not ended again, and nothing else would wake its task
@@ -227,7 +232,7 @@ class ReplicaStream:
             self._request_delivery(self)
 
     def _plain_to_updates(self) -> None:
-        """Turn waiting plain rows into updates, in their place before everything later."""
+        """Turn queued plain rows into updates, before anything later is queued."""
         for index, token_ids in self._plain:
             update = SequenceUpdate(request_id=self.request_id, epoch=self.attempt.epoch, index=index, token_ids=token_ids)
             self._updates.append(update)
@@ -239,6 +244,7 @@ class ReplicaStream:
             self._waiter.set_result(None)
 
     async def _wait_for_updates(self) -> bool:
+        """Wait for unread updates (True) or the end (False). Raises the stream's error once nothing is unread."""
         while not (self._updates or self._plain or self._is_ended):
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -252,7 +258,7 @@ class ReplicaStream:
 
 
 def update_bytes(update: SequenceUpdate | Rejected) -> int:
-    """About how much memory an update takes that came over the wire: nothing of it is shared with another one."""
+    """Approximate memory of an update that came over the wire: it shares nothing with another one."""
     if isinstance(update, Rejected):
         return 512
     num_bytes = UPDATE_BYTES + TOKEN_ID_BYTES * len(update.token_ids)

@@ -183,7 +183,7 @@ class TokenUsage(NamedTuple):
 
 
 class EventListener(Protocol):
-    """Receives events directly from a stream, without a wake-up of the task that waits in `events`."""
+    """Receives a stream's events without a wake-up of the consumer task, which waits in `events`."""
 
     @property
     def has_room(self) -> bool:
@@ -206,8 +206,8 @@ class EventStream(Protocol):
         ...
 
     def listen(self, listener: EventListener | None) -> None:
-        """From now on the stream may hand plain events (no log-probabilities, no error) to `listener` while a task waits in `events`; that
-        task is not woken for them. Order and content are the same. None ends it. A stream may ignore this.
+        """From now on the stream may hand plain events (no log-probabilities, no error) to `listener` while the consumer task waits in
+        `events`; that task is not woken for them. Order and content are the same. None ends it. A stream may ignore this.
         """
         ...
 

@@ -187,7 +187,7 @@ class TokenStream:
         return None if delta.is_empty else event_of(self._first_index + update.index, delta)
 
     def _handle_plain_rows(self, rows: Sequence[PlainRow]) -> bool:
-        """A `wire.stream.PlainRowHandler`: as `_read` of the same rows, with the events given to the listener at once. False: not taken."""
+        """A `wire.stream.PlainRowHandler`: like `_read` of these rows, but the listener gets the events at once. False: not taken."""
         listener = self._listener
         if listener is None or not listener.has_room:
             return False
