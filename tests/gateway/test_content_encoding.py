@@ -85,7 +85,7 @@ async def test_a_bomb_is_refused_before_it_goes_off(text: TextModel) -> None:
         tracemalloc.stop()
         assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
         assert peak_bytes < (1 << 20) + 3 * len(BOMB) + 4 * SLICE_BYTES
-        assert bench.gateway.service.budget.held == 0
+        assert bench.gateway.service.memory.held == 0
 
 
 async def test_a_bomb_is_refused_over_a_socket_and_the_server_goes_on(bench: TestBench) -> None:

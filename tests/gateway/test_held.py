@@ -23,7 +23,7 @@ from headrace.gateway import memory
 from headrace.gateway.access.budget import Held, HeldLimits, RequestMemory
 from headrace.gateway.config import config_from
 from headrace.gateway.generation.logprob_limits import first_answer_bytes
-from headrace.gateway.generation.run import Run
+from headrace.gateway.generation.run import Generation
 from headrace.gateway.http.exchange import ABORT_EXTENSION, Exchange
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.surfaces.dialect.logprobs import completion_logprobs, echo_logprobs
@@ -41,7 +41,7 @@ async def ask(bench: TestBench, path: str, body: dict[str, Any]) -> httpx2.Respo
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
 async def test_whatever_a_request_held_is_given_back(bench: TestBench, path: str) -> None:
-    budget = bench.gateway.service.budget
+    budget = bench.gateway.service.memory
     bodies = {
         "/v1/completions": {**ECHO, "n": 2, "stream": False, "prompt_logprobs": 3},
         "/v1/chat/completions": chat_body(logprobs=True, top_logprobs=5, n=2),
@@ -58,18 +58,18 @@ async def test_a_body_counts_while_its_request_runs(bench: TestBench) -> None:
     body = {"model": MODEL, "prompt": "x" * 400, "max_tokens": 1}
     asked = asyncio.create_task(ask(bench, "/v1/completions", body))
     await eventually(lambda: bool(bench.replica.requests))
-    held = bench.gateway.service.budget.held
+    held = bench.gateway.service.memory.held
     assert held >= 400 + 36 * len(bench.replica.requests[0].prompt_ids)
     assert metric(bench.gateway, "headrace_gateway_held_bytes", of="prompts") == held - 8  # the answer of one token
     bench.replica.go.set()
     assert (await asked).status_code == 200
-    assert bench.gateway.service.budget.held == 0
+    assert bench.gateway.service.memory.held == 0
 
 
 async def test_unread_echoes_are_held_once_however_many_choices_show_them(text: TextModel) -> None:
     """24 choices of one prompt were 24 encoded copies of its log-probabilities, and 24 lists of the engine's."""
     async with open_bench(text) as bench, serving(bench.gateway) as port:
-        budget = bench.gateway.service.budget
+        budget = bench.gateway.service.memory
         async with dial(port, limit=1024) as (_, writer):
             tracemalloc.start()
             try:
@@ -93,7 +93,7 @@ async def test_logprobs_that_are_not_there_yet_are_not_held(bench: TestBench, is
     body = chat_body(logprobs=True, top_logprobs=20, stream=is_streaming)
     asked = asyncio.create_task(ask(bench, "/v1/chat/completions", {**body, "max_tokens": None}))
     await eventually(lambda: bool(bench.replica.requests))
-    assert bench.gateway.service.budget.held < 100_000
+    assert bench.gateway.service.memory.held < 100_000
     bench.replica.go.set()
     assert (await asked).status_code == 200
 
@@ -129,7 +129,7 @@ async def test_a_whole_answer_that_outgrows_the_room_ends_and_its_engine_is_told
         refused = await bench.chat(logprobs=True, top_logprobs=20, n=3, max_tokens=400, ignore_eos=True)
         assert refused.status_code == 413
         await eventually(lambda: bench.replica.num_open == 0)
-        assert bench.gateway.service.budget.held == 0
+        assert bench.gateway.service.memory.held == 0
 
 
 KEYS = ({"key": "k" * 16, "tenant": "a"}, {"key": "l" * 16, "tenant": "b"})
@@ -204,7 +204,7 @@ async def test_unread_answers_of_tokenize_are_bounded(text: TextModel) -> None:
     async with open_bench(text, limits={"max_answer_bytes": 4_000_000, "max_request_held_bytes": 3_000_000}) as bench:
         async with serving(bench.gateway) as port, dial(port, limit=1024) as (_, writer):
             writer.write(post("/tokenize", {"model": MODEL, "prompt": "a b " * 80_000}))
-            budget = bench.gateway.service.budget
+            budget = bench.gateway.service.memory
             await eventually(lambda: budget.answers.held > 2_000_000, within_s=30)
             refused = await ask(bench, "/tokenize", {"model": MODEL, "prompt": "a b " * 80_000})
             assert refused.status_code == 429
@@ -241,7 +241,7 @@ class Client:
         extensions = {ABORT_EXTENSION: self._drop}
         record = RequestLogRecord(request_id=RequestId("r"), method="POST", path="/", time=0.0)
         self.exchange = Exchange(
-            {"headers": [], "extensions": extensions}, self._never, self._never, request_id=RequestId("r"), record=record, arrived_s=0.0
+            {"headers": [], "extensions": extensions}, self._never, self._never, request_id=RequestId("r"), record=record, arrived_at=0.0
         )
         self.exchange.pending_bytes = self.size = size
 
@@ -262,10 +262,10 @@ def blocked_clients(watch: StreamWatch, sizes: Iterable[int]) -> list[Client]:
 def test_when_all_streams_together_make_too_much_wait_the_largest_goes_first(left: int, cut: list[int]) -> None:
     watch = StreamWatch(ping_s=10, max_pending_bytes=1000, left_bytes=lambda: left)
     clients = blocked_clients(watch, (100, 300, 200, 0))
-    watch.check()
+    watch.enforce()
     assert sorted((client.size for client in clients if client.was_dropped), reverse=True) == cut
     assert watch.num_cut == len(cut)
-    watch.check()
+    watch.enforce()
     assert watch.num_cut == len(cut), "what is gone waits no more"
 
 
@@ -274,10 +274,10 @@ def test_a_stream_that_has_ended_already_is_dropped_before_streams_that_have_not
     watch = StreamWatch(ping_s=10, max_pending_bytes=1000, left_bytes=lambda: 250)
     clients = blocked_clients(watch, (100, 300, 0, 0))
     over = DeadlineExceeded("over")
-    clients[1].exchange.leave(over)
-    watch.check()
+    clients[1].exchange.end(over)
+    watch.enforce()
     assert [client.was_dropped for client in clients] == [False, True, False, False]
-    assert clients[1].exchange.left is over
+    assert clients[1].exchange.end_reason is over
     assert watch.num_cut == 1
 
 
@@ -336,6 +336,6 @@ async def test_a_refused_request_is_freed_at_once_and_not_by_a_collection(bench:
                     assert (await reader.readline()).split()[1] == b"400"
             await eventually(lambda: bench.gateway.service.open_requests.num_open == 0)
             await asyncio.sleep(0.05)
-            assert not [kept for kept in gc.get_objects() if type(kept) is Run]  # isinstance would ask torch's deprecated objects
+            assert not [kept for kept in gc.get_objects() if type(kept) is Generation]  # isinstance would ask torch's deprecated objects
         finally:
             gc.enable()

@@ -138,7 +138,7 @@ async def test_slices_are_closed_when_their_writer_fails(bench: TestBench, monke
     monkeypatch.setattr(Exchange, "write", fail)
     monkeypatch.setattr(Exchange, "start", AsyncMock())
     record = RequestLogRecord(request_id="r", method="POST", path="/")
-    exchange = Exchange({"headers": []}, AsyncMock(), AsyncMock(), request_id=RequestId("r"), record=record, arrived_s=0.0)
+    exchange = Exchange({"headers": []}, AsyncMock(), AsyncMock(), request_id=RequestId("r"), record=record, arrived_at=0.0)
     with pytest.raises(ClientLeft):
         await exchange.reply_in_pieces(kept[0])
     assert (held, turns.num_pending) == ([1], 0)

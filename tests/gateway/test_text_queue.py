@@ -10,73 +10,73 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from headrace.core.errors import Overloaded
 from headrace.gateway.text_workers.queue import JobQueue, QueuedJob
 
-MAX_ENTRIES, MAX_BYTES = 12, 100
+MAX_JOBS, MAX_BYTES = 12, 100
 
 
-def entry(number: int, tenant: str = "a", num_bytes: int = 1, *, is_heavy: bool = False) -> QueuedJob[int]:
+def job(number: int, tenant: str = "a", num_bytes: int = 1, *, is_heavy: bool = False) -> QueuedJob[int]:
     return QueuedJob(number, tenant, num_bytes, is_heavy)
 
 
 def drained(queue: JobQueue[int]) -> list[int]:
     found: list[int] = []
     while (popped := queue.pop(may_be_heavy=True)) is not None:
-        found.append(popped.item)
+        found.append(popped.job)
     return found
 
 
 def test_tenants_take_turns_and_each_keeps_its_order() -> None:
-    queue: JobQueue[int] = JobQueue(max_entries=100, max_bytes=100)
+    queue: JobQueue[int] = JobQueue(max_jobs=100, max_bytes=100)
     for number in range(6):
-        queue.push(entry(number, "flood"))
-    queue.push(entry(10, "other"))
-    queue.push(entry(11, "other"))
+        queue.push(job(number, "flood"))
+    queue.push(job(10, "other"))
+    queue.push(job(11, "other"))
     assert drained(queue) == [0, 10, 1, 11, 2, 3, 4, 5]
 
 
 def test_heavy_and_light_jobs_take_turns_unless_heavy_ones_must_wait() -> None:
-    queue: JobQueue[int] = JobQueue(max_entries=100, max_bytes=100)
+    queue: JobQueue[int] = JobQueue(max_jobs=100, max_bytes=100)
     for number in range(4):
-        queue.push(entry(number, is_heavy=True))
-        queue.push(entry(10 + number))
-    assert [popped.item for _ in range(2) if (popped := queue.pop(may_be_heavy=False))] == [10, 11]
+        queue.push(job(number, is_heavy=True))
+        queue.push(job(10 + number))
+    assert [popped.job for _ in range(2) if (popped := queue.pop(may_be_heavy=False))] == [10, 11]
     assert drained(queue) == [0, 12, 1, 13, 2, 3]
 
 
 def test_a_flood_is_refused_to_the_one_who_makes_it() -> None:
     """One tenant's prompts filled the queue, and everybody else's got 429."""
-    queue: JobQueue[int] = JobQueue(max_entries=10, max_bytes=1000)
-    flood = [entry(number, "flood") for number in range(10)]
+    queue: JobQueue[int] = JobQueue(max_jobs=10, max_bytes=1000)
+    flood = [job(number, "flood") for number in range(10)]
     for one in flood:
         queue.push(one)
     with pytest.raises(Overloaded):
-        queue.push(entry(99, "flood"))
-    assert queue.push(entry(20, "other")) == [flood[9]]
-    assert queue.push(entry(21, "other")) == [flood[8]]
+        queue.push(job(99, "flood"))
+    assert queue.push(job(20, "other")) == [flood[9]]
+    assert queue.push(job(21, "other")) == [flood[8]]
     queue.check()
     assert drained(queue) == [0, 20, 1, 21, *range(2, 8)]
 
 
 def test_room_in_bytes_is_made_by_the_tenant_with_most_bytes_and_only_as_far_as_it_has_more() -> None:
-    queue: JobQueue[int] = JobQueue(max_entries=100, max_bytes=100)
-    heavy = [entry(number, "flood", 30, is_heavy=True) for number in range(3)]
+    queue: JobQueue[int] = JobQueue(max_jobs=100, max_bytes=100)
+    heavy = [job(number, "flood", 30, is_heavy=True) for number in range(3)]
     for one in heavy:
         queue.push(one)
-    assert queue.push(entry(10, "other", 20, is_heavy=True)) == [heavy[2]]
+    assert queue.push(job(10, "other", 20, is_heavy=True)) == [heavy[2]]
     with pytest.raises(Overloaded):
-        queue.push(entry(11, "third", 90, is_heavy=True))
+        queue.push(job(11, "third", 90, is_heavy=True))
     queue.check()
     assert sorted(drained(queue)) == [0, 1, 10]
 
 
 def test_megabytes_that_wait_refuse_no_short_prompt() -> None:
     """Without keys all are one tenant, and 64 long prompts had short ones answered with 429."""
-    queue: JobQueue[int] = JobQueue(max_entries=100, max_bytes=100)
+    queue: JobQueue[int] = JobQueue(max_jobs=100, max_bytes=100)
     for number in range(3):
-        queue.push(entry(number, num_bytes=30, is_heavy=True))
+        queue.push(job(number, num_bytes=30, is_heavy=True))
     with pytest.raises(Overloaded):
-        queue.push(entry(3, num_bytes=30, is_heavy=True))
+        queue.push(job(3, num_bytes=30, is_heavy=True))
     for number in range(20):
-        assert queue.push(entry(10 + number)) == []
+        assert queue.push(job(10 + number)) == []
     queue.check()
 
 
@@ -85,24 +85,24 @@ class QueueMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue: JobQueue[int] = JobQueue(max_entries=MAX_ENTRIES, max_bytes=MAX_BYTES)
+        self.queue: JobQueue[int] = JobQueue(max_jobs=MAX_JOBS, max_bytes=MAX_BYTES)
         self.waiting: list[QueuedJob[int]] = []
         self.number = 0
 
     @rule(tenant=st.sampled_from("abc"), num_bytes=st.integers(1, 60), is_heavy=st.booleans())
     def push(self, tenant: str, num_bytes: int, is_heavy: bool) -> None:
         self.number += 1
-        new = entry(self.number, tenant, num_bytes, is_heavy=is_heavy)
+        new = job(self.number, tenant, num_bytes, is_heavy=is_heavy)
         before = list(self.waiting)
         try:
-            evicted = self.queue.push(new)
+            shed = self.queue.push(new)
         except Overloaded:
             kind = [one for one in before if one.is_heavy == is_heavy]
-            assert len(kind) == MAX_ENTRIES or sum(one.num_bytes for one in kind) + num_bytes > MAX_BYTES
+            assert len(kind) == MAX_JOBS or sum(one.num_bytes for one in kind) + num_bytes > MAX_BYTES
             return
-        assert len({one.tenant for one in evicted}) <= 1
-        assert all(one.tenant != tenant and one.is_heavy == is_heavy for one in evicted)
-        self.waiting = [one for one in before if one not in evicted] + [new]
+        assert len({one.tenant for one in shed}) <= 1
+        assert all(one.tenant != tenant and one.is_heavy == is_heavy for one in shed)
+        self.waiting = [one for one in before if one not in shed] + [new]
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())

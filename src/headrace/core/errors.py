@@ -114,7 +114,7 @@ class DeadlineBeforeStart(DeadlineExceeded):
 
 
 class SequenceFailed(HeadraceError):
-    """The engine could not continue this sequence; its neighbours go on."""
+    """The engine could not continue this sequence. Other sequences are not affected."""
 
 
 class EngineFatal(HeadraceError):

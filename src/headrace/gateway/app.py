@@ -160,7 +160,7 @@ class Gateway:
         record = RequestLogRecord(
             request_id=request_id, method=scope["method"][:16], path=scope["path"][:MAX_LOGGED_PATH], time=time.time()
         )
-        exchange = Exchange(scope, receive, send, request_id=request_id, record=record, arrived_s=self.service.clock())
+        exchange = Exchange(scope, receive, send, request_id=request_id, record=record, arrived_at=self.service.clock())
         record.client_request_id = sane_request_id(exchange.header(b"x-request-id"))
         return exchange
 
@@ -172,13 +172,13 @@ class Gateway:
         record.param, record.reason = param_of(error), reason_of(error)
         if isinstance(error, ReplicaLost):
             record.detail = f"cannot be resumed: {error.why_not_resume}"[:MAX_DETAIL_CHARS] if error.why_not_resume else "could be resumed"
-        if not (isinstance(error, ClientLeft | SlowReader) or isinstance(exchange.left, ClientLeft | SlowReader)):
+        if not (isinstance(error, ClientLeft | SlowReader) or isinstance(exchange.end_reason, ClientLeft | SlowReader)):
             await exchange.fail(reply)
         record.status = record.status or reply.status
 
     def _close(self, exchange: Exchange) -> None:
         record = exchange.record
-        record.latency_s = self.service.clock() - exchange.arrived_s
+        record.latency_s = self.service.clock() - exchange.arrived_at
         self.service.metrics.http_responses.labels(str(record.status)).inc()
         if exchange.generates:
             self.service.metrics.finished(record.model or "", record.replica or "", counted_as(record))

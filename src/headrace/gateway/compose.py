@@ -107,9 +107,9 @@ async def open_gateway(
         stack.callback(request_log.close)
         text_pool = await stack.enter_async_context(_text_pool(config, workers))
         models = await _open_models(stack, config, texts, text_pool, metrics, connect, sources)
-        budget = memory_budget(config, machine_bytes())
+        memory = memory_budget(config, machine_bytes())
         watch = StreamWatch(
-            left_bytes=lambda: budget.answers.left,
+            left_bytes=lambda: memory.answers.left,
             ping_s=config.timeouts.sse_ping_s,
             max_pending_bytes=config.limits.max_pending_bytes,
             on_lag=metrics.loop_lag.observe,
@@ -122,14 +122,14 @@ async def open_gateway(
             watch=await stack.enter_async_context(watch),
             text_pool=text_pool,
             encoding=EncodingTurns(sources.clock),
-            budget=budget,
+            memory=memory,
             metrics=metrics,
             salt_key=bytes.fromhex(config.salt_key) or secrets.token_bytes(32),
             clock=sources.clock,
             unix_time=sources.unix_time,
         )
         _connect_metrics(service, request_log)
-        trimming = asyncio.create_task(give_back_when_idle(budget), name="memory given back")
+        trimming = asyncio.create_task(give_back_when_idle(memory), name="memory given back")
         stack.callback(trimming.cancel)
         yield Gateway(service, request_log)
 
@@ -166,7 +166,7 @@ async def _open_models(
 
 def _connect_metrics(service: Service, request_log: RequestLog) -> None:
     """Let the metrics page read what is known elsewhere, at the moment it is asked for."""
-    metrics, budgets = service.metrics, (service.budget.prompts, service.budget.answers)
+    metrics, budgets = service.metrics, (service.memory.prompts, service.memory.answers)
     metrics.read_engines(service.models.readings)
     metrics.read_text(service.text_pool.reading)
     metrics.requests_open.set_function(lambda: service.open_requests.num_open)

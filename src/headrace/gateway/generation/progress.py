@@ -27,19 +27,19 @@ class _Sequence:
 class RequestProgress:
     """ttft_s  seconds from arrival to the first token of any sequence, None before it"""
 
-    __slots__ = ("_arrived_s", "_instruments", "_sequences", "_stream", "num_sequences", "ttft_s")
+    __slots__ = ("_arrived_at", "_instruments", "_sequences", "_stream", "num_sequences", "ttft_s")
 
-    def __init__(self, stream: EventStream, *, num_sequences: int, arrived_s: float, instruments: Callable[[str], ReplicaMetrics]) -> None:
+    def __init__(self, stream: EventStream, *, num_sequences: int, arrived_at: float, instruments: Callable[[str], ReplicaMetrics]) -> None:
         """instruments: replica name -> its metrics"""
         self._stream = stream
         self._sequences = [_Sequence() for _ in range(num_sequences)]
         self.num_sequences = num_sequences
-        self._arrived_s = arrived_s
+        self._arrived_at = arrived_at
         self._instruments = instruments
         self.ttft_s: float | None = None
 
     def record(self, events: Sequence[OutputEvent], now: float) -> None:
-        """Count events that arrived at `now` (the clock of `arrived_s`) and observe their latencies."""
+        """Count events that arrived at `now` (the clock of `arrived_at`) and observe their latencies."""
         for event in events:
             sequence = self._sequences[event.index]
             if event.num_tokens:
@@ -55,14 +55,14 @@ class RequestProgress:
     def _record_first(self, sequence: _Sequence, now: float, metrics: ReplicaMetrics | None) -> None:
         sequence.first_s, sequence.metrics = now, metrics
         if self.ttft_s is None:
-            self.ttft_s = now - self._arrived_s
+            self.ttft_s = now - self._arrived_at
             if metrics is not None:
                 metrics.time_to_first_token.observe(self.ttft_s)
 
     def close(self, now: float, *, n: int) -> None:
         """Observe what is known only at the end, however the request ended. n: sequences per prompt; they wait in the queue together."""
         if (metrics := self._metrics_of(0)) is not None:
-            metrics.request_latency.observe(now - self._arrived_s)
+            metrics.request_latency.observe(now - self._arrived_at)
         for index in range(0, self.num_sequences, n):
             metrics, queue_time_s = self._metrics_of(index), self._stream.queue_time_s(index)
             if metrics is not None and queue_time_s is not None:

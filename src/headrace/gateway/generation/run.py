@@ -2,10 +2,14 @@
 
     ParsedRequest -> Upstream.prepare -> limits -> events -> chunks or one answer -> close
 
-A surface (`surfaces.chat`, `surfaces.completions`) parses the body into a `ParsedRequest`, makes a `Run` of it, awaits `prepare`, then
-`answer` with the `AnswerEncoder` that turns events into its own JSON. All of it happens in the request's own task. When the client leaves,
-`Exchange.watching` cancels the stream; the task then finds it ended and unwinds. From the moment a stream exists, `Run._close` runs once,
-however the request ends.
+A surface (`surfaces.chat`, `surfaces.completions`) parses the body into a `ParsedRequest`, makes a `Generation` of it, awaits `prepare`,
+then `answer` with the `AnswerEncoder` that turns events into its own JSON. This runs in the request's own task, except for
+`DirectChunkWriter`, which the wire connection's delivery task calls while the request's task waits. When the answer ends early
+(`Exchange.end`), the event stream is cancelled; the task then finds it ended and unwinds. Once an event stream exists, `Generation._close`
+runs once, however the request ends.
+
+A chunk is one server-sent event of an answer. A page is up to 64 tokens whose log-probabilities are encoded together. A piece is what an
+encoder yields at a time, a page's JSON at most. A slice is the pieces of one turn of `encoding.EncodingTurns`.
 """
 
 from __future__ import annotations
@@ -85,32 +89,36 @@ class ParsedRequest:
 
 
 class AnswerEncoder(Protocol):
-    """Turns one request's events into response bytes. Streamed: `chunks`, then `last`. Otherwise: `add` for all events, then `whole`."""
+    """Turns one request's events into response bytes.
 
-    def chunks(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
-        """Server-sent events of `events`, in pieces; none where the events have nothing that a client is shown. Each piece is made when
-        it is asked for, in less than a millisecond; a piece may be empty, so that long work can pause. Content that several choices share
-        is one bytes object, yielded several times: joined, the pieces may take far more memory."""
+    Streamed: `encode_events`, then `encode_end`. Otherwise: `add` for all events, then `encode_body`.
+    """
+
+    def encode_events(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
+        """Server-sent events of `events`, in pieces. Yields nothing if the events have no visible content.
+
+        Each piece is encoded on demand, in less than a millisecond; a piece may be empty, so that long work can pause. Content shared by
+        several choices is yielded as the same object, so do not join large answers."""
         ...
 
-    def last(self, usage: TokenUsage) -> bytes:
+    def encode_end(self, usage: TokenUsage) -> bytes:
         """The end of a stream: usage if the request asked for it, then [DONE]."""
         ...
 
     def add(self, events: Sequence[OutputEvent]) -> None: ...
 
-    def whole(self, usage: TokenUsage) -> Iterator[bytes]:
-        """The whole answer, in pieces as in `chunks`."""
+    def encode_body(self, usage: TokenUsage) -> Iterator[bytes]:
+        """The whole answer, in pieces as in `encode_events`."""
         ...
 
 
 class DirectChunkWriter:
-    """Writes events as chunks at once, in place of `Run._stream`, while that task waits and the socket has room. An `EventListener`."""
+    """An `EventListener` that writes events as chunks at once, while the task in `Generation._stream` waits and the socket has room."""
 
-    __slots__ = ("_answer", "_clock", "_progress", "_sse")
+    __slots__ = ("_clock", "_encoder", "_progress", "_sse")
 
-    def __init__(self, answer: AnswerEncoder, progress: RequestProgress, sse: SseStream, clock: Clock) -> None:
-        self._answer, self._progress, self._sse, self._clock = answer, progress, sse, clock
+    def __init__(self, encoder: AnswerEncoder, progress: RequestProgress, sse: SseStream, clock: Clock) -> None:
+        self._encoder, self._progress, self._sse, self._clock = encoder, progress, sse, clock
 
     @property
     def has_room(self) -> bool:
@@ -119,15 +127,21 @@ class DirectChunkWriter:
     def take(self, events: Sequence[OutputEvent]) -> None:
         now = self._clock()
         self._progress.record(events, now)
-        if made := b"".join(self._answer.chunks(events)):
+        if made := b"".join(self._encoder.encode_events(events)):
             self._sse.write_now(made, now)
 
 
-class Run:
-    """One admitted request of a known model."""
+class Generation:
+    """One admitted request of a known model.
+
+    client_params         as the client gave them; the upstream adds the model's defaults
+    num_prompt_logprobs   log-probabilities of the prompt that the answer shows, 0 before `prepare`
+    unread_logprob_bytes  bytes of log-probabilities that may wait for a streaming client beyond `max_pending_bytes`
+    first_bytes           charge for a collected answer before it begins; 0 for a stream
+    """
 
     def __init__(self, service: Service, exchange: Exchange, held: RequestHeld, parsed: ParsedRequest) -> None:
-        """held: what this request takes in memory is added to it.
+        """held: the memory that this request takes is charged to it.
 
         Raises: ModelNotFound or InvalidRequest, for everything that can be refused without asking the upstream.
         """
@@ -138,56 +152,56 @@ class Run:
         self.model = service.models.only(parsed.model)
         record = exchange.record
         record.model, record.stream, record.n = self.model.name, parsed.is_streaming, parsed.sampling.get("n")
-        self.params = SamplingParams(**parsed.sampling).checked()
+        self.client_params = SamplingParams(**parsed.sampling).checked()
         self.num_prompt_logprobs = 0
         self.unread_logprob_bytes = 0
         self.first_bytes = 0
 
     async def prepare(self) -> Prepared:
         """Raises what `Upstream.prepare` raises, and RequestTooLarge for more log-probabilities than an answer may hold."""
-        parsed, record = self.parsed, self.exchange.record
+        parsed, params, record = self.parsed, self.client_params, self.exchange.record
         request = GenerationRequest(
-            request_id=self.exchange.request_id, prompt=parsed.prompt, sampling=parsed.sampling, deadline_s=self._deadline_s()
+            request_id=self.exchange.request_id, prompt=parsed.prompt, sampling=parsed.sampling, deadline_s=self._deadline_at()
         )
         prepared = await self.model.upstream.prepare(request, self._principal())
         self.exchange.ignored += prepared.ignored
         record.seed, record.prompt_tokens = prepared.seed, prepared.prompt_tokens
         self.num_prompt_logprobs = num_prompt_logprobs(
-            parsed.logprobs_field, self.params.prompt_logprobs, num_tokens=prepared.prompt_tokens or 0, num_shown=parsed.num_shown
+            parsed.logprobs_field, params.prompt_logprobs, num_tokens=prepared.prompt_tokens or 0, num_shown=parsed.num_shown
         )
-        if not parsed.is_streaming and self.params.max_tokens is not None:
-            check_output_logprobs(self.params.logprobs, num_tokens=prepared.num_sequences * self.params.max_tokens)
-        piece_bytes = 2 * PIECE_BYTES if self.num_prompt_logprobs else 0  # the encoded piece that is being sent
-        self.unread_logprob_bytes = piece_bytes + unread_logprob_bytes(self.params.logprobs, num_tokens=prepared.max_output_tokens or 0)
+        if not parsed.is_streaming and params.max_tokens is not None:
+            check_output_logprobs(params.logprobs, num_tokens=prepared.num_sequences * params.max_tokens)
+        piece_bytes = 2 * PIECE_BYTES if self.num_prompt_logprobs else 0  # the encoded slice that is being sent
+        self.unread_logprob_bytes = piece_bytes + unread_logprob_bytes(params.logprobs, num_tokens=prepared.max_output_tokens or 0)
         if not parsed.is_streaming:
-            self.first_bytes = first_answer_bytes(self.params.logprobs, num_tokens=prepared.max_output_tokens)
+            self.first_bytes = first_answer_bytes(params.logprobs, num_tokens=prepared.max_output_tokens)
         self.held.prompts.add(PROMPT_TOKEN_BYTES * (prepared.prompt_tokens or 0))
         logprob_bytes = prompt_logprob_bytes(
-            self.params.prompt_logprobs, num_tokens=prepared.prompt_tokens or 0, num_encodings=parsed.num_kept_encodings
+            params.prompt_logprobs, num_tokens=prepared.prompt_tokens or 0, num_encodings=parsed.num_kept_encodings
         )
         self.held.answers.add(logprob_bytes + piece_bytes + self.first_bytes)
         return prepared
 
-    async def answer(self, answer: AnswerEncoder, prepared: Prepared) -> None:
-        """Run it and write the answer."""
-        self._raise_if_left()
-        deadline = self._deadline()
+    async def answer(self, encoder: AnswerEncoder, prepared: Prepared) -> None:
+        """Start the event stream, and write all its events as the answer."""
+        self._raise_if_ended()
+        deadline_timer = self._start_deadline_timer()
         stream = prepared.stream()
         progress = RequestProgress(
             stream,
             num_sequences=prepared.num_sequences,
-            arrived_s=self.exchange.arrived_s,
+            arrived_at=self.exchange.arrived_at,
             instruments=partial(self.service.metrics.replica, self.model.name),
         )
         try:
-            self.exchange.on_left(stream.cancel)
+            self.exchange.on_ended(stream.cancel)
             if self.parsed.is_streaming:
-                await self._stream(answer, stream, progress)
+                await self._stream(encoder, stream, progress)
             else:
-                await self._whole(answer, stream, progress)
+                await self._whole(encoder, stream, progress)
         finally:
-            if deadline is not None:
-                deadline.cancel()
+            if deadline_timer is not None:
+                deadline_timer.cancel()
             await stream.close()
             self._close(stream, progress)
 
@@ -197,51 +211,52 @@ class Run:
         salt.update(b"\0" + self.parsed.cache_salt.encode())
         return PrincipalFacts(tenant=principal.tenant, weight=principal.weight, priority=self.parsed.priority, salt=salt.digest())
 
-    def _deadline_s(self) -> float | None:
+    def _deadline_at(self) -> float | None:
         """On the service's clock; None: no deadline. Raises DeadlineBeforeStart when it has passed."""
         request_s = self.service.config.timeouts.request_s
         if request_s is None:
             return None
-        deadline_s = self.exchange.arrived_s + request_s
-        if deadline_s <= self.service.clock():
+        deadline_at = self.exchange.arrived_at + request_s
+        if deadline_at <= self.service.clock():
             raise DeadlineBeforeStart(f"The request's deadline of {request_s:g} s passed before it began.")
-        return deadline_s
+        return deadline_at
 
-    def _deadline(self) -> asyncio.TimerHandle | None:
+    def _start_deadline_timer(self) -> asyncio.TimerHandle | None:
         """Timer that ends the request where the engine does not, because its loop hangs. None: no deadline."""
-        deadline_s = self._deadline_s()
-        if deadline_s is None:
+        deadline_at = self._deadline_at()
+        if deadline_at is None:
             return None
-        remaining_s = deadline_s - self.service.clock()
-        return asyncio.get_running_loop().call_later(remaining_s + DEADLINE_GRACE_S, self.exchange.leave, DeadlineExceeded(DEADLINE_PASSED))
+        remaining_s = deadline_at - self.service.clock()
+        return asyncio.get_running_loop().call_later(remaining_s + DEADLINE_GRACE_S, self.exchange.end, DeadlineExceeded(DEADLINE_PASSED))
 
-    async def _whole(self, answer: AnswerEncoder, stream: EventStream, progress: RequestProgress) -> None:
-        num_tokens, not_held = 0, -self.first_bytes
-        num_top = (self.params.logprobs or 0) + 1
+    async def _whole(self, encoder: AnswerEncoder, stream: EventStream, progress: RequestProgress) -> None:
+        num_tokens, uncharged_bytes = 0, -self.first_bytes  # negative while the advance charge is not used up
+        logprobs_per_token = (self.client_params.logprobs or 0) + 1
         while events := await self._events(stream, progress):
-            answer.add(events)
+            encoder.add(events)
             num_new = sum([event.num_logprob_tokens for event in events])
             num_tokens += num_new
-            check_output_logprobs(self.params.logprobs, num_tokens=num_tokens)
-            not_held += sum([event.text_bytes for event in events]) + num_new * num_top * OUTPUT_LOGPROB_BYTES
-            if not_held >= HOLD_STEP_BYTES:
-                self.held.answers.add(not_held)
-                not_held = 0
-        pieces = answer.whole(stream.usage())
-        if self.num_prompt_logprobs + num_tokens * num_top <= MAX_INLINE_LOGPROBS:
+            check_output_logprobs(self.client_params.logprobs, num_tokens=num_tokens)
+            uncharged_bytes += sum([event.text_bytes for event in events]) + num_new * logprobs_per_token * OUTPUT_LOGPROB_BYTES
+            if uncharged_bytes >= HOLD_STEP_BYTES:
+                self.held.answers.add(uncharged_bytes)
+                uncharged_bytes = 0
+        pieces = encoder.encode_body(stream.usage())
+        if self.num_prompt_logprobs + num_tokens * logprobs_per_token <= MAX_INLINE_LOGPROBS:
             await self.exchange.reply(200, b"".join(pieces))
         else:
             await self.exchange.reply_in_pieces(self._slices(pieces))
 
     async def _slices(self, pieces: Iterator[bytes]) -> AsyncGenerator[bytes]:
-        """Encodes `pieces` in slices, as they are sent. Raises when the client has left."""
+        """Encodes `pieces` in slices, as they are sent. Raises `end_reason` when the answer has ended early."""
         async with aclosing(self.service.encoding.slices(pieces)) as slices:
             async for made in slices:
-                self._raise_if_left()
+                self._raise_if_ended()
                 yield made
 
-    async def _stream(self, answer: AnswerEncoder, stream: EventStream, progress: RequestProgress) -> None:
-        """Write a stream. Headers wait for the first event, so that a refusal has its own status, but for one ping interval at most."""
+    async def _stream(self, encoder: AnswerEncoder, stream: EventStream, progress: RequestProgress) -> None:
+        """Write a stream. Response headers are held back until the first event, so that a refusal keeps its own status; at most for
+        `sse_ping_s`."""
         first: list[OutputEvent] | None = None
         try:
             async with asyncio.timeout(self.service.config.timeouts.sse_ping_s):
@@ -251,26 +266,26 @@ class Run:
         async with self.service.watch.open(self.exchange, lambda: stream.unread_bytes, logprob_bytes=self.unread_logprob_bytes) as sse:
             events = first if first is not None else await self._events(stream, progress)
             if self.num_prompt_logprobs <= MAX_INLINE_LOGPROBS:
-                stream.listen(DirectChunkWriter(answer, progress, sse, self.service.clock))
+                stream.listen(DirectChunkWriter(encoder, progress, sse, self.service.clock))
             while events:
-                await self._write(answer, events, sse)
+                await self._write(encoder, events, sse)
                 events = await self._events(stream, progress)
             stream.listen(None)
-            await sse.end(answer.last(stream.usage()))
+            await sse.end(encoder.encode_end(stream.usage()))
 
-    async def _write(self, answer: AnswerEncoder, events: Sequence[OutputEvent], sse: SseStream) -> None:
-        num_top = (self.params.logprobs or 0) + 1
-        if self.num_prompt_logprobs + sum([event.num_logprob_tokens for event in events]) * num_top <= MAX_INLINE_LOGPROBS:
-            if made := b"".join(answer.chunks(events)):
+    async def _write(self, encoder: AnswerEncoder, events: Sequence[OutputEvent], sse: SseStream) -> None:
+        logprobs_per_token = (self.client_params.logprobs or 0) + 1
+        if self.num_prompt_logprobs + sum([event.num_logprob_tokens for event in events]) * logprobs_per_token <= MAX_INLINE_LOGPROBS:
+            if made := b"".join(encoder.encode_events(events)):
                 await sse.write(made)
         else:
-            await sse.write_slices(self._slices(answer.chunks(events)), num_bytes=sum([event.num_bytes for event in events]))
+            await sse.write_slices(self._slices(encoder.encode_events(events)), num_bytes=sum([event.num_bytes for event in events]))
 
     async def _events(self, stream: EventStream, progress: RequestProgress) -> list[OutputEvent]:
         """The next events; empty once every sequence has finished. Raises the request's error if it ended otherwise."""
-        self._raise_if_left()
+        self._raise_if_ended()
         events = await stream.events()
-        self._raise_if_left()
+        self._raise_if_ended()
         progress.record(events, self.service.clock())
         for event in events:
             if event.finish is not None:
@@ -279,9 +294,9 @@ class Run:
             raise Unavailable("The engine ended this request before it was complete; it can be sent again.")
         return events
 
-    def _raise_if_left(self) -> None:
-        if self.exchange.left is not None:
-            raise self.exchange.left
+    def _raise_if_ended(self) -> None:
+        if self.exchange.end_reason is not None:
+            raise self.exchange.end_reason
 
     def _close(self, stream: EventStream, progress: RequestProgress) -> None:
         """Write usage, times and finish reasons to the request's record, and observe the metrics. Runs once per stream."""
@@ -294,7 +309,7 @@ class Run:
             record.prefill_s, record.decode_s = stages.prefill, stages.decode
             record.preempted_s, record.stalled_s = stages.preempted, stages.stalled
         record.replica = stream.replica(0) or record.replica
-        progress.close(self.service.clock(), n=self.params.n)
+        progress.close(self.service.clock(), n=self.client_params.n)
 
 
 def _raise_if_failed(finish: FinishReason, detail: str | None, exchange: Exchange) -> None:
@@ -303,6 +318,6 @@ def _raise_if_failed(finish: FinishReason, detail: str | None, exchange: Exchang
     if finish is FinishReason.DEADLINE:
         raise DeadlineExceeded(DEADLINE_PASSED)
     if finish is FinishReason.CANCELLED:
-        raise Unavailable("The engine gave this request up; it can be sent again.")
+        raise Unavailable("The engine cancelled this request; it can be sent again.")
     exchange.record.detail = detail and detail[:MAX_DETAIL_CHARS]  # the engine's message is for the operator
-    raise SequenceFailed("The engine could not continue this request. Its neighbours go on; it can be sent again.")
+    raise SequenceFailed("The engine could not continue this request. Other requests are not affected; it can be sent again.")

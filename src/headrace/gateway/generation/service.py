@@ -29,7 +29,7 @@ class Service:
     watch: StreamWatch
     text_pool: TextPool
     encoding: EncodingTurns
-    budget: RequestMemory
+    memory: RequestMemory
     metrics: Metrics
     salt_key: bytes
     clock: Clock

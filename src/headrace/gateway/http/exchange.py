@@ -52,8 +52,8 @@ class Exchange:
 
     generates      the path generates tokens, and its requests are counted by outcome
     is_quiet       a completed answer is not logged
-    arrived_s      the service clock when the request's headers were complete
-    left           why the answer will not be completed, once that is known: its client left, its deadline passed, the server shuts down
+    arrived_at     the service clock when the request's headers were complete
+    end_reason     why the answer will not be completed, once that is known: its client left, its deadline passed, the server shuts down
     more_headers   headers that every answer to this request has, an error too: CORS
     ignored        fields of the body that were accepted and changed nothing, for x-headrace-ignored: names of fields, never values
     pending_bytes  bytes of the running write that the transport has not taken yet
@@ -64,16 +64,16 @@ class Exchange:
         "_direct",
         "_is_event_stream",
         "_lost",
-        "_on_left",
+        "_on_ended",
         "_receive",
         "_send",
-        "arrived_s",
+        "arrived_at",
+        "end_reason",
         "generates",
         "headers",
         "ignored",
         "is_quiet",
         "is_started",
-        "left",
         "more_headers",
         "pending_bytes",
         "principal",
@@ -83,28 +83,28 @@ class Exchange:
     )
 
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, *, request_id: RequestId, record: RequestLogRecord, arrived_s: float
+        self, scope: Scope, receive: Receive, send: Send, *, request_id: RequestId, record: RequestLogRecord, arrived_at: float
     ) -> None:
         self.scope = scope
         self._receive = receive
         self._send = send
         self.request_id = request_id
         self.record = record
-        self.arrived_s = arrived_s
+        self.arrived_at = arrived_at
         self.headers: list[tuple[bytes, bytes]] = list(scope["headers"])
         self.principal: Principal = ANONYMOUS
         self.generates = False
         self.is_quiet = False
         self.is_started = False
         self.ignored: list[str] = []
-        self.left: HeadraceError | None = None
+        self.end_reason: HeadraceError | None = None
         self.more_headers: Headers = ()
         self.pending_bytes = 0
         self._lost: Callable[[], ClientLeft | SlowReader | None] = scope.get("extensions", {}).get(LOST_EXTENSION, lambda: None)
         self._direct: DirectWriter | None = scope.get("extensions", {}).get(DIRECT_EXTENSION)
         self._closed = False
         self._is_event_stream = False
-        self._on_left: list[Callable[[], None]] = []
+        self._on_ended: list[Callable[[], None]] = []
 
     # -- the request -------------------------------------------------------------------------------------------------------------
 
@@ -159,54 +159,54 @@ class Exchange:
         except TimeoutError:
             raise ReadTimeout(f"The body did not arrive within {timeout_s:g} s.") from None
 
-    # -- the client leaving ------------------------------------------------------------------------------------------------------
+    # -- an answer that ends early ------------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """While inside, a client that leaves is noticed at once: `left` is set and the callbacks run. The body was read before."""
+        """While inside, a client that leaves is noticed at once: `end_reason` is set and the callbacks run. The body was read before."""
         watch = asyncio.create_task(self._watch())
         try:
             yield
         finally:
             watch.cancel()
-            self._on_left.clear()
+            self._on_ended.clear()
 
-    def on_left(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once on `leave`; at once if that has been already."""
-        if self.left is not None:
+    def on_ended(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once, when the answer ends early; at once if it has already."""
+        if self.end_reason is not None:
             callback()
         else:
-            self._on_left.append(callback)
+            self._on_ended.append(callback)
 
-    async def unless_left(self, work: Awaitable[T]) -> T:
-        """What `work` gives. A client that leaves first cancels it: `left` is raised then, and so at once when it has left already."""
+    async def unless_ended(self, work: Awaitable[T]) -> T:
+        """The result of `work`. When the answer ends early, or has already ended, `work` is cancelled and `end_reason` raised."""
         waiting = asyncio.ensure_future(work)
 
         def cancel() -> None:
             waiting.cancel()
 
-        self.on_left(cancel)
+        self.on_ended(cancel)
         try:
             return await waiting
         except asyncio.CancelledError:
-            if self.left is not None and waiting.cancelled():
-                raise self.left from None
+            if self.end_reason is not None and waiting.cancelled():
+                raise self.end_reason from None
             raise
         finally:
-            if cancel in self._on_left:  # it would keep what `work` gave for as long as the request runs
-                self._on_left.remove(cancel)
+            if cancel in self._on_ended:  # it would keep what `work` gave for as long as the request runs
+                self._on_ended.remove(cancel)
 
-    def leave(self, error: HeadraceError) -> None:
+    def end(self, error: HeadraceError) -> None:
         """End the answer with `error`, which a client that still reads gets. A later call changes nothing."""
-        if self.left is None:
-            self.left = error
-            callbacks, self._on_left = self._on_left, []
+        if self.end_reason is None:
+            self.end_reason = error
+            callbacks, self._on_ended = self._on_ended, []
             for callback in callbacks:
                 callback()
 
     def abort(self, error: HeadraceError) -> None:
-        """`leave`, and drop the connection with its unsent bytes."""
-        self.leave(error)
+        """`end`, and drop the connection with its unsent bytes."""
+        self.end(error)
         drop = self.scope.get("extensions", {}).get(ABORT_EXTENSION)
         if drop is not None:
             drop()
@@ -214,7 +214,7 @@ class Exchange:
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self.leave(self._lost() or ClientLeft("The client left."))
+        self.end(self._lost() or ClientLeft("The client left."))
 
     # -- the answer --------------------------------------------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class Exchange:
     async def write(self, body: bytes, *, is_last: bool = False) -> None:
         """Hand the bytes to the transport, piece by piece as it has room: a client that does not read makes this wait.
 
-        Raises `left` when the connection was gone before it had taken them all; ClientLeft or SlowReader if there was no other reason.
+        Raises `end_reason` when the connection was lost before it had taken all bytes; without one, ClientLeft or SlowReader.
         """
         if self._closed:
             return
@@ -281,13 +281,13 @@ class Exchange:
             has_more = not is_last or self.pending_bytes > PIECE_BYTES
             await self._send({"type": "http.response.body", "body": body[first : first + PIECE_BYTES], "more_body": has_more})
             if (lost := self._lost()) is not None:
-                raise self.left or lost
+                raise self.end_reason or lost
         self.pending_bytes = 0
 
     @property
     def has_room(self) -> bool:
         """Whether `write` would return at once: nothing is being written or waits, and the client is there."""
-        if self._direct is None or self.pending_bytes or self._closed or self.left is not None:
+        if self._direct is None or self.pending_bytes or self._closed or self.end_reason is not None:
             return False
         return self._direct.has_room(self.scope)
 

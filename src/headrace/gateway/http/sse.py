@@ -191,8 +191,8 @@ class StreamWatch:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def check(self) -> None:
-        """One check of all streams, apart from the timer for tests."""
+    def enforce(self) -> None:
+        """Cut off streams over a bound and send pings that are due. Apart from the timer, for tests."""
         now = self._clock()
         for stream in list(self.writing):
             self.num_cut += stream.bound(self._max_pending_bytes)
@@ -216,4 +216,4 @@ class StreamWatch:
             due = self._clock() + TICK_S
             await asyncio.sleep(TICK_S)
             self._on_lag(max(0.0, self._clock() - due))
-            self.check()
+            self.enforce()

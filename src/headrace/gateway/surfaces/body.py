@@ -36,7 +36,7 @@ async def parsed(
         exchange.ignored += ignored
         return made
     async with exchange.watching():
-        _, tail = await exchange.unless_left(service.text_pool.parse_body(parse.__name__, body, tenant=exchange.principal.tenant))
+        _, tail = await exchange.unless_ended(service.text_pool.parse_body(parse.__name__, body, tenant=exchange.principal.tenant))
     made, ignored = _decoder(parse).decode(tail)
     exchange.ignored += ignored
     return made

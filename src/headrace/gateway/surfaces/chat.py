@@ -12,7 +12,7 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.plan import wide_columns
 from headrace.core.request import PriorityClass
 from headrace.gateway.config import Limits
-from headrace.gateway.generation.run import ParsedRequest, Run
+from headrace.gateway.generation.run import Generation, ParsedRequest
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces.body import parsed
@@ -45,13 +45,13 @@ _encode = msgspec.json.encode
 
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
-    with service.open_requests.admit(exchange.request_id, exchange.leave), service.budget.open(exchange.principal.tenant) as held:
+    with service.open_requests.admit(exchange.request_id, exchange.end), service.memory.open(exchange.principal.tenant) as held:
         request = await parsed(service, exchange, held, parse_chat)
         with fields_as_written(_names(request)):
-            run = Run(service, exchange, held, _parsed_request(request, exchange.principal.priority))
+            generation = Generation(service, exchange, held, _parsed_request(request, exchange.principal.priority))
             async with exchange.watching():
-                prepared = await exchange.unless_left(run.prepare())
-                await run.answer(ChatAnswer(request, prepared, AnswerHead.of("chatcmpl-", run)), prepared)
+                prepared = await exchange.unless_ended(generation.prepare())
+                await generation.answer(ChatAnswer(request, prepared, AnswerHead.of("chatcmpl-", generation)), prepared)
 
 
 def _names(request: ChatRequest) -> dict[str, str]:
@@ -192,7 +192,7 @@ class ChatAnswer:
         self._is_opened = [False] * request.n
         self._chunks = Chunks(head, "chat.completion.chunk", TEXT_CHOICE, request, prepared.prompts)
 
-    def chunks(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
+    def encode_events(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
         for event in events:
             if not self._is_opened[event.index]:
                 self._is_opened[event.index] = True
@@ -222,8 +222,8 @@ class ChatAnswer:
         yield from chat_logprobs(event.logprobs, self._num_top) if self._has_logprobs and event.logprobs else (b"null",)
         yield finish_part(event, is_tool_turn=self._outputs[event.index].has_tool_calls)
 
-    def last(self, usage: TokenUsage) -> bytes:
-        return self._chunks.last(usage)
+    def encode_end(self, usage: TokenUsage) -> bytes:
+        return self._chunks.encode_end(usage)
 
     def add(self, events: Sequence[OutputEvent]) -> None:
         for event in events:
@@ -231,7 +231,7 @@ class ChatAnswer:
             for page in event.prompt_logprobs if event.index == 0 else ():
                 self._prompt_logprobs.extend(page)
 
-    def whole(self, usage: TokenUsage) -> Iterator[bytes]:
+    def encode_body(self, usage: TokenUsage) -> Iterator[bytes]:
         answer = ChatCompletion(
             id=self._head.id,
             object="chat.completion",

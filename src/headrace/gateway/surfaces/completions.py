@@ -12,7 +12,7 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.plan import wide_columns
 from headrace.core.request import PriorityClass
 from headrace.gateway.config import Limits
-from headrace.gateway.generation.run import ParsedRequest, Run
+from headrace.gateway.generation.run import Generation, ParsedRequest
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces.body import parsed
@@ -41,12 +41,12 @@ DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(service: Service, exchange: Exchange) -> None:
-    with service.open_requests.admit(exchange.request_id, exchange.leave), service.budget.open(exchange.principal.tenant) as held:
+    with service.open_requests.admit(exchange.request_id, exchange.end), service.memory.open(exchange.principal.tenant) as held:
         request, prompts = await parsed(service, exchange, held, parse_completion)
-        run = Run(service, exchange, held, _parsed_request(request, prompts, exchange.principal.priority))
+        generation = Generation(service, exchange, held, _parsed_request(request, prompts, exchange.principal.priority))
         async with exchange.watching():
-            prepared = await exchange.unless_left(run.prepare())
-            await run.answer(CompletionAnswer(request, prepared, AnswerHead.of("cmpl-", run)), prepared)
+            prepared = await exchange.unless_ended(generation.prepare())
+            await generation.answer(CompletionAnswer(request, prepared, AnswerHead.of("cmpl-", generation)), prepared)
 
 
 def _parsed_request(request: CompletionRequest, prompts: Sequence[str | list[int]], own_priority: PriorityClass) -> ParsedRequest:
@@ -165,7 +165,7 @@ class CompletionAnswer:
         self._encoded_prompt_logprobs: dict[int, list[bytes]] = {}
         self._chunks = Chunks(head, "text_completion", TEXT_CHOICE, request, self._prompts)
 
-    def chunks(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
+    def encode_events(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
         self._collect_prompt_logprobs(events)
         for event in events:
             self._chunks.count(event.index, 0 if self._request.is_echo_only else event.num_tokens)
@@ -198,8 +198,8 @@ class CompletionAnswer:
         yield from completion_logprobs(logprobs, self._num_top, offset=offset, prompt=echoed)
         yield end
 
-    def last(self, usage: TokenUsage) -> bytes:
-        return self._chunks.last(self._billed(usage))
+    def encode_end(self, usage: TokenUsage) -> bytes:
+        return self._chunks.encode_end(self._billed(usage))
 
     def _billed(self, usage: TokenUsage) -> TokenUsage:
         """The usage of the answer. With echo alone the generated token is not part of it."""
@@ -210,7 +210,7 @@ class CompletionAnswer:
         for event in events:
             self._outputs[event.index].add(event)
 
-    def whole(self, usage: TokenUsage) -> Iterator[bytes]:
+    def encode_body(self, usage: TokenUsage) -> Iterator[bytes]:
         answer = Completion(
             id=self._head.id,
             object="text_completion",

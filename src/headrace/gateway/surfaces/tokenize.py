@@ -64,7 +64,7 @@ def parse_detokenize(body: dict[str, object], limits: Limits) -> tuple[Detokeniz
 
 async def tokenize(service: Service, exchange: Exchange) -> None:
     """vLLM's /tokenize: a prompt or a conversation as token ids. vLLM's bench reads token_strs, so they are there unless declined."""
-    with service.budget.open(exchange.principal.tenant) as held:
+    with service.memory.open(exchange.principal.tenant) as held:
         await _tokenize(service, exchange, held, await parsed(service, exchange, held, parse_tokenize))
 
 
@@ -73,7 +73,7 @@ async def _tokenize(service: Service, exchange: Exchange, held: RequestHeld, req
     exchange.record.model = model.name
     asked = model.upstream.tokenize(_prompt(request), needs_texts=request.return_token_strs is not False, tenant=exchange.principal.tenant)
     async with exchange.watching():
-        made = await exchange.unless_left(asked)
+        made = await exchange.unless_ended(asked)
     # A TokenizeReply, joined from JSON that the text worker made: there may be a million tokens.
     head = b'{"count":%d,"max_model_len":%s,"tokens":' % (made.num_tokens, _encode(model.upstream.max_model_len))
     parts = (head, made.ids_json, b',"token_strs":', made.texts_json, b"}")
@@ -82,7 +82,7 @@ async def _tokenize(service: Service, exchange: Exchange, held: RequestHeld, req
 
 
 async def detokenize(service: Service, exchange: Exchange) -> None:
-    with service.budget.open(exchange.principal.tenant) as held:
+    with service.memory.open(exchange.principal.tenant) as held:
         await _detokenize(service, exchange, held, await parsed(service, exchange, held, parse_detokenize))
 
 
@@ -90,7 +90,7 @@ async def _detokenize(service: Service, exchange: Exchange, held: RequestHeld, r
     model = service.models.only(request.model)
     exchange.record.model = model.name
     async with exchange.watching():
-        text = await exchange.unless_left(model.upstream.detokenize(request.tokens, tenant=exchange.principal.tenant))
+        text = await exchange.unless_ended(model.upstream.detokenize(request.tokens, tenant=exchange.principal.tenant))
     body = _encode(DetokenizeReply(prompt=text))
     held.answers.add(len(body))
     await exchange.reply(200, body)

@@ -32,7 +32,7 @@ leaves."""
 
 
 @dataclass(frozen=True, slots=True)
-class JobBudget:
+class JobLimits:
     """Limits of one job of `num_bytes`."""
 
     num_bytes: int

@@ -18,7 +18,7 @@ from functools import partial
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, Unavailable
 from headrace.gateway.text_workers import frames
-from headrace.gateway.text_workers.limits import MIB, JobBudget
+from headrace.gateway.text_workers.limits import MIB, JobLimits
 from headrace.gateway.text_workers.queue import JobQueue, QueuedJob
 from headrace.gateway.text_workers.workers import HOST_LOST, Worker, Workers
 from headrace.observe.metrics import TextReading
@@ -27,7 +27,7 @@ log = logging.getLogger("headrace.gateway")
 
 DOWN = "The processes that read prompts cannot be started now; it can be sent again."
 LOST = "The process that read this prompt was lost; it can be sent again."
-CROWDED_OUT = "This key has more prompts waiting to be read than any other; its newest give way."
+CROWDED_OUT = "This key has more requests waiting for a text worker than any other; its newest are refused."
 RETRY_S = 0.5
 FAULT = "If short ones meet this too, the model's chat template is at fault: report it to the server's operator."
 
@@ -39,7 +39,7 @@ class WorkerFault(HeadraceError):
 
 
 @dataclass(eq=False, slots=True)
-class _Task:
+class TextJob:
     """One job, from `submit` to its answer.
 
     name       kind of job, for the log
@@ -52,7 +52,7 @@ class _Task:
     name: str
     field: str
     future: asyncio.Future[Done]
-    budget: JobBudget
+    limits: JobLimits
     is_waiting: bool = True
     worker: Worker | None = None
     began_s: float = 0.0
@@ -65,17 +65,17 @@ class TextPool:
     """`async with` starts and ends the workers.
 
     num_refused  jobs for which there was no room
-    num_killed   jobs that cost their worker, by reason: cpu, memory, time (over budget), left (the client left), lost (ended from outside)
+    num_killed   jobs that cost their worker, by reason: cpu, memory, time (over a limit), left (the client left), lost (ended from outside)
     busy_s       seconds that workers had a job
     """
 
     def __init__(self, workers: Workers, *, max_workers: int, max_queue: int, max_queue_bytes: int, clock: Clock = time.monotonic) -> None:
         self._workers = workers
         self._max_workers = max_workers
-        self._queue: JobQueue[_Task] = JobQueue(max_entries=max_queue, max_bytes=max_queue_bytes)
+        self._queue: JobQueue[TextJob] = JobQueue(max_jobs=max_queue, max_bytes=max_queue_bytes)
         self._clock = clock
         self._idle: list[Worker] = []
-        self._running: dict[Worker, _Task] = {}
+        self._running: dict[Worker, TextJob] = {}
         self._killed: set[Worker] = set()  # without a job, sent a kill, not ended yet
         self._is_down = False  # no worker is left, and none could be started
         self._logged = ""  # why none could be started the last time
@@ -96,8 +96,8 @@ class TextPool:
         self._is_closed = True
         for start in self._starts:
             start.cancel()
-        for task in list(self._running.values()):
-            self._finish(task)
+        for job in list(self._running.values()):
+            self._finish(job)
         await self._workers.close()
 
     @property
@@ -113,39 +113,39 @@ class TextPool:
     def submit(self, job: frames.WorkerJob, tail: bytes | memoryview = b"", *, tenant: str, field: str) -> asyncio.Future[Done]:
         """Queue a job. The future gets its answer or its error; cancelling the future cancels the job.
 
-        field  the request's field that is named where the job exceeds its budget
+        field  the request's field that is named where the job exceeds a limit
 
         Raises: Overloaded; Unavailable while there is no worker and none can be started.
         """
         if self._is_down:
             raise Unavailable(DOWN)
         data = frames.frame(job, tail)
-        task = _Task(data, type(job).__name__, field, asyncio.get_running_loop().create_future(), JobBudget(len(data)))
-        entry = QueuedJob(task, tenant, len(data), task.budget.is_heavy)
+        text_job = TextJob(data, type(job).__name__, field, asyncio.get_running_loop().create_future(), JobLimits(len(data)))
+        queued = QueuedJob(text_job, tenant, len(data), text_job.limits.is_heavy)
         try:
-            evicted = self._queue.push(entry)
+            shed = self._queue.push(queued)
         except Overloaded:
             self.num_refused += 1
             raise
-        for other in evicted:
+        for other in shed:
             self.num_refused += 1
-            other.item.is_waiting = False
-            if not other.item.future.done():
-                other.item.future.set_exception(Overloaded(CROWDED_OUT))
-        task.future.add_done_callback(partial(self._given_up, entry))
+            other.job.is_waiting = False
+            if not other.job.future.done():
+                other.job.future.set_exception(Overloaded(CROWDED_OUT))
+        text_job.future.add_done_callback(partial(self._given_up, queued))
         self._dispatch()
-        return task.future
+        return text_job.future
 
     def parse_body(self, parser: str, body: bytes, *, tenant: str) -> asyncio.Future[Done]:
         """A request's body parsed by a row of `work.PARSERS`; the answer's tail is JSON of what it was parsed into. Raises as `submit`."""
         return self.submit(frames.ParseBody(parser), body, tenant=tenant, field="body")
 
     def check(self) -> None:
-        """Every worker is idle, or has one task that has one worker, or is about to end."""
+        """Every worker is idle, or has one job that has one worker, or is about to end."""
         self._queue.check()
         assert len(self._idle) == len(set(self._idle))
         assert not set(self._idle) & set(self._running)
-        assert all(task.worker is worker for worker, task in self._running.items())
+        assert all(job.worker is worker for worker, job in self._running.items())
         assert not self._killed & {*self._idle, *self._running}
         assert len(self._idle) + len(self._running) + len(self._killed) + self._num_starting == self._max_workers
 
@@ -153,25 +153,25 @@ class TextPool:
 
     def answered(self, worker: Worker, answer: frames.AnyAnswer, tail: memoryview) -> None:
         """A worker's answer to its job. Called by the worker."""
-        task = self._running.pop(worker)
-        self._finish(task)
-        if task.is_killed:  # the kill has not arrived yet, and would hit the next job
+        job = self._running.pop(worker)
+        self._finish(job)
+        if job.is_killed:  # the kill has not arrived yet, and would hit the next job
             self._killed.add(worker)
-            self.num_killed["time" if task.is_late else "left"] += 1
+            self.num_killed["time" if job.is_late else "left"] += 1
         elif answer.is_last:
             self._start_worker()
         else:
             self._idle.append(worker)
-        if not task.future.done():
-            self._resolve(task, answer, tail)
+        if not job.future.done():
+            self._resolve(job, answer, tail)
         self._dispatch()
 
     def ended(self, worker: Worker, number: int) -> None:
         """A worker's end. Called by the worker."""
-        task = self._running.pop(worker, None)
-        if task is not None:
-            self._finish(task)
-            self._explain(task, number)
+        job = self._running.pop(worker, None)
+        if job is not None:
+            self._finish(job)
+            self._explain(job, number)
             self._start_worker()
         elif worker in self._killed:
             self._killed.remove(worker)
@@ -214,90 +214,90 @@ class TextPool:
 
     def _dispatch(self) -> None:
         while self._idle:
-            num_heavy = sum(task.budget.is_heavy for task in self._running.values())
-            entry = self._queue.pop(may_be_heavy=num_heavy < max(1, self._max_workers - 1))
-            if entry is None:
+            num_heavy = sum(job.limits.is_heavy for job in self._running.values())
+            queued = self._queue.pop(may_be_heavy=num_heavy < max(1, self._max_workers - 1))
+            if queued is None:
                 return
-            task = entry.item
-            task.is_waiting = False
-            if task.future.done():  # cancelled, and its callback has not run yet
+            job = queued.job
+            job.is_waiting = False
+            if job.future.done():  # cancelled, and its callback has not run yet
                 continue
-            task.worker = worker = self._idle.pop()
-            task.began_s = self._clock()
-            self._running[worker] = task
-            task.timer = asyncio.get_running_loop().call_later(task.budget.wall_s, self._late, task)
-            worker.send(task.data)
-            task.data = b""
+            job.worker = worker = self._idle.pop()
+            job.began_s = self._clock()
+            self._running[worker] = job
+            job.timer = asyncio.get_running_loop().call_later(job.limits.wall_s, self._late, job)
+            worker.send(job.data)
+            job.data = b""
 
     def _refuse_waiting(self) -> None:
         """Refuse all waiting jobs: there is no worker and none can be started. New jobs are refused until one is."""
         self._is_down = True
-        while (entry := self._queue.pop(may_be_heavy=True)) is not None:
-            entry.item.is_waiting = False
-            if not entry.item.future.done():
-                entry.item.future.set_exception(Unavailable(DOWN))
+        while (queued := self._queue.pop(may_be_heavy=True)) is not None:
+            queued.job.is_waiting = False
+            if not queued.job.future.done():
+                queued.job.future.set_exception(Unavailable(DOWN))
 
-    def _given_up(self, entry: QueuedJob[_Task], future: asyncio.Future[Done]) -> None:
+    def _given_up(self, queued: QueuedJob[TextJob], future: asyncio.Future[Done]) -> None:
         if not future.cancelled():
             return
-        task = entry.item
-        if task.is_waiting:
-            task.is_waiting = False
-            self._queue.remove(entry)
-        elif task.timer is not None and task.budget.is_heavy:
-            self._kill(task)
+        job = queued.job
+        if job.is_waiting:
+            job.is_waiting = False
+            self._queue.remove(queued)
+        elif job.timer is not None and job.limits.is_heavy:
+            self._kill(job)
 
-    def _late(self, task: _Task) -> None:
-        task.is_late = True
-        self._kill(task)
+    def _late(self, job: TextJob) -> None:
+        job.is_late = True
+        self._kill(job)
 
-    def _kill(self, task: _Task) -> None:
-        """End the worker of a running task."""
-        assert task.worker is not None
-        task.is_killed = True
-        task.worker.kill()
+    def _kill(self, job: TextJob) -> None:
+        """End the worker of a running job."""
+        assert job.worker is not None
+        job.is_killed = True
+        job.worker.kill()
 
-    def _finish(self, task: _Task) -> None:
-        self.busy_s += self._clock() - task.began_s
-        if task.timer is not None:
-            task.timer.cancel()
-            task.timer = None
+    def _finish(self, job: TextJob) -> None:
+        self.busy_s += self._clock() - job.began_s
+        if job.timer is not None:
+            job.timer.cancel()
+            job.timer = None
 
-    def _resolve(self, task: _Task, answer: frames.AnyAnswer, tail: memoryview) -> None:
+    def _resolve(self, job: TextJob, answer: frames.AnyAnswer, tail: memoryview) -> None:
         match answer:
             case frames.JobRefused():
-                task.future.set_exception(frames.error_of(answer))
+                job.future.set_exception(frames.error_of(answer))
             case frames.NoMemory():
-                task.future.set_exception(self._exceeded(task, "memory"))
+                job.future.set_exception(self._exceeded(job, "memory"))
             case frames.Failed():
-                log.error("a text worker failed at %s: %s", task.name, answer.detail)
-                task.future.set_exception(WorkerFault(answer.detail))
+                log.error("a text worker failed at %s: %s", job.name, answer.detail)
+                job.future.set_exception(WorkerFault(answer.detail))
             case _:
-                task.future.set_result((answer, tail))
+                job.future.set_result((answer, tail))
 
-    def _explain(self, task: _Task, number: int) -> None:
+    def _explain(self, job: TextJob, number: int) -> None:
         """Set the error of a job whose worker ended."""
-        if task.future.cancelled():
+        if job.future.cancelled():
             self.num_killed["left"] += 1
-        elif number == HOST_LOST or (number in (0, signal.SIGKILL) and not task.is_late):  # no limit of the job was met: ended from outside
+        elif number == HOST_LOST or (number in (0, signal.SIGKILL) and not job.is_late):  # no limit of the job was met: ended from outside
             self.num_killed["lost"] += 1
-            task.future.set_exception(Unavailable(LOST))
-        elif not task.future.done():
-            reason = "time" if task.is_late else "cpu" if number == signal.SIGPROF else "memory"
-            task.future.set_exception(self._exceeded(task, reason))
+            job.future.set_exception(Unavailable(LOST))
+        elif not job.future.done():
+            reason = "time" if job.is_late else "cpu" if number == signal.SIGPROF else "memory"
+            job.future.set_exception(self._exceeded(job, reason))
 
-    def _exceeded(self, task: _Task, reason: str) -> InvalidRequest:
-        """The error of a job that exceeded its budget. The budget grows with the request, so the client must change it: 400, not retried.
+    def _exceeded(self, job: TextJob, reason: str) -> InvalidRequest:
+        """The error of a job that exceeded a limit. The limits grow with the request, so the client must change it: 400, not retried.
 
         Where the template is at fault, the operator sees it in the log and in a counter.
         """
-        budget = task.budget
+        limits = job.limits
         spent = {
-            "cpu": f"{budget.cpu_s:.3g} s of CPU time",
-            "time": f"{budget.wall_s:.3g} s",
-            "memory": f"{budget.memory_bytes // MIB} MiB of memory",
+            "cpu": f"{limits.cpu_s:.3g} s of CPU time",
+            "time": f"{limits.wall_s:.3g} s",
+            "memory": f"{limits.memory_bytes // MIB} MiB of memory",
         }[reason]
         self.num_killed[reason] += 1
-        log.warning("a text worker met its bound at %s (%d bytes): %s", task.name, budget.num_bytes, spent)
-        limit = f"what this server can read within {spent}, its bound for a request of {budget.num_bytes} bytes"
-        return InvalidRequest(task.field, limit, None, "Send a shorter one. " + FAULT)
+        log.warning("a text worker met its bound at %s (%d bytes): %s", job.name, limits.num_bytes, spent)
+        limit = f"what this server can read within {spent}, its bound for a request of {limits.num_bytes} bytes"
+        return InvalidRequest(job.field, limit, None, "Send a shorter one. " + FAULT)

@@ -1,8 +1,8 @@
 """The queue of jobs that wait for a text worker: bounded in number and bytes, fair between tenants; any job can be removed.
 
-Light jobs and heavy jobs wait in two rings of tenants, each with its own bounds. A ring serves its tenants round robin, one job each; `pop`
-alternates between the rings. At a bound the newest jobs of the tenant that holds most are evicted for another tenant's job, so a flood
-is refused to the tenant that makes it. Pure: no clock, no event loop.
+Light jobs and heavy jobs wait in two queues, each with its own bounds. Each serves its tenants round robin, one job per turn; `pop`
+alternates between the two. At a bound the newest jobs of the tenant that uses most are shed for another tenant's job, so a flood is
+refused to the tenant that makes it. Pure: no clock, no event loop.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from headrace.core.errors import Overloaded
 
 T = TypeVar("T")
 
-FULL = "Too many prompts wait to be read."
+FULL = "Too many requests wait for a text worker."
 
 
 @dataclass(eq=False, frozen=True, slots=True)
 class QueuedJob(Generic[T]):
     """One waiting job. Compared by identity."""
 
-    item: T
+    job: T
     tenant: str
     num_bytes: int
     is_heavy: bool
 
 
 @dataclass(slots=True)
-class _Held:
+class _TenantUsage:
     """Jobs and bytes that one tenant has waiting."""
 
-    num_entries: int = 0
+    num_jobs: int = 0
     num_bytes: int = 0
 
 
 class JobQueue(Generic[T]):
-    """Light jobs and heavy jobs, each kind within the bounds: waiting megabytes never cause short prompts to be refused."""
+    """Light jobs and heavy jobs, each kind within the bounds: a backlog of large jobs never makes the queue refuse small ones."""
 
-    def __init__(self, *, max_entries: int, max_bytes: int) -> None:
-        """max_entries, max_bytes: bounds of each of the two kinds"""
-        self._light: TenantRing[T] = TenantRing(max_entries=max_entries, max_bytes=max_bytes)
-        self._heavy: TenantRing[T] = TenantRing(max_entries=max_entries, max_bytes=max_bytes)
+    def __init__(self, *, max_jobs: int, max_bytes: int) -> None:
+        """max_jobs, max_bytes: bounds of each of the two kinds"""
+        self._light: RoundRobinQueue[T] = RoundRobinQueue(max_jobs=max_jobs, max_bytes=max_bytes)
+        self._heavy: RoundRobinQueue[T] = RoundRobinQueue(max_jobs=max_jobs, max_bytes=max_bytes)
         self._is_heavy_next = False
 
     def __len__(self) -> int:
@@ -52,55 +52,55 @@ class JobQueue(Generic[T]):
     def num_bytes(self) -> int:
         return self._light.num_bytes + self._heavy.num_bytes
 
-    def push(self, entry: QueuedJob[T]) -> list[QueuedJob[T]]:
-        """See `TenantRing.push`."""
-        return self._ring(is_heavy=entry.is_heavy).push(entry)
+    def push(self, job: QueuedJob[T]) -> list[QueuedJob[T]]:
+        """See `RoundRobinQueue.push`."""
+        return self._kind(is_heavy=job.is_heavy).push(job)
 
     def pop(self, *, may_be_heavy: bool) -> QueuedJob[T] | None:
         """The next job, alternating between the kinds where both have one."""
         for is_heavy in (self._is_heavy_next, not self._is_heavy_next):
-            if (may_be_heavy or not is_heavy) and (entry := self._ring(is_heavy=is_heavy).pop()) is not None:
+            if (may_be_heavy or not is_heavy) and (job := self._kind(is_heavy=is_heavy).pop()) is not None:
                 self._is_heavy_next = not is_heavy
-                return entry
+                return job
         return None
 
-    def remove(self, entry: QueuedJob[T]) -> None:
+    def remove(self, job: QueuedJob[T]) -> None:
         """Take out a job that is in the queue."""
-        self._ring(is_heavy=entry.is_heavy).remove(entry)
+        self._kind(is_heavy=job.is_heavy).remove(job)
 
     def check(self) -> None:
         self._light.check()
         self._heavy.check()
 
-    def _ring(self, *, is_heavy: bool) -> TenantRing[T]:
+    def _kind(self, *, is_heavy: bool) -> RoundRobinQueue[T]:
         return self._heavy if is_heavy else self._light
 
 
-class TenantRing(Generic[T]):
+class RoundRobinQueue(Generic[T]):
     """Jobs of one kind, tenants round robin. num_bytes: of all jobs; `len` is their number."""
 
-    def __init__(self, *, max_entries: int, max_bytes: int) -> None:
-        self._max_entries = max_entries
+    def __init__(self, *, max_jobs: int, max_bytes: int) -> None:
+        self._max_jobs = max_jobs
         self._max_bytes = max_bytes
         self._waiting: dict[str, deque[QueuedJob[T]]] = {}
-        self._held: dict[str, _Held] = {}
-        self._num_entries = 0
+        self._usage: dict[str, _TenantUsage] = {}
+        self._num_jobs = 0
         self.num_bytes = 0
 
     def __len__(self) -> int:
-        return self._num_entries
+        return self._num_jobs
 
-    def push(self, entry: QueuedJob[T]) -> list[QueuedJob[T]]:
-        """Add a job. Returns the jobs that were evicted for it.
+    def push(self, job: QueuedJob[T]) -> list[QueuedJob[T]]:
+        """Add a job. Returns the jobs that were shed for it.
 
-        Raises: Overloaded at the bound, where no other tenant holds more than this one would.
+        Raises Overloaded where the largest tenant cannot make room without falling below the share that this tenant would have.
         """
-        evicted = self._to_evict(entry)
-        for other in evicted:
+        shed = self._to_shed(job)
+        for other in shed:
             self.remove(other)
-        self._waiting.setdefault(entry.tenant, deque()).append(entry)
-        self._count(entry, +1)
-        return evicted
+        self._waiting.setdefault(job.tenant, deque()).append(job)
+        self._count(job, +1)
+        return shed
 
     def pop(self) -> QueuedJob[T] | None:
         """The oldest job of the tenant whose turn it is."""
@@ -108,68 +108,67 @@ class TenantRing(Generic[T]):
             return None
         tenant = next(iter(self._waiting))
         waiting = self._waiting.pop(tenant)
-        entry = waiting.popleft()
+        job = waiting.popleft()
         if waiting:
             self._waiting[tenant] = waiting  # its next turn comes after all other tenants
-        self._count(entry, -1)
-        return entry
+        self._count(job, -1)
+        return job
 
-    def remove(self, entry: QueuedJob[T]) -> None:
-        self._waiting[entry.tenant].remove(entry)
-        if not self._waiting[entry.tenant]:
-            del self._waiting[entry.tenant]
-        self._count(entry, -1)
+    def remove(self, job: QueuedJob[T]) -> None:
+        self._waiting[job.tenant].remove(job)
+        if not self._waiting[job.tenant]:
+            del self._waiting[job.tenant]
+        self._count(job, -1)
 
     def check(self) -> None:
         """Every count is the sum of what is there, and nothing empty is kept."""
-        entries = [entry for waiting in self._waiting.values() for entry in waiting]
+        jobs = [job for waiting in self._waiting.values() for job in waiting]
         assert all(self._waiting.values()), "an empty turn"
-        assert len(entries) == self._num_entries <= self._max_entries
-        assert sum(entry.num_bytes for entry in entries) == self.num_bytes <= self._max_bytes
-        by_tenant: dict[str, _Held] = {}
-        for entry in entries:
-            held = by_tenant.setdefault(entry.tenant, _Held())
-            held.num_entries += 1
-            held.num_bytes += entry.num_bytes
-        assert by_tenant == self._held
+        assert len(jobs) == self._num_jobs <= self._max_jobs
+        assert sum(job.num_bytes for job in jobs) == self.num_bytes <= self._max_bytes
+        by_tenant: dict[str, _TenantUsage] = {}
+        for job in jobs:
+            usage = by_tenant.setdefault(job.tenant, _TenantUsage())
+            usage.num_jobs += 1
+            usage.num_bytes += job.num_bytes
+        assert by_tenant == self._usage
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
 
-    def _count(self, entry: QueuedJob[T], sign: int) -> None:
-        held = self._held.setdefault(entry.tenant, _Held())
-        held.num_entries += sign
-        held.num_bytes += sign * entry.num_bytes
-        if held.num_entries == 0:
-            del self._held[entry.tenant]
-        self._num_entries += sign
-        self.num_bytes += sign * entry.num_bytes
+    def _count(self, job: QueuedJob[T], sign: int) -> None:
+        usage = self._usage.setdefault(job.tenant, _TenantUsage())
+        usage.num_jobs += sign
+        usage.num_bytes += sign * job.num_bytes
+        if usage.num_jobs == 0:
+            del self._usage[job.tenant]
+        self._num_jobs += sign
+        self.num_bytes += sign * job.num_bytes
 
-    def _to_evict(self, entry: QueuedJob[T]) -> list[QueuedJob[T]]:
-        """The newest jobs of the tenant that holds most, as few as needed for `entry`. Raises Overloaded; changes nothing."""
-        num_entries, num_bytes = self._num_entries + 1 - self._max_entries, self.num_bytes + entry.num_bytes - self._max_bytes
-        if num_entries <= 0 and num_bytes <= 0:
+    def _to_shed(self, job: QueuedJob[T]) -> list[QueuedJob[T]]:
+        """The newest jobs of the tenant with the largest dominant share, as few as needed for `job`. Raises Overloaded; changes nothing."""
+        excess_jobs, excess_bytes = self._num_jobs + 1 - self._max_jobs, self.num_bytes + job.num_bytes - self._max_bytes
+        if excess_jobs <= 0 and excess_bytes <= 0:
             return []
-        own = self._held.get(entry.tenant, _Held())
-        allowed = self._share(own.num_entries + 1, own.num_bytes + entry.num_bytes)
-        victim = max(self._held, key=lambda tenant: self._share_of(self._held[tenant]), default=entry.tenant)
-        if victim == entry.tenant:
+        own = self._usage.get(job.tenant, _TenantUsage())
+        newcomer_share = self._dominant_share(own.num_jobs + 1, own.num_bytes + job.num_bytes)
+        victim = max(self._usage, key=lambda tenant: self._dominant_share_of(self._usage[tenant]), default=job.tenant)
+        if victim == job.tenant:
             raise Overloaded(FULL)
-        left = self._held[victim]
-        left = _Held(left.num_entries, left.num_bytes)
-        evicted: list[QueuedJob[T]] = []
+        remaining = _TenantUsage(self._usage[victim].num_jobs, self._usage[victim].num_bytes)
+        shed: list[QueuedJob[T]] = []
         waiting = list(self._waiting[victim])
-        while (num_entries > 0 or num_bytes > 0) and self._share_of(left) > allowed:
-            other = waiting.pop()
-            evicted.append(other)
-            left.num_entries, left.num_bytes = left.num_entries - 1, left.num_bytes - other.num_bytes
-            num_entries, num_bytes = num_entries - 1, num_bytes - other.num_bytes
-        if num_entries > 0 or num_bytes > 0:
+        while (excess_jobs > 0 or excess_bytes > 0) and self._dominant_share_of(remaining) > newcomer_share:
+            newest = waiting.pop()
+            shed.append(newest)
+            remaining.num_jobs, remaining.num_bytes = remaining.num_jobs - 1, remaining.num_bytes - newest.num_bytes
+            excess_jobs, excess_bytes = excess_jobs - 1, excess_bytes - newest.num_bytes
+        if excess_jobs > 0 or excess_bytes > 0:
             raise Overloaded(FULL)
-        return evicted
+        return shed
 
-    def _share_of(self, held: _Held) -> float:
-        return self._share(held.num_entries, held.num_bytes)
+    def _dominant_share_of(self, usage: _TenantUsage) -> float:
+        return self._dominant_share(usage.num_jobs, usage.num_bytes)
 
-    def _share(self, num_entries: int, num_bytes: int) -> float:
-        """Share of the bounds that these jobs use: the larger of the two."""
-        return max(num_entries / self._max_entries, num_bytes / self._max_bytes)
+    def _dominant_share(self, num_jobs: int, num_bytes: int) -> float:
+        """The larger of two shares: of the bound on jobs, and of the bound on bytes (dominant resource fairness)."""
+        return max(num_jobs / self._max_jobs, num_bytes / self._max_bytes)

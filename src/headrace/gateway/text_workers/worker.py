@@ -14,7 +14,7 @@ import socket
 import sys
 
 from headrace.gateway.text_workers import frames
-from headrace.gateway.text_workers.limits import MIB, JobBudget
+from headrace.gateway.text_workers.limits import MIB, JobLimits
 from headrace.gateway.text_workers.work import TextContext
 
 KEEPS_BYTES = 32 * MIB
@@ -33,12 +33,12 @@ def work(channel: socket.socket, context: TextContext, parent: int) -> None:
     try:
         while (sizes := _exactly(channel, frames.SIZES.size)) is not None:
             num_head, num_tail = frames.SIZES.unpack(sizes)
-            budget = JobBudget(num_head + num_tail)
-            bound_memory(own_bytes + budget.memory_bytes)
+            limits = JobLimits(num_head + num_tail)
+            bound_memory(own_bytes + limits.memory_bytes)
             head, tail = _exactly(channel, num_head), _exactly(channel, num_tail)
             if head is None or tail is None:
                 break
-            signal.setitimer(signal.ITIMER_PROF, budget.cpu_s)
+            signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
             answer, answer_tail = context.answer(head, tail)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             answer.is_last = answer.is_last or memory_bytes()[1] > own_resident + KEEPS_BYTES

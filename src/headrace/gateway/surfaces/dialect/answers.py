@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from headrace.core.finish import FinishReason
-from headrace.gateway.generation.run import Run
+from headrace.gateway.generation.run import Generation
 from headrace.gateway.http.sse import DONE
 from headrace.gateway.surfaces.dialect import schemas
 from headrace.gateway.upstream.seam import OutputEvent, PreparedPrompt, TokenUsage, ToolCall
@@ -32,12 +32,12 @@ class AnswerHead:
     fingerprint: str | None
 
     @classmethod
-    def of(cls, prefix: str, run: Run) -> AnswerHead:
+    def of(cls, prefix: str, generation: Generation) -> AnswerHead:
         return cls(
-            id=f"{prefix}{run.exchange.request_id}",
-            created=int(run.service.unix_time()),
-            model=run.parsed.model or run.model.name,
-            fingerprint=run.model.upstream.fingerprint,
+            id=f"{prefix}{generation.exchange.request_id}",
+            created=int(generation.service.unix_time()),
+            model=generation.parsed.model or generation.model.name,
+            fingerprint=generation.model.upstream.fingerprint,
         )
 
 
@@ -148,7 +148,7 @@ class Chunks:
         yield b"]"
         yield self._tail
 
-    def last(self, usage: TokenUsage) -> bytes:
+    def encode_end(self, usage: TokenUsage) -> bytes:
         if not self._include_usage:
             return DONE
         return b"".join((self._head, b'],"usage":', _encode(usage_body(usage)), b"}\n\n", DONE))
