@@ -113,7 +113,7 @@ class AnswerEncoder(Protocol):
 
 
 class DirectChunkWriter:
-    """An `EventListener` that writes events as chunks at once, while the task in `Generation._stream` waits and the socket has room."""
+    """An `EventListener` that writes chunks at once, while the consumer task (`Generation._stream`) waits and the socket has room."""
 
     __slots__ = ("_clock", "_encoder", "_progress", "_sse")
 

@@ -8,7 +8,7 @@ uvicorn parses and frames. The bounds that a public server needs and uvicorn doe
     answer    a client that does not catch up with 64 KiB of unsent bytes is cut off; an HTTP/1.0 answer has no chunks
 
 What the application gets in `scope["extensions"]`: "headrace.abort" drops the connection with its unsent bytes, "headrace.lost" says why it
-is gone, "headrace.direct" is a `ClientTransport`, which writes a stream's events without waking the stream's task.
+is gone, "headrace.writer" is a `ClientTransport`, which writes a stream's chunks without waking its consumer task.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from headrace.core.clock import Clock
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.http.errors import BAD_HTTP, ClientLeft, ErrorBody, ErrorObject, SlowReader
-from headrace.gateway.http.exchange import ABORT_EXTENSION, DIRECT_EXTENSION, LOST_EXTENSION, Scope
+from headrace.gateway.http.exchange import ABORT_EXTENSION, LOST_EXTENSION, WRITER_EXTENSION, Scope
 from headrace.gateway.http.origins import Origins
 
 log = logging.getLogger(__name__)
@@ -249,7 +249,7 @@ class BoundedProtocol(HttpToolsProtocol):
         extensions: dict[str, Any] = {
             ABORT_EXTENSION: self._client.cut,
             LOST_EXTENSION: self._client.lost,
-            DIRECT_EXTENSION: self._client,
+            WRITER_EXTENSION: self._client,
         }
         self.scope["extensions"] = extensions
 

@@ -31,8 +31,8 @@ ABORT_EXTENSION = "headrace.abort"
 LOST_EXTENSION = "headrace.lost"
 """Key in scope["extensions"]: a function that says why the connection is gone, a ClientLeft or SlowReader; None while it stands."""
 
-DIRECT_EXTENSION = "headrace.direct"
-"""Key in scope["extensions"]: a DirectWriter, where the server provides one."""
+WRITER_EXTENSION = "headrace.writer"
+"""Key in scope["extensions"]: a ConnectionWriter, where the server provides one."""
 
 PIECE_BYTES = 64 << 10
 """Bytes handed to the transport in one write: it reports a full buffer only between two writes."""
@@ -40,8 +40,8 @@ PIECE_BYTES = 64 << 10
 _JSON = (b"content-type", b"application/json")
 
 
-class DirectWriter(Protocol):
-    """The connection of a request whose answer has begun. Where it has room, writing needs no task, which halves the cost of a token."""
+class ConnectionWriter(Protocol):
+    """Writes to the connection of a request whose answer has begun, without a task where there is room: half the cost of a token."""
 
     def has_room(self, scope: Scope) -> bool: ...
     def write_chunk(self, body: bytes) -> None: ...
@@ -61,12 +61,12 @@ class Exchange:
 
     __slots__ = (
         "_closed",
-        "_direct",
         "_is_event_stream",
         "_lost",
         "_on_ended",
         "_receive",
         "_send",
+        "_writer",
         "arrived_at",
         "end_reason",
         "generates",
@@ -101,7 +101,7 @@ class Exchange:
         self.more_headers: Headers = ()
         self.pending_bytes = 0
         self._lost: Callable[[], ClientLeft | SlowReader | None] = scope.get("extensions", {}).get(LOST_EXTENSION, lambda: None)
-        self._direct: DirectWriter | None = scope.get("extensions", {}).get(DIRECT_EXTENSION)
+        self._writer: ConnectionWriter | None = scope.get("extensions", {}).get(WRITER_EXTENSION)
         self._closed = False
         self._is_event_stream = False
         self._on_ended: list[Callable[[], None]] = []
@@ -287,15 +287,15 @@ class Exchange:
     @property
     def has_room(self) -> bool:
         """Whether `write` would return at once: nothing is being written or waits, and the client is there."""
-        if self._direct is None or self.pending_bytes or self._closed or self.end_reason is not None:
+        if self._writer is None or self.pending_bytes or self._closed or self.end_reason is not None:
             return False
-        return self._direct.has_room(self.scope)
+        return self._writer.has_room(self.scope)
 
     def write_now(self, body: bytes) -> None:
         """`write` without waiting, right after `has_room`."""
-        assert self._direct is not None
+        assert self._writer is not None
         if body:
-            self._direct.write_chunk(body)
+            self._writer.write_chunk(body)
 
 
 def joined_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
