@@ -262,6 +262,12 @@ async def test_too_many_sequences_are_counted_in_the_refusal(bench: TestBench) -
     assert message == "n: expected at most 128 sequences (prompts times n), got 192. Send several requests."
 
 
+@pytest.mark.parametrize("n", [0, 65, 1000])
+async def test_a_count_out_of_range_is_refused_with_the_range_of_the_field(bench: TestBench, n: int) -> None:
+    message = (await bench.complete(prompt=["a", "b", "c"], n=n)).json()["error"]["message"]
+    assert message == f"n: expected an integer with 1 <= n <= 64, got {n}. Send several requests for more."
+
+
 @pytest.mark.parametrize("place", [*Surface, *Inside])
 async def test_every_object_refuses_what_it_does_not_know(bench: TestBench, place: Place) -> None:
     response, sent = await ask(bench, place, nonsense=1)

@@ -171,7 +171,9 @@ _OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
 """Parameters that may be None; None is then a value with a meaning of its own."""
 
 
-def _check_bound(name: str, value: object, bound: Bound) -> None:
+def check_bound(name: str, value: object) -> None:
+    """Raise InvalidRequest for a number outside BOUNDS."""
+    bound = BOUNDS[name]
     if bound.kind is float:
         _check_float(name, value, bound.low, bound.high, above=bound.is_low_outside)
     elif isinstance(value, bool) or not isinstance(value, int) or not bound.low <= value <= bound.high:
@@ -188,10 +190,10 @@ def _check_float(name: str, value: object, low: float, high: float, *, above: bo
 
 
 def _check_numbers(p: SamplingParams) -> None:
-    for name, bound in BOUNDS.items():
+    for name in BOUNDS:
         value = getattr(p, name)
         if value is not None or name not in _OPTIONAL:
-            _check_bound(name, value, bound)
+            check_bound(name, value)
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise InvalidRequest("min_tokens", f"min_tokens <= max_tokens ({p.max_tokens})", p.min_tokens)
     for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "detokenize"):

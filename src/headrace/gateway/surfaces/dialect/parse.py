@@ -14,6 +14,7 @@ import msgspec
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.request import PriorityClass
+from headrace.core.sampling import check_bound
 from headrace.gateway.config import Limits
 from headrace.gateway.surfaces.dialect.field_rule import Inside, Surface
 from headrace.gateway.surfaces.dialect.fields import honoured_fields, unknown_field
@@ -181,6 +182,7 @@ def check_shared(request: SamplingFields, limits: Limits, num_prompts: int = 1) 
             raise InvalidRequest("stream_options.continuous_usage_stats", "include_usage = true beside it", True)
     if request.stream and request.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs", "stream = false beside it", request.prompt_logprobs)
+    check_bound("n", request.n)
     if num_prompts * request.n > limits.max_sequences:
         rule = f"at most {limits.max_sequences} sequences (prompts times n)"
         raise InvalidRequest("n", rule, num_prompts * request.n, "Send several requests.")
