@@ -43,7 +43,7 @@ def files_of(title: str) -> list[str]:
 
 
 NUM_REQUESTS = 5
-BACKGROUND = {"Session._watch", "EngineService._beat", "StreamWatch._run", "give_back_when_idle", "Server.run_until"}
+BACKGROUND = {"Session._watch", "EngineService._beat", "StreamWatch._run", "give_back_when_idle", "Server.serve_until"}
 """Tasks that run a few times a second whatever is asked; what they call is on no request's path."""
 
 

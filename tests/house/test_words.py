@@ -1,6 +1,4 @@
-"""One public class per name, short functions, and field words only.
-
-Each rule has a list of exceptions that only shrinks: strike a row when what it excuses has gone.
+"""One public class per name, short functions, and field words only, in the source and in the docs. There are no exceptions.
 """
 
 from __future__ import annotations
@@ -9,15 +7,15 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.house.reader import ROOT, Module
+from tests.house.test_docs import PAGES
 
 MAX_LINES = 60
 """Lines of one function, its signature and docstring included."""
-
-LONG_FUNCTIONS = frozenset({"headrace.tensor.kernels.cpu.attention.paged.paged_attention"})
 
 PRIVATE_NAMES = re.compile(r"\b(Lane|NOBODY|Repeated|turn_keys|(calm|run)_until|num_prompt_told|_?(tell|told)_\w+|_untold)\b")
 PRIVATE_WORDS = re.compile(
@@ -25,16 +23,21 @@ PRIVATE_WORDS = re.compile(
     re.IGNORECASE,
 )
 FRAGMENT = re.compile(r"\s*(Of|So many|So much|One part in|Those|What (is|was) (told|said))\b")
-WORDS_FILE = ROOT / "tests" / "house" / "private_words.txt"
+DOCS_WORDS = re.compile(r"\b(two|one more|next) looks?\b|\b(leave|leaves|left) by scope\b", re.IGNORECASE)
+"""Private words of prose, where they are no name of the source."""
 
 
 def find_private_words(text: str) -> Iterator[tuple[int, str]]:
     """Line and word: private names, persons that stand for data, and docstrings that are no sentence."""
-    for number, line in enumerate(text.splitlines(), 1):
-        yield from ((number, word[0]) for pattern in (PRIVATE_NAMES, PRIVATE_WORDS) for word in pattern.finditer(line))
+    yield from _matches(text, PRIVATE_NAMES, PRIVATE_WORDS)
     for place, docstring in _docstrings(ast.parse(text)):
         if found := FRAGMENT.match(docstring):
             yield place, found[0]
+
+
+def _matches(text: str, *patterns: re.Pattern[str]) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        yield from ((number, word[0]) for pattern in patterns for word in pattern.finditer(line))
 
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -71,28 +74,27 @@ def test_public_class_names_are_unique(house: dict[str, Module]) -> None:
 
 
 def test_functions_are_short(house: dict[str, Module]) -> None:
-    long = {}
+    long = []
     for module in filter(_is_written, house.values()):
         for name, node in _functions(module):
             if (num_lines := (node.end_lineno or 0) - node.lineno + 1) > MAX_LINES:
-                long[name] = f"{module.shown_path}:{node.lineno} {name} has {num_lines} lines, and the most is {MAX_LINES}"
-    assert not set(long) - LONG_FUNCTIONS, "\n" + "\n".join(long[name] for name in sorted(set(long) - LONG_FUNCTIONS))
-
-
-def _allowed_words() -> dict[str, int]:
-    """Path -> number of private words, one a line."""
-    rows = (line.split() for line in WORDS_FILE.read_text().splitlines() if line and not line.startswith("#"))
-    return {path: int(number) for path, number in rows}
+                long.append(f"{module.shown_path}:{node.lineno} {name} has {num_lines} lines, and the most is {MAX_LINES}")
+    assert not long, "\n" + "\n".join(long)
 
 
 def test_source_speaks_in_field_words(house: dict[str, Module]) -> None:
-    allowed = _allowed_words()
-    broken = []
-    for module in filter(_is_written, house.values()):
-        found = sorted(find_private_words(module.path.read_text(encoding="utf-8")))
-        if len(found) > allowed.get(module.shown_path, 0):
-            broken += [f"{module.shown_path}:{line} {word!r}" for line, word in found]
-    assert not broken, "words that a stranger does not know (tests/house/private_words.txt has the exceptions):\n" + "\n".join(broken)
+    broken = [
+        f"{module.shown_path}:{line} {word!r}"
+        for module in filter(_is_written, house.values())
+        for line, word in sorted(find_private_words(module.path.read_text(encoding="utf-8")))
+    ]
+    assert not broken, "words that a stranger does not know:\n" + "\n".join(broken)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_docs_speak_in_field_words(page: Path) -> None:
+    broken = list(_matches(page.read_text(encoding="utf-8"), PRIVATE_NAMES, PRIVATE_WORDS, DOCS_WORDS))
+    assert not broken, "words that a stranger does not know:\n" + "\n".join(f"{line}: {word!r}" for line, word in broken)
 
 
 @pytest.mark.parametrize(

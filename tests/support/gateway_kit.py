@@ -284,7 +284,7 @@ async def serving(gateway: Gateway) -> AsyncIterator[int]:
     server = Server(gateway, gateway.service.config, gateway.refused, ConnectionLimit(gateway.service.config.limits.max_connections, 8))
     port = await server.start()
     stop = asyncio.Event()
-    task = asyncio.create_task(server.run_until(stop))
+    task = asyncio.create_task(server.serve_until(stop))
     try:
         yield port
     finally:

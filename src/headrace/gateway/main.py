@@ -118,7 +118,7 @@ async def serve(config: GatewayConfig, texts: dict[str, TextModel], workers: Wor
         log.info("listening on http://%s:%d; a model answers once its engine is up", config.host, port)
         leash.ready({"host": config.host, "port": port})
         closed = asyncio.Event()
-        serving = asyncio.create_task(server.run_until(closed))
+        serving = asyncio.create_task(server.serve_until(closed))
         await first_of(stop.soft)
         is_complete = await drain(gateway.service.open_requests, config.timeouts.drain_s, stop.hard)
         closed.set()

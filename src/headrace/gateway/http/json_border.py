@@ -58,7 +58,7 @@ def decode_object(body: bytes, caps: Caps) -> dict[str, object]:
 
 def _check_caps(body: bytes, caps: Caps) -> None:
     """Raise InvalidRequest or RequestTooLarge where a cap is exceeded. Counting bytes is enough for nearly every body; only where it finds
-    too many marks, marks inside strings are told from the others.
+    too many marks, the marks inside strings are left out of the count.
     """
     is_small = body.count(b",") <= caps.values and body.count(b":") <= caps.keys
     if is_small and body.count(b"[") + body.count(b"{") <= caps.depth:

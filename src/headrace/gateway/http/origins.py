@@ -1,4 +1,4 @@
-"""Cross-origin requests (the Fetch standard's CORS): which pages may use this server, and what their browsers are told.
+"""Cross-origin requests (the Fetch standard's CORS): which pages may use this server, and which headers their browsers get.
 
 Off unless the operator lists origins. Then every answer to a listed origin, errors and streams included, says that the page may read it,
 and a preflight is answered without a key, because browsers send none with it. Credentials in the browser's sense are never allowed,

@@ -68,7 +68,7 @@ class Server(uvicorn.Server):
         made: asyncio.Protocol = make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
         return made
 
-    async def run_until(self, stop: asyncio.Event) -> None:
+    async def serve_until(self, stop: asyncio.Event) -> None:
         """Serve until `stop`, then close idle connections at once, and busy ones after their answer or after DRAIN_GRACE_S."""
         counter = 0
         while not stop.is_set():

@@ -1,6 +1,6 @@
 """Private cache folders of this user, for what a start would otherwise make again: compiled kernels and packed weights.
 
-A user who may write into such a folder decides which code runs and what a model answers. So every folder must belong to this user and must
+Write access to such a folder decides which code runs and what a model answers. So every folder must belong to this user and must
 not be writable by other users; any other folder is refused. Nothing here imports torch: packed weights are looked for while torch is
 imported.
 """

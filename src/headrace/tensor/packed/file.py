@@ -5,7 +5,7 @@ and linears are views of that memory: no byte is copied a second time. Tables st
 looked up.
 
 Which file a start needs is known only after torch has been imported. Reading begins earlier, with the file that the last start with the
-same configuration used. If this start needs another file, the bytes read ahead are dropped. Who writes files, and under which names:
+same configuration used. If this start needs another file, the bytes read ahead are dropped. The writer of the files, and their names:
 `packed.store`.
 """
 

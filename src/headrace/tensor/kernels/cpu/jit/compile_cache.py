@@ -1,6 +1,6 @@
 """Chooses the directory in which compiled kernels are stored.
 
-Numba's cache is pickled machine code: a user who can write to its directory can run code as this user (`host.cache_folder`). Without a
+Numba's cache is pickled machine code: write access to its directory is enough to run code as this user (`host.cache_folder`). Without a
 private directory, kernels are compiled again in every process.
 
 There is one directory per (kernel sources, numba, llvmlite, Python, CPU): Numba itself notices a changed file but not a changed helper in
