@@ -1,5 +1,4 @@
-"""One public class per name, short functions, and field words only, in the source and in the docs. There are no exceptions.
-"""
+"""One public class per name, short functions, and field words only, in the source and in the docs. There are no exceptions."""
 
 from __future__ import annotations
 
