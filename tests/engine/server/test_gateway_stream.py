@@ -101,12 +101,12 @@ async def test_too_much_unread_ends_the_stream_at_the_next_beat() -> None:
     async with pumping(Gateway()) as (stream, task):
         say(stream)
         await turns()  # it is being written: what follows waits
-        stream.unsent.put(Handle(2), SequenceUpdate(RequestId("r"), 0, 0, token_ids=tuple(range(1000 - UPDATE_UNITS))))
+        stream.unsent.put(Handle(2), SequenceUpdate(RequestId("r"), 0, 0, token_ids=tuple(range((1000 - UPDATE_UNITS) // 2))))
         await beats(stream, 1)
         assert not task.done()
-        stream.unsent.put(Handle(2), SequenceUpdate(RequestId("r"), 0, 0, token_ids=(1,)))
+        stream.unsent.put(Handle(3), SequenceUpdate(RequestId("r"), 0, 0, token_ids=(1,)))
         await beats(stream, 1)
-        with pytest.raises(StreamLost, match="1001 unread units exceed 1000"):
+        with pytest.raises(StreamLost, match=f"{1000 + UPDATE_UNITS + 2} unread units exceed 1000"):
             task.result()
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import pytest
@@ -17,11 +19,11 @@ from headrace.core.errors import ModelNotFound, Overloaded
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.load import EngineCounters, LoadSnapshot
-from headrace.core.plan import TokenLogprobs
-from headrace.core.update import SequenceUpdate
-from headrace.engine.server.unread import MAX_MERGED_UNITS, PAGE_POSITIONS, UNIT_BYTES, merge
+from headrace.core.plan import LogprobColumns, TokenLogprobs
+from headrace.core.update import SequenceUpdate, StageSeconds
+from headrace.engine.server.unread import MAX_MERGED_ENTRIES, PAGE_POSITIONS, UNIT_BYTES, put, take
 from headrace.engine.server.unsent import (
-    FRAME_UNITS,
+    FRAME_ENTRIES,
     MAX_REJECTED_BYTES,
     MAX_UNITS,
     REFUSAL_BYTES_PER_UNIT,
@@ -98,36 +100,64 @@ def test_a_slow_reader_gets_one_row_per_sequence() -> None:
 
 
 def test_what_waits_long_becomes_few_parts_and_no_frame_too_large() -> None:
-    unsent, count = UnsentFrames(), 4 * MAX_MERGED_UNITS
+    unsent, count = UnsentFrames(), 3 * FRAME_ENTRIES
     for i in range(count):
         unsent.put(Handle(1), SequenceUpdate(RequestId("r1"), 0, 0, (i,)))
     assert unsent.num_units < count + 1000
     got: list[int] = []
     while (frame := unsent.take()) is not None:
-        got += [token_id for _, update in rows(frame) for token_id in update.token_ids]
+        taken = [token_id for _, update in rows(frame) for token_id in update.token_ids]
+        assert len(taken) < FRAME_ENTRIES + MAX_MERGED_ENTRIES
+        got += taken
     assert got == list(range(count))
     assert unsent.num_units == 0
 
 
+def ended(number: int) -> dict[str, Any]:
+    return {
+        "finish": FinishReason.LENGTH,
+        "num_cached_tokens": 2000 + number,
+        "queue_time_s": 1.5 * number,
+        "stages": StageSeconds(*[number * second for second in (0.1, 0.2, 0.3, 0.4, 0.5)]),
+    }
+
+
+def failed(number: int) -> dict[str, Any]:
+    return ended(number) | {"finish": FinishReason.ERROR, "error": f"{number}" + 2000 * "x"}
+
+
 @pytest.mark.parametrize(
-    ("num_sequences", "num_updates", "num_tokens", "num_top", "num_prompt"),
+    ("num_sequences", "num_updates", "num_tokens", "num_top", "num_prompt", "end"),
     [
-        (2000, 1, 1, None, 0),
-        (2000, 2, 1, None, 0),
-        (4, 2000, 1, None, 0),
-        (1, 20_000, 1, None, 0),
-        (1000, 1, 8, None, 0),
-        (500, 1, 1, 0, 0),
-        (500, 1, 1, 20, 0),
-        (4, 500, 1, 0, 0),
-        (4, 500, 1, 20, 0),
-        (4, 50, 0, 0, 64),
-        (4, 50, 0, 20, 64),
-        (500, 1, 0, 0, 1),
+        (2000, 1, 1, None, 0, None),
+        (2000, 2, 1, None, 0, None),
+        (4, 2000, 1, None, 0, None),
+        (1, 20_000, 1, None, 0, None),
+        (1000, 1, 8, None, 0, None),
+        (500, 1, 1, 0, 0, None),
+        (500, 1, 1, 20, 0, None),
+        (4, 500, 1, 0, 0, None),
+        (4, 500, 1, 20, 0, None),
+        (4, 50, 0, 0, 64, None),
+        (4, 50, 0, 20, 64, None),
+        (500, 1, 0, 0, 1, None),
+        (500, 1, 0, 20, 1, None),
+        (500, 1, 1, 128, 0, None),
+        (200, 1, 1000, None, 0, None),
+        (200, 2, 1000, None, 0, None),
+        (500, 1, 1, None, 0, ended),
+        (500, 2, 1, None, 0, ended),
+        (500, 1, 0, None, 0, failed),
+        (500, 2, 0, None, 0, failed),
     ],
 )
 def test_a_unit_is_at_least_the_memory_that_unread_rows_take(
-    num_sequences: int, num_updates: int, num_tokens: int, num_top: int | None, num_prompt: int
+    num_sequences: int,
+    num_updates: int,
+    num_tokens: int,
+    num_top: int | None,
+    num_prompt: int,
+    end: Callable[[int], dict[str, Any]] | None,
 ) -> None:
     """An update of one token was charged 32 bytes and held 233: a gateway that did not read could leave 240 MiB of them."""
 
@@ -150,9 +180,10 @@ def test_a_unit_is_at_least_the_memory_that_unread_rows_take(
             for handle in range(1000, 1000 + num_sequences):
                 begin = 1000 + 64 * number
                 token_ids = tuple(range(begin, begin + num_tokens))
-                update = SequenceUpdate(RequestId("r"), 0, 0, token_ids, logprobs(num_tokens, begin), logprobs(num_prompt, begin))
+                facts = end(handle) if end is not None and number == num_updates - 1 else {}
+                update = SequenceUpdate(RequestId("r"), 0, 0, token_ids, logprobs(num_tokens, begin), logprobs(num_prompt, begin), **facts)
                 unsent.put(Handle(handle), update)
-        del update, token_ids, handle
+        del update, token_ids, handle, facts
         gc.collect()
         held = tracemalloc.get_traced_memory()[0] - before
     finally:
@@ -162,7 +193,7 @@ def test_a_unit_is_at_least_the_memory_that_unread_rows_take(
 
 def test_large_news_is_split_into_frames_and_the_end_comes_last() -> None:
     unsent = UnsentFrames()
-    unsent.put(Handle(1), news(1, 0, (1, 2), 5 * FRAME_UNITS // 4, finish=FinishReason.LENGTH))
+    unsent.put(Handle(1), news(1, 0, (1, 2), 5 * FRAME_ENTRIES // 4, finish=FinishReason.LENGTH))
     unsent.put(Handle(2), news(2, 0, (3,)))
     frames: list[pb.EngineFrame] = []
     while (frame := unsent.take()) is not None:
@@ -170,7 +201,7 @@ def test_large_news_is_split_into_frames_and_the_end_comes_last() -> None:
         frames.append(frame)
     updates = [update for frame in frames for handle, update in rows(frame) if handle == 1]
     assert len(updates) == 2
-    assert [entry.token_id for update in updates for entry in update.prompt_logprobs] == list(range(5 * FRAME_UNITS // 4))
+    assert [entry.token_id for update in updates for entry in update.prompt_logprobs] == list(range(5 * FRAME_ENTRIES // 4))
     assert [update.finish for update in updates] == [None, FinishReason.LENGTH]
     assert [update.token_ids for update in updates] == [(), (1, 2)]
 
@@ -254,7 +285,7 @@ def test_refusals_count_by_the_memory_they_hold(name: str, served: list[str], co
 
 def test_refusals_take_no_room_of_the_rows_in_a_frame() -> None:
     unsent = UnsentFrames()
-    for number in range(FRAME_UNITS // 16):
+    for number in range(FRAME_ENTRIES // 16):
         unsent.put_rejected(Handle(number), ModelNotFound("m", ["n" * 3_000]))
     for handle in (1, 2):
         unsent.put(Handle(handle), news(handle, 0, (1, 2)))
@@ -276,7 +307,120 @@ def test_one_refusal_above_the_bound_travels_alone() -> None:
 
 def test_only_one_sequences_updates_can_be_merged() -> None:
     with pytest.raises(ValueError, match="one sequence"):
-        merge([news(1, 0, (1,)), news(1, 1, (2,))])
+        put(news(1, 0, (1,)), news(1, 1, (2,)))
+
+
+@pytest.mark.parametrize("later", [{}, {"num_cached_tokens": 5, "queue_time_s": 0.75}], ids=["once", "twice"])
+def test_a_first_tokens_facts_stay_as_they_came_first(later: dict[str, Any]) -> None:
     first = news(1, 0, (1,))._replace(num_cached_tokens=3, queue_time_s=0.5)
-    both = merge([first, news(1, 0, (2,), finish=FinishReason.STOP)])
-    assert (both.num_cached_tokens, both.queue_time_s, both.finish) == (3, 0.5, FinishReason.STOP)
+    waiting, _ = put(first, news(1, 0, (2,), finish=FinishReason.STOP)._replace(**later))
+    both, left = take(waiting, FRAME_ENTRIES)
+    assert (both.token_ids, both.num_cached_tokens, both.queue_time_s, both.finish) == ((1, 2), 3, 0.5, FinishReason.STOP)
+    assert left == []
+
+
+def test_an_update_that_waits_for_no_other_is_sent_as_it_came() -> None:
+    """A gateway that keeps up pays for no merging."""
+    update = news(1, 0, (1,), num_prompt=3, finish=FinishReason.STOP)
+    waiting, num_units = put(None, update)
+    assert waiting is update
+    assert num_units > 0
+    assert take(waiting, 1) == (update, [])
+
+
+def test_merged_log_probabilities_are_taken_without_an_object_per_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    unsent, count = UnsentFrames(), 500
+    for _ in range(count):
+        unsent.put(Handle(1), news(1, 0, (1,), num_prompt=64))
+
+    def unwanted(_: LogprobColumns) -> None:
+        raise AssertionError("columns were read position by position")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LogprobColumns, "__iter__", unwanted)
+        frames = [unsent.take(), unsent.take()]
+    updates = [update for frame in frames if frame is not None for _, update in rows(frame)]
+    assert sum(len(update.prompt_logprobs) for update in updates) == 64 * count
+    assert unsent.is_empty
+
+
+@pytest.mark.parametrize("count", [2000, FRAME_ENTRIES])
+def test_a_steps_tokens_are_one_frame_however_many_sequences_have_one(count: int) -> None:
+    """A frame is not filled by what its rows are charged in memory: 1,310 of them would take a mebibyte's units."""
+    unsent = UnsentFrames()
+    for handle in range(1, count + 1):
+        unsent.put(Handle(handle), SequenceUpdate(RequestId("r"), 0, 0, (handle,)))
+    frame = unsent.take()
+    assert frame is not None
+    assert len(frame.updates.handles) == count
+    assert frame.ByteSize() < 2**20
+    assert (unsent.is_empty, unsent.num_units) == (True, 0)
+
+
+def test_long_messages_of_failed_sequences_are_spread_over_frames() -> None:
+    unsent, count = UnsentFrames(), 1000
+    for handle in range(1, count + 1):
+        unsent.put(Handle(handle), SequenceUpdate(RequestId("r"), 0, 0, **failed(handle)))
+    handles: list[int] = []
+    while (frame := unsent.take()) is not None:
+        assert frame.ByteSize() < 2**20 + 4000
+        handles += frame.updates.handles
+    assert handles == list(range(1, count + 1))
+
+
+def scored(draw: st.DrawFn, num_positions: int) -> tuple[TokenLogprobs, ...]:
+    begin, num_top = draw(st.integers(0, 2**30)), draw(st.sampled_from((0, 3, 20)))
+    return tuple(
+        TokenLogprobs(begin + i, -1.0 / (1 + i), 1 + i, tuple(range(begin, begin + num_top)), tuple(-0.1 * k for k in range(num_top)))
+        for i in range(num_positions)
+    )
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> list[tuple[Handle, SequenceUpdate] | None]:
+    """Updates of four sequences as an engine makes them, and None where the gateway takes a frame."""
+    story: list[tuple[Handle, SequenceUpdate] | None] = []
+    keys = [(number, index) for number in (1, 2) for index in (0, 1)]
+    with_logprobs = {key: draw(st.booleans()) for key in keys}
+    begun: set[tuple[int, int]] = set()
+    for _ in range(draw(st.integers(1, 40))):
+        if not keys or draw(st.integers(0, 7)) == 0:
+            story.append(None)
+            continue
+        number, index = key = draw(st.sampled_from(keys))
+        token_ids = tuple(draw(st.lists(st.integers(0, 2**31 - 1), max_size=3)))
+        facts: dict[str, Any] = {"logprobs": scored(draw, len(token_ids))} if with_logprobs[key] else {}
+        if draw(st.integers(0, 4)) == 0:
+            facts["prompt_logprobs"] = scored(draw, draw(st.sampled_from((1, 4, PAGE_POSITIONS + 1, 2 * PAGE_POSITIONS + 52))))
+        if token_ids and key not in begun:
+            begun.add(key)
+            facts |= {"num_cached_tokens": draw(st.integers(0, 99)), "queue_time_s": draw(st.floats(0, 1))}
+        if draw(st.integers(0, 15)) == 0:
+            keys.remove(key)
+            facts |= {"finish": FinishReason.ERROR, "error": "x", "stop_token_id": 5, "stages": StageSeconds(1.0, 2.0, 3.0, 4.0, 5.0)}
+        story.append((Handle(number), SequenceUpdate(RequestId(f"r{number}"), 0, index, token_ids, **facts)))
+    return story
+
+
+def joined(updates: list[tuple[Handle, SequenceUpdate]]) -> dict[tuple[Handle, int], list[Any]]:
+    """Per sequence: its tokens and log-probabilities in order, and each other field's values."""
+    found: dict[tuple[Handle, int], list[Any]] = {}
+    for handle, update in updates:
+        columns = found.setdefault((handle, update.index), [[] for _ in update[3:]])
+        for column, values in zip(columns, [*update[3:6], *[[] if fact is None else [fact] for fact in update[6:]]], strict=True):
+            column.extend(values)
+    return found
+
+
+@settings(deadline=None, max_examples=60)
+@given(stories())
+def test_all_that_is_put_arrives_once_and_in_order_at_any_pace(story: list[tuple[Handle, SequenceUpdate] | None]) -> None:
+    unsent = UnsentFrames()
+    arrived: list[tuple[Handle, SequenceUpdate]] = []
+    for event in [*story, *[None] * 40]:
+        if event is not None:
+            unsent.put(*event)
+        elif (frame := unsent.take()) is not None:
+            arrived += rows(frame)
+    assert joined(arrived) == joined([event for event in story if event is not None])
+    assert (unsent.is_empty, unsent.num_units) == (True, 0)

@@ -63,7 +63,7 @@ class EngineService:
         bridge    the outbox the engine was made with
         replica   name of this replica, for hellos and messages
         on_drain  called when an operator asks for a drain over the wire; default: `drain` itself
-        lease_s, max_unread   a gateway that takes nothing for this long, or leaves this many tokens unread, loses its stream
+        lease_s, max_unread   a gateway that takes nothing for this long, or leaves more units (of 32 bytes) unread, loses its stream
         """
         self._engine = engine
         self._target = target

@@ -1,126 +1,183 @@
-"""One sequence's updates that no frame has taken yet: merged while they wait, and charged by the memory they take.
+"""One sequence's updates that no frame has taken yet: one as it came, more of them merged, and charged by the memory they take.
 
-An update of one token is a tuple of twelve fields, 230 bytes and more. A gateway that reads slowly would leave one per step, so a waiting
-update takes in the plain ones that follow it: token ids go into an array, log-probabilities into columns. A unit is 32 bytes, and what is
-charged is at least what is held. Bounds, frames and refusals are `unsent`'s.
+An update of one token is a tuple of twelve fields, 230 bytes and more. A gateway that reads slowly would leave one per step, so from the
+second on they are merged: token ids go into an array, log-probabilities into columns. A gateway that keeps up pays for none of that. A
+unit is 32 bytes, and what is charged is at least what is held. Bounds, frames and refusals are `unsent`'s.
 """
 
 from __future__ import annotations
 
+import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from headrace.core.plan import TokenLogprobs, columns_of, wide_columns
+from headrace.core.plan import LogprobColumns, TokenLogprobs, wide_columns
 from headrace.core.update import SequenceUpdate
 
 UNIT_BYTES = 32
 
 UPDATE_UNITS = 24
-"""Charged for each update that waits on its own, beside its tokens: the tuple, its place in the queue, and the map's entry."""
+"""Charged for each update, as it came or merged, beside its contents: the object, and the map's entry."""
+
+POSITION_UNITS, ALTERNATIVE_UNITS = 8, 3
+"""Charged for a position's log-probabilities while they are objects, and for each of its alternatives."""
 
 COLUMNS_UNITS = 24
-"""Charged for each update's log-probabilities, and again for those of its prompt, beside their entries: six arrays."""
+"""Charged for merged log-probabilities, and again for those of the prompt, beside a unit per entry: six arrays."""
 
-MAX_MERGED_UNITS = 4096
-"""An update that has grown to this many units takes no more in, since a frame is filled with whole updates."""
+FACTS_UNITS = 12
+"""Charged for an end, or for a first token's facts, beside the end's message."""
+
+MAX_MERGED_ENTRIES = 4096
+"""A merged update of this many entries takes no more in, since a frame is filled with whole updates."""
 
 PAGE_POSITIONS = 1024
-"""An update has at most this many prompt positions: a long prompt's log-probabilities travel in pages, with other sequences between."""
-
-_NOTHING_ELSE = tuple(SequenceUpdate._field_defaults[name] for name in SequenceUpdate._fields[5:])
-"""What an update has behind its tokens and their log-probabilities when it has nothing else."""
+"""A long prompt's log-probabilities are split after this many positions, so that one frame need not hold all of them."""
 
 
 class UnreadUpdate:
-    """One update, and the tokens of the plain ones that were merged into it.
+    """Consecutive updates of one sequence, merged into one."""
 
-    A single position's log-probabilities stay the object that they are: most updates wait for no other, and the object is quicker to send.
-    """
-
-    __slots__ = ("_token_ids", "_update", "num_units")
+    __slots__ = ("_facts", "_logprobs", "_prompt_logprobs", "_token_ids", "num_entries", "num_units")
 
     def __init__(self, update: SequenceUpdate) -> None:
-        num_units = UPDATE_UNITS + len(update.token_ids)
-        if update.logprobs or update.prompt_logprobs:
-            num_units += sum([COLUMNS_UNITS + _num_entries(columns) for columns in (update.logprobs, update.prompt_logprobs) if columns])
-            if update.prompt_logprobs or len(update.logprobs) > 1:
-                update = update._replace(logprobs=_columns(update.logprobs), prompt_logprobs=_columns(update.prompt_logprobs))
-        self._update = update
-        self._token_ids: array[int] | None = None
-        self.num_units = num_units
-
-    def takes(self, update: SequenceUpdate) -> bool:
-        """Whether `update` may be merged: it has tokens and nothing else, and log-probabilities where this one has them."""
-        is_plain = update[5:] == _NOTHING_ELSE and bool(update.logprobs) == bool(self._update.logprobs)
-        return is_plain and self.num_units < MAX_MERGED_UNITS
+        """
+        num_entries  its part of a frame
+        num_units    what it is charged
+        """
+        self._facts = SequenceUpdate(update.request_id, update.epoch, update.index)  # all but tokens and log-probabilities
+        self._token_ids = array("i")
+        self._logprobs: LogprobColumns | None = None
+        self._prompt_logprobs: LogprobColumns | None = None
+        self.num_entries, self.num_units = 0, UPDATE_UNITS
+        self.merge(update)
 
     def merge(self, update: SequenceUpdate) -> None:
-        if self._token_ids is None:
-            self._token_ids = array("i", self._update.token_ids)
-            self._update = self._update._replace(token_ids=(), logprobs=_columns(self._update.logprobs))
         self._token_ids.extend(update.token_ids)
-        self.num_units += len(update.token_ids)
+        added = len(update.token_ids)
         if update.logprobs:
-            columns = columns_of(self._update.logprobs)  # this one's own, made above
-            for position in update.logprobs:
-                columns.append(position)
-            self.num_units += _num_entries(update.logprobs)
+            self._logprobs = self._columns(self._logprobs)
+            added += _extend(self._logprobs, update.logprobs)
+        if update.prompt_logprobs:
+            self._prompt_logprobs = self._columns(self._prompt_logprobs)
+            added += _extend(self._prompt_logprobs, update.prompt_logprobs)
+        if _has_facts(update):
+            added += _num_fact_units(update)
+            self._keep_facts(update)
+        self.num_entries += added
+        self.num_units += added
+
+    def _columns(self, columns: LogprobColumns | None) -> LogprobColumns:
+        if columns is not None:
+            return columns
+        self.num_units += COLUMNS_UNITS
+        return wide_columns()
+
+    def _keep_facts(self, update: SequenceUpdate) -> None:
+        """A first token's facts stay as they came first; the end is the last update's."""
+        cached, queue_time_s = self._facts.num_cached_tokens, self._facts.queue_time_s
+        self._facts = update._replace(
+            token_ids=(),
+            logprobs=(),
+            prompt_logprobs=(),
+            num_cached_tokens=update.num_cached_tokens if cached is None else cached,
+            queue_time_s=update.queue_time_s if queue_time_s is None else queue_time_s,
+        )
 
     def whole(self) -> SequenceUpdate:
-        return self._update if self._token_ids is None else self._update._replace(token_ids=tuple(self._token_ids))
+        return self._facts._replace(
+            token_ids=tuple(self._token_ids), logprobs=self._logprobs or (), prompt_logprobs=self._prompt_logprobs or ()
+        )
 
 
-def put(waiting: list[UnreadUpdate], update: SequenceUpdate) -> int:
-    """Add an update behind those of its sequence that wait. Returns the units that were added."""
-    if waiting and waiting[-1].takes(update):
-        before = waiting[-1].num_units
-        waiting[-1].merge(update)
-        return waiting[-1].num_units - before
-    if len(update.prompt_logprobs) <= PAGE_POSITIONS:
-        waiting.append(UnreadUpdate(update))
-        return waiting[-1].num_units
-    pages = [UnreadUpdate(page) for page in _pages(update)]
-    waiting += pages
-    return sum([page.num_units for page in pages])
+Unread = SequenceUpdate | list[UnreadUpdate]
+"""What waits of one sequence: an update as it came, or merged ones."""
 
 
-def take(waiting: list[UnreadUpdate], max_units: int) -> tuple[SequenceUpdate, int]:
-    """Remove the leading updates: all of them, or as many as first reach `max_units`. Returns them as one, and their units."""
-    count = num_units = 0
-    while count < len(waiting) and num_units < max_units:
-        num_units += waiting[count].num_units
-        count += 1
-    taken = [unread.whole() for unread in waiting[:count]]
-    del waiting[:count]
-    return taken[0] if count == 1 else merge(taken), num_units
-
-
-def merge(updates: list[SequenceUpdate]) -> SequenceUpdate:
-    """Consecutive updates of one sequence as one. Raises ValueError for updates of different sequences."""
-    first, last = updates[0], updates[-1]
-    if any((update.request_id, update.epoch, update.index) != (first.request_id, first.epoch, first.index) for update in updates):
+def put(unread: Unread | None, update: SequenceUpdate) -> tuple[Unread, int]:
+    """What waits with `update` behind it, and the units that were added. Raises ValueError for a second update of another sequence."""
+    if isinstance(unread, list):
+        return unread, _merge(unread, update)
+    if unread is None and len(update.prompt_logprobs) <= PAGE_POSITIONS:
+        return update, units_alone(update)
+    if unread is not None and update[:3] != unread[:3]:
         raise ValueError("only updates of one sequence can be merged")
-    cached = [update.num_cached_tokens for update in updates if update.num_cached_tokens is not None]
-    queue_time = [update.queue_time_s for update in updates if update.queue_time_s is not None]
-    return last._replace(
-        token_ids=tuple([token_id for update in updates for token_id in update.token_ids]),
-        logprobs=_columns(entry for update in updates for entry in update.logprobs),
-        prompt_logprobs=_columns(entry for update in updates for entry in update.prompt_logprobs),
-        num_cached_tokens=cached[0] if cached else None,
-        queue_time_s=queue_time[0] if queue_time else None,
-    )
+    merged = [] if unread is None else [UnreadUpdate(unread)]
+    added = 0 if unread is None else merged[0].num_units - units_alone(unread)
+    return merged, added + _merge(merged, update)
 
 
-def _columns(positions: Iterable[TokenLogprobs]) -> Sequence[TokenLogprobs]:
-    """Columns that nothing else holds; of no positions, nothing."""
-    columns = wide_columns()
-    for position in positions:
-        columns.append(position)
-    return columns or ()
+def take(unread: Unread, max_entries: int) -> tuple[SequenceUpdate, list[UnreadUpdate]]:
+    """What goes into a frame as one update, and what stays: all is taken, or as many leading ones as first reach `max_entries`."""
+    if not isinstance(unread, list):
+        return unread, []
+    count = num_entries = 0
+    while count < len(unread) and num_entries < max_entries:
+        num_entries += unread[count].num_entries
+        count += 1
+    first, *others = unread[:count]
+    for other in others:
+        first.merge(other.whole())
+    return first.whole(), unread[count:]
+
+
+def num_units(unread: Unread) -> int:
+    return sum([update.num_units for update in unread]) if isinstance(unread, list) else units_alone(unread)
+
+
+def units_alone(update: SequenceUpdate) -> int:
+    """Charged for an update that waits as it came: its tokens take 40 bytes each."""
+    units = UPDATE_UNITS + 2 * len(update.token_ids)
+    if update.logprobs or update.prompt_logprobs:
+        positions = [*update.logprobs, *update.prompt_logprobs]
+        units += POSITION_UNITS * len(positions) + ALTERNATIVE_UNITS * sum([len(position.top_ids) for position in positions])
+    return units + _num_fact_units(update) if _has_facts(update) else units
+
+
+def num_entries(update: SequenceUpdate) -> int:
+    """Its part of a frame: tokens, log-probabilities, alternatives, and the units of its facts."""
+    num_logprobs = sum([_num_entries(positions) for positions in (update.logprobs, update.prompt_logprobs) if positions])
+    return len(update.token_ids) + num_logprobs + (_num_fact_units(update) if _has_facts(update) else 0)
+
+
+def _merge(unread: list[UnreadUpdate], update: SequenceUpdate) -> int:
+    """Merge into the last one, or begin another. Returns the units that were added."""
+    if len(update.prompt_logprobs) > PAGE_POSITIONS:
+        return sum([_merge(unread, page) for page in _pages(update)])
+    if not unread or unread[-1].num_entries >= MAX_MERGED_ENTRIES:
+        unread.append(UnreadUpdate(update))
+        return unread[-1].num_units
+    last = unread[-1]
+    before = last.num_units
+    last.merge(update)
+    return last.num_units - before
+
+
+def _has_facts(update: SequenceUpdate) -> bool:
+    """What else an update has (`stop_token_id`, `error`, `stages`) it has beside an end."""
+    return update.finish is not None or update.num_cached_tokens is not None or update.queue_time_s is not None
+
+
+def _num_fact_units(update: SequenceUpdate) -> int:
+    """What is charged for facts, in memory and of a frame."""
+    return FACTS_UNITS + (0 if update.error is None else 1 + sys.getsizeof(update.error) // UNIT_BYTES)
+
+
+def _extend(columns: LogprobColumns, positions: Sequence[TokenLogprobs]) -> int:
+    """Returns the entries that were added."""
+    before = len(columns.token_ids) + len(columns.top_ids)
+    if isinstance(positions, LogprobColumns) and positions.logprobs.typecode == "d":
+        columns.extend(positions)
+    else:
+        for position in positions:
+            columns.append(position)
+    return len(columns.token_ids) + len(columns.top_ids) - before
 
 
 def _num_entries(positions: Sequence[TokenLogprobs]) -> int:
-    return sum([1 + len(position.top_ids) for position in positions])
+    if isinstance(positions, LogprobColumns):
+        return len(positions) + len(positions.top_ids)
+    return len(positions) + sum([len(position.top_ids) for position in positions])
 
 
 def _pages(update: SequenceUpdate) -> Iterator[SequenceUpdate]:

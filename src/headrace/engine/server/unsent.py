@@ -1,8 +1,8 @@
 """What one gateway has not been sent yet: bounded, and coalesced while the gateway is slow.
 
-A gateway that keeps up is sent one frame per step. While a frame is still being written, the next steps' updates of a sequence are
-merged (`unread`), so that a slow gateway costs memory per token but frames per write. Beyond MAX_UNITS the gateway loses its lease; that
-is the stream's decision (`gateway_stream`), this module only counts.
+A gateway that keeps up is sent one frame per step, or several for more than FRAME_ENTRIES tokens and log-probabilities. While a frame is
+still being written, the next steps' updates of a sequence are merged (`unread`), so that a slow gateway costs memory per token but frames
+per write. Beyond MAX_UNITS the gateway loses its lease; that is the stream's decision (`gateway_stream`), this module only counts.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Iterator
 
 from headrace.core.load import LoadSnapshot
 from headrace.core.update import SequenceUpdate
-from headrace.engine.server import unread
+from headrace.engine.server.unread import UNIT_BYTES, UPDATE_UNITS, Unread, num_entries, num_units, put, take, units_alone
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import encode_load, encode_rejected, encode_updates
 from headrace.wire.handles import Handle
 
-MAX_UNITS = (32 << 20) // unread.UNIT_BYTES
+MAX_UNITS = (32 << 20) // UNIT_BYTES
 """One gateway may leave this much unread: 32 MiB, in units of 32 bytes."""
 
 REFUSAL_UNITS, REFUSAL_BYTES_PER_UNIT = 16, 16
 """A refusal is charged 16 units (512 bytes, which the shortest takes) and one unit for every 16 of its bytes: it takes twice its length."""
 
-FRAME_UNITS = 2**15
-"""A frame's rows have about this many units: below a mebibyte even when every unit is a logprob entry."""
+FRAME_ENTRIES = 2**15
+"""A frame's rows have about this many tokens and log-probability entries: below a mebibyte even when every one is an alternative."""
 
 MAX_REJECTED_BYTES = 2**20
 """The refusals of a frame have at most this many bytes; a larger one travels alone."""
@@ -34,7 +34,7 @@ class UnsentFrames:
     """Not thread-safe: lives on the server's asyncio loop."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[Handle, int], list[unread.UnreadUpdate]] = {}
+        self._waiting: dict[tuple[Handle, int], Unread] = {}
         self._rejected: deque[tuple[pb.Rejected, int]] = deque()  # each with its bytes
         self._load: LoadSnapshot | None = None
         self._submits_seen = 0
@@ -58,7 +58,12 @@ class UnsentFrames:
         return bool(self._waiting or self._rejected)
 
     def put(self, handle: Handle, update: SequenceUpdate) -> None:
-        self._num_row_units += unread.put(self._waiting.setdefault((handle, update.index), []), update)
+        key = (handle, update.index)
+        if key not in self._waiting and not update.prompt_logprobs:  # a gateway that keeps up
+            self._waiting[key], units = update, units_alone(update)
+        else:
+            self._waiting[key], units = put(self._waiting.get(key), update)
+        self._num_row_units += units
 
     def put_rejected(self, handle: Handle, error: Exception) -> None:
         rejected = encode_rejected(handle, error)
@@ -79,10 +84,10 @@ class UnsentFrames:
     def forget(self, handle: Handle) -> None:
         """The request was cancelled by its gateway: what waits for it is dropped."""
         for key in [key for key in self._waiting if key[0] == handle]:
-            self._num_row_units -= sum(update.num_units for update in self._waiting.pop(key))
+            self._num_row_units -= num_units(self._waiting.pop(key))
 
     def take(self) -> pb.EngineFrame | None:
-        """The next frame, at most about FRAME_UNITS and MAX_REJECTED_BYTES large; None when there is nothing to say."""
+        """The next frame, at most about FRAME_ENTRIES and MAX_REJECTED_BYTES large; None when there is nothing to say."""
         if self.is_empty:
             return None
         frame = pb.EngineFrame(rejected=self._take_rejected())
@@ -114,16 +119,22 @@ class UnsentFrames:
 
     def _take_rows(self) -> Iterator[tuple[Handle, SequenceUpdate]]:
         """Sequence by sequence until the frame is full. One that did not fit goes to the end of the line, others get between its pages."""
-        remaining = FRAME_UNITS
+        if self._num_row_units - UPDATE_UNITS * len(self._waiting) <= FRAME_ENTRIES:  # an entry is at least a unit: all of it fits
+            waiting, self._waiting, self._num_row_units = self._waiting, {}, 0
+            for (handle, _), unread in waiting.items():
+                yield handle, unread if isinstance(unread, SequenceUpdate) else take(unread, FRAME_ENTRIES)[0]
+            return
+        remaining = FRAME_ENTRIES
         for key in list(self._waiting):
             if remaining <= 0:
                 return
-            waiting = self._waiting.pop(key)
-            update, num_units = unread.take(waiting, remaining)
-            remaining -= num_units
-            self._num_row_units -= num_units
-            if waiting:
-                self._waiting[key] = waiting
+            unread = self._waiting.pop(key)
+            self._num_row_units -= num_units(unread)
+            update, left = take(unread, remaining)
+            remaining -= num_entries(update)
+            if left:
+                self._waiting[key] = left
+                self._num_row_units += num_units(left)
             yield key[0], update
 
 
