@@ -1,4 +1,4 @@
-"""The queue of text jobs: bounded, fair between tenants, and as good as its plain twin after anything that can happen to it."""
+"""The queue of text jobs: bounded, fair between tenants, and equal to its reference implementation after any sequence of calls."""
 
 from __future__ import annotations
 

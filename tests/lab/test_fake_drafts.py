@@ -1,4 +1,4 @@
-"""Rows that give 0..k tokens: whatever is drafted, withheld, preempted or cancelled, the answers are the plain twin's."""
+"""Rows that give 0..k tokens: whatever is drafted, withheld, preempted or cancelled, the answers are the reference implementation's."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def request(number: int, length: int, **params: object) -> EngineRequest:
 
 
 def expected(one: EngineRequest, index: int, options: FakeOptions) -> list[int]:
-    """The plain twin's answer: one token after the other, until one of its own ends it."""
+    """The reference implementation's answer: one token after the other, until one of its own ends it."""
     answer = fake_answer(one, index, one.params.max_tokens or 20, options)
     stops = [place for place, token in enumerate(answer) if token in one.params.stop_token_ids]
     return answer[: stops[0] + 1] if stops else answer

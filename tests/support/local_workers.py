@@ -1,4 +1,4 @@
-"""The plain twin of the worker processes, for tests: the same jobs and frames, done in this process."""
+"""The reference implementation of the worker processes, for tests: the same jobs and frames, done in this process."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ TOLD = (
 def record(seed: int, *, one_by_one: bool = False, queue_policy: str | None = None, priority: PriorityClass | None = None) -> str:
     """The digest of the life that `seed` draws.
 
-    one_by_one              every row is looked at, none passes in bulk (the plain twin)
+    one_by_one              every row is looked at, none passes in bulk (the reference implementation)
     queue_policy, priority  take the place of the drawn policy, and of the drawn class of every request; None: as drawn
     """
     life = Life(seed, queue_policy, priority)

@@ -50,7 +50,7 @@ class FailingRunner(FakeRunner):
 
 
 class TieredEngine:
-    """Turned by hand; collects what every sequence produced. is_tiered=False: the plain twin."""
+    """Turned by hand; collects what every sequence produced. is_tiered=False: the reference implementation."""
 
     def __init__(
         self, options: FakeOptions = OPTIONS, *, is_tiered: bool = True, tier: HostTierConfig | None = None, depth: int = 1, **config: Any

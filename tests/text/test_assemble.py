@@ -166,7 +166,7 @@ def test_tokens_and_text_travel_together(byte_level: Tokenizer, text: str, cuts:
 
 
 def objects_of(tokenizer: Tokenizer, updates: Sequence[SequenceUpdate], params: SamplingParams) -> list[TokenEntry]:
-    """The plain twin: an object per token, and per alternative, of an answer without a stop string."""
+    """The reference implementation: an object per token, and per alternative, of an answer without a stop string."""
     reader = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
     found: list[TokenEntry] = []
     for each in updates:

@@ -1,7 +1,7 @@
 """The engine loop: inbox, plan, submit, commit, outbox.
 
 One thread runs the loop and owns the scheduler; other threads reach it through the `inbox`. The runner that computes plans is a Protocol
-(`steps`): the loop imports no tensor. `depth` plans may be uncommitted: 1 is the plain twin, 2 overlaps planning with computing.
+(`steps`): the loop imports no tensor. `depth` plans may be uncommitted: 1 is the reference, 2 overlaps planning with computing.
 
 A step that raises commits nothing and is repeated in parts until only the sequence that causes the failure fails (`recovery`). Every
 exception is logged with its traceback and counted (`failures`); the client gets an error without internals. Only `EngineFatal` leaves

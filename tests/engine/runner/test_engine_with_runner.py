@@ -82,7 +82,7 @@ def prompts(count: int) -> list[list[int]]:
         (40, {"queue_policy": "fair", "max_num_batched_tokens": 8}),
         (128, {"batching": "static"}),
     ],
-    ids=["roomy", "preempting", "plain twins", "fair", "static"],
+    ids=["roomy", "preempting", "reference implementations", "fair", "static"],
 )
 def test_every_request_gets_the_plain_loops_tokens(
     decoder: DecoderModel, dense: DenseLlama, depth: int, num_blocks: int, config: dict[str, Any]

@@ -31,7 +31,7 @@ TOKENS = random.Random(3).choices(range(97), k=40)
 
 
 class RoundingPacking(PlainPacking):
-    """The plain twin: rows come in float32 and are rounded by `PlainLinear`."""
+    """The reference implementation: rows come in float32 and are rounded by `PlainLinear`."""
 
     def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32

@@ -1,6 +1,7 @@
 """Limits of one job: CPU seconds, memory, wall time. Each grows with the job's bytes, so that a small job cannot take much.
 
-The limits are several times what ordinary work takes on a slow machine: tokenizing a MiB takes about a second of CPU and 200 MiB.
+CPU is limited to about five times, memory to about twice, what ordinary work takes on a slow machine: tokenizing a MiB takes about a second
+of CPU and 200 MiB.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ WALL_BASE_S = 30.0
 accrues slowly."""
 
 START_CPU_S = 10.0
-"""CPU seconds for compiling one model's templates and rendering a greeting."""
+"""CPU seconds for compiling one model's templates and one trial rendering."""
 
 START_MEMORY_BYTES = 256 * MIB
 
 HEAVY_BYTES = 64 << 10
-"""A job of at least this many bytes is heavy: it never takes the last free worker of several, and its worker is killed when its client
-leaves."""
+"""A job of at least this many bytes is heavy. At most all workers but one run heavy jobs at a time (one, in a pool of one). A running heavy
+job's worker is killed when its client disconnects."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Assigns jobs to text workers: in fair order, within bounds, and cancelled when the client leaves.
 
 A job is a future. One that is cancelled while it waits leaves the queue unrun. One that is cancelled while it runs costs its worker if it
-is heavy; else its answer is dropped. Heavy jobs never hold the last of two or more workers, so a short conversation waits behind short
-jobs only; a pool of one worker has none to keep free.
+is heavy; else its answer is dropped. At most all workers but one run heavy jobs at a time (one, in a pool of one), so that a
+short conversation rarely waits behind a long one.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class KvManager:
     key                 secret of the block hashes
     model_digest, kv_dtype  as in `chain_root`
     adapter_digests     name -> content digest of the adapters that requests may name. Hashes use the digest: a name may be loaded anew
-    caching             False: no block is registered and none is found (the plain twin)
+    caching             False: no block is registered and none is found (the reference implementation)
     """
 
     def __init__(

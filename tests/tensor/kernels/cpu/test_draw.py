@@ -1,4 +1,4 @@
-"""Tokens drawn by the kernel against the plain twin's: the same, wherever u does not fall on a border."""
+"""Tokens drawn by the kernel against the reference implementation's: the same, wherever u does not fall on a border."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled rounding and packing equal their plain twins to the bit, whatever the shape, dtype and number of threads."""
+"""Compiled rounding and packing equal their reference implementations to the bit, whatever the shape, dtype and number of threads."""
 
 from __future__ import annotations
 

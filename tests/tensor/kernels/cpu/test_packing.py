@@ -1,4 +1,4 @@
-"""Strips equal their plain twin to the bit, whatever the shape, dtype and number of threads."""
+"""Strips equal their reference implementation to the bit, whatever the shape, dtype and number of threads."""
 
 from __future__ import annotations
 
