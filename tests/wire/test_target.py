@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.core.errors import ConfigError
-from headrace.wire.target import TOKEN_METADATA, check_private, parse_target, token_matches
+from headrace.wire.target import TOKEN_METADATA, check_private, nothing_listens, parse_target, token_matches
 
 TOKEN = "0123456789abcdef"
 
@@ -53,3 +56,27 @@ def test_a_socket_in_an_open_directory_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(ConfigError, match="0700"):
         check_private(tmp_path / "e.sock")
+
+
+@pytest.mark.parametrize("where", [None, "127.0.0.1", "127.0.0.2"])
+async def test_nothing_listens_where_each_address_of_a_name_refuses(where: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`localhost` has two addresses on most machines, and asyncio names no class of error when both refuse."""
+
+    async def both(_host: str, port: int, **_: Any) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in ("127.0.0.1", "127.0.0.2")]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", both)
+    with socket.create_server((where or "127.0.0.3", 0)) as server:
+        port = server.getsockname()[1]
+        assert await nothing_listens(parse_target(f"localhost:{port}", TOKEN)) is (where is None)
+
+
+async def test_nothing_listens_at_a_socket_that_is_missing_or_refuses(tmp_path: Path) -> None:
+    path = tmp_path / "x.sock"
+    target = parse_target(f"unix:{path}")
+    assert await nothing_listens(target)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        assert await nothing_listens(target)
+        server.listen()
+        assert not await nothing_listens(target)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
+import socket
 import stat
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
@@ -71,13 +73,20 @@ def check_private(path: Path) -> None:
 
 
 async def nothing_listens(target: GrpcTarget) -> bool:
-    """Whether the socket is missing or a connection is refused. False for every other failure."""
+    """Whether the socket is missing, or each of the name's addresses refuses a connection. False for every other failure."""
+    if target.path is not None:
+        return await _is_refused(asyncio.open_unix_connection(target.path))
+    host, _, port = target.address.rpartition(":")
     try:
-        if target.path is not None:
-            _, writer = await asyncio.open_unix_connection(target.path)
-        else:
-            host, _, port = target.address.rpartition(":")
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return bool(found) and all([await _is_refused(asyncio.open_connection(*address[:2])) for *_, address in found])
+
+
+async def _is_refused(connecting: Awaitable[tuple[Any, asyncio.StreamWriter]]) -> bool:
+    try:
+        _, writer = await connecting
     except (FileNotFoundError, ConnectionRefusedError):
         return True
     except OSError:
