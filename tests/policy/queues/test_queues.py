@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from headrace.core.ids import SeqId
 from headrace.policy.queues import fair
 from headrace.policy.queues.fair import FairShareQueue
+from headrace.policy.queues.keyed import FcfsQueue, PriorityQueue
 from headrace.policy.schedule.sequence import Sequence
 
 
@@ -97,3 +98,9 @@ def test_who_comes_back_is_not_forgotten_at_that_moment(monkeypatch: pytest.Monk
     queue.remove(made[0])
     assert queue.head() is again
     assert len(queue._served) <= 3 + 1
+
+
+@pytest.mark.parametrize("arrival", [0.1, 1234567.1, 1e-9])
+def test_a_standard_requests_place_is_its_arrival_to_the_bit(arrival: float) -> None:
+    seq = Sequence(SeqId(1), request("r", [1]), 0, arrival, array("i", [1]), 1, 8)
+    assert PriorityQueue().key_of(seq, 1) == FcfsQueue().key_of(seq, 1) == arrival
