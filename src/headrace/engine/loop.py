@@ -10,6 +10,7 @@ the loop: the process then ends and is restarted.
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -35,6 +36,9 @@ from headrace.policy.schedule.scheduler import Scheduler
 
 IDLE_WAKE_S = 0.2
 """An idle loop wakes this often and publishes its load, whose age then tells an idle loop from one that hangs."""
+
+CHECK_INTERVAL_S = 60.0
+"""An idle loop checks the scheduler at most this often: a request that arrives meanwhile waits for the check."""
 
 MAX_PLAN_FAILURES = 3
 """After this many plans in a row that could not be made, the engine ends."""
@@ -74,6 +78,7 @@ class Engine:
         self._recovery = Recovery(scheduler, self._compute, self._failures, clock)
         self._stopping = False
         self._is_checked = False
+        self._next_check = -math.inf
 
     @property
     def clock(self) -> Clock:
@@ -159,22 +164,23 @@ class Engine:
         self._load.publish()
 
     def _idle(self) -> None:
-        """Sleep until a message, a deadline or the next regular wake; after the first sleep that no message ends, check the scheduler."""
+        """Sleep until a message, a deadline or the next regular wake. A sleep that no message ends is the time for a check."""
         timeout = IDLE_WAKE_S
         if (deadline := self.scheduler.next_deadline()) is not None:
             timeout = min(timeout, max(0.0, deadline - self._clock()))
         if (message := self._inbox.take(timeout)) is not None:
             self._handle(message)
-        elif not self._is_checked:
+        elif not self._is_checked and not self.scheduler.has_work and self._clock() >= self._next_check:
             self._check()
 
     def _check(self) -> None:
-        """Raise EngineFatal when sequences, slots and blocks do not add up. Once per idle period: an end then loses no running answer."""
+        """Raise EngineFatal when slots and blocks do not add up, or cannot be summed. No sequence is alive then: no answer is lost."""
         self._is_checked = True
+        self._next_check = self._clock() + CHECK_INTERVAL_S
         try:
             self.scheduler.check()
-        except AssertionError as error:
-            raise EngineFatal(f"the idle engine's sequences, slots and blocks do not add up: {error}") from error
+        except Exception as error:
+            raise EngineFatal(f"the idle engine's sequences, slots and blocks do not add up: {error!r:.200}") from error
 
     def _take_messages(self) -> None:
         while (message := self._inbox.take()) is not None:

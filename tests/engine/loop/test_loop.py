@@ -197,8 +197,10 @@ def test_run_in_a_thread_serves_requests_from_another_and_stops() -> None:
     assert_unharmed(driven)
 
 
-@pytest.mark.parametrize("is_damaged", [False, True])
-def test_an_idle_engine_checks_its_books_once_per_idle_period(is_damaged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("is_damaged", "passed_s", "expected"), [(False, 0.0, 1), (False, loop.CHECK_INTERVAL_S, 2), (True, 0.0, 1)])
+def test_an_idle_engine_checks_its_books_once_per_idle_period_and_minute(
+    is_damaged: bool, passed_s: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Damage nobody noticed while requests ran ends the engine before the next one gets a wrong answer from it."""
     monkeypatch.setattr(loop, "IDLE_WAKE_S", 0.001)
     driven, num_checks, check, idle = DrivenEngine(), 0, Scheduler.check, Engine._idle
@@ -213,6 +215,7 @@ def test_an_idle_engine_checks_its_books_once_per_idle_period(is_damaged: bool, 
         nonlocal remaining
         remaining -= 1
         if remaining == 5:
+            driven.clock.now += passed_s
             driven.submit(request("b", [2]))
         if not remaining:
             self.stop()
@@ -225,11 +228,39 @@ def test_an_idle_engine_checks_its_books_once_per_idle_period(is_damaged: bool, 
         driven.kv.pools[0].take()
         with pytest.raises(EngineFatal, match="do not add up"):
             driven.engine.run()
-        assert num_checks == 1
     else:
         driven.engine.run()
-        assert num_checks == 2
+    assert num_checks == expected
     assert ("a", 0) in driven.finish
+
+
+def idle_once(driven: DrivenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turn until nothing is left to do, then sleep once with no message."""
+    monkeypatch.setattr(loop, "IDLE_WAKE_S", 0.001)
+    while driven.engine.turn():
+        pass
+    driven.engine._idle()
+
+
+def test_an_engine_is_not_checked_while_a_request_waits_for_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request would be lost with the engine; once it has its answer, damage ends the engine."""
+    driven = DrivenEngine()
+    driven.submit(request("a", [1]), needs=frozenset({"grammar"}))
+    driven.kv.pools[0].take()
+    idle_once(driven, monkeypatch)
+    driven.satisfied("a", "grammar")
+    with pytest.raises(EngineFatal, match="do not add up"):
+        idle_once(driven, monkeypatch)
+    assert ("a", 0) in driven.finish
+
+
+def test_a_check_that_cannot_be_made_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Scheduler) -> None:
+        raise KeyError("slot")
+
+    monkeypatch.setattr(Scheduler, "check", broken)
+    with pytest.raises(EngineFatal, match=r"KeyError\('slot'\)"):
+        idle_once(DrivenEngine(), monkeypatch)
 
 
 def test_the_plan_ring_can_be_dumped_and_replayed_on_a_fresh_runner() -> None:

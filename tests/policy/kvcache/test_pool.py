@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import os
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -11,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from headrace.core.hashing import BlockHash, block_hash, chain_root
 from headrace.policy.kvcache.events import EVENT_BYTES, BlockEvent, BlockEvents, EventKind
-from headrace.policy.kvcache.pool import BlockPool
+from headrace.policy.kvcache.pool import MAX_CHECKED_BLOCKS, BlockPool
 
 ROOT = chain_root(b"k", model_digest=b"", kv_dtype="")
 
@@ -169,3 +173,46 @@ def test_a_block_named_by_an_uncommitted_plan_is_not_handed_out() -> None:
     pool.steps.last_committed = 3
     pool.release_pending()
     assert pool.num_available == 1
+
+
+def not_read(_: Any) -> Iterator[Any]:
+    raise AssertionError("each block was looked at")
+
+
+class UnreadList(list[int]):
+    __iter__ = not_read
+
+
+class UnreadOwners(array):  # type: ignore[type-arg]
+    __iter__ = not_read
+
+
+class UnreadDict(dict[Any, Any]):
+    __iter__ = items = keys = not_read  # type: ignore[assignment]
+
+
+class UnreadOrderedDict(OrderedDict[Any, Any]):
+    __iter__ = items = keys = not_read  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_check_looks_at_each_block_of_small_pools_alone(is_large: bool) -> None:
+    """A million blocks took 0.4 s, during which a request waited."""
+    pool = BlockPool(MAX_CHECKED_BLOCKS + is_large)
+    blocks = pool.take_many(MAX_CHECKED_BLOCKS // 2)
+    for block in blocks:
+        pool.register(block, BlockHash(os.urandom(32)))
+    pool.drop(*blocks[1:])
+    pool.check({blocks[0]: 1}, {})
+    pool._free, pool._cached = UnreadList(pool._free), UnreadOrderedDict(pool._cached.copy().items())
+    pool._num_owners = UnreadOwners("i", pool._num_owners)
+    pool._hash_of, pool._by_hash = UnreadDict(pool._hash_of), UnreadDict(pool._by_hash)
+    if is_large:
+        pool.check({blocks[0]: 1}, {})
+        with pytest.raises(AssertionError, match="other owners"):
+            pool.check({blocks[0]: 2}, {})
+        with pytest.raises(AssertionError, match="free \\+ cached"):
+            pool.check({}, {})
+    else:
+        with pytest.raises(AssertionError, match="each block"):
+            pool.check({blocks[0]: 1}, {})
