@@ -11,7 +11,7 @@ import pytest
 
 from headrace.core.finish import FinishReason
 from headrace.core.plan import LogprobColumns, TokenLogprobs, wide_columns
-from headrace.gateway.generation.logprob_limits import prompt_logprob_bytes
+from headrace.gateway.generation.logprob_limits import encoded_prompt_logprob_bytes, prompt_logprob_bytes
 from headrace.gateway.surfaces.dialect.logprobs import echo_logprobs, prompt_logprobs
 from headrace.gateway.upstream.seam import OutputEvent
 from headrace.gateway.upstream.token_prompt import TokenPrompt
@@ -67,12 +67,12 @@ def test_prompt_logprobs_are_charged_what_they_take(text: TextModel, num_top: in
             except StopIteration as ended:
                 return ended.value
 
-    charged = [prompt_logprob_bytes(num_top, num_tokens=num_tokens, num_encodings=number) for number in (0, 1)]
     columns = taken_bytes(collected)
-    assert columns <= charged[0] <= 1.6 * columns
+    assert columns <= prompt_logprob_bytes(num_top, num_tokens=num_tokens) <= 1.6 * columns
+    charged = encoded_prompt_logprob_bytes(num_top, num_tokens=num_tokens, num_encodings=1)
     encoded = taken_bytes(lambda: list(prompt_logprobs(prompt, logprobs, num_top)))
-    assert encoded <= charged[1] - charged[0] <= 1.6 * encoded
-    assert taken_bytes(echoed) <= charged[1] - charged[0]
+    assert encoded <= charged <= 1.6 * encoded
+    assert taken_bytes(echoed) <= charged
 
 
 def test_joined_events_share_the_pages_of_logprobs_they_were_given() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
-from gateway_kit import MAX_MODEL_LEN, TestBench, events_of, eventually
+from gateway_kit import MAX_MODEL_LEN, TestBench, events_of, eventually, open_bench
 
 from headrace.core.ids import RequestId
 from headrace.core.plan import TokenLogprobs, columns_of
@@ -158,6 +158,23 @@ async def test_prompt_logprobs_are_capped_before_anything_runs(bench: TestBench)
     response = await bench.complete(prompt=prompts, n=64, echo=True, logprobs=20, max_tokens=1)
     assert (response.status_code, response.json()["error"]["param"]) == (413, "logprobs")
     assert bench.replica.requests == []
+
+
+@pytest.mark.parametrize("fields", [{"prompt_logprobs": 4, "n": 2}, {"echo": True, "logprobs": 4}])
+async def test_kept_json_that_is_longer_than_charged_beforehand_is_charged_as_it_is_encoded(
+    text: TextModel, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    """An entry of " alphabetically" took 85 bytes where 76 were charged."""
+    monkeypatch.setattr(logprob_limits, "ENCODED_PROMPT_LOGPROB_BYTES", 1)
+    body = {"prompt": [5] * 300, "max_tokens": 1, **fields}
+    async with open_bench(text) as bench:
+        answered = await bench.complete(**body)
+        assert answered.status_code == 200
+        assert bench.gateway.service.memory.held == 0
+    async with open_bench(text, limits={"max_request_held_bytes": 170_000}) as bench:
+        refused = await bench.complete(**body)
+        assert (refused.status_code, len(bench.replica.requests)) == (413, 1), "only its encoding is too large"
+        assert bench.gateway.service.memory.held == 0
 
 
 async def test_logprobs_of_a_whole_answer_are_capped_before_it_runs_where_its_length_is_given(bench: TestBench) -> None:

@@ -13,8 +13,8 @@ PROMPT_ALTERNATIVE_BYTES = 13
 is written: `LogprobColumns` with 64-bit floats. Measured: 25 bytes and 13, the offset's 8 not included."""
 
 ENCODED_PROMPT_LOGPROB_BYTES = 76
-"""Memory of one prompt log-probability as JSON, where the answer keeps it to show it again. Measured with the bundled model's tokenizer: 71
-to 75 bytes in `prompt_logprobs`, 29 to 61 in an echo."""
+"""Charged beforehand for one prompt log-probability as JSON, where the answer keeps it to show it again. With the bundled model's tokenizer
+the average is 71 to 75 bytes in `prompt_logprobs`, 29 to 61 in an echo. JSON of longer tokens is charged beyond this, as it is encoded."""
 
 OUTPUT_LOGPROB_BYTES = 24
 """Memory of one output token's log-probability while an answer is collected."""
@@ -51,16 +51,17 @@ def num_prompt_logprobs(field: str, num_top: int | None, *, num_tokens: int, num
     return num_logprobs
 
 
-def prompt_logprob_bytes(num_top: int | None, *, num_tokens: int, num_encodings: int) -> int:
-    """Memory that the prompt's log-probabilities take until the answer is written. Choices that show the same ones share it.
+def prompt_logprob_bytes(num_top: int | None, *, num_tokens: int) -> int:
+    """Memory that the columns of the prompt's log-probabilities take until the answer is written. Choices that show the same ones share it.
 
-    num_tokens     of all prompts
-    num_encodings  JSON forms that the answer keeps (`ParsedRequest.num_kept_encodings`)
+    num_tokens  of all prompts
     """
-    if num_top is None:
-        return 0
-    columns = PROMPT_TOKEN_LOGPROB_BYTES + num_top * PROMPT_ALTERNATIVE_BYTES
-    return num_tokens * (columns + num_encodings * (num_top + 1) * ENCODED_PROMPT_LOGPROB_BYTES)
+    return 0 if num_top is None else num_tokens * (PROMPT_TOKEN_LOGPROB_BYTES + num_top * PROMPT_ALTERNATIVE_BYTES)
+
+
+def encoded_prompt_logprob_bytes(num_top: int | None, *, num_tokens: int, num_encodings: int) -> int:
+    """Charged beforehand for the JSON that the answer keeps of them. num_encodings: see `ParsedRequest.num_kept_encodings`"""
+    return 0 if num_top is None else num_tokens * num_encodings * (num_top + 1) * ENCODED_PROMPT_LOGPROB_BYTES
 
 
 def check_output_logprobs(num_top: int | None, *, num_tokens: int) -> None:

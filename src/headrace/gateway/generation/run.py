@@ -32,6 +32,7 @@ from headrace.gateway.generation.logprob_limits import (
     MAX_INLINE_LOGPROBS,
     OUTPUT_LOGPROB_BYTES,
     check_output_logprobs,
+    encoded_prompt_logprob_bytes,
     first_answer_bytes,
     num_prompt_logprobs,
     prompt_logprob_bytes,
@@ -156,6 +157,7 @@ class Generation:
         self.num_prompt_logprobs = 0
         self.unread_logprob_bytes = 0
         self.first_bytes = 0
+        self._precharged_json_bytes = 0
 
     async def prepare(self) -> Prepared:
         """Raises what `Upstream.prepare` raises, and RequestTooLarge for more log-probabilities than an answer may hold."""
@@ -176,11 +178,23 @@ class Generation:
         if not parsed.is_streaming:
             self.first_bytes = first_answer_bytes(params.logprobs, num_tokens=prepared.max_output_tokens)
         self.held.prompts.add(PROMPT_TOKEN_BYTES * (prepared.prompt_tokens or 0))
-        logprob_bytes = prompt_logprob_bytes(
-            params.prompt_logprobs, num_tokens=prepared.prompt_tokens or 0, num_encodings=parsed.num_kept_encodings
+        num_tokens = prepared.prompt_tokens or 0
+        column_bytes = prompt_logprob_bytes(params.prompt_logprobs, num_tokens=num_tokens)
+        self._precharged_json_bytes = encoded_prompt_logprob_bytes(
+            params.prompt_logprobs, num_tokens=num_tokens, num_encodings=parsed.num_kept_encodings
         )
-        self.held.answers.add(logprob_bytes + piece_bytes + self.first_bytes)
+        self.held.answers.add(column_bytes + self._precharged_json_bytes + piece_bytes + self.first_bytes)
         return prepared
+
+    def hold_json(self, num_bytes: int) -> None:
+        """Count JSON of prompt log-probabilities that the answer keeps. Bytes beyond those charged beforehand are charged now.
+
+        Raises RequestTooLarge or Overloaded.
+        """
+        self._precharged_json_bytes -= num_bytes
+        if self._precharged_json_bytes < 0:
+            self.held.answers.add(-self._precharged_json_bytes)
+            self._precharged_json_bytes = 0
 
     async def answer(self, encoder: AnswerEncoder, prepared: Prepared) -> None:
         """Start the event stream, and write all its events as the answer."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from sys import getsizeof
 from typing import Any
 
 import msgspec
@@ -46,7 +47,8 @@ async def completions(service: Service, exchange: Exchange) -> None:
         generation = Generation(service, exchange, held, _parsed_request(request, prompts, exchange.principal.priority))
         async with exchange.watching():
             prepared = await exchange.unless_ended(generation.prepare())
-            await generation.answer(CompletionAnswer(request, prepared, AnswerHead.of("cmpl-", generation)), prepared)
+            answer = CompletionAnswer(request, prepared, AnswerHead.of("cmpl-", generation), generation.hold_json)
+            await generation.answer(answer, prepared)
 
 
 def _parsed_request(request: CompletionRequest, prompts: Sequence[str | list[int]], own_priority: PriorityClass) -> ParsedRequest:
@@ -152,8 +154,10 @@ class CompletionAnswer:
     With max_tokens 0 (echo only) the one token that was generated is not shown.
     """
 
-    def __init__(self, request: CompletionRequest, prepared: Prepared, head: AnswerHead) -> None:
+    def __init__(self, request: CompletionRequest, prepared: Prepared, head: AnswerHead, hold_json: Callable[[int], None]) -> None:
+        """hold_json: called with the bytes of JSON that are kept for further choices, see `Generation.hold_json`"""
         self._request = request
+        self._hold_json = hold_json
         self._prompts = prepared.prompts
         self._head = head
         self._num_top = request.logprobs
@@ -251,6 +255,7 @@ class CompletionAnswer:
         made = []
         for piece in prompt_logprobs(self._prompts[number], self._prompt_logprobs[number], num_top):
             if self._request.n > 1:
+                self._hold_json(getsizeof(piece))
                 made.append(piece)
             yield piece
         self._encoded_prompt_logprobs[number] = made
@@ -270,6 +275,7 @@ class CompletionAnswer:
         made = self._echoes.get(number)
         if made is None:
             made = self._echoes[number] = yield from echo_logprobs(self._prompts[number], self._prompt_logprobs[number], self._num_top)
+            self._hold_json(sum(getsizeof(piece) for column in made for piece in column))
         return made
 
     def _collect_prompt_logprobs(self, events: Sequence[OutputEvent]) -> None:
