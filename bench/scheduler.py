@@ -56,7 +56,7 @@ class Workload:
     chunk_tokens: int = 0
     in_step: bool = False
     spare_slots: int = 0
-    queue_policy: str = "fcfs"
+    queue_policy: str = "priority"
     depth: int = 2
     caching: bool = True
 
