@@ -120,6 +120,20 @@ def test_a_long_prompt_keeps_three_quarters_of_each_step_however_many_come_behin
     driven.run()
 
 
+def test_short_prompts_leave_a_long_one_the_last_blocks_for_its_chunk() -> None:
+    """A group with a window takes a prompt's blocks chunk by chunk: admitting the short prompts would preempt the long one at once."""
+    driven = DrivenEngine(groups=(WINDOW,), num_blocks=14, max_model_len=600, max_num_batched_tokens=40, caching=False)
+    driven.submit(request("long", LONG, max_tokens=1))
+    driven.turn(2)
+    driven.submit(*(request(f"short{i}", [5 * i, 7, 9], max_tokens=4) for i in range(6)))
+    plans = steps_to_first_token(driven, "long")
+    assert [list(plan.counts) for plan in plans] == [[40]] * len(plans)
+    assert driven.scheduler.counters.preemptions == 0
+    driven.run()
+    assert driven.tokens["long", 0] == expected_tokens(LONG, 1, VOCAB)
+    assert driven.tokens["short5", 0] == expected_tokens([25, 7, 9], 4, VOCAB)
+
+
 def chunks_beside_newcomers(driven: DrivenEngine, newcomer: list[int], count: int) -> list[int]:
     """Tokens of a long prompt in each of its steps, `count` newcomers of one token's answer behind it; the largest chunk is its own."""
     driven.submit(request("long", LONG, max_tokens=1))
