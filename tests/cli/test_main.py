@@ -179,3 +179,30 @@ def test_completion_script_is_offered(headrace: Headrace, monkeypatch: pytest.Mo
     done = headrace()
     assert done.returncode == 0
     assert "_HEADRACE_COMPLETE" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("serve", "--api-key", "--enable-prefix-caching"),
+            "--api-key: a value is missing. If --enable-prefix-caching is the value, write ",
+        ),
+        (("serve", "--api_key", "--disable-log-requests", "m"), "--api-key: a value is missing. If --disable-log-requests is the value, "),
+        (("serve", "m", "--host", "--"), "--host: a value is missing.\n"),
+        (("bench", "serve", "--model"), "--model: a value is missing.\n"),
+    ],
+)
+def test_a_flag_is_never_the_value_of_the_flag_before_it(headrace: Headrace, words: tuple[str, ...], said: str) -> None:
+    """`serve --api-key --enable-prefix-caching` served with the key "--enable-prefix-caching"."""
+    done = headrace(*words)
+    assert done.returncode == CommandExitCode.USAGE
+    assert done.stderr.startswith(f"headrace: {said}")
+
+
+@pytest.mark.parametrize("command", ["serve", "throughput"])
+@pytest.mark.parametrize("count", ["0", "-3"])
+def test_a_benchmark_of_no_prompt_is_refused(headrace: Headrace, command: str, count: str) -> None:
+    done = headrace("bench", command, "--num-prompts", count)
+    assert done.returncode == CommandExitCode.USAGE
+    assert f"'--num-prompts': {count} is not in the range" in done.stderr

@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
 
+import pytest
 from aiohttp import web
 
 from headrace.lab.datasets import WorkloadShape, make_requests
-from headrace.lab.loadgen import ConcurrencyLimit, LoadTarget, run_load
+from headrace.lab.loadgen import READ_BUFFER_BYTES, ConcurrencyLimit, LoadTarget, run_load
 from headrace.lab.metrics import LoadRecord, summarize
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -124,6 +125,9 @@ async def test_a_burst_is_sent_one_by_one_which_is_not_the_clients_lag() -> None
         assert before.due_s is not None
         assert record.due_s is not None
         assert before.due_s < record.due_s <= before.sent_s, "it was due when the one before it was sent"
+    last_s = ordered[-1].send_delay_s
+    assert last_s is not None
+    assert summarize(records).burst_send_s == last_s > sum(record.client_lag_s or 0.0 for record in records) / 20
 
 
 async def test_places_are_handed_on_in_turn_and_not_to_cancelled_tasks() -> None:
@@ -194,6 +198,40 @@ async def test_every_way_to_fail_is_a_record() -> None:
     assert (report.offered, report.admitted, report.finished) == (4, 3, 0)
     assert report.first_error == "429 overloaded: 9 wait already"
     assert math.isinf(report.ttft_s.quantiles["p50"])
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "data: {bad\n\n",
+        "data: [1]\n\n",
+        'data: {"choices": [1]}\n\n',
+        f"data: {'[' * 100_000}\n\n",
+        f"data: {'x' * (2 * READ_BUFFER_BYTES)}\n\n",
+    ],
+    ids=["no JSON", "no object", "no choice", "too deep", "too long"],
+)
+async def test_a_broken_stream_is_one_failed_request(broken: str) -> None:
+    """One such line ended the run with an exception and cancelled the other requests."""
+    number = 0
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        nonlocal number
+        number += 1
+        return await stream(request, [broken if number == 1 else text_chunk("a"), "data: [DONE]\n\n"])
+
+    records = await load(handler, 3)
+    assert [record.error for record in records] == ["broken stream", None, None]
+    assert records[0].detail
+
+
+async def test_bytes_that_are_not_utf8_are_a_broken_stream() -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = await stream(request, [])
+        await response.write(b'data: {"choices": "\xff"}\n\n')
+        return response
+
+    assert [record.error for record in await load(handler, 1)] == ["broken stream"]
 
 
 async def test_a_port_without_a_server_is_a_failure_and_no_exception() -> None:

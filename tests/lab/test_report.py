@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from headrace.lab import environment as facts
 from headrace.lab.metrics import LoadRecord, Slo, summarize
-from headrace.lab.report import failures, lines, to_plain, write_json
+from headrace.lab.report import failures, lines, notes, to_plain, write_json
 
 GOOD = LoadRecord(intended_s=0.0, sent_s=0.0, chunk_s=(0.1, 0.2), end_s=0.2, prompt_tokens=3, output_tokens=2, status=200)
 BAD = LoadRecord(intended_s=0.0, sent_s=0.0, end_s=1.0, status=429, error="429 overloaded")
@@ -69,6 +70,32 @@ def test_failures_are_counted_by_kind_with_the_words_of_the_first() -> None:
         "  1 x 404 model_not_found",
         "  The first one: 404 model_not_found: tiny is served",
     ]
+
+
+def test_a_mean_of_no_samples_is_a_dash() -> None:
+    one = replace(GOOD, chunk_s=(0.1,), output_tokens=1)
+    assert [line.split() for line in lines(summarize([one])) if line.startswith("Mean TPOT")] == [["Mean", "TPOT", "(ms):", "-"]]
+
+
+def test_a_burst_that_took_the_client_long_to_send_is_noted() -> None:
+    """The last of 500 requests was sent 286 ms late, which stood in TTFT and nowhere else."""
+    burst = [replace(GOOD, sent_s=delay_s, due_s=delay_s) for delay_s in (0.0, 0.001, 0.006)]
+    [note] = notes(summarize(burst), has_shared_prefix=False)
+    assert note.startswith("The client took 6 ms to send a burst, more than 5% of the median TTFT.")
+    assert "Time to send a burst (ms):               6.00" in list(lines(summarize(burst)))
+    assert not list(notes(summarize(burst[:2]), has_shared_prefix=False))
+    apart = [replace(record, intended_s=record.sent_s or 0.0, due_s=None) for record in burst]
+    assert summarize(apart).burst_send_s == 0.0
+    placed = [replace(record, sendable_s=record.sent_s) for record in burst]
+    assert summarize(placed).burst_send_s == 0.0, "waiting for one of max_concurrency places is not the client's time"
+
+
+def test_prompts_that_the_server_has_seen_before_are_noted() -> None:
+    report = summarize([replace(GOOD, prompt_tokens=100, cached_tokens=11)])
+    [note] = notes(report, has_shared_prefix=False)
+    assert note.startswith("11 of 100 prompt tokens were cached")
+    assert not list(notes(report, has_shared_prefix=True))
+    assert not list(notes(summarize([replace(GOOD, prompt_tokens=100, cached_tokens=10)]), has_shared_prefix=False))
 
 
 def test_environment_says_where_it_was() -> None:

@@ -32,7 +32,7 @@ NOT_HERE = ("seed", "device")
 @with_engine_flags(without=NOT_HERE)
 def throughput(
     model: ModelArgument = None,
-    num_prompts: Annotated[int, Flag("--num-prompts")] = 64,
+    num_prompts: Annotated[int, Flag("--num-prompts", min=1)] = 64,
     input_len: Annotated[int, Flag("--input-len", "--random-input-len")] = 128,
     output_len: Annotated[int, Flag("--output-len", "--random-output-len")] = 64,
     range_ratio: Annotated[float, Flag("--random-range-ratio")] = 0.0,
@@ -78,11 +78,11 @@ def throughput(
 @with_engine_flags(without={*NOT_HERE, "max_num_seqs"})
 def latency(
     model: ModelArgument = None,
-    batch_size: Annotated[int, Flag("--batch-size")] = 8,
+    batch_size: Annotated[int, Flag("--batch-size", min=1)] = 8,
     input_len: Annotated[int, Flag("--input-len")] = 32,
     output_len: Annotated[int, Flag("--output-len")] = 128,
-    num_iters: Annotated[int, Flag("--num-iters")] = 10,
-    num_iters_warmup: Annotated[int, Flag("--num-iters-warmup")] = 2,
+    num_iters: Annotated[int, Flag("--num-iters", min=1)] = 10,
+    num_iters_warmup: Annotated[int, Flag("--num-iters-warmup", min=0)] = 2,
     dollars_per_hour: Price = None,
     seed: Seed = 0,
     bandwidth: Bandwidth = True,
@@ -96,8 +96,6 @@ def latency(
     from headrace.lab.metrics import distribution
     from headrace.lab.offline import decode_speed, dollars_per_million_tokens, run_offline
 
-    if num_iters < 1 or batch_size < 1:
-        raise UsageRefused("--num-iters and --batch-size must be at least 1")
     tokens = engine.get("max_num_batched_tokens", EngineConfig(model="").max_num_batched_tokens)
     assert isinstance(tokens, int)
     batch_flags = {"max_num_seqs": batch_size, "max_num_batched_tokens": max(tokens, batch_size)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def serve(
     url: Annotated[str, Flag("--url", "--base-url", help="Root of the server, with or without /v1.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, Flag("--model", help="Served name; default: the first one listed.")] = None,
-    num_prompts: Annotated[int, Flag("--num-prompts")] = 100,
+    num_prompts: Annotated[int, Flag("--num-prompts", min=1)] = 100,
     request_rate: Annotated[float, Flag("--request-rate", help="Requests per second; inf sends all at once.")] = math.inf,
     burstiness: Annotated[float, Flag("--burstiness", help="1 is Poisson, less is burstier (0.25: bursts).")] = 1.0,
     max_concurrency: Annotated[
@@ -55,6 +55,7 @@ def serve(
     from headrace.lab.datasets import make_requests
     from headrace.lab.loadgen import LoadTarget, run_load
     from headrace.lab.metrics import parse_slo, summarize
+    from headrace.lab.report import notes
 
     try:
         slo = parse_slo(goodput) if goodput else None
@@ -76,19 +77,20 @@ def serve(
         "shape": shape,
     }
     settings |= {"request_rate": request_rate, "burstiness": burstiness}
-    result = conditions.result(settings=settings, client_kept_up=report.is_valid, report=report)
+    found = list(notes(report, has_shared_prefix=shape.prefix_tokens > 0))
+    result = conditions.result(settings=settings, client_kept_up=report.is_valid, notes=found, report=report)
     write_result(output_json, result, records)
-    _print(report, result if as_json else None)
+    _print(report, found, result if as_json else None)
 
 
-def _print(report: LoadReport, result: Mapping[str, object] | None) -> None:
+def _print(report: LoadReport, notes: Sequence[str], result: Mapping[str, object] | None) -> None:
     """Print the result as JSON, or without one the report as text. Raises typer.Exit when no request was answered."""
     from headrace.lab.report import failures, lines, to_plain
 
     if result is not None:
         print(json.dumps(to_plain(result), indent=1))
     elif report.finished:
-        print("\n".join(lines(report)))
+        print("\n".join([*lines(report), *(f"NOTE: {note}" for note in notes)]))
     if not report.finished:
         print("\n".join(["headrace: no request was answered", *failures(report)]), file=sys.stderr)
         raise typer.Exit(CommandExitCode.FAILED)

@@ -100,9 +100,11 @@ def _mend(raw: Raw, where: str, error: ConfigError, *, is_again: bool) -> bool:
     if isinstance(error, NeedsExperimental):
         raw["experimental"] = True
         return True
-    nearest = error.nearest if is_itself and isinstance(error, UnknownKey) else None
-    if nearest is not None and isinstance(place, dict) and last in place and nearest not in place:
-        place[nearest] = place.pop(last)  # so that its value is checked too
+    if is_itself and isinstance(error, UnknownKey) and isinstance(place, dict) and last in place:
+        del place[last]
+        stand_in = _stand_in(error.nearest or "", where)
+        if stand_in is not None:  # the key that was meant may be required: it is not missing, too
+            place.setdefault(error.nearest, stand_in)
         return True
     return _replace(place, last, _stand_in(last if isinstance(place, dict) else f"{outer[-1]}[]" if outer else "", where))
 

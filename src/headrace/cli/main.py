@@ -10,6 +10,7 @@ import sys
 from typing import Annotated
 
 import typer
+from typer.main import get_command
 
 from headrace import __version__
 from headrace.cli.bench import bench_app
@@ -22,6 +23,7 @@ from headrace.cli.processes import engine, gateway
 from headrace.cli.replay import replay
 from headrace.cli.serve import serve
 from headrace.cli.suggestions import SuggestingGroup
+from headrace.cli.values_of_flags import refuse_missing_values
 from headrace.cli.vllm_flags import translated
 from headrace.core.errors import HeadraceError
 
@@ -70,10 +72,12 @@ def _root(
 def main() -> None:
     """Entry point of the installed script."""
     try:
+        command = get_command(app)
+        refuse_missing_values(command, sys.argv[1:])
         arguments, notices = translated(sys.argv[1:])
         for notice in notices:
             print(f"headrace: {notice}", file=sys.stderr)
-        app(args=arguments, prog_name="headrace")
+        command(args=arguments, prog_name="headrace")
     except HeadraceError as error:
         sys.exit(report(error))
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.engine_flags import ENGINE_FLAGS, Given, with_engine_flags
-from headrace.cli.vllm_flags import dashed
+from headrace.cli.values_of_flags import dashed
 
 if TYPE_CHECKING:
     from typer._click.core import Parameter

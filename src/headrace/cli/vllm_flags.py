@@ -8,11 +8,11 @@ in TABLE is left to the parser, which suggests the nearest name. docs/config.md 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from headrace.cli.exits import UsageRefused
+from headrace.cli.values_of_flags import dashed, is_flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +143,6 @@ TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
 SEVERAL = ("--served-model-name", "--api-key", "--allowed-hosts", "--allowed-origins", "--goodput")
 """Flags that are repeated for several values here, where vLLM takes several values after one flag."""
 
-_FLAG = re.compile(r"--?[a-zA-Z]|--$")
-"""A word that matches is a flag, and so never the value of the flag before it. "-1" is a value."""
-
-
-def dashed(name: str) -> str:
-    """A flag with dashes: vLLM also takes underscores."""
-    return name.replace("_", "-") if name.startswith("--") else name
-
 
 def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """(arguments for the parser, notices about flags without effect). Everything after a bare `--` is left as it is.
@@ -171,7 +163,7 @@ def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             kept.append(word)
             continue
         if entry.takes_value and not equals:
-            value = rest.pop(0) if rest and not _FLAG.match(rest[0]) else ""
+            value = rest.pop(0) if rest and not is_flag(rest[0]) else ""
             if not value and not isinstance(entry, RefusedFlag):
                 raise UsageRefused(f"{name}: a value is missing")
         if isinstance(entry, TranslatedFlag):

@@ -15,12 +15,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
+from aiohttp.http_exceptions import LineTooLong
 
 from headrace.lab.datasets import LoadRequest
 from headrace.lab.metrics import LoadRecord
 
-MAX_LINE_BYTES = 1 << 20
-"""Buffer of one connection; a longer line of a stream is an error."""
+READ_BUFFER_BYTES = 1 << 20
+"""Read buffer of one connection. aiohttp refuses a line of more than twice this, and the request counts as a broken stream."""
 MAX_DETAIL_CHARS = 300
 """A failure's detail is cut to this many characters."""
 SPIN_S = 0.002
@@ -67,6 +68,15 @@ class ConcurrencyLimit:
             self._places.release()
 
 
+@dataclass(frozen=True, slots=True)
+class SendTimes:
+    """When a request was to be sent; the fields are those of `LoadRecord`."""
+
+    intended_s: float
+    sendable_s: float
+    due_s: float
+
+
 @dataclass(slots=True)
 class _Trace:
     """The progress of one request."""
@@ -93,7 +103,7 @@ async def run_load(
     # One pool without a limit: a client that queues for connections would be a closed loop.
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=target.timeout_s)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers, read_bufsize=MAX_LINE_BYTES) as session:
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers, read_bufsize=READ_BUFFER_BYTES) as session:
         begin_s = time.monotonic() + 2 * SPIN_S
         last_sent_s: dict[float, float] = {}  # intended time -> when the last request of that time was sent
 
@@ -102,9 +112,10 @@ async def run_load(
             await _sleep_until(intended_s)
             freed_s = await limit.acquire()
             try:
-                due_s = max(intended_s, freed_s, last_sent_s.get(intended_s, intended_s))
+                sendable_s = max(intended_s, freed_s)
+                due_s = max(sendable_s, last_sent_s.get(intended_s, intended_s))
                 last_sent_s[intended_s] = time.monotonic()
-                record = await _measure(session, target, request, intended_s, due_s)
+                record = await _measure(session, target, request, SendTimes(intended_s, sendable_s, due_s))
             finally:
                 limit.release()
             on_end(record)
@@ -120,10 +131,10 @@ async def _sleep_until(moment_s: float) -> None:
         await asyncio.sleep(left_s - SPIN_S if left_s > SPIN_S else 0)
 
 
-async def _measure(session: aiohttp.ClientSession, target: LoadTarget, request: LoadRequest, intended_s: float, due_s: float) -> LoadRecord:
+async def _measure(session: aiohttp.ClientSession, target: LoadTarget, request: LoadRequest, times: SendTimes) -> LoadRecord:
     trace = _Trace()
     error: str | None = None
-    left_s = target.timeout_s - (time.monotonic() - intended_s)
+    left_s = target.timeout_s - (time.monotonic() - times.intended_s)
     try:
         if left_s <= 0:  # it waited for a place until its time was over, and is not sent any more
             raise TimeoutError
@@ -134,15 +145,18 @@ async def _measure(session: aiohttp.ClientSession, target: LoadTarget, request: 
     except (aiohttp.ClientError, OSError) as failure:
         error = f"connection: {type(failure).__name__}"
         trace.detail = str(failure)
-    prompt_details = trace.usage.get("cached_tokens", 0)
+    except (ValueError, RecursionError, LineTooLong) as failure:  # after ClientError: aiohttp's InvalidURL is a ValueError, too
+        error = "broken stream"
+        trace.detail = f"{type(failure).__name__}: {failure}"
     return LoadRecord(
-        intended_s=intended_s,
-        due_s=due_s,
+        intended_s=times.intended_s,
+        sendable_s=times.sendable_s,
+        due_s=times.due_s,
         sent_s=trace.sent_s,
         chunk_s=tuple(trace.chunk_s),
         end_s=time.monotonic(),
         prompt_tokens=trace.usage.get("prompt_tokens", len(request.prompt_ids)),
-        cached_tokens=prompt_details,
+        cached_tokens=trace.usage.get("cached_tokens", 0),
         output_tokens=trace.usage.get("completion_tokens", len(trace.chunk_s)),
         status=trace.status,
         error=error,
@@ -164,7 +178,8 @@ async def _stream(session: aiohttp.ClientSession, target: LoadTarget, request: L
     async with session.post(f"{target.url.rstrip('/')}/v1/completions", json=body) as response:
         trace.status = response.status
         if response.status != 200:
-            return f"{response.status} {_reason(await response.text(), trace)}"
+            text = await response.text(errors="replace")
+            return f"{response.status} {_reason(text, trace)}"
         async for data in events(response.content):
             if data == "[DONE]":
                 return None
@@ -173,12 +188,16 @@ async def _stream(session: aiohttp.ClientSession, target: LoadTarget, request: L
     return "stream ended early"
 
 
-def _add_chunk(chunk: dict[str, object], trace: _Trace) -> str | None:
-    """Add a decoded chunk to the trace. Returns the error, if the chunk is one."""
+def _add_chunk(chunk: object, trace: _Trace) -> str | None:
+    """Add a decoded chunk to the trace. Returns the error, if the chunk is one. Raises ValueError for what is no chunk of a completion."""
+    if not isinstance(chunk, dict):
+        raise ValueError(f"a chunk is {type(chunk).__name__}, not an object")
     if "error" in chunk:
         return f"in-band {_reason(json.dumps(chunk), trace)}"
-    choices = chunk.get("choices")
-    if isinstance(choices, list) and any(choice.get("text") for choice in choices):
+    choices = chunk.get("choices") or []
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        raise ValueError("the choices of a chunk are not a list of objects")
+    if any(choice.get("text") for choice in choices):
         trace.chunk_s.append(time.monotonic())
     usage = chunk.get("usage")
     if isinstance(usage, dict):

@@ -16,6 +16,7 @@ Where a server puts several tokens into one chunk, ITL hides it and TPOT does no
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -32,8 +33,8 @@ class LoadRecord:
     """One request as the client saw it. Times are seconds on one monotonic clock.
 
     intended_s     when the schedule wanted it sent
-    due_s          when the client could send it: at the latest of `intended_s`, the moment one of `max_concurrency` places became free,
-                   and the moment the request before it was sent, if that was intended for the same time; None: at `intended_s`
+    sendable_s     the later of `intended_s` and the moment one of `max_concurrency` places became free; None: `intended_s`
+    due_s          the later of `sendable_s` and the moment the request before it in the same burst was sent; None: `sendable_s`
     sent_s         when the client began to send it; None if it never did
     chunk_s        arrival of each chunk that carried text, ascending
     end_s          when the stream ended or the client gave up
@@ -45,6 +46,7 @@ class LoadRecord:
 
     intended_s: float
     sent_s: float | None
+    sendable_s: float | None = None
     due_s: float | None = None
     chunk_s: tuple[float, ...] = ()
     end_s: float
@@ -67,7 +69,12 @@ class LoadRecord:
     @property
     def client_lag_s(self) -> float | None:
         """The client's own delay, from `due_s` to `sent_s`; None when it never sent."""
-        return None if self.sent_s is None else self.sent_s - (self.intended_s if self.due_s is None else self.due_s)
+        return None if self.sent_s is None else self.sent_s - _first_known(self.due_s, self.sendable_s, self.intended_s)
+
+    @property
+    def send_delay_s(self) -> float | None:
+        """`client_lag_s` and the wait for its turn in a burst, which the latencies include; None when it never sent."""
+        return None if self.sent_s is None else self.sent_s - _first_known(self.sendable_s, self.intended_s)
 
     @property
     def ttft_s(self) -> float:
@@ -92,6 +99,10 @@ class LoadRecord:
     @property
     def max_stall_s(self) -> float:
         return max(self.gaps_s, default=0.0)
+
+
+def _first_known(*values: float | None) -> float:
+    return next(value for value in values if value is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +203,7 @@ class LoadReport:
     offered, admitted, finished  requests intended / not refused with 429 or 503 / answered whole
     goodput                      requests per second that met the SLO; None without one
     client_lag_s                 the client's own delay, from `due_s`: waiting for a place, or for its turn in a burst, does not count
+    burst_send_s                 the client's time to send the requests of a burst, which the latencies include; 0 without a burst
     first_error                  kind and message of the first failure by intended time; empty without one
     """
 
@@ -213,6 +225,7 @@ class LoadReport:
     e2el_s: Distribution
     max_stall_s: Distribution
     client_lag_s: Distribution
+    burst_send_s: float
     errors: Mapping[str, int]
     first_error: str = ""
 
@@ -254,6 +267,7 @@ def summarize(records: Sequence[LoadRecord], slo: Slo | None = None) -> LoadRepo
         e2el_s=distribution(record.e2el_s for record in records),
         max_stall_s=distribution(record.max_stall_s for record in records),
         client_lag_s=distribution(lag for record in records if (lag := record.client_lag_s) is not None),
+        burst_send_s=burst_send_s(records),
         errors=errors,
         first_error=_first_error(records),
     )
@@ -262,6 +276,13 @@ def summarize(records: Sequence[LoadRecord], slo: Slo | None = None) -> LoadRepo
 def _first_error(records: Sequence[LoadRecord]) -> str:
     failed = sorted((record for record in records if record.error is not None), key=lambda record: record.intended_s)
     return ": ".join(word for word in (failed[0].error, failed[0].detail) if word) if failed else ""
+
+
+def burst_send_s(records: Sequence[LoadRecord]) -> float:
+    """The longest time by which the client itself delayed a request of a burst; a burst is several requests intended for one time."""
+    sizes = Counter(record.intended_s for record in records)
+    delays = (record.send_delay_s for record in records if sizes[record.intended_s] > 1)
+    return max((delay for delay in delays if delay is not None), default=0.0)
 
 
 def peak_concurrency(records: Iterable[LoadRecord]) -> int:

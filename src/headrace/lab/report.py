@@ -11,6 +11,10 @@ from pathlib import Path
 from headrace.lab.metrics import NEEDED_SAMPLES, Distribution, LoadReport
 
 WIDTH = 58
+MAX_BURST_SHARE = 0.05
+"""A note says so when the client's time to send a burst is more than this share of the median TTFT."""
+MAX_CACHED_SHARE = 0.1
+"""A note says so when more than this share of the prompt tokens was cached although the prompts share no prefix."""
 
 
 def to_plain(value: object) -> object:
@@ -67,10 +71,26 @@ def lines(report: LoadReport) -> Iterator[str]:
     if report.errors:
         yield from failures(report)
     yield _row("Client's own lag p99 (ms)", report.client_lag_s.quantiles["p99"] * 1000)
+    yield _row("Time to send a burst (ms)", report.burst_send_s * 1000)
     if not report.is_valid:
         yield "VOID: p99 of the client's own lag is 1 ms or more, and the latencies above include it."
         yield "Use a faster or less busy client machine."
     yield "=" * WIDTH
+
+
+def notes(report: LoadReport, *, has_shared_prefix: bool) -> Iterator[str]:
+    """What makes the figures say less about the server than they seem to."""
+    ttft_s = report.ttft_s.quantiles["p50"]
+    if report.finished and report.burst_send_s > MAX_BURST_SHARE * ttft_s:
+        yield (
+            f"The client took {report.burst_send_s * 1000:.0f} ms to send a burst, more than {MAX_BURST_SHARE:.0%} of the median TTFT. "
+            "The latencies include it; give --request-rate to spread the requests."
+        )
+    if not has_shared_prefix and report.cached_tokens > MAX_CACHED_SHARE * report.prompt_tokens:
+        yield (
+            f"{report.cached_tokens} of {report.prompt_tokens} prompt tokens were cached, though the prompts share no prefix: "
+            "the server has seen them before. Give another --seed."
+        )
 
 
 def failures(report: LoadReport) -> Iterator[str]:
@@ -97,4 +117,5 @@ def _title(text: str, fill: str) -> str:
 
 
 def _row(name: str, value: float | str) -> str:
-    return f"{name + ':':<40} {value if isinstance(value, str) else f'{value:.2f}'}"
+    shown = value if isinstance(value, str) else "-" if math.isnan(value) else f"{value:.2f}"
+    return f"{name + ':':<40} {shown}"
