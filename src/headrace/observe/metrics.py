@@ -224,7 +224,10 @@ class Metrics:
             registry=registry,
         )
         self.inter_token_latency = TallyCollector(
-            "headrace_inter_token_latency_seconds", "Every gap between tokens of a sequence.", LABELS, TOKEN_BUCKETS
+            "headrace_inter_token_latency_seconds",
+            "Gaps between chunks of a sequence; a chunk of k tokens counts as k gaps of a k-th each.",
+            LABELS,
+            TOKEN_BUCKETS,
         )
         registry.register(self.inter_token_latency)
         self.request_latency = Histogram(
