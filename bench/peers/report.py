@@ -48,8 +48,9 @@ step must read, over its time, over the read bandwidth that `bench/bandwidth.py`
 `read_bandwidth_pattern` was divided by the rate of a plain sum, which kernels that read from several places at once exceed: an MBU near
 or above 1 says that this divisor is too small. Newer cells are divided by the best of several ways to read, and name it.
 
-In these tables what falls short of Headrace's own goals is **bold**, with the goal behind it; what was tried there, and what the limit
-is, stands in [experiments.md](experiments.md#short-of-the-goals-on-a-cpu).
+In these tables what falls short of Headrace's own goals is **bold**, with the goal behind it. Goals exist for llama-1.1b alone: the
+tables of other shapes mark nothing. What was tried, and what the limit is, stands in
+[experiments.md](experiments.md#short-of-the-goals-on-a-cpu).
 """
 GOALS: Mapping[str, Mapping[str, float]] = {
     "bf16": {"peer": 1.0, "ceiling": 0.92, "mbu": 0.85},

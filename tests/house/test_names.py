@@ -89,6 +89,19 @@ def test_every_experiment_is_in_the_index_once() -> None:
     assert sorted(linked) == sorted(wanted), "add a row to the index of docs/experiments.md: question, verdict, gain, commit, JSON"
 
 
+def test_the_index_names_commits_that_recorded_an_experiment() -> None:
+    git = ["git", "-C", str(ROOT)]
+    shallow = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True, check=False)
+    if shallow.stdout.strip() != "false":
+        pytest.skip("no history here to look commits up in")
+    index = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8").partition("\n## Index\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"\| ([0-9a-f]{7,40}) \|", index))
+    history = [*git, "log", "--format=%H", "--", "docs/experiments.md"]
+    touched = subprocess.run(history, capture_output=True, text=True, check=True).stdout.split()
+    assert named
+    assert not [commit for commit in sorted(named) if not any(full.startswith(commit) for full in touched)]
+
+
 def test_commits_of_results_exist_or_say_why_not() -> None:
     """A result measured on a commit that was rewritten later carries a `commit_note`."""
     git = ["git", "-C", str(ROOT)]
