@@ -131,7 +131,9 @@ def units_alone(update: SequenceUpdate) -> int:
     if update.logprobs or update.prompt_logprobs:
         positions = [*update.logprobs, *update.prompt_logprobs]
         units += POSITION_UNITS * len(positions) + ALTERNATIVE_UNITS * sum([len(position.top_ids) for position in positions])
-    return units + _num_fact_units(update) if _has_facts(update) else units
+    if update.finish is None and update.num_cached_tokens is None and update.queue_time_s is None:  # no call: most updates, once per token
+        return units
+    return units + _num_fact_units(update)
 
 
 def num_entries(update: SequenceUpdate) -> int:
