@@ -93,6 +93,25 @@ def test_the_next_flag_is_never_taken_for_a_missing_value(name: str, rest: list[
         translated(["serve", "m", name, *rest])
 
 
+@pytest.mark.parametrize(
+    "word", ["--disable-uvicorn-access-log=", "--disable-uvicorn-access-log=x", "--no-enable-lora=x", "--enforce-eager=1"]
+)
+def test_a_value_after_a_flag_without_one_is_refused(word: str) -> None:
+    with pytest.raises(UsageRefused, match=f"^{word}: the flag takes no value"):
+        translated(["serve", word])
+
+
+def test_true_and_false_after_a_flag_without_a_value_are_done() -> None:
+    """`--disable-uvicorn-access-log=false` turned the log off."""
+    assert translated(["serve", "--disable-uvicorn-access-log=false", "--enable-lora=false"]) == (["serve"], [])
+    assert translated(["serve", "--disable-uvicorn-access-log=true"]) == (["serve", "--request-log", "off"], [])
+
+
+def test_an_empty_value_is_a_missing_one() -> None:
+    with pytest.raises(UsageRefused, match=r"^--data-parallel-size: a value is missing$"):
+        translated(["serve", "--data-parallel-size="])
+
+
 def test_a_negative_number_is_a_value_and_no_flag() -> None:
     kept, [notice] = translated(["serve", "--max-log-len", "-1", "--port", "8000"])
     assert kept == ["serve", "--port", "8000"]

@@ -1,7 +1,7 @@
 """The configuration of `headrace serve`: one YAML file, then the environment, then flags; read here and nowhere else.
 
 `ServeConfig` composes the packages' own frozen configs and checks pairs of them; each package checks its own fields. Every key is in
-docs/config.md. How values are decoded: `cli.config_decode`.
+docs/config.md. How variables become values: `cli.config_variables`.
 
     file         models: [{name: tiny, replicas: 2, engine: {model: /models/tiny}}]
     environment  HEADRACE_MODELS__0__REPLICAS=3, HEADRACE_GATEWAY__PORT=9000
@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from headrace.bundled import bundled_path
-from headrace.cli.config_decode import ELSEWHERE, apply_environment, set_at
 from headrace.cli.config_origins import flag_steps, named_by_origin
+from headrace.cli.config_variables import ELSEWHERE, apply_environment, set_at
 from headrace.cli.config_yaml import Raw, read_yaml
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from headrace.bundled import DEFAULT_MODEL
 from headrace.cli.config import ENV_PREFIX, NeedsExperimental, ServeConfig, from_raw
-from headrace.cli.config_decode import apply_variable, nearest_variable, variables
 from headrace.cli.config_origins import origin_of
+from headrace.cli.config_variables import apply_variable, nearest_variable, variables
 from headrace.cli.config_yaml import Raw, mapping_of, parse_document, read_text
 from headrace.core.errors import ConfigError
 from headrace.core.strict_decode import MissingKey, UnknownKey

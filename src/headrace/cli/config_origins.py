@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from headrace.cli.config_decode import variables
+from headrace.cli.config_variables import variables
 from headrace.cli.config_yaml import shown_path
 from headrace.core.errors import ConfigError
 

@@ -1,7 +1,7 @@
 """YAML as a configuration file may use it: plain data, without anchors and without a key given twice. Nothing is evaluated.
 
 `read_yaml` refuses the first thing that is wrong; `config_faults` takes the whole document, with the line of every value, and goes on.
-Values get their types in `config_decode`.
+Values get their types in `core.strict_decode`.
 """
 
 from __future__ import annotations

@@ -164,8 +164,14 @@ def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         if entry.takes_value and not equals:
             value = rest.pop(0) if rest and not is_flag(rest[0]) else ""
-            if not value and not isinstance(entry, RefusedFlag):
-                raise UsageRefused(f"{name}: a value is missing")
+        if entry.takes_value and not value and not isinstance(entry, RefusedFlag):
+            raise UsageRefused(f"{name}: a value is missing")
+        if equals and not entry.takes_value:
+            if value == "false" and not is_negated:
+                continue  # the flag is not given
+            if is_negated or (value != "true" and not isinstance(entry, RefusedFlag)):
+                raise UsageRefused(f"{name}={value}: the flag takes no value. Write {name} alone, or leave it out.")
+            value = "" if value == "true" else value
         if isinstance(entry, TranslatedFlag):
             kept += [*entry.ours, *([value] if entry.takes_value else [])]
         elif isinstance(entry, IgnoredFlag):

@@ -137,7 +137,7 @@ async def drain(open_requests: OpenRequests, timeout_s: float, hard: asyncio.Fut
     if emptied.done() and emptied.result():
         return True
     emptied.cancel()
-    why = "asked to a second time" if hard.done() else f"after {timeout_s:g} s"
+    why = "since a second signal came" if hard.done() else f"after {timeout_s:g} s"
     log.warning("%d requests are cut off, %s", open_requests.num_open, why)
     open_requests.cut(Unavailable("This server shut down before the answer was complete; it can be sent again."))
     await open_requests.wait_empty(DRAIN_GRACE_S)
