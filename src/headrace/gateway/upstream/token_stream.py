@@ -142,7 +142,7 @@ class TokenStream:
         return self._sent.updates.numerics if self._sent else {}
 
     def _submit(self) -> _Sent:
-        """Submit to the replica that the router picks; one that was lost in between counts as tried. Raises Unavailable."""
+        """Submit to the replica that routing picks; one that was lost in between counts as tried. Raises Unavailable."""
         while True:
             replica = self._pool.pick(
                 prompt_tokens=len(self.call.prompt_ids), max_output_tokens=self.call.params.max_tokens or 1, tried=self._tried
