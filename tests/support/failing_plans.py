@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.policy.schedule.planner import PlanDraft
+from headrace.policy.schedule.planner import StepBuilder
 from headrace.policy.schedule.scheduler import Scheduler
 
-SITES = ("_plan_decodes", "_plan_prefills", "_plan_one", "_renew", "_admit", "_start", "_grant", "charge")
+SITES = ("_plan_decodes", "_plan_prefills", "_plan_one", "_extend_bulk_decode", "_admit", "_start", "_add_row", "charge")
 """Methods of the planner that a plan calls, some of them for each of its rows."""
 
 
@@ -25,7 +25,7 @@ def fail_next_plan(scheduler: Scheduler, site: str, after: int) -> None:
             raise RuntimeError("a plan that fails once")
         return method(*args)
 
-    def fill_and_fail(step: PlanDraft) -> None:
+    def fill_and_fail(step: StepBuilder) -> None:
         del planner.fill
         setattr(planner, site, raising)
         try:

@@ -4,8 +4,8 @@ One thread runs the loop and owns the scheduler; other threads reach it through 
 (`steps`): the loop imports no tensor. `depth` plans may be uncommitted: 1 is the reference, 2 overlaps planning with computing.
 
 A step that raises commits nothing and is repeated in parts until only the sequence that causes the failure fails (`recovery`). Every
-exception is logged with its traceback and counted (`failures`); the client gets an error without internals. Only `EngineFatal` leaves
-the loop: the process then ends and is restarted.
+unexpected exception is logged with its traceback and counted (`failures`); the client gets an error without internals. `EngineFatal`
+leaves the loop: the process then ends and is restarted.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from headrace.engine import loop
 from headrace.engine.loop import Engine
 from headrace.policy.kvcache.leases import LeaseError
 from headrace.policy.kvcache.manager import KvManager
-from headrace.policy.schedule.planner import PlanDraft, Planner
+from headrace.policy.schedule.planner import Planner, StepBuilder
 from headrace.policy.schedule.scheduler import Scheduler
 from headrace.policy.schedule.sequence import Sequence
 from headrace.policy.schedule.sequence_table import SequenceTable
@@ -92,9 +92,9 @@ CALL_SITES = [
     (SequenceTable, "expire"),
     (Scheduler, "_commit_row"),
     (Planner, "_plan_one"),
-    (Planner, "_renew"),
+    (Planner, "_extend_bulk_decode"),
     (Planner, "_admit"),
-    (Planner, "_grant"),
+    (Planner, "_add_row"),
     (Planner, "_start"),
     (SequenceTable, "start"),
     (KvManager, "grow"),
@@ -439,7 +439,7 @@ def test_a_plan_that_raises_and_then_steps_that_raise_harm_nobody(
     fill, compute = driven.scheduler._planner.fill, driven.runner.compute
     num_plans = num_left = 0
 
-    def fill_and_raise(step: PlanDraft) -> None:
+    def fill_and_raise(step: StepBuilder) -> None:
         nonlocal num_plans, num_left
         fill(step)
         num_plans += 1

@@ -129,17 +129,17 @@ class HostTier:
     def fetch(self, seq: Sequence) -> bool:
         """Whether a new sequence waits, because host slots hold the blocks that follow its hits in the device's cache. `plan` or
         `moves_done` will return it once."""
-        if seq.needs_prompt_logprobs or any(seq.blocks) or not self._stored_behind_hits(seq):
+        if seq.needs_prompt_logprobs or any(seq.blocks) or not self._stored_after_hits(seq):
             return False
         self._asking.append(seq)
         return True
 
-    def _stored_behind_hits(self, seq: Sequence) -> list[BlockHash]:
-        """Identities to copy in, behind the device's hits, as long as the device or the host holds each next block."""
+    def _stored_after_hits(self, seq: Sequence) -> list[BlockHash]:
+        """Identities to copy in, after the device's hits, as long as the device or the host holds each next block."""
         if not self._slots.stored:
             return []
         found: list[BlockHash] = []
-        for identity in self.kv.hashes_behind_hits(seq):
+        for identity in self.kv.hashes_after_hits(seq):
             if self._pool.find(identity) is None:
                 if identity not in self._slots.stored:
                     break
@@ -168,14 +168,14 @@ class HostTier:
 
     def _begin_in(self, seq: Sequence, builder: PlanBuilder, now: float) -> bool:
         """False: there is nothing to wait for, or no blocks to bring it to."""
-        identities = self._stored_behind_hits(seq)
+        identities = self._stored_after_hits(seq)
         if not identities:
             return False
         prompt = self.kv.hashes_before(seq, identities[-1])
         if len(identities) > self._pool.num_available - self._pool.num_idle_hits(prompt):
             return False
-        # Blocks copied in are of use only behind the blocks that are here, so these must not be evicted for them.
-        self._pool.renew([block for identity in prompt if (block := self._pool.find(identity)) is not None])
+        # Blocks copied in are of use only after the blocks that are here, so these must not be evicted for them.
+        self._pool.touch([block for identity in prompt if (block := self._pool.find(identity)) is not None])
         lease = self.kv.leases.lease_fresh(GROUP, len(identities), "host in", now + self.config.lease_s)
         slots = [self._slots.stored[identity] for identity in identities]
         for identity, slot, block in zip(identities, slots, lease.blocks, strict=True):

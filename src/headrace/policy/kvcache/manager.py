@@ -90,8 +90,8 @@ class KvManager:
         hits = self._chain_hits(seq, limit)
         return hits * self.block_size
 
-    def hashes_behind_hits(self, seq: Sequence) -> list[BlockHash]:
-        """Identities of the full prompt blocks behind the prefix hits: blocks that could be reused, but are not cached here."""
+    def hashes_after_hits(self, seq: Sequence) -> list[BlockHash]:
+        """Identities of the full prompt blocks after the prefix hits: blocks that could be reused, but are not cached here."""
         if not (self.caching and seq.uses_prefix_cache):
             return []
         hits = self.num_hit_tokens(seq) // self.block_size
@@ -143,7 +143,7 @@ class KvManager:
                 blocks.append(block)
             seq.blocks[index] = blocks
             seq.registered[index] = count
-        seq.start_behind(num_tokens)
+        seq.start_after(num_tokens)
 
     def num_left(self, seq: Sequence, hit_tokens: int, first_end: int, chunk_blocks: int = 0) -> float:
         """Blocks left in the shortest pool if a waiting sequence's whole known length were admitted now; below 0 when it does not fit.
@@ -192,7 +192,7 @@ class KvManager:
         return True
 
     def _add_block(self, seq: Sequence, builder: PlanBuilder) -> bool:
-        """`grow` by one position behind full blocks, in the only group: the common case of decoding rows."""
+        """`grow` by one position after full blocks, in the only group: the common case of decoding rows."""
         pool, blocks = self.pools[0], seq.blocks[0]
         if not pool.num_available:
             return False
@@ -229,7 +229,7 @@ class KvManager:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child shares the parent's prompt. It recomputes the last prompt token, whose logits it samples from.
 
-        The parent may go on writing behind the prompt in the shared last block: the child copies that block before it writes, and reads
+        The parent may go on writing after the prompt in the shared last block: the child copies that block before it writes, and reads
         nothing beyond its own positions.
         """
         if not self.pools:
@@ -242,7 +242,7 @@ class KvManager:
                     pool.hold(block)
             child.registered[index] = min(parent.registered[index], num_prompt // self.block_size)
         child.hashes = parent.hashes[: num_prompt // self.block_size]
-        child.start_behind(num_prompt - 1)
+        child.start_after(num_prompt - 1)
 
     def commit(self, seq: Sequence) -> int:
         """After `seq.num_computed` rose: register full blocks, free blocks that the window has passed. Returns `bulk_commit_limit`."""

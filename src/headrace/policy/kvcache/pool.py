@@ -2,7 +2,7 @@
 
 Life of a block:
 
-    free --take--> used --drop--> (pending free until no uncommitted plan names it) --> cached if registered, else free
+    free --take--> used --drop--> (pending free until no uncommitted plan can name it) --> cached if registered, else free
                     ^                                                                    |
                     `----------------------- hold (prefix hit), lend (transfer) ---------'
 
@@ -140,7 +140,7 @@ class BlockPool:
             self._lent.pop(block, None)
         self._num_owners[block] += 1
 
-    def renew(self, blocks: Sequence[int]) -> None:
+    def touch(self, blocks: Sequence[int]) -> None:
         """Count a use of those of these blocks that are cached: a waiting prompt begins with them. Later ones are evicted first."""
         for block in reversed(blocks):
             if block in self._cached:

@@ -31,6 +31,7 @@ class StepShares:
         """Whether a prompt whose rest costs `num_tokens` is long, when a step has `budget` tokens for prefills."""
         return num_tokens > self.long_prompt_steps * max(budget, 1)
 
-    def reserved_for_long(self, budget: int) -> int:
-        """Tokens of `budget` held back for long prompts while the sequences queued behind them take their share of at least one token."""
+    def withheld_for_long(self, budget: int) -> int:
+        """Tokens of `budget` withheld for long prompts while the sequences queued behind them take their share: at least one token, if
+        two or more remain."""
         return budget - max(budget // self.queued_share_divisor, 1) if budget > 1 else max(budget, 0)

@@ -27,7 +27,7 @@ from headrace.policy.config import SchedulerConfig
 from headrace.policy.kvcache.host_tier import HostTier
 from headrace.policy.kvcache.manager import KvManager
 from headrace.policy.schedule.plan_builder import PlanBuilder
-from headrace.policy.schedule.planner import PlanDraft, Planner
+from headrace.policy.schedule.planner import Planner, StepBuilder
 from headrace.policy.schedule.prerequisites import NO_PREREQUISITES
 from headrace.policy.schedule.sequence import DONE, NO_ADMISSION, RUNNING, Sequence
 from headrace.policy.schedule.sequence_table import SequenceTable
@@ -130,7 +130,7 @@ class Scheduler:
             return unsent
         self.kv.begin_plan(now)
         self.sequences.expire(now)
-        step = PlanDraft(self.config.max_num_batched_tokens, PlanBuilder(self._next_step), now)
+        step = StepBuilder(self.config.max_num_batched_tokens, PlanBuilder(self._next_step), now)
         try:
             if self.tier is not None:
                 self.sequences.end_host_waits(self.tier.plan(step.builder, now))
@@ -154,7 +154,7 @@ class Scheduler:
         self._next_poll = now + MOVE_POLL_S
         return True
 
-    def _unplan(self, step: PlanDraft) -> None:
+    def _unplan(self, step: StepBuilder) -> None:
         """Planning raised: undo the rows. Blocks and slots that were handed out are announced by a plan of their own (`unsent_plan`)."""
         step.builder.ended.extend(self.sequences.take_ended_slots())
         self._planner.charge(step)
@@ -162,12 +162,12 @@ class Scheduler:
         self._undo(step.rows)
         self._unsent = step.builder
 
-    def _freeze(self, step: PlanDraft) -> Plan:
+    def _freeze(self, step: StepBuilder) -> Plan:
         """Make the plan. A runner applies `ended` before `started`, so one plan may pass a slot from one sequence to another."""
         step.builder.ended.extend(self.sequences.take_ended_slots())
         return self._close(step)
 
-    def _close(self, step: PlanDraft) -> Plan:
+    def _close(self, step: StepBuilder) -> Plan:
         step.rows.close(self._decode_columns, self.sequences.generation)
         self._decode_columns = step.rows.decode_columns
         plan = step.builder.build(step.rows)
@@ -306,8 +306,8 @@ class Scheduler:
 
         Also returns the sequences that the step's budget did not reach; they need another call.
         """
-        step = PlanDraft(self.config.max_num_batched_tokens, PlanBuilder(self._next_step), now)
-        left = self._planner.repeat(sequences, step)
+        step = StepBuilder(self.config.max_num_batched_tokens, PlanBuilder(self._next_step), now)
+        left = self._planner.fill_with(sequences, step)
         return (self._freeze(step) if len(step.rows) else None), left
 
     def delta_plan(self, plan: Plan) -> Plan:
@@ -328,7 +328,7 @@ class Scheduler:
         if builder is None or not builder.has_changes:
             return None
         builder.step_id = self._next_step
-        return self._close(PlanDraft(0, builder, 0.0))
+        return self._close(StepBuilder(0, builder, 0.0))
 
     # invariants
 

@@ -87,7 +87,7 @@ class Sequence:
     allocated_until    positions below this may be written into the sequence's blocks; 0 = ask the KV manager
     bulk_decode_limit  below this position each next token is planned in bulk: the sequence decodes, has blocks and is not complete;
                        0 = check the sequence in full
-    bulk_commit_limit  below this computed length a commit brings one token and nothing else: no end, no full block, no block behind the
+    bulk_commit_limit  below this computed length a commit brings one token and nothing else: no end, no full block, no block before the
                        window; 0 = check the sequence in full
     end_ids      tokens that end the sequence once it has `min_tokens` outputs
     facts        its row in a step's columns; replaced when the sequence starts or its rows are disowned
@@ -180,7 +180,7 @@ class Sequence:
         return kept, reason, stop_token
 
     def draft(self, drafts: array[int]) -> None:
-        """The last committed row came with these drafts of the tokens behind it. They are dropped if another row is in flight."""
+        """The last committed row came with these drafts of the tokens after it. They are dropped if another row is in flight."""
         self.waits_for_commit = self.waits_for_commit or bool(drafts)
         self.drafts = NO_DRAFTS if self.is_in_flight or self.num_in_flight else drafts
         if self.waits_for_commit:
@@ -194,7 +194,7 @@ class Sequence:
         self.waits_for_commit = True
         self.bulk_commit_limit = 0
 
-    def start_behind(self, num_tokens: int) -> None:
+    def start_after(self, num_tokens: int) -> None:
         """The first `num_tokens` positions were computed by another sequence."""
         self.num_computed = self.num_planned = num_tokens
 
@@ -204,7 +204,7 @@ class Sequence:
 
     def reset(self) -> None:
         """The sequence holds no block any more, so nothing of it is computed."""
-        self.start_behind(0)
+        self.start_after(0)
         self.drafts, self.waits_for_commit = NO_DRAFTS, False
         self.allocated_until = self.bulk_decode_limit = self.bulk_commit_limit = 0
 
