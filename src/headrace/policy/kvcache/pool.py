@@ -242,11 +242,11 @@ class BlockPool:
         """
         claimed = {block: held.get(block, 0) + leased.get(block, 0) for block in {*held, *leased}}
         assert all(self._num_owners[block] == count for block, count in claimed.items()), "a block has other owners than the pool says"
+        if self.total <= MAX_CHECKED_BLOCKS:
+            self._check_each(claimed)
         num_placed = len(self._free) + len(self._cached) + len(claimed) + len(self._pending_free)
         assert num_placed + 1 == self.total, "free + cached + used != total"
         assert len(self._hash_of) == len(self._by_hash), "the hash maps disagree"
-        if self.total <= MAX_CHECKED_BLOCKS:
-            self._check_each(claimed)
 
     def _check_each(self, claimed: Mapping[int, int]) -> None:
         free, cached, pending = set(self._free), self._cached.keys(), self._pending_free.keys()
