@@ -79,7 +79,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(tmp_path: 
     assert load_text(limited(tmp_path / "padded", size + 64)).tokenizer.vocab_size == size
     with pytest.raises(CheckpointError) as refused:
         load_text(limited(tmp_path / "short", size - 1))
-    assert f"token '</think>' has id {size - 1}, and config.json's vocab_size = {size - 1} ends at {size - 2}" in str(refused.value)
+    assert f'token "</think>" has id {size - 1}, and config.json\'s vocab_size = {size - 1} ends at {size - 2}' in str(refused.value)
     assert "fetch both from one place" in str(refused.value)
     with pytest.raises(CheckpointError, match=r"token .* has id 300,"):
         load_text(limited(tmp_path / "other", 300))
