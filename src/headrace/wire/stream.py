@@ -42,9 +42,9 @@ class ReplicaStream:
         async with replica.submit(request) as stream:
             async for update in stream: ...
 
-    A scope that ends before the stream cancels the request at the engine. The iterator ends after the last sequence's finish or after a
-    Rejected. Once everything is read it raises Unavailable where the replica was lost first, or the error of the plain row handler. The
-    stream does not bound its buffer; the gateway cancels a request whose `unread_bytes` grow too large.
+    If the scope ends before the stream does, the request is cancelled at the engine. The iterator ends after the last sequence's finish
+    or after a Rejected. Once everything is read it raises Unavailable if the replica was lost before, or the error of the plain row
+    handler. The stream does not bound its buffer; the gateway cancels a request whose `unread_bytes` grow too large.
 
     plain_row_handler  takes plain rows in place of the consumer task, which sets and clears it
     first_index  index of the request's first sequence. Prompt log-probabilities are the same for all sequences; only this one's are kept
@@ -84,7 +84,7 @@ class ReplicaStream:
         """
         on_end            called once, when the stream has ended
         cancel_request    cancels the request at the engine, and ends the stream if it has not ended
-        request_delivery  called once when the stream first has unread data; the callee must later call `deliver`, after which it may be
+        request_delivery  called when data arrives and the stream is not queued. The callee must call `deliver` later; until then it is not
                           called again. None: `deliver` is called at once
         """
         self.attempt = Attempt(request.request_id, request.epoch)
@@ -170,7 +170,7 @@ class ReplicaStream:
                 self._queue_delivery()
 
     def deliver(self) -> bool:
-        """Give the queued plain rows to the handler (True), or wake the consumer task (False)."""
+        """True: the handler took all plain rows. The task is woken only if the stream has ended. False: the consumer task was woken."""
         self._is_queued = False
         if self._plain and not self._updates and self.plain_row_handler is not None and self._waiter is not None:
             try:

@@ -36,7 +36,7 @@ class StepBuilder:
     logprob_budget: int = MAX_PROMPT_LOGPROB_TOKENS
     rows: StepRows = field(default_factory=StepRows)
     num_prefills: int = 0
-    """Rows that compute more tokens than they sample."""
+    """Rows of more than one token that are not drafts: they compute more tokens than they sample."""
     num_spent_beyond_rows: int = 0
     """Tokens of the budget spent beyond one per row: the rest of each prefill chunk or drafted row, and the surcharge for its context."""
     num_unused: int = 0
@@ -85,9 +85,10 @@ class Planner:
         return left
 
     def _plan_decodes(self, step: StepBuilder) -> tuple[list[Sequence], list[Sequence]]:
-        """Add a row of one token for each decoding sequence that has or gets a block for it, perhaps by preempting another; without a block
-        it is stalled or preempted. Returns the running sequences with more than one token to compute, and the sequences with drafted tokens
-        to verify.
+        """Add a row of one token for each decoding sequence that has or gets a block for it, perhaps by preempting another.
+
+        Without budget a sequence is stalled, without a block stalled or preempted. Returns the running sequences with more than one token
+        to compute, and the sequences with drafted tokens to verify.
 
         This is the scheduler's hottest loop: for a sequence below its `bulk_decode_limit` there is nothing to decide.
         """
@@ -262,6 +263,7 @@ class Planner:
         num_running_before: leading running sequences that were not started by this plan
         """
         while True:
+            # Of the sequences that wait, only forked siblings (n > 1) hold blocks: those of their shared prompt.
             start = seq.num_planned if any(seq.blocks) else self._num_cached_tokens(seq)
             count = self._chunk_size(seq, len(seq.tokens) - start, step)
             if count == 0 and not self.config.static_batching:
