@@ -252,14 +252,14 @@ async def test_own_origin_is_answered(bench: TestBench) -> None:
 @pytest.mark.parametrize(("allowed", "status"), [([], 200), (["api.example"], 403)])
 async def test_bound_elsewhere_any_host_unless_listed(text: TextModel, allowed: list[str], status: int) -> None:
     async with open_bench(text, host="0.0.0.0", allowed_hosts=allowed) as bench:
-        assert (await bench.client.get("/live", headers={"host": "other.example"})).status_code == status
-        assert (await bench.client.get("/live", headers={"host": "api.example:8000"})).status_code == 200
+        assert (await bench.client.get("/v1/models", headers={"host": "other.example"})).status_code == status
+        assert (await bench.client.get("/v1/models", headers={"host": "api.example:8000"})).status_code == 200
 
 
 async def test_bound_to_loopback_its_own_names_stay_beside_those_listed(text: TextModel) -> None:
     async with open_bench(text, allowed_hosts=["api.example"]) as bench:
         for host, status in (("api.example", 200), ("127.0.0.1:8000", 200), ("localhost", 200), ("other.example", 403)):
-            assert (await bench.client.get("/live", headers={"host": host})).status_code == status
+            assert (await bench.client.get("/v1/models", headers={"host": host})).status_code == status
 
 
 async def test_keys_and_prompts_are_in_no_output(text: TextModel, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
