@@ -110,7 +110,7 @@ def test_prefix_hits_change_nothing(checkpoint: Checkpoint, depth: int) -> None:
 @pytest.mark.parametrize("config", [{"max_num_batched_tokens": 9}, {"enable_prefix_caching": False}], ids=["chunked", "uncached"])
 def test_preempted_sequences_resume_without_losing_tokens(checkpoint: Checkpoint, depth: int, config: dict[str, Any]) -> None:
     longest = longest_of(checkpoint)
-    with RealEngine(checkpoint.folder, depth=depth, num_kv_blocks=longest // 4 + 8, max_model_len=longest, **config) as engine:
+    with RealEngine(checkpoint.folder, depth=depth, num_kv_blocks=longest // 4 + 5, max_model_len=longest, **config) as engine:
         engine.run(*requests_of(checkpoint))
         assert engine.preemptions > 0
         assert dict(engine.tokens) == expected(checkpoint)
