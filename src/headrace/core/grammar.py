@@ -1,0 +1,77 @@
+"""What an output must match, as a value: a JSON schema, a regular expression or a Lark grammar, and where it begins to bind.
+
+No grammar is compiled here; engine.grammar does that. The design is in docs/structured.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from headrace.core.errors import InvalidRequest
+
+MAX_GRAMMAR_BYTES = 256 << 10
+"""Bytes of one grammar's source in UTF-8. A longer one is refused before it travels to an engine."""
+
+MAX_MARKER_CHARS = 64
+"""Characters of each text that begins or ends reasoning."""
+
+
+class GrammarKind(StrEnum):
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    """The whole output matches it. Syntax: Rust's regex crate, without look-around and back-references."""
+    LARK = "lark"
+    """llguidance's dialect of Lark; the rule `start` is the whole output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningSpan:
+    """Free text that may precede what the grammar describes.
+
+    start    text that opens it, e.g. "<think>"
+    end      text that closes it; the grammar binds from there on
+    is_open  the prompt has already opened it, so that the output begins inside
+    """
+
+    start: str
+    end: str
+    is_open: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """
+    source     JSON text of the schema, the expression, or the Lark source
+    reasoning  None: the grammar binds from the first output token
+    """
+
+    kind: GrammarKind
+    source: str
+    reasoning: ReasoningSpan | None = None
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> Grammar:
+        """One of these texts, exactly. Raises InvalidRequest for none, and for an empty one."""
+        if not choices or not all(choices):
+            raise InvalidRequest("choice", "a list of at least one text, none of them empty", list(choices))
+        return cls(GrammarKind.LARK, "start: " + " | ".join([json.dumps(choice) for choice in choices]))
+
+    def checked(self, *, field: str = "grammar") -> Grammar:
+        """This value if its size and texts are within bounds. Raises InvalidRequest naming `field`."""
+        if not isinstance(self.source, str) or not self.source.strip():
+            raise InvalidRequest(field, "a non-empty text", self.source)
+        num_bytes = len(self.source.encode("utf-8", "surrogatepass"))
+        if num_bytes > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest(field, f"at most {MAX_GRAMMAR_BYTES} bytes", num_bytes, "Send a smaller schema or grammar.")
+        for marker in (self.reasoning.start, self.reasoning.end) if self.reasoning else ():
+            if not 0 < len(marker) <= MAX_MARKER_CHARS:
+                raise InvalidRequest(field, f"reasoning markers of 1..{MAX_MARKER_CHARS} characters", marker)
+        return self

@@ -1,0 +1,34 @@
+"""The grammar value: its rules, and the sources it writes itself."""
+
+import pytest
+
+from headrace.core.errors import InvalidRequest
+from headrace.core.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, ReasoningSpan
+
+
+def test_a_choice_is_written_as_alternatives_of_quoted_texts() -> None:
+    assert Grammar.choice(['a "b"', "c\n"]) == Grammar(GrammarKind.LARK, 'start: "a \\"b\\"" | "c\\n"')
+
+
+@pytest.mark.parametrize("choices", [[], ["a", ""]])
+def test_a_choice_of_nothing_is_refused(choices: list[str]) -> None:
+    with pytest.raises(InvalidRequest, match="choice"):
+        Grammar.choice(choices)
+
+
+def test_size_is_counted_in_bytes_and_named() -> None:
+    fits = Grammar(GrammarKind.REGEX, "a" * MAX_GRAMMAR_BYTES)
+    assert fits.checked() is fits
+    with pytest.raises(InvalidRequest, match=f"guided_regex: expected at most {MAX_GRAMMAR_BYTES} bytes"):
+        Grammar(GrammarKind.REGEX, "\u00e9" * (MAX_GRAMMAR_BYTES // 2 + 1)).checked(field="guided_regex")
+
+
+@pytest.mark.parametrize("source", ["", "  \n"])
+def test_an_empty_source_is_refused(source: str) -> None:
+    with pytest.raises(InvalidRequest, match="non-empty"):
+        Grammar(GrammarKind.LARK, source).checked()
+
+
+def test_markers_of_reasoning_have_a_length() -> None:
+    with pytest.raises(InvalidRequest, match="reasoning markers"):
+        Grammar(GrammarKind.REGEX, "a", ReasoningSpan(start="<think>", end="")).checked()
