@@ -1,0 +1,60 @@
+"""What a model may call, as values: functions with the schema of their arguments, and how far a request binds the model to call them.
+
+How a call looks in a model's text is the business of text.output; the request's fields are parsed in `gateway.surfaces`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from headrace.core.errors import InvalidRequest
+
+MAX_TOOLS = 128
+"""Functions of one request (OpenAI has the same limit)."""
+
+FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""OpenAI's rule for a function's name. Every format can write such a name without escaping it."""
+
+
+class CallMode(StrEnum):
+    NONE = "none"
+    """The model is not shown the functions, and its text is not searched for calls."""
+    AUTO = "auto"
+    """The model decides. Functions with `is_strict` are held to their schemas once the model begins a call."""
+    REQUIRED = "required"
+    """The output is at least one call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionTool:
+    """A function that the model may call.
+
+    parameters  JSON Schema of the arguments, an object; empty: any object
+    is_strict   the arguments of every call match the schema, also where the model decides whether to call
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, object] = field(default_factory=dict)
+    is_strict: bool = False
+
+    def checked(self, *, field: str = "tools") -> FunctionTool:
+        """This value if its name can be written in every format. Raises InvalidRequest naming `field`."""
+        if FUNCTION_NAME.fullmatch(self.name) is None:
+            raise InvalidRequest(f"{field}.name", "1..64 letters, digits, _ and -", self.name)
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolChoice:
+    """
+    name         with REQUIRED: the one function that is called; empty: any of them
+    is_parallel  one output may hold several calls
+    """
+
+    mode: CallMode = CallMode.AUTO
+    name: str = ""
+    is_parallel: bool = True
