@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.errors import InvalidRequest, shorten
+from headrace.core.grammar import Grammar, GrammarKind, ReasoningSpan
 from headrace.core.hashing import block_hash, chain_root
 from headrace.core.ids import SlotId
 from headrace.core.plan import MoveKind, Plan, Started
@@ -113,7 +114,9 @@ params = st.builds(
     logit_bias=st.dictionaries(st.integers(0, 50), st.floats(-5, 5), max_size=3),
     seed=st.integers(-(2**63), 2**63 - 1),
 )
-started = st.builds(Started, st.integers(0, 99).map(SlotId), columns, st.integers(0, 9), params, st.integers(0, 3))
+spans = st.builds(ReasoningSpan, start=st.text(max_size=3), end=st.text(max_size=3), is_open=st.booleans())
+grammars = st.none() | st.builds(Grammar, st.sampled_from(GrammarKind), st.text(max_size=9), st.none() | spans)
+started = st.builds(Started, st.integers(0, 99).map(SlotId), columns, st.integers(0, 9), params, st.integers(0, 3), grammars)
 moves = st.lists(st.tuples(st.sampled_from(MoveKind), *[st.integers(0, 2**31 - 1)] * 4), max_size=4)
 
 

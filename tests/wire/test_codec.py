@@ -21,6 +21,7 @@ from headrace.core.errors import (
     shorten,
 )
 from headrace.core.finish import FinishReason
+from headrace.core.grammar import Grammar, GrammarKind, ReasoningSpan
 from headrace.core.ids import RequestId
 from headrace.core.kvgroup import KvGroup
 from headrace.core.load import STEP_BOUNDS_S, EngineCounters, FailureKind, LoadSnapshot
@@ -76,6 +77,8 @@ params = st.builds(
     spaces_between_special_tokens=st.booleans(),
     detokenize=st.booleans(),
 )
+spans = st.builds(ReasoningSpan, start=text, end=text, is_open=st.booleans())
+grammars = st.builds(Grammar, st.sampled_from(GrammarKind), text, st.none() | spans)
 requests = st.builds(
     EngineRequest,
     request_id=st.text("abc-123", min_size=1, max_size=20),
@@ -89,6 +92,7 @@ requests = st.builds(
     priority=st.sampled_from(PriorityClass),
     salt=st.binary(max_size=8),
     adapter=st.none() | text,
+    grammar=st.none() | grammars,
     deadline_s=st.none() | st.integers(0, 10**9).map(lambda ms: ms / 1000),
     prefix_caching=st.booleans(),
     numerics_digest=text,

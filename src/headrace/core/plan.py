@@ -23,6 +23,7 @@ from enum import IntEnum
 from itertools import accumulate, islice
 from typing import Any, overload
 
+from headrace.core.grammar import Grammar
 from headrace.core.ids import SlotId
 from headrace.core.sampling import SamplingParams
 
@@ -64,6 +65,7 @@ class Started:
     num_prompt_tokens  how many of them are prompt
     params             checked, seed drawn
     index              sequence index within its request: 0..n-1, part of the random key
+    grammar            what the output must match; it begins after the prompt, and outputs so far count as matched. None: any text
     """
 
     slot: SlotId
@@ -71,6 +73,7 @@ class Started:
     num_prompt_tokens: int
     params: SamplingParams
     index: int
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +92,7 @@ class Plan:
                      an earlier plan, so a plan never needs the ids themselves, but for those that are only drafted:
       drafts         flat, row by row: samples - 1 ids of each row with samples > 1, which stand at its last positions
       adapter_slots  0 = base model
-      mask_slots     -1 = no grammar mask
+      mask_slots     the row's slot where its sequence has a grammar, whose mask then limits what is sampled; -1 = any token
 
     Block-table writes, one entry per newly held block: table[group][slot, index] = block.
     Block moves: kind, id, group, source, target (block ids; host slots on a HOST_* move's other side).

@@ -12,11 +12,12 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from headrace.core.columns import INT, Unpacked, pack
 from headrace.core.errors import HeadraceError
+from headrace.core.grammar import Grammar, GrammarKind, ReasoningSpan
 from headrace.core.ids import SlotId
 from headrace.core.plan import MoveKind, Plan, Started
 from headrace.core.sampling import SamplingParams
@@ -35,12 +36,8 @@ class PlanCodecError(HeadraceError):
 
 def encode_plan(plan: Plan) -> bytes:
     """One plan as bytes."""
-    started = [
-        {"slot": s.slot, "num_prompt_tokens": s.num_prompt_tokens, "index": s.index, "params": _params_to_json(s.params)}
-        for s in plan.started
-    ]
     columns = [getattr(plan, name) for name in COLUMNS] + [s.token_ids for s in plan.started]
-    return pack({"step_id": plan.step_id, "started": started}, columns)
+    return pack({"step_id": plan.step_id, "started": [_started_to_json(s) for s in plan.started]}, columns)
 
 
 def decode_plan(data: bytes) -> Plan:
@@ -98,7 +95,29 @@ def _check_moves(columns: Mapping[str, array[int]]) -> None:
 def _started(entry: Mapping[str, Any], token_ids: array[int]) -> Started:
     params = dict(entry["params"])
     params["logit_bias"] = {int(key): float(value) for key, value in params["logit_bias"].items()}
-    return Started(SlotId(int(entry["slot"])), token_ids, int(entry["num_prompt_tokens"]), SamplingParams(**params), int(entry["index"]))
+    return Started(
+        SlotId(int(entry["slot"])),
+        token_ids,
+        int(entry["num_prompt_tokens"]),
+        SamplingParams(**params),
+        int(entry["index"]),
+        None if entry.get("grammar") is None else _grammar(entry["grammar"]),
+    )
+
+
+def _started_to_json(started: Started) -> dict[str, Any]:
+    entry = {
+        "slot": started.slot,
+        "num_prompt_tokens": started.num_prompt_tokens,
+        "index": started.index,
+        "params": _params_to_json(started.params),
+    }
+    return entry if started.grammar is None else {**entry, "grammar": asdict(started.grammar)}
+
+
+def _grammar(entry: Mapping[str, Any]) -> Grammar:
+    reasoning = entry["reasoning"]
+    return Grammar(GrammarKind(entry["kind"]), str(entry["source"]), None if reasoning is None else ReasoningSpan(**reasoning))
 
 
 def _params_to_json(params: SamplingParams) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from headrace.core.errors import InvalidRequest
+from headrace.core.grammar import Grammar
 from headrace.core.ids import RequestId
 from headrace.core.sampling import MAX_N, SamplingParams, check_token_ids
 
@@ -36,6 +37,7 @@ class EngineRequest:
     priority        class for the priority policy
     salt            separates prefix caches; the gateway derives it from the tenant
     adapter         resident adapter's name, None for the base model
+    grammar         what the output must match; None: any text. Output ids of an earlier attempt count as matched
     deadline_s      when the answer ends, finished or not, on the clock of the process that holds this value; None = no deadline. Between
                     processes travels what remains of it
     prefix_caching  False: neither reads nor feeds the prefix cache
@@ -53,6 +55,7 @@ class EngineRequest:
     priority: PriorityClass = PriorityClass.STANDARD
     salt: bytes = b""
     adapter: str | None = None
+    grammar: Grammar | None = None
     deadline_s: float | None = None
     prefix_caching: bool = True
     numerics_digest: str = ""
@@ -82,6 +85,8 @@ class EngineRequest:
             raise InvalidRequest("first_index", f"0 <= first_index <= {MAX_N} - n ({self.params.n})", self.first_index)
         if self.adapter is not None:
             raise InvalidRequest("adapter", "no adapter: this engine serves the base model only", self.adapter)
+        if self.grammar is not None:
+            self._check_grammar(self.grammar)
         if not self.weight > 0:
             raise InvalidRequest("weight", "weight > 0", self.weight)
         room = max_model_len - len(self.prompt_ids)
@@ -102,3 +107,13 @@ class EngineRequest:
         if self.output_ids and len(self.output_ids) >= min(room, self.params.max_tokens or room):
             raise InvalidRequest("output_ids", f"fewer resumed output tokens than may be generated ({room})", len(self.output_ids))
         return self
+
+    def _check_grammar(self, grammar: Grammar) -> None:
+        grammar.checked()
+        if self.params.ignore_eos:
+            raise InvalidRequest(
+                "ignore_eos",
+                "false beside a grammar: where the grammar is matched, only an end token may follow",
+                True,
+                "Leave one of them out.",
+            )

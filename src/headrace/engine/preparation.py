@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from headrace.core.errors import EngineFatal
+from headrace.core.errors import EngineFatal, InvalidRequest
 from headrace.core.ids import AdmissionId
 from headrace.core.load import FailureKind
 from headrace.core.request import EngineRequest
@@ -36,9 +36,11 @@ class Preparer(Protocol):
 
 
 class NothingToPrepare:
-    """The preparer of engines whose requests need nothing."""
+    """The preparer of engines whose requests need nothing. It refuses a grammar, which would have to be compiled."""
 
     def begin(self, request: EngineRequest, admission: AdmissionId) -> Mapping[str, float]:
+        if request.grammar is not None:
+            raise InvalidRequest("grammar", "none: this engine compiles no grammars", request.grammar.kind.value)
         return {}
 
     def end(self, admission: AdmissionId) -> None:

@@ -21,6 +21,13 @@ class Task(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TASK_EMBED: _ClassVar[Task]
     TASK_SCORE: _ClassVar[Task]
 
+class GrammarKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    GRAMMAR_UNSPECIFIED: _ClassVar[GrammarKind]
+    GRAMMAR_JSON_SCHEMA: _ClassVar[GrammarKind]
+    GRAMMAR_REGEX: _ClassVar[GrammarKind]
+    GRAMMAR_LARK: _ClassVar[GrammarKind]
+
 class FinishKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_UNSPECIFIED: _ClassVar[FinishKind]
@@ -47,6 +54,10 @@ TASK_UNSPECIFIED: Task
 TASK_GENERATE: Task
 TASK_EMBED: Task
 TASK_SCORE: Task
+GRAMMAR_UNSPECIFIED: GrammarKind
+GRAMMAR_JSON_SCHEMA: GrammarKind
+GRAMMAR_REGEX: GrammarKind
+GRAMMAR_LARK: GrammarKind
 FINISH_UNSPECIFIED: FinishKind
 FINISH_STOP: FinishKind
 FINISH_LENGTH: FinishKind
@@ -221,6 +232,26 @@ class Params(_message.Message):
     detokenize: bool
     def __init__(self, n: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias_ids: _Optional[_Iterable[int]] = ..., logit_bias_values: _Optional[_Iterable[float]] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., include_stop_str_in_output: bool = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., skip_special_tokens: bool = ..., spaces_between_special_tokens: bool = ..., detokenize: bool = ...) -> None: ...
 
+class ReasoningSpan(_message.Message):
+    __slots__ = ("start", "end", "is_open")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    IS_OPEN_FIELD_NUMBER: _ClassVar[int]
+    start: str
+    end: str
+    is_open: bool
+    def __init__(self, start: _Optional[str] = ..., end: _Optional[str] = ..., is_open: bool = ...) -> None: ...
+
+class Grammar(_message.Message):
+    __slots__ = ("kind", "source", "reasoning")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
+    kind: GrammarKind
+    source: str
+    reasoning: ReasoningSpan
+    def __init__(self, kind: _Optional[_Union[GrammarKind, str]] = ..., source: _Optional[str] = ..., reasoning: _Optional[_Union[ReasoningSpan, _Mapping]] = ...) -> None: ...
+
 class Submit(_message.Message):
     __slots__ = ("handle", "request_id", "epoch", "prompt_ids", "output_ids", "params", "tenant", "weight", "priority", "salt", "adapter", "deadline_remaining_ms", "prefix_caching", "first_index", "task", "grammar", "adapter_digest", "kv_ticket", "modality_digests", "numerics_digest")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
@@ -258,12 +289,12 @@ class Submit(_message.Message):
     prefix_caching: bool
     first_index: int
     task: Task
-    grammar: bytes
+    grammar: Grammar
     adapter_digest: bytes
     kv_ticket: bytes
     modality_digests: _containers.RepeatedScalarFieldContainer[bytes]
     numerics_digest: str
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[Params, _Mapping]] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., priority: _Optional[_Union[Priority, str]] = ..., salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., prefix_caching: bool = ..., first_index: _Optional[int] = ..., task: _Optional[_Union[Task, str]] = ..., grammar: _Optional[bytes] = ..., adapter_digest: _Optional[bytes] = ..., kv_ticket: _Optional[bytes] = ..., modality_digests: _Optional[_Iterable[bytes]] = ..., numerics_digest: _Optional[str] = ...) -> None: ...
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[Params, _Mapping]] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., priority: _Optional[_Union[Priority, str]] = ..., salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., deadline_remaining_ms: _Optional[int] = ..., prefix_caching: bool = ..., first_index: _Optional[int] = ..., task: _Optional[_Union[Task, str]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_digest: _Optional[bytes] = ..., kv_ticket: _Optional[bytes] = ..., modality_digests: _Optional[_Iterable[bytes]] = ..., numerics_digest: _Optional[str] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("handle",)

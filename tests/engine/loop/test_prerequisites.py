@@ -14,8 +14,10 @@ from kv_oracle import expected_tokens
 
 from headrace.core.errors import EngineFatal, HeadraceError, InvalidRequest, Overloaded, RequestTooLarge
 from headrace.core.finish import FinishReason
+from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.ids import AdmissionId, RequestId
 from headrace.core.request import EngineRequest
+from headrace.engine.preparation import NothingToPrepare
 from headrace.policy.schedule.scheduler import Scheduler
 from headrace.policy.schedule.sequence_table import SequenceTable
 
@@ -93,6 +95,15 @@ def test_a_request_that_cannot_be_prepared_is_refused_and_nothing_is_held_for_it
     assert isinstance(driven.errors["a"], InvalidRequest)
     assert driven.finish == {("b", 0): FinishReason.LENGTH}
     assert len(driven.preparer.begun) == 1
+
+
+def test_an_engine_that_prepares_nothing_refuses_a_grammar_by_name() -> None:
+    driven = DrivenEngine()
+    driven.engine._preparations._preparer = NothingToPrepare()
+    driven.submit(request("a", [1], grammar=Grammar(GrammarKind.REGEX, "[0-9]+"), ignore_eos=False), request("b", [2]))
+    driven.run()
+    assert str(driven.errors["a"]).startswith("grammar: expected none: this engine compiles no grammars")
+    assert driven.finish == {("b", 0): FinishReason.LENGTH}
 
 
 @pytest.mark.parametrize("name", ["headrace.fork", "headrace.host_kv", "headrace.anything"])

@@ -440,12 +440,13 @@ async def test_a_request_sent_again_after_its_cancel_hears_nothing_of_the_cancel
     ("change", "field"),
     [
         (pb.Submit(task=pb.TASK_EMBED), "task"),
-        (pb.Submit(grammar=b"root ::= x"), "grammar"),
+        (pb.Submit(grammar=pb.Grammar(source="x")), "grammar"),
         (pb.Submit(adapter_digest=b"a"), "adapter_digest"),
         (pb.Submit(kv_ticket=b"k"), "kv_ticket"),
         (pb.Submit(modality_digests=[b"m"]), "modality_digests"),
         (pb.Submit.FromString(UNKNOWN_FIELD), "submit"),
         (pb.Submit(params=pb.Params.FromString(UNKNOWN_FIELD)), "submit"),
+        (pb.Submit(grammar=pb.Grammar.FromString(b"\x08\x01" + UNKNOWN_FIELD)), "submit"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -11,6 +11,7 @@ from kv_oracle import expected_tokens
 
 from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge
 from headrace.core.finish import FinishReason
+from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.ids import RequestId
 from headrace.core.kvgroup import KvGroup
 from headrace.core.plan import Plan
@@ -518,6 +519,23 @@ def test_a_resumed_request_continues_where_it_stopped() -> None:
     driven.submit(request("r", [4, 5, 6], output_ids=tuple(expected[:3])))
     driven.run()
     assert driven.tokens["r", 0] == expected[3:]
+
+
+def test_rows_of_sequences_with_a_grammar_name_their_slot_as_mask_slot() -> None:
+    """In every plan: a chunk of the prompt, a row in bulk, a row after a preemption, each of n sequences."""
+    digits = Grammar(GrammarKind.REGEX, "[0-9]+")
+    driven = DrivenEngine(num_blocks=12, max_num_batched_tokens=5)
+    given: dict[str, Any] = {"max_tokens": 20, "ignore_eos": False, "n": 2}
+    requests = [request(f"{i}", [1, 2, 3, 4, 5, 6, i], grammar=digits if i % 2 else None, **given) for i in range(4)]
+    driven.submit(*requests)
+    driven.run()
+    plans = list(driven.engine._steps.recent)
+    has_grammar: dict[int, bool] = {}
+    for plan in plans:
+        has_grammar |= {started.slot: started.grammar == digits for started in plan.started}
+        assert plan.mask_slots.tolist() == [slot if has_grammar[slot] else -1 for slot in plan.slots]
+    assert len({plan.mask_slots[0] >= 0 for plan in plans if plan.num_rows}) == 2, "rows of both kinds were planned"
+    assert driven.scheduler.counters.preemptions, "and some were planned again"
 
 
 def test_blocks_are_not_smaller_than_one_token_and_may_hold_a_whole_sequence() -> None:

@@ -73,7 +73,7 @@ class PlanBuilder:
             samples=rows.samples,
             drafts=rows.drafts,
             adapter_slots=array("i", [0]) * num_rows,
-            mask_slots=array("i", [-1]) * num_rows,
+            mask_slots=rows.mask_slots,
             table_groups=array("i", self.table_groups),
             table_slots=array("i", self.table_slots),
             table_indices=array("i", self.table_indices),

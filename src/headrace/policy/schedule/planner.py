@@ -298,7 +298,8 @@ class Planner:
 
     def _start(self, seq: Sequence, builder: PlanBuilder, now: float) -> None:
         self.sequences.start(seq, now)
-        started = Started(SlotId(seq.slot), array("i", seq.tokens), seq.num_prompt, seq.request.params, seq.index)
+        request = seq.request
+        started = Started(SlotId(seq.slot), array("i", seq.tokens), seq.num_prompt, request.params, seq.index, request.grammar)
         builder.started.append(started)
         self.kv.write_tables(seq, builder)
 

@@ -43,7 +43,8 @@ QUEUE, PREFILL, DECODE, PREEMPTED, STALLED = Stage
 class RunningFacts(NamedTuple):
     """What does not change about a sequence while it runs; one row of `step_rows.RunningColumns`.
 
-    counted  1 if every committed token counts as generated; 0 with stop strings, where the gateway reports at the end how many count
+    counted    1 if every committed token counts as generated; 0 with stop strings, where the gateway reports at the end how many count
+    mask_slot  its slot if it has a grammar, else NO_SLOT
     """
 
     slot: int
@@ -52,6 +53,7 @@ class RunningFacts(NamedTuple):
     epoch: int
     index: int  # type: ignore[assignment]  # hides a tuple's search, which means nothing here
     counted: int
+    mask_slot: int
 
 
 Appended = tuple[int, FinishReason | None, int | None]
@@ -72,7 +74,7 @@ BLOCKED, WAITING, RUNNING, DONE = SeqState
 """The same by shorter names: to look up an Enum's member takes 0.15 us, and the scheduler asks for states many times per step."""
 
 
-NO_FACTS = RunningFacts(NO_SLOT, 0, RequestId(""), 0, 0, 0)
+NO_FACTS = RunningFacts(NO_SLOT, 0, RequestId(""), 0, 0, 0, NO_SLOT)
 """The facts of a sequence that has not run yet."""
 
 
@@ -218,7 +220,13 @@ class Sequence:
 
     def _facts(self) -> RunningFacts:
         request = self.request
-        return RunningFacts(self.slot, self.incarnation, request.request_id, request.epoch, self.index, int(not request.params.stop))
+        counted = int(not request.params.stop)
+        return RunningFacts(self.slot, self.incarnation, request.request_id, request.epoch, self.index, counted, self.mask_slot)
+
+    @property
+    def mask_slot(self) -> int:
+        """Its slot if its request has a grammar, else NO_SLOT: `Plan.mask_slots`."""
+        return NO_SLOT if self.request.grammar is None else self.slot
 
     def wait(self) -> None:
         self.state = WAITING

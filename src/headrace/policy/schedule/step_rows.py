@@ -54,14 +54,14 @@ class RunningColumns:
     indices: tuple[int, ...]
     counted: tuple[int, ...]
 
-    __slots__ = ("counted", "epochs", "generation", "incarnations", "indices", "num_counted", "request_ids", "seqs", "slots")
+    __slots__ = ("counted", "epochs", "generation", "incarnations", "indices", "mask_slots", "num_counted", "request_ids", "seqs", "slots")
 
     def __init__(self, seqs: list[Sequence], generation: int) -> None:
         self.seqs, self.generation = seqs, generation
         facts = [seq.facts for seq in seqs]
         columns: list[tuple[Any, ...]] = list(zip(*facts, strict=True)) if facts else [()] * len(RunningFacts._fields)
-        slots, self.incarnations, self.request_ids, self.epochs, self.indices, self.counted = columns
-        self.slots = array("i", slots)
+        slots, self.incarnations, self.request_ids, self.epochs, self.indices, self.counted, mask_slots = columns
+        self.slots, self.mask_slots = array("i", slots), array("i", mask_slots)
         self.num_counted = sum(self.counted)
 
     def __len__(self) -> int:
@@ -83,11 +83,11 @@ class StepRows:
     drafts           flat: samples - 1 for each row with samples > 1
     num_decodes      leading rows of one token that sample one
     After `close`:
-    slots, incarnations  of the rows' sequences
-    decode_columns       the leading rows' other columns
+    slots, mask_slots, incarnations  of the rows' sequences
+    decode_columns                   the leading rows' other columns
     """
 
-    __slots__ = ("counts", "decode_columns", "drafts", "incarnations", "num_decodes", "samples", "seqs", "slots", "starts")
+    __slots__ = ("counts", "decode_columns", "drafts", "incarnations", "mask_slots", "num_decodes", "samples", "seqs", "slots", "starts")
 
     def __init__(self) -> None:
         self.seqs: list[Sequence] = []
@@ -97,6 +97,7 @@ class StepRows:
         self.drafts = array("i")
         self.num_decodes = 0
         self.slots = array("i")
+        self.mask_slots = array("i")
         self.incarnations: tuple[int, ...] = ()
         self.decode_columns = NO_ROWS
 
@@ -125,9 +126,10 @@ class StepRows:
         self.fill()
         decodes, prefills = self.seqs[: self.num_decodes], self.seqs[self.num_decodes :]
         self.decode_columns = columns = last.after(decodes, generation)
-        self.slots, self.incarnations = columns.slots, columns.incarnations
+        self.slots, self.mask_slots, self.incarnations = columns.slots, columns.mask_slots, columns.incarnations
         if prefills:
             self.slots = columns.slots + array("i", [seq.slot for seq in prefills])
+            self.mask_slots = columns.mask_slots + array("i", [seq.mask_slot for seq in prefills])
             self.incarnations = (*columns.incarnations, *[seq.incarnation for seq in prefills])
 
     def row(self, index: int) -> StepRow:

@@ -1,8 +1,9 @@
-"""The two enums of core that cross the wire, both ways. Numbers on the wire are fixed for ever; zero is never a value."""
+"""The enums of core that cross the wire, both ways. Numbers on the wire are fixed for ever; zero is never a value."""
 
 from __future__ import annotations
 
 from headrace.core.finish import FinishReason
+from headrace.core.grammar import GrammarKind
 from headrace.core.request import PriorityClass
 from headrace.wire import headrace_pb2 as pb
 
@@ -21,3 +22,10 @@ PRIORITY: dict[PriorityClass, pb.Priority] = {
     PriorityClass.BATCH: pb.PRIORITY_BATCH,
 }
 PRIORITY_CLASS: dict[int, PriorityClass] = {number: cls for cls, number in PRIORITY.items()}
+
+GRAMMAR_KIND: dict[GrammarKind, pb.GrammarKind] = {
+    GrammarKind.JSON_SCHEMA: pb.GRAMMAR_JSON_SCHEMA,
+    GrammarKind.REGEX: pb.GRAMMAR_REGEX,
+    GrammarKind.LARK: pb.GRAMMAR_LARK,
+}
+GRAMMAR_KIND_NAME: dict[int, GrammarKind] = {number: kind for kind, number in GRAMMAR_KIND.items()}

@@ -14,6 +14,7 @@ from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.sampling import SamplingParams
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec.enums import FINISH_KIND, FINISH_REASON, PRIORITY, PRIORITY_CLASS
+from headrace.wire.codec.grammar import decode_grammar, encode_grammar
 from headrace.wire.handles import Handle, MalformedFrame
 from headrace.wire.service import PROTOCOL_VERSION
 
@@ -21,7 +22,7 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_REMAINING_MS = 100 * 365 * 24 * 3600 * 1000
 """A deadline further away than a century travels as one: the field has 64 bits, a float of seconds may exceed them."""
 MAX_NAMED_FIELDS = 16
-_NOT_HONOURED = ("grammar", "adapter_digest", "kv_ticket", "modality_digests")
+_NOT_HONOURED = ("adapter_digest", "kv_ticket", "modality_digests")
 _TASKS: dict[int, str] = {pb.TASK_UNSPECIFIED: "none", pb.TASK_EMBED: "embed", pb.TASK_SCORE: "score"}
 
 
@@ -48,6 +49,7 @@ def encode_submit(request: EngineRequest, handle: Handle) -> pb.Command:
                 priority=PRIORITY[request.priority],
                 salt=request.salt,
                 adapter=request.adapter,
+                grammar=None if request.grammar is None else encode_grammar(request.grammar),
                 prefix_caching=request.prefix_caching,
                 numerics_digest=request.numerics_digest,
             )
@@ -96,6 +98,7 @@ def decode_submit(message: pb.Submit, now: float) -> EngineRequest:
         priority=PriorityClass(PRIORITY_CLASS[message.priority]),
         salt=message.salt,
         adapter=message.adapter if message.HasField("adapter") else None,
+        grammar=decode_grammar(message.grammar) if message.HasField("grammar") else None,
         deadline_s=now + message.deadline_remaining_ms / 1000 if message.HasField("deadline_remaining_ms") else None,
         prefix_caching=message.prefix_caching,
         numerics_digest=message.numerics_digest,
@@ -110,7 +113,8 @@ def _refuse_others(message: pb.Submit) -> None:
     for name in _NOT_HONOURED:
         if getattr(message, name):
             raise InvalidRequest(name, f"nothing: {release} does not honour it", remedy="Send this request to a newer engine.")
-    if unknown := [*_unknown_fields(message), *_unknown_fields(message.params)]:
+    parts: list[Message] = [message, message.params, message.grammar, message.grammar.reasoning]
+    if unknown := [number for part in parts for number in _unknown_fields(part)]:
         raise InvalidRequest("submit", f"the fields of {release}", unknown, "Run the same release on both ends.")
 
 
