@@ -27,6 +27,7 @@ from headrace.gateway.text_workers.limits import HEAVY_BYTES, START_CPU_S
 from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.processes import COMMAND, HostProcess
+from headrace.gateway.upstream.seam import Conversation
 from headrace.text.folder import TextModel, load_text
 
 LOOP = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
@@ -57,7 +58,7 @@ async def workers(
 
 
 async def encode(text: ModelText, content: str, tenant: str = "t") -> list[int]:
-    ids, _ = await text.encode_chat(says(content), max_model_len=None, tenant=tenant)
+    ids, _ = await text.encode_chat(Conversation(messages=says(content)), max_model_len=None, tenant=tenant)
     return list(ids)
 
 
@@ -87,7 +88,7 @@ async def test_refusals_come_across_whole(folder: Path) -> None:
             with pytest.raises(InvalidRequest) as plain:
                 own.template.encode(own.tokenizer, messages)
             with pytest.raises(InvalidRequest) as caught:
-                await text.encode_chat(messages, max_model_len=None, tenant="t")
+                await text.encode_chat(Conversation(messages=messages), max_model_len=None, tenant="t")
             assert str(caught.value) == str(plain.value)
             assert caught.value.field == plain.value.field
         for wrong in (10**6, 2**40, -1):
@@ -322,6 +323,7 @@ from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.processes import HostProcess
+from headrace.gateway.upstream.seam import Conversation
 from headrace.text.folder import load_text
 
 async def main():

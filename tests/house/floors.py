@@ -39,6 +39,7 @@ ABOVE_THE_SEAM = (
     "gateway.upstream.seam",
     "gateway.upstream.served_models",
     "text.logprobs",
+    "text.template_switch",
 )
 
 RUNNER_SIDE = (
@@ -99,7 +100,7 @@ FLOORS: dict[str, Floor] = {
     ),
     "headrace.gateway.generation.run": Floor(_ours("core", *ABOVE_THE_SEAM, "gateway.generation", "observe")),
     "headrace.gateway.generation.progress": Floor(_ours("core", "gateway.upstream.seam", "observe")),
-    "headrace.gateway.upstream.seam": Floor(_ours("core", "text.logprobs")),
+    "headrace.gateway.upstream.seam": Floor(_ours("core", "text.logprobs", "text.template_switch")),
     "headrace.gateway.upstream.foreign*": Floor(
         _ours("core", "gateway.config", "gateway.http.errors", "gateway.upstream.foreign*", "gateway.upstream.seam", "text.logprobs"),
         ("aiohttp", "msgspec"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from headrace.core.errors import InvalidRequest
@@ -32,14 +32,23 @@ class CallMode(StrEnum):
 class FunctionTool:
     """A function that the model may call.
 
-    parameters  JSON Schema of the arguments, an object; empty: any object
+    parameters  JSON Schema of the arguments, an object; None: it takes none
     is_strict   the arguments of every call match the schema, also where the model decides whether to call
     """
 
     name: str
     description: str = ""
-    parameters: Mapping[str, object] = field(default_factory=dict)
+    parameters: Mapping[str, object] | None = None
     is_strict: bool = False
+
+    def shown(self) -> dict[str, object]:
+        """The function as OpenAI writes it, which is what chat templates show to a model. `is_strict` is no business of the model's."""
+        function: dict[str, object] = {"name": self.name}
+        if self.description:
+            function["description"] = self.description
+        if self.parameters is not None:
+            function["parameters"] = dict(self.parameters)
+        return {"type": "function", "function": function}
 
     def checked(self, *, field: str = "tools") -> FunctionTool:
         """This value if its name can be written in every format. Raises InvalidRequest naming `field`."""

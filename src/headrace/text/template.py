@@ -16,6 +16,7 @@ from headrace.core.errors import CheckpointError, InvalidRequest, RequestTooLarg
 from headrace.text.control import Marks, marked_objects, strings_in
 from headrace.text.files import read_optional_object, read_text
 from headrace.text.messages import Message, normal_messages
+from headrace.text.template_switch import TemplateSwitch, switched
 from headrace.text.tokenizer import SPECIAL_TOKEN_NAMES, Tokenizer, any_of
 
 MAX_CHAT_CHARS = 4 * 2**20
@@ -130,9 +131,16 @@ class ChatTemplate:
         continue_final_message: bool = False,
         documents: Sequence[Mapping[str, object]] | None = None,
         kwargs: Mapping[str, object] | None = None,
+        switches: Sequence[TemplateSwitch] = (),
     ) -> RenderedChat:
-        """The first half of `encode`: everything but the tokens. Same arguments and errors."""
-        chat = _Chat(normal_messages(messages), tools, documents, dict(kwargs or {}))
+        """The first half of `encode`: everything but the tokens. Same arguments and errors.
+
+        switches  set variables of this template beside `kwargs`, or are refused (see `text.template_switch`)
+        """
+        source = self._source(bool(tools))
+        read = _names_in(source)
+        switched_kwargs, without_effect = switched(kwargs or {}, switches, read)
+        chat = _Chat(normal_messages(messages), tools, documents, switched_kwargs)
         strings = chat.strings()
         if hidden := next((text for text in strings if tokenizer.hides_control_token(text)), None):
             raise InvalidRequest("messages", "text that does not normalize to a control token", hidden)
@@ -144,8 +152,10 @@ class ChatTemplate:
         else:
             marks = None
         text = self._render(chat, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
-        unread = tuple(name for name in chat.kwargs if name not in _names_in(self._source(bool(chat.tools))))
-        return RenderedChat(text, None if marks is None else marks.split(text, tokens), unread)
+        unread = [f"chat_template_kwargs.{name}" for name in chat.kwargs if name not in read]
+        if chat.has_reasoning and "reasoning_content" not in source:
+            unread.append("messages[].reasoning_content")
+        return RenderedChat(text, None if marks is None else marks.split(text, tokens), (*unread, *without_effect))
 
     # -- inside ------------------------------------------------------------------------------------------------------------------
 
@@ -169,6 +179,7 @@ class ChatTemplate:
     def _render(self, chat: _Chat, *, add_generation_prompt: bool, continue_final_message: bool) -> str:
         source = self._source(bool(chat.tools))
         _check_kwargs(chat.kwargs, source)
+        _check_tools(chat, source)
         if continue_final_message and add_generation_prompt:
             raise InvalidRequest("continue_final_message", "add_generation_prompt = false beside continue_final_message", True)
         from jinja2.exceptions import TemplateError, TemplateSyntaxError
@@ -210,7 +221,7 @@ class RenderedChat:
 
     text    with the marks around users' control tokens, if there are any
     pieces  the text cut at them, as `Tokenizer.encode_pieces` takes it; None without any
-    unread  names of kwargs that this template does not read; all have values that mean off or default
+    unread  fields that this template does not read: kwargs and switches whose values mean off, and reasoning of earlier turns
     """
 
     text: str
@@ -243,6 +254,10 @@ class _Chat:
         self.documents = _objects(documents, "documents")
         self.kwargs = kwargs
         self._num_chars = 0
+
+    @property
+    def has_reasoning(self) -> bool:
+        return any("reasoning_content" in message for message in self.messages)
 
     @property
     def max_rendered_chars(self) -> int:
@@ -298,6 +313,16 @@ def _check_kwargs(kwargs: Mapping[str, object], source: str) -> None:
             continue
         if value is not None and not (isinstance(value, str) and len(value) <= MAX_KWARG_CHARS):
             raise InvalidRequest(field, f"true, false, null, a number or a string of at most {MAX_KWARG_CHARS} characters", value)
+
+
+def _check_tools(chat: _Chat, source: str) -> None:
+    """Raise InvalidRequest where the template would leave functions or calls out of the prompt without a word."""
+    remedy = "Leave it out for this model, or serve one that was trained to call functions."
+    if chat.tools and "tools" not in source:
+        raise InvalidRequest("tools", "a model whose chat template shows functions", None, remedy)
+    for number, message in enumerate(chat.messages):
+        if message.get("tool_calls") and "tool_calls" not in source:  # templates write message.tool_calls and message["tool_calls"]
+            raise InvalidRequest(f"messages[{number}].tool_calls", "a model whose chat template shows calls", None, remedy)
 
 
 def _asks_for_nothing(name: str, value: object) -> bool:

@@ -19,6 +19,7 @@ from headrace.core.errors import HeadraceError, InvalidRequest, RequestTooLarge,
 from headrace.gateway.config import Limits
 from headrace.gateway.http.errors import ContextLengthExceeded, UnsupportedMediaType
 from headrace.gateway.text_workers.limits import START_CPU_S
+from headrace.text.template_switch import TemplateSwitch
 
 SIZES = struct.Struct("<II")
 TYPECODE = "i"
@@ -48,7 +49,11 @@ class ParseBody(WorkerJob, tag="parse"):
 
 
 class EncodeChat(WorkerJob, tag="chat"):
-    """A conversation as token ids. max_model_len: what cannot fit into it is refused; None: any length."""
+    """A conversation as token ids.
+
+    tools          functions that the template shows to the model, as OpenAI writes them
+    max_model_len  what cannot fit into it is refused; None: any length
+    """
 
     model: str
     messages: list[dict[str, Any]]
@@ -56,6 +61,8 @@ class EncodeChat(WorkerJob, tag="chat"):
     continue_final_message: bool
     kwargs: dict[str, Any]
     max_model_len: int | None
+    tools: list[dict[str, Any]] = []
+    switches: list[TemplateSwitch] = []
 
 
 class EncodeTexts(WorkerJob, tag="texts"):
@@ -89,7 +96,7 @@ class WorkerReply(msgspec.Struct, tag_field="answer"):
 
 
 class Ids(WorkerReply, tag="ids", kw_only=True):
-    """The tail is the ids of all texts; counts: how many of each; unread: kwargs of a conversation that its template does not read."""
+    """The tail is the ids of all texts; counts: how many of each; unread: fields of a conversation that its template does not read."""
 
     counts: list[int]
     unread: list[str] = []

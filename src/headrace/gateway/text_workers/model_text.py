@@ -7,12 +7,12 @@ is cancelled.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from headrace.gateway.text_workers import frames
 from headrace.gateway.text_workers.fits import check_fits
 from headrace.gateway.text_workers.pool import TextPool
+from headrace.gateway.upstream.seam import Conversation
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -27,18 +27,9 @@ class ModelText:
         self._name = name
         self.tokenizer = tokenizer
 
-    async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        kwargs: Mapping[str, object] | None = None,
-        max_model_len: int | None,
-        tenant: str,
-    ) -> tuple[array[int], list[str]]:
-        """A conversation as token ids, and the kwargs its template does not read. Raises as `ChatTemplate.encode` and `check_fits` do."""
-        job = self._chat_job(messages, add_generation_prompt, continue_final_message, kwargs or {}, max_model_len)
+    async def encode_chat(self, conversation: Conversation, *, max_model_len: int | None, tenant: str) -> tuple[array[int], list[str]]:
+        """A conversation as token ids, and the fields its template does not read. Raises as `ChatTemplate.encode` and `check_fits` do."""
+        job = self._chat_job(conversation, max_model_len)
         answer, tail = await self._pool.submit(job, tenant=tenant, field="messages")
         (ids,) = _split(answer, tail)
         assert isinstance(answer, frames.Ids)
@@ -53,11 +44,9 @@ class ModelText:
         job = frames.EncodeTexts(self._name, list(texts), add_special_tokens, max_model_len)
         return _split(*await self._pool.submit(job, tenant=tenant, field="prompt"))
 
-    async def tokenize_chat(
-        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool, needs_texts: bool, tenant: str
-    ) -> TokensJson:
-        job = self._chat_job(messages, add_generation_prompt, False, {}, None)
-        return _tokens(*await self._pool.submit(frames.Tokenize(job, needs_texts), tenant=tenant, field="messages"))
+    async def tokenize_chat(self, conversation: Conversation, *, needs_texts: bool, tenant: str) -> TokensJson:
+        job = frames.Tokenize(self._chat_job(conversation, None), needs_texts)
+        return _tokens(*await self._pool.submit(job, tenant=tenant, field="messages"))
 
     async def tokenize(self, text: str, *, add_special_tokens: bool, needs_texts: bool, tenant: str) -> TokensJson:
         job = frames.EncodeTexts(self._name, [text], add_special_tokens, None)
@@ -70,21 +59,16 @@ class ModelText:
         assert isinstance(answer, frames.Text)
         return answer.text
 
-    def _chat_job(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        kwargs: Mapping[str, Any],
-        max_model_len: int | None,
-    ) -> frames.EncodeChat:
+    def _chat_job(self, conversation: Conversation, max_model_len: int | None) -> frames.EncodeChat:
         return frames.EncodeChat(
             model=self._name,
-            messages=[dict(message) for message in messages],
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            kwargs=dict(kwargs),
+            messages=[dict(message) for message in conversation.messages],
+            add_generation_prompt=conversation.add_generation_prompt,
+            continue_final_message=conversation.continue_final_message,
+            kwargs=dict(conversation.template_kwargs),
             max_model_len=max_model_len,
+            tools=[tool.shown() for tool in conversation.shown_tools],
+            switches=list(conversation.switches),
         )
 
 

@@ -81,13 +81,15 @@ def parse_body(parser: str, body: bytes, limits: Limits) -> Any:
 
 
 def encode_chat(text: TextModel, job: frames.EncodeChat) -> tuple[list[int], tuple[str, ...]]:
-    """The ids, and the kwargs that the template does not read."""
+    """The ids, and the fields that the template does not read."""
     rendered = text.template.rendered(
         text.tokenizer,
         job.messages,
         add_generation_prompt=job.add_generation_prompt,
         continue_final_message=job.continue_final_message,
         kwargs=job.kwargs,
+        tools=job.tools,
+        switches=job.switches,
     )
     check_fits("messages", rendered.plain_text, text.tokenizer.bound, job.max_model_len)
     return rendered.encode(text.tokenizer), rendered.unread

@@ -18,20 +18,37 @@ from headrace.core.ids import RequestId
 from headrace.core.load import LoadSnapshot
 from headrace.core.plan import LogprobColumns
 from headrace.core.request import PriorityClass
+from headrace.core.tools import CallMode, FunctionTool, ToolChoice
 from headrace.core.update import StageSeconds
 from headrace.text.logprobs import DecodedLogprobs
+from headrace.text.template_switch import TemplateSwitch
 
 # ---------------------------------------------------------------------------------------------------------------------- what goes in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """One prompt, to be rendered by a chat template. messages: role, content, perhaps a name (see `headrace.text.messages`)."""
+    """One prompt, to be rendered by a chat template.
+
+    messages             role, content, perhaps a name, calls, the id of the call that a tool answers (see `headrace.text.messages`)
+    tools                functions that the model may call
+    switches             fields of the request that set a variable of the template
+    separates_reasoning  the model's reasoning is no part of its text
+    """
 
     messages: Sequence[Mapping[str, object]]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    tools: Sequence[FunctionTool] = ()
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    switches: Sequence[TemplateSwitch] = ()
+    separates_reasoning: bool = True
+
+    @property
+    def shown_tools(self) -> Sequence[FunctionTool]:
+        """The functions that the prompt shows: none of them where the model must not call any."""
+        return () if self.tool_choice.mode is CallMode.NONE else self.tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,9 +74,7 @@ class TokenUpstream:
 
     async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
         if isinstance(prompt, Conversation):
-            made = self._text.tokenize_chat(
-                prompt.messages, add_generation_prompt=prompt.add_generation_prompt, needs_texts=needs_texts, tenant=tenant
-            )
+            made = self._text.tokenize_chat(prompt, needs_texts=needs_texts, tenant=tenant)
         else:
             (text,) = prompt.prompts
             assert isinstance(text, str), "ids are tokenized"
@@ -109,16 +107,8 @@ class TokenUpstream:
         Raises ContextLengthExceeded for most prompts that do not fit; `_call` does for all.
         """
         if isinstance(prompt, Conversation):
-            ids, unread = await self._text.encode_chat(
-                prompt.messages,
-                add_generation_prompt=prompt.add_generation_prompt,
-                continue_final_message=prompt.continue_final_message,
-                kwargs=prompt.template_kwargs,
-                max_model_len=info.max_model_len,
-                tenant=tenant,
-            )
-            named = [f"chat_template_kwargs.{name}" for name in unread]
-            return [TokenPrompt(tuple(ids), "", self._text.tokenizer)], named if len(named) <= MAX_NAMED else ["chat_template_kwargs"]
+            ids, unread = await self._text.encode_chat(prompt, max_model_len=info.max_model_len, tenant=tenant)
+            return [TokenPrompt(tuple(ids), "", self._text.tokenizer)], unread if len(unread) <= MAX_NAMED else ["chat_template_kwargs"]
         return await self._encode_plain(prompt, max_tokens, info, tenant), []
 
     async def _encode_plain(self, prompt: PlainPrompts, max_tokens: int | None, info: ModelInfo, tenant: str) -> list[TokenPrompt]:

@@ -1,0 +1,51 @@
+"""Fields of a request that set a variable of the chat template, whatever that variable is called in this model's template.
+
+Reasoning is switched by `enable_thinking` in one template and by `thinking` in another, and clients have half a dozen fields for it. A
+switch names the variables in order of preference; the template's text decides which one is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from headrace.core.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateSwitch:
+    """
+    field   as the client wrote it, e.g. "reasoning.effort"
+    values  variable -> its value, the preferred variable first
+    given   the client's value, for refusals
+    is_off  asks for what happens in a template without any of these variables; else such a template refuses the request
+    """
+
+    field: str
+    values: Mapping[str, str | bool]
+    given: str | bool | None = None
+    is_off: bool = False
+
+
+def switched(
+    kwargs: Mapping[str, object], switches: Sequence[TemplateSwitch], variables: Collection[str]
+) -> tuple[dict[str, object], tuple[str, ...]]:
+    """`kwargs` with the variables that `switches` set, and the fields of switches without effect.
+
+    variables  names that the template reads
+
+    Raises InvalidRequest for a switch that this template does not have, and for one that contradicts another field.
+    """
+    made, without_effect = dict(kwargs), []
+    for switch in switches:
+        name = next((name for name in switch.values if name in variables), None)
+        if name is not None:
+            value = switch.values[name]
+            if made.setdefault(name, value) != value:
+                raise InvalidRequest(switch.field, f"no other value of {name} beside it", switch.given, "Give one of the two fields.")
+        elif switch.is_off:
+            without_effect.append(switch.field)
+        else:
+            rule = f"a model whose chat template reads {' or '.join(switch.values)}"
+            raise InvalidRequest(switch.field, rule, switch.given, "Leave it out for this model.")
+    return made, tuple(without_effect)
