@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.config import ServeConfig, is_fetched, load
+from headrace.cli.config_faults import faults
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
 from headrace.fleet.launcher import SECRET_VARIABLES, without_secrets
@@ -155,7 +156,11 @@ def test_default_model_is_served_when_nothing_names_one(tmp_path: Path, model_fo
         ("models: [{engine: {model: M}}]\ngateway: {host: 0.0.0.0}", "gateway.host", "--api-key"),
         ("models: [{engine: {model: M, device: cuda}}]", "models[0].engine.device", "--experimental"),
         ("models: [{engine: {model: M}}]\nmodels: []", "headrace.yaml:2", "models is given twice, first on line 1"),
-        ("models: [{engine: &a {model: M}}, {engine: *a}]", "headrace.yaml", "aliases"),
+        ("models:\n - engine: &a {model: M}\n - engine: *a", "headrace.yaml:3:12", "aliases"),
+        ("gateway:\n  port: 0x_", "headrace.yaml:2:9", "this is no valid int"),
+        ("gateway:\n  port: !!int ''", "headrace.yaml:2:9", "this is no valid int"),
+        ("run_dir: a\nlog_format: \x01", "headrace.yaml:2", "U+0001 is not allowed"),
+        ("gateway:\n  port: !!timestamp 2026-11-23", "headrace.yaml:2:9", "not valid YAML"),
         ("models: !!python/object/apply:os.system [id]", "headrace.yaml:1:9", "not valid YAML"),
         ("? [a, b]\n: 1", "headrace.yaml:1:3", "unhashable key"),
         ("models: [", "headrace.yaml:1:10", "not valid YAML"),
@@ -166,6 +171,47 @@ def test_wrong_files_are_refused_with_path_and_remedy(tmp_path: Path, model_fold
     error = refusal(tmp_path, text.replace("model: M", f"model: {model_folder}"))
     assert error.where.endswith(where), error
     assert what in str(error), error
+
+
+def test_deep_nesting_is_refused_with_its_line(tmp_path: Path) -> None:
+    error = refusal(tmp_path, "a:\n " + "[" * 3000)
+    assert ":2:" in error.where
+    assert error.reason == "is not valid YAML: it is nested too deeply"
+
+
+def test_a_date_is_a_string_as_a_name_may_be(tmp_path: Path, model_folder: Path) -> None:
+    file = tmp_path / "headrace.yaml"
+    file.write_text(f"models: [{{name: 2026-11-23, engine: {{model: {model_folder}}}}}]")
+    assert load(file, {}).models[0].served_name == "2026-11-23"
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "where"),
+    [
+        ("models: [{engine: {model: headrace-tiny}}]\ngateway: []", {"HEADRACE_GATEWAY__PORT": "1"}, "gateway"),
+        (
+            "models: [{engine: {model: headrace-tiny}}]\ngateway: {timeouts: 5}",
+            {"HEADRACE_GATEWAY__TIMEOUTS__KEEP_ALIVE_S": "1"},
+            "gateway.timeouts",
+        ),
+        ("models: 5", {"HEADRACE_MODELS__0__NAME": "x"}, "models"),
+        ("models: [5]", {"HEADRACE_MODELS__0__NAME": "x"}, "models[0]"),
+        ("", {"HEADRACE_MODELS__0__ENGINE": "[]", "HEADRACE_MODELS__0__ENGINE__SEED": "1"}, "HEADRACE_MODELS__0__ENGINE"),
+    ],
+)
+def test_a_section_of_the_wrong_type_is_refused_where_it_stands_and_not_at_the_variable_inside_it(
+    tmp_path: Path, text: str, environment: dict[str, str], where: str
+) -> None:
+    error = refusal(tmp_path, text, environment)
+    assert (error.where, error.reason.split()[1].strip(",")) == (where, "array" if where == "models" else "object")
+    if not where.startswith("HEADRACE"):
+        assert [fault.error.where for fault in faults(tmp_path / "headrace.yaml", environment)][:1] == [where]
+
+
+def test_a_variable_fills_a_section_that_the_file_leaves_empty(tmp_path: Path, model_folder: Path) -> None:
+    file = tmp_path / "headrace.yaml"
+    file.write_text(f"models: [{{engine: {{model: {model_folder}}}}}]\ngateway:\n")
+    assert load(file, {"HEADRACE_GATEWAY__PORT": "1234"}).gateway.port == 1234
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,33 @@ def test_a_file_without_one_of_its_lines_still_has_an_answer(broken: Path, numbe
             "models: [M]\ngateway: {allowed_hosts: [1, 2], limits: 4}",
             ["gateway.allowed_hosts[0]", "gateway.allowed_hosts[1]", "gateway.limits"],
         ),
-        ("models: [{aliases: [a, a, 5], engine: {model: headrace-tiny}}]", ["models[0].aliases[2]", "models[0].name"]),
+        ("models: [{aliases: [a, a, 5], engine: {model: headrace-tiny}}]", ["models[0].aliases[1]", "models[0].aliases[2]"]),
+        (
+            "models: [{aliases: [a, a, /], engine: {model: headrace-tiny}}]\ngateway: {port: -1}",
+            ["gateway.port", "models[0].aliases[1]", "models[0].aliases[2]"],
+        ),
+        # What a misspelt or superfluous section holds is checked as well.
+        (
+            "modles: [{enigne: {model: headrace-tiny, sede: x, max_num_seqs: 0}}]\ngatway: {port: -1}",
+            ["gatway", "gatway.port", "modles", "modles[0].enigne", "modles[0].enigne.max_num_seqs", "modles[0].enigne.sede"],
+        ),
+        (
+            "models: [{engine: {model: headrace-tiny, max_num_seqs: 0}, upstream: {url: 'ftp://x', read_s: -1}}]",
+            ["models[0]", "models[0].engine.max_num_seqs", "models[0].upstream.read_s", "models[0].upstream.url"],
+        ),
+        ("models: [{replicas: 0, aliases: [/]}]", ["models[0]", "models[0].aliases[0]", "models[0].replicas"]),
+        (
+            "models: [M]\ngateway: {api_keys: [{key: short, sha256: x, priority: top}, {weight: -1}]}",
+            [
+                "gateway.api_keys[0]",
+                "gateway.api_keys[0].key",
+                "gateway.api_keys[0].priority",
+                "gateway.api_keys[0].sha256",
+                "gateway.api_keys[1]",
+                "gateway.api_keys[1].weight",
+            ],
+        ),
+        ("models: [M]\ngatway: {port: -1}\ngateway: {prot: -1}", ["gateway.prot", "gatway"]),
         ("models: [{upstream: {url: 'ftp://x'}}]", ["models[0].name", "models[0].upstream.url"]),
         ("models: [{engine: {model: headrace-tiny, device: cuda, dtype: float16}}]", ["models[0].engine.device"]),
         ("models: [M]\ngateway: {timeouts: {idle_s: -1}}", ["gateway.timeouts.idle_s"]),

@@ -21,7 +21,7 @@ from headrace.cli.config_variables import ELSEWHERE, apply_environment, set_at
 from headrace.cli.config_yaml import Raw, read_yaml
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
-from headrace.core.strict_decode import decode
+from headrace.core.strict_decode import NeedsExactlyOne, decode
 from headrace.engine.config import EngineConfig
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.weights import HUB_ID
@@ -109,9 +109,7 @@ class ServeConfig:
 
     def _check_model(self, where: str, model: ModelSection) -> None:
         if (model.engine is None) == (model.upstream is None):
-            raise ConfigError(
-                where, "needs exactly one of engine and upstream", "engine runs the model here, upstream asks a server for it."
-            )
+            raise NeedsExactlyOne(where, "engine", "upstream", "engine runs the model here, upstream asks a server for it.")
         if model.engine is None:
             if model.replicas != 1:
                 raise ConfigError(f"{where}.replicas", "counts engines, and this model has none", "Leave it out beside upstream.")
@@ -122,7 +120,7 @@ class ServeConfig:
         try:
             engine.checked()
         except ConfigError as error:
-            raise ConfigError(f"{where}.engine.{error.where}", error.reason, error.remedy) from error
+            raise error.at(f"{where}.engine.{error.where}") from error
         name = engine.model
         if not (is_fetched(name) or bundled_path(name) or (Path(name).expanduser() / "config.json").is_file()):
             raise ConfigError(f"{where}.engine.model", f"{name!r} is neither a folder with a config.json nor a model's name")
@@ -135,8 +133,7 @@ class ServeConfig:
             # Decoded as the gateway will decode it, so that what it would refuse at its start is refused here.
             config_from(asdict(replace(self.gateway, models=tuple(models))))
         except ConfigError as error:
-            where = error.where if error.where.startswith("models") else f"gateway.{error.where}"
-            raise ConfigError(where, error.reason, error.remedy) from error
+            raise error.at(error.where if error.where.startswith("models") else f"gateway.{error.where}") from error
 
     def fleet(self, resolve: Callable[[str], Path]) -> FleetConfig:
         """The supervisor's configuration. resolve: `engine.model` -> local folder."""
@@ -188,9 +185,9 @@ def load(
     """
     names = flag_names or {}
     raw = {} if file is None else read_yaml(file)
-    apply_environment(ServeConfig, raw, environment, ENV_PREFIX)
-    _apply_flags(raw, {path: value for path, value in (flags or {}).items() if value is not None}, names)
     with named_by_origin(environment, ENV_PREFIX, names):
+        apply_environment(ServeConfig, raw, environment, ENV_PREFIX)
+        _apply_flags(raw, {path: value for path, value in (flags or {}).items() if value is not None}, names)
         return from_raw(raw, default_model)
 
 

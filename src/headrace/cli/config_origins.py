@@ -22,22 +22,22 @@ def named_by_origin(environment: Mapping[str, str], prefix: str, flag_names: Map
     except ConfigError as error:
         if (name := origin_of(error.where, environment, prefix, flag_names)) is None:
             raise
-        raise ConfigError(name, error.reason, error.remedy) from error
+        raise error.at(name) from error
 
 
 def origin_of(where: str, environment: Mapping[str, str], prefix: str, flag_names: Mapping[str, str] | None = None) -> str | None:
     """The flag or the variable that set the value at `where`; None for the file. Flags win over variables, later variables over earlier."""
     for path, name in (flag_names or {}).items():
-        if _rest(where, shown_path(flag_steps(path))) is not None:
+        if rest_within(where, shown_path(flag_steps(path))) is not None:
             return name
     found = None
     for name, steps in variables(environment, prefix):
-        if (rest := _rest(where, shown_path(steps))) is not None:
+        if (rest := rest_within(where, shown_path(steps))) is not None:
             found = name + rest  # a variable may hold a whole section
     return found
 
 
-def _rest(where: str, path: str) -> str | None:
+def rest_within(where: str, path: str) -> str | None:
     """The part of `where` after `path`; None when `where` is not inside `path`."""
     rest = where.removeprefix(path)
     return rest if rest != where and rest[:1] in ("", ".", "[") else None

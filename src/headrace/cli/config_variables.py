@@ -85,16 +85,23 @@ def _hint_at(kind: type, steps: Sequence[str], name: str, prefix: str) -> object
 
 
 def set_at(raw: Raw, steps: Sequence[str], value: object, name: str) -> None:
-    """Set one value deep in `raw`, in place; mappings and the next place of a list are made where they are missing. Raises ConfigError."""
+    """Set one value deep in `raw`, in place; mappings and the next place of a list are made where they are missing or null.
+
+    Nothing is set in a value of the wrong type (gateway: []): decoding refuses that value by its own path.
+
+    Raises: ConfigError naming `name` for a place beyond the list's next one.
+    """
     place: object = raw
     for index, step in enumerate(steps):
         last = index == len(steps) - 1
         fresh: object = value if last else ([] if steps[index + 1].isdecimal() else {})
         if isinstance(place, dict):
-            if last:
-                place[step] = value
-            place = place.setdefault(step, fresh)
-        elif isinstance(place, list) and step.isdecimal() and int(step) <= len(place):
+            if last or place.get(step) is None:
+                place[step] = fresh
+            place = place[step]
+        elif not (isinstance(place, list) and step.isdecimal()):
+            return
+        elif int(step) <= len(place):
             if int(step) == len(place):
                 place.append(fresh)
             elif last:

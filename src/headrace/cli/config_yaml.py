@@ -31,13 +31,36 @@ class YamlDocument:
     repeated: list[tuple[str, int, int]] = field(default_factory=list)
 
 
+_TIMESTAMP = "tag:yaml.org,2002:timestamp"
+
+
 class _PlainLoader(yaml.SafeLoader):
-    """The safe loader without anchors: a file of a few lines could otherwise stand for gigabytes."""
+    """The safe loader without aliases and dates.
+
+    With aliases a file of a few lines could stand for gigabytes. No option is a date: 2026-11-23 stays a string, as a name may be.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  # as the base class declares it
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != _TIMESTAMP]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    yaml_constructors = {tag: construct for tag, construct in yaml.SafeLoader.yaml_constructors.items() if tag != _TIMESTAMP}  # noqa: RUF012
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.constructor.ConstructorError(None, None, "aliases (*name) are not allowed")
-        return super().compose_node(parent, index)
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.constructor.ConstructorError(None, None, "aliases (*name) are not allowed", mark)
+        try:
+            return super().compose_node(parent, index)
+        except RecursionError:
+            raise yaml.constructor.ConstructorError(None, None, "it is nested too deeply", self.get_mark()) from None
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError) as error:  # e.g. "0x_" looks like a number; "!!bool x" says that it is one
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(None, None, f"this is no valid {kind}", node.start_mark) from error
 
 
 def read_text(file: Path) -> str:
@@ -74,16 +97,20 @@ def parse_yaml(text: str, where: str) -> object:
 
 def parse_document(text: str, where: str) -> YamlDocument:
     """One YAML document, and where its values stand. Raises ConfigError with line and column."""
-    loader = _PlainLoader(text)
+    try:
+        loader = _PlainLoader(text)
+    except yaml.reader.ReaderError as error:  # the loader checks all characters before it reads
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{where}:{line}", f"is not valid YAML: the character U+{error.character:04X} is not allowed") from error
     try:
         node = loader.get_single_node()
         document = YamlDocument(None)
         _note_lines(node, [], document)  # first, since constructing merges "<<" into the nodes
         return document if node is None else replace(document, value=loader.construct_document(node))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
         place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
-        raise ConfigError(place, f"is not valid YAML: {getattr(error, 'problem', None) or type(error).__name__}") from error
+        raise ConfigError(place, f"is not valid YAML: {error.problem}") from error
     finally:
         loader.dispose()
 

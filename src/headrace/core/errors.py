@@ -37,6 +37,7 @@
     |- ConfigError                 start: path in the configuration, value, remedy
     |  |- MissingKey               start: a section lacks a key that it must have
     |  |- UnknownKey               start: a key that its section does not have
+    |  |- NeedsExactlyOne          start: a section with both or none of two keys
     |  `- NeedsExperimental        start: a value that needs `experimental`
     |- CheckpointError             start: a model's file and the reason
     |- CannotBind                  start: the gateway's address is taken
@@ -122,9 +123,23 @@ class EngineFatal(HeadraceError):
 
 
 class ConfigError(HeadraceError):
+    """A value of the configuration breaks a rule.
+
+    where   its path in the file, or the flag or variable that set it
+    reason  the rule and what breaks it; does not repeat `where`
+    remedy  what to do instead
+    """
+
     def __init__(self, where: str, reason: str, remedy: str = "") -> None:
         self.where, self.reason, self.remedy = where, reason, remedy
         super().__init__(f"{where}: {reason}." + (f" {remedy}" if remedy else ""))
+
+    def at(self, where: str) -> ConfigError:
+        """This error, of the same class, under another name of the same place: a path from further outside, a flag."""
+        moved = type(self).__new__(type(self))
+        vars(moved).update(vars(self))
+        ConfigError.__init__(moved, where, self.reason, self.remedy)
+        return moved
 
 
 class CheckpointError(HeadraceError):

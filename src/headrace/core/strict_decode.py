@@ -50,6 +50,17 @@ class MissingKey(ConfigError):
         super().__init__(where, "is missing")
 
 
+class NeedsExactlyOne(ConfigError):
+    """A mapping has both of two keys that exclude each other, or none of them.
+
+    keys  both of them
+    """
+
+    def __init__(self, where: str, first: str, second: str, remedy: str = "") -> None:
+        self.keys = first, second
+        super().__init__(where, f"needs exactly one of {first} and {second}", remedy)
+
+
 def read_json_object(path: str | Path) -> dict[str, object]:
     """The object in a JSON file. Raises ConfigError."""
     try:

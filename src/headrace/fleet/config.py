@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import sys
 from collections.abc import Mapping
@@ -11,13 +10,14 @@ from pathlib import Path
 
 from headrace.core.errors import ConfigError
 from headrace.core.hashing import check_secret
+from headrace.core.model_names import check_model_names
+from headrace.core.strict_decode import NeedsExactlyOne
 from headrace.fleet.launcher import SECRET_VARIABLES
 from headrace.observe.logs import LogFormat
 
-MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,255}")
 MAX_REPLICAS = 64
 KEY_BYTES = 32
-COMMAND = (sys.executable, "-P", "-m", "headrace.cli.main")
+COMMAND = (sys.executable, "-P", "-m", "headrace")
 """This program. -P: modules are not looked for in the current directory, which may be a downloaded model's folder."""
 
 
@@ -91,14 +91,9 @@ class FleetConfig:
 
 
 def _check_model(where: str, model: ModelSpec, names: set[str]) -> None:
-    for name in (model.name, *model.aliases):
-        if MODEL_NAME.fullmatch(name) is None:
-            raise ConfigError(f"{where}.name", f"{name!r} is not a model name", "Letters, digits and ._/:@- only, at most 256.")
-        if name in names:
-            raise ConfigError(f"{where}.name", f"{name!r} is served twice")
-        names.add(name)
+    check_model_names(where, model.name, model.aliases, names)
     if (model.folder is None) == (model.upstream is None):
-        raise ConfigError(where, "needs exactly one of folder and upstream")
+        raise NeedsExactlyOne(where, "folder", "upstream")
     if model.upstream is not None:
         if model.replicas:
             raise ConfigError(f"{where}.replicas", f"{model.replicas} is not 0 beside upstream")

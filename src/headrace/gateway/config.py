@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 
 from headrace.core.errors import ConfigError
 from headrace.core.hashing import check_secret
+from headrace.core.model_names import check_model_names
 from headrace.core.request import PriorityClass
-from headrace.core.strict_decode import decode, read_json_object
+from headrace.core.strict_decode import NeedsExactlyOne, decode, read_json_object
 
-MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,255}")
 REPLICA_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 _HOST = r"(?:[a-z0-9._-]{1,253}|\[[0-9a-f:.]{2,45}\])"
@@ -278,7 +278,7 @@ def _hashed(key: ApiKey) -> ApiKey:
 
 def _check_key(where: str, key: ApiKey) -> None:
     if bool(key.key) == bool(key.sha256):
-        raise ConfigError(where, "needs exactly one of key and sha256")
+        raise NeedsExactlyOne(where, "key", "sha256")
     if key.key and len(key.key) < MIN_KEY_CHARS:
         raise ConfigError(f"{where}.key", f"is shorter than {MIN_KEY_CHARS} characters", "Use 32 random bytes.")
     if key.sha256 and SHA256_HEX.fullmatch(key.sha256) is None:
@@ -320,12 +320,7 @@ def _check_models(models: tuple[ModelConfig, ...]) -> None:
     names: set[str] = set()
     for index, model in enumerate(models):
         where = f"models[{index}]"
-        for name in (model.name, *model.aliases):
-            if MODEL_NAME.fullmatch(name) is None:
-                raise ConfigError(f"{where}.name", f"{name!r} is not a model name", "Letters, digits and ._/:@- only, at most 256.")
-            if name in names:
-                raise ConfigError(f"{where}.name", f"{name!r} is served twice")
-            names.add(name)
+        check_model_names(where, model.name, model.aliases, names)
         if model.upstream is not None:
             _check_foreign(where, model, model.upstream)
             continue
@@ -345,4 +340,4 @@ def _check_foreign(where: str, model: ModelConfig, upstream: ForeignConfig) -> N
     try:
         upstream.checked()
     except ConfigError as error:
-        raise ConfigError(f"{where}.upstream.{error.where}", error.reason, error.remedy) from error
+        raise error.at(f"{where}.upstream.{error.where}") from error

@@ -96,7 +96,7 @@ def engine_config(folder: Path, given: Mapping[str, object], *, experimental: bo
     try:
         return replace(EngineConfig(model=str(folder)), **values).checked()
     except ConfigError as error:
-        raise ConfigError(VLLM_NAMES.get(error.where, error.where), error.reason, error.remedy) from error
+        raise error.at(VLLM_NAMES.get(error.where, error.where)) from error
 
 
 def refuse_unsupported(given: Mapping[str, object], known: frozenset[str]) -> None:

@@ -1,0 +1,165 @@
+"""All errors of a configuration, found by mending: checks stop at the first error, so its value is made valid, and they run again.
+
+The mended data is thrown away. Lines, variables and messages: `cli.config_faults`.
+
+A mended value must not hide other faults. So a section is kept where it can be: a key that was misspelt is renamed with all that it holds,
+and of two sections that exclude each other the second moves into an item of its own. Errors name such values as the file does.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import re
+from collections.abc import Iterator
+
+from headrace.bundled import DEFAULT_MODEL
+from headrace.cli.config import NeedsExperimental, from_raw
+from headrace.cli.config_origins import rest_within
+from headrace.cli.config_yaml import Raw
+from headrace.core.errors import ConfigError
+from headrace.core.strict_decode import MissingKey, NeedsExactlyOne, UnknownKey, joined
+
+MOST_FAULTS = 100
+"""The search ends after this many changes: a bound on the work, whatever the file holds."""
+
+
+def each_error(raw: Raw) -> Iterator[ConfigError]:
+    """The errors in plain data, one per place, named as the file names it. `raw` is changed in place."""
+    mending = _Mending(raw)
+    written, changed = set(), set()
+    for _ in range(MOST_FAULTS):
+        try:
+            from_raw(copy.deepcopy(raw))
+            return
+        except ConfigError as error:
+            where = mending.as_written(error.where)
+            if where not in written:
+                yield error.at(where)
+            if not mending.mend(error, is_again=error.where in changed):
+                return
+            written.add(where)
+            changed.add(error.where)
+
+
+class _Mending:
+    """Plain data, and what was moved in it.
+
+    moved  path of a moved value in the mended data -> its path in the file
+    """
+
+    def __init__(self, raw: Raw) -> None:
+        self.raw = raw
+        self.moved: dict[str, str] = {}
+
+    def as_written(self, where: str) -> str:
+        """The path in the file of what is at `where` in the mended data."""
+        for path in sorted(self.moved, key=len, reverse=True):
+            if (rest := rest_within(where, path)) is not None:
+                return self.moved[path] + rest
+        return where
+
+    def mend(self, error: ConfigError, *, is_again: bool) -> bool:
+        """Make the value at the error's place valid. Returns False when nothing changed.
+
+        is_again  the same place has failed before: what belongs to the error's class was not enough
+        """
+        if not is_again and self._mend_class(error):
+            return True
+        where = error.where
+        while where:
+            if self._replace(where):
+                return True
+            where = parent(where)
+        return False
+
+    def _mend_class(self, error: ConfigError) -> bool:
+        """The change that keeps the most, for a class of errors that has one. Returns False where there is none."""
+        *outer, last = _steps(error.where) or [""]
+        place = self._at(outer)
+        match error, place:
+            case NeedsExperimental(), _:
+                self.raw["experimental"] = True
+            case MissingKey(), dict():
+                place[last] = _stand_in(last, parent(error.where))
+            case UnknownKey(), dict() if last in place:
+                self._rename(place, error)
+            case NeedsExactlyOne(), list():
+                self._leave_one(place, error)
+            case _:
+                return False
+        return True
+
+    def _rename(self, section: dict[str, object], error: UnknownKey) -> None:
+        """Give what an unknown key holds to the key that was meant, unless the section has both."""
+        around, _, unknown = error.where.rpartition(".")
+        value = section.pop(unknown)
+        if error.nearest is not None and error.nearest not in section:
+            section[error.nearest] = value
+            self.moved[joined(around, error.nearest)] = self.as_written(error.where)
+
+    def _leave_one(self, items: list[object], error: NeedsExactlyOne) -> None:
+        """Leave an item the first of two keys that exclude each other; a new item behind the list's last gets the second."""
+        first, second = error.keys
+        around, number = parent(error.where), len(items)
+        item = self._at(_steps(error.where))
+        assert isinstance(item, dict)  # it was decoded
+        if not item.get(second):
+            item[first] = _stand_in(first, error.where)
+        elif item.get(first):
+            items.append({second: item.pop(second)} | ({"name": _stand_in("name", error.where)} if around == "models" else {}))
+            self.moved[f"{around}[{number}].{second}"] = self.as_written(f"{error.where}.{second}")
+
+    def _replace(self, where: str) -> bool:
+        """Put a stand-in at `where`; remove what is there if none is needed or it is there already. False when nothing changed."""
+        *outer, last = _steps(where)
+        place = self._at(outer)
+        stand_in = _stand_in(last if isinstance(place, dict) else f"{outer[-1]}[]" if outer else "", where)
+        if isinstance(place, dict) and (last in place or last in ("models", "name")):
+            if stand_in is None or place.get(last) == stand_in:
+                return place.pop(last, None) is not None
+            place[last] = stand_in
+            return True
+        if isinstance(place, list) and last.isdecimal() and int(last) < len(place) and stand_in not in (None, place[int(last)]):
+            place[int(last)] = stand_in
+            return True
+        return False
+
+    def _at(self, steps: list[str]) -> object:
+        """What the data holds at the end of `steps`; None when it holds nothing there."""
+        place: object = self.raw
+        for step in steps:
+            if isinstance(place, list):
+                place = place[int(step)] if step.isdecimal() and int(step) < len(place) else None
+            else:
+                place = place.get(step) if isinstance(place, dict) else None
+        return place
+
+
+def parent(where: str) -> str:
+    """The path of the section or list that holds the value at `where`; empty for a key at the top."""
+    return re.sub(r"((^|\.)[^.\[\]]*|\[\d+\])$", "", where)
+
+
+def _steps(where: str) -> list[str]:
+    return [step for step in re.split(r"[.\[\]]+", where) if step]
+
+
+def _stand_in(name: str, where: str) -> object:
+    """A valid value for a key that is required; None for a key that may be left out. `where` makes each name and API key unique."""
+    digest = hashlib.sha256(where.encode()).hexdigest()
+    unique_name = f"stand-in-{digest[-12:]}"
+    model = {"name": unique_name, "engine": {"model": DEFAULT_MODEL}}
+    made: dict[str, object] = {
+        "models": [model],
+        "models[]": model,
+        "name": unique_name,
+        "model": DEFAULT_MODEL,
+        "engine": {"model": DEFAULT_MODEL},
+        "upstream": {"url": "http://127.0.0.1/v1", "model": "stand-in"},
+        "url": "http://127.0.0.1/v1",
+        "key": f"stand-in-{digest}",
+        "sha256": digest,
+        "api_keys[]": {"sha256": digest},
+    }
+    return made.get(name, unique_name if name.endswith("[]") else None)
