@@ -89,7 +89,7 @@ def test_a_second_ctrl_c_is_announced_and_ends_streams_with_an_error_event(tmp_p
     with pytest.raises(ServerFailed, match="shut down before the answer was complete"):
         list(answer)
     assert process.wait(30) == 75
-    assert "draining 1 requests for up to 600 s; Ctrl-C again ends them now" in log.read_text()
+    assert "draining 1 request for up to 600 s; Ctrl-C again ends them now" in log.read_text()
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def write(tmp_path: Path, model_folder: Path) -> Path:
 
 def test_check_says_what_would_be_served(tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check(write(tmp_path, model_folder))
-    assert "ok. 1 model(s) (some-model), 1 replica(s), 127.0.0.1:8000" in capsys.readouterr().out
+    assert "ok. 1 model (some-model), 1 replica, 127.0.0.1:8000" in capsys.readouterr().out
 
 
 def test_show_prints_everything_but_secrets(tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

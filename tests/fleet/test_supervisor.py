@@ -211,7 +211,7 @@ async def test_an_insistent_signal_ends_everything_at_once(start: Start) -> None
     fleet = start(fake={"step_seconds": 0.05}, gateway={"work": "stream", "num_tokens": ENDLESS}, drain_timeout_s=600)
     fleet.hear()
     await signal_until_gone(fleet.process, signal.SIGINT)
-    assert "draining" in fleet.log
+    assert "stopping the gateway, then 1 engine" in fleet.log
     assert await fleet.wait() == 75
     assert not any(is_alive(pid) for pid in fleet.pids.values())
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.exits import CommandExitCode
+from headrace.core.counted import counted
 from headrace.core.errors import ConfigError
 
 config_app = typer.Typer(help="Check, show or begin a configuration file.", no_args_is_help=True, rich_markup_mode=None)
@@ -55,7 +56,8 @@ def check(file: Annotated[Path, typer.Argument(help="YAML file.")]) -> None:
     config = load(file, os.environ)
     replicas = sum(model.num_engines for model in config.models)
     names = ", ".join(model.served_name for model in config.models)
-    print(f"{file}: ok. {len(config.models)} model(s) ({names}), {replicas} replica(s), {config.gateway.host}:{config.gateway.port}")
+    models, engines = counted(len(config.models), "model"), counted(replicas, "replica")
+    print(f"{file}: ok. {models} ({names}), {engines}, {config.gateway.host}:{config.gateway.port}")
 
 
 def leave_if_faulty(file: Path) -> None:
@@ -65,7 +67,7 @@ def leave_if_faulty(file: Path) -> None:
     if found := faults(file, os.environ):
         for fault in found:
             print(fault.message(file), file=sys.stderr)
-        print(f"headrace: {file}: {len(found)} fault{'s' if len(found) > 1 else ''}", file=sys.stderr)
+        print(f"headrace: {file}: {counted(len(found), 'fault')}", file=sys.stderr)
         raise typer.Exit(CommandExitCode.CONFIG)
 
 

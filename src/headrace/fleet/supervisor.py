@@ -15,6 +15,7 @@ from enum import IntEnum
 from functools import partial
 from pathlib import Path
 
+from headrace.core.counted import counted
 from headrace.fleet.config import FleetConfig
 from headrace.fleet.files import ReplicaFiles, run_dir, write_engine_files, write_gateway_file
 from headrace.fleet.keeper import ProcessKeeper
@@ -110,7 +111,7 @@ class Supervisor:
 
     async def _drain(self, gateway: ProcessKeeper, tasks: list[asyncio.Task[None]], stop: StopSignals) -> FleetExit:
         """Gateway first, so that no stream loses its engine while it may still finish."""
-        log.info("draining: no new work, running requests have %g s; a second Ctrl-C ends them now", self._config.drain_timeout_s)
+        log.info("stopping the gateway, then %s", counted(len(self.engines), "engine"))
         gateway.stop()
         left = await _ended(tasks[:1], stop, self._config.drain_timeout_s + GATEWAY_GRACE_S)
         if stop.hard.done() and not left:

@@ -17,6 +17,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from headrace.core.counted import counted
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, Unavailable
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.compose import load_texts, open_gateway, text_workers
@@ -131,14 +132,14 @@ async def drain(open_requests: OpenRequests, timeout_s: float, hard: asyncio.Fut
     with an error: False."""
     open_requests.drain()
     hint = "; Ctrl-C again ends them now" if open_requests.num_open else ""
-    log.info("draining %d requests for up to %g s%s", open_requests.num_open, timeout_s, hint)
+    log.info("draining %s for up to %g s%s", counted(open_requests.num_open, "request"), timeout_s, hint)
     emptied = asyncio.ensure_future(open_requests.wait_empty(timeout_s))
     await first_of(emptied, hard)
     if emptied.done() and emptied.result():
         return True
     emptied.cancel()
     why = "since a second signal came" if hard.done() else f"after {timeout_s:g} s"
-    log.warning("%d requests are cut off, %s", open_requests.num_open, why)
+    log.warning("cut off %s, %s", counted(open_requests.num_open, "request"), why)
     open_requests.cut(Unavailable("This server shut down before the answer was complete; it can be sent again."))
     await open_requests.wait_empty(DRAIN_GRACE_S)
     return False

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
+from headrace.core.counted import counted
 from headrace.lab.metrics import NEEDED_SAMPLES, Distribution, LoadReport
 
 WIDTH = 58
@@ -95,7 +96,7 @@ def notes(report: LoadReport, *, has_shared_prefix: bool) -> Iterator[str]:
 
 def failures(report: LoadReport) -> Iterator[str]:
     """How many requests failed, of what kinds, and what was said of the first one."""
-    yield f"{report.offered - report.finished} of {report.offered} requests failed:"
+    yield f"{report.offered - report.finished} of {counted(report.offered, 'request')} failed:"
     yield from (f"  {count} x {error}" for error, count in sorted(report.errors.items(), key=lambda each: -each[1]))
     yield f"  The first one: {report.first_error}"
 

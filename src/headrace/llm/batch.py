@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from headrace.core.counted import counted
 from headrace.core.errors import EngineFatal
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
@@ -97,7 +98,7 @@ class PromptBatch:
                 has_updates = self._handle_updates(progress)
                 idle = 0 if has_worked or has_updates else idle + 1
                 if idle > MAX_IDLE_TURNS:
-                    raise EngineFatal(f"the engine rests with {len(self._open)} requests open")
+                    raise EngineFatal(f"the engine rests with {counted(len(self._open), 'request')} open")
         finally:
             self._cancel_open()
             progress.close()

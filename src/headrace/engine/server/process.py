@@ -19,6 +19,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Protocol
 
+from headrace.core.counted import counted
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.engine.server.config import ProcessConfig
 from headrace.engine.server.dispatcher import ServedEngine
@@ -169,7 +170,7 @@ async def _until_end(service: EngineService, thread: LoopThread, stop: StopSigna
     if not draining.done() or not draining.result():
         draining.cancel()
         _death(service, thread)
-        log.warning("leaving with %d requests open", service.num_open)
+        log.warning("leaving with %s open", counted(service.num_open, "request"))
         return EngineExitCode.INTERRUPTED
     thread.built.result().stop()
     await asyncio.wait([thread.ended], timeout=JOIN_S)

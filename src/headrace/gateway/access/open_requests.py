@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 from types import TracebackType
 
+from headrace.core.counted import counted
 from headrace.core.errors import HeadraceError, Overloaded, Unavailable
 from headrace.core.ids import RequestId
 
@@ -55,7 +56,7 @@ class OpenRequests:
         if self.is_draining:
             raise Draining("This server is shutting down and takes no new requests.", retry_after_s=5.0)
         if len(self._open) >= self._max_requests:
-            raise Overloaded(f"This server already works on {self._max_requests} requests.", retry_after_s=1.0)
+            raise Overloaded(f"This server already works on {counted(self._max_requests, 'request')}.", retry_after_s=1.0)
         assert request_id not in self._open, "request ids are unique"
         entry = self._open[request_id] = OpenRequest(self, request_id, cut)
         self._empty.clear()

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from headrace.core.counted import counted
 from headrace.core.errors import InvalidRequest
 from headrace.core.plan import wide_columns
 from headrace.core.request import PriorityClass
@@ -126,7 +127,7 @@ def parse_completion(body: dict[str, object], limits: Limits) -> tuple[tuple[Com
         raise InvalidRequest("max_tokens", "at least 1 (0 only with echo)", 0)
     prompts = prompt_list(request.prompt)
     if len(prompts) > limits.max_prompts:
-        raise InvalidRequest("prompt", f"at most {limits.max_prompts} prompts", len(prompts), "Send several requests.")
+        raise InvalidRequest("prompt", f"at most {counted(limits.max_prompts, 'prompt')}", len(prompts), "Send several requests.")
     check_shared(request, limits, num_prompts=len(prompts))
     request.prompt = ""  # it is in `prompts`: a text worker would send a large one back twice
     return (request, prompts), list(ignored)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from headrace.core.counted import counted
 from headrace.core.errors import InvalidRequest
 from headrace.core.request import PriorityClass
 from headrace.core.sampling import check_bound
@@ -184,7 +185,7 @@ def check_shared(request: SamplingFields, limits: Limits, num_prompts: int = 1) 
         raise InvalidRequest("prompt_logprobs", "stream = false beside it", request.prompt_logprobs)
     check_bound("n", request.n)
     if num_prompts * request.n > limits.max_sequences:
-        rule = f"at most {limits.max_sequences} sequences (prompts times n)"
+        rule = f"at most {counted(limits.max_sequences, 'sequence')} (prompts times n)"
         raise InvalidRequest("n", rule, num_prompts * request.n, "Send several requests.")
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
         raise InvalidRequest("cache_salt", f"at most {MAX_CACHE_SALT_CHARS} characters", len(request.cache_salt))
