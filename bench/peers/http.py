@@ -140,7 +140,7 @@ def server_of(engine: str, model: Path, precision: str, envs: Path, threads: int
     if engine == "llama.cpp":
         return llama_cpp(model, precision, envs, threads).server_launch
     start, ready = {
-        "headrace": (("-m", "headrace.cli.main", "serve", "--model"), "/ready"),
+        "headrace": (("-m", "headrace", "serve", "--model"), "/ready"),
         "vllm": (("-m", "vllm.entrypoints.openai.api_server", "--model"), "/health"),
     }[engine]
     launch = launch_of(engine, model, precision, envs, threads)

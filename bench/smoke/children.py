@@ -116,7 +116,7 @@ class Server:
 def server(side: Side, log: Path, *, model: str = SERVED, flags: Sequence[str] = ()) -> Iterator[Server]:
     """`headrace serve` of `model`, which is called SERVED whatever it is."""
     port = free_port()
-    command = [sys.executable, "-P", "-m", "headrace.cli.main", "serve", model, "--served-model-name", SERVED, "--port", str(port), *flags]
+    command = [sys.executable, "-P", "-m", "headrace", "serve", model, "--served-model-name", SERVED, "--port", str(port), *flags]
     began = time.monotonic()
     with running(command, side.environ(), log) as process:
         while not _answers(port):

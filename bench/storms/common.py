@@ -57,7 +57,7 @@ class Served:
 @contextmanager
 def served(*arguments: str, timeout_s: float = 180.0, watch: Path | None = None) -> Iterator[Served]:
     """`headrace serve` of the package that is imported here, on a free port, quiet. watch: see `Served.watch`"""
-    command = [sys.executable, "-P", "-m", "headrace.cli.main", "serve", "--port", "0", *arguments]
+    command = [sys.executable, "-P", "-m", "headrace", "serve", "--port", "0", *arguments]
     environment = {**os.environ, "HEADRACE_GATEWAY__REQUEST_LOG": "off"}
     if watch is not None:
         path = [str(WATCH), str(Path(headrace.__file__).parents[1])]

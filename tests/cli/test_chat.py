@@ -130,7 +130,7 @@ def test_quit_leaves_and_unknown_commands_are_named() -> None:
 
 
 def headrace(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "headrace.cli.main", *arguments]
+    command = [sys.executable, "-m", "headrace", *arguments]
     return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -273,7 +273,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_chats_own_server(tmp_path: Path) -> 
 def test_terminal_prompts_answers_and_leaves_on_interrupt() -> None:
     with scripted_server(["Par", "is"]) as server:
         terminal, inner = pty.openpty()
-        command = [sys.executable, "-m", "headrace.cli.main", "chat", "--url", server.url]
+        command = [sys.executable, "-m", "headrace", "chat", "--url", server.url]
         process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=subprocess.PIPE, start_new_session=True)
         os.close(inner)
         assert "Talking to tiny" in read_until(terminal, "> ")

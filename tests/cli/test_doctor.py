@@ -108,7 +108,7 @@ def test_versions_out_of_range_fail_with_the_command_that_helps(monkeypatch: pyt
 
 def test_doctor_exits_by_its_worst_finding() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "headrace.cli.main", "doctor", "--json", "--port", "0"],
+        [sys.executable, "-m", "headrace", "doctor", "--json", "--port", "0"],
         capture_output=True,
         text=True,
         timeout=120,

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import typer.main
 
+from headrace import __version__
 from headrace.cli.exits import CODES, CommandExitCode, exit_code_of
 from headrace.cli.main import app, main
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, InvalidRequest
@@ -206,3 +208,16 @@ def test_a_benchmark_of_no_prompt_is_refused(headrace: Headrace, command: str, c
     done = headrace("bench", command, "--num-prompts", count)
     assert done.returncode == CommandExitCode.USAGE
     assert f"'--num-prompts': {count} is not in the range" in done.stderr
+
+
+def test_output_that_cannot_be_written_is_refused_before_the_run(headrace: Headrace, tmp_path: Path) -> None:
+    """The server is not asked: nothing listens there, which would be exit code 4."""
+    for file, reason in ((tmp_path / "absent" / "out.json", "there is no folder"), (tmp_path, "is a folder")):
+        done = headrace("bench", "serve", "--url", "http://127.0.0.1:9", "--output-json", str(file))
+        assert (done.returncode, reason in done.stderr) == (2, True), done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_python_m_headrace_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "headrace", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"headrace {__version__}\n"

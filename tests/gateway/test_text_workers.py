@@ -382,7 +382,7 @@ def test_a_wrong_model_folder_is_refused_in_one_line(tmp_path: Path) -> None:
     config = tmp_path / "gateway.json"
     model = {"name": "fox", "folder": str(tmp_path / "none"), "replicas": [{"name": "r0", "address": "unix:/none"}]}
     config.write_text(json.dumps({"models": [model]}), encoding="utf-8")
-    command = [sys.executable, "-m", "headrace.cli.main", "gateway", "--config", str(config)]
+    command = [sys.executable, "-m", "headrace", "gateway", "--config", str(config)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     (line,) = ended.stderr.splitlines()
     assert line.startswith("headrace gateway: ")

@@ -125,6 +125,7 @@ FLOORS: dict[str, Floor] = {
         ("aiohttp",),
     ),
     "headrace.llm": Floor(_ours("core", "text", "policy", "tensor", "engine", "bundled", "fleet.weights"), (), ()),
+    "headrace.__main__": Floor(_ours("cli.main")),
     "headrace.cli": Floor(EVERYTHING, ("typer", "yaml"), ("packaging", "torch")),  # tests/cli: --help imports none
     # the door: exports lazily
     "headrace": Floor((), (), ()),

@@ -19,7 +19,7 @@ import httpx2
 
 PATIENCE_S = 30.0
 ENGINE = (sys.executable, "-m", "headrace.lab.fake_engine")
-GATEWAY = (sys.executable, "-m", "headrace.cli.main", "gateway")
+GATEWAY = (sys.executable, "-m", "headrace", "gateway")
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +14,24 @@ if TYPE_CHECKING:
     from headrace.lab.metrics import LoadRecord
 
 Flag = typer.Option
-Output = Annotated[Path | None, Flag("--output-json", "--result-filename", help="File for all that was measured, raw records included.")]
+
+
+def _writable(file: Path | None) -> Path | None:
+    """The file, if it can be written. Checked before the run, since a run takes long. Raises BadParameter."""
+    if file is None:
+        return None
+    folder = file.parent
+    if not folder.is_dir():
+        raise typer.BadParameter(f"there is no folder {folder}")
+    if file.is_dir() or not os.access(folder, os.W_OK):
+        raise typer.BadParameter(f"{file} is a folder" if file.is_dir() else f"nothing can be written in {folder}")
+    return file
+
+
+Output = Annotated[
+    Path | None,
+    Flag("--output-json", "--result-filename", callback=_writable, help="File for all that was measured, raw records included."),
+]
 AsJson = Annotated[bool, Flag("--json", help="Print JSON instead of a table.")]
 Seed = Annotated[int, Flag("--seed", help="Seed of the prompts and the arrival times.")]
 Bandwidth = Annotated[bool, Flag("--bandwidth/--no-bandwidth", help="Measure read bandwidth too (needs a checkout).")]
