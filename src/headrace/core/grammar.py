@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from headrace.core.errors import InvalidRequest
+from headrace.core.gbnf import is_gbnf, lark_of_gbnf
 
 MAX_GRAMMAR_BYTES = 256 << 10
 """Bytes of one grammar's source in UTF-8. A longer one is refused before it travels to an engine."""
@@ -63,6 +64,12 @@ class Grammar:
         if not choices or not all(choices):
             raise InvalidRequest("choice", "a list of at least one text, none of them empty", list(choices))
         return cls(GrammarKind.LARK, "start: " + " | ".join([json.dumps(choice) for choice in choices]))
+
+    @classmethod
+    def ebnf(cls, source: str, *, field: str = "grammar") -> Grammar:
+        """A grammar in Lark or in GBNF, which is rewritten as Lark. Raises InvalidRequest naming `field`."""
+        given = cls(GrammarKind.LARK, source).checked(field=field)
+        return cls(GrammarKind.LARK, lark_of_gbnf(source, name=field)).checked(field=field) if is_gbnf(source) else given
 
     def checked(self, *, field: str = "grammar") -> Grammar:
         """This value if its size and texts are within bounds. Raises InvalidRequest naming `field`."""
