@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,21 +16,22 @@ import torch
 from headrace.core.ids import SlotId
 from headrace.core.plan import Started
 from headrace.core.sampling import SamplingParams
-from headrace.tensor.kernels import load_backend
-from headrace.tensor.kernels.filters import Draw
-from headrace.tensor.sampling import Purpose, Sampled, Sampler, uniform
+from headrace.tensor.kernels import Backend, load_backend
+from headrace.tensor.kernels.masks import Words, num_words
+from headrace.tensor.sampling import Purpose, RowMasks, Sampled, Sampler, uniform
 
 EOS = (2, 5)
 
 
 @dataclass
 class Row:
-    """One sequence: what it asked for and what it holds so far."""
+    """One sequence: what it asked for and what it holds so far. allowed: the tokens that its grammar allows; None: no grammar."""
 
     params: SamplingParams
     prompt: list[int] = field(default_factory=lambda: [1, 3, 3])
     outputs: list[int] = field(default_factory=list)
     index: int = 0
+    allowed: frozenset[int] | None = None
 
     @property
     def position(self) -> int:
@@ -45,13 +46,28 @@ class Row:
         return float(uniform(seeds, np.array([self.index]), np.array([self.position]), Purpose.SAMPLE)[0])
 
 
-def sample_rows(logits: np.ndarray, rows: Sequence[Row], slots: Sequence[int] | None = None, *, draw: Draw) -> Sampled:
+def words_of(allowed: Collection[int], vocab: int) -> Words:
+    """A mask [num_words(vocab)] that allows these tokens; the bits beyond the vocabulary are set."""
+    words = np.zeros(num_words(vocab), dtype=np.uint32)
+    for token in (*allowed, *range(vocab, 32 * len(words))):
+        words[token // 32] |= np.uint32(1 << token % 32)
+    return words.view(np.int32)
+
+
+def row_masks(rows: Sequence[Row], vocab: int) -> RowMasks:
+    masked = [(i, words_of(row.allowed, vocab)) for i, row in enumerate(rows) if row.allowed is not None]
+    words = np.array([mask for _, mask in masked], dtype=np.int32).reshape(len(masked), num_words(vocab))
+    return RowMasks(np.array([i for i, _ in masked], dtype=np.int64), words)
+
+
+def sample_rows(logits: np.ndarray, rows: Sequence[Row], slots: Sequence[int] | None = None, *, backend: Backend) -> Sampled:
     """One call of a fresh sampler over a copy of the logits [N, V]."""
     places = np.array(range(len(rows)) if slots is None else slots, dtype=np.int64)
-    sampler = Sampler(logits.shape[1], EOS, draw)
+    sampler = Sampler(logits.shape[1], EOS, backend.draw, backend.mask)
     for slot, row in zip(places.tolist(), rows, strict=True):
         sampler.start(row.started(slot))
-    return sampler.sample(torch.from_numpy(logits.astype(np.float32)), places, np.array([row.position for row in rows]))
+    given, positions = torch.from_numpy(logits.astype(np.float32)), np.array([row.position for row in rows])
+    return sampler.sample(given, places, positions, row_masks(rows, logits.shape[1]))
 
 
 def slow_choice(logits: Sequence[float], row: Row) -> int:
@@ -60,13 +76,15 @@ def slow_choice(logits: Sequence[float], row: Row) -> int:
     x = [float(value) for value in logits]
     for token, bias in p.logit_bias.items():
         x[token] += bias
-    if len(row.outputs) < p.min_tokens:
-        for token in (*p.stop_token_ids, *(() if p.ignore_eos else EOS)):
-            x[token] = -math.inf
     for token in {*row.prompt, *row.outputs}:
         x[token] = x[token] / p.repetition_penalty if x[token] > 0 else x[token] * p.repetition_penalty
     for token, count in seen.items():
         x[token] -= p.frequency_penalty * count + p.presence_penalty
+    if row.allowed is not None:
+        x = [value if token in row.allowed else -math.inf for token, value in enumerate(x)]
+    ends = {*p.stop_token_ids, *(() if p.ignore_eos else EOS)}
+    if len(row.outputs) < p.min_tokens and any(value > -math.inf for token, value in enumerate(x) if token not in ends):
+        x = [-math.inf if token in ends else value for token, value in enumerate(x)]
     order = sorted(range(len(x)), key=lambda token: (-x[token], token))
     if p.temperature < 1e-5:
         return order[0]
@@ -102,7 +120,7 @@ def make_row() -> type[Row]:
 def sample(request: pytest.FixtureRequest) -> Callable[..., Sampled]:
     if request.param == "numba":
         pytest.importorskip("numba")
-    return partial(sample_rows, draw=load_backend(request.param).draw)
+    return partial(sample_rows, backend=load_backend(request.param))
 
 
 @pytest.fixture

@@ -49,17 +49,24 @@ def mixed_params(seed: int) -> list[SamplingParams]:
     return [SamplingParams(seed=seed * 1000 + i, **changes).checked(vocab_size=VOCAB) for i, changes in enumerate(given)]
 
 
-def mixed_rows(make_row: Any, seed: int) -> list[Any]:
+def mixed_rows(make_row: Any, seed: int, *, masked: bool = False) -> list[Any]:
+    """masked: two of three rows have a grammar, which allows one token, a few, or most."""
     rng = np.random.default_rng(seed)
-    return [
+    rows = [
         make_row(params, prompt=rng.integers(0, VOCAB, 20).tolist(), outputs=rng.integers(0, VOCAB, 4).tolist(), index=i % 3)
         for i, params in enumerate(mixed_params(seed))
     ]
+    for i, row in enumerate(rows):
+        if masked and i % 3:
+            num_allowed = (1, 9, 600)[(i + seed) % 3]
+            row.allowed = frozenset(rng.choice(VOCAB, num_allowed, replace=False).tolist())
+    return rows
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("seed", range(5))
-def test_every_row_is_what_the_slow_choice_gives(make_row: Any, sample: Sample, slow: Callable[..., int], seed: int) -> None:
-    rows = mixed_rows(make_row, seed)
+def test_every_row_is_what_the_slow_choice_gives(make_row: Any, sample: Sample, slow: Callable[..., int], seed: int, masked: bool) -> None:
+    rows = mixed_rows(make_row, seed, masked=masked)
     logits = np.random.default_rng(100 + seed).normal(0, 3, (len(rows), VOCAB)).astype(np.float32)
     assert sample(logits, rows).token_ids.tolist() == [slow(logits[i], row) for i, row in enumerate(rows)]
 
@@ -67,7 +74,7 @@ def test_every_row_is_what_the_slow_choice_gives(make_row: Any, sample: Sample, 
 @pytest.mark.parametrize("seed", range(4))
 def test_coarse_logits_with_many_ties_follow_the_slow_choice(make_row: Any, sample: Sample, slow: Callable[..., int], seed: int) -> None:
     """bfloat16 logits tie often: equal weights are ranked by id, so top_k keeps exactly k."""
-    rows = mixed_rows(make_row, seed)
+    rows = mixed_rows(make_row, seed, masked=seed > 1)
     logits = np.round(np.random.default_rng(200 + seed).normal(0, 2, (len(rows), VOCAB))).astype(np.float32)
     assert sample(logits, rows).token_ids.tolist() == [slow(logits[i], row) for i, row in enumerate(rows)]
 

@@ -4,6 +4,7 @@ Kernels         the operations of a transformer block; a new backend has to writ
 WeightPacking   prepares weights for products, once, and stores them on disk; `plain_packing` does it with torch alone
 StepExecutor    runs a step's kernels later than they are called; optional
 draw            draws random tokens on the host; optional, `filters.draw` is the plain one
+mask            applies grammar masks on the host; optional, `masks.apply_masks` is the plain one
 
 `reference` is plain torch and defines every result; `cpu` is Numba and a library GEMM. A model is given a `Backend` and never asks which
 one. Shape letters: see `tensor.batch`; E hidden size, F feed-forward size, V vocabulary. Implementations are compared with `reference`
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from headrace.tensor.host.cpu_features import CpuFeatures, read_cpu_features
 from headrace.tensor.kernels.filters import Draw, draw
+from headrace.tensor.kernels.masks import ApplyMasks, apply_masks
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
 
 
@@ -208,6 +210,7 @@ class Backend:
     """What one engine computes with. A new backend brings `kernels`; `plain_packing.PACKING` and the defaults serve for the rest.
 
     draw      one random token per row, on the host and at once; the plain one sorts, which is slow where vocabularies are large
+    mask      grammar masks on rows of logits, on the host and at once; its results equal the plain one's to the bit
     numerics  what the bits of its results depend on beside source, versions and thread count, in words; "": nothing
     """
 
@@ -216,6 +219,7 @@ class Backend:
     packing: WeightPacking
     executor: StepExecutor | None = None
     draw: Draw = draw
+    mask: ApplyMasks = apply_masks
     numerics: str = ""
 
 

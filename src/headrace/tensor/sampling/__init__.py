@@ -2,12 +2,12 @@
 
 Read `sampler` first: it holds the per-slot parameters and documents the order in which they act. `penalties` counts tokens, `philox`
 makes random numbers, `logprobs` computes log-probabilities; `kernels.filters` turns logits into one token per row. Everything is numpy on
-the host: rows are processed in chunks that stay in the cache, and no row depends on another. Kernels may do the most expensive part, the
-filters of random rows, instead (`kernels.cpu.draw`).
+the host: rows are processed in chunks that stay in the cache, and no row depends on another. Kernels may do the most expensive parts, the
+filters of random rows and grammar masks, instead (`kernels.cpu.draw`, `kernels.cpu.mask`).
 """
 
 from headrace.tensor.sampling.logprobs import prompt_logprobs, top_tokens
 from headrace.tensor.sampling.philox import Purpose, uniform
-from headrace.tensor.sampling.sampler import Sampled, Sampler
+from headrace.tensor.sampling.sampler import RowMasks, Sampled, Sampler
 
-__all__ = ["Purpose", "Sampled", "Sampler", "prompt_logprobs", "top_tokens", "uniform"]
+__all__ = ["Purpose", "RowMasks", "Sampled", "Sampler", "prompt_logprobs", "top_tokens", "uniform"]

@@ -4,9 +4,10 @@ Order, per row (vLLM's, except that min_p comes last, as in transformers):
   1. the model's raw logits in float32; log-probabilities, if asked, are taken from these
   2. logit_bias is added
   3. repetition penalty over prompt and output, then frequency and presence over output
-  4. before min_tokens, end tokens (unless ignore_eos) and stop_token_ids are masked
-  5. greedy rows take the best logit, lowest id first; other rows are filtered: temperature, top_k, top_p, min_p (`kernels.filters`)
-  6. one uniform number per row, keyed by (seed, sequence index, position), picks the token
+  4. what the row's grammar forbids is masked
+  5. before min_tokens, end tokens (unless ignore_eos) and stop_token_ids are masked, as long as another token is left
+  6. greedy rows take the best logit, lowest id first; other rows are filtered: temperature, top_k, top_p, min_p (`kernels.filters`)
+  7. one uniform number per row, keyed by (seed, sequence index, position), picks the token
 Masking after the penalties equals masking before them, as vLLM does: no penalty brings minus infinity back.
 
 `sample` changes no state; `commit` records the chosen tokens. A step that fails in between can therefore be repeated.
@@ -24,6 +25,7 @@ from torch import Tensor
 from headrace.core.plan import NO_LOGPROBS, LogprobColumns, Started
 from headrace.core.sampling import SamplingParams
 from headrace.tensor.kernels.filters import Draw, FilterLimits, Floats, Ints
+from headrace.tensor.kernels.masks import ApplyMasks, Words, apply_masks, best_tokens
 from headrace.tensor.sampling.logprobs import not_asked, scattered, token_logprobs
 from headrace.tensor.sampling.penalties import TokenCounts
 from headrace.tensor.sampling.philox import Purpose, uniform
@@ -32,6 +34,27 @@ _CHUNK_ELEMENTS = 1 << 20
 """Logits processed at a time, 4 MiB of float32: the passes over a chunk stay in a cache, and several threads still have rows each."""
 
 NOT_A_DISTRIBUTION = "the model produced NaN or infinite logits for this sequence"
+
+
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """Grammar masks: rows [M] of the N sampled, ascending; words [M, ceil(V / 32)], see `kernels.masks`."""
+
+    rows: Ints
+    words: Words
+
+    def within(self, rows: slice) -> RowMasks:
+        """The masks of neighbouring rows, numbered from the first of these."""
+        first, last = np.searchsorted(self.rows, (rows.start, rows.stop))
+        return RowMasks(self.rows[first:last] - rows.start, self.words[first:last])
+
+    def where(self, is_kept: NDArray[np.bool_]) -> RowMasks:
+        """The masks of some of the rows; is_kept [N]."""
+        kept = is_kept[self.rows]
+        return self if kept.all() else RowMasks(self.rows[kept], self.words[kept])
+
+
+NO_MASKS = RowMasks(np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +100,7 @@ class _Columns:
 
 
 class _Edits:
-    """One sequence's changes to its logits before a token is chosen: bias, penalties, masked end tokens."""
+    """One sequence's changes to its logits before a token is chosen: bias, penalties, end tokens masked before min_tokens."""
 
     def __init__(self, started: Started, eos_token_ids: frozenset[int]) -> None:
         params, prompt = started.params, started.num_prompt_tokens
@@ -88,23 +111,33 @@ class _Edits:
         ids = started.token_ids
         self.counts = TokenCounts(params, ids[:prompt], ids[prompt:]) if params.has_penalties else None
 
-    def apply(self, logits: Floats, position: int) -> None:
-        """Change one row [V] in place; position is that of the token being chosen."""
+    def apply(self, logits: Floats) -> None:
+        """Add the bias to one row [V] and penalise it, in place."""
         logits[self._bias_ids] += self._bias
         if self.counts is not None:
             self.counts.apply(logits)
+
+    def mask_ends(self, logits: Floats, position: int) -> None:
+        """Before min_tokens, mask the end tokens of one row [V] in place, unless nothing else is left: a grammar may be at its end.
+
+        position  of the token being chosen
+        """
         if position < self._ends_allowed_from:
+            ends = logits[self._end_ids]
             logits[self._end_ids] = -np.inf
+            if logits.max() == -np.inf:
+                logits[self._end_ids] = ends
 
 
 class Sampler:
     """Parameters of every slot, and the choice of tokens. One thread at a time.
 
     draw  chooses the tokens of random rows: the backend's function, or the plain `kernels.filters.draw`
+    mask  applies grammar masks: the backend's function, or the plain one
     """
 
-    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], draw: Draw) -> None:
-        self._vocab_size, self._eos_token_ids, self._draw = vocab_size, frozenset(eos_token_ids), draw
+    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], draw: Draw, mask: ApplyMasks = apply_masks) -> None:
+        self._vocab_size, self._eos_token_ids, self._draw, self._mask = vocab_size, frozenset(eos_token_ids), draw, mask
         self._columns = _Columns()
         self._edits: dict[int, _Edits] = {}
 
@@ -133,13 +166,14 @@ class Sampler:
             if counts is not None:
                 counts.add(int(token_ids[row]))
 
-    def sample(self, logits: Tensor, slots: Ints, positions: Ints) -> Sampled:
+    def sample(self, logits: Tensor, slots: Ints, positions: Ints, masks: RowMasks = NO_MASKS) -> Sampled:
         """Choose one token per row.
 
         logits     [N, V], any float type and device; CONSUMED: a float32 host tensor is changed in place
         slots      [N]
         positions  [N] absolute position of the token being chosen
-        A row whose logits hold NaN or +inf, or nothing finite, fails alone.
+        masks      of the rows with a grammar
+        A row whose logits hold NaN or +inf, or nothing finite among what its mask allows, fails alone.
         """
         host = logits.detach().float().cpu().numpy()
         token_ids = np.full(len(slots), -1, dtype=np.int64)
@@ -148,22 +182,27 @@ class Sampler:
         with np.errstate(all="ignore"):
             for begin in range(0, len(slots), size):
                 rows = slice(begin, begin + size)
-                token_ids[rows], found = self._sample_chunk(host[rows], slots[rows], positions[rows])
+                token_ids[rows], found = self._sample_chunk(host[rows], slots[rows], positions[rows], masks.within(rows))
                 logprobs.extend(found)
         return Sampled(token_ids, token_ids < 0, logprobs if any(logprobs.ranks) else NO_LOGPROBS)
 
-    def _sample_chunk(self, logits: Floats, slots: Ints, positions: Ints) -> tuple[Ints, LogprobColumns]:
+    def _sample_chunk(self, logits: Floats, slots: Ints, positions: Ints, masks: RowMasks) -> tuple[Ints, LogprobColumns]:
         columns = self._columns
-        best, peak = _best(logits)
+        best, peak = best_tokens(logits)
         good = np.isfinite(peak)
         asked = np.flatnonzero(good & (columns.num_top[slots] >= 0))
         raw = logits[asked]
         edited = np.flatnonzero(good & columns.edited[slots])
+        for row in edited:
+            self._edits[int(slots[row])].apply(logits[row])
+        masked = masks.where(good)
+        if len(masked.rows):
+            best[masked.rows], peak[masked.rows] = self._mask(logits, masked.rows, masked.words)
         if len(edited):
             for row in edited:
-                self._edits[int(slots[row])].apply(logits[row], int(positions[row]))
-            best[edited], peak[edited] = _best(logits[edited])
-            good &= np.isfinite(peak)
+                self._edits[int(slots[row])].mask_ends(logits[row], int(positions[row]))
+            best[edited], peak[edited] = best_tokens(logits[edited])
+        good = np.isfinite(peak)
         token_ids = np.where(good, best, -1)
         random = np.flatnonzero(good & ~columns.greedy[slots])
         if len(random):
@@ -184,9 +223,3 @@ class Sampler:
         good = token_ids[asked] >= 0
         asked = asked[good]
         return scattered(token_logprobs(raw[good], token_ids[asked], self._columns.num_top[slots[asked]]), asked, len(token_ids))
-
-
-def _best(logits: Floats) -> tuple[Ints, Floats]:
-    """Each row's best id and its logit. NaN wins, so an unusable row shows in its peak."""
-    best = logits.argmax(axis=1)
-    return best, np.take_along_axis(logits, best[:, None], axis=1)[:, 0]

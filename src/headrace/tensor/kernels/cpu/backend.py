@@ -19,7 +19,7 @@ from torch import Tensor
 from headrace.core.errors import ConfigError
 from headrace.tensor.host.cpu_features import CpuFeatures, LinearPath, linear_path, read_cpu_features
 from headrace.tensor.kernels import Backend, Kernels, Linear, PackedLinear
-from headrace.tensor.kernels.cpu import cache_write, draw, elementwise
+from headrace.tensor.kernels.cpu import cache_write, draw, elementwise, mask
 from headrace.tensor.kernels.cpu.attention import paged as attention
 from headrace.tensor.kernels.cpu.integer import packing as integer_packing
 from headrace.tensor.kernels.cpu.integer import quantized
@@ -37,6 +37,7 @@ from headrace.tensor.kernels.cpu.launch_list import (
 from headrace.tensor.kernels.cpu.linear import OneDnnLinear, StripLinear, onednn_takes
 from headrace.tensor.kernels.cpu.packing import DEPTH, can_strip
 from headrace.tensor.kernels.filters import Doubles, FilterLimits, Floats, Ints
+from headrace.tensor.kernels.masks import Words
 from headrace.tensor.kernels.plain_packing import PACKING as PLAIN_PACKING
 from headrace.tensor.kernels.reference import KERNELS as REFERENCE
 from headrace.tensor.kernels.rounding import Precision, RoundedWeight
@@ -233,6 +234,13 @@ def draw_tokens(logits: Floats, peak: Floats, u: Doubles, limits: FilterLimits) 
     return tokens
 
 
+def mask_logits(logits: Floats, rows: Ints, masks: Words) -> tuple[Ints, Floats]:
+    """See `Backend.mask`. Pending launches, this one included, have run when it returns."""
+    best = mask.apply_masks(logits, rows, masks)
+    run_pending()
+    return best
+
+
 KERNELS = NumbaKernels(deterministic=False)
 DETERMINISTIC = NumbaKernels(deterministic=True)
 EXECUTOR = NumbaExecutor()
@@ -248,4 +256,12 @@ def compiled_numerics() -> str:
 
 def make_backend(*, deterministic: bool, features: CpuFeatures) -> Backend:
     kernels, packing = DETERMINISTIC if deterministic else KERNELS, NumbaPacking(deterministic=deterministic, features=features)
-    return Backend(name="numba", kernels=kernels, packing=packing, executor=EXECUTOR, draw=draw_tokens, numerics=compiled_numerics())
+    return Backend(
+        name="numba",
+        kernels=kernels,
+        packing=packing,
+        executor=EXECUTOR,
+        draw=draw_tokens,
+        mask=mask_logits,
+        numerics=compiled_numerics(),
+    )
