@@ -104,6 +104,11 @@ def test_a_wrong_block_table_is_caught() -> None:
         FakeRunner(SMALL).submit(plan_for((1, 2, 3, 4, 5, 6), [1, 1]))
 
 
+def test_a_row_with_a_grammar_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="mask_slots"):
+        FakeRunner(SMALL).submit(replace(plan_for((1, 2, 3), [1]), mask_slots=int_column([0])))
+
+
 def test_a_step_takes_its_time_and_closing_the_runner_ends_the_wait() -> None:
     runner = FakeRunner(replace(SMALL, stall_after_steps=1, stall_seconds=3600))
     ticket = runner.submit(plan_for((1, 2, 3), [1]))

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plain_matchers import Language
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from headrace.core.grammar import Grammar
 from headrace.core.ids import SlotId
 from headrace.core.plan import SYNCHRONOUS, Plan, Result, Started
 from headrace.core.sampling import SamplingParams
 from headrace.engine.runner import Model, ModelRunner
+from headrace.engine.runner_masks import Matchers
 from headrace.tensor.batch import allocate_kv
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.kernels.filters import draw
@@ -93,11 +96,12 @@ class DenseLlama:
             hidden = hidden + gated @ w[f"{at}mlp.down_proj.weight"].T
         return F.linear(self._norm(hidden, w["model.norm.weight"]), w["lm_head.weight"])
 
-    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The plain loop: `count` tokens after the prompt."""
+    def greedy(self, prompt: Sequence[int], count: int, language: Language = lambda outputs: range(VOCAB)) -> list[int]:
+        """The plain loop: `count` tokens after the prompt, each the best of what `language` allows after those before."""
         ids = list(prompt)
         for _ in range(count):
-            ids.append(int(self.logits(ids)[-1].argmax()))
+            logits = self.logits(ids)[-1]
+            ids.append(max(sorted(language(ids[len(prompt) :])), key=lambda token: float(logits[token])))
         return ids[len(prompt) :]
 
     @staticmethod
@@ -119,11 +123,19 @@ def load_decoder(folder: Path) -> DecoderModel:
 
 
 def make_runner(
-    decoder: DecoderModel, *, model: Model | None = None, block_size: int = 4, num_blocks: int = 64, slots: int = 8
+    decoder: DecoderModel,
+    *,
+    model: Model | None = None,
+    block_size: int = 4,
+    num_blocks: int = 64,
+    slots: int = 8,
+    matchers: Matchers | None = None,
 ) -> ModelRunner:
     """A runner over the decoder's KV shapes; `model` may stand in front of it."""
     kv = allocate_kv(decoder.kv_shapes, decoder.group_of, (num_blocks,), block_size, torch.float32, "cpu")
-    return ModelRunner(model or decoder, kv, max_num_seqs=slots, max_model_len=CONTEXT, draw=draw, eos_token_ids=(2,))
+    return ModelRunner(
+        model or decoder, kv, max_num_seqs=slots, max_model_len=CONTEXT, draw=draw, eos_token_ids=(2,), matchers=matchers
+    )  # fmt: skip
 
 
 @dataclass
@@ -134,15 +146,26 @@ class Planner:
     next_block: int = 1
     step_id: int = 0
     blocks: dict[int, list[int]] = field(default_factory=dict)
+    grammars: dict[int, Grammar] = field(default_factory=dict)
     _started: list[Started] = field(default_factory=list)
     _ended: list[int] = field(default_factory=list)
     _tables: list[tuple[int, int, int]] = field(default_factory=list)
     _moves: list[tuple[int, int]] = field(default_factory=list)
 
     def start(
-        self, slot: int, prompt: Sequence[int], params: SamplingParams = GREEDY, *, outputs: Sequence[int] = (), index: int = 0
+        self,
+        slot: int,
+        prompt: Sequence[int],
+        params: SamplingParams = GREEDY,
+        *,
+        outputs: Sequence[int] = (),
+        index: int = 0,
+        grammar: Grammar | None = None,
     ) -> None:
-        self._started.append(Started(SlotId(slot), array("i", [*prompt, *outputs]), len(prompt), params, index))
+        self._started.append(Started(SlotId(slot), array("i", [*prompt, *outputs]), len(prompt), params, index, grammar))
+        self.grammars.pop(slot, None)
+        if grammar is not None:
+            self.grammars[slot] = grammar
         self.blocks[slot] = []
 
     def end(self, slot: int) -> None:
@@ -182,7 +205,7 @@ class Planner:
             counts=columns[2],
             samples=columns[3],
             adapter_slots=array("i", [0] * len(rows)),
-            mask_slots=array("i", [-1] * len(rows)),
+            mask_slots=array("i", [row[0] if row[0] in self.grammars else -1 for row in rows]),
             table_groups=array("i", [0] * len(self._tables)),
             table_slots=array("i", [entry[0] for entry in self._tables]),
             table_indices=array("i", [entry[1] for entry in self._tables]),

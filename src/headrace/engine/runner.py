@@ -2,7 +2,7 @@
 
 `ModelRunner` computes inside `submit`. `runner_overlapped` wraps a `ModelRunner` and computes on a thread of its own, so that the loop can
 make the next plan meanwhile. Both call the same `execute`, in the order of submission, on one thread, so nothing here is locked. A plan's
-columns become tensors in `runner_batch`; what is remembered between steps is in `runner_slots`.
+columns become tensors in `runner_batch`; what is remembered between steps is in `runner_slots`; grammars act in `runner_masks`.
 
 After a step that raised, its state changes (ended, started, block tables, moves) may be applied and its tokens are not. Repeating its KV
 writes is harmless. A later plan that counted on the step's tokens raises `UnknownToken`. A later plan that succeeded all the same, and is
@@ -12,6 +12,7 @@ then planned again, is rewound first, so that no token is counted twice.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,10 +33,12 @@ from headrace.engine.runner_batch import (
     refuse_moves_but_copies,
     select_tokens,
 )
+from headrace.engine.runner_masks import Matchers, NoMatchers, StepMasks
 from headrace.engine.runner_slots import Ints, SlotState, column
 from headrace.tensor.batch import ForwardBatch, KvCache
 from headrace.tensor.kernels.filters import Draw
-from headrace.tensor.sampling import Sampled, Sampler, prompt_logprobs
+from headrace.tensor.kernels.masks import ApplyMasks, apply_masks
+from headrace.tensor.sampling import RowMasks, Sampled, Sampler, prompt_logprobs
 from headrace.tensor.sampling.sampler import NOT_A_DISTRIBUTION
 
 _PROMPT_LOGITS = 1 << 23
@@ -84,6 +87,8 @@ class ModelRunner:
     max_num_seqs   number of slots, numbered from 0
     max_model_len  tokens of the longest sequence, prompt and output together
     draw           chooses the tokens of rows that are not greedy
+    mask           applies grammar masks
+    matchers       follow the grammars of sequences that have one; None: such a sequence is refused
     """
 
     def __init__(
@@ -94,12 +99,15 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         draw: Draw,
+        mask: ApplyMasks = apply_masks,
+        matchers: Matchers | None = None,
         eos_token_ids: tuple[int, ...] = (),
         device: str = "cpu",
     ) -> None:
         self.model, self.kv, self._device = model, kv, device
         self._state = SlotState(max_num_seqs, max_model_len, len(kv.pools), kv.block_size)
-        self._sampler = Sampler(model.vocab_size, eos_token_ids, draw)
+        self._sampler = Sampler(model.vocab_size, eos_token_ids, draw, mask)
+        self._matchers = matchers or NoMatchers()
 
     def submit(self, plan: Plan) -> CompletedStep:
         """Compute the plan now. Never raises: the ticket's `result` raises what the step raised."""
@@ -109,7 +117,8 @@ class ModelRunner:
             return CompletedStep(error)
 
     def close(self) -> None:
-        """Does nothing: the garbage collector frees all that this runner holds."""
+        """End the threads of the matchers. The garbage collector frees the rest."""
+        self._matchers.close()
 
     def execute(self, plan: Plan) -> Result:
         """Apply the plan's changes, compute its rows, remember the sampled tokens.
@@ -133,9 +142,12 @@ class ModelRunner:
         ended = column(plan.ended)
         self._state.end(ended)
         self._sampler.end(ended.tolist())
+        self._matchers.end(ended.tolist())
         for started in plan.started:
             self._state.start(started)
             self._sampler.start(started)
+            if started.grammar is not None:
+                self._matchers.start(started)
         self._state.write_tables(plan)
         for group, source, target in zip(plan.move_groups, plan.move_sources, plan.move_targets, strict=True):
             self.kv.copy_block(group, source, target)
@@ -148,15 +160,19 @@ class ModelRunner:
         logprob_counts = count_prompt_logprobs(rows, self._state)
         selected = select_tokens(rows, logprob_counts)
         ids, batch = build_batch(rows, self._state, self._device, selected)
+        failpoint("runner.masks")
+        masks = StepMasks.begin(self._matchers, rows.slots, rows.mask_slots, sampling)
         failpoint("runner.forward")
         hidden = self.model.forward(ids, batch, self.kv)
         failed = {int(row) for row in np.flatnonzero(self._state.failed[rows.slots])}
         prompts = self._prompt_logprobs(rows, logprob_counts, selected, hidden)
-        sampled = self._sample(rows, sampling, selected, hidden)
+        row_masks, unmasked = masks.wait()
+        sampled = self._sample(rows, sampling, selected, hidden, row_masks)
         failed |= prompts.failed | {int(row) for row in sampling[sampled.failed]}
+        errors = dict.fromkeys(failed, NOT_A_DISTRIBUTION) | unmasked
         failpoint("runner.commit")
-        self._commit(rows, sampling, sampled, failed)
-        return _result(plan, sampling, sampled, prompts, failed)
+        self._commit(rows, sampling, sampled, masks, errors)
+        return _result(plan, sampling, sampled, prompts, errors)
 
     def _rewind(self, rows: Rows, sampling: Ints) -> None:
         """Forget tokens of a plan that was rolled back. A row that samples at a position whose token is known shows that one was."""
@@ -165,9 +181,11 @@ class ModelRunner:
             slot = int(rows.slots[row])
             stale = state.token_ids[slot, ends[row] : state.known[slot]]
             self._sampler.retract(slot, stale.tolist())
+            if rows.mask_slots[row] >= 0:
+                self._matchers.retract(slot, len(stale))
             state.known[slot] = ends[row]
 
-    def _sample(self, rows: Rows, sampling: Ints, selected: Selection, hidden: Tensor) -> Sampled:
+    def _sample(self, rows: Rows, sampling: Ints, selected: Selection, hidden: Tensor, masks: RowMasks) -> Sampled:
         """A token for each row in `sampling` [S], sampled from the logits of the row's last position."""
         if not len(sampling):
             return Sampled(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_), NO_LOGPROBS)
@@ -175,7 +193,7 @@ class ModelRunner:
         failpoint("runner.logits")
         logits = self.model.logits(hidden if len(last) == len(hidden) else hidden[last])
         failpoint("runner.sample")
-        return self._sampler.sample(logits, rows.slots[sampling], rows.ends[sampling])
+        return self._sampler.sample(logits, rows.slots[sampling], rows.ends[sampling], masks)
 
     def _prompt_logprobs(self, rows: Rows, logprob_counts: Ints, selected: Selection, hidden: Tensor) -> PromptLogprobColumns:
         """Log-probabilities of the prompt tokens computed in this step, for the rows that asked for them.
@@ -214,21 +232,22 @@ class ModelRunner:
             collected.extend(found)
         return collected
 
-    def _commit(self, rows: Rows, sampling: Ints, sampled: Sampled, failed: set[int]) -> None:
+    def _commit(self, rows: Rows, sampling: Ints, sampled: Sampled, masks: StepMasks, errors: Mapping[int, str]) -> None:
         """Point 6 of `core.plan`: record the sampled tokens. After this the step counts as done."""
-        good = np.array([row not in failed for row in sampling.tolist()], dtype=np.bool_)
+        good = np.array([row not in errors for row in sampling.tolist()], dtype=np.bool_)
         slots, positions = rows.slots[sampling[good]], rows.ends[sampling[good]]
         self._state.append(slots, positions, sampled.token_ids[good])
         self._sampler.commit(slots, sampled.token_ids[good])
-        self._state.failed[rows.slots[list(failed)]] = True
+        masks.commit(sampled.token_ids, good)
+        self._state.failed[rows.slots[list(errors)]] = True
 
 
-def _result(plan: Plan, sampling: Ints, sampled: Sampled, prompts: PromptLogprobColumns, failed: set[int]) -> Result:
+def _result(plan: Plan, sampling: Ints, sampled: Sampled, prompts: PromptLogprobColumns, errors: Mapping[int, str]) -> Result:
     counts = array("i", bytes(4 * plan.num_rows))
     token_ids = array("i")
     kept: list[int] = []
     for place, (row, token_id) in enumerate(zip(sampling.tolist(), sampled.token_ids.tolist(), strict=True)):
-        if row not in failed:
+        if row not in errors:
             counts[row] = 1
             token_ids.append(token_id)
             kept.append(place)
@@ -240,5 +259,5 @@ def _result(plan: Plan, sampling: Ints, sampled: Sampled, prompts: PromptLogprob
         prompt_rows=prompts.rows,
         prompt_counts=prompts.counts,
         prompt_logprobs=prompts.logprobs,
-        errors=tuple((row, NOT_A_DISTRIBUTION) for row in sorted(failed)),
+        errors=tuple(sorted(errors.items())),
     )

@@ -1,6 +1,6 @@
 """Turns a plan's columns into the tensors of one forward pass. Index arithmetic over whole columns: no Python per row or token.
 
-What a plan may ask for and this runner cannot do (adapters, grammar masks, drafts, moves other than copies) is refused here by name.
+What a plan may ask for and this runner cannot do (adapters, drafts, moves other than copies) is refused here by name.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Rows:
     starts: Ints
     counts: Ints
     samples: Ints
+    mask_slots: Ints
     row_starts: Ints
 
     @property
@@ -38,15 +39,14 @@ class Rows:
 
 
 def read_rows(plan: Plan) -> Rows:
-    """The plan's row columns. Raises ValueError for adapters or grammar masks, which this runner does not have."""
+    """The plan's row columns. Raises ValueError for adapters, which this runner does not have."""
     slots, starts, counts, samples = (column(values) for values in (plan.slots, plan.starts, plan.counts, plan.samples))
+    mask_slots = column(plan.mask_slots) if plan.mask_slots else np.full(len(slots), -1)
     if any(plan.adapter_slots):
         raise ValueError("adapter_slots: this runner holds no adapters; every row must say 0")
-    if (column(plan.mask_slots) >= 0).any():
-        raise ValueError("mask_slots: this runner holds no grammar masks; every row must say -1")
     row_starts = np.zeros(len(slots) + 1, dtype=np.int64)
     np.cumsum(counts, out=row_starts[1:])
-    return Rows(slots, starts, counts, samples, row_starts)
+    return Rows(slots, starts, counts, samples, mask_slots, row_starts)
 
 
 def refuse_moves_but_copies(plan: Plan) -> None:

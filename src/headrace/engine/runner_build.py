@@ -27,6 +27,7 @@ from headrace.engine.kv_sizing import KvMemoryBudget, KvSizing, activation_bytes
 from headrace.engine.memory import Available, read_available
 from headrace.engine.runner import ModelRunner
 from headrace.engine.runner_compiling import log_compiling
+from headrace.engine.runner_masks import load_mask_kernel
 from headrace.engine.runner_overlapped import OverlappedRunner
 from headrace.engine.warmup import warm_up
 from headrace.tensor.batch import KvCache, allocate_kv, stored_as
@@ -76,6 +77,7 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
         kv = allocate_kv(loaded.model.kv_shapes, loaded.model.group_of, sizing.num_blocks, config.block_size, kv_dtype, config.device)
         runner = _make_runner(config, loaded, sizing, kv, choices.backend)
         try:
+            load_mask_kernel(choices.backend.mask)
             seconds = warm_up(runner, config, max_model_len=sizing.max_model_len, vocab_size=loaded.vocab_size)
         except BaseException:
             runner.close()
@@ -265,6 +267,7 @@ def _make_runner(
         eos_token_ids=loaded.eos_token_ids,
         device=config.device,
         draw=backend.draw,
+        mask=backend.mask,
     )
     return OverlappedRunner(runner) if config.depth > 1 else runner
 

@@ -4,7 +4,8 @@ What it computes is `fake_token`, a pure function of the sequence's seed, its in
 write down the whole answer (`fake_answer`), and a preempted, resumed or re-planned sequence must give the same one. With `verify` it also
 keeps a paged memory of token ids: every row is read back through its block table and compared, which catches a wrong slot, table or move.
 
-It is not a model: temperature and penalties change nothing, logprobs are made up (descending, the chosen token first).
+It is not a model: temperature and penalties change nothing, logprobs are made up (descending, the chosen token first), and a row with a
+grammar is refused.
 """
 
 from __future__ import annotations
@@ -191,6 +192,8 @@ class FakeRunner:
         return self.options.step_seconds + self.options.token_seconds * plan.num_tokens
 
     def _compute(self, plan: Plan) -> Result:
+        if any(mask_slot >= 0 for mask_slot in plan.mask_slots):
+            raise ValueError("mask_slots: the fake runner follows no grammars; every row must say -1")
         self._apply(plan)
         counts, token_ids = int_column(), int_column()
         prompt_rows, prompt_counts = int_column(), int_column()

@@ -245,7 +245,7 @@ def test_moves_this_runner_cannot_make_are_refused_with_nothing_applied(decoder:
     assert row_tokens(run(runner, plan)) == [dense.greedy([4, 5], 1)]
 
 
-@pytest.mark.parametrize(("column", "value"), [("adapter_slots", 1), ("mask_slots", 0)])
+@pytest.mark.parametrize(("column", "value"), [("adapter_slots", 1), ("mask_slots", 0), ("mask_slots", 3)])
 def test_what_this_runner_does_not_have_is_refused_by_name(decoder: DecoderModel, column: str, value: int) -> None:
     runner, planner = make_runner(decoder), Planner()
     planner.start(0, [4, 5], GREEDY)

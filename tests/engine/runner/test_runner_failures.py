@@ -7,14 +7,16 @@ from concurrent.futures import CancelledError
 
 import pytest
 import torch
-from runner_kit import Planner, make_runner, row_tokens
+from plain_matchers import PlainMatchers
+from runner_kit import VOCAB, Planner, make_runner, row_tokens
 from torch import Tensor
 
 from headrace.core.errors import EngineFatal
+from headrace.core.grammar import Grammar
 from headrace.core.plan import Plan, Result
 from headrace.core.sampling import SamplingParams
 from headrace.engine.failpoints import Injected, armed, sites
-from headrace.engine.runner import ModelRunner
+from headrace.engine.runner import Model, ModelRunner
 from headrace.engine.runner_batch import UnknownToken
 from headrace.engine.runner_overlapped import OverlappedRunner
 from headrace.tensor.batch import ForwardBatch, KvCache
@@ -25,15 +27,24 @@ PROMPT, STEPS = [5, 6, 7, 8, 9], 8
 RUNNER_SITES = [name for name in sites() if name.startswith("runner.")]
 
 
+def language(outputs: list[int]) -> range:
+    """Only what is near the last output may follow."""
+    return range(max(0, outputs[-1] - 20), min(VOCAB, outputs[-1] + 20)) if outputs else range(VOCAB)
+
+
+def masking_runner(decoder: DecoderModel, model: Model | None = None) -> ModelRunner:
+    return make_runner(decoder, model=model, matchers=PlainMatchers(language, VOCAB))
+
+
 def sequence_of_plans() -> list[Plan]:
-    """Prefill in two chunks, then decode."""
+    """Prefill in two chunks, then decode, with a grammar."""
     planner = Planner()
-    planner.start(0, PROMPT, PARAMS)
+    planner.start(0, PROMPT, PARAMS, grammar=Grammar.json_object())
     return [planner.plan((0, 0, 3, 0)), planner.plan((0, 3, 2, 1)), *(planner.plan((0, 5 + i, 1, 1)) for i in range(STEPS))]
 
 
 def unbroken(decoder: DecoderModel) -> list[list[list[int]]]:
-    runner = make_runner(decoder)
+    runner = masking_runner(decoder)
     return [row_tokens(runner.submit(plan).result()) for plan in sequence_of_plans()]
 
 
@@ -56,7 +67,7 @@ def changes_of(plan: Plan) -> Plan:
 def test_a_step_that_raised_anywhere_can_be_repeated(decoder: DecoderModel, site: str, resend: bool) -> None:
     """Every place inside the runner fails once in every step that passes it. Changes that were not applied have to be sent again;
     those that were may be."""
-    runner, tokens, hits = make_runner(decoder), [], 0
+    runner, tokens, hits = masking_runner(decoder), [], 0
     for plan in sequence_of_plans():
         with armed(site) as fault:
             try:
@@ -72,11 +83,13 @@ def test_a_step_that_raised_anywhere_can_be_repeated(decoder: DecoderModel, site
 
 
 def test_every_site_of_the_runner_is_listed() -> None:
-    assert {"runner.apply", "runner.batch", "runner.forward", "runner.logits", "runner.sample", "runner.commit"} <= set(RUNNER_SITES)
+    assert {"runner.apply", "runner.batch", "runner.masks", "runner.forward", "runner.logits", "runner.sample", "runner.commit"} <= set(
+        RUNNER_SITES
+    )
 
 
 def test_a_plan_made_on_a_failed_ones_promise_raises(decoder: DecoderModel) -> None:
-    runner, plans = make_runner(decoder), sequence_of_plans()
+    runner, plans = masking_runner(decoder), sequence_of_plans()
     runner.submit(plans[0]).result()
     with armed("runner.forward"):
         failed = runner.submit(plans[1])
@@ -90,7 +103,7 @@ def test_a_plan_made_on_a_failed_ones_promise_raises(decoder: DecoderModel) -> N
 
 def test_a_later_plan_that_succeeded_is_rewound_when_planned_again(decoder: DecoderModel) -> None:
     """The loop takes every plan after a failed one back: its tokens must not be counted twice by the penalties."""
-    runner, plans = make_runner(decoder), sequence_of_plans()
+    runner, plans = masking_runner(decoder), sequence_of_plans()
     for plan in plans[:5]:
         runner.submit(plan).result()
     tokens = [row_tokens(runner.submit(plan).result()) for plan in plans[3:]]
@@ -115,7 +128,7 @@ class Gate:
 
 def test_overlapped_runner_returns_at_once_and_gives_the_same_tokens(decoder: DecoderModel) -> None:
     gate = Gate(decoder)
-    runner = OverlappedRunner(make_runner(decoder, model=gate))
+    runner = OverlappedRunner(masking_runner(decoder, gate))
     try:
         tickets = [runner.submit(plan) for plan in sequence_of_plans()]
         assert gate.entered.wait(timeout=30)
@@ -128,7 +141,7 @@ def test_overlapped_runner_returns_at_once_and_gives_the_same_tokens(decoder: De
 
 
 def test_overlapped_runner_hands_the_exception_to_whoever_waits(decoder: DecoderModel) -> None:
-    runner = OverlappedRunner(make_runner(decoder))
+    runner = OverlappedRunner(masking_runner(decoder))
     plans = sequence_of_plans()
     try:
         with armed("runner.sample", lambda: MemoryError("no room for logits")):
@@ -145,7 +158,7 @@ def test_overlapped_runner_hands_the_exception_to_whoever_waits(decoder: Decoder
 
 def test_closing_finishes_the_step_in_progress_and_drops_the_rest(decoder: DecoderModel) -> None:
     gate = Gate(decoder)
-    runner = OverlappedRunner(make_runner(decoder, model=gate))
+    runner = OverlappedRunner(masking_runner(decoder, gate))
     first, second = (runner.submit(plan) for plan in sequence_of_plans()[:2])
     assert gate.entered.wait(timeout=30)
     closing = threading.Thread(target=runner.close)
@@ -159,7 +172,7 @@ def test_closing_finishes_the_step_in_progress_and_drops_the_rest(decoder: Decod
 
 
 def test_a_device_that_failed_ends_the_engine(decoder: DecoderModel) -> None:
-    runner: ModelRunner = make_runner(decoder)
+    runner: ModelRunner = masking_runner(decoder)
     with armed("runner.forward", lambda: torch.AcceleratorError("illegal memory access")):
         ticket = runner.submit(sequence_of_plans()[0])
     with pytest.raises(EngineFatal, match="the cpu device failed"):
@@ -167,7 +180,7 @@ def test_a_device_that_failed_ends_the_engine(decoder: DecoderModel) -> None:
 
 
 def test_plain_submission_never_raises(decoder: DecoderModel) -> None:
-    runner: ModelRunner = make_runner(decoder)
+    runner: ModelRunner = masking_runner(decoder)
     plan = sequence_of_plans()[0]
     with armed("runner.apply"):
         ticket = runner.submit(plan)
@@ -177,7 +190,7 @@ def test_plain_submission_never_raises(decoder: DecoderModel) -> None:
 
 def test_closing_leaves_a_step_that_hangs_behind(decoder: DecoderModel, caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate(decoder)
-    runner = OverlappedRunner(make_runner(decoder, model=gate), close_timeout_s=0.05)
+    runner = OverlappedRunner(masking_runner(decoder, gate), close_timeout_s=0.05)
     ticket = runner.submit(sequence_of_plans()[0])
     assert gate.entered.wait(timeout=30)
     runner.close()
