@@ -121,7 +121,7 @@ async def test_what_only_the_server_knows_is_unknown_to_admission(text: TextMode
         ("/v1/completions", {"prompt": "x", "prompt_logprobs": 1}, "prompt_logprobs"),
         ("/v1/completions", {"prompt": [5], "echo": True}, "echo"),
         ("/v1/chat/completions", {"messages": HELLO, "prompt_logprobs": 1}, "prompt_logprobs"),
-        ("/v1/chat/completions", {"messages": HELLO, "tools": [{"type": "function"}]}, "tools"),
+        ("/v1/chat/completions", {"messages": HELLO, "functions": [{"name": "now"}]}, "functions"),
         ("/v1/chat/completions", {"messages": HELLO, "temperature": 9}, "temperature"),
     ],
 )

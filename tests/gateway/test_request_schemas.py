@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from headrace.core.request import PriorityClass
 from headrace.core.sampling import SamplingParams
+from headrace.core.tools import MAX_TOOLS
 from headrace.gateway.config import Limits
 from headrace.gateway.surfaces import chat, completions, openapi
 from headrace.gateway.surfaces.dialect.field_rule import Surface
@@ -126,6 +127,8 @@ def values_of(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
         case "null":
             return st.none()
         case "string":
+            if "pattern" in schema:
+                return st.from_regex(schema["pattern"], fullmatch=True)
             return st.text(TEXT, min_size=schema.get("minLength", 0), max_size=min(schema.get("maxLength", 20), 20))
         case "array":
             return st.lists(values_of(schema["items"]), min_size=schema.get("minItems", 0), max_size=min(schema.get("maxItems", 4), 4))
@@ -163,6 +166,36 @@ def in_agreement(body: dict[str, Any], surface: Surface) -> dict[str, Any]:
             made["stream_options"] = {**made["stream_options"], "include_usage": True}
     if made.get("stream"):
         made.pop("prompt_logprobs", None)
+    return in_agreement_on_calls(made) if surface is Surface.CHAT else made
+
+
+def in_agreement_on_calls(body: dict[str, Any]) -> dict[str, Any]:
+    """The same for functions and messages with calls."""
+    made = {**body, "messages": [message_in_agreement(message) for message in body["messages"]]}
+    tools: dict[str, Any] = {}
+    for number, tool in enumerate(made.get("tools") or ()):
+        name = tool["function"]["name"]
+        name = name if name not in tools else f"other-{number}"
+        tools[name] = {**tool, "function": {**tool["function"], "name": name}}
+    choice = made.get("tool_choice")
+    if choice == "required" or isinstance(choice, dict):
+        name = "now" if choice == "required" else choice["function"]["name"]
+        tools = tools if name in tools or len(tools) == MAX_TOOLS else {**tools, name: {"function": {"name": name}}}
+        made["tool_choice"] = choice if name in tools or choice == "required" else "auto"
+    return {**made, "tools": list(tools.values())} if tools else made
+
+
+def message_in_agreement(message: dict[str, Any]) -> dict[str, Any]:
+    made = dict(message)
+    if made["role"] != "assistant":
+        for name in ("tool_calls", "reasoning_content", "reasoning"):
+            made.pop(name, None)
+    if made["role"] != "tool":
+        made.pop("tool_call_id", None)
+    if made.get("reasoning") and made.get("reasoning_content") is not None:
+        made["reasoning_content"] = made["reasoning"]
+    if made.get("content") is None and not made.get("tool_calls"):
+        made["content"] = "x"
     return made
 
 

@@ -99,7 +99,7 @@ _CHAT_FIELDS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("cache_salt-too-long", "cache_salt", {"cache_salt": "x" * 257}),
     ("metadata-too-big", "metadata", {"metadata": {"key": "x" * 513}}),
     ("user-object", "user", {"user": {}}),
-    ("tools", "tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+    ("tools", "tools[0].function.name", {"tools": [{"type": "function", "function": {"name": "<|im_end|>"}}]}),
     ("response_format", "response_format", {"response_format": {"type": "json_object"}}),
     ("chat_template", "chat_template", {"chat_template": "{{ 7 * 7 }}"}),
     ("template-kwarg", "chat_template_kwargs.__class__", {"chat_template_kwargs": {"__class__": 1}}),
@@ -149,7 +149,7 @@ _MESSAGES: tuple[tuple[str, str, Any], ...] = (
     ("content-part-text", "messages[1].content[0].type", {"role": "user", "content": ["x"]}),
     ("content-part-without-text", "messages[1].content[0].text", {"role": "user", "content": [{"type": "text"}]}),
     ("message-unknown-field", "messages[1].weight", {"role": "user", "content": "x", "weight": 1}),
-    ("message-tool-calls", "messages[1].tool_calls", {"role": "assistant", "content": "x", "tool_calls": [{}]}),
+    ("message-tool-calls", "messages[1].tool_calls[0].function", {"role": "assistant", "content": "x", "tool_calls": [{}]}),
 )
 
 

@@ -18,7 +18,8 @@ CORPUS = [
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.role == 'assistant' and '</think>' in message.content %}{{ message.content.split('</think>')[-1].lstrip('\n') }}"
-    "{% else %}{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% else %}{{ message.content }}{% endif %}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
 )

@@ -315,7 +315,7 @@ class Generation:
     def _close(self, stream: EventStream, progress: RequestProgress) -> None:
         """Write usage, times and finish reasons to the request's record, and observe the metrics. Runs once per stream."""
         record, usage = self.exchange.record, stream.usage()
-        record.prompt_tokens, record.completion_tokens, record.cached_tokens = usage
+        record.prompt_tokens, record.completion_tokens, record.cached_tokens = usage[:3]
         record.ttft_s = progress.ttft_s
         record.finish_reasons = progress.finish_reasons or None
         record.queue_time_s = stream.queue_time_s(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
@@ -38,8 +38,10 @@ from headrace.gateway.surfaces.dialect.parse import (
     surface_fields,
     template_messages,
 )
-from headrace.gateway.surfaces.dialect.schemas import ChatLogprobs, Message, PromptLogprobs, SamplingFields
-from headrace.gateway.upstream.seam import Conversation, OutputEvent, Prepared, TokenUsage
+from headrace.gateway.surfaces.dialect.reasoning import ReasoningFields
+from headrace.gateway.surfaces.dialect.schemas import ChatLogprobs, Message, PromptLogprobs
+from headrace.gateway.surfaces.dialect.tools import NamedTool, ToolDefinition, function_tools, tool_choice
+from headrace.gateway.upstream.seam import Conversation, OutputEvent, Prepared, TokenUsage, ToolCall
 
 _encode = msgspec.json.encode
 
@@ -66,6 +68,7 @@ def _names(request: ChatRequest) -> dict[str, str]:
 
 def _parsed_request(request: ChatRequest, own_priority: PriorityClass) -> ParsedRequest:
     num_top = (request.top_logprobs or 0) if request.logprobs else None
+    tools = function_tools(request.tools)
     return ParsedRequest(
         model=request.model,
         prompt=Conversation(
@@ -73,6 +76,11 @@ def _parsed_request(request: ChatRequest, own_priority: PriorityClass) -> Parsed
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             template_kwargs=request.chat_template_kwargs,
+            tools=tools,
+            tool_choice=tool_choice(request.tool_choice, tools, is_parallel=request.parallel_tool_calls),
+            switches=request.switches(),
+            separates_reasoning=request.separates_reasoning,
+            reasoning_fields=request.given(),
         ),
         sampling=given_params(request) | {"max_tokens": request.max_tokens, "logprobs": num_top},
         is_streaming=request.stream,
@@ -81,8 +89,11 @@ def _parsed_request(request: ChatRequest, own_priority: PriorityClass) -> Parsed
     )
 
 
-class ChatRequest(SamplingFields, kw_only=True):
+class ChatRequest(ReasoningFields, kw_only=True):
     messages: list[Message]
+    tools: list[ToolDefinition] = field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -91,9 +102,11 @@ class ChatRequest(SamplingFields, kw_only=True):
     top_logprobs: int | None = None
 
 
-class FunctionCall(Struct, omit_defaults=True):
+class FunctionCall(Struct, omit_defaults=True, kw_only=True):
+    """arguments: a string in every piece of a stream, because clients append it to what they have"""
+
     name: str | None = None
-    arguments: str = ""
+    arguments: str
 
 
 class ToolCallPart(Struct, omit_defaults=True):
@@ -106,10 +119,10 @@ class ToolCallPart(Struct, omit_defaults=True):
 
 
 class AssistantMessage(Struct):
-    """The message of a choice. Only a foreign server that separates them from the text gives reasoning_content and tool_calls."""
+    """The message of a choice. content is null where the output is tool calls alone."""
 
     role: str
-    content: str
+    content: str | None
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallPart] | UnsetType = UNSET
@@ -184,6 +197,7 @@ class ChatAnswer:
     def __init__(self, request: ChatRequest, prepared: Prepared, head: AnswerHead) -> None:
         self._head = head
         self._prepared = prepared
+        self._shows_reasoning = request.shows_reasoning
         self._num_top = request.top_logprobs or 0
         self._has_logprobs = request.logprobs
         self._num_prompt_top = request.prompt_logprobs
@@ -193,7 +207,7 @@ class ChatAnswer:
         self._chunks = Chunks(head, "chat.completion.chunk", TEXT_CHOICE, request, prepared.prompts)
 
     def encode_events(self, events: Sequence[OutputEvent]) -> Iterator[bytes]:
-        for event in events:
+        for event in self._shown(events):
             if not self._is_opened[event.index]:
                 self._is_opened[event.index] = True
                 self._chunks.count(event.index, 0)
@@ -207,12 +221,11 @@ class ChatAnswer:
                 yield self._chunks.text(event.index, event.text)
 
     def _delta_of_parts(self, event: OutputEvent) -> bytes:
-        """A delta with the reasoning and the tool calls that a foreign server separates from the text, and with the text."""
+        """A delta with the reasoning and the tool calls that were separated from the text, and with the text."""
         if event.tool_calls:
             self._outputs[event.index].has_tool_calls = True
         pieces = [
-            ToolCallPart(FunctionCall(call.name, call.arguments), call.number, call.call_id, "function" if call.call_id else None)
-            for call in event.tool_calls
+            ToolCallPart(_function(call), call.number, call.call_id, "function" if call.call_id else None) for call in event.tool_calls
         ]
         return _encode(ChatDelta(content=event.text or None, reasoning_content=event.reasoning or None, tool_calls=pieces or None))
 
@@ -225,8 +238,12 @@ class ChatAnswer:
     def encode_end(self, usage: TokenUsage) -> bytes:
         return self._chunks.encode_end(usage)
 
+    def _shown(self, events: Sequence[OutputEvent]) -> Sequence[OutputEvent]:
+        """The events without reasoning, where the client does not want it."""
+        return events if self._shows_reasoning else [event._replace(reasoning="") if event.reasoning else event for event in events]
+
     def add(self, events: Sequence[OutputEvent]) -> None:
-        for event in events:
+        for event in self._shown(events):
             self._outputs[event.index].add(event)
             for page in event.prompt_logprobs if event.index == 0 else ():
                 self._prompt_logprobs.extend(page)
@@ -259,11 +276,14 @@ class ChatAnswer:
 
 
 def _message(output: ChoiceOutput) -> AssistantMessage:
-    message = AssistantMessage(role="assistant", content="".join(output.texts))
+    text = "".join(output.texts)
+    message = AssistantMessage(role="assistant", content=None if output.tool_calls and not text else text)
     if output.reasoning:
         message.reasoning_content = "".join(output.reasoning)
     if output.tool_calls:
-        message.tool_calls = [
-            ToolCallPart(FunctionCall(call.name, call.arguments), id=call.call_id, type="function") for call in output.tool_calls.values()
-        ]
+        message.tool_calls = [ToolCallPart(_function(call), id=call.call_id, type="function") for call in output.tool_calls.values()]
     return message
+
+
+def _function(call: ToolCall) -> FunctionCall:
+    return FunctionCall(name=call.name, arguments=call.arguments)

@@ -19,7 +19,19 @@ _JSON = "application/json"
 _ERRORS = sorted({str(row.status) for _, row in TABLE if row.status != 499})
 
 
-_INSIDE = {"Message": Inside.MESSAGE, "TextPart": Inside.PART, "StreamOptions": Inside.STREAM_OPTIONS}
+_INSIDE = {
+    "Message": Inside.MESSAGE,
+    "TextPart": Inside.PART,
+    "EarlierCall": Inside.CALL,
+    "CalledFunction": Inside.CALLED_FUNCTION,
+    "StreamOptions": Inside.STREAM_OPTIONS,
+    "ToolDefinition": Inside.TOOL,
+    "FunctionDefinition": Inside.FUNCTION,
+    "NamedTool": Inside.TOOL_CHOICE,
+    "FunctionName": Inside.CHOSEN_FUNCTION,
+    "ReasoningOptions": Inside.REASONING,
+    "ThinkingOptions": Inside.THINKING,
+}
 """Wire type of an object in a body -> the place of its rows in the field table."""
 
 

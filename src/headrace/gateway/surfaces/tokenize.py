@@ -13,6 +13,7 @@ from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.surfaces.body import parsed
 from headrace.gateway.surfaces.dialect.parse import checked_messages, convert, template_messages
 from headrace.gateway.surfaces.dialect.schemas import Message
+from headrace.gateway.surfaces.dialect.tools import ToolDefinition, checked_tools, function_tools
 from headrace.gateway.upstream.seam import Conversation, PlainPrompts
 
 _encode = msgspec.json.encode
@@ -24,6 +25,7 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    tools: list[ToolDefinition] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -49,10 +51,12 @@ def parse_tokenize(body: dict[str, object], limits: Limits) -> tuple[TokenizeReq
     """The request, and the names of fields in its messages that change nothing. Raises InvalidRequest."""
     ignored: dict[str, None] = {}
     if body.get("messages") is not None:
-        body = {**body, "messages": checked_messages(body["messages"], limits, ignored)}
+        body = {**body, "messages": checked_messages(body["messages"], limits, ignored), "tools": checked_tools(body.get("tools"), ignored)}
     request = convert(body, TokenizeRequest)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("prompt", "exactly one of prompt and messages")
+    if request.prompt is not None and request.tools is not None:
+        raise InvalidRequest("tools", "messages beside it", None, "A prompt has no template.")
     if request.prompt is not None and request.add_generation_prompt is not None:
         raise InvalidRequest("add_generation_prompt", "messages beside it", request.add_generation_prompt, "A prompt has no template.")
     return request, list(ignored)
@@ -102,4 +106,8 @@ def _prompt(request: TokenizeRequest) -> Conversation | PlainPrompts:
         return PlainPrompts(prompts=[request.prompt], add_special_tokens=request.add_special_tokens is not False)
     if request.add_special_tokens:
         raise InvalidRequest("add_special_tokens", "absent, null or false beside messages", True, "The template writes the begin token.")
-    return Conversation(messages=template_messages(request.messages), add_generation_prompt=request.add_generation_prompt is not False)
+    return Conversation(
+        messages=template_messages(request.messages),
+        add_generation_prompt=request.add_generation_prompt is not False,
+        tools=function_tools(request.tools or ()),
+    )

@@ -6,6 +6,7 @@ from typing import Any
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.sampling import SamplingParams
+from headrace.core.tools import CallMode, FunctionTool
 from headrace.gateway.upstream.seam import Conversation, GenerationRequest, PlainPrompts
 
 _DEFAULTS = SamplingParams(max_tokens=None)
@@ -30,11 +31,29 @@ def _prompt_fields(prompt: Conversation | PlainPrompts) -> dict[str, Any]:
             fields["continue_final_message"] = True
         if prompt.template_kwargs:
             fields["chat_template_kwargs"] = dict(prompt.template_kwargs)
-        return fields
+        return fields | _tool_fields(prompt) | dict(prompt.reasoning_fields)
     if prompt.needs_text and not all(isinstance(given, str) for given in prompt.prompts):
         raise InvalidRequest("echo", "prompts of text", None, "The server behind this model keeps its tokenizer: ids cannot be shown.")
     prompts = list(prompt.prompts)
     return {"prompt": prompts[0] if len(prompts) == 1 else prompts} | ({} if prompt.add_special_tokens else {"add_special_tokens": False})
+
+
+def _tool_fields(prompt: Conversation) -> dict[str, Any]:
+    """The functions and what binds the model to call them, as OpenAI writes both."""
+    if not prompt.tools:
+        return {}
+    fields: dict[str, Any] = {"tools": [_tool(tool) for tool in prompt.tools]}
+    choice = prompt.tool_choice
+    if choice.name:
+        return fields | {"tool_choice": {"type": "function", "function": {"name": choice.name}}}
+    if choice.mode is not CallMode.AUTO:
+        fields["tool_choice"] = str(choice.mode)
+    return fields if choice.is_parallel else fields | {"parallel_tool_calls": False}
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    shown: dict[str, Any] = tool.shown()
+    return {**shown, "function": {**shown["function"], "strict": True}} if tool.is_strict else shown
 
 
 def _sampling_fields(request: GenerationRequest) -> dict[str, Any]:

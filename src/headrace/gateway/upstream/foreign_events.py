@@ -89,12 +89,14 @@ class _Choice(Struct):
 
 class _Details(Struct):
     cached_tokens: Count | None = None
+    reasoning_tokens: Count | None = None
 
 
 class _Usage(Struct):
     prompt_tokens: Count
     completion_tokens: Count = 0
     prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
 
 
 class _Chunk(Struct):
@@ -224,9 +226,7 @@ class EventReader:
                 yield self._event(choice)
         if chunk.usage is not None:  # after the choices, which it counts already
             self._is_counted = True
-            details = chunk.usage.prompt_tokens_details
-            cached = details.cached_tokens if details is not None else None
-            self.usage = TokenUsage(chunk.usage.prompt_tokens, chunk.usage.completion_tokens, cached or 0)
+            self.usage = _usage(chunk.usage)
 
     def _event(self, choice: _Choice) -> OutputEvent:
         delta = choice.delta or _Delta()
@@ -278,6 +278,12 @@ def _lines(buffer: bytearray) -> Iterator[bytes]:
     del buffer[:begin]
     if len(buffer) > MAX_LINE_BYTES:
         raise BrokenStream(f"a line is longer than {MAX_LINE_BYTES} bytes")
+
+
+def _usage(counts: _Usage) -> TokenUsage:
+    cached = (counts.prompt_tokens_details or _Details()).cached_tokens or 0
+    reasoning = (counts.completion_tokens_details or _Details()).reasoning_tokens or 0
+    return TokenUsage(counts.prompt_tokens, counts.completion_tokens, cached, reasoning)
 
 
 def _tool_call(call: _ToolCall) -> ToolCall:

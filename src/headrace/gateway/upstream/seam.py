@@ -34,6 +34,7 @@ class Conversation:
     tools                functions that the model may call
     switches             fields of the request that set a variable of the template
     separates_reasoning  the model's reasoning is no part of its text
+    reasoning_fields     the fields behind `switches` as the client wrote them, for a server that reads them itself
     """
 
     messages: Sequence[Mapping[str, object]]
@@ -44,6 +45,7 @@ class Conversation:
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     switches: Sequence[TemplateSwitch] = ()
     separates_reasoning: bool = True
+    reasoning_fields: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def shown_tools(self) -> Sequence[FunctionTool]:
@@ -192,11 +194,15 @@ class OutputEvent(NamedTuple):
 
 
 class TokenUsage(NamedTuple):
-    """Tokens that a request has used so far. A prompt counts once, however many sequences continue it."""
+    """Tokens that a request has used so far. A prompt counts once, however many sequences continue it.
+
+    reasoning_tokens  those of `completion_tokens` whose text is reasoning that was separated from the answer
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0
 
 
 class EventListener(Protocol):

@@ -9,10 +9,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.core.errors import Unavailable
+from headrace.core.errors import InvalidRequest, Unavailable
 from headrace.core.ids import RequestId
 from headrace.core.model_info import ModelInfo
 from headrace.core.sampling import SamplingParams, with_default_max_tokens
+from headrace.core.tools import CallMode
 from headrace.gateway.http.errors import context_overflow
 from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.upstream.merge import MergedStream
@@ -63,6 +64,8 @@ class TokenUpstream:
 
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> TokenPrepared:
         info = self._info()
+        if isinstance(request.prompt, Conversation):
+            _check_not_forced(request.prompt)
         params = self._params(request, info)
         prompts, ignored = await self._encode(request.prompt, params.max_tokens, info, principal.tenant)
         calls: list[Call] = []
@@ -129,6 +132,18 @@ class TokenUpstream:
                 ids = tuple(given)
             made.append(TokenPrompt(ids, text, self._text.tokenizer))
         return made
+
+
+def _check_not_forced(prompt: Conversation) -> None:
+    """Raise InvalidRequest for calls that would have to be forced: no format of a call is known here yet."""
+    choice, remedy = prompt.tool_choice, "The model's text is returned as it is."
+    if choice.mode is CallMode.REQUIRED:
+        raise InvalidRequest("tool_choice", '"auto" or "none"', choice.name or str(choice.mode), remedy)
+    if not choice.is_parallel:
+        raise InvalidRequest("parallel_tool_calls", "true", False, remedy)
+    for number, tool in enumerate(prompt.shown_tools):
+        if tool.is_strict:
+            raise InvalidRequest(f"tools[{number}].function.strict", "false", True, remedy)
 
 
 @dataclass(frozen=True, slots=True)

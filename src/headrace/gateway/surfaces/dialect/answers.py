@@ -155,8 +155,11 @@ class Chunks:
 
 
 def usage_body(usage: TokenUsage) -> schemas.CompletionUsage:
-    prompt, completion, cached = usage
-    return schemas.CompletionUsage(prompt, completion, prompt + completion, schemas.PromptTokensDetails(cached))
+    prompt, completion, cached, reasoning = usage
+    made = schemas.CompletionUsage(prompt, completion, prompt + completion, schemas.PromptTokensDetails(cached))
+    if reasoning:
+        made.completion_tokens_details = schemas.CompletionTokensDetails(reasoning)
+    return made
 
 
 def finish_part(event: OutputEvent, *, is_tool_turn: bool = False) -> bytes:

@@ -32,7 +32,15 @@ class Inside(StrEnum):
 
     MESSAGE = "messages[]"
     PART = "messages[].content[]"
+    CALL = "messages[].tool_calls[]"
+    CALLED_FUNCTION = "messages[].tool_calls[].function"
     STREAM_OPTIONS = "stream_options"
+    TOOL = "tools[]"
+    FUNCTION = "tools[].function"
+    TOOL_CHOICE = "tool_choice"
+    CHOSEN_FUNCTION = "tool_choice.function"
+    REASONING = "reasoning"
+    THINKING = "thinking"
 
 
 Place = Surface | Inside

@@ -13,6 +13,14 @@ BOTH: tuple[Place, ...] = (Surface.CHAT, Surface.COMPLETIONS)
 CHAT: tuple[Place, ...] = (Surface.CHAT,)
 COMPLETIONS: tuple[Place, ...] = (Surface.COMPLETIONS,)
 MESSAGE: tuple[Place, ...] = (Inside.MESSAGE,)
+CALL: tuple[Place, ...] = (Inside.CALL,)
+CALLED_FUNCTION: tuple[Place, ...] = (Inside.CALLED_FUNCTION,)
+TOOL: tuple[Place, ...] = (Inside.TOOL,)
+FUNCTION: tuple[Place, ...] = (Inside.FUNCTION,)
+TOOL_CHOICE: tuple[Place, ...] = (Inside.TOOL_CHOICE,)
+CHOSEN_FUNCTION: tuple[Place, ...] = (Inside.CHOSEN_FUNCTION,)
+REASONING: tuple[Place, ...] = (Inside.REASONING,)
+THINKING: tuple[Place, ...] = (Inside.THINKING,)
 PART: tuple[Place, ...] = (Inside.PART,)
 STREAM_OPTIONS: tuple[Place, ...] = (Inside.STREAM_OPTIONS,)
 
@@ -22,9 +30,11 @@ MAX_INERT_CHARS = 512
 MAX_METADATA = 16
 """Entries of `metadata`."""
 
-_TOOLS = "Tool calls are not served yet."
+_FUNCTIONS = "Use tools and tool_choice."
 _STRUCTURED = "Structured output is not served yet."
-_REASONING = "Reasoning is not controlled here: use chat_template_kwargs where the model's template has a switch."
+_BUDGET = "Reasoning has no budget of its own: use max_tokens."
+_SAME_SWITCH = "as enable_thinking"
+_ONLY_CONTENT = "Send reasoning_content."
 _TEXT_ONLY = "Text only."
 _CACHE = "Cached blocks live by use."
 _SHORT_TEXT = f"A string of at most {MAX_INERT_CHARS} characters."
@@ -95,19 +105,19 @@ _SERVED = (
 )
 
 _MESSAGES = (
-    _honoured("role", MESSAGE, "system, developer (treated as system), user or assistant; required."),
-    _honoured("content", MESSAGE, "A string or a list of text parts; required."),
+    _honoured("role", MESSAGE, "system, developer (treated as system), user, assistant or tool; required."),
+    _honoured("content", MESSAGE, "A string or a list of text parts; required, but for an assistant's message with tool_calls."),
     _honoured("name", MESSAGE, "Handed to the template; most do not show it to the model, the bundled one among them."),
+    _honoured("tool_calls", MESSAGE, "An assistant's calls of an earlier turn, at most 128; refused where the template shows none.", []),
+    _honoured("tool_call_id", MESSAGE, "Of the call that a message of role tool answers. Handed to the template."),
+    _honoured("reasoning_content", MESSAGE, "An assistant's reasoning of an earlier turn, for templates that read it.", ""),
+    _honoured("reasoning", MESSAGE, "Another name of reasoning_content; if both are given they must agree.", ""),
     _refused("refusal", MESSAGE, "Answers hold none.", ""),
     _refused("audio", MESSAGE, _TEXT_ONLY),
-    _refused("tool_calls", MESSAGE, _TOOLS, []),
-    _refused("tool_call_id", MESSAGE, _TOOLS),
-    _refused("function_call", MESSAGE, _TOOLS),
+    _refused("function_call", MESSAGE, "Send tool_calls."),
     _refused("annotations", MESSAGE, "Answers hold none.", []),
-    _refused("reasoning_content", MESSAGE, "A model is not shown its reasoning of earlier turns: leave it out.", ""),
-    _refused("reasoning", MESSAGE, "A model is not shown its reasoning of earlier turns: leave it out.", ""),
-    _refused("reasoning_details", MESSAGE, "A model is not shown its reasoning of earlier turns: leave it out.", []),
-    _refused("thinking_blocks", MESSAGE, "A model is not shown its reasoning of earlier turns: leave it out.", []),
+    _refused("reasoning_details", MESSAGE, _ONLY_CONTENT, []),
+    _refused("thinking_blocks", MESSAGE, _ONLY_CONTENT, []),
     _refused("provider_specific_fields", MESSAGE, "There are none here.", {}, {"refusal": None}),
     _refused("prefix", MESSAGE, "Use continue_final_message.", False),
     _refused("cache_control", MESSAGE, f"Equal beginnings are cached without marks. {_CACHE}", *_EPHEMERAL),
@@ -115,9 +125,59 @@ _MESSAGES = (
     _honoured("text", PART, "A string; required."),
     _refused("cache_control", PART, f"Equal beginnings are cached without marks. {_CACHE}", *_EPHEMERAL),
     _refused("prompt_cache_breakpoint", PART, "Equal beginnings are cached without marks.", {"mode": "explicit"}),
+    _honoured("id", CALL, "A string. Handed to the template."),
+    _honoured("type", CALL, '"function", also where absent.'),
+    _honoured("function", CALL, "What was called; required."),
+    _honoured("name", CALLED_FUNCTION, "A string; required."),
+    _honoured("arguments", CALLED_FUNCTION, "A JSON object as a string; empty is an object without members."),
     _honoured("include_usage", STREAM_OPTIONS, "A last chunk with usage."),
     _honoured("continuous_usage_stats", STREAM_OPTIONS, "Usage in every chunk, of its choice so far; needs include_usage."),
     _refused("include_obfuscation", STREAM_OPTIONS, "Chunks are not padded.", False),
+)
+
+_TOOLS = (
+    _honoured("tools", CHAT, "At most 128 functions in at most 128 KiB; refused where the chat template shows none to the model.", []),
+    _honoured(
+        "tool_choice",
+        CHAT,
+        "none (the functions are left out of the prompt), auto (the default), required, or one function. "
+        "What required and a function force, the grammar of the model's format guarantees.",
+    ),
+    _honoured("parallel_tool_calls", CHAT, "false: at most one call in an output; default true."),
+    _honoured("type", TOOL, '"function", also where absent.'),
+    _honoured("function", TOOL, "Required."),
+    _honoured("name", FUNCTION, "1..64 letters, digits, _ and -, not twice; required."),
+    _honoured("description", FUNCTION, "For the model."),
+    _honoured("parameters", FUNCTION, "JSON Schema of an object; without it the function takes no arguments."),
+    _honoured("strict", FUNCTION, "true: arguments follow the schema, also with auto. The model is not shown it."),
+    _honoured("type", TOOL_CHOICE, '"function", also where absent.'),
+    _honoured("function", TOOL_CHOICE, "Required."),
+    _honoured("name", CHOSEN_FUNCTION, "A function of tools; required."),
+)
+
+_REASONING = (
+    _honoured(
+        "enable_thinking",
+        CHAT,
+        "Sets the variable of that name in the chat template, else `thinking`. Without either, true is refused and false changes nothing.",
+    ),
+    _honoured("think", CHAT, f"Ollama's: true or false {_SAME_SWITCH}; low, medium, high as reasoning_effort."),
+    _honoured("thinking", CHAT, f"LiteLLM's and Anthropic's: an object, {_SAME_SWITCH}."),
+    _honoured(
+        "reasoning_effort",
+        CHAT,
+        "none as enable_thinking false; minimal, low, medium, high, xhigh set the template's variable, and are refused without it.",
+    ),
+    _honoured("reasoning", CHAT, "OpenRouter's: an object.", {}),
+    _honoured("include_reasoning", CHAT, "false: reasoning that is separated from the text is left out of the answer; default true."),
+    _honoured("separate_reasoning", CHAT, "SGLang's. false: reasoning stays in the text; default true."),
+    _honoured("reasoning_format", CHAT, "llama.cpp's: none leaves reasoning in the text; auto (the default) and deepseek separate it."),
+    _honoured("effort", REASONING, "As reasoning_effort."),
+    _honoured("enabled", REASONING, f"true or false, {_SAME_SWITCH}."),
+    _honoured("exclude", REASONING, "true: as include_reasoning false."),
+    _refused("max_tokens", REASONING, _BUDGET),
+    _honoured("type", THINKING, "enabled or disabled; required."),
+    _refused("budget_tokens", THINKING, _BUDGET),
 )
 
 _OPENAI = (
@@ -127,17 +187,13 @@ _OPENAI = (
     _inert("metadata", f"At most {MAX_METADATA} strings of at most {MAX_INERT_CHARS} characters."),
     _refused("store", BOTH, "Answers are not stored.", False),
     _refused("service_tier", BOTH, "Classes come with the API key; see priority.", "auto", "default"),
-    _refused("tools", CHAT, _TOOLS, []),
-    _refused("tool_choice", CHAT, _TOOLS, "none", "auto"),
-    _refused("parallel_tool_calls", CHAT, _TOOLS, True),
-    _refused("functions", CHAT, _TOOLS, []),
-    _refused("function_call", CHAT, _TOOLS, "none", "auto"),
+    _refused("functions", CHAT, _FUNCTIONS, []),
+    _refused("function_call", CHAT, _FUNCTIONS, "none", "auto"),
     _refused("response_format", BOTH, _STRUCTURED, {"type": "text"}),
     _refused("modalities", CHAT, _TEXT_ONLY, ["text"]),
     _refused("audio", CHAT, _TEXT_ONLY),
     _refused("prediction", CHAT, "Predicted outputs are not served."),
     _refused("moderation", CHAT, "Nothing is moderated here."),
-    _refused("reasoning_effort", CHAT, _REASONING, "none"),
     _refused("verbosity", CHAT, "Verbosity control is not served.", "medium"),
     _refused("web_search_options", CHAT, "The server fetches nothing."),
     _refused("prompt_cache_retention", BOTH, _CACHE, "in_memory", "in-memory"),
@@ -159,13 +215,7 @@ _VLLM = (
     _refused("mm_payload", BOTH, _TEXT_ONLY, "tensors"),
     _refused("return_mm_kwargs", BOTH, _TEXT_ONLY, False),
     _refused("prompt_embeds", COMPLETIONS, "Prompts are text or token ids."),
-    _refused(
-        "include_reasoning",
-        CHAT,
-        "Reasoning is part of the text, unless a foreign server separates it: it is not hidden.",
-        True,
-    ),
-    _refused("thinking_token_budget", BOTH, _REASONING),
+    _refused("thinking_token_budget", BOTH, _BUDGET),
     _refused("use_beam_search", BOTH, "Beam search is not served; use n.", False),
     _refused("length_penalty", BOTH, "Beam search is not served.", 1.0),
     _refused("early_stopping", BOTH, "Beam search is not served.", False),
@@ -199,7 +249,6 @@ _SGLANG = (
     _refused("ebnf", BOTH, _STRUCTURED),
     _refused("json_schema", BOTH, _STRUCTURED),
     _refused("lora_path", BOTH, "Adapters are not served yet."),
-    _refused("separate_reasoning", CHAT, "Reasoning is part of the text, unless a foreign server separates it.", True),
     _refused("stream_reasoning", CHAT, "Everything is streamed as it comes.", True),
     _refused("no_stop_trim", BOTH, "Use include_stop_str_in_output.", False),
     _refused("return_hidden_states", BOTH, "Hidden states are not shown.", False),
@@ -207,7 +256,6 @@ _SGLANG = (
 )
 
 _OLLAMA = (
-    _refused("think", CHAT, _REASONING, False),
     _refused("keep_alive", BOTH, "Models stay loaded for as long as the server runs.", -1, "-1", "-1m", "5m"),
     _refused("options", BOTH, "Send its entries as fields of the body: temperature, top_p, seed; num_predict is max_tokens.", {}),
     _refused("format", BOTH, _STRUCTURED, ""),
@@ -232,13 +280,6 @@ _LLAMA_CPP = (
     _refused("id_slot", BOTH, "Slots are the engine's own.", -1),
     _refused("timings_per_token", BOTH, "Times are in /metrics.", False),
     _refused("return_progress", BOTH, "Progress is not reported.", False),
-    _refused(
-        "reasoning_format",
-        CHAT,
-        "Reasoning is part of the text, unless a foreign server separates it.",
-        "none",
-        "auto",
-    ),
 )
 
 _OPENROUTER = (
@@ -247,14 +288,11 @@ _OPENROUTER = (
     _refused("route", BOTH, "One model answers: name it in model."),
     _refused("transforms", BOTH, "Prompts are never cut silently; shorten it yourself.", []),
     _refused("plugins", BOTH, "The server fetches nothing.", []),
-    _refused("reasoning", CHAT, _REASONING, {}, {"enabled": False}, {"effort": "none"}),
     _refused("usage", BOTH, "Whole answers have usage; for streams use stream_options.include_usage.", {}, {"include": False}),
     _refused("top_a", BOTH, "Use min_p.", 0.0),
 )
 
 _LITELLM = (
-    _refused("thinking", CHAT, _REASONING, {"type": "disabled"}),
-    _refused("enable_thinking", CHAT, _REASONING, False),
     _refused("fallbacks", BOTH, "One model answers; what refuses a request says why.", []),
     _refused("context_window_fallbacks", BOTH, "One model answers; what refuses a request says why.", []),
     _refused("context_length_exceeded_behavior", BOTH, "Prompts are never cut silently; shorten it yourself.", "error"),
@@ -269,7 +307,9 @@ _LITELLM = (
 
 GROUPS: Mapping[str, tuple[FieldRule, ...]] = {
     "OpenAI's and vLLM's, served": _SERVED,
-    "Messages, their parts, and stream_options": _MESSAGES,
+    "Messages, their parts and calls, and stream_options": _MESSAGES,
+    "Functions": _TOOLS,
+    "Reasoning": _REASONING,
     "OpenAI's, not served": _OPENAI,
     "vLLM's, not served": _VLLM,
     "SGLang's": _SGLANG,

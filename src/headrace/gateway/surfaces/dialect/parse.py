@@ -19,13 +19,15 @@ from headrace.core.sampling import check_bound
 from headrace.gateway.config import Limits
 from headrace.gateway.surfaces.dialect.field_rule import Inside, Surface
 from headrace.gateway.surfaces.dialect.fields import honoured_fields, unknown_field
+from headrace.gateway.surfaces.dialect.reasoning import checked_reasoning
 from headrace.gateway.surfaces.dialect.schemas import Message, SamplingFields
+from headrace.gateway.surfaces.dialect.tools import checked_calls, checked_choice, checked_tools
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_CACHE_SALT_CHARS = 256
 REQUIRED = "a value (it is required)"
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 PLAIN_MESSAGE, PLAIN_PART = {"role", "content"}, {"type", "text"}
 """The fields of nearly every message and part, which need no look-up in the field table."""
 
@@ -115,6 +117,10 @@ def surface_fields(body: Mapping[str, object], surface: Surface, limits: Limits,
     kept = honoured_fields(body, surface, ignored)
     if surface is Surface.CHAT:
         kept["messages"] = checked_messages(kept.get("messages"), limits, ignored)
+        kept |= checked_reasoning(kept, ignored)
+        for name, checked in (("tools", checked_tools), ("tool_choice", checked_choice)):
+            if name in kept:
+                kept[name] = checked(kept[name], ignored)
     if isinstance(options := kept.get("stream_options"), dict):
         kept["stream_options"] = honoured_fields(options, Inside.STREAM_OPTIONS, ignored, "stream_options.")
     return kept
@@ -141,8 +147,27 @@ def _checked_message(message: object, prefix: str, ignored: dict[str, None]) -> 
     if isinstance(content := kept.get("content"), list):
         parts = [_checked_part(part, f"{prefix}.content[{index}]", ignored) for index, part in enumerate(content)]
         kept = {**kept, "content": parts}
-    convert(kept, Message, prefix)
+    if "tool_calls" in kept:
+        kept = {**kept, "tool_calls": checked_calls(kept["tool_calls"], f"{prefix}.tool_calls", ignored)}
+    _check_message(convert(kept, Message, prefix), prefix)
     return kept
+
+
+def _check_message(message: Message, prefix: str) -> None:
+    """The rules between a message's fields. Raises InvalidRequest."""
+    if message.content is None and not message.tool_calls:
+        raise InvalidRequest(f"{prefix}.content", REQUIRED)
+    if message.reasoning and message.reasoning_content not in (None, message.reasoning):
+        raise InvalidRequest(f"{prefix}.reasoning", "the same text as reasoning_content", message.reasoning)
+    if message.role == "assistant":
+        if message.tool_call_id is not None:
+            raise InvalidRequest(f"{prefix}.tool_call_id", 'role "tool" beside it', message.tool_call_id)
+        return
+    if message.tool_call_id is not None and message.role != "tool":
+        raise InvalidRequest(f"{prefix}.tool_call_id", 'role "tool" beside it', message.tool_call_id)
+    for name in ("tool_calls", "reasoning_content", "reasoning"):
+        if getattr(message, name):
+            raise InvalidRequest(f"{prefix}.{name}", 'role "assistant" beside it', message.role)
 
 
 def _checked_part(part: object, path: str, ignored: dict[str, None]) -> object:
@@ -154,15 +179,23 @@ def _checked_part(part: object, path: str, ignored: dict[str, None]) -> object:
 
 
 def template_messages(messages: Iterable[Message]) -> list[dict[str, object]]:
-    """Messages as `headrace.text` takes them. `developer` is OpenAI's newer word for `system`, which templates know."""
-    made: list[dict[str, object]] = []
-    for message in messages:
-        content = message.content if isinstance(message.content, str) else [{"type": "text", "text": part.text} for part in message.content]
-        entry: dict[str, object] = {"role": "system" if message.role == "developer" else message.role, "content": content}
-        if message.name is not None:
-            entry["name"] = message.name
-        made.append(entry)
-    return made
+    """Messages as `headrace.text` takes them. `developer` is OpenAI's newer word for `system`, which templates know; `reasoning` is
+    another word for `reasoning_content`."""
+    return [_template_message(message) for message in messages]
+
+
+def _template_message(message: Message) -> dict[str, object]:
+    content: object = message.content
+    if isinstance(content, list):
+        content = [{"type": "text", "text": part.text} for part in content]
+    entry: dict[str, object] = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    optional = {
+        "name": message.name,
+        "tool_calls": msgspec.to_builtins(message.tool_calls) or None,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content or message.reasoning or None,
+    }
+    return entry | {name: value for name, value in optional.items() if value is not None}
 
 
 def convert(data: object, kind: type[T], prefix: str = "") -> T:

@@ -11,17 +11,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.core.sampling import BOUNDS, MAX_LOGIT_BIAS, MAX_STOP, MAX_STOP_BYTES, MAX_STOP_TOKEN_IDS, Bound
+from headrace.core.tools import FUNCTION_NAME, MAX_TOOLS
 from headrace.gateway.config import Limits
 from headrace.gateway.surfaces.dialect.field_rule import FieldRule, Inside, Place, Surface, Treatment
 from headrace.gateway.surfaces.dialect.field_table import MAX_INERT_CHARS, MAX_METADATA
 from headrace.gateway.surfaces.dialect.fields import RULES
 from headrace.gateway.surfaces.dialect.parse import MAX_CACHE_SALT_CHARS, MAX_PARTS, PRIORITIES
+from headrace.gateway.surfaces.dialect.tools import MAX_CALLS
 
 Schema = dict[str, Any]
 
 TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 _INERT_TEXT: Schema = {"type": "string", "maxLength": MAX_INERT_CHARS}
 _STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES}
+_FUNCTION_NAME: Schema = {"type": "string", "pattern": f"^{FUNCTION_NAME.pattern}$"}
 _SCALAR: Schema = {"type": ["string", "number", "boolean", "null"]}
 
 
@@ -70,8 +73,12 @@ def _or_null(schema: Schema) -> Schema:
 def _bounded(place: Place, limits: Limits) -> dict[str, Schema]:
     """Schemas of the honoured fields that have bounds beyond their types."""
     if place is Inside.MESSAGE:
-        parts = {"type": "array", "maxItems": MAX_PARTS, "items": {"$ref": "#/components/schemas/TextPart"}}
-        return {"content": {"anyOf": [{"type": "string"}, parts]}}
+        content = {"anyOf": [{"type": "string"}, _list_of("TextPart", MAX_PARTS)]}
+        return {"content": content, "tool_calls": _list_of("EarlierCall", MAX_CALLS)}
+    if place is Inside.FUNCTION:
+        return {"name": _FUNCTION_NAME, "parameters": {"type": "object", "properties": {"type": {"enum": ["object"]}}}}
+    if place is Inside.CHOSEN_FUNCTION:
+        return {"name": _FUNCTION_NAME}
     if isinstance(place, Inside):
         return {}
     made = {name: _number(bound) for name, bound in BOUNDS.items()} | {
@@ -89,12 +96,17 @@ def _bounded(place: Place, limits: Limits) -> dict[str, Schema]:
     }
     if place is Surface.CHAT:
         own = {"max_completion_tokens": made["max_tokens"], "top_logprobs": made["logprobs"], "logprobs": {"type": "boolean"}}
-        return made | own | {"chat_template_kwargs": {"type": "object", "additionalProperties": _SCALAR}}
+        kwargs = {"type": "object", "additionalProperties": _SCALAR}
+        return made | own | {"chat_template_kwargs": kwargs, "tools": _list_of("ToolDefinition", MAX_TOOLS)}
     return made | {"max_tokens": made["max_tokens"] | {"minimum": 0}, "best_of": made["n"], "prompt": _prompt(limits)}
 
 
 def messages_schema(limits: Limits) -> Schema:
     return {"type": "array", "minItems": 1, "maxItems": limits.max_messages, "items": {"$ref": "#/components/schemas/Message"}}
+
+
+def _list_of(name: str, most: int) -> Schema:
+    return {"type": "array", "maxItems": most, "items": {"$ref": f"#/components/schemas/{name}"}}
 
 
 def _prompt(limits: Limits) -> Schema:

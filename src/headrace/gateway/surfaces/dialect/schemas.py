@@ -11,6 +11,8 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType, field
 
+from headrace.gateway.surfaces.dialect.tools import EarlierCall
+
 # ----------------------------------------------------------------------------------------------------------------------- requests
 
 
@@ -19,9 +21,15 @@ class TextPart(Struct, tag_field="type", tag="text"):
 
 
 class Message(Struct):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    """tool_calls, reasoning_content, reasoning: an assistant's alone. tool_call_id: of the call that a tool answers."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[EarlierCall] = field(default_factory=list)
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class StreamOptions(Struct):
@@ -64,12 +72,18 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int
+
+
 class CompletionUsage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
     """Not in the chunks of a stream but the last: cached tokens are known at its end."""
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """Only where tokens of the output were reasoning."""
 
 
 class TopLogprob(Struct):

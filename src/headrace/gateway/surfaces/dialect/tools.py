@@ -1,0 +1,149 @@
+"""Functions in a chat's body: the wire types of `tools`, `tool_choice` and of calls in messages, their checks, and what they become.
+
+The values are `core.tools`; the form of a call in the model's text is text.output's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from headrace.core.errors import InvalidRequest, RequestTooLarge
+from headrace.core.tools import MAX_TOOLS, CallMode, FunctionTool, ToolChoice
+from headrace.gateway.surfaces.dialect.field_rule import Inside
+from headrace.gateway.surfaces.dialect.fields import honoured_fields
+
+MAX_TOOLS_BYTES = 128 << 10
+"""Bytes of `tools` as JSON. A grammar that forces calls holds the schemas again, and has 256 KiB."""
+
+MAX_CALLS = 128
+"""Calls in one message of an earlier turn."""
+
+CHOICES = ("none", "auto", "required")
+FUNCTION = "function"
+_ONLY_FUNCTIONS = "Other kinds of tools are not served."
+
+
+class FunctionDefinition(Struct, omit_defaults=True):
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+
+class ToolDefinition(Struct):
+    function: FunctionDefinition
+    type: Literal["function"] = "function"
+
+
+class FunctionName(Struct):
+    name: str
+
+
+class NamedTool(Struct):
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
+class CalledFunction(Struct):
+    """arguments: a JSON object as text"""
+
+    name: str
+    arguments: str = ""
+
+
+class EarlierCall(Struct, omit_defaults=True):
+    """A call that the model made in an earlier turn."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
+def checked_tools(tools: object, ignored: dict[str, None]) -> object:
+    """`tools` of a body with their honoured fields. Raises InvalidRequest for what no model could be shown."""
+    if not isinstance(tools, list):
+        return tools  # its type is refused later
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest("tools", f"at most {MAX_TOOLS} functions", len(tools), "Send those that this turn may need.")
+    num_bytes = len(msgspec.json.encode(tools))
+    if num_bytes > MAX_TOOLS_BYTES:
+        raise RequestTooLarge("tools", f"at most {MAX_TOOLS_BYTES} bytes of JSON", num_bytes, "Shorten schemas and descriptions.")
+    return [_checked_tool(tool, f"tools[{number}]", ignored) for number, tool in enumerate(tools)]
+
+
+def _checked_tool(tool: object, path: str, ignored: dict[str, None]) -> object:
+    if not isinstance(tool, dict):
+        return tool
+    kept = _checked_function(tool, path, Inside.TOOL, ignored)
+    function = kept.get(FUNCTION)
+    if isinstance(function, dict):
+        kept[FUNCTION] = function = honoured_fields(function, Inside.FUNCTION, ignored, f"{path}.{FUNCTION}.")
+        parameters = function.get("parameters")
+        kind = parameters.get("type", "object") if isinstance(parameters, dict) else "object"
+        if kind != "object":
+            raise InvalidRequest(f"{path}.{FUNCTION}.parameters.type", '"object"', kind, "Arguments are an object.")
+    return kept
+
+
+def checked_choice(choice: object, ignored: dict[str, None]) -> object:
+    """`tool_choice` with its honoured fields. Raises InvalidRequest for a word or a kind that is not known."""
+    if isinstance(choice, str) and choice not in CHOICES:
+        raise InvalidRequest("tool_choice", f"{', '.join(CHOICES)} or a function of tools", choice)
+    if not isinstance(choice, dict):
+        return choice
+    kept = _checked_function(choice, "tool_choice", Inside.TOOL_CHOICE, ignored)
+    if isinstance(function := kept.get(FUNCTION), dict):
+        kept[FUNCTION] = honoured_fields(function, Inside.CHOSEN_FUNCTION, ignored, f"tool_choice.{FUNCTION}.")
+    return kept
+
+
+def checked_calls(calls: object, path: str, ignored: dict[str, None]) -> object:
+    """`tool_calls` of a message with their honoured fields."""
+    if not isinstance(calls, list):
+        return calls
+    if len(calls) > MAX_CALLS:
+        raise InvalidRequest(path, f"at most {MAX_CALLS} calls", len(calls))
+    made: list[object] = []
+    for number, call in enumerate(calls):
+        if isinstance(call, dict):
+            call = _checked_function(call, f"{path}[{number}]", Inside.CALL, ignored)
+            if isinstance(function := call.get(FUNCTION), dict):
+                call[FUNCTION] = honoured_fields(function, Inside.CALLED_FUNCTION, ignored, f"{path}[{number}].{FUNCTION}.")
+        made.append(call)
+    return made
+
+
+def _checked_function(given: dict[str, object], path: str, place: Inside, ignored: dict[str, None]) -> dict[str, object]:
+    """The honoured fields of an object that holds a function. Raises InvalidRequest for another kind of tool."""
+    kind = given.get("type")
+    if kind not in (None, FUNCTION):
+        raise InvalidRequest(f"{path}.type", f'"{FUNCTION}"', kind, _ONLY_FUNCTIONS)
+    return honoured_fields(given, place, ignored, f"{path}.")
+
+
+def function_tools(tools: Sequence[ToolDefinition]) -> list[FunctionTool]:
+    """The functions as values. Raises InvalidRequest for a name that no format can write, and for one that stands twice."""
+    made: dict[str, FunctionTool] = {}
+    for number, tool in enumerate(tools):
+        path, given = f"tools[{number}].{FUNCTION}", tool.function
+        function = FunctionTool(name=given.name, description=given.description, parameters=given.parameters, is_strict=given.strict)
+        made.setdefault(function.checked(field=path).name, function)
+        if made[function.name] is not function:
+            raise InvalidRequest(f"{path}.name", "a name that no other function has", given.name)
+    return list(made.values())
+
+
+def tool_choice(given: str | NamedTool | None, tools: Sequence[FunctionTool], *, is_parallel: bool) -> ToolChoice:
+    """Raises InvalidRequest for a call that is asked for and cannot be made."""
+    if isinstance(given, NamedTool):
+        if given.function.name not in [tool.name for tool in tools]:
+            raise InvalidRequest(f"tool_choice.{FUNCTION}.name", "a function of tools", given.function.name)
+        return ToolChoice(mode=CallMode.REQUIRED, name=given.function.name, is_parallel=False)
+    mode = CallMode(given or "auto")
+    if mode is CallMode.REQUIRED and not tools:
+        raise InvalidRequest("tool_choice", "tools beside it", given)
+    return ToolChoice(mode=mode, is_parallel=is_parallel)

@@ -1,0 +1,194 @@
+"""Functions and reasoning in a chat: what reaches the template, what is refused by name, what another server is sent."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from gateway_kit import MODEL, SAID, TestBench, chat_body, headers, open_bench, serving
+
+from headrace.core.tools import MAX_TOOLS
+from headrace.gateway.surfaces.dialect.tools import MAX_CALLS, MAX_TOOLS_BYTES
+from headrace.text.folder import TextModel
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+TURNS = [
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+]
+
+
+def prompt_of(bench: TestBench) -> str:
+    return bench.replica.text.tokenizer.decode(bench.replica.requests[-1].prompt_ids, skip_special_tokens=False)
+
+
+async def test_functions_are_shown_as_they_were_written_but_for_strict(bench: TestBench) -> None:
+    response = await bench.chat(tools=[{**WEATHER, "function": {**WEATHER["function"], "strict": False}}])
+    assert response.status_code == 200
+    shown = prompt_of(bench).split("<|im_end|>\n")[1].split("<|im_start|>")[0]
+    assert msgspec.json.decode(shown) == [WEATHER]
+
+
+async def test_none_leaves_the_functions_out_of_the_prompt(bench: TestBench) -> None:
+    await bench.chat()
+    plain = prompt_of(bench)
+    response = await bench.chat(tools=[WEATHER], tool_choice="none")
+    assert response.json()["choices"][0]["message"]["content"] == SAID
+    assert prompt_of(bench) == plain
+
+
+async def test_turns_with_calls_reach_the_template(either: TestBench) -> None:
+    response = await either.chat(messages=TURNS, tools=[WEATHER])
+    assert response.status_code == 200, response.text
+    prompt = prompt_of(either)
+    assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>' in prompt
+    assert "<|im_start|>tool\nrain<|im_end|>" in prompt
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    return {"tools": [{"function": {"name": "f", **fields}}]}
+
+
+def turn(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "assistant", "content": "x", **fields}]}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": "f"}, "tools"),
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name"),
+    ({"tools": [{"function": {"name": f"f{number}"}} for number in range(MAX_TOOLS + 1)]}, "tools"),
+    (function(name=""), "tools[0].function.name"),
+    (function(name="get weather"), "tools[0].function.name"),
+    (function(name="<|im_end|>"), "tools[0].function.name"),
+    (function(description=5), "tools[0].function.description"),
+    (function(parameters="{}"), "tools[0].function.parameters"),
+    (function(parameters={"type": "array"}), "tools[0].function.parameters.type"),
+    (function(parameters={"type": ["object", "null"]}), "tools[0].function.parameters.type"),
+    (function(strict="yes"), "tools[0].function.strict"),
+    (function(strict=True, examples=[]), "tools[0].function.examples"),
+    (function(description="x" * MAX_TOOLS_BYTES), "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+    ({"tools": [WEATHER], "tool_choice": {"function": {"name": "other"}}}, "tool_choice.function.name"),
+    ({"tools": [WEATHER], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    ({"functions": [WEATHER["function"]]}, "functions"),
+    (turn(tool_calls=[CALL] * (MAX_CALLS + 1)), "messages[0].tool_calls"),
+    (turn(tool_calls=[{}]), "messages[0].tool_calls[0].function"),
+    (turn(tool_calls=[{"function": {"arguments": "{}"}}]), "messages[0].tool_calls[0].function.name"),
+    (turn(tool_calls=[{"function": {"name": "f", "arguments": {"a": 1}}}]), "messages[0].tool_calls[0].function.arguments"),
+    (turn(tool_calls=[{"function": {"name": "f", "arguments": "not JSON"}}]), "messages[0].tool_calls[0].function.arguments"),
+    (turn(tool_calls=[{"function": {"name": "f", "arguments": "[" * 100_000}}]), "messages[0].tool_calls[0].function.arguments"),
+    (turn(tool_call_id="1"), "messages[0].tool_call_id"),
+    (turn(role="user", tool_calls=[CALL]), "messages[0].tool_calls"),
+    (turn(role="user", reasoning_content="hm"), "messages[0].reasoning_content"),
+    (turn(reasoning_content="hm", reasoning="other"), "messages[0].reasoning"),
+    (turn(content=None), "messages[0].content"),
+    (turn(role="tool", content=None), "messages[0].content"),
+    (turn(role="function"), "messages[0].role"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"reasoning_effort": "most"}, "reasoning_effort"),
+    ({"think": "high"}, "think"),
+    ({"think": "a lot"}, "think"),
+    ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+    ({"reasoning": {"effort": "all"}}, "reasoning.effort"),
+    ({"reasoning": {"max_tokens": 100}}, "reasoning.max_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 100}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "adaptive"}}, "thinking.type"),
+    ({"thinking": True}, "thinking"),
+    ({"think": True, "enable_thinking": False}, "think"),
+    ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking"),
+    ({"reasoning_format": "xml"}, "reasoning_format"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED, ids=[f"{number}-{param}" for number, (_, param) in enumerate(REFUSED)])
+async def test_what_no_model_can_be_asked_is_refused_by_name(bench: TestBench, fields: dict[str, Any], param: str) -> None:
+    began_s = time.process_time()
+    response = await bench.chat(**fields)
+    error = response.json()["error"]
+    assert (response.status_code in (400, 413), error["param"]) == (True, param), error
+    assert time.process_time() - began_s < 0.25
+    assert not bench.replica.requests
+
+
+HOSTILE: list[tuple[str, dict[str, Any]]] = [
+    ("deep", {"properties": {"a": {}}}),
+    ("wide", {"properties": {f"p{number}": {"type": "string"} for number in range(20_000)}}),
+    ("many values", {"enum": list(range(200_000))}),
+    ("long key", {"properties": {"k" * 200_000: {}}}),
+]
+
+
+@pytest.mark.parametrize(("kind", "parameters"), HOSTILE, ids=[kind for kind, _ in HOSTILE])
+async def test_hostile_definitions_are_refused_at_once(bench: TestBench, kind: str, parameters: dict[str, Any]) -> None:
+    if kind == "deep":
+        for _ in range(200):
+            parameters = {"properties": {"a": parameters}}
+    body = msgspec.json.encode(chat_body(**function(parameters=parameters)))
+    began_s = time.process_time()
+    response = await bench.client.post("/v1/chat/completions", content=body, headers=headers())
+    assert response.status_code in (400, 413), response.text
+    assert time.process_time() - began_s < 0.25
+    assert not bench.replica.requests
+
+
+SWITCHED_OFF: list[dict[str, Any]] = [
+    {"enable_thinking": False},
+    {"think": False},
+    {"thinking": {"type": "disabled"}},
+    {"reasoning": {"enabled": False}},
+    {"reasoning": {"effort": "none"}},
+    {"reasoning_effort": "none"},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"enable_thinking": False, "think": False, "chat_template_kwargs": {"enable_thinking": False}},
+]
+
+
+@pytest.mark.parametrize("fields", SWITCHED_OFF, ids=str)
+async def test_reasoning_is_switched_off_by_every_name_that_clients_have_for_it(bench: TestBench, fields: dict[str, Any]) -> None:
+    response = await bench.chat(**fields)
+    assert response.status_code == 200
+    assert "x-headrace-ignored" not in response.headers
+    assert prompt_of(bench).endswith("<|im_start|>assistant\n<think></think>")
+
+
+async def test_reasoning_of_earlier_turns_is_named_where_the_template_does_not_read_it(bench: TestBench) -> None:
+    for name in ("reasoning_content", "reasoning"):
+        response = await bench.chat(messages=[{"role": "assistant", "content": "Hi", name: "hm"}, {"role": "user", "content": "Bye"}])
+        assert response.headers["x-headrace-ignored"] == "messages[].reasoning_content"
+
+
+async def test_tokenize_counts_what_a_chat_with_functions_sends(bench: TestBench) -> None:
+    await bench.chat(messages=TURNS, tools=[WEATHER])
+    body = {"model": MODEL, "messages": TURNS, "tools": [WEATHER]}
+    counted = (await bench.client.post("/tokenize", json=body)).json()
+    assert counted["tokens"] == list(bench.replica.requests[-1].prompt_ids)
+    refused = await bench.client.post("/tokenize", json={"model": MODEL, "prompt": "x", "tools": [WEATHER]})
+    assert refused.json()["error"]["param"] == "tools"
+
+
+async def test_another_server_is_sent_the_fields_as_the_client_wrote_them(text: TextModel) -> None:
+    """A gateway before a gateway: what the far one reads is what the near one's client said."""
+    async with open_bench(text) as far, serving(far.gateway) as port:
+        models = [{"name": MODEL, "upstream": {"url": f"http://127.0.0.1:{port}/v1"}}]
+        async with open_bench(text, models=models) as near:
+            for fields in (*SWITCHED_OFF, {"tools": [WEATHER]}, {"messages": TURNS, "tools": [WEATHER], "tool_choice": "none"}):
+                assert (await near.chat(**fields)).status_code == 200
+                assert (await far.chat(**fields)).status_code == 200
+                sent, same = far.replica.requests[-2:]
+                assert sent.prompt_ids == same.prompt_ids
