@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plain_matchers import Language
+from plain_masks import Language
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,7 +20,7 @@ from headrace.core.ids import SlotId
 from headrace.core.plan import SYNCHRONOUS, Plan, Result, Started
 from headrace.core.sampling import SamplingParams
 from headrace.engine.runner import Model, ModelRunner
-from headrace.engine.runner_masks import Matchers
+from headrace.engine.runner_masks import MaskSource
 from headrace.tensor.batch import allocate_kv
 from headrace.tensor.kernels import load_backend
 from headrace.tensor.kernels.filters import draw
@@ -129,12 +129,12 @@ def make_runner(
     block_size: int = 4,
     num_blocks: int = 64,
     slots: int = 8,
-    matchers: Matchers | None = None,
+    masks: MaskSource | None = None,
 ) -> ModelRunner:
     """A runner over the decoder's KV shapes; `model` may stand in front of it."""
     kv = allocate_kv(decoder.kv_shapes, decoder.group_of, (num_blocks,), block_size, torch.float32, "cpu")
     return ModelRunner(
-        model or decoder, kv, max_num_seqs=slots, max_model_len=CONTEXT, draw=draw, eos_token_ids=(2,), matchers=matchers
+        model or decoder, kv, max_num_seqs=slots, max_model_len=CONTEXT, draw=draw, eos_token_ids=(2,), masks=masks
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from headrace.engine.runner_batch import (
     refuse_moves_but_copies,
     select_tokens,
 )
-from headrace.engine.runner_masks import Matchers, NoMatchers, StepMasks
+from headrace.engine.runner_masks import MaskSource, NoGrammars
 from headrace.engine.runner_slots import Ints, SlotState, column
 from headrace.tensor.batch import ForwardBatch, KvCache
 from headrace.tensor.kernels.filters import Draw
@@ -88,7 +88,7 @@ class ModelRunner:
     max_model_len  tokens of the longest sequence, prompt and output together
     draw           chooses the tokens of rows that are not greedy
     mask           applies grammar masks
-    matchers       follow the grammars of sequences that have one; None: such a sequence is refused
+    masks          of sequences that have a grammar; None: such a sequence is refused
     """
 
     def __init__(
@@ -100,14 +100,14 @@ class ModelRunner:
         max_model_len: int,
         draw: Draw,
         mask: ApplyMasks = apply_masks,
-        matchers: Matchers | None = None,
+        masks: MaskSource | None = None,
         eos_token_ids: tuple[int, ...] = (),
         device: str = "cpu",
     ) -> None:
         self.model, self.kv, self._device = model, kv, device
         self._state = SlotState(max_num_seqs, max_model_len, len(kv.pools), kv.block_size)
         self._sampler = Sampler(model.vocab_size, eos_token_ids, draw, mask)
-        self._matchers = matchers or NoMatchers()
+        self._masks = masks or NoGrammars()
 
     def submit(self, plan: Plan) -> CompletedStep:
         """Compute the plan now. Never raises: the ticket's `result` raises what the step raised."""
@@ -117,8 +117,8 @@ class ModelRunner:
             return CompletedStep(error)
 
     def close(self) -> None:
-        """End the threads of the matchers. The garbage collector frees the rest."""
-        self._matchers.close()
+        """End the threads that fill masks. The garbage collector frees the rest."""
+        self._masks.close()
 
     def execute(self, plan: Plan) -> Result:
         """Apply the plan's changes, compute its rows, remember the sampled tokens.
@@ -142,12 +142,11 @@ class ModelRunner:
         ended = column(plan.ended)
         self._state.end(ended)
         self._sampler.end(ended.tolist())
-        self._matchers.end(ended.tolist())
+        self._masks.end(ended.tolist())
         for started in plan.started:
             self._state.start(started)
             self._sampler.start(started)
-            if started.grammar is not None:
-                self._matchers.start(started)
+            self._masks.start(started)
         self._state.write_tables(plan)
         for group, source, target in zip(plan.move_groups, plan.move_sources, plan.move_targets, strict=True):
             self.kv.copy_block(group, source, target)
@@ -161,17 +160,17 @@ class ModelRunner:
         selected = select_tokens(rows, logprob_counts)
         ids, batch = build_batch(rows, self._state, self._device, selected)
         failpoint("runner.masks")
-        masks = StepMasks.begin(self._matchers, rows.slots, rows.mask_slots, sampling)
+        self._masks.begin(rows.mask_slots[sampling].tolist())
         failpoint("runner.forward")
         hidden = self.model.forward(ids, batch, self.kv)
         failed = {int(row) for row in np.flatnonzero(self._state.failed[rows.slots])}
         prompts = self._prompt_logprobs(rows, logprob_counts, selected, hidden)
-        row_masks, unmasked = masks.wait()
-        sampled = self._sample(rows, sampling, selected, hidden, row_masks)
+        masks = self._masks.wait()
+        sampled = self._sample(rows, sampling, selected, hidden, masks.masks)
         failed |= prompts.failed | {int(row) for row in sampling[sampled.failed]}
-        errors = dict.fromkeys(failed, NOT_A_DISTRIBUTION) | unmasked
+        errors = dict.fromkeys(failed, NOT_A_DISTRIBUTION) | {int(sampling[place]): why for place, why in masks.failures.items()}
         failpoint("runner.commit")
-        self._commit(rows, sampling, sampled, masks, errors)
+        self._commit(rows, sampling, sampled, errors)
         return _result(plan, sampling, sampled, prompts, errors)
 
     def _rewind(self, rows: Rows, sampling: Ints) -> None:
@@ -181,8 +180,7 @@ class ModelRunner:
             slot = int(rows.slots[row])
             stale = state.token_ids[slot, ends[row] : state.known[slot]]
             self._sampler.retract(slot, stale.tolist())
-            if rows.mask_slots[row] >= 0:
-                self._matchers.retract(slot, len(stale))
+            self._masks.retract(slot, len(stale))
             state.known[slot] = ends[row]
 
     def _sample(self, rows: Rows, sampling: Ints, selected: Selection, hidden: Tensor, masks: RowMasks) -> Sampled:
@@ -232,13 +230,13 @@ class ModelRunner:
             collected.extend(found)
         return collected
 
-    def _commit(self, rows: Rows, sampling: Ints, sampled: Sampled, masks: StepMasks, errors: Mapping[int, str]) -> None:
+    def _commit(self, rows: Rows, sampling: Ints, sampled: Sampled, errors: Mapping[int, str]) -> None:
         """Point 6 of `core.plan`: record the sampled tokens. After this the step counts as done."""
         good = np.array([row not in errors for row in sampling.tolist()], dtype=np.bool_)
         slots, positions = rows.slots[sampling[good]], rows.ends[sampling[good]]
         self._state.append(slots, positions, sampled.token_ids[good])
         self._sampler.commit(slots, sampled.token_ids[good])
-        masks.commit(sampled.token_ids, good)
+        self._masks.commit(slots.tolist(), sampled.token_ids[good].tolist())
         self._state.failed[rows.slots[list(errors)]] = True
 
 

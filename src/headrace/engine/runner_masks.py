@@ -1,57 +1,63 @@
-"""Grammar masks of a step: what the runner needs of the matchers, and how one step uses them.
+"""Grammar masks: what the runner needs of the grammars of its slots.
 
-A matcher follows one sequence through its grammar. `StepMasks` begins to fill the masks of a step before its forward pass and waits for
-them before sampling, so that they are made on another thread while the model computes. How a mask acts on logits is `tensor.sampling`'s;
-where matchers come from is in docs/structured.md.
+The masks of a step are begun before its forward pass and waited for before sampling, so that they are filled on another thread while the
+model computes. How a mask acts on logits is `tensor.sampling`'s; where masks come from is in docs/structured.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from headrace.core.plan import Started
-from headrace.engine.runner_slots import Ints
-from headrace.tensor.kernels.masks import ApplyMasks, Words
-from headrace.tensor.sampling.sampler import NO_MASKS, RowMasks
+from headrace.tensor.kernels.masks import ApplyMasks
+from headrace.tensor.sampling import NO_ROWS_MASKED, RowMasks
 
 
-class Matchers(Protocol):
-    """One matcher per slot whose sequence has a grammar. Used by the runner's thread alone.
+@dataclass(frozen=True, slots=True)
+class StepMasks:
+    """One step's masks. failures: row -> why its sequence cannot go on; its mask allows nothing."""
 
-    A matcher that cannot go on (it exceeded a limit, or was given a token that its grammar does not allow) raises nothing: `wait` names it
-    each time its mask is asked for. Any method may be called while a fill that `begin` started is under way, since the step that began it
-    may have failed; the fill is then waited for and dropped.
+    masks: RowMasks
+    failures: Mapping[int, str] = field(default_factory=dict)
+
+
+NO_MASKS = StepMasks(NO_ROWS_MASKED)
+
+
+class MaskSource(Protocol):
+    """What a runner needs of grammars. Used by the runner's thread alone.
+
+    A sequence whose grammar cannot go on (it exceeded a limit, or its outputs do not match) raises nothing: `wait` names it each time its
+    mask is asked for. Every method may be called while masks are being filled, since the step that began them may have failed; they are
+    then waited for and dropped.
     """
 
     def start(self, started: Started) -> None:
-        """Make the matcher of a sequence with a grammar, at its end: the output ids it has are consumed. An earlier one is replaced."""
+        """The slot's sequence begins, or runs again: its outputs so far count as matched. Nothing is kept of the slot's last one."""
         ...
 
     def end(self, slots: Iterable[int]) -> None:
-        """Forget the matchers of these slots, as far as they have any."""
+        """Nothing is kept of these slots."""
         ...
 
-    def begin(self, slots: Ints) -> None:
-        """Begin to fill the masks of the next tokens of slots [M], each of which has a matcher, on another thread."""
+    def begin(self, slots: Sequence[int]) -> None:
+        """Begin to fill masks for rows of these slots, -1 for a row without a mask."""
         ...
 
-    def wait(self) -> tuple[Words, Mapping[int, str]]:
-        """The masks [M, ceil(V / 32)] of the slots last given to `begin`, and what is wrong with the rows of M that have none.
-
-        The memory is valid until the next `begin`.
-        """
+    def wait(self) -> StepMasks:
+        """The masks that `begin` started, once. Their memory is valid until the next `begin`. Raises what filling them raised."""
         ...
 
-    def commit(self, slots: Ints, token_ids: Ints) -> None:
-        """Advance the matchers of slots [M] by one token each."""
+    def commit(self, slots: Iterable[int], token_ids: Iterable[int]) -> None:
+        """One token was appended to each slot's output. Slots without a grammar are passed over."""
         ...
 
     def retract(self, slot: int, num_tokens: int) -> None:
-        """Take back the last tokens of a slot: their step is being repeated."""
+        """The last `num_tokens` of the slot's output are taken back. A slot without a grammar is passed over."""
         ...
 
     def close(self) -> None:
@@ -59,8 +65,8 @@ class Matchers(Protocol):
         ...
 
 
-class NoMatchers:
-    """The matchers of a runner that cannot follow a grammar: a step that needs a mask is refused, and with it its sequence alone."""
+class NoGrammars:
+    """The masks of a runner that follows no grammar: a step that needs one is refused, and with it its sequence alone."""
 
     def start(self, started: Started) -> None:
         pass
@@ -68,17 +74,18 @@ class NoMatchers:
     def end(self, slots: Iterable[int]) -> None:
         pass
 
-    def begin(self, slots: Ints) -> None:
-        raise ValueError("mask_slots: this runner follows no grammars; every row must say -1")
+    def begin(self, slots: Sequence[int]) -> None:
+        if any(slot >= 0 for slot in slots):
+            raise ValueError("mask_slots: this runner follows no grammars; every row must say -1")
 
-    def wait(self) -> tuple[Words, Mapping[int, str]]:
-        raise AssertionError("nothing was begun")
+    def wait(self) -> StepMasks:
+        return NO_MASKS
 
-    def commit(self, slots: Ints, token_ids: Ints) -> None:
-        raise AssertionError("nothing was begun")
+    def commit(self, slots: Iterable[int], token_ids: Iterable[int]) -> None:
+        pass
 
     def retract(self, slot: int, num_tokens: int) -> None:
-        raise AssertionError("nothing was begun")
+        pass
 
     def close(self) -> None:
         pass
@@ -86,39 +93,4 @@ class NoMatchers:
 
 def load_mask_kernel(mask: ApplyMasks) -> None:
     """Apply one mask, so that the function behind `mask` is compiled or loaded now and not at the first request with a grammar."""
-    mask(np.zeros((1, 32), dtype=np.float32), np.zeros(1, dtype=np.int64), np.full((1, 1), -1, dtype=np.int32))
-
-
-@dataclass(frozen=True, slots=True)
-class StepMasks:
-    """The masks of one step. sampling: the plan's rows [S] that sample; masked: which of these [M] have a grammar; slots [M]: theirs."""
-
-    matchers: Matchers
-    sampling: Ints
-    masked: Ints
-    slots: Ints
-
-    @classmethod
-    def begin(cls, matchers: Matchers, slots: Ints, mask_slots: Ints, sampling: Ints) -> StepMasks:
-        """Begin to fill. slots, mask_slots [R]: the plan's columns. Raises ValueError for a mask slot that is not the row's own."""
-        masked = np.flatnonzero(mask_slots[sampling] >= 0)
-        if not len(masked):
-            return cls(matchers, sampling, masked, masked)
-        rows = sampling[masked]
-        if (mask_slots[rows] != slots[rows]).any():
-            raise ValueError("mask_slots: each row must say -1 or its own slot")
-        matchers.begin(slots[rows])
-        return cls(matchers, sampling, masked, slots[rows])
-
-    def wait(self) -> tuple[RowMasks, dict[int, str]]:
-        """The masks of the rows that sample, and of each row of the plan that cannot have one the reason."""
-        if not len(self.masked):
-            return NO_MASKS, {}
-        words, failures = self.matchers.wait()
-        return RowMasks(self.masked, words), {int(self.sampling[self.masked[place]]): reason for place, reason in failures.items()}
-
-    def commit(self, token_ids: Ints, is_good: np.ndarray) -> None:
-        """Advance the matchers. token_ids, is_good [S]: what was sampled, and for which rows it counts."""
-        kept = is_good[self.masked]
-        if kept.any():
-            self.matchers.commit(self.slots[kept], token_ids[self.masked[kept]])
+    mask(np.zeros((1, 32), dtype=np.float32), np.zeros(1, dtype=np.int64), np.full((1, 1), 2**32 - 1, dtype=np.uint32))

@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 import torch
-from plain_matchers import PlainMatchers
+from plain_masks import PlainMasks
 from runner_kit import VOCAB, Planner, make_runner, row_tokens
 from torch import Tensor
 
@@ -33,7 +33,7 @@ def language(outputs: list[int]) -> range:
 
 
 def masking_runner(decoder: DecoderModel, model: Model | None = None) -> ModelRunner:
-    return make_runner(decoder, model=model, matchers=PlainMatchers(language, VOCAB))
+    return make_runner(decoder, model=model, masks=PlainMasks(language, VOCAB))
 
 
 def sequence_of_plans() -> list[Plan]:

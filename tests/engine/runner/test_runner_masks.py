@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from plain_matchers import Language, PlainMatchers
+from plain_masks import Language, PlainMasks
 from runner_kit import GREEDY, VOCAB, DenseLlama, Planner, make_runner, row_tokens
 
 from headrace.core.grammar import Grammar
@@ -14,7 +14,7 @@ from headrace.engine.runner_overlapped import OverlappedRunner
 from headrace.tensor.models.decoder import DecoderModel
 
 ANY = Grammar.json_object()
-"""PlainMatchers have one language for all."""
+"""PlainMasks have one language for all."""
 PROMPTS = ([5, 6, 7, 8, 9], [40, 3], list(range(20, 31)), [77])
 
 
@@ -37,8 +37,8 @@ def test_masked_rows_follow_their_grammar_and_the_rest_does_not_notice(
     decoder: DecoderModel, dense: DenseLlama, language: Language
 ) -> None:
     """Slots 0 and 2 have a grammar, 1 and 3 have none."""
-    matchers = PlainMatchers(language, VOCAB)
-    runner, planner = make_runner(decoder, num_blocks=128, matchers=matchers), Planner()
+    masks = PlainMasks(language, VOCAB)
+    runner, planner = make_runner(decoder, num_blocks=128, masks=masks), Planner()
     for slot, prompt in enumerate(PROMPTS):
         planner.start(slot, prompt, grammar=ANY if slot % 2 == 0 else None)
     outputs = row_tokens(run(runner, planner.plan(*((slot, 0, len(prompt), 1) for slot, prompt in enumerate(PROMPTS)))))
@@ -47,20 +47,20 @@ def test_masked_rows_follow_their_grammar_and_the_rest_does_not_notice(
         outputs = [[*seen, *new] for seen, new in zip(outputs, tokens, strict=True)]
     expected = [dense.greedy(prompt, 10, language) if slot % 2 == 0 else dense.greedy(prompt, 10) for slot, prompt in enumerate(PROMPTS)]
     assert outputs == expected
-    assert matchers.outputs == {0: outputs[0], 2: outputs[2]}
+    assert masks.outputs == {0: outputs[0], 2: outputs[2]}
     assert outputs[0] != dense.greedy(PROMPTS[0], 10), "the grammar changed something"
 
 
 def test_a_chunk_in_the_middle_of_a_prompt_asks_for_no_mask(decoder: DecoderModel, dense: DenseLlama) -> None:
-    matchers = PlainMatchers(near, VOCAB)
-    runner, planner, prompt = make_runner(decoder, matchers=matchers), Planner(), PROMPTS[2]
+    masks = PlainMasks(near, VOCAB)
+    runner, planner, prompt = make_runner(decoder, masks=masks), Planner(), PROMPTS[2]
     planner.start(0, prompt, grammar=ANY)
     assert row_tokens(run(runner, planner.plan((0, 0, 6, 0)))) == [[]]
     assert row_tokens(run(runner, planner.plan((0, 6, 5, 1)))) == [dense.greedy(prompt, 1, near)]
 
 
 def test_a_resumed_sequence_goes_on_in_its_grammar(decoder: DecoderModel, dense: DenseLlama) -> None:
-    runner, planner, prompt = make_runner(decoder, matchers=PlainMatchers(near, VOCAB)), Planner(), [9, 8, 7]
+    runner, planner, prompt = make_runner(decoder, masks=PlainMasks(near, VOCAB)), Planner(), [9, 8, 7]
     outputs = dense.greedy(prompt, 6, near)
     planner.start(0, prompt, outputs=outputs[:4], grammar=ANY)
     assert row_tokens(run(runner, planner.plan((0, 0, 7, 1)))) == [outputs[4:5]]
@@ -69,53 +69,44 @@ def test_a_resumed_sequence_goes_on_in_its_grammar(decoder: DecoderModel, dense:
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=3, top_p=0.9, logprobs=2), SamplingParams(seed=4, presence_penalty=1.0)])
 def test_a_row_whose_mask_cannot_be_made_fails_alone(decoder: DecoderModel, params: SamplingParams) -> None:
-    matchers = PlainMatchers(alternating, VOCAB)
-    runner, planner = make_runner(decoder, num_blocks=128, matchers=matchers), Planner()
+    masks = PlainMasks(alternating, VOCAB)
+    runner, planner = make_runner(decoder, num_blocks=128, masks=masks), Planner()
     for slot in range(3):
         planner.start(slot, [5, 6 + slot], params, grammar=ANY)
     run(runner, planner.plan(*((slot, 0, 2, 1) for slot in range(3))))
-    matchers.broken = {1}
+    masks.broken = {1}
     result = run(runner, planner.plan(*((slot, 2, 1, 1) for slot in range(3))))
     assert result.errors == ((1, "slot 1 is broken"),)
     assert result.token_counts.tolist() == [1, 0, 1]
     assert len(result.logprobs) == (2 if params.logprobs else 0)
-    assert [len(matchers.outputs[slot]) for slot in range(3)] == [2, 1, 2]
+    assert [len(masks.outputs[slot]) for slot in range(3)] == [2, 1, 2]
     later = run(runner, planner.plan(*((slot, 3, 1, 1) for slot in range(3))))
     assert later.token_counts.tolist() == [1, 0, 1], "a failed slot's later rows fail, too"
 
 
 def test_a_slot_is_free_of_its_grammar_when_it_is_used_again(decoder: DecoderModel, dense: DenseLlama) -> None:
-    matchers = PlainMatchers(near, VOCAB)
-    runner, planner = make_runner(decoder, matchers=matchers), Planner()
+    masks = PlainMasks(near, VOCAB)
+    runner, planner = make_runner(decoder, masks=masks), Planner()
     planner.start(0, PROMPTS[0], grammar=ANY)
     run(runner, planner.plan((0, 0, 5, 1)))
     planner.end(0)
     planner.start(0, PROMPTS[1])
     assert row_tokens(run(runner, planner.plan((0, 0, 2, 1)))) == [dense.greedy(PROMPTS[1], 1)]
-    assert matchers.outputs == {}
+    assert masks.outputs == {}
 
 
-def test_the_overlapped_runner_gives_the_same_tokens_and_closes_the_matchers(decoder: DecoderModel, dense: DenseLlama) -> None:
-    matchers = PlainMatchers(near, VOCAB)
-    runner, planner = OverlappedRunner(make_runner(decoder, matchers=matchers)), Planner()
+def test_the_overlapped_runner_gives_the_same_tokens_and_closes_the_masks(decoder: DecoderModel, dense: DenseLlama) -> None:
+    masks = PlainMasks(near, VOCAB)
+    runner, planner = OverlappedRunner(make_runner(decoder, masks=masks)), Planner()
     planner.start(0, PROMPTS[0], grammar=ANY)
     plans = [planner.plan((0, 0, 5, 1)), *(planner.plan((0, 5 + i, 1, 1)) for i in range(6))]
     tickets = [runner.submit(plan) for plan in plans]
     assert [row_tokens(ticket.result(timeout=30))[0][0] for ticket in tickets] == dense.greedy(PROMPTS[0], 7, near)
     runner.close()
-    assert matchers.is_closed
+    assert masks.is_closed
 
 
-def test_a_mask_slot_that_is_not_the_rows_own_is_refused(decoder: DecoderModel) -> None:
-    runner, planner = make_runner(decoder, matchers=PlainMatchers(near, VOCAB)), Planner()
-    planner.start(0, [4, 5], grammar=ANY)
-    plan = planner.plan((0, 0, 2, 1))
-    plan.mask_slots[0] = 3
-    with pytest.raises(ValueError, match="its own slot"):
-        run(runner, plan)
-
-
-def test_a_runner_without_matchers_refuses_a_sequence_with_a_grammar_by_name(decoder: DecoderModel) -> None:
+def test_a_runner_without_masks_refuses_a_sequence_with_a_grammar_by_name(decoder: DecoderModel) -> None:
     runner, planner = make_runner(decoder), Planner()
     planner.start(0, [4, 5], grammar=ANY)
     with pytest.raises(ValueError, match="mask_slots: this runner follows no grammars"):

@@ -51,12 +51,12 @@ def words_of(allowed: Collection[int], vocab: int) -> Words:
     words = np.zeros(num_words(vocab), dtype=np.uint32)
     for token in (*allowed, *range(vocab, 32 * len(words))):
         words[token // 32] |= np.uint32(1 << token % 32)
-    return words.view(np.int32)
+    return words
 
 
 def row_masks(rows: Sequence[Row], vocab: int) -> RowMasks:
     masked = [(i, words_of(row.allowed, vocab)) for i, row in enumerate(rows) if row.allowed is not None]
-    words = np.array([mask for _, mask in masked], dtype=np.int32).reshape(len(masked), num_words(vocab))
+    words = np.array([mask for _, mask in masked], dtype=np.uint32).reshape(len(masked), num_words(vocab))
     return RowMasks(np.array([i for i, _ in masked], dtype=np.int64), words)
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from headrace.tensor.kernels.filters import Floats, Ints
 
-Words = NDArray[np.int32]
+Words = NDArray[np.uint32]
 
 ApplyMasks = Callable[[Floats, Ints, Words], tuple[Ints, Floats]]
 """A function with the signature of `apply_masks`."""

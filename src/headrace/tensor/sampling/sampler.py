@@ -54,7 +54,7 @@ class RowMasks:
         return self if kept.all() else RowMasks(self.rows[kept], self.words[kept])
 
 
-NO_MASKS = RowMasks(np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.int32))
+NO_ROWS_MASKED = RowMasks(np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.uint32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ class Sampler:
             if counts is not None:
                 counts.add(int(token_ids[row]))
 
-    def sample(self, logits: Tensor, slots: Ints, positions: Ints, masks: RowMasks = NO_MASKS) -> Sampled:
+    def sample(self, logits: Tensor, slots: Ints, positions: Ints, masks: RowMasks = NO_ROWS_MASKED) -> Sampled:
         """Choose one token per row.
 
         logits     [N, V], any float type and device; CONSUMED: a float32 host tensor is changed in place

@@ -18,11 +18,11 @@ ROWS = np.array([0, 2, 3, 7])
 
 def masks_of(kind: str, vocab: int, rng: np.random.Generator) -> Words:
     """Masks for ROWS."""
-    words = rng.integers(-(2**31), 2**31, (len(ROWS), num_words(vocab))).astype(np.int32)
+    words = rng.integers(0, 2**32, (len(ROWS), num_words(vocab)), dtype=np.uint32)
     if kind == "narrow":
         words[rng.random(words.shape) < 0.98] = 0
     elif kind == "wide":
-        words[rng.random(words.shape) < 0.98] = -1
+        words[rng.random(words.shape) < 0.98] = 2**32 - 1
     elif kind == "none":
         words[:] = 0
     return words

@@ -86,7 +86,7 @@ def mask_row(logits: Pointer, words: Pointer, vocab: int) -> int:
 class MaskArguments(NamedTuple):
     """Arguments of the kernel: all but logits_row and masks_row (strides in elements), num_rows and vocab are addresses.
 
-    rows int64 [num_rows], which rows of logits; masks int32 [num_rows, masks_row]; best int64, peak float32 [num_rows]
+    rows int64 [num_rows], which rows of logits; masks uint32 [num_rows, masks_row]; best int64, peak float32 [num_rows]
     """
 
     logits: int
@@ -122,7 +122,7 @@ def apply_masks(logits: Floats, rows: Ints, masks: Words) -> tuple[Ints, Floats]
         raise ValueError(f"logits of {logits.dtype} with strides {logits.strides}: float32 is needed, a row's numbers one behind the other")
     if masks.shape != (len(rows), num_words(vocab)):
         raise ValueError(f"masks of {masks.shape} for {len(rows)} rows of {vocab} tokens")
-    rows, masks = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(masks, np.int32)
+    rows, masks = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(masks, np.uint32)
     best, peak = np.empty(len(rows), dtype=np.int64), np.empty(len(rows), dtype=np.float32)
     arguments = MaskArguments(
         logits=logits.ctypes.data,

@@ -1,0 +1,64 @@
+"""`engine.runner_masks.MaskSource` without a thread or a library: a grammar is a function from output ids to the ids that may follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import numpy as np
+
+from headrace.core.plan import Started
+from headrace.engine.runner_masks import StepMasks
+from headrace.tensor.kernels.masks import num_words
+from headrace.tensor.sampling import RowMasks
+
+Language = Callable[[list[int]], Collection[int]]
+
+
+class PlainMasks:
+    """Checks that it is used as its protocol says.
+
+    broken  slots whose masks cannot be made
+    """
+
+    def __init__(self, language: Language, vocab_size: int) -> None:
+        self.language, self.vocab_size = language, vocab_size
+        self.outputs: dict[int, list[int]] = {}
+        self.broken: set[int] = set()
+        self.is_closed = False
+        self._begun: dict[int, int] = {}
+
+    def start(self, started: Started) -> None:
+        self.outputs.pop(started.slot, None)
+        if started.grammar is not None:
+            self.outputs[started.slot] = started.token_ids[started.num_prompt_tokens :].tolist()
+
+    def end(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self.outputs.pop(slot, None)
+
+    def begin(self, slots: Sequence[int]) -> None:
+        self._begun = {row: slot for row, slot in enumerate(slots) if slot >= 0}
+        assert set(self._begun.values()) <= self.outputs.keys(), "a slot without a grammar"
+
+    def wait(self) -> StepMasks:
+        begun, self._begun = self._begun, {}
+        words = np.zeros((len(begun), num_words(self.vocab_size)), dtype=np.uint32)
+        for mask, slot in zip(words, begun.values(), strict=True):
+            for token in self.language(self.outputs[slot]):
+                mask[token // 32] |= np.uint32(1 << token % 32)
+        failures = {row: f"slot {slot} is broken" for row, slot in begun.items() if slot in self.broken}
+        return StepMasks(RowMasks(np.array(list(begun), dtype=np.int64), words), failures)
+
+    def commit(self, slots: Iterable[int], token_ids: Iterable[int]) -> None:
+        for slot, token_id in zip(slots, token_ids, strict=True):
+            if slot in self.outputs:
+                assert token_id in self.language(self.outputs[slot]), "a token that the mask forbids was sampled"
+                self.outputs[slot].append(token_id)
+
+    def retract(self, slot: int, num_tokens: int) -> None:
+        if slot in self.outputs:
+            assert 0 < num_tokens <= len(self.outputs[slot])
+            del self.outputs[slot][-num_tokens:]
+
+    def close(self) -> None:
+        self.is_closed = True
