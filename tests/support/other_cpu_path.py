@@ -17,10 +17,10 @@ from headrace.tensor.host.cache_folder import ENVIRONMENT, cache_root, open_priv
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_with(plugin: str, tests: list[str], file: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_with(plugin: str, tests: list[str], file: str) -> subprocess.CompletedProcess[str]:
     """The tests of a file whose names hold one of these words, under `tests.support.<plugin>`."""
     version = hashlib.sha256((ROOT / "tests" / "support" / f"{plugin}.py").read_bytes()).hexdigest()[:16]
     cache = open_private(cache_root(os.environ), ("tests", f"{plugin}-{version}"))
     command = [sys.executable, "-m", "pytest", "-q", "-p", f"tests.support.{plugin}", "-k", " or ".join(tests), file]
-    environment = {**os.environ, ENVIRONMENT: str(cache), **environment}
+    environment = {**os.environ, ENVIRONMENT: str(cache)}
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)

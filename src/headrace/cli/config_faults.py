@@ -17,7 +17,7 @@ from headrace.cli.config_variables import apply_variable, nearest_variable, vari
 from headrace.cli.config_yaml import mapping_of, parse_document, read_text
 from headrace.core.errors import ConfigError
 
-OTHER_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_CACHE_DIR", "HEADRACE_KEEP_PACKED", "HEADRACE_STREAM_WATCH", "HEADRACE_EMULATES_DOTS")
+OTHER_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_CACHE_DIR", "HEADRACE_KEEP_PACKED", "HEADRACE_STREAM_WATCH")
 """Variables that are read and are no part of the configuration."""
 
 
