@@ -14,6 +14,7 @@ With `--no-torch` importing torch fails, which holds the tests of `make test-con
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import stat
@@ -52,6 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: a full collection would walk all modules' objects again and again, torch's among them."""
+    gc.collect()
+    gc.freeze()
 
 
 def limit_s(item: pytest.Item) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.house.named import FENCE, TICKED, docstrings, is_known, read_code
-from tests.house.reader import ROOT, SOURCE
+from tests.house.reader import ROOT, Module
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "bench").rglob("*.md")])
 LIBRARIES = ("F", "json", "numpy", "object", "prometheus_client", "random", "time", "torch", "vllm")
@@ -33,21 +33,21 @@ OF_THEIR_TIME = {"docs/experiments.md": frozenset({"may_grow"})}
 """Names that a dated entry may keep although the code lost them."""
 
 
-def mentions() -> Iterator[tuple[str, str, str]]:
+def mentions(house: dict[str, Module]) -> Iterator[tuple[str, str, str]]:
     """(page or module, place, name) of everything between backticks."""
     for page in PAGES:
         shown = str(page.relative_to(ROOT))
         yield from ((shown, shown, name) for name in TICKED.findall(FENCE.sub("", page.read_text(encoding="utf-8"))))
-    for path in sorted(SOURCE.rglob("*.py")):
-        shown = str(path.relative_to(ROOT))
-        yield from ((shown, f"{shown}:{line}", name) for line, text in docstrings(path) for name in TICKED.findall(text))
+    for module in house.values():
+        shown = module.shown_path
+        yield from ((shown, f"{shown}:{line}", name) for line, text in docstrings(module.tree) for name in TICKED.findall(text))
 
 
-def test_backticked_names_exist() -> None:
+def test_backticked_names_exist(house: dict[str, Module]) -> None:
     """A name that is another project's goes into FOREIGN; anything else has to be named as the code names it."""
     code = read_code()
     missing: dict[str, list[str]] = defaultdict(list)
-    for page, place, name in mentions():
+    for page, place, name in mentions(house):
         known = name in FOREIGN or name.partition(".")[0] in LIBRARIES or name in OF_THEIR_TIME.get(page, ())
         if not known and not is_known(name, code):
             missing[name].append(place)

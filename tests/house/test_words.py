@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.house.named import docstrings
 from tests.house.reader import ROOT, Module
 from tests.house.test_docs import PAGES
 
@@ -26,10 +27,10 @@ DOCS_WORDS = re.compile(r"\b(two|one more|next) looks?\b|\b(leave|leaves|left) b
 """Private words of prose, where they are no name of the source."""
 
 
-def find_private_words(text: str) -> Iterator[tuple[int, str]]:
-    """Line and word: private names, persons that stand for data, and docstrings that are no sentence."""
+def find_private_words(text: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and word: private names, persons that stand for data, and docstrings that are no sentence. tree: the text's."""
     yield from _matches(text, PRIVATE_NAMES, PRIVATE_WORDS)
-    for place, docstring in _docstrings(ast.parse(text)):
+    for place, docstring in docstrings(tree):
         if found := FRAGMENT.match(docstring):
             yield place, found[0]
 
@@ -37,13 +38,6 @@ def find_private_words(text: str) -> Iterator[tuple[int, str]]:
 def _matches(text: str, *patterns: re.Pattern[str]) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(text.splitlines(), 1):
         yield from ((number, word[0]) for pattern in patterns for word in pattern.finditer(line))
-
-
-def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Every string that stands alone, so those below constants too."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.lineno, node.value.value
 
 
 def _functions(module: Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -85,7 +79,7 @@ def test_source_speaks_in_field_words(house: dict[str, Module]) -> None:
     broken = [
         f"{module.shown_path}:{line} {word!r}"
         for module in filter(_is_written, house.values())
-        for line, word in sorted(find_private_words(module.path.read_text(encoding="utf-8")))
+        for line, word in sorted(find_private_words(module.path.read_text(encoding="utf-8"), module.tree))
     ]
     assert not broken, "words that a stranger does not know:\n" + "\n".join(broken)
 
@@ -111,9 +105,9 @@ def test_docs_speak_in_field_words(page: Path) -> None:
     ],
 )
 def test_private_word_is_found(text: str) -> None:
-    assert list(find_private_words(text))
+    assert list(find_private_words(text, ast.parse(text)))
 
 
 def test_field_words_pass() -> None:
     text = '"""Offsets of a step\'s rows."""\nLANES = 16\n# one SIMD lane per column; a newsletter, a storyteller\n'
-    assert not list(find_private_words(text))
+    assert not list(find_private_words(text, ast.parse(text)))
