@@ -86,12 +86,12 @@ def test_tokens_that_swallow_white_space_do_not_count_it(tmp_path: Path) -> None
 
 def test_a_normal_form_is_never_an_eighth_of_the_text() -> None:
     """A composed character may come from the characters of its full decomposition, each of these from any that is compatible with it."""
-    chars = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code <= 0xDFFF]  # the surrogates are no characters
+    changed = [char for code in range(sys.maxunicode + 1) if unicodedata.decomposition(char := chr(code))]
     widest: dict[str, int] = {}
-    for char in chars:
+    for char in changed:
         if len(simple := unicodedata.normalize("NFKD", char)) == 1:
-            widest[simple] = max(widest.get(simple, 0), len(char.encode()))
-    composed = [char for char in chars if unicodedata.decomposition(char) or char in widest or "\uac00" <= char <= "\ud7a3"]
+            widest[simple] = max(widest.get(simple, len(simple.encode())), len(char.encode()))
+    composed = [*changed, *widest, *map(chr, range(0xAC00, 0xD7A4))]  # the last are Hangul's syllables, whose decomposition is a rule
     worst = max(
         sum(widest.get(part, len(part.encode())) for part in unicodedata.normalize("NFD", char)) / len(char.encode()) for char in composed
     )

@@ -25,14 +25,23 @@ def test_plans_are_those_of_the_scheduler_that_kept_an_object_per_row(seed: str)
     assert record(int(seed)) == RECORDED[seed]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(1000, 2**40))
 def test_rows_in_bulk_and_rows_one_by_one_give_the_same_plans_and_updates(seed: int) -> None:
     assert record(seed) == record(seed, one_by_one=True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(1000, 2**40), priority=st.sampled_from(PriorityClass))
 def test_with_one_class_the_priority_policy_plans_as_first_come_first_served(seed: int, priority: PriorityClass) -> None:
     """So it can be the default: requests that name no class are served as they come."""
+    assert record(seed, queue_policy="priority", priority=priority) == record(seed, queue_policy="fcfs", priority=priority)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, deadline=None)
+@given(seed=st.integers(1000, 2**40), priority=st.sampled_from(PriorityClass))
+def test_many_lives_have_the_same_plans_and_updates(seed: int, priority: PriorityClass) -> None:
+    """The two tests before this one, on many more lives."""
+    assert record(seed) == record(seed, one_by_one=True)
     assert record(seed, queue_policy="priority", priority=priority) == record(seed, queue_policy="fcfs", priority=priority)
