@@ -1,0 +1,120 @@
+"""The grammar of tool calls that the model must make, so that their arguments validate.
+
+The text around a call's arguments is written as the family's templates write it, with json.dumps's separators; the arguments follow the
+function's own schema, whose references stay within it. No grammar is compiled here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from headrace.core.errors import InvalidRequest
+from headrace.core.grammar import Grammar, GrammarKind
+from headrace.core.tools import CallMode, FunctionTool, ToolChoice
+from headrace.text.output.formats import ARGUMENTS_MARKER, CallSyntax, ToolFormat
+
+_NO_PARAMETERS: Mapping[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
+_SEPARATORS = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+"""llguidance's options of a schema. Set here, whatever the client wrote: others could switch checks off or let white space run on."""
+
+
+def forced_grammar(
+    tool_format: ToolFormat, tools: Sequence[FunctionTool], choice: ToolChoice, *, token_ids: Mapping[str, int] | None = None
+) -> Grammar | None:
+    """The grammar of the output; None where the choice forces nothing: CallMode.NONE, and AUTO without a strict function.
+
+    REQUIRED   calls alone; one call where a function is named
+    AUTO       text, and calls from a marker on: a strict function's arguments by its schema, another's any JSON object
+    token_ids  ids of the format's markers that are tokens of their own
+
+    Raises InvalidRequest: a named function that is not among the tools, arguments that are no object, a format that cannot be forced.
+    """
+    if choice.mode is CallMode.NONE or (choice.mode is CallMode.AUTO and not any(tool.is_strict for tool in tools)):
+        return None
+    if tool_format.syntax is CallSyntax.PYTHON:
+        raise InvalidRequest(
+            "tool_choice",
+            f'"auto" or "none", and no strict functions: calls of the format {tool_format.name} cannot be forced',
+            choice.name or str(choice.mode),
+            "Arguments in Python's spelling have no JSON grammar.",
+        )
+    callable_tools = [(number, tool) for number, tool in enumerate(tools) if choice.name in ("", tool.name)]
+    if not callable_tools:
+        raise InvalidRequest("tool_choice", "a function among tools", choice.name or str(choice.mode))
+    is_auto, parallel = choice.mode is CallMode.AUTO, choice.is_parallel and not choice.name
+    rules = _Rules(tool_format, token_ids or {})
+    rules.add_calls([(tool.name, _schema(number, tool, is_auto=is_auto)) for number, tool in callable_tools])
+    return Grammar(GrammarKind.LARK, rules.free_then_calls(parallel) if is_auto else rules.calls_alone(parallel))
+
+
+def _schema(number: int, tool: FunctionTool, *, is_auto: bool) -> Mapping[str, object]:
+    schema = _NO_PARAMETERS if tool.parameters is None else tool.parameters
+    if schema.get("type", "object") != "object":
+        raise InvalidRequest(f"tools[{number}].function.parameters.type", '"object"', schema["type"])
+    return {**({} if is_auto and not tool.is_strict else schema), "type": "object", **_SEPARATORS}
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """Lark source. `body` is one call without markers; `section` is what stands after a start marker."""
+
+    tool_format: ToolFormat
+    token_ids: Mapping[str, int]
+    lines: list[str] = field(default_factory=list)
+
+    def add_calls(self, calls: Sequence[tuple[str, Mapping[str, object]]]) -> None:
+        self.lines.append("body: " + " | ".join([f"call{number}" for number in range(len(calls))]))
+        for number, (name, schema) in enumerate(calls):
+            if self.tool_format.syntax is CallSyntax.NAMED:
+                around = f"{_text(name)} {self._marker(ARGUMENTS_MARKER)}", ""
+            else:
+                around = _text(f'{{"name": {json.dumps(name)}, "{self.tool_format.arguments_key}": '), _text("}")
+            self.lines.append(f"call{number}: {around[0]} %json {json.dumps(schema)} {around[1]}")
+
+    def calls_alone(self, parallel: bool) -> str:
+        start = self._marker(self.tool_format.start) if not self.tool_format.is_bare else ""
+        one = f"{start} section".strip()
+        again = f" ({_text(self.tool_format.padding)} {one})*" if parallel and self._has_sections else ""
+        return self._source(f"start: {one}{again}", parallel)
+
+    def free_then_calls(self, parallel: bool) -> str:
+        """`head` ends with the start marker, be it a token or spelled out; a bare format's call begins with the output's first brace."""
+        marker = self.tool_format.start
+        heads = [f"FREE <[{self.token_ids[marker]}]>"] if marker in self.token_ids else []
+        if marker:
+            heads.append("spelled")
+            self.lines.append(f"spelled[lazy]: FREE {json.dumps(marker)}")
+        self.lines.append("FREE: /\\s*([^{\\s](?s:.*))?/" if self.tool_format.is_bare else "FREE: /(?s:.*)/")
+        self.lines.append("head: " + " | ".join(heads))
+        alone = " | section" if self.tool_format.is_bare else ""
+        if parallel and self._has_sections:
+            return self._source("start: (head section)* FREE", parallel)
+        return self._source(f"start: head section | FREE{alone}", parallel)
+
+    @property
+    def _has_sections(self) -> bool:
+        """Further calls have a start marker of their own."""
+        return self.tool_format.syntax is not CallSyntax.JSON_LIST and not self.tool_format.separator
+
+    def _source(self, start: str, parallel: bool) -> str:
+        tool_format = self.tool_format
+        calls = "body"
+        if parallel and not self._has_sections:
+            calls += f" ({_text(tool_format.separator or ', ')} body)*"
+        if tool_format.syntax is CallSyntax.JSON_LIST:
+            calls = f"{_text('[')} {calls} {_text(']')}"
+        padding = _text(tool_format.padding)
+        section = f"section: {padding} {calls} {padding} {self._marker(tool_format.end)}"
+        return "\n".join([start, section, *self.lines])
+
+    def _marker(self, marker: str) -> str:
+        """A marker, spelled out or as the token it is."""
+        if marker not in self.token_ids:
+            return _text(marker)
+        return f"(<[{self.token_ids[marker]}]> | {json.dumps(marker)})"
+
+
+def _text(text: str) -> str:
+    return json.dumps(text) if text else ""
