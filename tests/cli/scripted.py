@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import select
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+Delta = dict[str, object]
+Answer = Sequence[str | Delta] | int
+
 
 class ScriptedServer(ThreadingHTTPServer):
-    """answers: one list of text pieces per chat request, in order; an int instead answers with that status.
+    """answers: one list of text pieces, or whole deltas, per chat request, in order; an int instead answers with that status.
 
     seen  decoded bodies of chat requests
     """
 
     daemon_threads = True
 
-    def __init__(self, answers: list[list[str] | int], models: list[str]) -> None:
+    def __init__(self, answers: list[Answer], models: list[str]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.answers, self.models = answers, models
         self.seen: list[dict[str, object]] = []
@@ -54,8 +57,8 @@ class _Handler(BaseHTTPRequestHandler):
             if piece == "<error>":
                 self._event({"error": {"message": "replica lost"}})
                 return
-            delta = {"role": "assistant", "content": ""} if piece is None else {"content": piece}
-            said = {"delta": delta} if "/chat/" in self.path else {"text": piece or ""}
+            delta = {"role": "assistant", "content": ""} if piece is None else piece if isinstance(piece, dict) else {"content": piece}
+            said: dict[str, object] = {"delta": delta} if "/chat/" in self.path else {"text": piece or ""}
             self._event({"choices": [{"index": 0, **said}]})
         self.wfile.write(b"data: [DONE]\n\n")
 
@@ -74,7 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def scripted_server(*answers: list[str] | int, models: tuple[str, ...] = ("tiny", "other")) -> Iterator[ScriptedServer]:
+def scripted_server(*answers: Answer, models: tuple[str, ...] = ("tiny", "other")) -> Iterator[ScriptedServer]:
     server = ScriptedServer(list(answers), list(models))
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()

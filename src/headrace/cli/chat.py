@@ -35,22 +35,22 @@ def chat(
     """Talk to a model in the terminal."""
     from headrace.cli.chat_session import ChatSession
 
-    if model is not None and url is not None:
-        raise UsageRefused("MODEL and --url: give one of them. --model chooses among the models of a server")
     with ExitStack() as stack:
-        client = _client(stack, model, url, api_key)
-        names = client.models()
-        if not names or (served_name is not None and served_name not in names):
-            raise ServerFailed(f"{client.url} serves {', '.join(names) or 'no model'}, not {served_name or 'anything'}")
-        session = ChatSession(client, served_name or names[0], out=sys.stdout)
+        client = client_of(stack, model, url, api_key)
+        session = ChatSession(client, chosen_model(client, served_name), out=sys.stdout)
         session.system = system
         raise typer.Exit(converse(session, is_terminal=sys.stdin.isatty()))
 
 
-def _client(stack: ExitStack, model: str | None, url: str | None, api_key: str | None) -> ApiClient:
-    """A client of the server at `url`, of the one that runs at DEFAULT_URL, or of one started for this chat and stopped with it."""
+def client_of(stack: ExitStack, model: str | None, url: str | None, api_key: str | None) -> ApiClient:
+    """A client of the server at `url`, of the one that runs at DEFAULT_URL, or of one started for this command and stopped with it.
+
+    Raises UsageRefused for both a model and a URL.
+    """
     from headrace.cli.client import ApiClient
 
+    if model is not None and url is not None:
+        raise UsageRefused("MODEL and --url: give one of them. --model chooses among the models of a server")
     if url is not None:
         return ApiClient(url, api_key=api_key)
     running = ApiClient(DEFAULT_URL, api_key=api_key)
@@ -58,8 +58,16 @@ def _client(stack: ExitStack, model: str | None, url: str | None, api_key: str |
         return running
     from headrace.cli.child import started_server
 
-    print(f"Starting {model or 'the bundled model'} for this chat ...", file=sys.stderr)
+    print(f"Starting {model or 'the bundled model'} ...", file=sys.stderr)
     return ApiClient(stack.enter_context(started_server(model, api_key=api_key)), api_key=api_key)
+
+
+def chosen_model(client: ApiClient, served_name: str | None) -> str:
+    """The served model that was named, or the first one. Raises ServerFailed where it is not served."""
+    names = client.models()
+    if not names or (served_name is not None and served_name not in names):
+        raise ServerFailed(f"{client.url} serves {', '.join(names) or 'no model'}, not {served_name or 'anything'}")
+    return served_name or names[0]
 
 
 def _answers(client: ApiClient) -> bool:

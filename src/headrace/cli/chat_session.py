@@ -6,9 +6,9 @@ It prints and reads no terminal; `cli.chat` reads the lines.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import closing
-from typing import TextIO
+from typing import Any, TextIO
 
 from headrace.cli.client import ApiClient
 from headrace.cli.exits import ServerFailed
@@ -36,7 +36,7 @@ class ChatSession:
     def __init__(self, client: ApiClient, model: str, *, out: TextIO) -> None:
         self.client, self.model, self.out = client, model, out
         self.system: str | None = None
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, object]] = []
         self.settings: dict[str, object] = {}
 
     def handle(self, line: str) -> bool:
@@ -69,14 +69,20 @@ class ChatSession:
         self.messages.append({"role": "assistant", "content": "".join(answer)})
 
     def _answer(self) -> Generator[str]:
+        with closing(self._deltas()) as deltas:
+            for delta in deltas:
+                if text := delta.get("content"):
+                    yield text
+
+    def _deltas(self, more: Mapping[str, object] | None = None) -> Generator[dict[str, Any]]:
+        """What is new in the answer to the conversation, chunk by chunk. more: fields of the body beside the conversation's"""
         system = [{"role": "system", "content": self.system}] if self.system is not None else []
-        body: dict[str, object] = {"model": self.model, "messages": [*system, *self.messages], **self.settings}
+        body: dict[str, object] = {"model": self.model, "messages": [*system, *self.messages], **self.settings, **(more or {})}
         with closing(self.client.chat(body)) as chunks:
             for chunk in chunks:
                 choices = chunk.get("choices")
                 for choice in choices if isinstance(choices, list) else []:
-                    if text := choice.get("delta", {}).get("content"):
-                        yield text
+                    yield choice.get("delta", {})
 
     def _command(self, name: str, rest: str) -> bool:
         match name:

@@ -1,4 +1,4 @@
-"""A small blocking client for the OpenAI-compatible API: what `headrace chat` needs, from the standard library.
+"""A small blocking client for the OpenAI-compatible API: what `headrace chat` and `headrace agent` need, from the standard library.
 
 Each answer has a connection of its own: leaving an answer early (Ctrl-C) closes it, and the server cancels the request.
 """

@@ -13,6 +13,7 @@ import typer
 from typer.main import get_command
 
 from headrace import __version__
+from headrace.cli.agent import agent
 from headrace.cli.bench import bench_app
 from headrace.cli.chat import chat
 from headrace.cli.config_commands import config_app
@@ -41,6 +42,7 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(chat)
+app.command()(agent)
 app.command()(models)
 app.command()(doctor)
 app.command()(replay)

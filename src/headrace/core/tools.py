@@ -43,12 +43,19 @@ class FunctionTool:
 
     def shown(self) -> dict[str, object]:
         """The function as OpenAI writes it, which is what chat templates show to a model. `is_strict` is no business of the model's."""
-        function: dict[str, object] = {"name": self.name}
+        return {"type": "function", "function": self._described()}
+
+    def requested(self) -> dict[str, object]:
+        """The function as an entry of a request's `tools`."""
+        return {"type": "function", "function": self._described() | ({"strict": True} if self.is_strict else {})}
+
+    def _described(self) -> dict[str, object]:
+        described: dict[str, object] = {"name": self.name}
         if self.description:
-            function["description"] = self.description
+            described["description"] = self.description
         if self.parameters is not None:
-            function["parameters"] = dict(self.parameters)
-        return {"type": "function", "function": function}
+            described["parameters"] = dict(self.parameters)
+        return described
 
     def checked(self, *, field: str = "tools") -> FunctionTool:
         """This value if its name can be written in every format. Raises InvalidRequest naming `field`."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.sampling import SamplingParams
-from headrace.core.tools import CallMode, FunctionTool
+from headrace.core.tools import CallMode
 from headrace.gateway.upstream.seam import Conversation, GenerationRequest, PlainPrompts
 
 _DEFAULTS = SamplingParams(max_tokens=None)
@@ -42,18 +42,13 @@ def _tool_fields(prompt: Conversation) -> dict[str, Any]:
     """The functions and what binds the model to call them, as OpenAI writes both."""
     if not prompt.tools:
         return {}
-    fields: dict[str, Any] = {"tools": [_tool(tool) for tool in prompt.tools]}
+    fields: dict[str, Any] = {"tools": [tool.requested() for tool in prompt.tools]}
     choice = prompt.tool_choice
     if choice.name:
         return fields | {"tool_choice": {"type": "function", "function": {"name": choice.name}}}
     if choice.mode is not CallMode.AUTO:
         fields["tool_choice"] = str(choice.mode)
     return fields if choice.is_parallel else fields | {"parallel_tool_calls": False}
-
-
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    shown: dict[str, Any] = tool.shown()
-    return {**shown, "function": {**shown["function"], "strict": True}} if tool.is_strict else shown
 
 
 def _sampling_fields(request: GenerationRequest) -> dict[str, Any]:
