@@ -74,6 +74,10 @@ FLOORS: dict[str, Floor] = {
     "headrace.engine.config": Floor(_ours("core")),
     "headrace.engine.failpoints": Floor(_ours("core")),
     "headrace.engine.failures": Floor(_ours("core")),
+    "headrace.engine.grammar": Floor(_ours("core", "text.tokenizer"), (), ("llguidance",)),
+    "headrace.engine.grammar.slots": Floor(
+        _ours("core", "tensor.sampling", "engine.failpoints", "engine.grammar", "engine.runner_masks"), ("numpy",), ("llguidance",)
+    ),
     "headrace.engine.inbox": Floor(_ours("core")),
     "headrace.engine.load_board": Floor(_ours("core", "policy", "engine.inbox", "engine.steps")),
     "headrace.engine.loop": Floor(

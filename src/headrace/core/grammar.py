@@ -6,9 +6,10 @@ No grammar is compiled here; engine.grammar does that. The design is in docs/str
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.gbnf import is_gbnf, lark_of_gbnf
@@ -18,6 +19,13 @@ MAX_GRAMMAR_BYTES = 256 << 10
 
 MAX_MARKER_CHARS = 64
 """Characters of each text that begins or ends reasoning."""
+
+JSON_OPTIONS: Mapping[str, object] = MappingProxyType(
+    {"whitespace_pattern": r"[ ]|\r?\n([ ]{0,40}|\t{0,10})", "json_allow_general_unicode_escapes": True}
+)
+"""How documents may be written, as llguidance's option `x-guidance` of a schema. Between two tokens of JSON there may be one space, or one
+line break with an indentation: a model may write compact, usual and pretty JSON, and cannot wander in white space. A Lark source with
+`%json` gives the option itself."""
 
 
 class GrammarKind(StrEnum):

@@ -1,0 +1,54 @@
+"""Compiling a grammar over a model's vocabulary, and saying in a client's words why one cannot be compiled."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from headrace.core.errors import InvalidRequest
+from headrace.core.grammar import Grammar, GrammarKind
+from headrace.engine.grammar.limits import parser_limits
+from headrace.engine.grammar.sources import llguidance_source
+from headrace.engine.grammar.vocabulary import TokenTrie
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+MAX_REASON_CHARS = 300
+
+NAMES = {
+    GrammarKind.JSON_SCHEMA: "a JSON schema",
+    GrammarKind.REGEX: "a regular expression",
+    GrammarKind.LARK: "a Lark grammar",
+}
+
+
+def compile_grammar(trie: TokenTrie, grammar: Grammar) -> LLMatcher:
+    """A matcher at the start of the grammar. Its copies match outputs of their own and share its lexer's states.
+
+    Raises InvalidRequest. Cost: milliseconds, up to seconds for a grammar that was not vetted; releases the GIL.
+    """
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(trie.tokenizer, llguidance_source(grammar, trie.control_ids), log_level=0, limits=parser_limits())
+    if matcher.is_error():
+        raise refusal(grammar, matcher.get_error())
+    return matcher
+
+
+def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
+    """Why llguidance does not compile a grammar, by the name of what is not supported where it says that."""
+    if keywords := re.search(r"Unimplemented keys: \[(.*?)\]", reason):
+        names = keywords[1].replace('"', "")
+        return InvalidRequest("grammar", "keywords of JSON Schema that are supported", names, "Leave them out.")
+    if unknown := re.search(r"Unknown format: (\S+)", reason):
+        return InvalidRequest("grammar", "a format of JSON Schema that is supported", unknown[1], "Leave it out, or use pattern.")
+    if "oneOf constraints are not supported" in reason:
+        return InvalidRequest("grammar", "a oneOf whose branches visibly exclude each other", remedy="Use anyOf.")
+    return InvalidRequest("grammar", f"{NAMES[grammar.kind]} that can be compiled", remedy=one_line(reason))
+
+
+def one_line(reason: str) -> str:
+    """llguidance's message on one line, bounded; it may quote the client's source."""
+    text = " ".join(reason.replace("<non-verbose/>", "").split())
+    return text if len(text) <= MAX_REASON_CHARS else text[: MAX_REASON_CHARS - 3] + "..."

@@ -1,0 +1,64 @@
+"""The budgets of one grammar. A grammar that needs more is refused by name, or its sequence ends alone; docs/structured.md lists them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
+
+MAX_JSON_DEPTH = 64
+"""Levels of objects and arrays in the text of a JSON schema. A deeper one is refused."""
+
+MAX_LEXER_STATES = 8_000
+"""States that the lexer of one compiled grammar may build while it is used. A state takes about 0.5 KB, and 2 KB at most, so one grammar
+stays below 16 MB. A counted repetition such as `.{1,20000}` takes one state per character written: beyond this many its sequence ends."""
+
+STEP_LEXER_FUEL = 28_000
+"""Lexer work of one mask, in llguidance's units: about 14,000 per millisecond. A mask that needs more ends its sequence."""
+
+STEP_MAX_ITEMS = 10_000
+"""Parser items of one mask; 20,000 take about a millisecond. A mask that needs more, as ambiguous rules do, ends its sequence."""
+
+VET_CPU_S = 0.15
+"""CPU time that vetting may take: compiling and `NUM_VETTED_STEPS` masks. A grammar that needs more is refused."""
+
+VET_WALL_S = 2.0
+"""Seconds that vetting may take by the clock, however busy the machine is. A grammar that needs more is refused."""
+
+VET_MEMORY_BYTES = 192 << 20
+"""Address space that vetting may take beside what its process has. A grammar that needs more is refused."""
+
+MAX_COMPILED_BYTES = 16 << 20
+"""Memory that one compiled grammar may hold after vetting. A larger one is refused."""
+
+NUM_VETTED_STEPS = 48
+"""Masks that vetting computes along outputs drawn at random from what the grammar allows."""
+
+STORE_BYTES = 256 << 20
+"""Memory of all compiled grammars, each counted with all the states that its lexer may build. Idle ones are dropped beyond it, the least
+recently used first; where all are in use, further requests with new grammars are refused."""
+
+TENANT_BYTES = STORE_BYTES // 2
+"""The same for the grammars of one tenant."""
+
+STATES_BYTES = MAX_LEXER_STATES * 512
+"""Memory counted for a compiled grammar beside what it held when it was vetted: the states that its lexer may still build."""
+
+PREPARE_TIMEOUT_S = 30.0
+"""Seconds that a request waits for its grammar. The first one of an engine also waits until the model's vocabulary is read."""
+
+STACK_BYTES = 64 << 20
+"""Stack of the threads that compile and match grammars. Vetting runs on 8 MiB, so a grammar that vetting lets pass does not overflow it."""
+
+
+def parser_limits() -> LLParserLimits:
+    """The limits that llguidance keeps itself."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_lexer_states=MAX_LEXER_STATES,
+        step_lexer_fuel=STEP_LEXER_FUEL,
+        step_max_items=STEP_MAX_ITEMS,
+        verbose_errors=False,
+    )

@@ -1,0 +1,191 @@
+"""The grammars of a runner's slots: a matcher per slot, and each step's masks, filled while the forward pass runs.
+
+A slot's matcher is derived from its grammar and its output ids alone: it is advanced, and after a rollback built anew, by the thread that
+fills the masks, before it fills them. So nothing here is stored with a sequence, and `start` of the same sequence twice, `commit` and
+`retract` in any order give the state that the ids give.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.core.errors import HeadraceError
+from headrace.core.grammar import Grammar
+from headrace.core.plan import Started
+from headrace.engine.failpoints import failpoint
+from headrace.engine.grammar.compiling import one_line
+from headrace.engine.grammar.deep_stack import start_deep_thread
+from headrace.engine.runner_masks import NO_MASKS, StepMasks
+from headrace.tensor.sampling import RowMasks
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+SHARED_LEXER_IS_FULL = "too many states"
+"""What a matcher says when its lexer has as many states as it may have. Copies share a lexer, so other sequences may have filled it."""
+
+
+class MatcherSource(Protocol):
+    """Where matchers come from. Called on the thread that fills masks."""
+
+    num_words: int
+
+    def matcher(self, grammar: Grammar) -> LLMatcher:
+        """A matcher at the grammar's start, for the caller alone. Raises HeadraceError where there is none."""
+        ...
+
+    def fresh_matcher(self, grammar: Grammar) -> LLMatcher:
+        """The same, compiled anew, with a lexer that it shares with none. Raises HeadraceError."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """A sequence's grammar, and where it stands.
+
+    token_ids  its output so far, of which the matcher has consumed the first `num_consumed`
+    failure    why it cannot go on
+    """
+
+    grammar: Grammar
+    token_ids: list[int]
+    matcher: LLMatcher | None = None
+    num_consumed: int = 0
+    failure: str | None = None
+
+
+class SlotGrammars:
+    """The `runner_masks.MaskSource` of a runner's slots. Its thread is started at the first mask."""
+
+    def __init__(self, source: MatcherSource) -> None:
+        self._source = source
+        self._slots: dict[int, _Slot] = {}
+        self._filling: Future[StepMasks] | None = None
+        self._jobs: queue.SimpleQueue[tuple[list[tuple[int, _Slot]], Future[StepMasks]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._words = np.zeros((0, 0), dtype=np.uint32)
+
+    def start(self, started: Started) -> None:
+        self._finish_filling()
+        if started.grammar is None:
+            self._slots.pop(started.slot, None)
+        else:
+            self._slots[started.slot] = _Slot(started.grammar, started.token_ids[started.num_prompt_tokens :].tolist())
+
+    def end(self, slots: Iterable[int]) -> None:
+        self._finish_filling()
+        for slot in slots:
+            self._slots.pop(slot, None)
+
+    def begin(self, slots: Sequence[int]) -> None:
+        """Raises ValueError for a slot that has no grammar."""
+        self._finish_filling()
+        if unknown := [slot for slot in slots if slot >= 0 and slot not in self._slots]:
+            raise ValueError(f"mask_slots: slots {unknown} hold no grammar")
+        rows = [(row, self._slots[slot]) for row, slot in enumerate(slots) if slot >= 0]
+        if not rows:
+            return
+        if self._thread is None:
+            self._thread = start_deep_thread(self._run, "headrace-masks")
+        self._filling = Future()
+        self._jobs.put((rows, self._filling))
+
+    def wait(self) -> StepMasks:
+        filling, self._filling = self._filling, None
+        return NO_MASKS if filling is None else filling.result()
+
+    def commit(self, slots: Iterable[int], token_ids: Iterable[int]) -> None:
+        self._finish_filling()
+        if not self._slots:
+            return
+        for slot, token_id in zip(slots, token_ids, strict=True):
+            if (held := self._slots.get(slot)) is not None:
+                held.token_ids.append(token_id)
+
+    def retract(self, slot: int, num_tokens: int) -> None:
+        self._finish_filling()
+        if num_tokens and (held := self._slots.get(slot)) is not None:
+            assert num_tokens <= len(held.token_ids), "more tokens are taken back than were committed"
+            del held.token_ids[-num_tokens:]
+            if held.num_consumed > len(held.token_ids):
+                held.matcher, held.num_consumed, held.failure = None, 0, None
+
+    def close(self) -> None:
+        """End the thread, once it has filled what it was asked for."""
+        self._finish_filling()
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def check(self) -> None:
+        """Raise AssertionError where a matcher is not where its slot's ids are. For tests, between steps."""
+        for slot, held in self._slots.items():
+            assert held.num_consumed <= len(held.token_ids), f"slot {slot} has matched tokens that were taken back"
+            assert held.matcher is not None or not held.num_consumed, f"slot {slot} has matched tokens and no matcher"
+
+    def _finish_filling(self) -> None:
+        """A step that raised did not wait for its masks; the slots are not touched before they are filled."""
+        if self._filling is not None:
+            self._filling.exception()
+            self._filling = None
+
+    # on the thread that fills
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            rows, future = job
+            try:
+                future.set_result(self._fill(rows))
+            except BaseException as error:  # `wait` raises it
+                future.set_exception(error)
+
+    def _fill(self, rows: list[tuple[int, _Slot]]) -> StepMasks:
+        failpoint("grammar.fill")
+        if len(self._words) < len(rows):
+            self._words = np.zeros((len(rows), self._source.num_words), dtype=np.uint32)
+        words = self._words[: len(rows)]
+        failures = {}
+        for place, (row, held) in enumerate(rows):
+            if held.failure is None:
+                held.failure = self._fill_one(held, words[place])
+            if held.failure is not None:
+                words[place] = 0
+                failures[row] = held.failure
+        return StepMasks(RowMasks(np.array([row for row, _ in rows], dtype=np.int64), words), failures)
+
+    def _fill_one(self, held: _Slot, words: NDArray[np.uint32]) -> str | None:
+        """Advance the slot's matcher over its ids and fill its mask. Returns why that cannot be done."""
+        try:
+            if held.matcher is None:
+                held.matcher = self._source.matcher(held.grammar)
+            error = _advance_and_fill(held, held.matcher, words)
+            if SHARED_LEXER_IS_FULL in error:
+                held.matcher, held.num_consumed = self._source.fresh_matcher(held.grammar), 0
+                error = _advance_and_fill(held, held.matcher, words)
+        except HeadraceError as reason:
+            error = str(reason)
+        if error:
+            return f"grammar: the output cannot be continued within the grammar's limits: {one_line(error)}"
+        if not words.any():
+            return "grammar: no token of the model's vocabulary continues the output"
+        return None
+
+
+def _advance_and_fill(held: _Slot, matcher: LLMatcher, words: NDArray[np.uint32]) -> str:
+    """ "" where the mask was filled, otherwise the matcher's error, in which it stays."""
+    for token_id in held.token_ids[held.num_consumed :]:
+        matcher.consume_token(token_id)  # which takes an end token after a complete output; `consume_tokens` does not
+    held.num_consumed = len(held.token_ids)
+    if not matcher.is_error():
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)  # releases the GIL
+    error: str = matcher.get_error()
+    return error

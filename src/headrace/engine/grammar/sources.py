@@ -1,0 +1,114 @@
+"""A grammar in llguidance's language: a short Lark grammar around the client's source, which stays a grammar of its own.
+
+    {"grammars": [{"lark_grammar": "start: ..."}, {"name": "answer", "json_schema" | "lark_grammar": ...}]}
+
+Its option no_forcing is always set: a mask then allows every token that keeps the output within the grammar, and does not choose how a
+text is split into tokens; its cost does not grow with the length of a constant text either.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from headrace.core.errors import InvalidRequest
+from headrace.core.grammar import JSON_OPTIONS, Grammar, GrammarKind, ReasoningSpan
+from headrace.engine.grammar.limits import MAX_JSON_DEPTH
+
+_BEGIN = '%llguidance {"no_forcing": true}\n'
+_ANY_TEXT = "/(?s:.*)/"
+_NEWLINES_BEFORE_JSON = "/\\n{0,2}/"
+"""Models write an empty line between their reasoning and a document. White space before a document does not change it."""
+
+
+def check_source(grammar: Grammar) -> None:
+    """Raises InvalidRequest for a JSON schema that cannot be handed to llguidance. Everything else is refused when it is compiled."""
+    if grammar.kind is not GrammarKind.JSON_SCHEMA:
+        return
+    try:
+        schema = json.loads(grammar.source, parse_constant=_refuse_constant)
+    except RecursionError:
+        schema = None
+    except ValueError as error:
+        raise InvalidRequest("grammar", "a JSON schema as JSON text", remedy=f"It is not JSON: {error}") from error
+    if schema is None or _depth(schema) > MAX_JSON_DEPTH:
+        raise InvalidRequest("grammar", f"a JSON schema of at most {MAX_JSON_DEPTH} levels", remedy="Move parts of it to $defs.")
+    if not isinstance(schema, dict) and schema is not True:
+        raise InvalidRequest("grammar", "a JSON schema that a value can satisfy: an object, or true", schema)
+    if isinstance(schema, dict) and "x-guidance" in schema:
+        raise InvalidRequest("grammar", "the keywords of JSON Schema", "x-guidance", "Leave it out.")
+
+
+def llguidance_source(grammar: Grammar, control_ids: Mapping[str, int]) -> str:
+    """The grammar as llguidance reads it, in linear time. `check_source` has let it pass.
+
+    control_ids  id of each control token, by its text: a marker of reasoning may be one
+    """
+    main = _BEGIN + _main(grammar, control_ids)
+    return f'{{"grammars":[{{"lark_grammar":{json.dumps(main)}}},{{"name":"answer",{_answer(grammar)}}}]}}'
+
+
+def _answer(grammar: Grammar) -> str:
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return f'"json_schema":{_with_options(grammar.source.strip())}'
+        case GrammarKind.REGEX:
+            return f'"lark_grammar":{json.dumps("start: " + _regex_literal(grammar.source))}'
+        case GrammarKind.LARK:
+            return f'"lark_grammar":{json.dumps(grammar.source)}'
+
+
+def _with_options(schema: str) -> str:
+    """The schema's text with the options at its head. They are spliced in, so that no number is read and written again."""
+    options = f'"x-guidance":{json.dumps(dict(JSON_OPTIONS))}'
+    if schema == "true":
+        return f"{{{options}}}"
+    rest = schema[1:].lstrip()
+    return f"{{{options}{'' if rest == '}' else ','}{rest}"
+
+
+def _regex_literal(expression: str) -> str:
+    """The expression between slashes. Lark ends a literal at a slash or a line break, so both are escaped."""
+    escaped = re.sub(r"\\.|/|\n|\r", _escape, expression, flags=re.DOTALL)
+    return f"/{escaped}/"
+
+
+def _escape(found: re.Match[str]) -> str:
+    text = found[0]
+    return {"/": "\\/", "\n": "\\n", "\r": "\\r", "\\\n": "\\n", "\\\r": "\\r"}.get(text, text)
+
+
+def _main(grammar: Grammar, control_ids: Mapping[str, int]) -> str:
+    span = grammar.reasoning
+    if span is None:
+        return "start: @answer"
+    answer = f"{_NEWLINES_BEFORE_JSON} @answer" if grammar.kind is GrammarKind.JSON_SCHEMA else "@answer"
+    opened = f"thought {answer}"
+    start = opened if span.is_open else f"@answer | {_marker(span.start, control_ids)} {opened}"
+    return f"start: {start}\n{_thought(span, control_ids)}"
+
+
+def _thought(span: ReasoningSpan, control_ids: Mapping[str, int]) -> str:
+    """Any text up to and with the first end marker."""
+    if span.end in control_ids:
+        return f"thought: {_ANY_TEXT} {_marker(span.end, control_ids)}"
+    return f"thought[lazy]: {_ANY_TEXT} {json.dumps(span.end)}"
+
+
+def _marker(text: str, control_ids: Mapping[str, int]) -> str:
+    return f"<[{control_ids[text]}]>" if text in control_ids else json.dumps(text)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _depth(value: Any) -> int:
+    """Levels of objects and arrays."""
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
+    return depth

@@ -1,0 +1,204 @@
+"""Masks per slot, whatever was started, committed, taken back and ended before: they are those of the output ids alone."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+import pytest
+from grammar_kit import EOS, PERSON, CompilingSource, encode, mask_of, regex, schema, trie
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from headrace.core.errors import SequenceFailed
+from headrace.core.grammar import Grammar
+from headrace.core.ids import SlotId
+from headrace.core.plan import Started
+from headrace.core.sampling import SamplingParams
+from headrace.engine.failpoints import Injected, armed
+from headrace.engine.grammar.compiling import compile_grammar
+from headrace.engine.grammar.slots import SlotGrammars
+from headrace.engine.runner_masks import NO_MASKS, StepMasks
+
+PROMPT = [7, 8, 9]
+DIGITS, PEOPLE = regex("[0-9]{1,4}"), schema(PERSON)
+
+
+def started(slot: int, grammar: Grammar | None, outputs: list[int]) -> Started:
+    return Started(SlotId(slot), array("i", PROMPT + outputs), len(PROMPT), SamplingParams(seed=0), 0, grammar)
+
+
+def allowed(masks: StepMasks, place: int) -> set[int]:
+    bits = np.unpackbits(masks.masks.words[place].view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def expected(grammar: Grammar, outputs: list[int]) -> set[int]:
+    """The mask after these outputs, of a matcher of its own."""
+    matcher = compile_grammar(trie(), grammar)
+    assert matcher.consume_tokens(outputs)
+    return set(np.flatnonzero(mask_of(matcher)).tolist())
+
+
+class SlotMachine(RuleBasedStateMachine):
+    """Slots are driven as a runner drives them; the model is a list of output ids per slot."""
+
+    NUM_SLOTS = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = SlotGrammars(CompilingSource())
+        self.model: dict[int, tuple[Grammar, list[int]]] = {}
+
+    @rule(slot=st.integers(0, NUM_SLOTS - 1), grammar=st.sampled_from([None, DIGITS, PEOPLE]), num_known=st.integers(0, 2))
+    def start(self, slot: int, grammar: Grammar | None, num_known: int) -> None:
+        outputs: list[int] = []
+        for _ in range(num_known if grammar else 0):
+            outputs.append(min(expected(grammar, outputs) - set(EOS)))  # type: ignore[arg-type]
+        self.slots.start(started(slot, grammar, outputs))
+        self.model.pop(slot, None)
+        if grammar is not None:
+            self.model[slot] = (grammar, outputs)
+
+    @rule(slots=st.sets(st.integers(0, NUM_SLOTS - 1)))
+    def end(self, slots: set[int]) -> None:
+        self.slots.end(sorted(slots))
+        for slot in slots:
+            self.model.pop(slot, None)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        """One step: masks of some slots, and a token of each mask committed, or the step is given up after it began."""
+        slots = data.draw(st.lists(st.sampled_from([-1, *self.model]), unique=True, min_size=1))
+        self.slots.begin(slots)
+        if data.draw(st.booleans(), label="the step raises"):
+            return
+        masks = self.slots.wait()
+        masked = [slot for slot in slots if slot >= 0]
+        assert masks.masks.rows.tolist() == [row for row, slot in enumerate(slots) if slot >= 0]
+        tokens = []
+        for place, slot in enumerate(masked):
+            grammar, outputs = self.model[slot]
+            found = allowed(masks, place)
+            assert found == expected(grammar, outputs)
+            tokens.append(data.draw(st.sampled_from(sorted(found))))
+        self.slots.commit([*masked, 99], [*tokens, 5])
+        for slot, token in zip(masked, tokens, strict=True):
+            if token in EOS:
+                self.slots.end([slot])
+                del self.model[slot]
+            else:
+                self.model[slot][1].append(token)
+
+    @precondition(lambda self: any(outputs for _, outputs in self.model.values()))
+    @rule(data=st.data())
+    def retract(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from([slot for slot, (_, outputs) in self.model.items() if outputs]))
+        outputs = self.model[slot][1]
+        num_tokens = data.draw(st.integers(1, len(outputs)))
+        self.slots.retract(slot, num_tokens)
+        del outputs[-num_tokens:]
+
+    @invariant()
+    def adds_up(self) -> None:
+        self.slots._finish_filling()
+        self.slots.check()
+
+    def teardown(self) -> None:
+        self.slots.close()
+
+
+TestSlots = SlotMachine.TestCase
+TestSlots.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)
+
+
+def test_a_step_without_grammars_starts_no_thread() -> None:
+    slots = SlotGrammars(CompilingSource())
+    slots.start(started(0, None, []))
+    slots.begin([-1, -1])
+    assert slots.wait() is NO_MASKS
+    slots.commit([0], [5])
+    assert slots._thread is None
+    with pytest.raises(ValueError, match=r"slots \[0\] hold no grammar"):
+        slots.begin([0])
+
+
+def test_a_resumed_output_counts_and_an_end_token_may_be_followed_by_another_mask() -> None:
+    """An overlapped runner computes one more step after an end token that is not committed yet."""
+    slots = SlotGrammars(CompilingSource())
+    slots.start(started(3, DIGITS, encode("1234")))
+    for _ in range(2):
+        slots.begin([3])
+        assert allowed(slots.wait(), 0) == set(EOS)
+        slots.commit([3], [EOS[0]])
+    slots.close()
+
+
+def test_a_token_outside_the_grammar_fails_its_row_alone() -> None:
+    slots = SlotGrammars(CompilingSource())
+    slots.start(started(0, DIGITS, encode("x")))
+    slots.start(started(1, DIGITS, []))
+    slots.begin([1, -1, 0])
+    masks = slots.wait()
+    assert allowed(masks, 0) == expected(DIGITS, [])
+    assert list(masks.failures) == [2]
+    assert masks.failures[2].startswith("grammar: the output cannot be continued")
+    assert not masks.masks.words[1].any()
+    slots.close()
+
+
+class FailingSource(CompilingSource):
+    def matcher(self, grammar: Grammar):  # type: ignore[no-untyped-def]
+        raise SequenceFailed("it was never compiled")
+
+
+def test_a_grammar_that_is_not_there_fails_its_rows() -> None:
+    slots = SlotGrammars(FailingSource())
+    slots.start(started(0, DIGITS, []))
+    slots.begin([0])
+    assert "it was never compiled" in slots.wait().failures[0]
+    slots.close()
+
+
+def test_a_fault_while_masks_are_filled_is_raised_where_they_are_awaited_and_the_next_step_is_whole() -> None:
+    slots = SlotGrammars(CompilingSource())
+    slots.start(started(0, DIGITS, []))
+    with armed("grammar.fill"):
+        slots.begin([0])
+        with pytest.raises(Injected):
+            slots.wait()
+    slots.begin([0])
+    assert allowed(slots.wait(), 0) == expected(DIGITS, [])
+    slots.close()
+
+
+MANY_STATES = regex("(?s:.*)a(?s:.){60}b")
+
+
+def failed_rows(slots: SlotGrammars, num_slots: int) -> set[int]:
+    """Slots whose rows failed while each wrote the same letters, a slot later than the one before it."""
+    failed: set[int] = set()
+    letters = encode("ab a bb a ab b aa")
+    for slot in range(num_slots):
+        slots.start(started(slot, MANY_STATES, letters[:slot]))
+    for token in letters * 3:
+        slots.begin(range(num_slots))
+        failed |= set(slots.wait().failures)
+        slots.commit(range(num_slots), [token] * num_slots)
+    slots.close()
+    return failed
+
+
+def test_a_lexer_that_other_sequences_filled_costs_no_sequence_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a matcher share a lexer. A sequence that finds it full goes on with one of its own."""
+    monkeypatch.setattr("headrace.engine.grammar.limits.MAX_LEXER_STATES", 250)
+    source = CompilingSource()
+    assert not failed_rows(SlotGrammars(source), 6)
+    assert source.num_fresh
+
+
+def test_an_output_that_needs_too_many_states_alone_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.engine.grammar.limits.MAX_LEXER_STATES", 100)
+    assert failed_rows(SlotGrammars(CompilingSource()), 2) == {0, 1}
