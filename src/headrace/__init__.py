@@ -9,10 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_EXPORTS = {"LLM": "headrace.llm", "SamplingParams": "headrace.core.sampling"}
+_EXPORTS = {
+    "LLM": "headrace.llm",
+    "SamplingParams": "headrace.core.sampling",
+    "StructuredOutputsParams": "headrace.core.structured",
+}
 
 if TYPE_CHECKING:
     from headrace.core.sampling import SamplingParams as SamplingParams
+    from headrace.core.structured import StructuredOutputsParams as StructuredOutputsParams
     from headrace.llm import LLM as LLM
 
 

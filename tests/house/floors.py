@@ -136,7 +136,7 @@ FLOORS: dict[str, Floor] = {
     "headrace": Floor((), (), ()),
 }
 
-DOOR_EXPORTS = _ours("llm", "core.sampling")
+DOOR_EXPORTS = _ours("llm", "core.sampling", "core.structured")
 """What `headrace/__init__` names for people, by string or under TYPE_CHECKING only."""
 
 _CONTAINERS = {"array", "bisect", "collections", "dataclasses", "enum", "heapq", "types"}

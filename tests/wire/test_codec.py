@@ -29,6 +29,7 @@ from headrace.core.model_info import ModelInfo
 from headrace.core.plan import LogprobColumns, TokenLogprobs
 from headrace.core.request import EngineRequest, PriorityClass
 from headrace.core.sampling import SamplingParams
+from headrace.core.structured import StructuredOutputsParams
 from headrace.core.update import SequenceUpdate, StageSeconds
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import (
@@ -292,6 +293,11 @@ def test_what_the_wire_cannot_carry_is_refused_before_it_is_sent() -> None:
         EngineRequest(request_id=RequestId("r"), prompt_ids=(-1,), params=SamplingParams(seed=1)),
         EngineRequest(request_id=RequestId("r"), prompt_ids=(1,), params=SamplingParams(seed=1, stop=("\ud800",))),
         EngineRequest(request_id=RequestId("r"), prompt_ids=(1,), params=SamplingParams(seed=2**64)),
+        EngineRequest(
+            request_id=RequestId("r"),
+            prompt_ids=(1,),
+            params=SamplingParams(seed=1, structured_outputs=StructuredOutputsParams(regex="a")),
+        ),
         EngineRequest(request_id=RequestId("r"), prompt_ids=(1,), params=SamplingParams(seed=1), deadline_s=float("nan")),
     ):
         with pytest.raises(InvalidRequest):

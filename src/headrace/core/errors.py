@@ -80,6 +80,10 @@ class InvalidRequest(HeadraceError):
         shown = f", got {self.value}" if value is not None else ""
         super().__init__(f"{field}: expected {limit}{shown}." + (f" {remedy}" if remedy else ""))
 
+    def at(self, field: str) -> InvalidRequest:
+        """This error about the field as the client wrote it."""
+        return InvalidRequest(field, self.limit, self.given, self.remedy)
+
 
 class ModelNotFound(InvalidRequest):
     def __init__(self, name: str, served: list[str]) -> None:

@@ -73,6 +73,8 @@ class EngineRequest:
     def checked(self, *, vocab_size: int, max_model_len: int) -> EngineRequest:
         """This value if the engine can serve it. Raises InvalidRequest: nothing a client sends may reach a tensor unchecked."""
         self.params.checked(vocab_size=vocab_size)
+        if self.params.structured_outputs is not None:
+            raise InvalidRequest("structured_outputs", "none in an engine's parameters: it is the request's grammar")
         if self.params.seed is None:
             raise InvalidRequest("seed", "drawn before submission", None)
         if not self.prompt_ids:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from headrace.core.errors import InvalidRequest
+from headrace.core.structured import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 MAX_N = 64
@@ -45,6 +46,7 @@ class SamplingParams:
     prompt_logprobs      the same for every prompt token but the first (such a request ignores prefix hits)
     skip_special_tokens  control tokens are left out of the text
     detokenize           False: token ids only (offline API)
+    structured_outputs   what the output must match, for `LLM` alone: an engine gets it as the grammar beside these parameters
     """
 
     n: int = 1
@@ -68,6 +70,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -98,6 +101,7 @@ class SamplingParams:
         Raises: InvalidRequest naming the first field that breaks a rule.
         """
         _check_numbers(self)
+        _check_structured_outputs(self)
         _check_stops(self)
         _check_token_ids(self, vocab_size)
         return self
@@ -201,6 +205,14 @@ def _check_numbers(p: SamplingParams) -> None:
             raise InvalidRequest(name, "true or false", getattr(p, name))
     if not p.spaces_between_special_tokens:
         raise InvalidRequest("spaces_between_special_tokens", "true", False, "The supported tokenizers put no spaces there.")
+
+
+def _check_structured_outputs(p: SamplingParams) -> None:
+    given = p.structured_outputs
+    if given is not None and not isinstance(given, StructuredOutputsParams):
+        raise InvalidRequest("structured_outputs", "headrace.StructuredOutputsParams", type(given).__name__)
+    if given is not None and p.ignore_eos:
+        raise InvalidRequest("ignore_eos", "False with structured_outputs", True, "After what matches, only an end token may follow.")
 
 
 def _check_stops(p: SamplingParams) -> None:

@@ -130,7 +130,7 @@ class Engine:
                 if self.turn():
                     self._is_checked = False
                 else:
-                    self._idle()
+                    self.idle()
         finally:
             try:
                 self._preparations.end_all()
@@ -163,7 +163,7 @@ class Engine:
             self._preparations.end(ended)
         self._load.publish()
 
-    def _idle(self) -> None:
+    def idle(self) -> None:
         """Sleep until a message, a deadline or the next regular wake. A sleep that no message ends is the time for a check."""
         timeout = IDLE_WAKE_S
         if (deadline := self.scheduler.next_deadline()) is not None:

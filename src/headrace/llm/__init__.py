@@ -7,7 +7,17 @@ answered, `outputs` the results. There is no server, thread or socket: the engin
 from __future__ import annotations
 
 from headrace.core.sampling import SamplingParams
+from headrace.core.structured import StructuredOutputsParams
 from headrace.llm.api import LLM
 from headrace.llm.outputs import CompletionOutput, GenerationFailed, Logprob, RequestMetrics, RequestOutput
 
-__all__ = ["LLM", "CompletionOutput", "GenerationFailed", "Logprob", "RequestMetrics", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "GenerationFailed",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]

@@ -112,7 +112,8 @@ class LLM:
         sampling_params  one for all, or one per prompt; None: the model's own defaults
         use_tqdm         show progress when standard error is a terminal
 
-        Raises: InvalidRequest before anything runs; GenerationFailed when a sequence failed, once the rest is done; `.outputs` has all.
+        Raises: InvalidRequest before anything runs, but for structured outputs that cannot be compiled, which end the call when the engine
+        refuses them; GenerationFailed when a sequence failed, once the rest is done; `.outputs` has all.
         """
         return self._run(parse_prompts(prompts, self._text.tokenizer), sampling_params, use_tqdm=use_tqdm)
 
@@ -216,14 +217,19 @@ class LLM:
         """A request the engine can serve. Raises InvalidRequest."""
         if params.seed is None:
             params = params.with_(seed=self._random.randint(0, MAX_SEED))
-        request = EngineRequest(request_id=RequestId(str(next(self._numbers))), prompt_ids=prompt.token_ids, params=params)
-        info = self._engine.info
+        info, structured = self._engine.info, params.structured_outputs
         try:
+            request = EngineRequest(
+                request_id=RequestId(str(next(self._numbers))),
+                prompt_ids=prompt.token_ids,
+                params=params if structured is None else params.with_(structured_outputs=None),
+                grammar=None if structured is None else structured.as_grammar(),
+            )
             request.checked(vocab_size=info.vocab_size, max_model_len=info.max_model_len)
         except InvalidRequest as error:
             error.add_note(f"in {field}")
             raise
-        return PromptJob(request, prompt.text, self._text.tokenizer)
+        return PromptJob(request, prompt.text, self._text.tokenizer, grammar_field=structured.field if structured else "grammar")
 
 
 _KEYWORDS = frozenset(LLM.__init__.__kwdefaults__ or ())

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from headrace.core.counted import counted
-from headrace.core.errors import EngineFatal
+from headrace.core.errors import EngineFatal, InvalidRequest
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
@@ -17,15 +17,18 @@ from headrace.llm.outputs import GenerationFailed, RequestMetrics, RequestOutput
 from headrace.text.assemble import OutputAssembler
 from headrace.text.tokenizer import Tokenizer
 
-MAX_IDLE_TURNS = 1000
-"""After this many turns in a row without work the engine has lost the open sequences, and the run ends with EngineFatal."""
+MAX_IDLE_TURNS = 500
+"""After this many turns in a row without work, each of which waits for a message for `engine.loop.IDLE_WAKE_S`, the engine has lost the
+open sequences, and the run ends with EngineFatal. A request that waits for its grammar is given up by the engine long before."""
 
 
 class PromptJob:
     """One prompt: its request, and its answer so far."""
 
-    def __init__(self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer, *, grammar_field: str = "grammar") -> None:
+        """grammar_field: what gave the request's grammar, under the caller's name for it."""
         self.request = request
+        self._grammar_field = grammar_field
         self._tokenizer = tokenizer
         params = request.params
         self.collectors = [
@@ -57,6 +60,10 @@ class PromptJob:
             if not self.num_open:
                 self._close()
         return len(update.token_ids)
+
+    def refusal(self, error: Exception) -> Exception:
+        """The engine's refusal of the request, about the field that the caller wrote."""
+        return error.at(self._grammar_field) if isinstance(error, InvalidRequest) and error.field == "grammar" else error
 
     def _close(self) -> None:
         output, first = self.output, self.collectors[0].assembler
@@ -97,6 +104,8 @@ class PromptBatch:
                 has_worked = self._engine.turn()
                 has_updates = self._handle_updates(progress)
                 idle = 0 if has_worked or has_updates else idle + 1
+                if idle:
+                    self._engine.idle()
                 if idle > MAX_IDLE_TURNS:
                     raise EngineFatal(f"the engine rests with {counted(len(self._open), 'request')} open")
         finally:
@@ -124,7 +133,7 @@ class PromptBatch:
             if job is None:
                 continue
             if isinstance(message, Rejected):
-                raise message.error
+                raise job.refusal(message.error)
             num_tokens = job.feed(message, self._engine)
             if job.output.finished:
                 del self._open[message.request_id]

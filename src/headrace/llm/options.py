@@ -44,7 +44,7 @@ ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "enable_lora": ((False,), "Adapters are not served yet."),
     "max_loras": ((None,), "Adapters are not served yet."),
     "speculative_config": ((None,), "Speculative decoding is not supported yet."),
-    "structured_outputs_config": ((None,), "Constrained output is not supported yet."),
+    "structured_outputs_config": ((None,), "The only backend is llguidance; say what to match in SamplingParams(structured_outputs=...)."),
     "limit_mm_per_prompt": ((None, {}), _MEDIA),
     "mm_processor_kwargs": ((None, {}), _MEDIA),
     "allowed_local_media_path": ((None, ""), _MEDIA),

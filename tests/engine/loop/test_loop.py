@@ -203,7 +203,7 @@ def test_an_idle_engine_checks_its_books_once_per_idle_period_and_minute(
 ) -> None:
     """Damage nobody noticed while requests ran ends the engine before the next one gets a wrong answer from it."""
     monkeypatch.setattr(loop, "IDLE_WAKE_S", 0.001)
-    driven, num_checks, check, idle = DrivenEngine(), 0, Scheduler.check, Engine._idle
+    driven, num_checks, check, idle = DrivenEngine(), 0, Scheduler.check, Engine.idle
     remaining = 10
 
     def counted(self: Scheduler) -> None:
@@ -222,7 +222,7 @@ def test_an_idle_engine_checks_its_books_once_per_idle_period_and_minute(
         idle(self)
 
     monkeypatch.setattr(Scheduler, "check", counted)
-    monkeypatch.setattr(Engine, "_idle", sleep)
+    monkeypatch.setattr(Engine, "idle", sleep)
     driven.submit(request("a", [1]))
     if is_damaged:
         driven.kv.pools[0].take()
@@ -239,7 +239,7 @@ def idle_once(driven: DrivenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "IDLE_WAKE_S", 0.001)
     while driven.engine.turn():
         pass
-    driven.engine._idle()
+    driven.engine.idle()
 
 
 def test_an_engine_is_not_checked_while_a_request_waits_for_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

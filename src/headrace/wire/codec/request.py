@@ -33,6 +33,8 @@ def encode_submit(request: EngineRequest, handle: Handle) -> pb.Command:
     """
     if request.deadline_s is not None and not math.isfinite(request.deadline_s):
         raise InvalidRequest("deadline_s", "a finite number of seconds", request.deadline_s)
+    if request.params.structured_outputs is not None:
+        raise InvalidRequest("structured_outputs", "none on the wire: it travels as the request's grammar")
     try:
         return pb.Command(
             submit=pb.Submit(

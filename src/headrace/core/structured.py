@@ -1,0 +1,103 @@
+"""What an output must match, under the names of vLLM's `StructuredOutputsParams`, for programs that use `LLM`.
+
+`grammar` makes the one value out of it that everything below knows (`core.grammar`). An engine never sees these parameters.
+"""
+
+from __future__ import annotations
+
+import json as json_text
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from headrace.core.errors import InvalidRequest
+from headrace.core.grammar import Grammar, GrammarKind
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+"""The fields that say what the output must match. Exactly one is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """One of KINDS says what the whole output must match.
+
+    json         a JSON schema, as a mapping or as JSON text
+    regex        a regular expression, in the syntax of Rust's regex crate
+    choice       the output is one of these texts
+    grammar      a grammar in Lark, or in llama.cpp's GBNF
+    json_object  True: any JSON object
+
+    Refused by name unless left out:
+    disable_any_whitespace, whitespace_pattern   how white space is allowed is fixed: docs/structured.md
+    disable_additional_properties                write "additionalProperties": false into the schema
+    structural_tag                               not supported
+    """
+
+    json: str | Mapping[str, object] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The one of KINDS that is given. Raises InvalidRequest for none and for several, and for what is not supported."""
+        for name, remedy in _REFUSED.items():
+            if getattr(self, name) not in (None, False):
+                raise InvalidRequest(f"structured_outputs.{name}", "nothing: it is not supported", getattr(self, name), remedy)
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise InvalidRequest("structured_outputs", f"exactly one of {', '.join(KINDS)}", given)
+        return given[0]
+
+    @property
+    def field(self) -> str:
+        """How errors name the one that is given, e.g. "structured_outputs.json". Raises as `kind`."""
+        return f"structured_outputs.{self.kind}"
+
+    def as_grammar(self) -> Grammar:
+        """The grammar, checked. Raises InvalidRequest naming the field."""
+        kind, field = self.kind, self.field
+        value = getattr(self, kind)
+        if kind == "json":
+            return Grammar(GrammarKind.JSON_SCHEMA, _schema_text(field, value)).checked(field=field)
+        if kind == "choice":
+            return Grammar.choice(_texts(field, value)).checked(field=field)
+        if kind == "json_object":
+            if value is not True:
+                raise InvalidRequest(field, "True", value)
+            return Grammar.json_object()
+        if not isinstance(value, str):
+            raise InvalidRequest(field, "a text", type(value).__name__)
+        return Grammar.ebnf(value, field=field) if kind == "grammar" else Grammar(GrammarKind.REGEX, value).checked(field=field)
+
+
+_REFUSED = {
+    "disable_any_whitespace": "",
+    "disable_additional_properties": 'Write "additionalProperties": false into the schema.',
+    "whitespace_pattern": "",
+    "structural_tag": "Give a grammar.",
+}
+"""vLLM's other fields -> what to do instead."""
+
+
+def _schema_text(field: str, schema: object) -> str:
+    if isinstance(schema, str):
+        return schema
+    if not isinstance(schema, Mapping):
+        raise InvalidRequest(field, "a JSON schema as a mapping or as JSON text", type(schema).__name__)
+    try:
+        return json_text.dumps(dict(schema), ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(field, "a JSON schema that can be written as JSON", remedy=f"{str(error)[:100]}.") from None
+
+
+def _texts(field: str, choices: object) -> Sequence[str]:
+    if isinstance(choices, str) or not isinstance(choices, Sequence) or not all(isinstance(choice, str) for choice in choices):
+        raise InvalidRequest(field, "a list of texts", choices)
+    if not choices or not all(choices):
+        raise InvalidRequest(field, "at least one text, none of them empty", list(choices))
+    return choices
