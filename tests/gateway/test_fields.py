@@ -45,6 +45,17 @@ SOME: dict[str, Any] = {
     "prompt_logprobs": 1,
     "priority": "batch",
     "cache_salt": "mine",
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "[ab]+"},
+    "guided_json": {"type": "integer"},
+    "guided_regex": "[ab]+",
+    "guided_choice": ["yes", "no"],
+    "guided_grammar": 'start: "a"',
+    "regex": "[ab]+",
+    "ebnf": 'root ::= "a"',
+    "json_schema": '{"type": "integer"}',
+    "grammar": 'root ::= "a"',
+    "format": "json",
     "stream": True,
     "model": "gpt-4o",
 }
@@ -99,6 +110,9 @@ PREFIX: dict[Place, str] = {
     Inside.CHOSEN_FUNCTION: "tool_choice.function.",
     Inside.REASONING: "reasoning.",
     Inside.THINKING: "thinking.",
+    Inside.RESPONSE_FORMAT: "response_format.",
+    Inside.JSON_SCHEMA: "response_format.json_schema.",
+    Inside.STRUCTURED_OUTPUTS: "structured_outputs.",
 }
 """How an error names the objects that `inside` makes."""
 
@@ -138,6 +152,13 @@ def inside(place: Place, fields: dict[str, Any]) -> dict[str, Any]:
             return {**BASE[Surface.CHAT], "reasoning": {"enabled": False, **fields}}
         case Inside.THINKING:
             return {**BASE[Surface.CHAT], "thinking": {"type": "disabled", **fields}}
+        case Inside.RESPONSE_FORMAT:
+            return {**BASE[Surface.CHAT], "response_format": {"type": "json_object", **fields}}
+        case Inside.JSON_SCHEMA:
+            schema = {"schema": {"type": "object"}, **fields}
+            return {**BASE[Surface.CHAT], "response_format": {"type": "json_schema", "json_schema": schema}}
+        case Inside.STRUCTURED_OUTPUTS:
+            return {**BASE[Surface.CHAT], "structured_outputs": {"regex": "a", **fields}}
         case Surface():
             return {**BASE[place], **fields}
 
@@ -210,17 +231,17 @@ async def test_null_is_absent(bench: TestBench, surface: Surface, rule: FieldRul
     assert sent.params.with_(seed=1) == plain.params
 
 
-@pytest.mark.parametrize(("surface", "rule"), rows(Treatment.INERT))
-async def test_inert_field_changes_nothing(bench: TestBench, surface: Surface, rule: FieldRule) -> None:
+@pytest.mark.parametrize(("place", "rule"), rows(Treatment.INERT, (*Surface, *Inside)))
+async def test_inert_field_changes_nothing(bench: TestBench, place: Place, rule: FieldRule) -> None:
     value: Any = {"key": "value"} if rule.name == "metadata" else "text"
-    plain, plain_sent = await ask(bench, surface)
-    response, sent = await ask(bench, surface, **{rule.name: value})
+    plain, plain_sent = await ask(bench, place)
+    response, sent = await ask(bench, place, **{rule.name: value})
     assert (response.status_code, sent, steady(response)) == (200, plain_sent, steady(plain))
-    assert response.headers["x-headrace-ignored"] == rule.name
+    assert response.headers["x-headrace-ignored"] == (f"{place}.{rule.name}" if isinstance(place, Inside) else rule.name)
     assert "x-headrace-ignored" not in plain.headers
     too_much: Any = {str(number): "x" for number in range(17)} if rule.name == "metadata" else "x" * 513
-    refused, _ = await ask(bench, surface, **{rule.name: too_much})
-    assert refused.json()["error"]["param"] == rule.name
+    refused, _ = await ask(bench, place, **{rule.name: too_much})
+    assert refused.json()["error"]["param"] == PREFIX.get(place, "") + rule.name
 
 
 @pytest.mark.parametrize(("place", "rule"), rows(Treatment.REFUSED, (*Surface, *Inside)))

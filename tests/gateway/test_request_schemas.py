@@ -19,6 +19,7 @@ from headrace.core.tools import MAX_TOOLS
 from headrace.gateway.config import Limits
 from headrace.gateway.surfaces import chat, completions, openapi
 from headrace.gateway.surfaces.dialect.field_rule import Surface
+from headrace.gateway.surfaces.dialect.structured import READERS, VLLM_KINDS
 from headrace.gateway.surfaces.routes import ENDPOINTS
 from headrace.text.folder import TextModel
 
@@ -127,6 +128,10 @@ def values_of(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
         case "null":
             return st.none()
         case "string":
+            if "contentMediaType" in schema:
+                return st.sampled_from(['{"type": "integer"}', "{}"])
+            if schema.get("pattern") == r"\S":
+                return st.text(TEXT, max_size=20).map(lambda text: "x" + text)
             if "pattern" in schema:
                 return st.from_regex(schema["pattern"], fullmatch=True)
             return st.text(TEXT, min_size=schema.get("minLength", 0), max_size=min(schema.get("maxLength", 20), 20))
@@ -138,6 +143,8 @@ def values_of(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
 
 
 def objects_of(schema: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    if "properties" not in schema and "additionalProperties" not in schema:
+        return st.sampled_from([{}, {"type": "object", "properties": {"a": {"type": "string"}}}])
     if "properties" not in schema:
         is_id = "pattern" in schema.get("propertyNames", {})
         names = st.integers(0, 999_999_999).map(str) if is_id else st.text(TEXT)
@@ -166,6 +173,13 @@ def in_agreement(body: dict[str, Any], surface: Surface) -> dict[str, Any]:
             made["stream_options"] = {**made["stream_options"], "include_usage": True}
     if made.get("stream"):
         made.pop("prompt_logprobs", None)
+    for name in [name for name in READERS if made.get(name) is not None][1:]:
+        del made[name]
+    if made.get("response_format") is not None:
+        made["response_format"] = agreeing_format(made["response_format"])
+    if made.get("structured_outputs"):
+        given = [(name, value) for name, value in made["structured_outputs"].items() if name in (*VLLM_KINDS, "json_object") and value]
+        made["structured_outputs"] = dict(given[:1] or [("json_object", True)])
     return in_agreement_on_calls(made) if surface is Surface.CHAT else made
 
 
@@ -199,6 +213,18 @@ def message_in_agreement(message: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
+def agreeing_format(made: dict[str, Any]) -> dict[str, Any]:
+    """One schema beside the types that take one, and one where it is required."""
+    found = made.get("json_schema")
+    if made["type"] == "text":
+        return {"type": "text"}
+    if made["type"] == "json_object":
+        return {"type": "json_object"}
+    return (
+        {"type": "json_schema", "json_schema": found} if found is not None else {"type": "json_schema", "schema": made.get("schema") or {}}
+    )
+
+
 @pytest.mark.parametrize("surface", Surface)
 def test_what_the_schema_allows_is_taken(surface: Surface) -> None:
     schema = schemas()[NAMES[surface]]
@@ -216,11 +242,11 @@ def test_what_the_schema_allows_is_taken(surface: Surface) -> None:
 def take(body: dict[str, Any], surface: Surface) -> None:
     """Every check that needs no model. Raises InvalidRequest."""
     if surface is Surface.CHAT:
-        request, _ = chat.parse_chat(body, LIMITS)
-        ask = chat._parsed_request(request, PriorityClass.PREMIUM)
+        (request, grammar), _ = chat.parse_chat(body, LIMITS)
+        ask = chat._parsed_request(request, grammar, PriorityClass.PREMIUM)
     else:
-        (plain, prompts), _ = completions.parse_completion(body, LIMITS)
-        ask = completions._parsed_request(plain, prompts, PriorityClass.PREMIUM)
+        (plain, prompts, grammar), _ = completions.parse_completion(body, LIMITS)
+        ask = completions._parsed_request(plain, prompts, grammar, PriorityClass.PREMIUM)
     SamplingParams(**ask.sampling).checked()
 
 
@@ -244,7 +270,8 @@ def edges(schema: dict[str, Any]) -> Iterator[Any]:
     for each in schema.get("anyOf", ()):
         yield from edges(each)
     yield from (schema[bound] for bound in ("minimum", "maximum") if bound in schema)
-    yield from ("x" * schema[bound] for bound in ("minLength", "maxLength") if bound in schema)
+    if "contentMediaType" not in schema:
+        yield from ("x" * schema[bound] for bound in ("minLength", "maxLength") if bound in schema)
     if "items" in schema:
         yield from ([good(schema["items"])] * schema.get(bound, 1) for bound in ("minItems", "maxItems"))
         yield from ([value] for value in edges(schema["items"]))
@@ -301,7 +328,7 @@ def good(schema: dict[str, Any]) -> Any:
         return schema["enum"][0]
     if "anyOf" in schema:
         return good(schema["anyOf"][0])
-    return {"string": "x", "integer": 1, "number": 1, "array": [1]}[schema["type"]]
+    return {"string": "x", "integer": 1, "number": 1, "array": [1], "object": {}}[schema["type"]]
 
 
 @pytest.fixture

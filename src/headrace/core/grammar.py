@@ -67,10 +67,10 @@ class Grammar:
         return cls(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 
     @classmethod
-    def choice(cls, choices: Sequence[str]) -> Grammar:
-        """One of these texts, exactly. Raises InvalidRequest for none, and for an empty one."""
+    def choice(cls, choices: Sequence[str], *, field: str = "choice") -> Grammar:
+        """One of these texts, exactly. Raises InvalidRequest naming `field` for none, and for an empty one."""
         if not choices or not all(choices):
-            raise InvalidRequest("choice", "a list of at least one text, none of them empty", list(choices))
+            raise InvalidRequest(field, "a list of at least one text, none of them empty", list(choices))
         return cls(GrammarKind.LARK, "start: " + " | ".join([json.dumps(choice) for choice in choices]))
 
     @classmethod

@@ -50,6 +50,7 @@ from headrace.gateway.upstream.seam import (
     PlainPrompts,
     Prepared,
     PrincipalFacts,
+    RequestedGrammar,
     TokenUsage,
 )
 from headrace.observe.request_log import MAX_DETAIL_CHARS
@@ -72,6 +73,7 @@ class ParsedRequest:
 
     model        name or alias; None: the only served model
     sampling     the parameters the client gave, by the names of `SamplingParams`
+    grammar      what the answer must match; None: any text
     cache_salt   the client's own part of the salt
     logprobs_field  name of the field that asked for prompt log-probabilities, for refusals
     num_shown    choices that show the prompt's log-probabilities
@@ -83,6 +85,7 @@ class ParsedRequest:
     sampling: Mapping[str, Any]
     is_streaming: bool
     priority: PriorityClass
+    grammar: RequestedGrammar | None = None
     cache_salt: str = ""
     logprobs_field: str = "prompt_logprobs"
     num_shown: int = 1
@@ -163,8 +166,14 @@ class Generation:
         """Raises what `Upstream.prepare` raises, and RequestTooLarge for more log-probabilities than an answer may hold."""
         parsed, params, record = self.parsed, self.client_params, self.exchange.record
         request = GenerationRequest(
-            request_id=self.exchange.request_id, prompt=parsed.prompt, sampling=parsed.sampling, deadline_s=self._deadline_at()
+            request_id=self.exchange.request_id,
+            prompt=parsed.prompt,
+            sampling=parsed.sampling,
+            grammar=parsed.grammar,
+            deadline_s=self._deadline_at(),
         )
+        if parsed.grammar is not None:
+            self.held.prompts.add(parsed.grammar.num_bytes)
         prepared = await self.model.upstream.prepare(request, self._principal())
         self.exchange.ignored += prepared.ignored
         record.seed, record.prompt_tokens = prepared.seed, prepared.prompt_tokens

@@ -40,25 +40,28 @@ from headrace.gateway.surfaces.dialect.parse import (
 )
 from headrace.gateway.surfaces.dialect.reasoning import ReasoningFields
 from headrace.gateway.surfaces.dialect.schemas import ChatLogprobs, Message, PromptLogprobs
+from headrace.gateway.surfaces.dialect.structured import requested_grammar
 from headrace.gateway.surfaces.dialect.tools import NamedTool, ToolDefinition, function_tools, tool_choice
-from headrace.gateway.upstream.seam import Conversation, OutputEvent, Prepared, TokenUsage, ToolCall
+from headrace.gateway.upstream.seam import Conversation, OutputEvent, Prepared, RequestedGrammar, TokenUsage, ToolCall
 
 _encode = msgspec.json.encode
 
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
     with service.open_requests.admit(exchange.request_id, exchange.end), service.memory.open(exchange.principal.tenant) as held:
-        request = await parsed(service, exchange, held, parse_chat)
-        with fields_as_written(_names(request)):
-            generation = Generation(service, exchange, held, _parsed_request(request, exchange.principal.priority))
+        request, grammar = await parsed(service, exchange, held, parse_chat)
+        with fields_as_written(_names(request, grammar)):
+            generation = Generation(service, exchange, held, _parsed_request(request, grammar, exchange.principal.priority))
             async with exchange.watching():
                 prepared = await exchange.unless_ended(generation.prepare())
                 await generation.answer(ChatAnswer(request, prepared, AnswerHead.of("chatcmpl-", generation)), prepared)
 
 
-def _names(request: ChatRequest) -> dict[str, str]:
+def _names(request: ChatRequest, grammar: RequestedGrammar | None) -> dict[str, str]:
     """Field names of the rules below this floor -> the names that this client used."""
     names = {"prompt": "messages"}
+    if grammar is not None:
+        names["grammar"] = grammar.field
     if request.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     if request.top_logprobs:
@@ -66,7 +69,7 @@ def _names(request: ChatRequest) -> dict[str, str]:
     return names
 
 
-def _parsed_request(request: ChatRequest, own_priority: PriorityClass) -> ParsedRequest:
+def _parsed_request(request: ChatRequest, grammar: RequestedGrammar | None, own_priority: PriorityClass) -> ParsedRequest:
     num_top = (request.top_logprobs or 0) if request.logprobs else None
     tools = function_tools(request.tools)
     return ParsedRequest(
@@ -85,6 +88,7 @@ def _parsed_request(request: ChatRequest, own_priority: PriorityClass) -> Parsed
         sampling=given_params(request) | {"max_tokens": request.max_tokens, "logprobs": num_top},
         is_streaming=request.stream,
         priority=lowered_priority(request.priority, own_priority),
+        grammar=grammar,
         cache_salt=request.cache_salt,
     )
 
@@ -172,8 +176,11 @@ class ChatChunk(Struct):
     usage: schemas.CompletionUsage | UnsetType | None = UNSET
 
 
-def parse_chat(body: dict[str, object], limits: Limits) -> tuple[ChatRequest, list[str]]:
-    """The request, and the fields that change nothing. Raises InvalidRequest for the first that is unknown, refused or of a wrong type."""
+def parse_chat(body: dict[str, object], limits: Limits) -> tuple[tuple[ChatRequest, RequestedGrammar | None], list[str]]:
+    """The request, what its answer must match, and the fields that change nothing.
+
+    Raises InvalidRequest for the first field that is unknown, refused or of a wrong type.
+    """
     ignored: dict[str, None] = {}
     request = convert(surface_fields(body, Surface.CHAT, limits, ignored), ChatRequest)
     if request.top_logprobs is not None and not request.logprobs:
@@ -185,7 +192,7 @@ def parse_chat(body: dict[str, object], limits: Limits) -> tuple[ChatRequest, li
             )
         request.max_tokens = request.max_completion_tokens
     check_shared(request, limits)
-    return request, list(ignored)
+    return (request, requested_grammar(request, body, limits)), list(ignored)
 
 
 TEXT_CHOICE = b'{"index":%d,"delta":{"content":%s},"logprobs":null,"finish_reason":null}'

@@ -31,9 +31,17 @@ from headrace.gateway.surfaces.dialect.answers import (
 )
 from headrace.gateway.surfaces.dialect.field_rule import Surface
 from headrace.gateway.surfaces.dialect.logprobs import EchoedLogprobs, completion_logprobs, echo_logprobs, prompt_logprobs
-from headrace.gateway.surfaces.dialect.parse import check_shared, convert, given_params, lowered_priority, surface_fields
+from headrace.gateway.surfaces.dialect.parse import (
+    check_shared,
+    convert,
+    fields_as_written,
+    given_params,
+    lowered_priority,
+    surface_fields,
+)
 from headrace.gateway.surfaces.dialect.schemas import CompletionLogprobs, PromptLogprobs, SamplingFields
-from headrace.gateway.upstream.seam import OutputEvent, PlainPrompts, Prepared, TokenUsage
+from headrace.gateway.surfaces.dialect.structured import requested_grammar
+from headrace.gateway.upstream.seam import OutputEvent, PlainPrompts, Prepared, RequestedGrammar, TokenUsage
 from headrace.text.logprobs import DecodedLogprobs
 
 _encode = msgspec.json.encode
@@ -44,21 +52,25 @@ DEFAULT_MAX_TOKENS = 16
 
 async def completions(service: Service, exchange: Exchange) -> None:
     with service.open_requests.admit(exchange.request_id, exchange.end), service.memory.open(exchange.principal.tenant) as held:
-        request, prompts = await parsed(service, exchange, held, parse_completion)
-        generation = Generation(service, exchange, held, _parsed_request(request, prompts, exchange.principal.priority))
-        async with exchange.watching():
-            prepared = await exchange.unless_ended(generation.prepare())
-            answer = CompletionAnswer(request, prepared, AnswerHead.of("cmpl-", generation), generation.hold_json)
-            await generation.answer(answer, prepared)
+        request, prompts, grammar = await parsed(service, exchange, held, parse_completion)
+        with fields_as_written({} if grammar is None else {"grammar": grammar.field}):
+            generation = Generation(service, exchange, held, _parsed_request(request, prompts, grammar, exchange.principal.priority))
+            async with exchange.watching():
+                prepared = await exchange.unless_ended(generation.prepare())
+                answer = CompletionAnswer(request, prepared, AnswerHead.of("cmpl-", generation), generation.hold_json)
+                await generation.answer(answer, prepared)
 
 
-def _parsed_request(request: CompletionRequest, prompts: Sequence[str | list[int]], own_priority: PriorityClass) -> ParsedRequest:
+def _parsed_request(
+    request: CompletionRequest, prompts: Sequence[str | list[int]], grammar: RequestedGrammar | None, own_priority: PriorityClass
+) -> ParsedRequest:
     return ParsedRequest(
         model=request.model,
         prompt=PlainPrompts(prompts=prompts, add_special_tokens=request.add_special_tokens, needs_text=request.echo),
         sampling=given_params(request) | _own_params(request),
         is_streaming=request.stream,
         priority=lowered_priority(request.priority, own_priority),
+        grammar=grammar,
         cache_salt=request.cache_salt,
         logprobs_field="logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
         num_shown=request.n,
@@ -117,8 +129,11 @@ class Completion(Struct):
 Prompts = list[str | list[int]]
 
 
-def parse_completion(body: dict[str, object], limits: Limits) -> tuple[tuple[CompletionRequest, Prompts], list[str]]:
-    """The request and its prompts, one entry each: text or token ids; and the fields that change nothing."""
+ParsedCompletion = tuple[CompletionRequest, Prompts, RequestedGrammar | None]
+
+
+def parse_completion(body: dict[str, object], limits: Limits) -> tuple[ParsedCompletion, list[str]]:
+    """The request; its prompts, one entry each: text or token ids; what its answer must match; and the fields that change nothing."""
     ignored: dict[str, None] = {}
     request = convert(surface_fields(body, Surface.COMPLETIONS, limits, ignored), CompletionRequest)
     if request.best_of is not None and request.best_of != request.n:
@@ -130,7 +145,7 @@ def parse_completion(body: dict[str, object], limits: Limits) -> tuple[tuple[Com
         raise InvalidRequest("prompt", f"at most {counted(limits.max_prompts, 'prompt')}", len(prompts), "Send several requests.")
     check_shared(request, limits, num_prompts=len(prompts))
     request.prompt = ""  # it is in `prompts`: a text worker would send a large one back twice
-    return (request, prompts), list(ignored)
+    return (request, prompts, requested_grammar(request, body, limits)), list(ignored)
 
 
 def prompt_list(prompt: str | list[Any]) -> Prompts:

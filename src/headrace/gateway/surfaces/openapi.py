@@ -31,6 +31,9 @@ _INSIDE = {
     "FunctionName": Inside.CHOSEN_FUNCTION,
     "ReasoningOptions": Inside.REASONING,
     "ThinkingOptions": Inside.THINKING,
+    "ResponseFormat": Inside.RESPONSE_FORMAT,
+    "JsonSchemaFormat": Inside.JSON_SCHEMA,
+    "StructuredOutputs": Inside.STRUCTURED_OUTPUTS,
 }
 """Wire type of an object in a body -> the place of its rows in the field table."""
 

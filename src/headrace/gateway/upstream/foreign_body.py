@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from headrace.core.errors import InvalidRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.tools import CallMode
@@ -18,7 +20,13 @@ def foreign_body(request: GenerationRequest, params: SamplingParams) -> dict[str
     """The body but for its model. Raises InvalidRequest naming what does not carry over."""
     _check_logprobs(request, params)
     begin: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-    return begin | _prompt_fields(request.prompt) | _sampling_fields(request)
+    return begin | _prompt_fields(request.prompt) | _sampling_fields(request) | _grammar_field(request)
+
+
+def _grammar_field(request: GenerationRequest) -> dict[str, Any]:
+    """The client's own field for what the output must match, as it was: a server that does not know it says so."""
+    wanted = request.grammar
+    return {} if wanted is None else {wanted.name: msgspec.Raw(wanted.value_json.encode())}
 
 
 def _prompt_fields(prompt: Conversation | PlainPrompts) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from headrace.core.errors import Unavailable
 from headrace.core.finish import FinishReason
+from headrace.core.grammar import Grammar
 from headrace.core.ids import RequestId
 from headrace.core.load import LoadSnapshot
 from headrace.core.plan import LogprobColumns
@@ -66,17 +67,39 @@ class PlainPrompts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestedGrammar:
+    """What the output must match, for our engines and for servers that read the client's own field.
+
+    field       dotted name of the field that says it, as the client wrote it; errors name it
+    name        the field of the body that holds it
+    value_json  that field's value
+    """
+
+    grammar: Grammar
+    field: str
+    name: str
+    value_json: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Approximate memory of its strings."""
+        return string_bytes(self.grammar.source) + string_bytes(self.value_json)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """What one client wants, checked as far as no model is needed for it.
 
     prompt      one conversation, or any number of plain prompts
     sampling    the parameters the client gave, by the names of `SamplingParams`; the upstream adds its own defaults
+    grammar     what the output must match; None: any text
     deadline_s  when the answer ends, finished or not, on the service's clock; None = no deadline
     """
 
     request_id: RequestId
     prompt: Conversation | PlainPrompts
     sampling: Mapping[str, Any]
+    grammar: RequestedGrammar | None = None
     deadline_s: float | None = None
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace.core.errors import HeadraceError, Overloaded, RequestTooLarge, Unavailable
+from headrace.core.grammar import Grammar
 from headrace.core.ids import RequestId
 from headrace.core.plan import columns_of
 from headrace.core.request import EngineRequest
@@ -42,6 +43,7 @@ class Call:
     params: SamplingParams
     max_output_tokens: int
     principal: PrincipalFacts = field(default_factory=PrincipalFacts)
+    grammar: Grammar | None = None
     deadline_s: float | None = None
 
     def engine_request(self, epoch: int) -> EngineRequest:
@@ -54,6 +56,7 @@ class Call:
             weight=self.principal.weight,
             priority=self.principal.priority,
             salt=self.principal.salt,
+            grammar=self.grammar,
             deadline_s=self.deadline_s,
         )
 

@@ -63,6 +63,7 @@ class TokenUpstream:
         return self._pool.health()
 
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> TokenPrepared:
+        _check_tools_beside_grammar(request)
         info = self._info()
         if isinstance(request.prompt, Conversation):
             _check_not_forced(request.prompt)
@@ -178,6 +179,13 @@ class TokenPrepared:
         return streams[0] if len(streams) == 1 else MergedStream(streams, n)
 
 
+def _check_tools_beside_grammar(request: GenerationRequest) -> None:
+    """Raise InvalidRequest where the grammar would keep the model from calling the functions that its prompt shows."""
+    if request.grammar is not None and isinstance(request.prompt, Conversation) and request.prompt.shown_tools:
+        remedy = 'Send tool_choice "none", or a function whose parameters are this schema.'
+        raise InvalidRequest("grammar", "absent beside functions that the model may call", remedy=remedy)
+
+
 def check_fits_context(num_tokens: int, max_tokens: int | None, info: ModelInfo, *, part: str) -> int:
     """Tokens the context leaves for output.
 
@@ -207,6 +215,7 @@ def _call(
         max_output_tokens=params.max_tokens or room,
         deadline_s=request.deadline_s,
         principal=principal,
+        grammar=None if request.grammar is None else request.grammar.grammar,
     )
     call.engine_request(0).checked(vocab_size=info.vocab_size, max_model_len=info.max_model_len)
     return call

@@ -41,6 +41,9 @@ class Inside(StrEnum):
     CHOSEN_FUNCTION = "tool_choice.function"
     REASONING = "reasoning"
     THINKING = "thinking"
+    RESPONSE_FORMAT = "response_format"
+    JSON_SCHEMA = "response_format.json_schema"
+    STRUCTURED_OUTPUTS = "structured_outputs"
 
 
 Place = Surface | Inside

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from headrace.core.grammar import MAX_GRAMMAR_BYTES
 from headrace.gateway.surfaces.dialect.field_rule import FieldRule, Inside, Place, Surface, Treatment
 
 BOTH: tuple[Place, ...] = (Surface.CHAT, Surface.COMPLETIONS)
@@ -23,6 +24,9 @@ REASONING: tuple[Place, ...] = (Inside.REASONING,)
 THINKING: tuple[Place, ...] = (Inside.THINKING,)
 PART: tuple[Place, ...] = (Inside.PART,)
 STREAM_OPTIONS: tuple[Place, ...] = (Inside.STREAM_OPTIONS,)
+RESPONSE_FORMAT: tuple[Place, ...] = (Inside.RESPONSE_FORMAT,)
+JSON_SCHEMA: tuple[Place, ...] = (Inside.JSON_SCHEMA,)
+STRUCTURED_OUTPUTS: tuple[Place, ...] = (Inside.STRUCTURED_OUTPUTS,)
 
 MAX_INERT_CHARS = 512
 """Characters of an inert field's value, and of each key and value of `metadata`."""
@@ -31,10 +35,13 @@ MAX_METADATA = 16
 """Entries of `metadata`."""
 
 _FUNCTIONS = "Use tools and tool_choice."
-_STRUCTURED = "Structured output is not served yet."
 _BUDGET = "Reasoning has no budget of its own: use max_tokens."
 _SAME_SWITCH = "as enable_thinking"
 _ONLY_CONTENT = "Send reasoning_content."
+_WHITESPACE = "A model may write JSON compact, with single spaces, or indented."
+_GRAMMAR = f"Lark (llguidance's dialect) or GBNF, in which rules have `::=`; at most {MAX_GRAMMAR_BYTES} bytes."
+_REGEX = "The whole answer matches it: Rust's syntax, without look-around and back-references."
+_SCHEMA = f"A JSON schema, as an object or as JSON text; at most {MAX_GRAMMAR_BYTES} bytes."
 _TEXT_ONLY = "Text only."
 _CACHE = "Cached blocks live by use."
 _SHORT_TEXT = f"A string of at most {MAX_INERT_CHARS} characters."
@@ -45,8 +52,8 @@ def _honoured(name: str, places: tuple[Place, ...], note: str, *off: object) -> 
     return FieldRule(name, places, Treatment.HONOURED, note, off)
 
 
-def _inert(name: str, note: str = _SHORT_TEXT) -> FieldRule:
-    return FieldRule(name, BOTH, Treatment.INERT, note)
+def _inert(name: str, note: str = _SHORT_TEXT, places: tuple[Place, ...] = BOTH) -> FieldRule:
+    return FieldRule(name, places, Treatment.INERT, note)
 
 
 def _refused(name: str, places: tuple[Place, ...], note: str, *off: object) -> FieldRule:
@@ -180,6 +187,39 @@ _REASONING = (
     _refused("budget_tokens", THINKING, _BUDGET),
 )
 
+_STRUCTURED = (
+    _honoured("response_format", BOTH, "The answer is JSON, by a schema if there is one; text asks for nothing.", {"type": "text"}),
+    _honoured("type", RESPONSE_FORMAT, "text, json_object or json_schema; required."),
+    _honoured("json_schema", RESPONSE_FORMAT, "Required with type json_schema."),
+    _honoured("schema", RESPONSE_FORMAT, f"The schema itself, as llama.cpp takes it. {_SCHEMA}"),
+    _honoured("schema", JSON_SCHEMA, f"{_SCHEMA} Required."),
+    _inert("name", places=JSON_SCHEMA),
+    _inert("description", places=JSON_SCHEMA),
+    _refused("strict", JSON_SCHEMA, "The schema binds the answer with or without it.", True, False),
+    _honoured("structured_outputs", BOTH, "vLLM's: exactly one of json, regex, choice, grammar and json_object.", {}),
+    _honoured("json", STRUCTURED_OUTPUTS, _SCHEMA),
+    _honoured("regex", STRUCTURED_OUTPUTS, _REGEX),
+    _honoured("choice", STRUCTURED_OUTPUTS, "The answer is one of these texts."),
+    _honoured("grammar", STRUCTURED_OUTPUTS, _GRAMMAR),
+    _honoured("json_object", STRUCTURED_OUTPUTS, "true: the answer is a JSON object."),
+    _refused("structural_tag", STRUCTURED_OUTPUTS, "Use a grammar in Lark, which may hold JSON schemas (%json)."),
+    _refused("whitespace_pattern", STRUCTURED_OUTPUTS, _WHITESPACE),
+    _refused("disable_any_whitespace", STRUCTURED_OUTPUTS, _WHITESPACE, False),
+    _refused("disable_additional_properties", STRUCTURED_OUTPUTS, "Say additionalProperties: false in the schema.", False),
+    _refused("disable_fallback", STRUCTURED_OUTPUTS, "There is one backend.", True, False),
+    _honoured("guided_json", BOTH, f"{_SCHEMA} vLLM's older name, like the next three."),
+    _honoured("guided_regex", BOTH, _REGEX),
+    _honoured("guided_choice", BOTH, "The answer is one of these texts."),
+    _honoured("guided_grammar", BOTH, _GRAMMAR),
+    _refused("guided_decoding_backend", BOTH, "llguidance compiles every grammar.", "auto", "guidance"),
+    _refused("guided_whitespace_pattern", BOTH, _WHITESPACE),
+    _honoured("regex", BOTH, f"SGLang's. {_REGEX}"),
+    _honoured("ebnf", BOTH, f"SGLang's. {_GRAMMAR}"),
+    _honoured("json_schema", BOTH, f"SGLang's and llama.cpp's. {_SCHEMA}"),
+    _honoured("grammar", BOTH, f"llama.cpp's. {_GRAMMAR}", ""),
+    _honoured("format", BOTH, 'Ollama\'s: "json" (an object), or a JSON schema as an object.', ""),
+)
+
 _OPENAI = (
     _inert("user"),
     _inert("safety_identifier"),
@@ -189,7 +229,6 @@ _OPENAI = (
     _refused("service_tier", BOTH, "Classes come with the API key; see priority.", "auto", "default"),
     _refused("functions", CHAT, _FUNCTIONS, []),
     _refused("function_call", CHAT, _FUNCTIONS, "none", "auto"),
-    _refused("response_format", BOTH, _STRUCTURED, {"type": "text"}),
     _refused("modalities", CHAT, _TEXT_ONLY, ["text"]),
     _refused("audio", CHAT, _TEXT_ONLY),
     _refused("prediction", CHAT, "Predicted outputs are not served."),
@@ -203,13 +242,6 @@ _OPENAI = (
 
 _VLLM = (
     _inert("session_id"),
-    _refused("structured_outputs", BOTH, _STRUCTURED),
-    _refused("guided_json", BOTH, _STRUCTURED),
-    _refused("guided_regex", BOTH, _STRUCTURED),
-    _refused("guided_choice", BOTH, _STRUCTURED),
-    _refused("guided_grammar", BOTH, _STRUCTURED),
-    _refused("guided_decoding_backend", BOTH, _STRUCTURED),
-    _refused("guided_whitespace_pattern", BOTH, _STRUCTURED),
     _refused("mm_processor_kwargs", BOTH, _TEXT_ONLY, {}),
     _refused("media_io_kwargs", CHAT, _TEXT_ONLY, {}),
     _refused("mm_payload", BOTH, _TEXT_ONLY, "tensors"),
@@ -245,9 +277,6 @@ _VLLM = (
 )
 
 _SGLANG = (
-    _refused("regex", BOTH, _STRUCTURED),
-    _refused("ebnf", BOTH, _STRUCTURED),
-    _refused("json_schema", BOTH, _STRUCTURED),
     _refused("lora_path", BOTH, "Adapters are not served yet."),
     _refused("stream_reasoning", CHAT, "Everything is streamed as it comes.", True),
     _refused("no_stop_trim", BOTH, "Use include_stop_str_in_output.", False),
@@ -258,7 +287,6 @@ _SGLANG = (
 _OLLAMA = (
     _refused("keep_alive", BOTH, "Models stay loaded for as long as the server runs.", -1, "-1", "-1m", "5m"),
     _refused("options", BOTH, "Send its entries as fields of the body: temperature, top_p, seed; num_predict is max_tokens.", {}),
-    _refused("format", BOTH, _STRUCTURED, ""),
     _refused("images", BOTH, _TEXT_ONLY, []),
 )
 
@@ -276,7 +304,6 @@ _LLAMA_CPP = (
     _refused("xtc_probability", BOTH, "Use min_p.", 0.0),
     _refused("dry_multiplier", BOTH, "Use repetition_penalty.", 0.0),
     _refused("samplers", BOTH, "The order is top_k, top_p, min_p.", []),
-    _refused("grammar", BOTH, _STRUCTURED, ""),
     _refused("id_slot", BOTH, "Slots are the engine's own.", -1),
     _refused("timings_per_token", BOTH, "Times are in /metrics.", False),
     _refused("return_progress", BOTH, "Progress is not reported.", False),
@@ -310,6 +337,7 @@ GROUPS: Mapping[str, tuple[FieldRule, ...]] = {
     "Messages, their parts and calls, and stream_options": _MESSAGES,
     "Functions": _TOOLS,
     "Reasoning": _REASONING,
+    "What the answer must match (one of these fields per request)": _STRUCTURED,
     "OpenAI's, not served": _OPENAI,
     "vLLM's, not served": _VLLM,
     "SGLang's": _SGLANG,

@@ -75,7 +75,7 @@ PRIORITIES: Mapping[int | str, PriorityClass] = {member.name.lower(): member for
 def fields_as_written(names: Mapping[str, str]) -> Iterator[None]:
     """Rename the field of an InvalidRequest that is raised inside to the name that this client used for it.
 
-    names  `prompt`, `max_tokens` or `logprobs`, as rules below this floor name them -> the client's name
+    names  `prompt`, `max_tokens`, `logprobs` or `grammar`, as rules below this floor name them -> the client's name
     """
     try:
         yield
@@ -84,7 +84,7 @@ def fields_as_written(names: Mapping[str, str]) -> Iterator[None]:
         if name is None:
             raise
         limit, remedy = error.limit, error.remedy
-        if error.field != "prompt":  # rules use "prompt" as a plain word, too
+        if error.field not in ("prompt", "grammar"):  # rules use these as plain words, too
             limit, remedy = limit.replace(error.field, name), remedy.replace(error.field, name)
         raise type(error)(name, limit, error.given, remedy) from error
 
@@ -121,8 +121,12 @@ def surface_fields(body: Mapping[str, object], surface: Surface, limits: Limits,
         for name, checked in (("tools", checked_tools), ("tool_choice", checked_choice)):
             if name in kept:
                 kept[name] = checked(kept[name], ignored)
-    if isinstance(options := kept.get("stream_options"), dict):
-        kept["stream_options"] = honoured_fields(options, Inside.STREAM_OPTIONS, ignored, "stream_options.")
+    for place in (Inside.STREAM_OPTIONS, Inside.STRUCTURED_OUTPUTS, Inside.RESPONSE_FORMAT):
+        if isinstance(inside := kept.get(place), dict):
+            kept[place.value] = honoured_fields(inside, place, ignored, f"{place}.")
+    response_format = kept.get("response_format")
+    if isinstance(response_format, dict) and isinstance(inside := response_format.get("json_schema"), dict):
+        response_format["json_schema"] = honoured_fields(inside, Inside.JSON_SCHEMA, ignored, f"{Inside.JSON_SCHEMA}.")
     return kept
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.core.grammar import MAX_GRAMMAR_BYTES
 from headrace.core.sampling import BOUNDS, MAX_LOGIT_BIAS, MAX_STOP, MAX_STOP_BYTES, MAX_STOP_TOKEN_IDS, Bound
 from headrace.core.tools import FUNCTION_NAME, MAX_TOOLS
 from headrace.gateway.config import Limits
@@ -17,6 +18,7 @@ from headrace.gateway.surfaces.dialect.field_rule import FieldRule, Inside, Plac
 from headrace.gateway.surfaces.dialect.field_table import MAX_INERT_CHARS, MAX_METADATA
 from headrace.gateway.surfaces.dialect.fields import RULES
 from headrace.gateway.surfaces.dialect.parse import MAX_CACHE_SALT_CHARS, MAX_PARTS, PRIORITIES
+from headrace.gateway.surfaces.dialect.structured import FORMATS
 from headrace.gateway.surfaces.dialect.tools import MAX_CALLS
 
 Schema = dict[str, Any]
@@ -26,6 +28,15 @@ _INERT_TEXT: Schema = {"type": "string", "maxLength": MAX_INERT_CHARS}
 _STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES}
 _FUNCTION_NAME: Schema = {"type": "string", "pattern": f"^{FUNCTION_NAME.pattern}$"}
 _SCALAR: Schema = {"type": ["string", "number", "boolean", "null"]}
+_GRAMMAR: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR_BYTES, "pattern": r"\S"}
+_CHOICE: Schema = {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}}
+_JSON_SCHEMA: Schema = {"anyOf": [{"type": "object"}, {**_GRAMMAR, "contentMediaType": "application/json"}]}
+_STRUCTURED: Mapping[Inside, Mapping[str, Schema]] = {
+    Inside.RESPONSE_FORMAT: {"type": {"enum": list(FORMATS)}, "schema": _JSON_SCHEMA},
+    Inside.JSON_SCHEMA: {"schema": _JSON_SCHEMA},
+    Inside.STRUCTURED_OUTPUTS: {"json": _JSON_SCHEMA, "regex": _GRAMMAR, "choice": _CHOICE, "grammar": _GRAMMAR},
+}
+"""What an answer must match. The schemas say the size in characters; the check counts the bytes."""
 
 
 def object_schema(given: Schema, place: Place, limits: Limits) -> Schema:
@@ -49,7 +60,14 @@ def _value_schema(rule: FieldRule, given: Schema, bounded: Mapping[str, Schema])
     made: Schema = given["properties"][rule.name]
     if rule.name not in bounded:
         return made
-    return bounded[rule.name] | ({"default": made["default"]} if "default" in made else {})
+    return _or_off(bounded[rule.name], rule) | ({"default": made["default"]} if "default" in made else {})
+
+
+def _or_off(schema: Schema, rule: FieldRule) -> Schema:
+    """`schema`, or one of the values that ask for nothing."""
+    if not rule.off:
+        return schema
+    return {"enum": [*rule.off, *schema["enum"]]} if "enum" in schema else {"anyOf": [schema, {"enum": list(rule.off)}]}
 
 
 def _described(schema: Schema, rule: FieldRule, *, is_required: bool) -> Schema:
@@ -80,7 +98,7 @@ def _bounded(place: Place, limits: Limits) -> dict[str, Schema]:
     if place is Inside.CHOSEN_FUNCTION:
         return {"name": _FUNCTION_NAME}
     if isinstance(place, Inside):
-        return {}
+        return dict(_STRUCTURED.get(place, {}))
     made = {name: _number(bound) for name, bound in BOUNDS.items()} | {
         "stop": {"anyOf": [_STOP, {"type": "array", "maxItems": MAX_STOP, "items": _STOP}]},
         "stop_token_ids": {"type": "array", "maxItems": MAX_STOP_TOKEN_IDS, "items": TOKEN_ID},
@@ -90,9 +108,13 @@ def _bounded(place: Place, limits: Limits) -> dict[str, Schema]:
             "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"},
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
         },
-        "priority": {"enum": [0, *PRIORITIES]},
+        "priority": {"enum": list(PRIORITIES)},
         "cache_salt": {"type": "string", "maxLength": MAX_CACHE_SALT_CHARS},
         "messages": messages_schema(limits),
+        **dict.fromkeys(("guided_json", "json_schema"), _JSON_SCHEMA),
+        **dict.fromkeys(("guided_regex", "guided_grammar", "regex", "ebnf", "grammar"), _GRAMMAR),
+        "guided_choice": _CHOICE,
+        "format": {"anyOf": [{"enum": ["json"]}, {"type": "object"}]},
     }
     if place is Surface.CHAT:
         own = {"max_completion_tokens": made["max_tokens"], "top_logprobs": made["logprobs"], "logprobs": {"type": "boolean"}}

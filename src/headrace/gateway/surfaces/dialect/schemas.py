@@ -7,7 +7,7 @@ Requests have honoured fields only, since `dialect.fields` takes out all other o
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType, field
 
@@ -37,8 +37,28 @@ class StreamOptions(Struct):
     continuous_usage_stats: bool = False
 
 
+class JsonSchemaFormat(Struct):
+    schema: str | dict[str, Any]
+
+
+class ResponseFormat(Struct):
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+    schema: str | dict[str, Any] | None = None
+
+
+class StructuredOutputs(Struct):
+    """vLLM's. Its fields are READERS of `dialect.structured` with `guided_` before them."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+
+
 class SamplingFields(Struct, kw_only=True):
-    """Fields that both generating endpoints have."""
+    """Fields that both generating endpoints have. The last ones say what the answer must match; `dialect.structured` takes them out."""
 
     model: str | None = None
     stream: bool = False
@@ -63,6 +83,17 @@ class SamplingFields(Struct, kw_only=True):
     prompt_logprobs: int | None = None
     priority: int | str | None = None
     cache_salt: str = ""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    grammar: str | None = None
+    format: str | dict[str, Any] | None = None
 
 
 # ------------------------------------------------------------------------------------------------------------------------ answers
