@@ -66,6 +66,7 @@ def test_what_the_grammar_lacks_is_refused(text: str) -> None:
         (r"root ::= [\]\-a^/] [^a-c\x00-\x20] .", ["]dx", "^\u00e9\n", "//\U0001f600"], ["b", "aax"]),
         ("root ::= [-a] [b-]", ["--", "ab"], ["b-"]),
         ('root ::= fooBar "1" | foo-bar "2" | foo_bar "3"\nfooBar ::= "x"\nfoo-bar ::= "y"\nfoo_bar ::= "z"', ["x1", "y2", "z3"], ["x2"]),
+        ('root ::= [a-z]* tail\ntail ::= "x" tail | "y"', ["y", "abxxy"], ["", "ab"]),  # not one lexeme beside a rule that recurses
         ('root ::= "(" root ")" root | ""', ["", "()", "(())()"], ["(", ")"]),
         ('root ::= root "a" | "b"', ["b", "baa"], ["", "a"]),
         ('root ::= # nothing yet\n  "a" # done', ["a"], [""]),

@@ -1,8 +1,7 @@
 """llama.cpp's grammar language, GBNF, rewritten as Lark in time linear in its length.
 
-Rules that do not recurse become Lark's terminals, and so does each run of such parts inside a rule that recurses: what is regular stays one
-lexeme, which takes as many characters as it can. A grammar without recursion therefore keeps its meaning exactly; in one that recurses, a
-lexeme must not end with what the text behind it may begin with.
+A rule that reaches no recursion becomes a terminal of Lark, which the lexer matches as a whole: as many characters as it can. A grammar
+without recursion therefore keeps its meaning exactly. In one that recurses, such a rule must not end with what may stand behind it.
 
 Not here: compiling (engine.grammar), and which fields take GBNF (`Grammar.ebnf`).
 """
@@ -207,65 +206,31 @@ def _in_regex(char: str) -> str:
 
 
 class _Writer:
-    """Writes rules as Lark. `_regular` has the rules that reach no recursion; they and `_parts`, the runs cut out of other rules, are
-    terminals.
-    """
+    """Writes rules as Lark. `_regular` has the names of those that reach no recursion."""
 
     def __init__(self, rules: Mapping[str, _Alternatives]) -> None:
         self._rules = rules
         self._regular = _regular_rules({name: set(_references(rule)) for name, rule in rules.items()})
         self._names = {name: self._lark_name(number, name) for number, name in enumerate(rules)}
-        self._parts: list[str] = []
 
     def _lark_name(self, number: int, name: str) -> str:
         word = re.sub(r"[^a-z0-9]", "_", name[:MAX_NAME_CHARS].lower())
         return f"T{number}_{word.upper()}" if name in self._regular else f"r{number}_{word}"
 
     def lark(self) -> str:
-        lines = [f"start: {self._names['root']}"]
-        lines += [f"{self._names[name]}: {self._written(rule)[0]}" for name, rule in self._rules.items()]
-        return "\n".join(lines + [f"P{number}: {part}" for number, part in enumerate(self._parts)]) + "\n"
+        rules = [f"{self._names[name]}: {self._written(rule)}\n" for name, rule in self._rules.items()]
+        return f"start: {self._names['root']}\n" + "".join(rules)
 
-    def _written(self, part: _Part) -> tuple[str, bool]:
-        """A part as Lark, and whether it is regular."""
+    def _written(self, part: _Part) -> str:
         match part:
             case _Lexeme():
-                return part.lark, True
+                return part.lark
             case _Reference():
-                return self._names[part.rule], part.rule in self._regular
+                return self._names[part.rule]
             case _Repeated():
-                text, is_regular = self._written(part.part)
-                return text + part.count, is_regular
+                return self._written(part.part) + part.count
             case _Alternatives():
-                written = [[self._written(each) for each in sequence] for sequence in part.sequences]
-                is_regular = all(regular for sequence in written for _, regular in sequence)
-                texts = [self._sequence(sequence, is_regular=is_regular) for sequence in written]
-                return f"({' | '.join(texts)})", is_regular
-
-    def _sequence(self, parts: Sequence[tuple[str, bool]], *, is_regular: bool) -> str:
-        """is_regular: the sequence will stand inside a terminal. Else its regular runs become terminals of their own."""
-        if not parts:
-            return '""'
-        if is_regular:
-            return " ".join([text for text, _ in parts])
-        made: list[str] = []
-        run: list[str] = []
-        for text, regular in [*parts, ("", False)]:
-            if regular:
-                run.append(text)
-                continue
-            if run:
-                made.append(self._terminal(run))
-                run = []
-            made.append(text)
-        return " ".join(made).rstrip()
-
-    def _terminal(self, run: Sequence[str]) -> str:
-        """The name of a terminal that matches the parts of a run, one after another."""
-        if len(run) == 1 and run[0].isidentifier():
-            return run[0]
-        self._parts.append(" ".join(run))
-        return f"P{len(self._parts) - 1}"
+                return "(" + " | ".join([" ".join(map(self._written, sequence)) or '""' for sequence in part.sequences]) + ")"
 
 
 def _references(part: _Part) -> Iterator[str]:
