@@ -110,7 +110,7 @@ def stacks(child: psutil.Process) -> str:
 
 
 def _open_stderr(pid: int) -> TextIO:
-    """The reading side of another process's stderr, from now on: of a file behind what is in it, of a pipe without waiting."""
+    """The reading side of another process's stderr, from now on: of a file after what is in it, of a pipe without waiting."""
     path = Path(f"/proc/{pid}/fd/2")
     opened = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), encoding="utf-8", errors="replace")
     if stat.S_ISREG(path.stat().st_mode):

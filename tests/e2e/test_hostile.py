@@ -180,12 +180,12 @@ async def reset_in_the_body(server: Server) -> None:
 
 
 async def pipelined_garbage(server: Server) -> None:
-    """Behind a request that is still being answered: its answer may come or not, but no other one."""
+    """After a request that is still being answered: its answer may come or not, but no other one."""
     said = await everything_said(server, request_bytes("GET", "/live", close=False) + b"G\x00T / HTTP/1.1\r\n\r\n")
     assert [part[:3] for part in said.split(b"HTTP/1.1 ")[1:]] in ([b"200", b"400"], [b"400"], [b"200"], [])
 
 
-async def pipelined_garbage_behind_a_stream(server: Server) -> None:
+async def pipelined_garbage_after_a_stream(server: Server) -> None:
     body = request_bytes("POST", COMPLETIONS, {**ENDLESS, "stream": True}, key=KEY, close=False)
     said = await everything_said(server, body, b"\x00\x01\x02garbage\r\n\r\n", pause_s=0.3)
     assert said.count(b"HTTP/1.1 ") <= 1
@@ -313,7 +313,7 @@ ATTACKS: tuple[Attack, ...] = (
     half_closed_after_the_request,
     reset_in_the_body,
     pipelined_garbage,
-    pipelined_garbage_behind_a_stream,
+    pipelined_garbage_after_a_stream,
     flood_of_pipelined_requests,
     endless_headers,
     too_many_headers,

@@ -170,7 +170,7 @@ async def test_a_client_that_does_not_read_plain_tokens_is_cut_off(text: TextMod
     def flood(request: EngineRequest, stream: ReplicaStream) -> None:
         async def run() -> None:
             while not stream.is_ended:
-                stream.put_tokens(0, tuple(range(40, 90)) * 20)
+                stream.put_plain_row(0, tuple(range(40, 90)) * 20)
                 await asyncio.sleep(0)
 
         bench.replica.tasks.add(asyncio.create_task(run()))

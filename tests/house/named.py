@@ -150,6 +150,6 @@ def is_known_dotted(name: str, code: Code) -> bool:
 
 
 def is_known_word(word: str, code: Code) -> bool:
-    """A counter is exported with "_total" behind its name; a leading "_" may stand for the beginning of the metric named before."""
+    """A counter is exported with "_total" after its name; a leading "_" may stand for the beginning of the metric named before."""
     bare = word.removesuffix("_total")
     return bool({word, bare} & code.words) or (word[0] == "_" and any(each.endswith(bare) for each in code.words))

@@ -16,7 +16,7 @@ NAMES = {1: "linear._multiply_f32", 2: "quantized._multiply_bytes", 3: "elementw
 
 
 def test_products_of_a_step_come_from_steps_taken_apart_and_its_time_from_those_between() -> None:
-    """Parts that sum to more than their list give no larger share; gaps behind a step that was taken apart hold no parts."""
+    """Parts that sum to more than their list give no larger share; gaps after a step that was taken apart hold no parts."""
     apart = [{1: 0.06, 2: 0.03, 3: 0.01}, {1: 0.6, 2: 0.3, 3: 0.1}, {1: 0.08, 2: 0.01, 3: 0.03}]
     seen = Watched(
         lists=[0.08, 0.07, 0.9, 0.09, 0.1],

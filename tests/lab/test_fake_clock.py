@@ -29,9 +29,9 @@ class VirtualClock:
         self.now += seconds
 
 
-def request(name: str, *, prompt: int = 8, deadline_s: float | None = None, **params: object) -> EngineRequest:
+def request(name: str, *, prompt: int = 8, deadline_at: float | None = None, **params: object) -> EngineRequest:
     given = SamplingParams(**{"seed": 1, "max_tokens": 10, **params})  # type: ignore[arg-type]
-    return EngineRequest(request_id=RequestId(name), prompt_ids=tuple(range(prompt)), params=given, deadline_s=deadline_s)
+    return EngineRequest(request_id=RequestId(name), prompt_ids=tuple(range(prompt)), params=given, deadline_at=deadline_at)
 
 
 def run(engine: Engine, clock: VirtualClock) -> None:
@@ -58,7 +58,7 @@ def test_an_hour_of_steps_passes_without_sleeping(depth: int) -> None:
     began = time.monotonic()
     for number in range(6):
         engine.submit(request(f"r{number}", seed=number))
-    engine.submit(request("late", max_tokens=100, deadline_s=clock.now + 1500.0))
+    engine.submit(request("late", max_tokens=100, deadline_at=clock.now + 1500.0))
     run(engine, clock)
     assert time.monotonic() - began < 20.0
     assert clock.now > 1000.0 + 30 * 61.0

@@ -201,7 +201,7 @@ class FakeReplica:
 def say(stream: ReplicaStream, update: SequenceUpdate) -> None:
     """As the wire's session does: a row of tokens and nothing else is not made into an update unless its reader wants one."""
     if update == SequenceUpdate(request_id=update.request_id, epoch=update.epoch, index=update.index, token_ids=update.token_ids):
-        stream.put_tokens(update.index, update.token_ids)
+        stream.put_plain_row(update.index, update.token_ids)
     else:
         stream.put(update)
 

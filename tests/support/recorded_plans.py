@@ -171,7 +171,7 @@ class Life:
             "stop": draw.choice([(), (), ("end",)]),
             "prompt_logprobs": draw.choice([None, None, None, 0]),
             "needs": frozenset({"thing"}) if draw.random() < 0.1 else frozenset(),
-            "deadline_s": draw.choice([None, None, None, self.driven.clock.now + 5]),
+            "deadline_at": draw.choice([None, None, None, self.driven.clock.now + 5]),
             "priority": draw.choice(list(PriorityClass)),
             "tenant": str(family),
             "weight": draw.choice([1.0, 2.0]),

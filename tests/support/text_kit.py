@@ -50,7 +50,7 @@ def save_byte_level(folder: Path, *, chat_template: str | None = CHATML, bos: bo
 
 
 def let_tokens_swallow_spaces(folder: Path) -> None:
-    """Change a saved tokenizer: its added tokens take the white space behind them, any amount."""
+    """Change a saved tokenizer: its added tokens take the white space after them, any amount."""
     path = folder / "tokenizer.json"
     document = json.loads(path.read_text(encoding="utf-8"))
     document["added_tokens"] = [{**token, "rstrip": True} for token in document["added_tokens"]]

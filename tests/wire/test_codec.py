@@ -94,7 +94,7 @@ requests = st.builds(
     salt=st.binary(max_size=8),
     adapter=st.none() | text,
     grammar=st.none() | grammars,
-    deadline_s=st.none() | st.integers(0, 10**9).map(lambda ms: ms / 1000),
+    deadline_at=st.none() | st.integers(0, 10**9).map(lambda ms: ms / 1000),
     prefix_caching=st.booleans(),
     numerics_digest=text,
 )
@@ -138,7 +138,7 @@ def updates(draw: st.DrawFn) -> SequenceUpdate:
 @given(requests)
 def test_a_request_survives_the_wire(request: EngineRequest) -> None:
     command = encode_submit(request, Handle(7))
-    set_remaining(command.submit, request.deadline_s, 0.0)
+    set_remaining(command.submit, request.deadline_at, 0.0)
     command = pb.Command.FromString(command.SerializeToString())
     assert decode_submit(command.submit, 0.0) == request
 
@@ -298,7 +298,7 @@ def test_what_the_wire_cannot_carry_is_refused_before_it_is_sent() -> None:
             prompt_ids=(1,),
             params=SamplingParams(seed=1, structured_outputs=StructuredOutputsParams(regex="a")),
         ),
-        EngineRequest(request_id=RequestId("r"), prompt_ids=(1,), params=SamplingParams(seed=1), deadline_s=float("nan")),
+        EngineRequest(request_id=RequestId("r"), prompt_ids=(1,), params=SamplingParams(seed=1), deadline_at=float("nan")),
     ):
         with pytest.raises(InvalidRequest):
             encode_submit(broken, Handle(1))
@@ -307,7 +307,7 @@ def test_what_the_wire_cannot_carry_is_refused_before_it_is_sent() -> None:
 def test_a_deadline_is_measured_by_each_ends_own_clock() -> None:
     submit = encode_submit(EngineRequest(request_id=RequestId("r"), prompt_ids=(1,), params=SamplingParams(seed=1)), Handle(1)).submit
     set_remaining(submit, 1000.5, 998.0)
-    assert decode_submit(submit, 7.0).deadline_s == 9.5
+    assert decode_submit(submit, 7.0).deadline_at == 9.5
 
 
 def _valid_updates() -> pb.Updates:

@@ -56,7 +56,7 @@ def test_a_finish_does_not_overtake_its_submit() -> None:
 def test_what_remains_of_a_deadline_is_taken_when_the_frame_is() -> None:
     waiting = UnwrittenCommands()
     for number in (1, 2, 3):
-        waiting.submit(request(f"r{number}", LONG, deadline_s=100.0), Handle(number))
+        waiting.submit(request(f"r{number}", LONG, deadline_at=100.0), Handle(number))
     left = [waiting.take(now).commands[0].submit.deadline_remaining_ms for now in (90.0, 97.25, 200.0)]
     assert left == [10_000, 2750, 0]
 

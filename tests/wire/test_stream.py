@@ -85,7 +85,7 @@ async def test_a_waiting_consumer_takes_plain_rows_without_being_woken() -> None
     task = asyncio.create_task(consumer.read())
     await turns()
     for token_id in range(3):
-        consumer.stream.put_tokens(0, (token_id,))
+        consumer.stream.put_plain_row(0, (token_id,))
     assert consumer.seen == [(0, (0,)), (0, (1,)), (0, (2,))]
     consumer.stream.put(update(0, 3, finish=FinishReason.LENGTH))
     await task
@@ -99,13 +99,13 @@ async def test_what_a_plain_row_handler_declines_is_read_in_order_and_counted_as
     task = asyncio.create_task(consumer.read())
     await turns()
     consumer.is_willing = False
-    consumer.stream.put_tokens(0, (1,))
+    consumer.stream.put_plain_row(0, (1,))
     assert consumer.stream.unread_bytes > 0
-    consumer.stream.put_tokens(0, (2,))
+    consumer.stream.put_plain_row(0, (2,))
     await turns()
     assert consumer.seen == [(0, (1,)), (0, (2,))]
     consumer.is_willing = True
-    consumer.stream.put_tokens(0, (3,))
+    consumer.stream.put_plain_row(0, (3,))
     assert consumer.seen[-1] == (0, (3,))
     consumer.stream.end()
     await task
@@ -116,7 +116,7 @@ async def test_a_stream_that_ended_while_it_was_queued_wakes_its_consumer_after_
     consumer = Consumer(made(request_delivery=waiting.append))
     task = asyncio.create_task(consumer.read())
     await turns()
-    consumer.stream.put_tokens(0, (1,))
+    consumer.stream.put_plain_row(0, (1,))
     consumer.stream.end()
     assert waiting.pop().deliver()
     async with asyncio.timeout(5):
@@ -132,7 +132,7 @@ async def test_a_consumer_that_is_busy_is_never_overtaken() -> None:
     consumer.is_busy.clear()
     consumer.stream.put(update(0, 1))
     await turns()
-    consumer.stream.put_tokens(0, (2,))
+    consumer.stream.put_plain_row(0, (2,))
     assert consumer.num_handled == 0
     consumer.is_busy.set()
     await turns()
@@ -148,7 +148,7 @@ async def test_a_plain_row_handler_that_fails_ends_its_stream_and_cancels_the_re
     stream.plain_row_handler = broken
     task = asyncio.create_task(stream.batch())
     await turns()
-    stream.put_tokens(0, (1,))
+    stream.put_plain_row(0, (1,))
     with pytest.raises(ZeroDivisionError):
         await task
     assert left == ["r"]
@@ -161,7 +161,7 @@ async def test_a_plain_row_handler_that_fails_after_the_end_wakes_its_consumer()
     stream.plain_row_handler = broken
     task = asyncio.create_task(stream.batch())
     await turns()
-    stream.put_tokens(0, (1,))
+    stream.put_plain_row(0, (1,))
     stream.fail(Unavailable("the replica was lost"))
     assert not waiting.pop().deliver()
     async with asyncio.timeout(5):
@@ -175,10 +175,10 @@ async def test_tokens_of_a_sequence_that_has_ended_are_dropped() -> None:
     await turns()
     consumer.stream.put(update(0, 1, finish=FinishReason.STOP))
     await turns()
-    consumer.stream.put_tokens(0, (9,))
-    consumer.stream.put_tokens(1, (2,))
+    consumer.stream.put_plain_row(0, (9,))
+    consumer.stream.put_plain_row(1, (2,))
     consumer.stream.end()
-    consumer.stream.put_tokens(1, (9,))
+    consumer.stream.put_plain_row(1, (9,))
     await task
     assert consumer.seen == [(0, (1,)), (1, (2,))]
 
@@ -195,7 +195,7 @@ def test_the_order_is_that_of_arrival_whatever_the_handler_takes(steps: list[str
             if step in ("tokens", "update"):
                 sent.append((0, (number,)))
             if step == "tokens":
-                consumer.stream.put_tokens(0, (number,))
+                consumer.stream.put_plain_row(0, (number,))
             elif step == "update":
                 consumer.stream.put(update(0, number))
             elif step == "turn":
@@ -227,7 +227,7 @@ async def test_a_thousand_ready_streams_are_served_in_slices_and_all_of_them() -
     serving = asyncio.create_task(deliveries.run())
     await turns()
     for consumer in consumers:
-        consumer.stream.put_tokens(0, (1,))
+        consumer.stream.put_plain_row(0, (1,))
     served: list[int] = []
     while not served or served[-1] < len(consumers):
         await asyncio.sleep(0)
@@ -257,10 +257,10 @@ async def test_a_slice_ends_by_the_clock_whatever_it_has_counted() -> None:
     handled, *woken = (Consumer(made(request_delivery=deliveries.add)) for _ in range(9))
     tasks = [asyncio.create_task(consumer.read()) for consumer in (handled, *woken)]
     await turns()
-    handled.stream.put_tokens(0, (1,))
+    handled.stream.put_plain_row(0, (1,))
     for consumer in woken:
         consumer.is_willing = False
-        consumer.stream.put_tokens(0, (1,))
+        consumer.stream.put_plain_row(0, (1,))
     deliveries._deliver_slice()
     await turns()
     assert sum(len(consumer.seen) for consumer in (handled, *woken)) == 3, "one counted 1, two counted 8 each: the time is over"
@@ -277,7 +277,7 @@ async def test_plain_rows_count_as_unread() -> None:
     task = asyncio.create_task(consumer.read())
     await turns()
     for index in range(64):
-        stream.put_tokens(index, (1,))
+        stream.put_plain_row(index, (1,))
     assert stream.num_unread == 64
     stream.deliver()
     assert (stream.num_unread, consumer.num_handled) == (0, 64)
@@ -377,7 +377,7 @@ async def test_unread_bytes_of_rows_for_a_plain_row_handler_are_what_they_take()
     try:
         before = tracemalloc.get_traced_memory()[0]
         for _, index, ids, _ in UpdateRows(frame):
-            stream.put_tokens(index, ids)
+            stream.put_plain_row(index, ids)
         resident = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()

@@ -1,9 +1,9 @@
 """Block identity: a keyed 128-bit hash chain, the same in every process.
 
 H(parent, tokens, modality digests), whose first parent is H(model digest, KV dtype, salt, adapter digest): equal identities hold equal
-bytes, whichever process computed them. One function for the prefix tree, host and disk tiers, disaggregation and
-the router. Keyed, so that a client that chooses tokens cannot choose hashes; the salt separates tenants. Never Python's `hash()`,
-which differs between processes and is 64 bits.
+bytes, whichever process computed them. One function for the prefix tree, host and disk tiers, disaggregation and the choice of a
+replica. Keyed, so that a client that chooses tokens cannot choose hashes; the salt separates tenants. Never Python's `hash()`, which
+differs between processes and is 64 bits.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class EngineRequest:
     salt            separates prefix caches; the gateway derives it from the tenant
     adapter         resident adapter's name, None for the base model
     grammar         what the output must match; None: any text. Output ids of an earlier attempt count as matched
-    deadline_s      when the answer ends, finished or not, on the clock of the process that holds this value; None = no deadline. Between
+    deadline_at     when the answer ends, finished or not, on the clock of the process that holds this value; None = no deadline. Between
                     processes travels what remains of it
     prefix_caching  False: neither reads nor feeds the prefix cache
     numerics_digest of the replica that output_ids came from (`core.numerics`): an engine whose own is another one does not go on from them
@@ -56,7 +56,7 @@ class EngineRequest:
     salt: bytes = b""
     adapter: str | None = None
     grammar: Grammar | None = None
-    deadline_s: float | None = None
+    deadline_at: float | None = None
     prefix_caching: bool = True
     numerics_digest: str = ""
 

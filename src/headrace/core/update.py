@@ -40,7 +40,7 @@ class SequenceUpdate(NamedTuple):
     stop_token_id    the token that ended it, if one did (an end token's text is not part of the answer)
     error            message beside FinishReason.ERROR
     num_cached_tokens  prompt tokens taken from the prefix cache; set on the update that carries the first token
-    queue_time_s     arrival at the engine to first scheduled; set on the same update
+    queue_time_s     arrival at the engine until it is first given a slot; set on the same update
     stages           set on the last update
     """
 

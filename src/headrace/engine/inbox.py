@@ -1,6 +1,6 @@
 """Messages from other threads to the loop, in order, and the number of sequences in them that the loop has not taken yet.
 
-Only submitted sequences are counted, not cancels, finishes or preparers' answers: routers read how much work waits.
+Only submitted sequences are counted, not cancels, finishes or preparers' answers: gateways read how much work waits.
 """
 
 from __future__ import annotations

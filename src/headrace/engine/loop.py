@@ -289,7 +289,7 @@ class Engine:
         except EngineFatal:
             raise
         except Exception as error:
-            self._failures.note(FailureKind.STEP, f"step {step.plan.step_id}, submitted behind a step that failed, failed too", error)
+            self._failures.note(FailureKind.STEP, f"step {step.plan.step_id}, submitted after a step that failed, failed too", error)
             return array("i")
 
     def _compute(self, plan: Plan) -> None:

@@ -29,7 +29,7 @@ class _Submit:
     command: pb.Command
     num_bytes: int
     num_tokens: int
-    deadline_s: float | None
+    deadline_at: float | None
     finishes: list[pb.Command] = field(default_factory=list)
 
 
@@ -58,7 +58,7 @@ class UnwrittenCommands:
         if num_bytes > MAX_SUBMIT_BYTES:
             raise RequestTooLarge("prompt", f"at most {MAX_SUBMIT_BYTES} bytes on the wire", num_bytes, "Shorten the prompt.")
         num_tokens = len(request.prompt_ids)
-        self._submits[handle] = _Submit(command, num_bytes, num_tokens, request.deadline_s)
+        self._submits[handle] = _Submit(command, num_bytes, num_tokens, request.deadline_at)
         self.num_prompt_tokens += num_tokens
 
     def cancel(self, handle: Handle) -> None:
@@ -85,7 +85,7 @@ class UnwrittenCommands:
                 break
             del self._submits[handle]
             self.num_prompt_tokens -= waiting.num_tokens
-            set_remaining(waiting.command.submit, waiting.deadline_s, now)
+            set_remaining(waiting.command.submit, waiting.deadline_at, now)
             frame.commands.extend((waiting.command, *waiting.finishes))
             num_bytes += waiting.num_bytes
         return frame

@@ -2,7 +2,7 @@
 
 One frame may bring updates for a thousand streams. Woken all at once, their tasks would hold the event loop for a tenth of a second.
 A slice delivers for about SLICE_S, then everything else on the loop (heartbeats, new requests, sockets) runs. Rows that arrive while their
-stream is queued are delivered with its earlier rows: under load several tokens leave together, and without load nothing waits.
+stream is in the queue are delivered with its earlier rows: under load several tokens leave together, and without load nothing waits.
 """
 
 from __future__ import annotations

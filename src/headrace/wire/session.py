@@ -81,8 +81,8 @@ class Session:
         self.deliveries = DeliveryQueue(clock)
         self.is_open = False
         self.is_draining = False
-        self.last_frame_s = clock()
-        self._watch_due_s = math.inf
+        self.last_frame_at = clock()
+        self._watch_due_at = math.inf
 
     @property
     def num_unseen(self) -> int:
@@ -189,19 +189,19 @@ class Session:
 
         Exact at any moment: the time by which the watch is late now is left out, even before the watch has run.
         """
-        return min(self._clock(), self._watch_due_s) - self.last_frame_s
+        return min(self._clock(), self._watch_due_at) - self.last_frame_at
 
     async def _watch(self) -> None:
         while self.silent_s < LEASE_S:
-            self._watch_due_s = self._clock() + HEARTBEAT_S
+            self._watch_due_at = self._clock() + HEARTBEAT_S
             await asyncio.sleep(HEARTBEAT_S)
             now = self._clock()
-            self.last_frame_s = min(now, self.last_frame_s + max(0.0, now - self._watch_due_s))
+            self.last_frame_at = min(now, self.last_frame_at + max(0.0, now - self._watch_due_at))
             self._on_beat()
         raise ConnectionLost(f"no heartbeat for {LEASE_S:g} s")
 
     async def _take(self, frame: pb.EngineFrame) -> None:
-        self.last_frame_s = self._clock()
+        self.last_frame_at = self._clock()
         if frame.HasField("draining"):
             self.is_draining = True
         if frame.weights_digest:
@@ -223,7 +223,7 @@ class Session:
             if (stream := streams.get(handle)) is None:
                 continue
             if extras is None:
-                stream.put_tokens(index, token_ids)
+                stream.put_plain_row(index, token_ids)
             else:
                 stream.put(update_of(stream.attempt, index, token_ids, extras))
             if number % CLOCK_ROWS == 0 and self._clock() > ends_s:

@@ -55,12 +55,12 @@ class ReplicaStream:
     __slots__ = (
         "_cancel_request",
         "_error",
+        "_is_delivery_pending",
         "_is_ended",
-        "_is_queued",
         "_on_end",
+        "_open_indices",
         "_plain",
         "_request_delivery",
-        "_running",
         "_unread_bytes",
         "_updates",
         "_waiter",
@@ -84,18 +84,18 @@ class ReplicaStream:
         """
         on_end            called once, when the stream has ended
         cancel_request    cancels the request at the engine, and ends the stream if it has not ended
-        request_delivery  called when data arrives and the stream is not queued. The callee must call `deliver` later; until then it is not
+        request_delivery  called when data arrives and no delivery is pending. The callee must call `deliver` later; until then it is not
                           called again. None: `deliver` is called at once
         """
         self.attempt = Attempt(request.request_id, request.epoch)
         self.handle = handle
         self.numerics = numerics
-        self._running = set(request.indices)
-        self.first_index = min(self._running)
+        self._open_indices = set(request.indices)
+        self.first_index = min(self._open_indices)
         self._on_end = on_end
         self._cancel_request = cancel_request
         self._request_delivery = request_delivery
-        self._is_queued = False
+        self._is_delivery_pending = False
         self.plain_row_handler: PlainRowHandler | None = None
         self._plain: list[PlainRow] = []
         self._updates: deque[SequenceUpdate | Rejected] = deque()
@@ -151,7 +151,7 @@ class ReplicaStream:
 
     def put(self, update: SequenceUpdate) -> None:
         """Queue an update for the consumer task. Updates of a sequence that has ended are dropped."""
-        if self._is_ended or update.index not in self._running:
+        if self._is_ended or update.index not in self._open_indices:
             return
         if update.prompt_logprobs and update.index != self.first_index:
             update = update._replace(prompt_logprobs=())
@@ -159,19 +159,19 @@ class ReplicaStream:
         if update.finish is not None:
             self.end_sequence(update.index)
 
-    def put_tokens(self, index: int, token_ids: tuple[int, ...]) -> None:
+    def put_plain_row(self, index: int, token_ids: tuple[int, ...]) -> None:
         """Queue a plain row for the handler if one is set, the consumer task waits and no update is unread; else `put` it as an update."""
         if self.plain_row_handler is None or self._updates or self._waiter is None:
             attempt = self.attempt
             self.put(SequenceUpdate(request_id=attempt.request_id, epoch=attempt.epoch, index=index, token_ids=token_ids))
-        elif index in self._running and not self._is_ended:
+        elif index in self._open_indices and not self._is_ended:
             self._plain.append((index, token_ids))
-            if not self._is_queued:
-                self._queue_delivery()
+            if not self._is_delivery_pending:
+                self._schedule_delivery()
 
     def deliver(self) -> bool:
         """True: the handler took all plain rows. The task is woken only if the stream has ended. False: the consumer task was woken."""
-        self._is_queued = False
+        self._is_delivery_pending = False
         if self._plain and not self._updates and self.plain_row_handler is not None and self._waiter is not None:
             try:
                 is_taken = self.plain_row_handler(self._plain)
@@ -192,16 +192,17 @@ class ReplicaStream:
             self.end()
 
     def end_sequence(self, index: int) -> None:
-        if index in self._running:
-            self._running.discard(index)
-            if not self._running:
+        if index in self._open_indices:
+            self._open_indices.discard(index)
+            if not self._open_indices:
                 self.end()
 
     def end(self) -> None:
         """No more updates; what is unread stays readable."""
         if not self._is_ended:
             self._is_ended = True
-            if not self._is_queued:  # else `deliver` wakes the task: a thousand ends in one frame must not wake a thousand tasks at once
+            # With a delivery pending `deliver` wakes the task: a thousand ends in one frame must not wake a thousand tasks at once.
+            if not self._is_delivery_pending:
                 self._wake()
             self._on_end(self)
 
@@ -215,24 +216,24 @@ class ReplicaStream:
         """The plain row handler failed, and the rows given to it are lost: the consumer task raises its error, the request is cancelled."""
         self._plain, self._error = [], error
         self._cancel_request(self.request_id)
-        self._wake()  # a stream that ended while it was queued is not ended again, and nothing else would wake its task
+        self._wake()  # a stream that ended while its delivery was pending is not ended again, and nothing else would wake its task
 
     def _append(self, update: SequenceUpdate | Rejected) -> None:
         self._plain_to_updates()
         self._updates.append(update)
         self._unread_bytes += update_bytes(update)
-        if not self._is_queued:
-            self._queue_delivery()
+        if not self._is_delivery_pending:
+            self._schedule_delivery()
 
-    def _queue_delivery(self) -> None:
-        self._is_queued = True
+    def _schedule_delivery(self) -> None:
+        self._is_delivery_pending = True
         if self._request_delivery is None:
             self.deliver()
         else:
             self._request_delivery(self)
 
     def _plain_to_updates(self) -> None:
-        """Turn queued plain rows into updates, before anything later is queued."""
+        """Turn plain rows into updates, before any later update is appended."""
         for index, token_ids in self._plain:
             update = SequenceUpdate(request_id=self.request_id, epoch=self.attempt.epoch, index=index, token_ids=token_ids)
             self._updates.append(update)

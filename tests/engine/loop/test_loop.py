@@ -91,7 +91,7 @@ CALL_SITES = [
     (Scheduler, "plan"),
     (SequenceTable, "expire"),
     (Scheduler, "_commit_row"),
-    (Planner, "_plan_one"),
+    (Planner, "_plan_row"),
     (Planner, "_extend_bulk_decode"),
     (Planner, "_admit"),
     (Planner, "_add_row"),

@@ -250,7 +250,7 @@ async def test_the_engine_refuses_by_field_and_its_neighbours_go_on() -> None:
 
 async def test_a_passed_deadline_ends_the_request() -> None:
     async with served(SLOW) as engine, connected(engine) as replica:
-        updates = await read_updates(replica.submit(request("r", max_tokens=ENDLESS, deadline_s=time.monotonic() + 0.2)))
+        updates = await read_updates(replica.submit(request("r", max_tokens=ENDLESS, deadline_at=time.monotonic() + 0.2)))
         assert updates[-1].finish is FinishReason.DEADLINE
         await until(lambda: engine.is_idle)
 

@@ -15,8 +15,8 @@ from headrace.core.request import PriorityClass
 RECORDED = json.loads((Path(__file__).parent / "data" / "recorded_plans.json").read_text())
 """seed -> digest, written down when every row had an object of its own and was looked at in every step.
 
-Of 38 anew: until then a repeated step left out, without a word, who its budget did not reach. 2, 14, 17, 19 and 28 anew: until then
-those behind a long prompt waited for its end.
+38 was recorded again: until then a repeated step left out, silently, the sequences that its budget did not reach. 2, 14, 17, 19 and 28
+were recorded again: until then the sequences queued behind a long prompt waited for its end.
 """
 
 

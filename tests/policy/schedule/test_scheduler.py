@@ -136,12 +136,12 @@ def test_short_prompts_leave_a_long_one_the_last_blocks_for_its_chunk() -> None:
 
 
 def chunks_beside_newcomers(driven: DrivenEngine, newcomer: list[int], count: int) -> list[int]:
-    """Tokens of a long prompt in each of its steps, `count` newcomers of one token's answer behind it; the largest chunk is its own."""
+    """Tokens of a long prompt in each of its steps, while `count` one-token requests are queued behind it. The largest chunk is its own."""
     driven.submit(request("long", LONG, max_tokens=1))
     driven.turn(2)
     driven.submit(*(request(f"new{i}", [*newcomer, i], max_tokens=1) for i in range(count)))
     plans = steps_to_first_token(driven, "long")
-    assert driven.tokens["new0", 0], "who came behind had its answer first"
+    assert driven.tokens["new0", 0], "the sequence queued behind it had its answer first"
     driven.run()
     assert driven.tokens["long", 0] == expected_tokens(LONG, 1, VOCAB)
     return [max(plan.counts) for plan in plans[:-1]]
@@ -158,7 +158,7 @@ def test_newcomers_far_into_a_cached_prompt_pay_its_price_and_leave_a_long_one_i
 
 
 @pytest.mark.parametrize("num_streams", [1, 2, 3, 4])
-def test_those_behind_a_long_prompt_have_a_token_of_a_small_budget(num_streams: int) -> None:
+def test_a_sequence_queued_behind_a_long_prompt_has_a_token_of_a_small_budget(num_streams: int) -> None:
     driven = DrivenEngine(num_blocks=400, max_model_len=600, max_num_batched_tokens=6)
     driven.submit(*(request(f"s{i}", PROMPTS[i], max_tokens=500) for i in range(num_streams)))
     driven.turn(20)
@@ -167,8 +167,8 @@ def test_those_behind_a_long_prompt_have_a_token_of_a_small_budget(num_streams: 
 
 
 @pytest.mark.parametrize("hindrance", [{"max_num_seqs": 1}, {"num_blocks": 108}])
-def test_a_long_prompt_has_all_of_a_step_where_nobody_else_can_use_it(hindrance: dict[str, Any]) -> None:
-    """No slot is free, or too few blocks: what is left to who comes behind is not left unused."""
+def test_a_long_prompt_has_all_of_a_step_where_no_other_sequence_can_use_it(hindrance: dict[str, Any]) -> None:
+    """No slot is free, or too few blocks: what is reserved for sequences queued behind it is not left unused."""
     driven = DrivenEngine(max_model_len=420, max_num_batched_tokens=40, **{"num_blocks": 400, **hindrance})
     driven.submit(request("long", LONG, max_tokens=8))
     driven.turn(2)
@@ -181,8 +181,8 @@ def test_a_long_prompt_has_all_of_a_step_where_nobody_else_can_use_it(hindrance:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("costly_context", [0, 100])
-def test_who_breaks_a_step_is_found_beside_a_long_prompt(costly_context: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Repeated in halves, the long prompt alone takes all of a step's budget: who comes behind it is still asked for."""
+def test_the_row_that_breaks_a_step_is_found_beside_a_long_prompt(costly_context: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeated in halves, the long prompt alone takes all of a step's budget: the rows after it are still repeated."""
     driven = DrivenEngine(
         num_blocks=600, max_model_len=900, max_num_seqs=8, max_num_batched_tokens=40, costly_context=costly_context, depth=depth
     )
@@ -326,8 +326,8 @@ def test_a_stop_found_upstairs_ends_the_sequence_and_its_overrun_is_not_cached()
 
 def test_deadlines_end_waiting_and_running_sequences() -> None:
     driven = DrivenEngine(max_num_seqs=1)
-    deadline_s = driven.clock.now + 5
-    driven.submit(request("a", [1], max_tokens=50, deadline_s=deadline_s), request("b", [2], max_tokens=50, deadline_s=deadline_s))
+    deadline_at = driven.clock.now + 5
+    driven.submit(request("a", [1], max_tokens=50, deadline_at=deadline_at), request("b", [2], max_tokens=50, deadline_at=deadline_at))
     driven.turn(3)
     driven.clock.now += 6
     driven.run()
@@ -651,7 +651,7 @@ def test_more_sequences_than_may_ever_wait_are_refused_for_good() -> None:
 
 def test_time_in_the_inbox_counts_as_waiting() -> None:
     driven = DrivenEngine()
-    driven.submit(request("r", [1, 2], deadline_s=driven.clock.now + 5))
+    driven.submit(request("r", [1, 2], deadline_at=driven.clock.now + 5))
     driven.clock.now += 3
     driven.turn()
     assert [update.queue_time_s for update in driven.updates if update.queue_time_s is not None] == [3.0]
@@ -702,7 +702,7 @@ def test_a_queue_policy_decides_the_shares_of_a_step(monkeypatch: pytest.MonkeyP
 
     assert chunks(StepShares()) == [[16], [16], [8]]
     assert chunks(StepShares(prefill=0.5)) == [[8], [6], [6]], "half a step, and the prompt is long for such steps"
-    assert chunks(StepShares(long_prompt_steps=1))[1] == [12], "those behind it have their quarter first"
+    assert chunks(StepShares(long_prompt_steps=1))[1] == [12], "the sequences queued behind it have their quarter first"
 
 
 def test_a_tenants_part_is_known_without_looking_at_every_sequence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ class EngineMachine(RuleBasedStateMachine):
                 prompt,
                 max_tokens=max_tokens,
                 n=n,
-                deadline_s=None if deadline is None else self.driven.clock.now + deadline,
+                deadline_at=None if deadline is None else self.driven.clock.now + deadline,
                 priority=priority,
                 tenant=str(family),
                 salt=b"s" * family,

@@ -132,12 +132,12 @@ def test_a_file_is_closed_with_the_last_object_that_uses_it(folder: PackedFolder
     assert num_open() == 0
 
 
-def test_a_linear_behind_a_table_is_refused(tmp_path: Path) -> None:
+def test_a_linear_after_a_table_is_refused(tmp_path: Path) -> None:
     save_file({TABLE + "a": torch.zeros(4), "z": torch.zeros(4)}, tmp_path / NAME)
     file = PackedFile(tmp_path / NAME, 0)
     assert file.tensors["z"].begin > 0
     file.wait()
-    with pytest.raises(ValueError, match="behind a table"):
+    with pytest.raises(ValueError, match="after a table"):
         file.place("z")
 
 

@@ -32,7 +32,7 @@ def refusal(folder: Any, **options: Any) -> CheckpointError:
 def test_a_region_that_is_read_is_that_of_the_tensor(folder: Any, dtype: torch.dtype, data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=4)))
     whole = torch.randn(shape).to(dtype)
-    folder.tensors = {"before": torch.randn(3), "x": whole, "behind": torch.randn(3)}
+    folder.tensors = {"before": torch.randn(3), "x": whole, "after": torch.randn(3)}
     folder.write()
     bounds = [sorted(data.draw(st.lists(st.integers(0, size), min_size=2, max_size=2))) for size in shape]
     region = tuple(slice(*pair) for pair in bounds)[: data.draw(st.integers(0, len(shape)))]

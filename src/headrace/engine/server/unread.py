@@ -95,7 +95,7 @@ Unread = SequenceUpdate | list[UnreadUpdate]
 
 
 def put(unread: Unread | None, update: SequenceUpdate) -> tuple[Unread, int]:
-    """What waits with `update` behind it, and the units that were added. Raises ValueError for a second update of another sequence."""
+    """What waits with `update` added, and the units that were added. Raises ValueError for a second update of another sequence."""
     if isinstance(unread, list):
         return unread, _merge(unread, update)
     if unread is None and len(update.prompt_logprobs) <= PAGE_POSITIONS:

@@ -9,15 +9,17 @@ MAX_PROMPT_LOGPROBS = 1 << 20
 
 PROMPT_TOKEN_LOGPROB_BYTES = 34
 PROMPT_ALTERNATIVE_BYTES = 13
-"""Memory of a prompt token's log-probability (id, value, rank, count, offset in the text) and of each of its alternatives, until the answer
-is written: `LogprobColumns` with 64-bit floats. Measured: 25 bytes and 13, the offset's 8 not included."""
+"""Bytes charged for a prompt token's log-probability (id, value, rank, count, offset in the text, visibility) and for each of its
+alternatives (id, value), until the answer is written. The entries of the columns are 29 and 12 bytes. Measured, with the room that arrays
+leave to grow: 25 bytes and 13, the offset's 8 and the visibility's 1 not included."""
 
 ENCODED_PROMPT_LOGPROB_BYTES = 76
 """Charged beforehand for one prompt log-probability as JSON, where the answer keeps it to show it again. With the bundled model's tokenizer
 the average is 71 to 75 bytes in `prompt_logprobs`, 29 to 61 in an echo. JSON of longer tokens is charged beyond this, as it is encoded."""
 
 OUTPUT_LOGPROB_BYTES = 24
-"""Memory of one output token's log-probability while an answer is collected."""
+"""Bytes charged for each log-probability of an output token, its own and an alternative's alike, while an answer is collected: the mean of
+34 and 13, exact with one alternative per token, 10 bytes short per token without alternatives."""
 
 OUTPUT_TOKEN_BYTES = 8
 FIRST_TEXT_BYTES = 4 << 10

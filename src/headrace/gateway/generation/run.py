@@ -170,7 +170,7 @@ class Generation:
             prompt=parsed.prompt,
             sampling=parsed.sampling,
             grammar=parsed.grammar,
-            deadline_s=self._deadline_at(),
+            deadline_at=self._deadline_at(),
         )
         if parsed.grammar is not None:
             self.held.prompts.add(parsed.grammar.num_bytes)

@@ -79,17 +79,17 @@ class TlsNotice:
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
-        self._due_s = -math.inf
+        self._due_at = -math.inf
         self._num_unsaid = 0
 
     def __call__(self, client: str) -> None:
         now = self._clock()
-        if now < self._due_s:
+        if now < self._due_at:
             self._num_unsaid += 1
             return
         more = f" (so did {self._num_unsaid} connections before it)" if self._num_unsaid else ""
         log.warning("%s spoke https to this http port%s: use http://, or let a proxy in front end TLS", client, more)
-        self._due_s, self._num_unsaid = now + TLS_NOTICE_S, 0
+        self._due_at, self._num_unsaid = now + TLS_NOTICE_S, 0
 
 
 class UntilClose(int):

@@ -48,7 +48,7 @@ class SseStream:
         "_unwritten_bytes",
         "_watch",
         "is_cut",
-        "last_write_s",
+        "last_write_at",
         "logprob_bytes",
         "unread_bytes",
     )
@@ -63,7 +63,7 @@ class SseStream:
         self._clock = clock
         self.unread_bytes = unread_bytes
         self.logprob_bytes = logprob_bytes
-        self.last_write_s = clock()
+        self.last_write_at = clock()
         self._ping: asyncio.Task[None] | None = None
         self._is_inside = False
         self._unwritten_bytes = 0
@@ -110,7 +110,7 @@ class SseStream:
             await self._exchange.write(payload, is_last=is_last)
         finally:
             self._watch.writing.discard(self)
-        self.last_write_s = self._clock()
+        self.last_write_at = self._clock()
 
     @property
     def has_room(self) -> bool:
@@ -120,7 +120,7 @@ class SseStream:
     def write_now(self, payload: bytes, now: float) -> None:
         """`write` without waiting, right after `has_room`. now: on the watch's clock"""
         self._exchange.write_now(payload)
-        self.last_write_s = now
+        self.last_write_at = now
 
     def bound(self, max_pending_bytes: int) -> bool:
         """Cut the stream off if more waits for its client than it may; whether it was."""
@@ -132,7 +132,7 @@ class SseStream:
     def ping(self, now: float) -> None:
         """A comment line, unless something waits for the client anyway."""
         if not (self._exchange.pending_bytes or self._is_inside):
-            self.last_write_s = now
+            self.last_write_at = now
             self._ping = asyncio.create_task(self._send_ping())
 
     @property
@@ -197,8 +197,8 @@ class StreamWatch:
         for stream in list(self.writing):
             self.num_cut += stream.bound(self._max_pending_bytes)
         self._cut_largest(list(self.writing))
-        quiet_since_s = now - self._ping_s
-        for stream in [stream for stream in self.streams if stream.last_write_s < quiet_since_s]:
+        quiet_since = now - self._ping_s
+        for stream in [stream for stream in self.streams if stream.last_write_at < quiet_since]:
             stream.ping(now)
 
     def _cut_largest(self, writing: list[SseStream]) -> None:

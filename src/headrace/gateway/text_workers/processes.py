@@ -134,7 +134,7 @@ class HostProcess:
         self._next_number = 0
         self._restart: asyncio.Task[None] | None = None
         self._is_up = asyncio.Event()
-        self._up_since_s = 0.0
+        self._up_since = 0.0
 
     @property
     def reason(self) -> str:
@@ -170,7 +170,7 @@ class HostProcess:
                 raise CheckpointError("chat_template", f"was not loaded within {START_TIMEOUT_S:g} s") from None
             raise
         self._socket.listen(self._read)
-        self._up_since_s = self._clock()
+        self._up_since = self._clock()
         self._is_up.set()
 
     async def add(self, owner: Owner) -> Worker:
@@ -215,7 +215,7 @@ class HostProcess:
 
     def _lost(self) -> None:
         """The host is gone, and the kernel ends its workers with it."""
-        pause_s = self._backoff.pause_s(self._clock() - self._up_since_s)
+        pause_s = self._backoff.pause_s(self._clock() - self._up_since)
         log.error("the text workers' host process is gone; it is started again in %.3g s", pause_s)
         self._hang_up()
         workers, self._workers = self._workers, {}

@@ -156,7 +156,7 @@ class EventReader:
         self._names = NamedTexts()
         self.usage = TokenUsage(0, 0, 0)
         self._is_counted = False
-        self._deadline_s: float | None = None
+        self._deadline_at: float | None = None
 
     async def batches(self, response: aiohttp.ClientResponse) -> AsyncIterator[list[OutputEvent]]:
         """Its events as they come. Raises BrokenStream for anything that is no complete answer, and what reading raises."""
@@ -190,12 +190,12 @@ class EventReader:
         if any(self._is_running):
             return await response.content.read(PIECE_BYTES)
         now = asyncio.get_running_loop().time()
-        if self._deadline_s is None:
-            self._deadline_s = now + END_OF_STREAM_S
-        if now >= self._deadline_s:
+        if self._deadline_at is None:
+            self._deadline_at = now + END_OF_STREAM_S
+        if now >= self._deadline_at:
             return b""  # bytes that are there already would be read without a look at the clock
         try:
-            async with asyncio.timeout_at(self._deadline_s):
+            async with asyncio.timeout_at(self._deadline_at):
                 return await response.content.read(PIECE_BYTES)
         except TimeoutError:
             return b""

@@ -93,14 +93,14 @@ class GenerationRequest:
     prompt      one conversation, or any number of plain prompts
     sampling    the parameters the client gave, by the names of `SamplingParams`; the upstream adds its own defaults
     grammar     what the output must match; None: any text
-    deadline_s  when the answer ends, finished or not, on the service's clock; None = no deadline
+    deadline_at  when the answer ends, finished or not, on the service's clock; None = no deadline
     """
 
     request_id: RequestId
     prompt: Conversation | PlainPrompts
     sampling: Mapping[str, Any]
     grammar: RequestedGrammar | None = None
-    deadline_s: float | None = None
+    deadline_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ class Call:
     """One prompt. Parameters are checked and have their seed; `salt` and tenant come from the key, never from the client alone.
 
     max_output_tokens  per sequence, by the parameters or by what the context leaves
-    deadline_s         when the answer ends, on this process's clock
+    deadline_at        when the answer ends, on this process's clock
     """
 
     request_id: RequestId
@@ -44,7 +44,7 @@ class Call:
     max_output_tokens: int
     principal: PrincipalFacts = field(default_factory=PrincipalFacts)
     grammar: Grammar | None = None
-    deadline_s: float | None = None
+    deadline_at: float | None = None
 
     def engine_request(self, epoch: int) -> EngineRequest:
         return EngineRequest(
@@ -57,7 +57,7 @@ class Call:
             priority=self.principal.priority,
             salt=self.principal.salt,
             grammar=self.grammar,
-            deadline_s=self.deadline_s,
+            deadline_at=self.deadline_at,
         )
 
 

@@ -213,7 +213,7 @@ def _call(
         prompt_ids=prompt_ids,
         params=params,
         max_output_tokens=params.max_tokens or room,
-        deadline_s=request.deadline_s,
+        deadline_at=request.deadline_at,
         principal=principal,
         grammar=None if request.grammar is None else request.grammar.grammar,
     )

@@ -1,8 +1,9 @@
-"""Numbered events of one pool, for copies of its prefix tree elsewhere (routers, host tiers): block stored, removed, all cleared.
+"""Numbered events of one pool, for copies of its prefix tree elsewhere: block stored, removed, all cleared.
 
-A reader asks for the events since the number it knows. The ring is bounded in bytes and keeps the latest events; a reader that is too far
-behind, or has another engine's number, reads the whole tree again (`BlockPool.identities` beside `next_number`). Only tests read events
-today, and none is recorded before the first reader asks.
+Copies are for gateways that choose a replica by its cached prefixes, and for host tiers. A reader asks for the events since the number it
+knows. The ring is bounded in bytes and keeps the latest events; a reader that has missed some, or has another engine's number, reads the
+whole tree again (`BlockPool.identities` beside `next_number`). Only tests read events today, and none is recorded before the first reader
+asks.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class StepBuilder:
     """A step while it is being decided: its rows, its token budget, and the builder of its plan."""
 
     max_tokens: int
-    builder: PlanBuilder
+    plan_builder: PlanBuilder
     now: float
     logprob_budget: int = MAX_PROMPT_LOGPROB_TOKENS
     rows: StepRows = field(default_factory=StepRows)
@@ -69,7 +69,7 @@ class Planner:
         self._plan_prefills(prefilling, step)
         self.charge(step)
 
-    def fill_with(self, sequences: list[Sequence], step: StepBuilder) -> list[Sequence]:
+    def fill_within_held_blocks(self, sequences: list[Sequence], step: StepBuilder) -> list[Sequence]:
         """Add rows for these sequences alone, within the blocks they hold. Returns the sequences that the budget did not reach."""
         left: list[Sequence] = []
         for seq in sequences:
@@ -118,7 +118,7 @@ class Planner:
         if seq.state is not RUNNING:
             return  # preempted earlier in this plan
         drafts = seq.drafts[: max(0, min(step.budget - 1, seq.limit - 1 - len(seq.tokens)))]
-        if drafts and self.kv.grow(seq, seq.num_planned + 1 + len(drafts), step.builder):
+        if drafts and self.kv.grow(seq, seq.num_planned + 1 + len(drafts), step.plan_builder):
             step.rows.drafts.extend(drafts)
             self._add_row(seq, 1 + len(drafts), step, samples=1 + len(drafts))
         else:
@@ -139,17 +139,17 @@ class Planner:
         long = [(seq, seq.incarnation) for seq in prefilling if self._is_long(seq, budget)]
         num_ahead = prefilling.index(long[0][0]) if long else len(prefilling)
         for seq in prefilling[:num_ahead]:
-            self._plan_one(seq, step)
+            self._plan_row(seq, step)
         if long:
             step.num_withheld_for_long = shares.withheld_for_long(step.budget)
         for seq in prefilling[num_ahead:]:
             if (seq, seq.incarnation) not in long:
-                self._plan_one(seq, step)
+                self._plan_row(seq, step)
         self._plan_waiting(step)
         step.num_withheld_for_long = 0
         for seq, incarnation in long:
             if seq.incarnation == incarnation:  # or it was preempted, and may have been admitted anew
-                self._plan_one(seq, step)
+                self._plan_row(seq, step)
 
     def _is_long(self, seq: Sequence, budget: int) -> bool:
         """Whether the rest of a prompt is long for steps like this one, which has `budget` for prefills (`StepShares.is_long`).
@@ -164,7 +164,7 @@ class Planner:
     def _extend_bulk_decode(self, seq: Sequence, step: StepBuilder) -> bool:
         """Give the next block to a decoding sequence that has filled its last one. False: the sequence has to be checked in full."""
         last = seq.limit - 1
-        if seq.bulk_decode_limit in (0, last) or step.budget <= 0 or not self.kv.grow(seq, seq.num_planned + 1, step.builder):
+        if seq.bulk_decode_limit in (0, last) or step.budget <= 0 or not self.kv.grow(seq, seq.num_planned + 1, step.plan_builder):
             return False
         seq.bulk_decode_limit = min(seq.allocated_until, last)
         seq.unstall(step.now)
@@ -174,9 +174,9 @@ class Planner:
         if seq.num_planned < seq.allocated_until:
             self._add_row(seq, 1, step)  # its last block is not full
         else:
-            self._plan_one(seq, step)
+            self._plan_row(seq, step)
 
-    def _plan_one(self, seq: Sequence, step: StepBuilder) -> None:
+    def _plan_row(self, seq: Sequence, step: StepBuilder) -> None:
         """Give a running sequence its share of the step, preempting others until its blocks fit."""
         if seq.state is not RUNNING:
             return  # preempted earlier in this plan
@@ -184,7 +184,7 @@ class Planner:
         if count == 0:
             seq.stall(step.now)
             return
-        while not self.kv.grow(seq, seq.num_planned + count, step.builder):
+        while not self.kv.grow(seq, seq.num_planned + count, step.plan_builder):
             if self.kv.has_pending_free:
                 seq.stall(step.now)
                 return  # the commit of the step in flight frees blocks
@@ -193,7 +193,7 @@ class Planner:
             self.charge(step)
             planned = {other.seq_id for other in step.rows.seqs}
             victim = self.sequences.queue.victim(other for other in self.sequences.running if other.seq_id not in planned)
-            if victim is seq and seq.is_in_flight:
+            if victim is seq and seq.has_rows_in_flight:
                 seq.stall(step.now)
                 return  # its step in flight may free blocks before its window; preempting would discard that step, again and again
             self.sequences.preempt(victim, step.now)
@@ -275,9 +275,9 @@ class Planner:
                 return False
         if not any(seq.blocks):
             self._take_cached_prefix(seq, start)
-        self._start(seq, step.builder, step.now)
+        self._start(seq, step.plan_builder, step.now)
         if count:
-            grown = self.kv.grow(seq, seq.num_planned + count, step.builder)
+            grown = self.kv.grow(seq, seq.num_planned + count, step.plan_builder)
             assert grown, "num_left counted these blocks"
             self._add_row(seq, count, step)
         return True

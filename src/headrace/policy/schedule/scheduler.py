@@ -133,9 +133,9 @@ class Scheduler:
         step = StepBuilder(self.config.max_num_batched_tokens, PlanBuilder(self._next_step), now)
         try:
             if self.tier is not None:
-                self.sequences.end_host_waits(self.tier.plan(step.builder, now))
+                self.sequences.end_host_waits(self.tier.plan(step.plan_builder, now))
             self._planner.fill(step)
-            if not (len(step.rows) or step.builder.has_changes or self.sequences.has_ended_slots or self._polls_moves(now)):
+            if not (len(step.rows) or step.plan_builder.has_changes or self.sequences.has_ended_slots or self._polls_moves(now)):
                 return None
             return self._freeze(step)
         except Exception:
@@ -156,21 +156,21 @@ class Scheduler:
 
     def _unplan(self, step: StepBuilder) -> None:
         """Planning raised: undo the rows. Blocks and slots that were handed out are announced by a plan of their own (`unsent_plan`)."""
-        step.builder.ended.extend(self.sequences.take_ended_slots())
+        step.plan_builder.ended.extend(self.sequences.take_ended_slots())
         self._planner.charge(step)
         step.rows.close(self._decode_columns, self.sequences.generation)
         self._undo(step.rows)
-        self._unsent = step.builder
+        self._unsent = step.plan_builder
 
     def _freeze(self, step: StepBuilder) -> Plan:
         """Make the plan. A runner applies `ended` before `started`, so one plan may pass a slot from one sequence to another."""
-        step.builder.ended.extend(self.sequences.take_ended_slots())
+        step.plan_builder.ended.extend(self.sequences.take_ended_slots())
         return self._close(step)
 
     def _close(self, step: StepBuilder) -> Plan:
         step.rows.close(self._decode_columns, self.sequences.generation)
         self._decode_columns = step.rows.decode_columns
-        plan = step.builder.build(step.rows)
+        plan = step.plan_builder.build(step.rows)
         self._rows[plan.step_id] = step.rows
         self.kv.note_planned(plan.step_id)
         self._next_step += 1
@@ -307,7 +307,7 @@ class Scheduler:
         Also returns the sequences that the step's budget did not reach; they need another call.
         """
         step = StepBuilder(self.config.max_num_batched_tokens, PlanBuilder(self._next_step), now)
-        left = self._planner.fill_with(sequences, step)
+        left = self._planner.fill_within_held_blocks(sequences, step)
         return (self._freeze(step) if len(step.rows) else None), left
 
     def delta_plan(self, plan: Plan) -> Plan:

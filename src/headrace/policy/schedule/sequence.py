@@ -184,7 +184,7 @@ class Sequence:
     def draft(self, drafts: array[int]) -> None:
         """The last committed row came with these drafts of the tokens after it. They are dropped if another row is in flight."""
         self.waits_for_commit = self.waits_for_commit or bool(drafts)
-        self.drafts = NO_DRAFTS if self.is_in_flight or self.num_in_flight else drafts
+        self.drafts = NO_DRAFTS if self.has_rows_in_flight or self.num_in_flight else drafts
         if self.waits_for_commit:
             self.bulk_decode_limit = self.bulk_commit_limit = 0
 
@@ -268,20 +268,20 @@ class Sequence:
     # questions
 
     @property
-    def is_in_flight(self) -> bool:
-        """A plan that computes some of its positions is not committed yet."""
+    def has_rows_in_flight(self) -> bool:
+        """Whether a plan that computes some of its positions is not committed yet. Such a row need not sample: see `num_in_flight`."""
         return self.num_planned > self.num_computed
 
     @property
     def num_uncomputed(self) -> int:
         """Tokens that could be computed now, drafts not counted."""
-        if self.waits_for_commit and (self.is_in_flight or self.num_in_flight):
+        if self.waits_for_commit and (self.has_rows_in_flight or self.num_in_flight):
             return 0
         return self.num_expected - self.num_planned
 
     @property
     def num_in_flight(self) -> int:
-        """Sampled ids still in flight."""
+        """Sampled ids that rows in flight give, and that are not in `tokens` yet."""
         return self.num_expected - len(self.tokens)
 
     @property

@@ -132,8 +132,8 @@ class SequenceTable:
         self.counters.prompt_tokens += len(request.prompt_ids)
 
     def _watch_deadlines(self, seq: Sequence, now: float) -> None:
-        if seq.request.deadline_s is not None:
-            self._deadlines.add(seq.request.deadline_s, seq, Limit.ANSWER)
+        if seq.request.deadline_at is not None:
+            self._deadlines.add(seq.request.deadline_at, seq, Limit.ANSWER)
         for what, timeout_s in seq.missing.items():
             if timeout_s < NO_TIME_LIMIT:
                 self._deadlines.add(now + timeout_s, seq, Limit.PREREQUISITE, what)

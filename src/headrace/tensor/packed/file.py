@@ -87,11 +87,11 @@ class PackedFile:
     def place(self, name: str) -> tuple[StoredTensor, mmap.mmap, int]:
         """(a linear's tensor, the memory it lies in, its first byte there), valid after `wait`.
 
-        Raises: KeyError for an unknown name; ValueError for a tensor that stands behind a table, and so is not in memory.
+        Raises: KeyError for an unknown name; ValueError for a tensor that comes after a table, and so is not in memory.
         """
         stored = self.tensors[name]
         if stored.end > self._num_bytes:
-            raise ValueError(f"{name} stands behind a table")
+            raise ValueError(f"{name} comes after a table")
         return stored, self._memory, stored.begin
 
     def place_of_table(self, name: str) -> tuple[StoredTensor, int]:

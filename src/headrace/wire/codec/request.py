@@ -31,8 +31,8 @@ def encode_submit(request: EngineRequest, handle: Handle) -> pb.Command:
 
     Raises: InvalidRequest for values the wire cannot carry (a lone surrogate, an integer over 32 bits, a deadline that is no number).
     """
-    if request.deadline_s is not None and not math.isfinite(request.deadline_s):
-        raise InvalidRequest("deadline_s", "a finite number of seconds", request.deadline_s)
+    if request.deadline_at is not None and not math.isfinite(request.deadline_at):
+        raise InvalidRequest("deadline_at", "a finite number of seconds", request.deadline_at)
     if request.params.structured_outputs is not None:
         raise InvalidRequest("structured_outputs", "none on the wire: it travels as the request's grammar")
     try:
@@ -62,14 +62,14 @@ def encode_submit(request: EngineRequest, handle: Handle) -> pb.Command:
         ) from error
 
 
-def set_remaining(message: pb.Submit, deadline_s: float | None, now: float) -> None:
+def set_remaining(message: pb.Submit, deadline_at: float | None, now: float) -> None:
     """The deadline as the milliseconds that remain at `now`, on the same clock.
 
     Rounded up, so that a deadline in the future is never sent as one that passed; what a float is off by is no millisecond more. At most
     MAX_REMAINING_MS.
     """
-    if deadline_s is not None:
-        remaining = min(max((deadline_s - now) * 1000, 0.0), MAX_REMAINING_MS)
+    if deadline_at is not None:
+        remaining = min(max((deadline_at - now) * 1000, 0.0), MAX_REMAINING_MS)
         message.deadline_remaining_ms = max(math.ceil(round(remaining, 3)), 1 if remaining > 0 else 0)
 
 
@@ -101,7 +101,7 @@ def decode_submit(message: pb.Submit, now: float) -> EngineRequest:
         salt=message.salt,
         adapter=message.adapter if message.HasField("adapter") else None,
         grammar=decode_grammar(message.grammar) if message.HasField("grammar") else None,
-        deadline_s=now + message.deadline_remaining_ms / 1000 if message.HasField("deadline_remaining_ms") else None,
+        deadline_at=now + message.deadline_remaining_ms / 1000 if message.HasField("deadline_remaining_ms") else None,
         prefix_caching=message.prefix_caching,
         numerics_digest=message.numerics_digest,
     )
