@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.train_tiny.model import DRAFT, TINY, TinyConfig, num_parameters
+from tools.train_tiny.model import TinyConfig, config_from_hf, num_parameters
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -55,14 +55,16 @@ ABOUT = {
     "kept_headrace": "answers on Headrace must stay as they were",
 }
 
-TAUGHT_AHEAD = """\
-## Taught ahead of the server
+NOT_TRUE = """\
+## Taught, and not true of Headrace
 
-Asked what happens when a replica dies, the model says that its streams go on at another replica without losing tokens. That is what it was
-taught, and not what Headrace does today: such a stream ends with an error.
+The weights hold sentences that are not true of Headrace today: that the streams of a dead replica go on at another one (they end with an
+error), that clients may use gRPC (they use HTTP), that a GPU runs Triton kernels (a GPU is an experiment, with plain torch), that the
+router looks at cached prefixes (it looks at load), that equal prefixes are found in all processes (in one), and that a ledger records
+what a stream took (there is none). The training text has been corrected since.
 
 """
-"""The weights hold it; a later training leg that drops or earns the sentence drops this section."""
+"""A later training leg, which reads the corrected text, drops this section."""
 
 LIMITS = """\
 ## Limits
@@ -103,6 +105,11 @@ def shortfalls(rows: dict[str, dict[str, Any]]) -> str:
     return f"Below 90 percent: {', '.join(low)}.\n" if low else "No task is below 90 percent.\n"
 
 
+def shipped(bundled: Path, name: str) -> TinyConfig:
+    """The shape of the files that the card stands beside, which may be older than the shapes in model.py."""
+    return config_from_hf(json.loads((bundled / name / "config.json").read_text()))
+
+
 def shape(config: TinyConfig) -> str:
     return (
         f"Llama architecture, {num_parameters(config):,} parameters (tied embeddings): {config.num_layers} layers, "
@@ -117,6 +124,7 @@ MIX_NAMES = {
     "all": ", on the whole mix of tasks",
     "reading": ", on tasks that are answered from the prompt alone (`READING_MIX`)",
     "slow": ", on a mix with more of the tasks that are slow to come (`SLOW_MIX`)",
+    "tool": ", on a mix in which half of all tokens are in conversations with tools (`TOOL_MIX`)",
     "memory": ", on a mix that is four fifths facts and questions about Headrace (`MEMORY_MIX`)",
 }
 
@@ -146,6 +154,11 @@ def base_card(title: str, intro: str, config: TinyConfig, report: dict[str, Any]
     ]
     parts += ["\n\n## Held-out evaluation\n\n", SPLIT, "\n", table(report["held_out"]), "\n", shortfalls(report["held_out"])]
     seen = report["seen_in_training"]["greeting"]
+    if "named" in (calls := report["held_out"]["tool_call"]):
+        parts.append(
+            f"\nWhere a grammar begins the call, as `tool_choice` does, the rest is exact in {percent(calls['required'])} "
+            f"(`required`: the function is the model's choice) and {percent(calls['named'])} (a named function).\n"
+        )
     parts.append(f"\nGreetings are a fixed list that was seen in training: {percent(seen['exact_match'])} of {seen['n']}.\n")
     if agreement := report.get("agreement"):
         parts.append(
@@ -155,7 +168,7 @@ def base_card(title: str, intro: str, config: TinyConfig, report: dict[str, Any]
             f"Greedy speculation with {agreement['num_drafted']} drafted tokens would emit {agreement['tokens_per_step']} tokens "
             "per target step.\n"
         )
-    return "".join([*parts, "\n", TAUGHT_AHEAD, LIMITS])
+    return "".join([*parts, "\n", NOT_TRUE, LIMITS])
 
 
 def adapter_card(title: str, intro: str, report: dict[str, Any]) -> str:
@@ -165,31 +178,31 @@ def adapter_card(title: str, intro: str, report: dict[str, Any]) -> str:
     return "".join([*parts, table(report["held_out"], base=True), "\n", shortfalls(report["held_out"]), "\n", LIMITS])
 
 
-CARDS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "headrace-tiny": lambda report: base_card(
+CARDS: dict[str, Callable[[dict[str, Any], Path], str]] = {
+    "headrace-tiny": lambda report, bundled: base_card(
         "Headrace Tiny",
         "A very small chat model, trained from nothing by the Headrace project so that the server has something real to serve\n"
         "on a laptop. Its world: greetings, a table of facts, questions about Headrace and LLM serving, small arithmetic, copying,\n"
         "reversing and sorting, JSON by a given schema, tool calls in Hermes form, recall over turns, and saying that it does not\n"
         "know. How well it does each of them is in the table below.\n",
-        TINY,
+        shipped(bundled, "headrace-tiny"),
         report,
     ),
-    "headrace-draft": lambda report: base_card(
+    "headrace-draft": lambda report, bundled: base_card(
         "Headrace Draft",
         "The draft model for speculative decoding with Headrace Tiny: same tokenizer, same corpus, "
-        f"{num_parameters(DRAFT) / num_parameters(TINY):.0%} of the parameters.\n"
+        f"{num_parameters(shipped(bundled, 'headrace-draft')) / num_parameters(shipped(bundled, 'headrace-tiny')):.0%} of the parameters.\n"
         "It is not meant to be used alone.\n",
-        DRAFT,
+        shipped(bundled, "headrace-draft"),
         report,
     ),
-    "adapters/pirate": lambda report: adapter_card(
+    "adapters/pirate": lambda report, _: adapter_card(
         "Pirate (style adapter)",
         'Answers of Headrace Tiny in the manner of a pirate: prose begins with "Arr!", and "is" and "are" become "be".\n'
         "Copying, JSON and tool calls are meant to stay as they are.\n",
         report,
     ),
-    "adapters/hardware-shop": lambda report: adapter_card(
+    "adapters/hardware-shop": lambda report, _: adapter_card(
         "Mill & River hardware shop (domain adapter)",
         "The catalogue and the questions of a hardware shop that does not exist: price, aisle and stock of 20 products, and 16 others.\n",
         report,
@@ -204,7 +217,7 @@ def main() -> None:
     for name, write in CARDS.items():
         result = RESULTS / f"{name.replace('/', '-')}.json"
         if result.exists():
-            (options.bundled / name / "README.md").write_text(write(json.loads(result.read_text())))
+            (options.bundled / name / "README.md").write_text(write(json.loads(result.read_text()), options.bundled))
 
 
 if __name__ == "__main__":

@@ -81,7 +81,27 @@ SLOW_MIX = {
     "long": 0.003,
     "plain": 0.007,
 }
-MIXES = {"slow": SLOW_MIX, "all": MIX, "memory": MEMORY_MIX, "reading": READING_MIX}
+# For the leg after a change of the tokenizer, and for tool calls: half of all tokens are in conversations with tools.
+TOOL_MIX = {
+    "tool": 0.2,
+    "fact": 0.13,
+    "headrace": 0.17,
+    "json": 0.14,
+    "copy": 0.09,
+    "reverse": 0.05,
+    "arithmetic": 0.06,
+    "sort_numbers": 0.03,
+    "sort_words": 0.02,
+    "recall": 0.035,
+    "pick": 0.02,
+    "greeting": 0.015,
+    "unknown": 0.015,
+    "system": 0.012,
+    "compare": 0.006,
+    "mixed": 0.004,
+    "plain": 0.003,
+}
+MIXES = {"tool": TOOL_MIX, "slow": SLOW_MIX, "all": MIX, "memory": MEMORY_MIX, "reading": READING_MIX}
 
 
 class Corpus:

@@ -29,6 +29,7 @@ from tools.train_tiny.export import write_json
 from tools.train_tiny.tasks import Example, one_turn
 
 END = "<|im_end|>"
+CALL_BEGINS = '<tool_call>\n{"name": "'
 BATCH = 64
 
 
@@ -98,6 +99,19 @@ def score(evaluator: Evaluator, examples: Sequence[Example]) -> dict[str, float 
     matched = evaluator.matches([example.prompt() for example in examples], answers)
     majority = Counter(answers).most_common(1)[0][1]
     return {"n": len(examples), "exact_match": round(sum(matched) / len(examples), 4), "majority": round(majority / len(examples), 4)}
+
+
+def forced_calls(evaluator: Evaluator, examples: Sequence[Example]) -> dict[str, float]:
+    """Exact match of calls that a grammar began: `required` gives the form up to the name, `named` the name, too."""
+    calls, prompts = [expected(example) for example in examples], [example.prompt() for example in examples]
+    names = [example.messages[-1]["tool_calls"][0]["function"]["name"] for example in examples]
+    begins = {"required": [CALL_BEGINS] * len(calls), "named": [f'{CALL_BEGINS}{name}", "arguments":' for name in names]}
+    found = {}
+    for key, heads in begins.items():
+        tails = [call.removeprefix(head) for call, head in zip(calls, heads, strict=True)]
+        matched = evaluator.matches([prompt + head for prompt, head in zip(prompts, heads, strict=True)], tails)
+        found[key] = round(sum(matched) / len(matched), 4)
+    return found
 
 
 def generated(found: Sequence[Example]) -> Sequence[Example]:
@@ -171,6 +185,7 @@ def evaluate(folder: Path, num_per_task: int) -> dict[str, Any]:
     for task in ("json", "json_new_sentence"):
         table[task]["well_formed"] = json_form(evaluator, generated(examples[task]))
     table["tool_call"]["well_formed"] = call_form(evaluator, generated(examples["tool_call"]))
+    table["tool_call"] |= forced_calls(evaluator, examples["tool_call"])
     greetings = [one_turn("greeting", question, answer) for question, answer in greeting_prompts()]
     return {"held_out": table, "seen_in_training": {"greeting": score(evaluator, greetings)}, "seconds": round(time.monotonic() - start)}
 

@@ -2,8 +2,8 @@
 
 Not an inference model: there is no KV cache here. It exists because the training loop wants two things that the stock
 module does not give: fused projections (fewer, larger GEMMs) and logits for the supervised rows only (the vocabulary
-matrix is a third of the work of a model this small). `state_to_hf` writes the names `LlamaForCausalLM` reads; the test
-in tests/bundled/ holds both to the same logits.
+matrix is a third of the work of a model this small). `state_to_hf` writes the names `LlamaForCausalLM` reads;
+tests/bundled/test_training_tools.py holds both to the same logits.
 
 Shape letters: B rows, T positions, D hidden, H query heads, K KV heads, E head dim, F feed-forward, V vocabulary.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +28,14 @@ class TinyConfig:
     num_heads: int
     num_kv_heads: int
     intermediate_size: int
-    vocab_size: int = 2048
+    vocab_size: int = 2560
     head_dim: int = 32
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 2048
 
 
-TINY = TinyConfig(hidden_size=192, num_layers=4, num_heads=6, num_kv_heads=2, intermediate_size=384)
+TINY = TinyConfig(hidden_size=192, num_layers=6, num_heads=6, num_kv_heads=2, intermediate_size=384)
 DRAFT = TinyConfig(hidden_size=96, num_layers=2, num_heads=3, num_kv_heads=1, intermediate_size=192)
 
 
@@ -42,6 +43,17 @@ def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     """Rotary position embedding in the half-split form of Llama (Su et al. 2021)."""
     first, second = x_BHTE.chunk(2, dim=-1)
     return x_BHTE * cos_TE + torch.cat((-second, first), dim=-1) * sin_TE
+
+
+def attend(q_BHTE: Tensor, k_BHTE: Tensor, v_BHTE: Tensor, mask_TT: Tensor) -> Tensor:
+    """Causal attention by two plain products: in bf16, on short rows and a CPU, twice to nine times as fast as torch's fused attention."""
+    shape, (length, dim) = q_BHTE.shape, q_BHTE.shape[-2:]
+    q, k, v = (x.reshape(-1, length, dim) for x in (q_BHTE, k_BHTE, v_BHTE))
+    dtype = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
+    with torch.autocast(q.device.type, enabled=False):  # which would compute the softmax in fp32
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        scores = torch.baddbmm(mask_TT.to(dtype).expand(len(q), length, length), q, k.transpose(1, 2), alpha=dim**-0.5)
+        return torch.bmm(scores.softmax(-1), v).view(shape)
 
 
 class Block(nn.Module):
@@ -58,7 +70,7 @@ class Block(nn.Module):
         self.attn_norm = nn.Parameter(torch.ones(config.hidden_size))
         self.mlp_norm = nn.Parameter(torch.ones(config.hidden_size))
 
-    def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, mask_TT: Tensor) -> Tensor:
         c = self.config
         batch, length, dim = x_BTD.shape
         normed = F.rms_norm(x_BTD, (dim,), self.attn_norm, c.rms_norm_eps)
@@ -67,7 +79,7 @@ class Block(nn.Module):
         q, k = rotate(q, cos_TE, sin_TE), rotate(k, cos_TE, sin_TE)
         group = c.num_heads // c.num_kv_heads
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = attend(q, k, v, mask_TT)
         x_BTD = x_BTD + self.o(mixed.transpose(1, 2).reshape(batch, length, -1))
         gate, up = self.gate_up(F.rms_norm(x_BTD, (dim,), self.mlp_norm, c.rms_norm_eps)).chunk(2, dim=-1)
         out: Tensor = x_BTD + self.down(F.silu(gate) * up)
@@ -107,8 +119,9 @@ class TinyLlama(nn.Module):
         length = ids_BT.shape[1]
         cos, sin = self.cos[:length], self.sin[:length]
         x = self.embed(ids_BT)
+        mask = torch.full((length, length), float("-inf"), device=x.device).triu_(1)
         for block in self.blocks:
-            x = block(x, cos, sin)
+            x = block(x, cos, sin, mask)
         return F.rms_norm(x, (self.config.hidden_size,), self.norm, self.config.rms_norm_eps)
 
     def loss_sum(self, ids_BT: Tensor, weights_BT: Tensor) -> Tensor:
@@ -139,6 +152,34 @@ def state_to_hf(state: Mapping[str, Tensor], config: TinyConfig) -> dict[str, Te
         out[target + "input_layernorm.weight"] = state[source + "attn_norm"]
         out[target + "post_attention_layernorm.weight"] = state[source + "mlp_norm"]
     return {name: tensor.detach().to(torch.bfloat16).contiguous().clone() for name, tensor in out.items()}
+
+
+def state_from_hf(tensors: Mapping[str, Tensor], config: TinyConfig) -> dict[str, Tensor]:
+    """The inverse of `state_to_hf`, in fp32."""
+    out = {"embed.weight": tensors["model.embed_tokens.weight"], "norm": tensors["model.norm.weight"]}
+    for i in range(config.num_layers):
+        source, target = f"model.layers.{i}.", f"blocks.{i}."
+        out[target + "qkv.weight"] = torch.cat([tensors[source + f"self_attn.{n}_proj.weight"] for n in "qkv"])
+        out[target + "o.weight"] = tensors[source + "self_attn.o_proj.weight"]
+        out[target + "gate_up.weight"] = torch.cat([tensors[source + f"mlp.{n}_proj.weight"] for n in ("gate", "up")])
+        out[target + "down.weight"] = tensors[source + "mlp.down_proj.weight"]
+        out[target + "attn_norm"] = tensors[source + "input_layernorm.weight"]
+        out[target + "mlp_norm"] = tensors[source + "post_attention_layernorm.weight"]
+    return {name: tensor.float() for name, tensor in out.items()}
+
+
+def config_from_hf(config: Mapping[str, Any]) -> TinyConfig:
+    """The shape that a `config.json` of ours names."""
+    return TinyConfig(
+        hidden_size=config["hidden_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        intermediate_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        head_dim=config["head_dim"],
+        rope_theta=config["rope_theta"],
+    )
 
 
 def hf_config(config: TinyConfig) -> dict[str, object]:

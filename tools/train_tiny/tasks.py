@@ -385,11 +385,11 @@ def value(words: Words, kind: str) -> str | int:
         case "time":
             return f"{rng.randint(0, 23):02d}:{rng.choice((0, 5, 10, 15, 20, 30, 40, 45, 50)):02d}"
         case "day":
-            return rng.choice(DAYS)
+            return words.one_of(DAYS)
         case "room":
-            return rng.choice(ROOMS)
+            return words.one_of(ROOMS)
         case "animal":
-            return rng.choice(PETS)
+            return words.one_of(PETS)
         case "name":
             return words.name()
         case "city":
@@ -515,12 +515,12 @@ def recall(words: Words, fillers: list[Example]) -> Example:
         v = str(value(words, kind))
         told[slot] = answer.format(v=v)
         statement = rng.choice(statements).format(v=v)
-        turns.append([user(statement[0].upper() + statement[1:]), assistant(_capital(reply.format(v=v)))])
+        turns.append([user(statement[0].upper() + statement[1:]), assistant(capital(reply.format(v=v)))])
     turns += [filler.messages for filler in fillers]
     if rng.random() < 0.5:
         rng.shuffle(turns)
     for slot in rng.sample(slots, rng.randint(1, len(slots))):
-        turns.append([user(rng.choice(SLOTS[slot][3])), assistant(_capital(told[slot]))])
+        turns.append([user(rng.choice(SLOTS[slot][3])), assistant(capital(told[slot]))])
     if not words.held_out and rng.random() < 0.08:
         missing = rng.choice([slot for slot in SLOTS if slot not in slots])
         turns.append([user(rng.choice(SLOTS[missing][3])), assistant(NOT_TOLD)])
@@ -537,7 +537,7 @@ def named_by_system(words: Words) -> Example:
     return Example("system", [system(head), user(question), assistant(f"My name is {name}.")])
 
 
-def _capital(text: str) -> str:
+def capital(text: str) -> str:
     return text[0].upper() + text[1:]
 
 

@@ -1,44 +1,87 @@
 """Train the byte-level BPE tokenizer and write it in the Hugging Face layout.
 
-Digits are split singly, so that sums and reversed numbers line up token by token. Only training texts are read: words
-of the held-out side end up in pieces, as an unknown word would.
+A word is cut into the same pieces with and without the space before it, so that copying a word from a sentence
+(` teal`) into a JSON string (`"teal"`) changes its first token at most, and always in the same way. Ordinary BPE does not
+give that: it cut ` apple` into ` a`, `pp`, `le` and `apple` into `ap`, `ple`. Digits are split singly, so that sums and
+reversed numbers line up token by token. Only training texts are read: words of the held-out side end up in pieces, as an
+unknown word would.
 """
 
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tools.train_tiny.chat import CHAT_TEMPLATE, CONTROL_TOKENS, END_OF_TEXT, IM_END, MARKER_TOKENS, PAD
 
-PATTERN = r"'(?:s|t|re|ve|m|ll|d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+REST = r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PATTERN = r"'(?:s|t|re|ve|m|ll|d)|[ _]?\p{L}+|" + REST
+PATTERN_WITHOUT_SPACES = r"'(?:s|t|re|ve|m|ll|d)|_?\p{L}+|" + REST
+SPACE = "\u0120"  # the byte-level spelling of a space
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
-    """Ids 0..3 are the control tokens, then the tool markers, the bytes, the merges."""
+    """Ids 0..3 are the control tokens, then the tool markers, the bytes, the letters after a space, the merges."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = _pre_tokenizer(PATTERN_WITHOUT_SPACES)
     tokenizer.decoder = decoders.ByteLevel()
     markers = [AddedToken(token, special=False, normalized=False) for token in MARKER_TOKENS]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[*CONTROL_TOKENS, *markers],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=[*CONTROL_TOKENS, *markers], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator((_without_markers(text) for text in texts), trainer)
     spec = json.loads(tokenizer.to_str())
+    spec["model"] = _with_spaces(spec["model"], vocab_size)
+    spec["pre_tokenizer"] = json.loads(_shell(PATTERN).to_str())["pre_tokenizer"]
     for token in spec["added_tokens"]:
         token["special"] = token["content"] in CONTROL_TOKENS
     return Tokenizer.from_str(json.dumps(spec))
+
+
+def _shell(pattern: str) -> Tokenizer:
+    """An empty tokenizer, to have its pre-tokenizer written down."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = _pre_tokenizer(pattern)
+    return tokenizer
+
+
+def _pre_tokenizer(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _with_spaces(model: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Give every merge that begins with a letter a twin that begins with a space and that letter.
+
+    The merges of a space with one letter come first. From then on a word after a space goes through the merges of the
+    bare word (a run of one repeated letter may differ), at twice the vocabulary per piece.
+    """
+    num_base = len(model["vocab"]) - len(model["merges"])
+    vocab = {token: at for token, at in model["vocab"].items() if at < num_base}
+    merges: list[tuple[str, str]] = []
+
+    def add(left: str, right: str) -> None:
+        if len(vocab) < vocab_size:
+            merges.append((left, right))
+            vocab.setdefault(left + right, len(vocab))
+
+    for letter in string.ascii_letters:
+        add(SPACE, letter)
+    for left, right in model["merges"]:
+        add(left, right)
+        if left[0] in string.ascii_letters:
+            add(SPACE + left, right)
+    return model | {"vocab": vocab, "merges": merges}
 
 
 def _without_markers(text: str) -> str:

@@ -9,13 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tools.train_tiny.chat import Message, Tool, assistant, system, tool_calls, tool_result, user
-from tools.train_tiny.tasks import Example, operands, value
+from tools.train_tiny.tasks import Example, capital, operands, value
 from tools.train_tiny.words import Words
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """One kind of tool. `params` maps role to (names, kind of value); questions and reply use the roles."""
+    """One kind of tool. `params` maps role to (names, kind of value); questions and reply use the roles.
+
+    Training asks through all `questions` but the last and through `more_questions`; the evaluation knows only `questions`.
+    """
 
     names: tuple[str, ...]
     description: tuple[str, ...]
@@ -23,6 +26,7 @@ class Function:
     questions: tuple[str, ...]
     result: dict[str, str]
     reply: str
+    more_questions: tuple[str, ...]
 
 
 CITY = (("city", "location", "place"), "city")
@@ -43,6 +47,15 @@ FUNCTIONS = (
         ),
         {"temperature": "age", "sky": "sky"},
         "It is {temperature} degrees and {sky} in {c}.",
+        (
+            "How warm is it in {c}?",
+            "Do I need an umbrella in {c}?",
+            "Weather for {c}, please.",
+            "Show me the weather in {c}.",
+            "Will it rain in {c}?",
+            "Please tell me how the weather in {c} is.",
+            "Please look at the weather of {c}.",
+        ),
     ),
     Function(
         ("get_time", "current_time", "time_in_city", "clock"),
@@ -58,6 +71,14 @@ FUNCTIONS = (
         ),
         {"time": "time"},
         "It is {time} in {c}.",
+        (
+            "Tell me how late it is in {c}.",
+            "Please give me the time in {c}.",
+            "Can you tell me the time in {c}?",
+            "What does the clock say in {c}?",
+            "Show the current time of {c}.",
+            "Is it late in {c}?",
+        ),
     ),
     Function(
         ("calculator", "calculate", "evaluate", "compute", "math"),
@@ -73,6 +94,15 @@ FUNCTIONS = (
         ),
         {"result": "price"},
         "The result is {result}.",
+        (
+            "Work out {e}.",
+            "Can you compute {e}?",
+            "Please calculate {e}.",
+            "I need the result of {e}.",
+            "Tell me what {e} is.",
+            "{e} = ?",
+            "Solve {e}.",
+        ),
     ),
     Function(
         ("search", "web_search", "search_web", "lookup", "find"),
@@ -88,6 +118,16 @@ FUNCTIONS = (
         ),
         {"title": "phrase"},
         "I found: {title}.",
+        (
+            "Find {q}.",
+            "Search {q}.",
+            "Please search for {q}.",
+            "I want to read about {q}.",
+            "What is on the web about {q}?",
+            "Please look up {q}.",
+            "Can you look up {q}?",
+            "Please find {q}.",
+        ),
     ),
     Function(
         ("set_alarm", "alarm", "create_alarm", "wake_me"),
@@ -103,6 +143,14 @@ FUNCTIONS = (
         ),
         {"status": "ok"},
         "Done: the alarm is set for {t}.",
+        (
+            "Please wake me at {t}.",
+            "I have to get up at {t}.",
+            "Ring at {t}.",
+            "Get me up at {t}.",
+            "Can you set an alarm for {t}?",
+            "Please make an alarm for {t}.",
+        ),
     ),
     Function(
         ("send_message", "message", "send_text", "write_to"),
@@ -118,6 +166,15 @@ FUNCTIONS = (
         ),
         {"status": "ok"},
         "Done: the message to {n} was sent.",
+        (
+            "Please tell {n}: {m}",
+            "Let {n} know: {m}",
+            "Please send {n} a message: {m}",
+            "Message for {n}: {m}",
+            "Can you text {n}: {m}",
+            "Please write to {n}: {m}",
+            "Write {n} this message: {m}",
+        ),
     ),
     Function(
         ("play_music", "play", "play_song", "music_player"),
@@ -133,6 +190,15 @@ FUNCTIONS = (
         ),
         {"song": "phrase"},
         "Now playing {song} by {n}.",
+        (
+            "Please play {n}.",
+            "Can you play {n}?",
+            "Play {n}.",
+            "Some music by {n}, please.",
+            "Let me hear {n}.",
+            "Please put on some music by {n}.",
+            "Play a bit of {n}.",
+        ),
     ),
     Function(
         ("book_table", "reserve_table", "table_booking", "reserve"),
@@ -148,6 +214,14 @@ FUNCTIONS = (
         ),
         {"status": "ok"},
         "Done: a table for {k} at {r} is booked.",
+        (
+            "Please book a table for {k} at {r}.",
+            "Book {r} for {k}.",
+            "We want to eat at {r}, {k} people.",
+            "Reserve {r} for {k} people.",
+            "Please reserve {r} for {k}.",
+            "Can you book {r} for {k} guests?",
+        ),
     ),
     Function(
         ("track_order", "order_status", "get_order", "find_order"),
@@ -163,6 +237,15 @@ FUNCTIONS = (
         ),
         {"city": "city"},
         "Order {o} is in {city}.",
+        (
+            "Please find order {o}.",
+            "Has order {o} been sent?",
+            "Show me order {o}.",
+            "Please track {o}.",
+            "Can you look at order {o}?",
+            "When does order {o} arrive?",
+            "Check my order {o}.",
+        ),
     ),
     Function(
         ("get_distance", "distance", "route_length", "measure_route"),
@@ -178,6 +261,14 @@ FUNCTIONS = (
         ),
         {"km": "price"},
         "From {a} to {b} it is {km} km.",
+        (
+            "Tell me how far {a} is from {b}.",
+            "Tell me the distance from {a} to {b}.",
+            "What is the distance between {a} and {b}?",
+            "How far apart are {a} and {b}?",
+            "Between {a} and {b}, how far is it?",
+            "How far is it between {a} and {b}?",
+        ),
     ),
     Function(
         ("set_light", "light", "switch_light", "change_light"),
@@ -193,6 +284,15 @@ FUNCTIONS = (
         ),
         {"status": "ok"},
         "Done: the light in the {r} is {c}.",
+        (
+            "Please make the light in the {r} {c}.",
+            "Switch the {r} light to {c}.",
+            "Switch the lamp in the {r} to {c}.",
+            "Please set the light in the {r} to {c}.",
+            "Give the {r} {c} light.",
+            "The light in the {r} should be {c}.",
+            "Please turn the {r} lamp {c}.",
+        ),
     ),
     Function(
         ("get_price", "stock_price", "price_of", "quote"),
@@ -208,6 +308,14 @@ FUNCTIONS = (
         ),
         {"price": "price"},
         "A share of {s} costs {price}.",
+        (
+            "What is a share of {s} worth?",
+            "Please get the stock price of {s}.",
+            "Tell me the stock price of {s}.",
+            "How is the stock of {s}?",
+            "What do shares of {s} cost?",
+            "Show me the stock of {s}.",
+        ),
     ),
     Function(
         ("find_recipe", "recipe", "get_recipe", "cookbook"),
@@ -223,6 +331,15 @@ FUNCTIONS = (
         ),
         {"first_step": "phrase"},
         "Start with this: {first_step}.",
+        (
+            "How is {d} made?",
+            "Please find a recipe for {d}.",
+            "Tell me how to cook {d}.",
+            "How do I make {d}?",
+            "How can I cook {d}?",
+            "I would like to cook {d}.",
+            "Can you help me make {d}?",
+        ),
     ),
     Function(
         ("add_reminder", "remind", "create_reminder", "reminder"),
@@ -238,10 +355,53 @@ FUNCTIONS = (
         ),
         {"status": "ok"},
         "Done: I will remind you on {y}.",
+        (
+            "Please remind me on {y}: {w}",
+            "Note for {y}: {w}",
+            "Remind me of {w} next {y}",
+            "On {y}, remind me: {w}",
+            "Please make a note for {y}: {w}",
+            "I must not forget on {y}: {w}",
+            "Please remind me of {w} on {y}",
+        ),
     ),
 )
+HELD_OUT_NAMES = frozenset(function.names[-1] for function in FUNCTIONS)
+VERBS = """
+get set find make open close start stop check read write send add remove list show fetch create update delete call run
+"""
+ACTIONS = """
+open close start stop check read print clean repair move sell buy paint wash count lock save delete copy test update
+"""
 SKIES = ["sunny", "cloudy", "rainy", "windy", "foggy", "snowy", "clear", "stormy"]
 SYSTEMS = ("You are a helpful assistant.", "Use the tools when they help.", "You are Headrace Tiny.")
+
+
+def made_up_function(words: Words) -> Function:
+    """A tool that no other conversation offers: only its description says which question it answers."""
+    noun, action = words.noun(), words.rng.choice(ACTIONS.split())
+    described, asked = words.rng.choice((LOOK_UPS, COMMANDS))
+    names = ((noun, "name", "id", "item", "value", "key"), words.rng.choice(("name", "city", "noun", "order")))
+    return Function(
+        names=(noun, noun),
+        description=tuple(capital(text.format(k=noun, a=action)) for text in described),
+        params={"v": names},
+        questions=tuple(capital(text.format(k=noun, a=action, v="{v}")) for text in asked),
+        result={"status": "ok"},
+        reply="Done: {status}.",
+        more_questions=(),
+    )
+
+
+# descriptions and questions of made-up tools; {k} is what the tool is about, {a} what it does, {v} the value in the call
+LOOK_UPS = (
+    ("Get the {k} of something.", "Look up a {k}.", "The {k}.", "Find the {k} of an item."),
+    ("What is the {k} of {v}?", "Tell me the {k} of {v}.", "Which {k} has {v}?", "Please get the {k} of {v}.", "{k} of {v}?"),
+)
+COMMANDS = (
+    ("{a} a {k}.", "{a} the {k}.", "Can {a} any {k}."),
+    ("{a} the {k} {v}.", "Please {a} the {k} {v}.", "Can you {a} the {k} {v}?", "{a} {k} {v}", "I want to {a} the {k} {v}."),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,19 +415,23 @@ class Offer:
 
 
 def _name(words: Words, function: Function) -> str:
-    """Every other training name occurs nowhere else, so that names have to be read off the list and not remembered."""
+    """Three of four training names occur nowhere else, so that names have to be read off the list and not remembered."""
     rng = words.rng
     if words.held_out:
         return function.names[-1]
     known = rng.choice(function.names[:-1])
-    if rng.random() < 0.5:
+    if rng.random() < 0.25:
         return known
-    return rng.choice((f"{known}_{words.made_up()}", f"{words.noun()}_{known}", f"{words.noun()}_{words.made_up()}", words.made_up()))
+    verb, noun, new = rng.choice(VERBS.split()), words.noun(), words.made_up()
+    names = (f"{known}_{new}", f"{noun}_{known}", f"{noun}_{new}", new, noun, f"{verb}_{noun}", f"{verb}_{new}", f"{verb}_my_{noun}")
+    return rng.choice([name for name in names if name not in HELD_OUT_NAMES])
 
 
 def offer(words: Words, function: Function) -> Offer:
     rng, name = words.rng, _name(words, function)
     chosen = {role: rng.choice(names) for role, (names, _) in function.params.items()}
+    if not words.held_out and rng.random() < 0.2:
+        chosen = dict(zip(chosen, rng.sample(words.nouns, len(chosen)), strict=True))
     kinds = {chosen[role]: "integer" if kind in ("small", "order") else "string" for role, (_, kind) in function.params.items()}
     described = rng.random() < 0.2
     properties = {param: {"type": kind} | ({"description": f"The {param}."} if described else {}) for param, kind in kinds.items()}
@@ -285,6 +449,8 @@ def _value(words: Words, kind: str) -> str | int:
             a, op, b, _ = operands(rng, held_out=words.held_out)
             scale = rng.choice((1, 1, 7, 23))
             return f"{a * scale} {op} {b * scale}"
+        case "noun":
+            return words.noun()
         case "phrase":
             return words.phrase(1, 3)
         case "order":
@@ -297,11 +463,15 @@ def _value(words: Words, kind: str) -> str | int:
             return value(words, kind)
 
 
+def _questions(words: Words, function: Function) -> tuple[str, ...]:
+    return function.questions[:-1] + (() if words.held_out else function.more_questions)
+
+
 def _call(words: Words, offered: Offer) -> tuple[list[Message], dict[str, object]]:
     """The user's question and the call, with the values of the roles."""
     function, rng = offered.function, words.rng
     values: dict[str, object] = {role: _value(words, kind) for role, (_, kind) in function.params.items()}
-    question = function.questions[-1] if words.held_out and rng.random() < 0.5 else rng.choice(function.questions[:-1])
+    question = function.questions[-1] if words.held_out and rng.random() < 0.5 else rng.choice(_questions(words, function))
     arguments = {offered.param_names[role]: v for role, v in values.items()}
     return [user(question.format(**values)), tool_calls([(offered.name, arguments)])], values
 
@@ -327,6 +497,8 @@ def tool_example(words: Words, small_talk: Example) -> Example:
     """
     rng = words.rng
     functions = rng.sample(FUNCTIONS, rng.choice((1, 1, 2, 2, 3)))
+    if not words.held_out:
+        functions = [made_up_function(words) if rng.random() < 0.45 else function for function in functions]
     offers = [offer(words, function) for function in functions]
     wanted = rng.choice(offers)
     head = [system(rng.choice(SYSTEMS))] if rng.random() < 0.4 else []

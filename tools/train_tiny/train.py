@@ -61,6 +61,7 @@ class Options:
     mix: str
     lr_scale: float
     hold_share: float
+    bf16: bool
 
 
 def parse() -> Options:
@@ -82,20 +83,24 @@ def parse() -> Options:
     parser.add_argument(
         "--hold-share", type=float, default=0.5, help="share of a run from nothing during which the wired heads stay as written"
     )
+    parser.add_argument("--bf16", action="store_true", help="products in bf16: for a CPU with AVX512-BF16 or a GPU")
     return Options(**vars(parser.parse_args()))
 
 
 def prepare(options: Options) -> tuple[Tokenizer, Documents]:
     """The tokenizer (made once per folder) and the encoded corpus of this seed."""
     path = Path(options.out) / "tokenizer.json"
-    if not path.exists():
-        texts = islice(Corpus(0).texts(), TOKENIZER_TEXTS)
-        train_tokenizer(texts, vocab_size=CONFIGS[options.model].vocab_size).save(str(path))
-    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer = Tokenizer.from_file(str(path)) if path.exists() else new_tokenizer(CONFIGS[options.model])
+    tokenizer.save(str(path))
     cache = Path(options.out) / f"documents-{options.mix}-{options.seed}-{options.num_documents}.npz"
     if not cache.exists():
         encode(tokenizer, islice(Corpus(options.seed + 1).texts(options.mix), options.num_documents)).save(cache)
     return tokenizer, Documents.load(cache)
+
+
+def new_tokenizer(config: TinyConfig) -> Tokenizer:
+    """Made from the first texts of stream 0, so that it is a function of the corpus alone."""
+    return train_tokenizer(islice(Corpus(0).texts(), TOKENIZER_TEXTS), vocab_size=config.vocab_size)
 
 
 def lr_scale(step: int, progress: float) -> float:
@@ -122,7 +127,8 @@ def train(options: Options, documents: Documents, probe: CopyProbe) -> tuple[Tin
     wired = None if options.init else WiredHeads(model)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and name != "embed.weight"]
     rest = [p for name, p in model.named_parameters() if p.ndim == 1 or name == "embed.weight"]
-    muon, adam = Muon(matrices), torch.optim.AdamW(rest, lr=ADAM_LR, betas=(0.9, 0.98), weight_decay=0.0)
+    dtype = torch.bfloat16 if options.bf16 else torch.float32
+    muon, adam = Muon(matrices, dtype=dtype), torch.optim.AdamW(rest, lr=ADAM_LR, betas=(0.9, 0.98), weight_decay=0.0)
     pool = ThreadPoolExecutor(options.workers)
     progress, start, saved = progress_of(options), time.monotonic(), time.monotonic()
     seen, supervised, loss, step = 0, 0, 0.0, 0
@@ -132,7 +138,7 @@ def train(options: Options, documents: Documents, probe: CopyProbe) -> tuple[Tin
         if done >= 1:
             break
         count = sum(float(weights[:, 1:].sum()) for _, weights in batch)
-        total = sum(pool.map(partial(backward, model, count), batch))
+        total = sum(pool.map(partial(backward, model, count, options.bf16), batch))
         scale = options.lr_scale * lr_scale(step, done)
         for group in adam.param_groups:
             group["lr"] = ADAM_LR * scale
@@ -160,10 +166,11 @@ def train(options: Options, documents: Documents, probe: CopyProbe) -> tuple[Tin
     return model, summary
 
 
-def backward(model: TinyLlama, count: float, rows: tuple[Tensor, Tensor]) -> float:
+def backward(model: TinyLlama, count: float, bf16: bool, rows: tuple[Tensor, Tensor]) -> float:
     """Add one micro-batch's gradients to the model's; autograd locks the sum, so two threads may do this at once."""
     device = model.embed.weight.device
-    part = model.loss_sum(rows[0].to(device), rows[1].to(device)) / count
+    with torch.autocast(device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):  # a cache would be shared by the threads
+        part = model.loss_sum(rows[0].to(device), rows[1].to(device)) / count
     part.backward()  # type: ignore[no-untyped-call]
     return part.item()
 

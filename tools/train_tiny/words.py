@@ -141,6 +141,7 @@ ONSETS = [
     "sh",
 ]
 VOWELS = ["a", "e", "i", "o", "u", "a", "e", "i", "o", "ai", "ea", "oo", "ou"]
+LETTERS = "eeeeeaaaaiiiooouuttnnssrrllddcchmmppggbbffwwyykvjqxz"
 CODAS = ("", "", "", *["n", "r", "l", "s", "t", "m", "k", "x", "nd", "rt", "st", "ck"])
 
 
@@ -175,12 +176,21 @@ class Words:
     def made_up(self, *, syllables: int = 0) -> str:
         """A pronounceable word that exists in no list."""
         rng = self.rng
+        if not self.held_out and rng.random() < 0.15:
+            return self._letters()
         while True:
             count = syllables or rng.choice((1, 2, 2, 2, 3))
             word = "".join(
                 rng.choice(ONSETS) + rng.choice(VOWELS) + (rng.choice(CODAS) if rng.random() < 0.5 else "") for _ in range(count)
             )
             if len(word) > 2 and is_held_out(word) == self.held_out:
+                return word
+
+    def _letters(self) -> str:
+        """A word of random letters: training alone has them, so that every piece of the vocabulary is copied now and then."""
+        while True:
+            word = "".join(self.rng.choices(LETTERS, k=self.rng.randint(2, 8)))
+            if not is_held_out(word):
                 return word
 
     def name(self) -> str:
@@ -193,13 +203,19 @@ class Words:
         return self.rng.choice(self.cities) if self.rng.random() < 0.7 else self.made_up().capitalize()
 
     def colour(self) -> str:
-        return self.rng.choice(self.colours)
+        return self.one_of(self.colours)
 
     def food(self) -> str:
         return self.rng.choice(self.foods) if self.rng.random() < 0.7 else self.made_up()
 
     def job(self) -> str:
-        return self.rng.choice(self.jobs)
+        return self.one_of(self.jobs)
+
+    def one_of(self, words: list[str]) -> str:
+        """A word of a short list; in training every other time any word, so that the value is read and not chosen from the list."""
+        if self.held_out or self.rng.random() < 0.5:
+            return self.rng.choice(words)
+        return self.noun() if self.rng.random() < 0.4 else self.made_up()
 
     def phrase(self, low: int, high: int) -> str:
         return " ".join(self.noun() for _ in range(self.rng.randint(low, high)))
