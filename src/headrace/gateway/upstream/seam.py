@@ -90,9 +90,9 @@ class RequestedGrammar:
 class GenerationRequest:
     """What one client wants, checked as far as no model is needed for it.
 
-    prompt      one conversation, or any number of plain prompts
-    sampling    the parameters the client gave, by the names of `SamplingParams`; the upstream adds its own defaults
-    grammar     what the output must match; None: any text
+    prompt       one conversation, or any number of plain prompts
+    sampling     the parameters the client gave, by the names of `SamplingParams`; the upstream adds its own defaults
+    grammar      what the output must match; None: any text
     deadline_at  when the answer ends, finished or not, on the service's clock; None = no deadline
     """
 
