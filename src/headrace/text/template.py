@@ -58,6 +58,11 @@ class ChatTemplate:
     def exists(self) -> bool:
         return bool(self._sources)
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The text of each of its templates."""
+        return tuple(self._sources.values())
+
     def compile(self) -> None:
         """Import the engine and compile now, so that no request waits for it. Raises CheckpointError for a template that is no Jinja.
 

@@ -1,0 +1,82 @@
+"""Takes tool calls out of an answer: finds a format's markers and hands what follows to the reader of its syntax."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from headrace.text.output.delta import CallPiece
+from headrace.text.output.formats import CallSyntax, ToolFormat
+from headrace.text.output.json_calls import JsonCalls
+from headrace.text.output.markers import first_non_space, num_held
+from headrace.text.output.named_calls import NamedCalls
+from headrace.text.output.python_calls import PythonCalls
+from headrace.text.output.reading import MAX_CALLS, CallLog, CallReader, Reading
+
+
+class CallParser:
+    """One answer's tool calls. White space directly after calls belongs to the format and is dropped."""
+
+    def __init__(self, row: ToolFormat, names: Set[str]) -> None:
+        """names: functions that the request offers; what no marker introduces is a call only of one of these"""
+        self._row = row
+        self._log = CallLog(names)
+        self._reader: CallReader | None = self._new_reader(is_bare=True) if row.is_bare else None
+        self._held = ""
+        self._is_after_calls = False
+
+    @property
+    def is_passed(self) -> bool:
+        """All further text is content."""
+        return self._reader is None and not self._held and (not self._row.start or self._log.num_calls >= MAX_CALLS)
+
+    def push(self, text: str) -> tuple[str, list[CallPiece]]:
+        """(content, pieces of calls) that `text` adds."""
+        content: list[str] = []
+        text, self._held = self._held + text, ""
+        at = 0
+        while at < len(text):
+            at = self._search(text, at, content) if self._reader is None else self._read(self._reader, text, at, content)
+        return "".join(content), self._log.take_pieces()
+
+    def finish(self) -> str:
+        """What was held back. Call it once."""
+        held = self._held + self._log.take_held()
+        return "" if self._log.num_calls and held.isspace() else held
+
+    def _search(self, text: str, at: int, content: list[str]) -> int:
+        """Pass text on up to the next start marker."""
+        if self._is_after_calls:
+            at = first_non_space(text, at)
+            self._is_after_calls = at == len(text)
+        start = self._row.start
+        if not start or self._log.num_calls >= MAX_CALLS:
+            content.append(text[at:])
+            return len(text)
+        found = text.find(start, at)
+        if found >= 0:
+            content.append(text[at:found])
+            self._log.hold(start)
+            self._reader = self._new_reader()
+            return found + len(start)
+        shown = len(text) - num_held(text, start, at)
+        content.append(text[at:shown])
+        self._held = text[shown:]
+        return len(text)
+
+    def _read(self, reader: CallReader, text: str, at: int, content: list[str]) -> int:
+        at = reader.feed(text, at)
+        if reader.reading is not Reading.GOES_ON:
+            content.append(self._log.take_held())
+            self._reader = None
+            self._is_after_calls = reader.reading is Reading.DONE
+        return at
+
+    def _new_reader(self, *, is_bare: bool = False) -> CallReader:
+        row = self._row
+        match row.syntax:
+            case CallSyntax.PYTHON:
+                return PythonCalls(row, self._log, is_bare=is_bare)
+            case CallSyntax.NAMED:
+                return NamedCalls(row, self._log)
+            case _:
+                return JsonCalls(row, self._log, is_list=row.syntax is CallSyntax.JSON_LIST, is_bare=is_bare)

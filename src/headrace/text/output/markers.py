@@ -1,0 +1,26 @@
+"""Finds markers in text that arrives in pieces: what may still become one is held back."""
+
+from __future__ import annotations
+
+import re
+
+_NO_SPACE = re.compile(r"\S")
+
+
+def num_held(text: str, marker: str, begin: int = 0) -> int:
+    """Length of the longest end of `text`, from `begin` on, that begins `marker` without being all of it. O(length of the marker)."""
+    if not marker:
+        return 0
+    at = text.find(marker[0], max(begin, len(text) - len(marker) + 1))
+    while at >= 0:
+        if marker.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(marker[0], at + 1)
+    return 0
+
+
+def first_non_space(text: str, at: int = 0, end: int | None = None) -> int:
+    """Position of the first character from `at` on that is no white space; `end`, or the text's length, if there is none before it."""
+    end = len(text) if end is None else end
+    found = _NO_SPACE.search(text, at, end)
+    return found.start() if found else end

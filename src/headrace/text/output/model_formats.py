@@ -1,0 +1,44 @@
+"""The output formats of one model: the rows that its template or its operator chose, and what its tokenizer makes of their markers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from headrace.core.grammar import ReasoningSpan
+from headrace.text.output.formats import AUTO, ReasoningFormat, ToolFormat, reasoning_format, tool_format
+from headrace.text.template import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
+
+TAIL_TOKENS = 64
+"""Tokens at the end of a prompt that are looked at for an opening of the reasoning."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFormats:
+    """
+    tools, reasoning  None: the model's output is not searched for these
+    token_ids         ids of the rows' markers that are tokens of their own
+    """
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    token_ids: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer, template: ChatTemplate, *, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
+    ) -> ModelFormats:
+        """The rows of these names (`formats.AUTO`: the template chooses). Raises ConfigError for an unknown name."""
+        tools = tool_format(tool_call_parser, template.sources)
+        reasoning = reasoning_format(reasoning_parser, template.sources)
+        markers = (*(tools.markers if tools else ()), *((reasoning.start, reasoning.end) if reasoning else ()))
+        ids = {marker: tokenizer.token_to_id(marker) for marker in markers}
+        return cls(tools, reasoning, {marker: token_id for marker, token_id in ids.items() if token_id is not None})
+
+    def reasoning_span(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> ReasoningSpan | None:
+        """The reasoning that the output of a prompt may begin with, as a grammar is given it. None without a reasoning format."""
+        if self.reasoning is None:
+            return None
+        tail = tokenizer.join(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False).decode("utf-8", "replace")
+        return self.reasoning.span(is_open=self.reasoning.is_opened_by(tail))

@@ -1,0 +1,54 @@
+"""Separates generated text, as it arrives, into content, reasoning and tool calls.
+
+How it is split into pieces changes nothing: all deltas joined are the parse of the whole text. Nothing raises and nothing is lost but the
+markers of what was recognized, the white space after them, and what a call's JSON holds beside name and arguments. What looks like a call
+and is none is content. Memory is bounded (`reading.MAX_HELD_CHARS`), and time is linear in the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from headrace.text.output.calls import CallParser
+from headrace.text.output.delta import ParsedDelta
+from headrace.text.output.formats import ReasoningFormat, ToolFormat
+from headrace.text.output.reasoning import ReasoningSplitter
+
+
+class OutputParser:
+    """One output. reasoning: where its reasoning lies; None without a reasoning format"""
+
+    def __init__(
+        self,
+        tools: ToolFormat | None,
+        reasoning: ReasoningFormat | None,
+        *,
+        names: Set[str] = frozenset(),
+        is_reasoning_open: bool = False,
+    ) -> None:
+        """
+        names              functions that the request offers (`CallParser`)
+        is_reasoning_open  the prompt ends inside the reasoning
+        """
+        self._calls = CallParser(tools, names) if tools is not None else None
+        self.reasoning = ReasoningSplitter(reasoning, is_open=is_reasoning_open or reasoning.begins_open) if reasoning is not None else None
+
+    @property
+    def is_passed(self) -> bool:
+        """All further text is content: it need not be pushed."""
+        return (self.reasoning is None or self.reasoning.is_passed) and (self._calls is None or self._calls.is_passed)
+
+    def push(self, text: str) -> ParsedDelta:
+        reasoning, content = self.reasoning.push(text) if self.reasoning is not None else ("", text)
+        if self._calls is None or not content:
+            return ParsedDelta(content, reasoning)
+        content, pieces = self._calls.push(content)
+        return ParsedDelta(content, reasoning, pieces)
+
+    def finish(self) -> ParsedDelta:
+        """The end of the output: what was held back. Call it once."""
+        reasoning, content = self.reasoning.finish() if self.reasoning is not None else ("", "")
+        if self._calls is None:
+            return ParsedDelta(content, reasoning)
+        more, pieces = self._calls.push(content)
+        return ParsedDelta(more + self._calls.finish(), reasoning, pieces)

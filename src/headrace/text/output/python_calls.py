@@ -1,0 +1,208 @@
+"""Reads tool calls written in Python: [f(a=1, b="x"), g()]. Nothing is evaluated. Linear in the text, whatever its splits.
+
+Each argument is passed on as JSON when it is complete, since only its end shows that a Python literal has JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from enum import Enum
+
+from headrace.text.output.formats import ToolFormat
+from headrace.text.output.markers import first_non_space
+from headrace.text.output.python_literals import json_of_literal
+from headrace.text.output.reading import CallLog, EndMarker, Reading
+
+MAX_NAME_CHARS = 128
+"""Characters of a function's or an argument's name. Text with a longer one is no call."""
+
+MAX_ARGUMENTS = 128
+"""Arguments of one call. Text with more is no call."""
+
+MAX_LITERAL_DEPTH = 64
+"""Nesting of one argument. Text with more is no call."""
+
+_NO_WORD = re.compile(r"[^\w.-]")
+_STRUCTURE = re.compile(r"""['"()\[\]{},]""")
+_IN_STRING = {"'": re.compile(r"['\\]"), '"': re.compile(r'["\\]')}
+
+
+class _State(Enum):
+    """What is read next. White space may come before each."""
+
+    LIST = 1
+    NAME = 2
+    PARENTHESIS = 3
+    ARGUMENT = 4
+    EQUALS = 5
+    VALUE = 6
+    AFTER_VALUE = 7
+    AFTER_CALL = 8
+    END_MARKER = 9
+
+
+class PythonCalls:
+    """What follows a start marker, or stands at the beginning without one: a list of calls, and its end marker. A `CallReader`."""
+
+    def __init__(self, row: ToolFormat, log: CallLog, *, is_bare: bool = False) -> None:
+        """is_bare: no marker says that these are calls, so their names must be ones that the request offers"""
+        self._log, self._is_bare = log, is_bare
+        self._end_marker = EndMarker(row.end)
+        self._state = _State.LIST
+        self._word = ""
+        self._name = ""
+        self._arguments: list[str] = []
+        self._value: list[str] = []
+        self._literal = LiteralSpan()
+        self._is_begun = False
+        self.reading = Reading.GOES_ON
+
+    def feed(self, text: str, at: int) -> int:
+        while at < len(text) and self.reading is Reading.GOES_ON:
+            if self._log.room <= 0:
+                self.reading = Reading.FAILED
+            else:
+                at = self._read(text, at, min(len(text), at + self._log.room))
+        return at
+
+    def _read(self, text: str, at: int, end: int) -> int:
+        if self._state is _State.END_MARKER:
+            at, self.reading = self._end_marker.feed(self._log, text, at, end)
+            return at
+        if self._state is _State.VALUE:
+            return self._read_value(text, at, end)
+        if not self._word:
+            first = first_non_space(text, at, end)
+            self._log.hold(text[at:first])
+            at = first
+        if at == end:
+            return at
+        if self._state in (_State.NAME, _State.ARGUMENT) and (self._word or not _NO_WORD.match(text[at])):
+            return self._read_word(text, at, end)
+        if not self._take(text[at]):
+            self.reading = Reading.FAILED
+            return at
+        if self._state not in (_State.AFTER_CALL, _State.END_MARKER):
+            self._log.hold(text[at])
+        return at + 1
+
+    def _read_word(self, text: str, at: int, end: int) -> int:
+        found = _NO_WORD.search(text, at, min(end, at + MAX_NAME_CHARS - len(self._word)))
+        after = found.start() if found else min(end, at + MAX_NAME_CHARS - len(self._word))
+        self._log.hold(text[at:after])
+        self._word += text[at:after]
+        if found is None and after == at:
+            self.reading = Reading.FAILED
+        elif found is not None:
+            self._end_word()
+        return after
+
+    def _end_word(self) -> None:
+        word, self._word = self._word, ""
+        if self._state is _State.NAME:
+            self._name, self._state, self._is_begun = word, _State.PARENTHESIS, False
+            self._arguments.clear()
+            if self._is_bare and word not in self._log.names:
+                self.reading = Reading.FAILED
+        else:
+            self._state = _State.EQUALS
+            if word in self._arguments or len(self._arguments) == MAX_ARGUMENTS:
+                self.reading = Reading.FAILED
+            self._arguments.append(word)
+
+    def _take(self, char: str) -> bool:
+        """Go on by one character of the form. False if it cannot stand here."""
+        match self._state, char:
+            case (_State.LIST, "[") | (_State.AFTER_CALL, ","):
+                self._state = _State.NAME
+            case (_State.PARENTHESIS, "("):
+                self._state = _State.ARGUMENT
+            case (_State.EQUALS, "="):
+                self._state, self._literal = _State.VALUE, LiteralSpan()
+            case (_State.AFTER_VALUE, ","):
+                self._state = _State.ARGUMENT
+            case (_State.ARGUMENT | _State.AFTER_VALUE, ")"):
+                return self._end_call()
+            case (_State.AFTER_CALL, "]"):
+                self._state = _State.END_MARKER
+            case _:
+                return False
+        return True
+
+    def _end_call(self) -> bool:
+        self._state = _State.AFTER_CALL
+        if self._is_begun:
+            self._log.add("}")
+            self._log.forget_held()
+            return True
+        return self._log.begin(self._name, "{}")
+
+    def _read_value(self, text: str, at: int, end: int) -> int:
+        after = self._literal.feed(text, at, end)
+        self._log.hold(text[at:after])
+        self._value.append(text[at:after])
+        if self._literal.is_broken or (self._literal.is_over and not self._end_value()):
+            self.reading = Reading.FAILED
+        return after
+
+    def _end_value(self) -> bool:
+        value = json_of_literal("".join(self._value))
+        self._value.clear()
+        self._state = _State.AFTER_VALUE
+        if value is None:
+            return False
+        item = f"{json.dumps(self._arguments[-1], ensure_ascii=False)}: {value}"
+        if self._is_begun:
+            self._log.add(", " + item)
+            self._log.forget_held()
+            return True
+        self._is_begun = self._log.begin(self._name, "{" + item)
+        return self._is_begun
+
+
+class LiteralSpan:
+    """Finds the end of an argument: the comma or parenthesis after it, which belongs no longer to it."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quote = ""
+        self._is_escaped = False
+        self.is_over = False
+        self.is_broken = False
+
+    def feed(self, text: str, at: int, end: int) -> int:
+        """Position after the last character of `text` from `at` to `end` that belongs to the argument."""
+        while at < end and not (self.is_over or self.is_broken):
+            at = self._string(text, at, end) if self._quote else self._structure(text, at, end)
+        return at
+
+    def _string(self, text: str, at: int, end: int) -> int:
+        if self._is_escaped:
+            self._is_escaped = False
+            return at + 1
+        found = _IN_STRING[self._quote].search(text, at, end)
+        if found is None:
+            return end
+        if found[0] == "\\":
+            self._is_escaped = True
+        else:
+            self._quote = ""
+        return found.end()
+
+    def _structure(self, text: str, at: int, end: int) -> int:
+        found = _STRUCTURE.search(text, at, end)
+        if found is None:
+            return end
+        mark = found[0]
+        if mark in "'\"":
+            self._quote = mark
+        elif mark in "([{":
+            self._depth += 1
+            self.is_broken = self._depth > MAX_LITERAL_DEPTH
+        elif self._depth == 0:
+            self.is_over, self.is_broken = mark in ",)", mark in "]}"
+            return found.start()
+        elif mark != ",":
+            self._depth -= 1
+        return found.end()

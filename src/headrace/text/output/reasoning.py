@@ -1,0 +1,98 @@
+"""Separates the reasoning at the beginning of an output from the answer that follows it."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from headrace.text.output.formats import ReasoningFormat
+from headrace.text.output.markers import first_non_space, num_held
+
+
+class _State(Enum):
+    BEGINNING = 1
+    """Only white space and perhaps the beginning of the start marker were read; they are held."""
+    AFTER_START = 2
+    INSIDE = 3
+    AFTER_END = 4
+    PASSED = 5
+
+
+class ReasoningSplitter:
+    """One output's reasoning. White space directly after a marker belongs to the format and is dropped.
+
+    num_chars    characters read
+    num_decided  characters of which it is known whether they are reasoning
+    begin, end   where the reasoning begins and ends, in characters of the output; None until known. An output without any has no `begin`
+    """
+
+    def __init__(self, row: ReasoningFormat, *, is_open: bool) -> None:
+        self._row = row
+        self._held = ""
+        self.num_chars = 0
+        self.begin: int | None = None
+        self.end: int | None = None
+        if is_open:
+            self._state, self.begin = _State.AFTER_START, 0
+        else:
+            self._state = _State.BEGINNING
+
+    @property
+    def is_passed(self) -> bool:
+        """All further text is content."""
+        return self._state is _State.PASSED
+
+    @property
+    def num_decided(self) -> int:
+        return self.num_chars - len(self._held)
+
+    def push(self, text: str) -> tuple[str, str]:
+        """(reasoning, content) that `text` adds."""
+        self.num_chars += len(text)
+        if self._state is _State.PASSED:
+            return "", text
+        text, self._held = self._held + text, ""
+        reasoning = ""
+        if self._state is _State.BEGINNING:
+            text = self._begin(text)
+        if self._state is _State.AFTER_START:
+            text = self._without_space(text, _State.INSIDE)
+        if self._state is _State.INSIDE:
+            reasoning, text = self._inside(text)
+        if self._state is _State.AFTER_END:
+            text = self._without_space(text, _State.PASSED)
+        return reasoning, text
+
+    def finish(self) -> tuple[str, str]:
+        """What was held back. Call it once."""
+        held, self._held = self._held, ""
+        return (held, "") if self._state is _State.INSIDE else ("", held)
+
+    def _begin(self, text: str) -> str:
+        """Look for the start marker. Returns what follows it, or all of `text` where there is none."""
+        first = first_non_space(text)
+        if text.startswith(self._row.start, first):
+            text = text[first + len(self._row.start) :]
+            self.begin = self.num_chars - len(text)
+            self._state = _State.AFTER_START
+        elif self._row.start.startswith(text[first:]):
+            self._held, text = text, ""
+        else:
+            self._state = _State.PASSED
+        return text
+
+    def _inside(self, text: str) -> tuple[str, str]:
+        at = text.find(self._row.end)
+        if at >= 0:
+            reasoning, text = text[:at], text[at + len(self._row.end) :]
+            self.end = self.num_chars - len(text) - len(self._row.end)
+            self._state = _State.AFTER_END
+            return reasoning, text
+        shown = len(text) - num_held(text, self._row.end)
+        self._held = text[shown:]
+        return text[:shown], ""
+
+    def _without_space(self, text: str, then: _State) -> str:
+        text = text[first_non_space(text) :]
+        if text:
+            self._state = then
+        return text

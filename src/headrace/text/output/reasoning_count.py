@@ -1,0 +1,48 @@
+"""Counts an output's reasoning tokens: those whose text begins inside the reasoning. Its markers are not counted."""
+
+from __future__ import annotations
+
+from codecs import getincrementaldecoder
+from collections import deque
+from collections.abc import Sequence, Set
+
+from headrace.text.output.reasoning import ReasoningSplitter
+from headrace.text.tokenizer import Tokenizer
+
+
+class ReasoningCount:
+    """A token waits until it is known whether the character that it begins with is reasoning.
+
+    num_tokens  counted so far
+    """
+
+    def __init__(self, splitter: ReasoningSplitter, tokenizer: Tokenizer, skipped: Set[int]) -> None:
+        """skipped: ids of tokens without text"""
+        self._splitter = splitter
+        self._token_bytes = tokenizer.token_bytes
+        self._skipped = skipped
+        self._begins: deque[int] = deque()
+        self.num_tokens = 0
+
+    def add(self, text: str, token_ids: Sequence[int]) -> None:
+        """Take the tokens of a text that the splitter is given next. Both end with a whole character."""
+        if self._splitter.is_passed:
+            return
+        begin = self._splitter.num_chars
+        if len(token_ids) == 1:
+            self._begins.extend([begin] if text else [])
+            return
+        decoder, end = getincrementaldecoder("utf-8")("replace"), begin + len(text)
+        for token_id in token_ids:
+            spelled = b"" if token_id in self._skipped else self._token_bytes(token_id)
+            if spelled and begin < end:
+                self._begins.append(begin)
+            begin += len(decoder.decode(spelled))
+
+    def update(self) -> None:
+        """Count the tokens that are decided, after the splitter has read."""
+        splitter, begins = self._splitter, self._begins
+        while begins and begins[0] < splitter.num_decided:
+            at = begins.popleft()
+            if splitter.begin is not None and splitter.begin <= at and (splitter.end is None or at < splitter.end):
+                self.num_tokens += 1

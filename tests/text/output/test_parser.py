@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import json
+import random
+import time
+import tracemalloc
+from itertools import combinations
+
+import output_texts
+import pytest
+from output_texts import Case, Parsed
+
+from headrace.text.output import calls, json_calls, named_calls, python_calls, reading
+from headrace.text.output.formats import TOOL_FORMATS
+
+F = '{"name": "f", "arguments": {"a": 1}}'
+SURROGATE = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'
+PYTHON = "[f(a = 'it\\'s\\n\\u00e9', b=[True, None, {\"k\": -1.5e3,},],)]"
+BROKEN = '{"name": "f", "arguments": {"a": {'
+
+
+EXAMPLES: list[tuple[str, str, Parsed]] = [
+    ("hermes", "Just text < and </ and {.", Parsed("Just text < and </ and {.")),
+    ("hermes", f"Hi \n<tool_call>\n{F}\n</tool_call>\n", Parsed("Hi \n", calls=[("f", '{"a": 1}')])),
+    ("hermes", f"<tool_call>{F}</tool_call>\n<tool_call>{F}</tool_call> ok", Parsed("ok", calls=[("f", '{"a": 1}')] * 2)),
+    ("hermes", "<think>\nwhy\n</think>\n\nso", Parsed("so", "why\n")),
+    ("hermes", " <think>why", Parsed("", "why")),
+    ("hermes", "so <think>is a tag</think>", Parsed("so <think>is a tag</think>")),
+    ("hermes", '<tool_call>{"arguments": {"b": "}"}, "id": [1, {}], "name": "g"}</tool_call>', Parsed(calls=[("g", '{"b": "}"}')])),
+    ("hermes", '<tool_call>{"name": "any\\u0041"}</tool_call>', Parsed(calls=[("anyA", "{}")])),
+    ("hermes", '<tool_call>{"name": "f", "parameters": {"a" :1.0,"a":2}}</tool_call>', Parsed(calls=[("f", '{"a" :1.0,"a":2}')])),
+    ("hermes", f"<tool_call>{F}", Parsed(calls=[("f", '{"a": 1}')])),
+    ("hermes", "<tool_call>" + BROKEN, Parsed(calls=[("f", '{"a": {')])),
+    ("hermes", f"<tool_call>{BROKEN}</tool_call> x", Parsed("</tool_call> x", calls=[("f", '{"a": {')])),
+    ("hermes", f"<tool_call>no<tool_call>{F}</tool_call>", Parsed("<tool_call>no", calls=[("f", '{"a": 1}')])),
+    (
+        "hermes",
+        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+        Parsed('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+    ),
+    ("hermes", '<tool_call>{"name": "", "arguments": {}}', Parsed('<tool_call>{"name": "", "arguments": {}}')),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}', Parsed('<tool_call>{"name": "f", "arguments": "{}"}')),
+    ("hermes", f"<tool_call>{F} and</tool_call>", Parsed(" and</tool_call>", calls=[("f", '{"a": 1}')])),
+    ("llama3_json", ' {"name": "f", "parameters": {"a": 1}}\n', Parsed(calls=[("f", '{"a": 1}')])),
+    ("llama3_json", f"{F}; {F} tail", Parsed("tail", calls=[("f", '{"a": 1}')] * 2)),
+    ("llama3_json", ' {"name": "Bob", "parameters": {}}', Parsed(' {"name": "Bob", "parameters": {}}')),
+    ("llama3_json", '{"name": "f"}', Parsed('{"name": "f"}')),
+    ("llama3_json", f"See: {F}", Parsed(f"See: {F}")),
+    ("llama3_json", '<|python_tag|>{"name": "other", "parameters": {}}', Parsed(calls=[("other", "{}")])),
+    ("mistral", f"Hm.[TOOL_CALLS] [{F}, {F}]", Parsed("Hm.", calls=[("f", '{"a": 1}')] * 2)),
+    ("mistral", "[TOOL_CALLS] []", Parsed("[TOOL_CALLS] []")),
+    ("mistral_named", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]x[CALL_ID]123abc[ARGS]{}', Parsed(calls=[("f", '{"a": 1}'), ("x", "{}")])),
+    ("mistral_named", '[TOOL_CALLS]f{"a": 1}', Parsed(calls=[("f", '{"a": 1}')])),
+    ("mistral_named", f"[TOOL_CALLS] [{F}]", Parsed(calls=[("f", '{"a": 1}')])),
+    ("mistral_named", "[TOOL_CALLS]two words{}", Parsed("[TOOL_CALLS]two words{}")),
+    ("pythonic", "[f(a=1), g()]", Parsed(calls=[("f", '{"a": 1}'), ("g", "{}")])),
+    ("pythonic", PYTHON, Parsed(calls=[("f", '{"a": "it\'s\\n\u00e9", "b": [true, null, {"k": -1.5e3}]}')])),
+    ("pythonic", "[1, 2]", Parsed("[1, 2]")),
+    ("pythonic", "[print(a=1)]", Parsed("[print(a=1)]")),
+    ("pythonic", "[f(a=__import__('os'))]", Parsed("[f(a=__import__('os'))]")),
+    ("pythonic", "[f(a=1, a=2)]", Parsed(", a=2)]", calls=[("f", '{"a": 1')])),
+    ("pythonic", "Say [f(a=1)]", Parsed("Say [f(a=1)]")),
+    ("llama4_pythonic", "ok <|python_start|>[x(y='z')]<|python_end|>", Parsed("ok ", calls=[("x", '{"y": "z"}')])),
+    ("granite", f"<|tool_call|>[{F}]", Parsed(calls=[("f", '{"a": 1}')])),
+    ("jamba", f"<tool_calls>[{F}]</tool_calls>", Parsed(calls=[("f", '{"a": 1}')])),
+    ("phi4_mini_json", f"functools[{F}]", Parsed(calls=[("f", '{"a": 1}')])),
+]
+
+
+@pytest.mark.parametrize(("tools", "text", "expected"), EXAMPLES, ids=[f"{row}-{number}" for number, (row, _, _) in enumerate(EXAMPLES)])
+def test_examples(tools: str, text: str, expected: Parsed) -> None:
+    assert Case(tools, "qwen3", text).whole() == expected
+
+
+def test_every_format_has_examples_with_a_call() -> None:
+    assert {row for row, _, expected in EXAMPLES if expected.calls} == set(TOOL_FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "is_open", "text", "expected"),
+    [
+        ("qwen3", True, "\nwhy</think>so", Parsed("so", "why")),
+        ("deepseek_r1", False, "why</think>\n\nso", Parsed("so", "why")),
+        ("deepseek_r1", False, "only why", Parsed("", "only why")),
+        ("mistral", False, "[THINK]why[/THINK]so [THINK]", Parsed("so [THINK]", "why")),
+        ("reasoning", False, "<reasoning>a</think></reasoning>b", Parsed("b", "a</think>")),
+        ("seed_oss", False, "<seed:think>a<b</seed:think>", Parsed("", "a<b")),
+        (None, False, "<think>why</think>", Parsed("<think>why</think>")),
+    ],
+)
+def test_reasoning(reasoning: str | None, is_open: bool, text: str, expected: Parsed) -> None:
+    assert Case(None, reasoning, text, is_open).whole() == expected
+
+
+def test_a_call_in_the_reasoning_is_none() -> None:
+    text = f"<think><tool_call>{F}</tool_call></think><tool_call>{F}</tool_call>"
+
+    assert Case("hermes", "qwen3", text).whole() == Parsed("", f"<tool_call>{F}</tool_call>", [("f", '{"a": 1}')])
+
+
+@pytest.mark.parametrize(("tools", "text", "expected"), EXAMPLES, ids=[f"{row}-{number}" for number, (row, _, _) in enumerate(EXAMPLES)])
+def test_each_split_into_three_gives_the_whole(tools: str, text: str, expected: Parsed) -> None:
+    case = Case(tools, "qwen3", text)
+    for first, second in combinations(range(len(text) + 1), 2):
+        pieces = [text[:first], text[first:second], text[second:]]
+        assert output_texts.parsed(case.parser(), pieces) == expected, pieces
+
+
+def test_long_examples_are_the_same_cut_anywhere() -> None:
+    """All examples of a format joined, 200 characters and more: every cut in two, and all single characters."""
+    for row in TOOL_FORMATS:
+        text = "<think>hm\n</think>" + "".join([text for name, text, _ in EXAMPLES if name == row])[:400]
+        case = Case(row, "qwen3", text)
+        whole = case.whole()
+        assert case.split(lambda: 1) == whole
+        assert all(output_texts.parsed(case.parser(), [text[:cut], text[cut:]]) == whole for cut in range(len(text)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_texts_are_the_same_in_every_split(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(150):
+        output_texts.check_case(output_texts.random_case(rng), rng)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_texts_at_every_limit_are_the_same_in_every_split(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "MAX_HELD_CHARS", 24)
+    monkeypatch.setattr(json_calls, "MAX_KEY_CHARS", 12)
+    monkeypatch.setattr(named_calls, "MAX_HEADER_CHARS", 9)
+    monkeypatch.setattr(python_calls, "MAX_NAME_CHARS", 4)
+    monkeypatch.setattr(python_calls, "MAX_ARGUMENTS", 2)
+    monkeypatch.setattr(python_calls, "MAX_LITERAL_DEPTH", 2)
+    for module in (reading, calls):
+        monkeypatch.setattr(module, "MAX_CALLS", 2)
+    rng = random.Random(seed)
+    for _ in range(200):
+        output_texts.check_case(output_texts.random_case(rng), rng)
+
+
+def test_arguments_stream_as_they_come() -> None:
+    parser = Case("hermes", None, "").parser()
+    text = '<tool_call>{"name": "f", "arguments": {"a": "long"}}</tool_call>'
+    pieces = [call for char in text for call in parser.push(char).tool_calls]
+
+    assert [piece.name for piece in pieces] == ["f"] + [None] * len('{"a": "long"}')
+    assert "".join([piece.arguments for piece in pieces]) == '{"a": "long"}'
+
+
+def test_more_calls_than_the_limit_are_text() -> None:
+    one = f"<tool_call>{F}</tool_call>"
+    found = Case("hermes", None, one * (reading.MAX_CALLS + 2)).whole()
+
+    assert len(found.calls) == reading.MAX_CALLS
+    assert found.text == one * 2
+
+
+def test_a_parser_that_will_find_nothing_more_says_so() -> None:
+    parser = Case("pythonic", "qwen3", "").parser()
+    assert not parser.is_passed
+    parser.push("<think>a</think>b")
+
+    assert parser.is_passed
+    assert Case(None, None, "").parser().is_passed
+    assert not Case("hermes", None, "").parser().is_passed
+
+
+ONE = 1 << 20
+HOSTILE = {
+    "prose": ("hermes", "word < " * (ONE // 7)),
+    "half markers": ("hermes", "<tool_cal" * (ONE // 9)),
+    "markers": ("hermes", "<tool_call>" * (ONE // 11)),
+    "open keys": ("hermes", '<tool_call>{"' * (ONE // 13)),
+    "one long argument": ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "' + "x" * ONE),
+    "arguments of backslashes": ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "' + "\\" * ONE),
+    "deep arguments": ("hermes", '<tool_call>{"name": "f", "arguments": {' + "[" * ONE),
+    "arguments before the name": ("hermes", ('<tool_call>{"arguments": {' + "[" * 1000 + "]" * 1000 + "}, ") * (ONE // 2000)),
+    "white space": ("hermes", "<tool_call>" + " " * ONE),
+    "a huge name": ("hermes", '<tool_call>{"name": "' + "f" * ONE),
+    "calls": ("hermes", f"<tool_call>{F}</tool_call>" * (ONE // 60)),
+    "a list": ("mistral", "[TOOL_CALLS][" + f"{F}, " * (ONE // 40)),
+    "a header": ("mistral_named", "[TOOL_CALLS]" + "f" * ONE),
+    "headers": ("mistral_named", "[TOOL_CALLS]f[ARGS]" * (ONE // 19)),
+    "objects": ("llama3_json", f"{F}; " * (ONE // 40)),
+    "a literal": ("pythonic", "[f(a='" + "x\\'" * (ONE // 3)),
+    "arguments": ("pythonic", "[f(" + "".join([f"a{n}=1, " for n in range(ONE // 10)])),
+    "python calls": ("pythonic", "[" + "f(a={'k': [1]}), " * (ONE // 20)),
+    "reasoning": ("hermes", "<think>" + "</thin" * (ONE // 6)),
+}
+
+
+def cpu_s(name: str, size: int, piece: int) -> float:
+    tools, text = HOSTILE[name]
+    case = Case(tools, "qwen3", text[:size])
+    started = time.process_time()
+    case.split(lambda: piece)
+    return time.process_time() - started
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_megabyte_takes_linear_time(name: str) -> None:
+    """Four times the text takes about four times as long; a parse that is quadratic in anything takes sixteen."""
+    assert cpu_s(name, ONE, 4096) < 9 * cpu_s(name, ONE // 4, 4096) + 0.1
+    assert cpu_s(name, ONE // 8, 4) < 9 * cpu_s(name, ONE // 32, 4) + 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_megabyte_in_pieces_of_a_token_takes_linear_time(name: str) -> None:
+    assert cpu_s(name, ONE, 4) < 6 * cpu_s(name, ONE // 4, 4) + 0.1
+
+
+@pytest.mark.parametrize("name", ["white space", "a huge name", "a header", "a literal", "arguments before the name", "open keys"])
+def test_memory_stays_bounded_while_nothing_is_decided(name: str) -> None:
+    tools, text = HOSTILE[name]
+    parser = Case(tools, "qwen3", "").parser()
+    tracemalloc.start()
+    try:
+        for at in range(0, ONE, 1000):
+            parser.push(text[at : at + 1000])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * reading.MAX_HELD_CHARS
+
+
+def test_python_values_are_json() -> None:
+    (call,) = Case("pythonic", None, r"""[f(s="a\x41\"\t", n=-3, l=[], d={'x': {'y': [False]}}, u='\ud83d\ude00')]""").whole().calls
+
+    assert json.loads(call[1]) == {"s": 'aA"\t', "n": -3, "l": [], "d": {"x": {"y": [False]}}, "u": "\U0001f600"}
