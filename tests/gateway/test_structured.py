@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -11,7 +12,7 @@ import pytest
 from gateway_kit import MODEL, TestBench, open_bench, serving
 
 from headrace.core.errors import InvalidRequest
-from headrace.core.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+from headrace.core.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, ReasoningSpan
 from headrace.core.request import EngineRequest
 from headrace.gateway.surfaces.body import MAX_INLINE_BYTES
 from headrace.text.folder import TextModel
@@ -29,6 +30,9 @@ BY_LARK = Grammar(GrammarKind.LARK, 'start: "a"')
 BY_GBNF = Grammar.ebnf('root ::= "a"')
 ANY_OBJECT = Grammar.json_object()
 YES_OR_NO = Grammar.choice(["yes", "no"])
+
+THINK = ReasoningSpan(start="<think>", end="</think>")
+"""Of the bench's template."""
 
 FIELDS: list[tuple[dict[str, Any], Grammar | None, str]] = [
     ({"response_format": {"type": "text"}}, None, ""),
@@ -84,7 +88,9 @@ async def test_every_dialects_field_becomes_one_grammar(
 ) -> None:
     response = await ask(bench, path, fields)
     assert response.status_code == 200, response.text
-    assert bench.replica.requests[-1].grammar == grammar
+    sent = bench.replica.requests[-1].grammar
+    assert sent is None or sent.reasoning == (THINK if "chat" in path else None)
+    assert (sent and replace(sent, reasoning=None)) == grammar
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
@@ -113,11 +119,27 @@ async def test_an_end_that_is_ignored_does_not_go_with_a_grammar(bench: TestBenc
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "required", {"function": {"name": "now"}}])
-async def test_a_grammar_does_not_go_with_functions_that_may_be_called(bench: TestBench, choice: object) -> None:
+async def test_a_document_may_stand_where_calls_may_but_not_where_they_must(bench: TestBench, choice: object) -> None:
     tools = [{"function": {"name": "now"}}]
     response = await bench.chat(tools=tools, tool_choice=choice, response_format={"type": "json_object"})
+    if choice in (None, "auto"):
+        assert response.status_code == 200
+        sent = bench.replica.requests[-1].grammar
+        assert sent is not None
+        assert sent.kind is GrammarKind.LARK
+        assert sent.source.startswith("start: ")
+        assert "| document" in sent.source
+        return
     assert (response.status_code, response.json()["error"]["param"]) == (400, "response_format")
-    assert "absent beside functions" in response.json()["error"]["message"]
+    assert 'tool_choice "auto" or "none" beside it' in response.json()["error"]["message"]
+
+
+async def test_only_a_schema_may_stand_beside_functions(bench: TestBench) -> None:
+    tools = [{"function": {"name": "now"}}]
+    for fields in ({"guided_regex": "a"}, {"guided_choice": ["a"]}):
+        response = await bench.chat(tools=tools, **fields)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(fields)))
+        assert (await bench.chat(tools=tools, tool_choice="none", **fields)).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -231,7 +253,9 @@ async def test_a_foreign_server_gets_the_clients_own_field(text: TextModel, fiel
             for path in PATHS:
                 response = await ask(near, path, fields)
                 assert response.status_code == 200, response.text
-                assert far.replica.requests[-1].grammar == grammar
+                sent = far.replica.requests[-1].grammar
+                assert sent is not None
+                assert replace(sent, reasoning=None) == grammar
 
 
 async def test_the_memory_of_a_grammar_is_counted(text: TextModel) -> None:

@@ -9,9 +9,13 @@ import msgspec
 import pytest
 from gateway_kit import MODEL, SAID, TestBench, chat_body, headers, open_bench, serving
 
+from headrace.core.errors import InvalidRequest
+from headrace.core.grammar import ReasoningSpan
+from headrace.core.request import EngineRequest
 from headrace.core.tools import MAX_TOOLS
 from headrace.gateway.surfaces.dialect.tools import MAX_CALLS, MAX_TOOLS_BYTES
 from headrace.text.folder import TextModel
+from headrace.wire.stream import ReplicaStream
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -192,3 +196,55 @@ async def test_another_server_is_sent_the_fields_as_the_client_wrote_them(text: 
                 assert (await far.chat(**fields)).status_code == 200
                 sent, same = far.replica.requests[-2:]
                 assert sent.prompt_ids == same.prompt_ids
+
+
+STRICT = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+FORCED: list[tuple[dict[str, Any], bool]] = [
+    ({"tools": [WEATHER]}, False),
+    ({"tools": [WEATHER], "tool_choice": "auto"}, False),
+    ({"tools": [STRICT], "tool_choice": "none"}, False),
+    ({"tools": [STRICT]}, True),
+    ({"tools": [WEATHER], "parallel_tool_calls": False}, True),
+    ({"tools": [WEATHER], "tool_choice": "required"}, True),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}, True),
+]
+
+
+@pytest.mark.parametrize(("fields", "is_forced"), FORCED, ids=str)
+async def test_calls_are_forced_by_a_grammar_where_the_request_binds_them(
+    bench: TestBench, fields: dict[str, Any], is_forced: bool
+) -> None:
+    assert (await bench.chat(**fields)).status_code == 200
+    grammar = bench.replica.requests[-1].grammar
+    assert (grammar is not None) is is_forced
+    if grammar is not None:
+        assert "get_weather" in grammar.source
+        assert grammar.reasoning == ReasoningSpan(start="<think>", end="</think>")
+
+
+@pytest.mark.parametrize(("fields", "span"), [({}, True), ({"enable_thinking": False}, False)])
+async def test_a_grammar_binds_after_the_reasoning_unless_the_prompt_has_ended_it(
+    bench: TestBench, fields: dict[str, Any], span: bool
+) -> None:
+    await bench.chat(tools=[WEATHER], tool_choice="required", **fields)
+    grammar = bench.replica.requests[-1].grammar
+    assert grammar is not None
+    assert (grammar.reasoning is not None) is span
+
+
+async def test_the_engine_refusing_the_functions_schema_names_the_functions(bench: TestBench) -> None:
+    def refuse(request: EngineRequest, stream: ReplicaStream) -> None:
+        stream.reject(InvalidRequest("grammar", "no keyword that is not known", None))
+
+    bench.replica.on_submit = refuse
+    response = await bench.chat(tools=[STRICT])
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+
+
+async def test_a_model_whose_calls_cannot_be_read_refuses_functions(text: TextModel) -> None:
+    models = [{"name": MODEL, "folder": "/nowhere", "replicas": [{"name": "r0", "address": "unix:/nowhere"}], "tool_call_parser": "none"}]
+    async with open_bench(text, models=models) as bench:
+        response = await bench.chat(tools=[WEATHER])
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+        assert "--tool-call-parser" in response.json()["error"]["message"]
+        assert (await bench.chat(tools=[WEATHER], tool_choice="none")).status_code == 200

@@ -27,6 +27,7 @@ from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.weights import HUB_ID
 from headrace.gateway.config import ForeignConfig, GatewayConfig, ModelConfig, ReplicaConfig, config_from
 from headrace.observe.logs import LogFormat
+from headrace.text.output.formats import AUTO, reasoning_format, tool_format
 
 ENV_PREFIX = "HEADRACE_"
 
@@ -49,6 +50,8 @@ class ModelSection:
     name      what clients ask for; default: the hub id, the folder's name, or what the foreign server calls it
     aliases   further names for it
     replicas  engine processes, each with its own copy of the weights
+
+    tool_call_parser, reasoning_parser  how the model writes calls and reasoning: a name of `text.output.formats`, auto or none
     """
 
     engine: EngineConfig | None = None
@@ -56,6 +59,12 @@ class ModelSection:
     name: str = ""
     aliases: tuple[str, ...] = ()
     replicas: int = 1
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
+
+    @property
+    def parsers(self) -> dict[str, str]:
+        return {"tool_call_parser": self.tool_call_parser, "reasoning_parser": self.reasoning_parser}
 
     @property
     def num_engines(self) -> int:
@@ -113,7 +122,12 @@ class ServeConfig:
         if model.engine is None:
             if model.replicas != 1:
                 raise ConfigError(f"{where}.replicas", "counts engines, and this model has none", "Leave it out beside upstream.")
+            for name, parser in model.parsers.items():
+                if parser != AUTO:
+                    raise ConfigError(f"{where}.{name}", "is for text of our engines", "Leave it out: the other server parses its output.")
             return
+        tool_format(model.tool_call_parser, (), where=f"{where}.tool_call_parser")
+        reasoning_format(model.reasoning_parser, (), where=f"{where}.reasoning_parser")
         self._check_engine(where, model.engine)
 
     def _check_engine(self, where: str, engine: EngineConfig) -> None:
@@ -144,7 +158,7 @@ class ServeConfig:
             spec = ModelSpec(name=model.served_name, aliases=model.aliases, replicas=model.num_engines)
             if model.engine is not None:
                 engine = asdict(model.engine)
-                spec = replace(spec, folder=resolve(engine.pop("model")), engine=engine)
+                spec = replace(spec, folder=resolve(engine.pop("model")), engine=engine, gateway=model.parsers)
             elif model.upstream is not None:
                 spec = replace(spec, upstream=asdict(model.upstream))
             models.append(spec)

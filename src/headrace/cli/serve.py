@@ -28,6 +28,8 @@ FLAG_PATHS = {
     **{flag.parameter: f"model.engine.{flag.field}" for flag in ENGINE_FLAGS},
     "model": "model.engine.model",
     "replicas": "model.replicas",
+    "tool_call_parser": "model.tool_call_parser",
+    "reasoning_parser": "model.reasoning_parser",
     "host": "gateway.host",
     "port": "gateway.port",
     "allowed_hosts": "gateway.allowed_hosts",
@@ -73,6 +75,12 @@ def serve(
         list[str] | None, Flag("--allowed-origins", help="Origin whose pages a browser lets use this server, or *; again for more.")
     ] = None,
     replicas: Annotated[int | None, Flag("--replicas", help="Engine processes, each with its own weights.")] = None,
+    tool_call_parser: Annotated[
+        str | None, Flag("--tool-call-parser", help="How the model writes calls: hermes, llama3_json, mistral, ...; none. Default auto.")
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None, Flag("--reasoning-parser", help="How the model marks reasoning: qwen3, deepseek_r1, ...; none. Default auto.")
+    ] = None,
     request_log: Annotated[
         str | None, Flag("--request-log", help="One line per request: on (stdout), off, stderr or a file. Default on.")
     ] = None,

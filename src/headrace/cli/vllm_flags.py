@@ -55,7 +55,6 @@ class TranslatedFlag:
 
 _QUANTIZED = "Use --kv-cache-dtype int8: its scales are computed as tokens come."
 _LORA = "Adapters are not served yet; merge the adapter into the base weights."
-_TOOLS = "Tool calls are not parsed yet; the model's text is returned as it is."
 _TLS = "Terminate TLS in a proxy in front of the gateway."
 _PARALLEL = "A replica runs in one process for now; use --replicas N to use more of the machine."
 _MEDIA = "Only text models are served."
@@ -87,6 +86,9 @@ TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
     "--max-parallel-loading-workers": IgnoredFlag("weights are read by one process", takes_value=True),
     "--disable-frontend-multiprocessing": IgnoredFlag("gateway and engine are always processes of their own"),
     "--use-v2-block-manager": IgnoredFlag("there is one block manager"),
+    "--enable-auto-tool-choice": IgnoredFlag("a model may call functions wherever a request has tools"),
+    "--exclude-tools-when-tool-choice-none": IgnoredFlag('with tool_choice "none" functions are always left out of the prompt'),
+    "--enable-reasoning": IgnoredFlag("reasoning is separated where the chat template shows its form, or --reasoning-parser names it"),
     "--enable-prompt-tokens-details": IgnoredFlag("usage always says how many prompt tokens were cached"),
     # not here
     "--calculate-kv-scales": RefusedFlag(_QUANTIZED, None),
@@ -100,10 +102,8 @@ TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
     "--lora-modules": RefusedFlag(_LORA),
     "--max-loras": RefusedFlag(_LORA),
     "--max-lora-rank": RefusedFlag(_LORA),
-    "--enable-auto-tool-choice": RefusedFlag(_TOOLS, None),
-    "--tool-call-parser": RefusedFlag(_TOOLS),
-    "--tool-parser-plugin": RefusedFlag(_TOOLS),
-    "--reasoning-parser": RefusedFlag("Reasoning is not split from the answer yet; it is part of the text."),
+    "--tool-parser-plugin": RefusedFlag("Code named on a command line is never loaded; --tool-call-parser names a known form of calls."),
+    "--reasoning-parser-plugin": RefusedFlag("Code named on a command line is never loaded; --reasoning-parser names a known form."),
     "--structured-outputs-config": RefusedFlag("Constrained output is not supported yet."),
     "--guided-decoding-backend": RefusedFlag("Constrained output is not supported yet.", ("auto",)),
     "--speculative-config": RefusedFlag(_SPECULATIVE),

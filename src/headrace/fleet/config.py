@@ -31,6 +31,7 @@ class ModelSpec:
     replicas  engine processes, each with its own copy of the weights; none beside `upstream`
     engine    options of `engine.config.EngineConfig` beside `model`, checked when they are decoded and again by the engine
     upstream  the foreign server that answers instead of engines: the gateway's own options of it
+    gateway   the gateway's own options of a model that engines serve
     """
 
     name: str
@@ -39,6 +40,7 @@ class ModelSpec:
     replicas: int = 1
     engine: Mapping[str, object] = field(default_factory=dict)
     upstream: Mapping[str, object] | None = None
+    gateway: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -162,7 +162,7 @@ def _gateway_model(model: ModelSpec, replicas: list[ReplicaFiles]) -> dict[str, 
     if model.upstream is not None:
         return {**named, "upstream": dict(model.upstream)}
     listening = [{"name": replica.name, "address": replica.address} for replica in replicas if replica.model == model.name]
-    return {**named, "folder": str(model.folder), "replicas": listening}
+    return {**named, **model.gateway, "folder": str(model.folder), "replicas": listening}
 
 
 def _with_drain(config: FleetConfig) -> dict[str, object]:

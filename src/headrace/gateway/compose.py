@@ -37,6 +37,7 @@ from headrace.observe.metrics import MemoryReading, Metrics
 from headrace.observe.request_log import RequestLog
 from headrace.policy.routing.choice import Random, ReplicaId
 from headrace.text.folder import TextModel, load_text
+from headrace.text.output.model_formats import ModelFormats
 from headrace.wire.client import ReplicaClient
 from headrace.wire.service import Expectation
 
@@ -159,9 +160,14 @@ async def _open_models(
         else:
             pool = await stack.enter_async_context(_replica_pool(model, texts[model.name], metrics, connect, sources))
             text = ModelText(text_pool, model.name, texts[model.name].tokenizer)
-            upstream = TokenUpstream(text, pool, draw_seed=sources.draw_seed)
+            upstream = TokenUpstream(text, pool, draw_seed=sources.draw_seed, formats=_formats(model, texts[model.name]))
         models.append(ServedModel(model.name, model.aliases, upstream, int(sources.unix_time())))
     return models
+
+
+def _formats(model: ModelConfig, text: TextModel) -> ModelFormats:
+    parsers = {"tool_call_parser": model.tool_call_parser, "reasoning_parser": model.reasoning_parser}
+    return ModelFormats.of(text.tokenizer, text.template, **parsers)
 
 
 def _connect_metrics(service: Service, request_log: RequestLog) -> None:

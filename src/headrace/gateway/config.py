@@ -19,6 +19,7 @@ from headrace.core.hashing import check_secret
 from headrace.core.model_names import check_model_names
 from headrace.core.request import PriorityClass
 from headrace.core.strict_decode import NeedsExactlyOne, decode, read_json_object
+from headrace.text.output.formats import AUTO
 
 REPLICA_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
@@ -119,10 +120,14 @@ class ModelConfig:
     name      what `GET /v1/models` shows; aliases answer as well
     folder    local folder with tokenizer.json, tokenizer_config.json and the chat template; beside `replicas`
     upstream  the server that answers for it instead
+
+    tool_call_parser, reasoning_parser  names of rows in `text.output.formats`; auto: what the chat template asks for
     """
 
     name: str
     folder: str = ""
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
     replicas: tuple[ReplicaConfig, ...] = ()
     aliases: tuple[str, ...] = ()
     upstream: ForeignConfig | None = None

@@ -187,3 +187,32 @@ def test_an_unknown_name_and_arguments_that_are_no_object_are_refused() -> None:
 
     assert unknown.value.field == "tool_choice"
     assert no_object.value.field == "tools[1].function.parameters.type"
+
+
+@pytest.mark.parametrize("row", FORCIBLE, ids=lambda row: row.name)
+def test_one_call_at_most_binds_functions_that_are_not_strict_as_well(vocabulary: llguidance.LLTokenizer, row: ToolFormat) -> None:
+    grammar = forced_grammar(row, [LOOSE], ToolChoice(is_parallel=False))
+
+    assert takes(vocabulary, grammar, "It is so.")
+    assert takes(vocabulary, grammar, written(row, ("loose", '{"b": 1}')))
+    assert not takes(vocabulary, grammar, written(row, ("loose", "{}"), ("loose", "{}")))
+
+
+@pytest.mark.parametrize("row", [row for row in FORCIBLE if not row.is_bare], ids=lambda row: row.name)
+def test_a_document_takes_the_place_of_free_text(vocabulary: llguidance.LLTokenizer, row: ToolFormat) -> None:
+    schema = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"], "additionalProperties": False}
+    grammar = forced_grammar(row, [FIND, LOOSE], ToolChoice(), document=schema)
+
+    assert takes(vocabulary, grammar, '{"answer": 42}')
+    assert takes(vocabulary, grammar, written(row, ("find", GOOD)))
+    assert takes(vocabulary, grammar, written(row, ("loose", '{"b": 1}'), ("find", GOOD)))
+    assert not takes(vocabulary, grammar, '{"answer": "x"}')
+    assert not takes(vocabulary, grammar, "Hello")
+    assert not takes(vocabulary, grammar, written(row, ("find", BAD)))
+
+
+def test_a_call_that_begins_as_a_document_does_is_refused_beside_one() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        forced_grammar(TOOL_FORMATS["llama3_json"], [LOOSE], AUTO, document={"type": "object"})
+
+    assert refused.value.field == "grammar"

@@ -62,6 +62,8 @@ def _names(request: ChatRequest, grammar: RequestedGrammar | None) -> dict[str, 
     names = {"prompt": "messages"}
     if grammar is not None:
         names["grammar"] = grammar.field
+    elif request.tools:
+        names["grammar"] = "tools"
     if request.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     if request.top_logprobs:

@@ -9,14 +9,15 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.core.errors import InvalidRequest, Unavailable
+from headrace.core.errors import Unavailable
+from headrace.core.grammar import Grammar
 from headrace.core.ids import RequestId
 from headrace.core.model_info import ModelInfo
 from headrace.core.sampling import SamplingParams, with_default_max_tokens
-from headrace.core.tools import CallMode
 from headrace.gateway.http.errors import context_overflow
 from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.upstream.merge import MergedStream
+from headrace.gateway.upstream.output_binding import OutputBinding
 from headrace.gateway.upstream.replicas import ReplicaPool
 from headrace.gateway.upstream.seam import (
     Conversation,
@@ -29,6 +30,7 @@ from headrace.gateway.upstream.seam import (
 )
 from headrace.gateway.upstream.token_prompt import TokenPrompt
 from headrace.gateway.upstream.token_stream import Call, TokenStream
+from headrace.text.output.model_formats import ModelFormats
 from headrace.text.tokenizer import Tokenizer
 
 FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -44,11 +46,15 @@ MAX_NAMED = 8
 class TokenUpstream:
     """One model's replicas. An `Upstream`."""
 
-    def __init__(self, text: ModelText, pool: ReplicaPool, *, draw_seed: Callable[[], int]) -> None:
-        """draw_seed: gives the seed of a request that has none"""
+    def __init__(self, text: ModelText, pool: ReplicaPool, *, draw_seed: Callable[[], int], formats: ModelFormats) -> None:
+        """
+        draw_seed  gives the seed of a request that has none
+        formats    how the model writes calls and reasoning
+        """
         self._text = text
         self._pool = pool
         self._draw_seed = draw_seed
+        self._binding = OutputBinding(formats, text.tokenizer)
 
     @property
     def max_model_len(self) -> int | None:
@@ -63,17 +69,16 @@ class TokenUpstream:
         return self._pool.health()
 
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> TokenPrepared:
-        _check_tools_beside_grammar(request)
         info = self._info()
-        if isinstance(request.prompt, Conversation):
-            _check_not_forced(request.prompt)
         params = self._params(request, info)
+        grammar = self._binding.grammar(request.prompt, None if request.grammar is None else request.grammar.grammar)
         prompts, ignored = await self._encode(request.prompt, params.max_tokens, info, principal.tenant)
         calls: list[Call] = []
         for number, prompt in enumerate(prompts):
             if number or len(prompt.token_ids) > MAX_TOKENS_AT_ONCE:
                 await asyncio.sleep(0)  # each call's checks take up to milliseconds: other tasks run between them
-            calls.append(_call(number, prompt.token_ids, params, request, info, principal))
+            bound = self._binding.after_reasoning(grammar, request.prompt, prompt.token_ids)
+            calls.append(_call(number, prompt.token_ids, params, request, info, principal, grammar=bound))
         return TokenPrepared(self._pool, self._text.tokenizer, tuple(prompts), tuple(calls), ignored)
 
     async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
@@ -135,18 +140,6 @@ class TokenUpstream:
         return made
 
 
-def _check_not_forced(prompt: Conversation) -> None:
-    """Raise InvalidRequest for calls that would have to be forced: no format of a call is known here yet."""
-    choice, remedy = prompt.tool_choice, "The model's text is returned as it is."
-    if choice.mode is CallMode.REQUIRED:
-        raise InvalidRequest("tool_choice", '"auto" or "none"', choice.name or str(choice.mode), remedy)
-    if not choice.is_parallel:
-        raise InvalidRequest("parallel_tool_calls", "true", False, remedy)
-    for number, tool in enumerate(prompt.shown_tools):
-        if tool.is_strict:
-            raise InvalidRequest(f"tools[{number}].function.strict", "false", True, remedy)
-
-
 @dataclass(frozen=True, slots=True)
 class TokenPrepared:
     """Calls that were not submitted yet. A `Prepared`."""
@@ -179,13 +172,6 @@ class TokenPrepared:
         return streams[0] if len(streams) == 1 else MergedStream(streams, n)
 
 
-def _check_tools_beside_grammar(request: GenerationRequest) -> None:
-    """Raise InvalidRequest where the grammar would keep the model from calling the functions that its prompt shows."""
-    if request.grammar is not None and isinstance(request.prompt, Conversation) and request.prompt.shown_tools:
-        remedy = 'Send tool_choice "none", or a function whose parameters are this schema.'
-        raise InvalidRequest("grammar", "absent beside functions that the model may call", remedy=remedy)
-
-
 def check_fits_context(num_tokens: int, max_tokens: int | None, info: ModelInfo, *, part: str) -> int:
     """Tokens the context leaves for output.
 
@@ -201,7 +187,14 @@ def check_fits_context(num_tokens: int, max_tokens: int | None, info: ModelInfo,
 
 
 def _call(
-    number: int, prompt_ids: tuple[int, ...], params: SamplingParams, request: GenerationRequest, info: ModelInfo, principal: PrincipalFacts
+    number: int,
+    prompt_ids: tuple[int, ...],
+    params: SamplingParams,
+    request: GenerationRequest,
+    info: ModelInfo,
+    principal: PrincipalFacts,
+    *,
+    grammar: Grammar | None,
 ) -> Call:
     """The request's prompt `number`. Raises InvalidRequest for what the model cannot take, by the rules the engine holds it to."""
     part = "messages" if isinstance(request.prompt, Conversation) else "prompt"
@@ -215,7 +208,7 @@ def _call(
         max_output_tokens=params.max_tokens or room,
         deadline_at=request.deadline_at,
         principal=principal,
-        grammar=None if request.grammar is None else request.grammar.grammar,
+        grammar=grammar,
     )
     call.engine_request(0).checked(vocab_size=info.vocab_size, max_model_len=info.max_model_len)
     return call

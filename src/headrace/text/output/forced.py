@@ -21,32 +21,44 @@ _SEPARATORS = {"x-guidance": {"whitespace_flexible": False, "item_separator": ",
 
 
 def forced_grammar(
-    tool_format: ToolFormat, tools: Sequence[FunctionTool], choice: ToolChoice, *, token_ids: Mapping[str, int] | None = None
+    tool_format: ToolFormat,
+    tools: Sequence[FunctionTool],
+    choice: ToolChoice,
+    *,
+    document: Mapping[str, object] | None = None,
+    token_ids: Mapping[str, int] | None = None,
 ) -> Grammar | None:
-    """The grammar of the output; None where the choice forces nothing: CallMode.NONE, and AUTO without a strict function.
+    """The grammar of the output; None where nothing is forced: CallMode.NONE, and AUTO without a strict function or another rule.
 
     REQUIRED   calls alone; one call where a function is named
     AUTO       text, and calls from a marker on: a strict function's arguments by its schema, another's any JSON object
+    document   with AUTO: JSON Schema of an output without calls, in place of free text
     token_ids  ids of the format's markers that are tokens of their own
 
     Raises InvalidRequest: a named function that is not among the tools, arguments that are no object, a format that cannot be forced.
     """
-    if choice.mode is CallMode.NONE or (choice.mode is CallMode.AUTO and not any(tool.is_strict for tool in tools)):
+    is_free = choice.is_parallel and document is None and not any(tool.is_strict for tool in tools)
+    if choice.mode is CallMode.NONE or (choice.mode is CallMode.AUTO and is_free):
         return None
     if tool_format.syntax is CallSyntax.PYTHON:
         raise InvalidRequest(
             "tool_choice",
-            f'"auto" or "none", and no strict functions: calls of the format {tool_format.name} cannot be forced',
+            f'"none", or "auto" without strict, response_format and parallel_tool_calls = false: {tool_format.name} calls cannot be forced',
             choice.name or str(choice.mode),
             "Arguments in Python's spelling have no JSON grammar.",
         )
+    if document is not None and tool_format.is_bare:
+        rule = f'tool_choice "none" beside it: calls of the format {tool_format.name} begin as a document does'
+        raise InvalidRequest("grammar", rule, None, "Send functions and schema in two requests.")
     callable_tools = [(number, tool) for number, tool in enumerate(tools) if choice.name in ("", tool.name)]
     if not callable_tools:
         raise InvalidRequest("tool_choice", "a function among tools", choice.name or str(choice.mode))
     is_auto, parallel = choice.mode is CallMode.AUTO, choice.is_parallel and not choice.name
     rules = _Rules(tool_format, token_ids or {})
     rules.add_calls([(tool.name, _schema(number, tool, is_auto=is_auto)) for number, tool in callable_tools])
-    return Grammar(GrammarKind.LARK, rules.free_then_calls(parallel) if is_auto else rules.calls_alone(parallel))
+    if not is_auto:
+        return Grammar(GrammarKind.LARK, rules.calls_alone(parallel))
+    return Grammar(GrammarKind.LARK, rules.free_then_calls(parallel) if document is None else rules.calls_or(document, parallel))
 
 
 def _schema(number: int, tool: FunctionTool, *, is_auto: bool) -> Mapping[str, object]:
@@ -74,10 +86,18 @@ class _Rules:
             self.lines.append(f"call{number}: {around[0]} %json {json.dumps(schema)} {around[1]}")
 
     def calls_alone(self, parallel: bool) -> str:
+        return self._source(f"start: {self._calls(parallel)}", parallel)
+
+    def calls_or(self, document: Mapping[str, object], parallel: bool) -> str:
+        self.lines.append(f"document: %json {json.dumps({**document, **_SEPARATORS})}")
+        return self._source(f"start: {self._calls(parallel)} | document", parallel)
+
+    def _calls(self, parallel: bool) -> str:
+        """Calls with their markers, from the beginning of the output to its end."""
         start = self._marker(self.tool_format.start) if not self.tool_format.is_bare else ""
         one = f"{start} section".strip()
         again = f" ({_text(self.tool_format.padding)} {one})*" if parallel and self._has_sections else ""
-        return self._source(f"start: {one}{again}", parallel)
+        return f"{one}{again}"
 
     def free_then_calls(self, parallel: bool) -> str:
         """`head` ends with the start marker, be it a token or spelled out; a bare format's call begins with the output's first brace."""

@@ -37,8 +37,12 @@ class ModelFormats:
         return cls(tools, reasoning, {marker: token_id for marker, token_id in ids.items() if token_id is not None})
 
     def reasoning_span(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> ReasoningSpan | None:
-        """The reasoning that the output of a prompt may begin with, as a grammar is given it. None without a reasoning format."""
+        """The reasoning that the output of a prompt may begin with, as a grammar is given it. None without a reasoning format, and where
+        the prompt ends with the end of the reasoning: so do templates whose reasoning is switched off.
+        """
         if self.reasoning is None:
             return None
         tail = tokenizer.join(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False).decode("utf-8", "replace")
+        if tail.rstrip().endswith(self.reasoning.end):
+            return None
         return self.reasoning.span(is_open=self.reasoning.is_opened_by(tail))
