@@ -362,6 +362,20 @@ async def test_priority_zero_is_vllms_default(bench: TestBench, given: int | str
     assert response.headers.get("x-headrace-ignored") == ("priority" if given == 0 else None)
 
 
+@pytest.mark.parametrize(("policy", "named"), [*((each, "priority") for each in ("fcfs", "sjf", "fair")), ("priority", None), ("", None)])
+@pytest.mark.parametrize("surface", Surface)
+async def test_a_priority_is_named_as_ignored_where_the_queue_has_none(
+    bench: TestBench, surface: Surface, policy: str, named: str | None
+) -> None:
+    info = bench.replica.info
+    assert info is not None
+    bench.replica.info = replace(info, model=replace(info.model, queue_policy=policy))
+    response, _ = await ask(bench, surface, priority="batch")
+    assert response.headers.get("x-headrace-ignored") == named
+    without, _ = await ask(bench, surface)
+    assert "x-headrace-ignored" not in without.headers
+
+
 @pytest.mark.parametrize("given", ["0", "1", True, 3, -1, "first", "premium"])
 async def test_other_priorities_are_refused(bench: TestBench, given: Any) -> None:
     response, _ = await ask(bench, Surface.CHAT, priority=given)

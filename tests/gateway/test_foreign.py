@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from headrace.core.errors import ConfigError, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
+from headrace.core.request import PriorityClass
 from headrace.gateway.config import ForeignConfig, config_from
 from headrace.gateway.upstream import foreign, foreign_events
 from headrace.gateway.upstream.foreign import HttpStream, read_key
@@ -130,6 +131,13 @@ async def test_what_does_not_carry_over_is_refused_by_name(text: TextModel, path
         response = await near.client.post(path, json={"model": FAR, **fields})
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
         assert far.replica.requests == []
+
+
+async def test_a_priority_is_not_sent_and_named_as_ignored(text: TextModel) -> None:
+    async with two_hops(text) as (near, far):
+        response = await near.client.post("/v1/completions", json={"model": "far", "prompt": "a", "max_tokens": 1, "priority": "batch"})
+        assert (response.status_code, response.headers["x-headrace-ignored"]) == (200, "priority")
+        assert far.replica.requests[-1].priority is PriorityClass.STANDARD
 
 
 async def test_the_servers_refusals_become_ours(text: TextModel) -> None:

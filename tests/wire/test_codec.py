@@ -251,6 +251,7 @@ def test_model_facts_survive_the_wire_with_the_types_of_their_defaults() -> None
         sampling_defaults={"temperature": 0.7, "top_k": 40, "do_sample": True, "note": "x"},
         digests={"model": "ab", "tokenizer": "cd"},
         decided=("threads: 2",),
+        queue_policy="fair",
     )
     decoded = decode_model_info(pb.ModelFacts.FromString(encode_model_info(info).SerializeToString()))
     assert decoded == info

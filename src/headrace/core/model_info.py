@@ -25,6 +25,7 @@ class ModelInfo:
                       element type, as it is
     numerics          what equal results depend on, by name (`core.numerics`); "weights" is empty until all weight bytes are hashed
     decided           what was chosen at start and why, one line each, for people
+    queue_policy      the engine's, by which a gateway says that a request's priority has no effect; "" when it is not known
     """
 
     architecture: str
@@ -41,6 +42,7 @@ class ModelInfo:
     digests: dict[str, str] = field(default_factory=dict)
     numerics: dict[str, str] = field(default_factory=dict)
     decided: tuple[str, ...] = ()
+    queue_policy: str = ""
 
     @property
     def numerics_digest(self) -> str:

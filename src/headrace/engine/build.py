@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from threading import Thread
 
 from headrace.core.clock import Clock
@@ -56,6 +57,7 @@ def assemble(
 ) -> Engine:
     """An engine around any runner (the simulator's and the tests' fake one included), on any clock. block_key: see `make_scheduler`."""
     scheduler = make_scheduler(config, info, block_key=block_key)
+    info = replace(info, queue_policy=config.queue_policy)
     return Engine(scheduler, runner, info=info, outbox=outbox, clock=clock, depth=config.depth)
 
 

@@ -103,7 +103,7 @@ class Scalar(_message.Message):
     def __init__(self, number: _Optional[float] = ..., integer: _Optional[int] = ..., flag: bool = ..., text: _Optional[str] = ...) -> None: ...
 
 class ModelFacts(_message.Message):
-    __slots__ = ("architecture", "vocab_size", "max_model_len", "eos_token_ids", "kv_groups", "block_size", "num_blocks", "dtype", "weight_bytes", "sampling_defaults", "digests", "decided", "numerics")
+    __slots__ = ("architecture", "vocab_size", "max_model_len", "eos_token_ids", "kv_groups", "block_size", "num_blocks", "dtype", "weight_bytes", "sampling_defaults", "digests", "decided", "numerics", "queue_policy")
     class SamplingDefaultsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +138,7 @@ class ModelFacts(_message.Message):
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     DECIDED_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_POLICY_FIELD_NUMBER: _ClassVar[int]
     architecture: str
     vocab_size: int
     max_model_len: int
@@ -151,7 +152,8 @@ class ModelFacts(_message.Message):
     digests: _containers.ScalarMap[str, str]
     decided: _containers.RepeatedScalarFieldContainer[str]
     numerics: _containers.ScalarMap[str, str]
-    def __init__(self, architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., kv_groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., sampling_defaults: _Optional[_Mapping[str, Scalar]] = ..., digests: _Optional[_Mapping[str, str]] = ..., decided: _Optional[_Iterable[str]] = ..., numerics: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    queue_policy: str
+    def __init__(self, architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., kv_groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., sampling_defaults: _Optional[_Mapping[str, Scalar]] = ..., digests: _Optional[_Mapping[str, str]] = ..., decided: _Optional[_Iterable[str]] = ..., numerics: _Optional[_Mapping[str, str]] = ..., queue_policy: _Optional[str] = ...) -> None: ...
 
 class ClientHello(_message.Message):
     __slots__ = ("protocol_version", "client", "digests", "vocab_size")

@@ -74,6 +74,7 @@ class ParsedRequest:
     model        name or alias; None: the only served model
     sampling     the parameters the client gave, by the names of `SamplingParams`
     grammar      what the answer must match; None: any text
+    has_priority  the client named a priority class
     cache_salt   the client's own part of the salt
     logprobs_field  name of the field that asked for prompt log-probabilities, for refusals
     num_shown    choices that show the prompt's log-probabilities
@@ -86,6 +87,7 @@ class ParsedRequest:
     is_streaming: bool
     priority: PriorityClass
     grammar: RequestedGrammar | None = None
+    has_priority: bool = False
     cache_salt: str = ""
     logprobs_field: str = "prompt_logprobs"
     num_shown: int = 1
@@ -171,6 +173,7 @@ class Generation:
             sampling=parsed.sampling,
             grammar=parsed.grammar,
             deadline_at=self._deadline_at(),
+            has_priority=parsed.has_priority,
         )
         if parsed.grammar is not None:
             self.held.prompts.add(parsed.grammar.num_bytes)

@@ -91,6 +91,7 @@ def _parsed_request(request: ChatRequest, grammar: RequestedGrammar | None, own_
         is_streaming=request.stream,
         priority=lowered_priority(request.priority, own_priority),
         grammar=grammar,
+        has_priority=request.priority is not None,
         cache_salt=request.cache_salt,
     )
 

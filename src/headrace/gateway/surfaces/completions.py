@@ -71,6 +71,7 @@ def _parsed_request(
         is_streaming=request.stream,
         priority=lowered_priority(request.priority, own_priority),
         grammar=grammar,
+        has_priority=request.priority is not None,
         cache_salt=request.cache_salt,
         logprobs_field="logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
         num_shown=request.n,

@@ -153,7 +153,7 @@ class HttpPrepared:
 
     @property
     def ignored(self) -> Sequence[str]:
-        return ()  # that server does not say
+        return ["priority"] if self._request.has_priority else []  # it is not sent; what else has no effect that server does not say
 
     @property
     def prompt_tokens(self) -> int | None:

@@ -94,6 +94,7 @@ class GenerationRequest:
     sampling     the parameters the client gave, by the names of `SamplingParams`; the upstream adds its own defaults
     grammar      what the output must match; None: any text
     deadline_at  when the answer ends, finished or not, on the service's clock; None = no deadline
+    has_priority the client named a priority class; which one counts is in `PrincipalFacts`
     """
 
     request_id: RequestId
@@ -101,6 +102,7 @@ class GenerationRequest:
     sampling: Mapping[str, Any]
     grammar: RequestedGrammar | None = None
     deadline_at: float | None = None
+    has_priority: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

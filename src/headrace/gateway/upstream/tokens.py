@@ -73,6 +73,8 @@ class TokenUpstream:
         params = self._params(request, info)
         grammar = self._binding.grammar(request.prompt, None if request.grammar is None else request.grammar.grammar)
         prompts, ignored = await self._encode(request.prompt, params.max_tokens, info, principal.tenant)
+        if request.has_priority and info.queue_policy not in ("", "priority"):
+            ignored = [*ignored, "priority"]
         calls: list[Call] = []
         for number, prompt in enumerate(prompts):
             if number or len(prompt.token_ids) > MAX_TOKENS_AT_ONCE:

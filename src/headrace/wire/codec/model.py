@@ -25,6 +25,7 @@ def encode_model_info(info: ModelInfo) -> pb.ModelFacts:
         digests=info.digests,
         numerics=info.numerics,
         decided=info.decided,
+        queue_policy=info.queue_policy,
     )
 
 
@@ -48,6 +49,7 @@ def decode_model_info(message: pb.ModelFacts) -> ModelInfo:
         digests=dict(message.digests),
         numerics=dict(message.numerics),
         decided=tuple(message.decided),
+        queue_policy=message.queue_policy,
     )
 
 

@@ -105,7 +105,7 @@ _SERVED = (
         "priority",
         BOTH,
         "premium, standard or batch (or 1, 2 for the last two). May only lower the key's class; 0 leaves it. "
-        "Has effect where `queue_policy` is `priority`, the default.",
+        "Named in `x-headrace-ignored` where the model's `queue_policy` is not `priority`, the default, or another server answers for it.",
         0,
     ),
     _honoured("cache_salt", BOTH, "Separates prefix caches within a tenant; at most 256 characters."),
