@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from headrace.core.errors import InvalidRequest
@@ -33,12 +33,16 @@ def check_source(grammar: Grammar) -> None:
         schema = None
     except ValueError as error:
         raise InvalidRequest("grammar", "a JSON schema as JSON text", remedy=f"It is not JSON: {error}") from error
-    if schema is None or _depth(schema) > MAX_JSON_DEPTH:
+    levels = list(_levels(schema))
+    if schema is None or len(levels) > MAX_JSON_DEPTH:
         raise InvalidRequest("grammar", f"a JSON schema of at most {MAX_JSON_DEPTH} levels", remedy="Move parts of it to $defs.")
     if not isinstance(schema, dict) and schema is not True:
         raise InvalidRequest("grammar", "a JSON schema that a value can satisfy: an object, or true", schema)
     if isinstance(schema, dict) and "x-guidance" in schema:
         raise InvalidRequest("grammar", "the keywords of JSON Schema", "x-guidance", "Leave it out.")
+    if any("additionalItems" in node and "allOf" in node for level in levels for node in level):
+        # llguidance enforces additionalItems by the place of allOf among the keywords
+        raise InvalidRequest("grammar", "additionalItems in a schema without allOf", remedy="Move it into one of allOf's schemas.")
 
 
 def llguidance_source(grammar: Grammar, control_ids: Mapping[str, int]) -> str:
@@ -61,12 +65,13 @@ def _answer(grammar: Grammar) -> str:
 
 
 def _with_options(schema: str) -> str:
-    """The schema's text with the options at its head. They are spliced in, so that no number is read and written again."""
+    """The schema's text with the options at its end. They are spliced in, so that no number is read and written again.
+
+    llguidance takes them out and moves the last keyword to where they stood: anywhere else, that would change the order of the keywords.
+    """
     options = f'"x-guidance":{json.dumps(dict(JSON_OPTIONS))}'
-    if schema == "true":
-        return f"{{{options}}}"
-    rest = schema[1:].lstrip()
-    return f"{{{options}{'' if rest == '}' else ','}{rest}"
+    keywords = "" if schema == "true" else schema[1:-1].strip()
+    return f"{{{keywords}{',' if keywords else ''}{options}}}"
 
 
 def _regex_literal(expression: str) -> str:
@@ -105,10 +110,9 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _depth(value: Any) -> int:
-    """Levels of objects and arrays."""
-    depth, level = 0, [value]
+def _levels(value: Any) -> Iterator[list[dict[str, Any] | list[Any]]]:
+    """The objects and arrays of each level, outermost first."""
+    level = [value]
     while level := [item for item in level if isinstance(item, dict | list)]:
-        depth += 1
+        yield level
         level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
-    return depth
