@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("numba")
 
-from headrace.tensor.kernels.cpu.jit.disk_cache import Disk, KernelCache, keep
+from headrace.tensor.kernels.cpu.jit.disk_cache import DataFiles, Disk, KernelCache, keep
 
 
 def run(folder: Path, *, max_file_bytes: int) -> subprocess.CompletedProcess[str]:
@@ -109,3 +109,20 @@ def test_a_torn_file_is_made_anew(disk: Disk) -> None:
     assert compiled_with(files)(21) == 42
     assert disk.refusal is None
     assert files.num_writes == 1
+
+
+def test_two_processes_that_write_at_once_write_no_code_under_the_others_signature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba gave both signatures the file number 1, and the second process ran the code of the first."""
+    one, other = (DataFiles(str(tmp_path), "kernel", "stamp") for _ in range(2))
+    write = one._save_data
+
+    def write_after_the_other(name: str, data: object) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(other, "_load_index", dict)  # read before the first process wrote anything
+            other.save("float", "code for float")
+        write(name, data)
+
+    monkeypatch.setattr(one, "_save_data", write_after_the_other)
+    one.save("int", "code for int")
+    started_next = DataFiles(str(tmp_path), "kernel", "stamp")
+    assert [started_next.load(key) for key in ("int", "float")] == ["code for int", "code for float"]

@@ -1,17 +1,21 @@
-"""Numba's cache on disk, changed so that a full or read-only disk does not prevent a start.
+"""Numba's cache on disk, changed so that a full or read-only disk does not prevent a start, and that processes may fill it at once.
 
 Numba raises every OSError, so such a disk would end the process at its first kernel. Here a file that cannot be read is compiled again,
 and code that cannot be written is used from memory: with one warning, after which nothing more is written. Only the folder of
 `compile_cache` is used: Numba by itself would try other folders, whose owner and mode are unchecked.
+
+Numba also numbers a function's data files by what the index names, and writes the index before the data. Two replicas that compile at
+once could then write two signatures to one file, and run the code of the wrong one. See `DataFiles`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import uuid
 from typing import Any
 
-from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile, UserProvidedCacheLocator
 from numba.core.ccallback import CFunc
 from numba.core.event import trigger_event
 
@@ -52,6 +56,18 @@ class _Files(CompileResultCacheImpl):
     _locator_classes = (_Locator,)
 
 
+class DataFiles(IndexDataCacheFile):
+    """The files of one function: an index, and one file of code per signature, written once under a name that no other process takes.
+
+    Of two processes that write the index at once, one loses its entry, and compiles that signature again at its next start.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        name = self._data_name_pattern.format(number=uuid.uuid4().int)
+        self._save_data(name, data)
+        self._save_index({**self._load_index(), key: name})
+
+
 class KernelCache(FunctionCache):
     """The cache of one function. Neither reading nor writing raises OSError."""
 
@@ -59,6 +75,10 @@ class KernelCache(FunctionCache):
 
     _impl_class = _Files
     disk = DISK
+
+    def __init__(self, py_func: Any) -> None:
+        super().__init__(py_func)
+        self._cache_file = DataFiles(self._cache_path, self._impl.filename_base, self._impl.locator.get_source_stamp())
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The compiled function; None where none can be read."""
