@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_with(plugin: str, tests: list[str], file: str) -> subprocess.CompletedProcess[str]:
-    """The tests of a file whose names hold one of these words, under `tests.support.<plugin>`."""
+    """The tests of a file whose names fit one of these expressions of pytest's `-k`, under `tests.support.<plugin>`."""
     version = hashlib.sha256((ROOT / "tests" / "support" / f"{plugin}.py").read_bytes()).hexdigest()[:16]
     cache = open_private(cache_root(os.environ), ("tests", f"{plugin}-{version}"))
     command = [sys.executable, "-m", "pytest", "-q", "-p", f"tests.support.{plugin}", "-k", " or ".join(tests), file]
