@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -74,12 +74,14 @@ class OutputAssembler:
     finish             None until the end
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, kept_ids: Set[int] = frozenset()) -> None:
+        """kept_ids: special tokens that have a text although the parameters skip special tokens"""
         self._tokenizer = tokenizer
         self._params = params
         self._detokenizer = Detokenizer(
             tokenizer,
             skip_special_tokens=params.skip_special_tokens,
+            kept_ids=kept_ids,
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,

@@ -7,7 +7,7 @@ deltas joined are the whole decode, cut at the first stop string.
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from headrace.text.stop import StopMatcher
@@ -30,7 +30,7 @@ class Delta:
 class Detokenizer:
     """Text of one output stream. O(1) amortised per token.
 
-    skip_special_tokens  control tokens have no text
+    skip_special_tokens  control tokens have no text, but for those of `kept_ids`
     stop                 strings that end the output, cut off unless `include_stop`
     min_tokens           a stop string completed within the first `min_tokens` tokens is ordinary text
 
@@ -61,13 +61,14 @@ class Detokenizer:
         tokenizer: Tokenizer,
         *,
         skip_special_tokens: bool = True,
+        kept_ids: Set[int] = frozenset(),
         stop: Sequence[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._whole_texts = tokenizer.whole_texts
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids - kept_ids if skip_special_tokens else frozenset()
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._decoder = getincrementaldecoder("utf-8")("replace")

@@ -291,7 +291,7 @@ def _message(output: ChoiceOutput) -> AssistantMessage:
     if output.reasoning:
         message.reasoning_content = "".join(output.reasoning)
     if output.tool_calls:
-        message.tool_calls = [ToolCallPart(_function(call), id=call.call_id, type="function") for call in output.tool_calls.values()]
+        message.tool_calls = [ToolCallPart(_function(call), id=call.call_id, type="function") for call in output.tool_calls]
     return message
 
 

@@ -150,6 +150,13 @@ class ToolCall(NamedTuple):
     def num_bytes(self) -> int:
         return TOOL_CALL_BYTES + sum([string_bytes(text) for text in (self.call_id or "", self.name or "", self.arguments)])
 
+    @classmethod
+    def joined(cls, pieces: Sequence[ToolCall]) -> ToolCall:
+        """All pieces of one call as one."""
+        call_id = next((piece.call_id for piece in pieces if piece.call_id), None)
+        name = next((piece.name for piece in pieces if piece.name), None)
+        return cls(pieces[0].number, call_id, name, "".join([piece.arguments for piece in pieces]))
+
 
 class OutputEvent(NamedTuple):
     """What is new in one sequence. A tuple, because one is made per sequence and frame; fields are given by name.
@@ -161,7 +168,7 @@ class OutputEvent(NamedTuple):
     finish           set exactly once, on the sequence's last event
     stop_reason      beside FinishReason.STOP: the stop string or stop token id; None for the model's own end token
     error            beside FinishReason.ERROR: for the operator
-    reasoning, tool_calls  only from servers that separate them from text (`upstream.foreign`)
+    reasoning, tool_calls  what was separated from the text, here (`upstream.output_stage`) or by a foreign server
     """
 
     index: int  # type: ignore[assignment]  # hides a tuple's search, which means nothing here

@@ -1,9 +1,10 @@
 """One prompt at a replica: token ids out over the wire, text back.
 
 A `Call` is everything needed to run a prompt, and to run it again: prompt ids, seed, parameters. Its `TokenStream` turns token ids back
-into text, finishes a sequence in the engine when a stop string ended it, and re-routes the call once if a replica is full. It keeps what a
-resume needs: the call, the epoch, every output id that the engine has sent, and the numerics of the replica that sent them. Nothing is
-resumed yet: a stream whose replica is lost ends in a retryable error, which says whether another replica could have continued it.
+into text, and text into reasoning and tool calls where these are looked for (`output_stage`). It finishes a sequence in the engine when a
+stop string ended it, and re-routes the call once if a replica is full. It keeps what a resume needs: the call, the epoch, every output id
+that the engine has sent, and the numerics of the replica that sent them. Nothing is resumed yet: a stream whose replica is lost ends in a
+retryable error, which says whether another replica could have continued it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from headrace.core.plan import columns_of
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import Rejected, SequenceUpdate, StageSeconds
+from headrace.gateway.upstream.output_stage import OutputParsing, OutputStage
 from headrace.gateway.upstream.replicas import Replica, ReplicaInstance, ReplicaPool, UpdateStream
 from headrace.gateway.upstream.seam import EventListener, OutputEvent, PrincipalFacts, ReplicaLost, TokenUsage
 from headrace.text.assemble import OutputAssembler, OutputDelta
@@ -35,6 +37,7 @@ class Call:
     """One prompt. Parameters are checked and have their seed; `salt` and tenant come from the key, never from the client alone.
 
     max_output_tokens  per sequence, by the parameters or by what the context leaves
+    parsing            how the outputs are parsed; None: they are text
     deadline_at        when the answer ends, on this process's clock
     """
 
@@ -43,6 +46,7 @@ class Call:
     params: SamplingParams
     max_output_tokens: int
     principal: PrincipalFacts = field(default_factory=PrincipalFacts)
+    parsing: OutputParsing | None = None
     grammar: Grammar | None = None
     deadline_at: float | None = None
 
@@ -82,7 +86,9 @@ class TokenStream:
         self.call = call
         self.epoch = 0
         self.output_ids = [array("i") for _ in range(call.params.n)]
-        self._assemblers = [OutputAssembler(tokenizer, call.params) for _ in range(call.params.n)]
+        kept_ids = call.parsing.marker_ids if call.parsing is not None else frozenset()
+        self._assemblers = [OutputAssembler(tokenizer, call.params, kept_ids=kept_ids) for _ in range(call.params.n)]
+        self._stages = [_stage(call, tokenizer, index) for index in range(call.params.n)]
         self._tried: set[ReplicaInstance] = set()
         self._sent: _Sent | None = None
         self._listener: EventListener | None = None
@@ -119,7 +125,8 @@ class TokenStream:
 
     def usage(self) -> TokenUsage:
         completion = sum(assembler.num_tokens for assembler in self._assemblers)
-        return TokenUsage(len(self.call.prompt_ids), completion, self._assemblers[0].num_cached_tokens or 0)
+        reasoning = sum(stage.num_reasoning_tokens for stage in self._stages if stage is not None)
+        return TokenUsage(len(self.call.prompt_ids), completion, self._assemblers[0].num_cached_tokens or 0, reasoning)
 
     def replica(self, index: int) -> str | None:
         return self._sent.replica.name if self._sent else None
@@ -187,7 +194,9 @@ class TokenStream:
         delta = assembler.feed(update)
         if (end := delta.engine_finish) is not None and self._sent is not None:
             self._sent.replica.connection.finish(self.call.request_id, update.index, end.keep_tokens, end.reason)
-        return None if delta.is_empty else event_of(self._first_index + update.index, delta)
+        if delta.is_empty:
+            return None
+        return self._parsed(update.index, event_of(self._first_index + update.index, delta), delta.token_ids)
 
     def _handle_plain_rows(self, rows: Sequence[PlainRow]) -> bool:
         """A `wire.stream.PlainRowHandler`: like `_read` of these rows, but the listener gets the events at once. False: not taken."""
@@ -204,12 +213,23 @@ class TokenStream:
         if text is None:
             return self._fed(SequenceUpdate(request_id=self.call.request_id, epoch=self.epoch, index=index, token_ids=token_ids))
         self._keep(index, token_ids)
-        return OutputEvent(self._first_index + index, text, len(token_ids))
+        return self._parsed(index, OutputEvent(self._first_index + index, text, len(token_ids)), token_ids)
+
+    def _parsed(self, index: int, event: OutputEvent, token_ids: Sequence[int]) -> OutputEvent:
+        stage = self._stages[index]
+        return event if stage is None or stage.is_passed else stage.read(event, token_ids)
 
     def _keep(self, index: int, token_ids: tuple[int, ...]) -> None:
         kept = self.output_ids[index]
         room = self.call.max_output_tokens - len(kept)
         kept.extend(token_ids if len(token_ids) <= room else token_ids[:room])
+
+
+def _stage(call: Call, tokenizer: Tokenizer, index: int) -> OutputStage | None:
+    if call.parsing is None:
+        return None
+    skipped = tokenizer.special_ids - call.parsing.marker_ids if call.params.skip_special_tokens else frozenset()
+    return OutputStage(call.parsing, tokenizer, skipped, f"{call.params.seed}/{call.request_id}/{index}")
 
 
 def merged(events: Iterable[OutputEvent]) -> list[OutputEvent]:

@@ -18,6 +18,7 @@ from headrace.gateway.http.errors import context_overflow
 from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.upstream.merge import MergedStream
 from headrace.gateway.upstream.output_binding import OutputBinding
+from headrace.gateway.upstream.output_stage import OutputParsing
 from headrace.gateway.upstream.replicas import ReplicaPool
 from headrace.gateway.upstream.seam import (
     Conversation,
@@ -51,6 +52,7 @@ class TokenUpstream:
         draw_seed  gives the seed of a request that has none
         formats    how the model writes calls and reasoning
         """
+        self._formats = formats
         self._text = text
         self._pool = pool
         self._draw_seed = draw_seed
@@ -80,7 +82,8 @@ class TokenUpstream:
             if number or len(prompt.token_ids) > MAX_TOKENS_AT_ONCE:
                 await asyncio.sleep(0)  # each call's checks take up to milliseconds: other tasks run between them
             bound = self._binding.after_reasoning(grammar, request.prompt, prompt.token_ids)
-            calls.append(_call(number, prompt.token_ids, params, request, info, principal, grammar=bound))
+            parsing = OutputParsing.of(self._formats, self._text.tokenizer, request.prompt, prompt.token_ids)
+            calls.append(_call(number, prompt.token_ids, params, request, info, principal, grammar=bound, parsing=parsing))
         return TokenPrepared(self._pool, self._text.tokenizer, tuple(prompts), tuple(calls), ignored)
 
     async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
@@ -197,6 +200,7 @@ def _call(
     principal: PrincipalFacts,
     *,
     grammar: Grammar | None,
+    parsing: OutputParsing | None,
 ) -> Call:
     """The request's prompt `number`. Raises InvalidRequest for what the model cannot take, by the rules the engine holds it to."""
     part = "messages" if isinstance(request.prompt, Conversation) else "prompt"
@@ -211,6 +215,7 @@ def _call(
         deadline_at=request.deadline_at,
         principal=principal,
         grammar=grammar,
+        parsing=parsing,
     )
     call.engine_request(0).checked(vocab_size=info.vocab_size, max_model_len=info.max_model_len)
     return call

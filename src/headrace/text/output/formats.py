@@ -46,6 +46,11 @@ class ReasoningFormat:
     begins_open: bool = False
     hint: str = ""
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that a detokenizer must keep even where they are special tokens."""
+        return self.start, self.end
+
     def span(self, *, is_open: bool) -> ReasoningSpan:
         """is_open: the prompt has opened it (`is_opened_by`)"""
         return ReasoningSpan(start=self.start, end=self.end, is_open=is_open or self.begins_open)
@@ -84,7 +89,7 @@ class ToolFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that a detokenizer must keep even where they are special tokens."""
+        """As `ReasoningFormat.markers`."""
         named = ARGUMENTS_MARKERS if self.syntax is CallSyntax.NAMED else ()
         return tuple([marker for marker in (self.start, self.end, *named) if marker])
 

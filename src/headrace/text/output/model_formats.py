@@ -32,9 +32,21 @@ class ModelFormats:
         """The rows of these names (`formats.AUTO`: the template chooses). Raises ConfigError for an unknown name."""
         tools = tool_format(tool_call_parser, template.sources)
         reasoning = reasoning_format(reasoning_parser, template.sources)
-        markers = (*(tools.markers if tools else ()), *((reasoning.start, reasoning.end) if reasoning else ()))
+        markers = [marker for row in (tools, reasoning) if row is not None for marker in row.markers]
         ids = {marker: tokenizer.token_to_id(marker) for marker in markers}
         return cls(tools, reasoning, {marker: token_id for marker, token_id in ids.items() if token_id is not None})
+
+    def marker_ids(self, *rows: ToolFormat | ReasoningFormat | None) -> frozenset[int]:
+        """Tokens that are markers of these rows, which are among the model's."""
+        return frozenset([self.token_ids[marker] for row in rows if row is not None for marker in row.markers if marker in self.token_ids])
+
+    def is_reasoning_open(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], begun: str = "") -> bool:
+        """Whether the output of a prompt begins inside the reasoning. begun: the part of the answer that the prompt holds already"""
+        if self.reasoning is None:
+            return False
+        if begun:
+            return begun.rfind(self.reasoning.start) > begun.rfind(self.reasoning.end)
+        return self.reasoning.is_opened_by(_tail(tokenizer, prompt_ids))
 
     def reasoning_span(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> ReasoningSpan | None:
         """The reasoning that the output of a prompt may begin with, as a grammar is given it. None without a reasoning format, and where
@@ -42,7 +54,11 @@ class ModelFormats:
         """
         if self.reasoning is None:
             return None
-        tail = tokenizer.join(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False).decode("utf-8", "replace")
+        tail = _tail(tokenizer, prompt_ids)
         if tail.rstrip().endswith(self.reasoning.end):
             return None
         return self.reasoning.span(is_open=self.reasoning.is_opened_by(tail))
+
+
+def _tail(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
+    return tokenizer.join(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False).decode("utf-8", "replace")

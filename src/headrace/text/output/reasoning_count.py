@@ -21,26 +21,23 @@ class ReasoningCount:
         self._splitter = splitter
         self._token_bytes = tokenizer.token_bytes
         self._skipped = skipped
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._next_begin = 0
         self._begins: deque[int] = deque()
         self.num_tokens = 0
 
-    def add(self, text: str, token_ids: Sequence[int]) -> None:
-        """Take the tokens of a text that the splitter is given next. Both end with a whole character."""
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Take the output's next tokens. Their text may have been given to the splitter already: a character can end in a later token."""
         if self._splitter.is_passed:
             return
-        begin = self._splitter.num_chars
-        if len(token_ids) == 1:
-            self._begins.extend([begin] if text else [])
-            return
-        decoder, end = getincrementaldecoder("utf-8")("replace"), begin + len(text)
         for token_id in token_ids:
             spelled = b"" if token_id in self._skipped else self._token_bytes(token_id)
-            if spelled and begin < end:
-                self._begins.append(begin)
-            begin += len(decoder.decode(spelled))
+            if spelled:
+                self._begins.append(self._next_begin)
+                self._next_begin += len(self._decoder.decode(spelled))
 
     def update(self) -> None:
-        """Count the tokens that are decided, after the splitter has read."""
+        """Count the tokens whose first character is decided."""
         splitter, begins = self._splitter, self._begins
         while begins and begins[0] < splitter.num_decided:
             at = begins.popleft()

@@ -46,7 +46,7 @@ class ChoiceOutput:
     """One choice of an answer, collected from its sequence's events.
 
     logprobs        log-probabilities; a new part begins where the vocabulary of the token ids changes
-    tool_calls      by number, their pieces joined
+    tool_pieces     pieces of tool calls, by the call's number
     has_tool_calls  set in a stream too, where tool calls are not collected
     """
 
@@ -55,7 +55,7 @@ class ChoiceOutput:
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
     reasoning: list[str] = field(default_factory=list)
-    tool_calls: dict[int, ToolCall] = field(default_factory=dict)
+    tool_pieces: dict[int, list[ToolCall]] = field(default_factory=dict)
     has_tool_calls: bool = False
 
     @property
@@ -71,16 +71,15 @@ class ChoiceOutput:
         if event.reasoning:
             self.reasoning.append(event.reasoning)
         for piece in event.tool_calls:
-            self._add_tool_call(piece)
+            self.has_tool_calls = True
+            self.tool_pieces.setdefault(piece.number, []).append(piece)
         if event.finish is not None:
             self.finish, self.stop_reason = event.finish, event.stop_reason
 
-    def _add_tool_call(self, piece: ToolCall) -> None:
-        self.has_tool_calls = True
-        known = self.tool_calls.get(piece.number, ToolCall(piece.number, None, None, ""))
-        self.tool_calls[piece.number] = ToolCall(
-            piece.number, known.call_id or piece.call_id, known.name or piece.name, known.arguments + piece.arguments
-        )
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The calls in the order in which they began, their pieces joined."""
+        return [ToolCall.joined(pieces) for pieces in self.tool_pieces.values()]
 
 
 def outputs_of(count: int) -> list[ChoiceOutput]:

@@ -1,0 +1,112 @@
+"""What follows the assembler in a stream: text becomes content, reasoning and tool calls, by the model's output formats.
+
+A stage is a sequence's own. Once it can find nothing more it is passed over, so that it costs one check per event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from headrace.gateway.upstream.seam import Conversation, OutputEvent, PlainPrompts, ToolCall
+from headrace.text.output.delta import CallPiece, ParsedDelta
+from headrace.text.output.formats import ReasoningFormat, ToolFormat
+from headrace.text.output.model_formats import ModelFormats
+from headrace.text.output.parser import OutputParser
+from headrace.text.output.reasoning_count import ReasoningCount
+from headrace.text.tokenizer import Tokenizer
+
+CALL_ID_CHARS = 24
+"""Characters of a call's id after "call_", where the format demands no length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputParsing:
+    """How the outputs of one prompt are parsed.
+
+    tools, reasoning   the formats looked for, if any
+    names              functions that the request offers
+    is_reasoning_open  the prompt ends inside the reasoning
+    marker_ids         tokens that are markers: their text is kept even where special tokens are skipped
+    """
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    names: Set[str] = frozenset()
+    is_reasoning_open: bool = False
+    marker_ids: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(
+        cls, formats: ModelFormats, tokenizer: Tokenizer, prompt: Conversation | PlainPrompts, prompt_ids: Sequence[int]
+    ) -> OutputParsing | None:
+        """None where nothing is looked for: such outputs take the path of plain text."""
+        if not isinstance(prompt, Conversation):
+            return None
+        tools = formats.tools if prompt.shown_tools else None
+        reasoning = formats.reasoning if prompt.separates_reasoning else None
+        if tools is None and reasoning is None:
+            return None
+        return cls(
+            tools=tools,
+            reasoning=reasoning,
+            names=frozenset([tool.name for tool in prompt.shown_tools]),
+            is_reasoning_open=reasoning is not None and formats.is_reasoning_open(tokenizer, prompt_ids, _begun_answer(prompt)),
+            marker_ids=formats.marker_ids(tools, reasoning),
+        )
+
+    def parser(self) -> OutputParser:
+        return OutputParser(self.tools, self.reasoning, names=self.names, is_reasoning_open=self.is_reasoning_open)
+
+
+class OutputStage:
+    """One sequence's parser, its calls' ids and its reasoning tokens.
+
+    is_passed             all further events are content: `read` need not be called
+    num_reasoning_tokens  tokens whose text begins inside the reasoning, its markers not counted
+    """
+
+    def __init__(self, parsing: OutputParsing, tokenizer: Tokenizer, skipped: Set[int], call_key: str) -> None:
+        """
+        skipped   ids of tokens without text
+        call_key  what distinguishes this sequence's calls from all others: ids are made of it
+        """
+        self._parser = parsing.parser()
+        self._id_chars = parsing.tools.call_id_chars if parsing.tools is not None else None
+        self._call_key = call_key
+        splitter = self._parser.reasoning
+        self._count = ReasoningCount(splitter, tokenizer, skipped) if splitter is not None else None
+        self.is_passed = False
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._count.num_tokens if self._count is not None else 0
+
+    def read(self, event: OutputEvent, token_ids: Sequence[int]) -> OutputEvent:
+        """The event with its text parsed. token_ids: of the tokens that it carries"""
+        if self._count is not None:
+            self._count.add(token_ids)
+        delta = self._parser.push(event.text)
+        if event.finish is not None:
+            last = self._parser.finish()
+            delta = ParsedDelta(delta.text + last.text, delta.reasoning + last.reasoning, [*delta.tool_calls, *last.tool_calls])
+        if self._count is not None:
+            self._count.update()
+        self.is_passed = self._parser.is_passed
+        calls = [self._tool_call(piece) for piece in delta.tool_calls]
+        return event._replace(text=delta.text, reasoning=delta.reasoning, tool_calls=calls)
+
+    def _tool_call(self, piece: CallPiece) -> ToolCall:
+        call_id = None if piece.name is None else self._call_id(piece.number)
+        return ToolCall(piece.number, call_id, piece.name, piece.arguments)
+
+    def _call_id(self, number: int) -> str:
+        digest = blake2b(f"{self._call_key}/{number}".encode()).hexdigest()
+        return digest[: self._id_chars] if self._id_chars else f"call_{digest[:CALL_ID_CHARS]}"
+
+
+def _begun_answer(prompt: Conversation) -> str:
+    """What the conversation holds of the answer already, if the model continues its last message."""
+    content = prompt.messages[-1].get("content") if prompt.continue_final_message and prompt.messages else None
+    return content if isinstance(content, str) else ""
