@@ -43,6 +43,7 @@ ABOVE_THE_SEAM = (
 )
 
 RUNNER_SIDE = (
+    "engine.grammar",
     "engine.config",
     "engine.failpoints",
     "engine.kv_sizing",

@@ -37,6 +37,9 @@ class SlowPreparer:
     def end(self, admission: AdmissionId) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 def llm_with(preparer: SlowPreparer, text: TextModel) -> LLM:
     def build(config: EngineConfig, outbox: Outbox) -> Engine:

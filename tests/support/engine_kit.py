@@ -64,6 +64,9 @@ class NotedPreparer:
     def end(self, admission: AdmissionId) -> None:
         self.ended[admission] += 1
 
+    def close(self) -> None:
+        """The loop has ended."""
+
     def check_idle(self) -> None:
         """What was begun has ended, each once."""
         assert self.ended == Counter(self.begun)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Any
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.gbnf import is_gbnf, lark_of_gbnf
@@ -60,6 +61,12 @@ class Grammar:
     kind: GrammarKind
     source: str
     reasoning: ReasoningSpan | None = None
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Grammar:
+        """The value of which these are the fields, as `asdict` of dataclasses gives them. Raises KeyError, TypeError, ValueError."""
+        span = fields["reasoning"]
+        return cls(GrammarKind(fields["kind"]), str(fields["source"]), None if span is None else ReasoningSpan(**span))
 
     @classmethod
     def json_object(cls) -> Grammar:

@@ -17,7 +17,7 @@ from typing import Any
 
 from headrace.core.columns import INT, Unpacked, pack
 from headrace.core.errors import HeadraceError
-from headrace.core.grammar import Grammar, GrammarKind, ReasoningSpan
+from headrace.core.grammar import Grammar
 from headrace.core.ids import SlotId
 from headrace.core.plan import MoveKind, Plan, Started
 from headrace.core.sampling import SamplingParams
@@ -101,7 +101,7 @@ def _started(entry: Mapping[str, Any], token_ids: array[int]) -> Started:
         int(entry["num_prompt_tokens"]),
         SamplingParams(**params),
         int(entry["index"]),
-        None if entry.get("grammar") is None else _grammar(entry["grammar"]),
+        None if entry.get("grammar") is None else Grammar.from_fields(entry["grammar"]),
     )
 
 
@@ -113,11 +113,6 @@ def _started_to_json(started: Started) -> dict[str, Any]:
         "params": _params_to_json(started.params),
     }
     return entry if started.grammar is None else {**entry, "grammar": asdict(started.grammar)}
-
-
-def _grammar(entry: Mapping[str, Any]) -> Grammar:
-    reasoning = entry["reasoning"]
-    return Grammar(GrammarKind(entry["kind"]), str(entry["source"]), None if reasoning is None else ReasoningSpan(**reasoning))
 
 
 def _params_to_json(params: SamplingParams) -> dict[str, Any]:

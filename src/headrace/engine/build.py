@@ -12,6 +12,7 @@ from headrace.core.clock import Clock
 from headrace.core.model_info import ModelInfo
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
+from headrace.engine.preparation import Preparer
 from headrace.engine.read_ahead import reading_ahead
 from headrace.engine.steps import Runner
 from headrace.policy.config import SchedulerConfig
@@ -53,12 +54,19 @@ def make_scheduler(config: EngineConfig, info: ModelInfo, *, block_key: str = ""
 
 
 def assemble(
-    config: EngineConfig, runner: Runner, info: ModelInfo, outbox: Outbox, *, block_key: str = "", clock: Clock = time.monotonic
+    config: EngineConfig,
+    runner: Runner,
+    info: ModelInfo,
+    outbox: Outbox,
+    *,
+    block_key: str = "",
+    clock: Clock = time.monotonic,
+    preparer: Preparer | None = None,
 ) -> Engine:
     """An engine around any runner (the simulator's and the tests' fake one included), on any clock. block_key: see `make_scheduler`."""
     scheduler = make_scheduler(config, info, block_key=block_key)
     info = replace(info, queue_policy=config.queue_policy)
-    return Engine(scheduler, runner, info=info, outbox=outbox, clock=clock, depth=config.depth)
+    return Engine(scheduler, runner, info=info, outbox=outbox, preparer=preparer, clock=clock, depth=config.depth)
 
 
 def build_engine(config: EngineConfig, outbox: Outbox) -> Engine:
@@ -87,5 +95,7 @@ def _build(config: EngineConfig, outbox: Outbox, block_key: str = "") -> tuple[E
     with reading_ahead(config) as packed:
         from headrace.engine.runner_build import build
 
-        runner, info, weights = build(config, packed)
-    return assemble(config, runner, info, outbox, block_key=block_key), weights
+        built = build(config, packed)
+    engine = assemble(config, built.runner, built.info, outbox, block_key=block_key, preparer=built.preparer)
+    built.preparer.attach(engine)
+    return engine, built.weights

@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from headrace.core.clock import Clock
-from headrace.core.errors import EngineFatal, HeadraceError, SequenceFailed
+from headrace.core.errors import EngineFatal, HeadraceError, InvalidRequest, Overloaded, SequenceFailed
 from headrace.core.finish import FinishReason
 from headrace.core.ids import AdmissionId, RequestId
 from headrace.core.load import FailureKind, LoadSnapshot
@@ -133,7 +133,7 @@ class Engine:
                     self.idle()
         finally:
             try:
-                self._preparations.end_all()
+                self._preparations.close()
             finally:
                 self._steps.runner.close()
 
@@ -221,6 +221,11 @@ class Engine:
             raise
 
     def _end_unprepared(self, admission: AdmissionId, what: str, error: Exception) -> None:
+        """A request whose prerequisite shows that it is invalid, or that there is no room for it, is refused as if it had just arrived."""
+        if isinstance(error, InvalidRequest | Overloaded):
+            if (request := self.scheduler.withdraw(admission, self._clock())) is not None:
+                self._emit([Rejected(request_id=request.request_id, epoch=request.epoch, error=error)])
+            return
         if not isinstance(error, HeadraceError):
             self._failures.note(FailureKind.PREREQUISITE, f"a prerequisite failed ({what})", error)
         message = str(error) if isinstance(error, HeadraceError) else "the engine's log says why"

@@ -19,7 +19,7 @@ from headrace.policy.schedule.prerequisites import check_prerequisite
 
 
 class Preparer(Protocol):
-    """Both methods are called on the loop's thread and must not block. The work is done on another thread, which then calls
+    """All methods are called on the loop's thread and must not block. The work is done on another thread, which then calls
     `Engine.satisfied` or `Engine.failed`."""
 
     def begin(self, request: EngineRequest, admission: AdmissionId) -> Mapping[str, float]:
@@ -34,6 +34,10 @@ class Preparer(Protocol):
         """The request is over: release what `begin` took for it. Called once for each call of `begin` that returned."""
         ...
 
+    def close(self) -> None:
+        """No request follows, and all have ended. Threads and processes of the preparer end."""
+        ...
+
 
 class NothingToPrepare:
     """The preparer of engines whose requests need nothing. It refuses a grammar, which would have to be compiled."""
@@ -44,6 +48,9 @@ class NothingToPrepare:
         return {}
 
     def end(self, admission: AdmissionId) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 
@@ -87,6 +94,9 @@ class Preparations:
         if fatal is not None:
             raise fatal
 
-    def end_all(self) -> None:
-        """End every open admission: the loop has ended."""
-        self.end(sorted(self._open))
+    def close(self) -> None:
+        """The loop has ended: end every open admission, then the preparer."""
+        try:
+            self.end(sorted(self._open))
+        finally:
+            self._preparer.close()

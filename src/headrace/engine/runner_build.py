@@ -23,6 +23,10 @@ from headrace.core.kvgroup import KvGroup
 from headrace.core.model_info import ModelInfo
 from headrace.core.numerics import WEIGHTS
 from headrace.engine.config import EngineConfig
+from headrace.engine.grammar.compiler import GrammarCompiler
+from headrace.engine.grammar.preparer import GrammarPreparer
+from headrace.engine.grammar.slots import SlotGrammars
+from headrace.engine.grammar.store import GrammarStore
 from headrace.engine.kv_sizing import KvMemoryBudget, KvSizing, activation_bytes, describe_bytes, size_kv
 from headrace.engine.memory import Available, read_available
 from headrace.engine.runner import ModelRunner
@@ -44,17 +48,21 @@ log = logging.getLogger(__name__)
 
 
 class Built(NamedTuple):
-    """weights: gives the digest of all weight bytes, hashing them first; None: `info` already holds it."""
+    """
+    weights   gives the digest of all weight bytes, hashing them first; None: `info` already holds it
+    preparer  of the grammars that the runner follows
+    """
 
     runner: ModelRunner | OverlappedRunner
     info: ModelInfo
     weights: Callable[[], str] | None
+    preparer: GrammarPreparer
 
 
 def build_runner(
     config: EngineConfig, packed: PackedFolder | None = None, features: CpuFeatures | None = None
 ) -> tuple[ModelRunner | OverlappedRunner, ModelInfo]:
-    """`build` without the weights' digest."""
+    """The runner and its model's facts alone."""
     return build(config, packed, features)[:2]
 
 
@@ -75,7 +83,9 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
         groups = tuple(stored_as(group, kv_dtype) for group in loaded.model.kv_groups)
         sizing = _size(config, loaded, groups)
         kv = allocate_kv(loaded.model.kv_shapes, loaded.model.group_of, sizing.num_blocks, config.block_size, kv_dtype, config.device)
-        runner = _make_runner(config, loaded, sizing, kv, choices.backend)
+        compiler = GrammarCompiler(Path(config.model), loaded.vocab_size, loaded.eos_token_ids)
+        grammars = GrammarStore(compiler)
+        runner = _make_runner(config, loaded, sizing, kv, choices.backend, SlotGrammars(grammars))
         try:
             load_mask_kernel(choices.backend.mask)
             seconds = warm_up(runner, config, max_model_len=sizing.max_model_len, vocab_size=loaded.vocab_size)
@@ -94,7 +104,8 @@ def build(config: EngineConfig, packed: PackedFolder | None = None, features: Cp
     )
     numerics = _numerics(config, choices, loaded, _name(kv_dtype))
     weights = None if numerics[WEIGHTS] or loaded.weights is None else loaded.weights.compute
-    return Built(runner, _model_info(config, loaded, groups, sizing, _name(kv_dtype), decided, numerics), weights)
+    info = _model_info(config, loaded, groups, sizing, _name(kv_dtype), decided, numerics)
+    return Built(runner, info, weights, GrammarPreparer(compiler, grammars))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +268,7 @@ def _compile_cache(kernels: str) -> str:
 
 
 def _make_runner(
-    config: EngineConfig, loaded: LoadedModel, sizing: KvSizing, kv: KvCache, backend: Backend
+    config: EngineConfig, loaded: LoadedModel, sizing: KvSizing, kv: KvCache, backend: Backend, masks: SlotGrammars
 ) -> ModelRunner | OverlappedRunner:
     runner = ModelRunner(
         loaded.model,
@@ -268,6 +279,7 @@ def _make_runner(
         device=config.device,
         draw=backend.draw,
         mask=backend.mask,
+        masks=masks,
     )
     return OverlappedRunner(runner) if config.depth > 1 else runner
 

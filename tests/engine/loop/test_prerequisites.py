@@ -97,6 +97,24 @@ def test_a_request_that_cannot_be_prepared_is_refused_and_nothing_is_held_for_it
     assert len(driven.preparer.begun) == 1
 
 
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("error", [InvalidRequest("grammar", "a better one"), Overloaded("no room for it")], ids=["invalid", "no room"])
+def test_a_request_whose_prerequisite_shows_that_it_is_invalid_is_refused_whole(n: int, error: HeadraceError) -> None:
+    """Nothing is said of its sequences: the client reads the error as if the request had been refused on arrival."""
+    driven = DrivenEngine()
+    driven.submit(request("a", [1], n=n), needs=frozenset({"grammar", "kv"}))
+    driven.submit(request("b", [2]))
+    driven.turn(1)
+    driven.satisfied("a", "kv")
+    driven.failed("a", "grammar", error)
+    driven.failed("a", "grammar", error)
+    driven.run()
+    assert driven.errors["a"] is error
+    assert set(driven.finish) == {("b", 0)}
+    driven.preparer.check_idle()
+    driven.scheduler.check()
+
+
 def test_an_engine_that_prepares_nothing_refuses_a_grammar_by_name() -> None:
     driven = DrivenEngine()
     driven.engine._preparations._preparer = NothingToPrepare()

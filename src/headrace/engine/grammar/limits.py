@@ -20,14 +20,17 @@ STEP_LEXER_FUEL = 28_000
 STEP_MAX_ITEMS = 10_000
 """Parser items of one mask; 20,000 take about a millisecond. A mask that needs more, as ambiguous rules do, ends its sequence."""
 
-VET_CPU_S = 0.15
+VET_CPU_S = 0.12
 """CPU time that vetting may take: compiling and `NUM_VETTED_STEPS` masks. A grammar that needs more is refused."""
 
-VET_WALL_S = 2.0
+VET_WALL_S = 10.0
 """Seconds that vetting may take by the clock, however busy the machine is. A grammar that needs more is refused."""
 
 VET_MEMORY_BYTES = 192 << 20
 """Address space that vetting may take beside what its process has. A grammar that needs more is refused."""
+
+VET_STACK_BYTES = 8 << 20
+"""Stack that vetting may take. A grammar whose rules refer to each other in a longer chain is refused."""
 
 MAX_COMPILED_BYTES = 16 << 20
 """Memory that one compiled grammar may hold after vetting. A larger one is refused."""
@@ -35,11 +38,11 @@ MAX_COMPILED_BYTES = 16 << 20
 NUM_VETTED_STEPS = 48
 """Masks that vetting computes along outputs drawn at random from what the grammar allows."""
 
-STORE_BYTES = 256 << 20
+STORE_BYTES = 512 << 20
 """Memory of all compiled grammars, each counted with all the states that its lexer may build. Idle ones are dropped beyond it, the least
 recently used first; where all are in use, further requests with new grammars are refused."""
 
-TENANT_BYTES = STORE_BYTES // 2
+TENANT_BYTES = STORE_BYTES * 3 // 4
 """The same for the grammars of one tenant."""
 
 STATES_BYTES = MAX_LEXER_STATES * 512
@@ -49,7 +52,8 @@ PREPARE_TIMEOUT_S = 30.0
 """Seconds that a request waits for its grammar. The first one of an engine also waits until the model's vocabulary is read."""
 
 STACK_BYTES = 64 << 20
-"""Stack of the threads that compile and match grammars. Vetting runs on 8 MiB, so a grammar that vetting lets pass does not overflow it."""
+"""Stack of the threads that compile and match grammars: eight times that of vetting, so that what
+vetting lets pass does not overflow it."""
 
 
 def parser_limits() -> LLParserLimits:

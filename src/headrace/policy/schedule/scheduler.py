@@ -102,6 +102,10 @@ class Scheduler:
     def failed(self, admission: AdmissionId, what: str, message: str, now: float) -> None:
         self.sequences.failed(admission, what, message, now)
 
+    def withdraw(self, admission: AdmissionId, now: float) -> EngineRequest | None:
+        """A request that still waits for a prerequisite is refused after all. Returns it; None where it is not waiting."""
+        return self.sequences.withdraw(admission, now)
+
     def take_ended(self) -> list[AdmissionId]:
         return self.sequences.take_ended()
 

@@ -91,7 +91,8 @@ class Sequence:
                        0 = check the sequence in full
     bulk_commit_limit  below this computed length a commit brings one token and nothing else: no end, no full block, no block before the
                        window; 0 = check the sequence in full
-    end_ids      tokens that end the sequence once it has `min_tokens` outputs
+    end_ids      tokens that end the sequence once it has `min_tokens` outputs; with a grammar at any time, as an end token is sampled early
+                 only where nothing else is allowed
     facts        its row in a step's columns; replaced when the sequence starts or its rows are disowned
     drafts       ids drafted to follow the last known one; the next row verifies them
     waits_for_commit  no row is planned while another one is in flight: the sequence has drafts, or one of its rows gave too few tokens
@@ -172,7 +173,7 @@ class Sequence:
         for token in token_ids:
             kept += 1
             self.tokens.append(token)
-            if token in self.end_ids and self.num_outputs >= self.request.params.min_tokens:
+            if token in self.end_ids and (self.num_outputs >= self.request.params.min_tokens or self.request.grammar is not None):
                 reason, stop_token = FinishReason.STOP, token
                 break
             if len(self.tokens) >= self.limit:

@@ -259,6 +259,15 @@ class SequenceTable:
         for seq in list(self._prepared.get(admission, ())):
             self._end(seq, FinishReason.CANCELLED, now)
 
+    def withdraw(self, admission: AdmissionId, now: float) -> EngineRequest | None:
+        """End a request without an update about any of its sequences. None, and nothing is done, where one of them waits for nothing."""
+        family = list(self._prepared.get(admission, ()))
+        if not family or not all(seq.missing for seq in family):
+            return None
+        for seq in family:
+            self._end(seq, FinishReason.CANCELLED, now, is_emitted=True)
+        return family[0].request
+
     def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason, now: float) -> None:
         """The gateway found a stop string after `keep_tokens` output tokens: end the sequence; tokens beyond do not count and are not
         cached."""

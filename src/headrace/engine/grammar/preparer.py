@@ -1,0 +1,160 @@
+"""The `Preparer` of grammars: a request with one waits until it is vetted and compiled, on a thread of its own.
+
+Tenants take turns on that thread, so that one tenant's grammars wait behind its own. A grammar that is refused refuses its request
+alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Protocol
+
+from headrace.core.errors import InvalidRequest
+from headrace.core.ids import AdmissionId
+from headrace.core.request import EngineRequest
+from headrace.engine.grammar.compiler import GrammarCompiler
+from headrace.engine.grammar.deep_stack import start_deep_thread
+from headrace.engine.grammar.limits import PREPARE_TIMEOUT_S
+from headrace.engine.grammar.store import GrammarKey, GrammarStore
+
+GRAMMAR = "grammar"
+"""The prerequisite's name."""
+
+MAX_VETTED = 4096
+"""Grammars remembered as vetted after the store has dropped them: they are compiled again without a second vetting."""
+
+
+class PreparedEngine(Protocol):
+    """What a preparer says to the loop; `engine.loop.Engine` is one."""
+
+    def satisfied(self, admission: AdmissionId, what: str) -> None: ...
+
+    def failed(self, admission: AdmissionId, what: str, error: Exception) -> None: ...
+
+
+class GrammarPreparer:
+    """Compiles the grammars of admitted requests into a `GrammarStore`, from which the runner takes its matchers."""
+
+    def __init__(self, compiler: GrammarCompiler, store: GrammarStore) -> None:
+        self._compiler = compiler
+        self._store = store
+        self._engine: PreparedEngine | None = None
+        self._jobs = TenantJobs()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._open: dict[AdmissionId, GrammarKey] = {}
+        self._pinned: set[AdmissionId] = set()
+        self._vetted: OrderedDict[bytes, int] = OrderedDict()
+
+    def attach(self, engine: PreparedEngine) -> None:
+        """Say what becomes of prerequisites to this engine. Called once, before the first `begin`."""
+        self._engine = engine
+
+    # on the loop's thread
+
+    def begin(self, request: EngineRequest, admission: AdmissionId) -> Mapping[str, float]:
+        """Raises InvalidRequest for a grammar where the model can have none."""
+        if request.grammar is None:
+            return {}
+        if self._compiler.refusal:
+            raise InvalidRequest("grammar", f"none: {self._compiler.refusal}", request.grammar.kind.value)
+        key = GrammarKey(request.tenant, request.grammar)
+        is_there = self._store.pin(key)
+        with self._lock:
+            self._open[admission] = key
+            if is_there:
+                self._pinned.add(admission)
+        if is_there:
+            return {}
+        self._jobs.put(key.tenant, admission)
+        if self._thread is None:
+            self._thread = start_deep_thread(self._work, "headrace-grammars")
+        return {GRAMMAR: PREPARE_TIMEOUT_S}
+
+    def end(self, admission: AdmissionId) -> None:
+        with self._lock:
+            key = self._open.pop(admission, None)
+            is_pinned = admission in self._pinned
+            self._pinned.discard(admission)
+        if key is not None and is_pinned:
+            self._store.unpin(key)
+
+    def close(self) -> None:
+        """End the thread, after the grammar it works on, and the vetting process."""
+        self._jobs.close()
+        self._compiler.close()
+
+    # on its own thread
+
+    def _work(self) -> None:
+        while (admission := self._jobs.take()) is not None:
+            with self._lock:
+                key = self._open.get(admission)
+            if key is None:
+                continue  # the request ended while it waited
+            assert self._engine is not None, "attach comes first"
+            try:
+                self._prepare(key)
+            except Exception as error:  # the outermost border of this thread: the loop logs what is not ours
+                self._engine.failed(admission, GRAMMAR, error)
+            else:
+                self._hand_over(admission, key)
+                self._engine.satisfied(admission, GRAMMAR)
+
+    def _prepare(self, key: GrammarKey) -> None:
+        """Compile it, unless an earlier request of the tenant has just had it compiled; pinned once either way."""
+        if not self._store.pin(key):
+            num_bytes = self._vet(key)
+            self._store.add(key, self._compiler.compile(key.grammar), num_bytes)
+
+    def _vet(self, key: GrammarKey) -> int:
+        digest = blake2b(repr(key).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        if digest not in self._vetted:
+            self._vetted[digest] = self._compiler.vet(key.grammar)
+            if len(self._vetted) > MAX_VETTED:
+                self._vetted.popitem(last=False)
+        self._vetted.move_to_end(digest)
+        return self._vetted[digest]
+
+    def _hand_over(self, admission: AdmissionId, key: GrammarKey) -> None:
+        """The pin is the request's from here on, and given back at once where it has ended meanwhile."""
+        with self._lock:
+            is_open = admission in self._open
+            if is_open:
+                self._pinned.add(admission)
+        if not is_open:
+            self._store.unpin(key)
+
+
+class TenantJobs:
+    """Admissions that wait for their grammar: first come, first served within a tenant; tenants take turns. Used by two threads."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, deque[AdmissionId]] = OrderedDict()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def put(self, tenant: str, admission: AdmissionId) -> None:
+        with self._changed:
+            self._waiting.setdefault(tenant, deque()).append(admission)
+            self._changed.notify()
+
+    def take(self) -> AdmissionId | None:
+        """Wait for the next one; None once closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if self._closed:
+                return None
+            tenant, admissions = self._waiting.popitem(last=False)
+            admission = admissions.popleft()
+            if admissions:
+                self._waiting[tenant] = admissions
+            return admission
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()

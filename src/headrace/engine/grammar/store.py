@@ -1,0 +1,133 @@
+"""Compiled grammars of one engine: by tenant, bounded in bytes, pinned while a request uses them.
+
+Each is counted with all the states its lexer may build, so that the bound holds however the grammars are used. A sequence that had to
+leave a full lexer has one of its own beside these, until it ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from headrace.core.errors import Overloaded
+from headrace.core.grammar import Grammar
+from headrace.engine.grammar.limits import STATES_BYTES, STORE_BYTES, TENANT_BYTES
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+class GrammarKey(NamedTuple):
+    """Whose grammar it is: what one tenant sends is not looked up for another."""
+
+    tenant: str
+    grammar: Grammar
+
+
+class Compiler(Protocol):
+    num_words: int
+
+    def compile(self, grammar: Grammar) -> LLMatcher:
+        """Raises HeadraceError."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Compiled:
+    """A matcher at the grammar's start, never advanced: sequences match copies of it."""
+
+    template: LLMatcher
+    num_bytes: int
+    num_pins: int = 0
+
+
+class GrammarStore:
+    """Used by several threads. max_bytes, tenant_bytes: memory of all compiled grammars, and of one tenant's."""
+
+    def __init__(self, compiler: Compiler, *, max_bytes: int = STORE_BYTES, tenant_bytes: int = TENANT_BYTES) -> None:
+        self.num_words = compiler.num_words
+        self.num_bytes = 0
+        self._compiler = compiler
+        self._max_bytes, self._tenant_bytes = max_bytes, tenant_bytes
+        self._compiled: OrderedDict[GrammarKey, _Compiled] = OrderedDict()  # least recently used first
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._compiled)
+
+    def pin(self, key: GrammarKey) -> bool:
+        """Keep a compiled grammar until `unpin`. False: it is not here."""
+        with self._lock:
+            if (compiled := self._compiled.get(key)) is None:
+                return False
+            compiled.num_pins += 1
+            self._compiled.move_to_end(key)
+            return True
+
+    def unpin(self, key: GrammarKey) -> None:
+        """A request that pinned it is over."""
+        with self._lock:
+            self._compiled[key].num_pins -= 1
+
+    def add(self, key: GrammarKey, template: LLMatcher, num_bytes: int) -> None:
+        """Keep a grammar that was just compiled, pinned once. num_bytes: what it held when it was vetted.
+
+        Raises Overloaded where the grammars in use leave no room for it.
+        """
+        num_bytes += STATES_BYTES
+        with self._lock:
+            if key not in self._compiled:
+                self._make_room(key.tenant, num_bytes)
+                self._compiled[key] = _Compiled(template, num_bytes)
+                self.num_bytes += num_bytes
+            self._compiled[key].num_pins += 1
+
+    def matcher(self, grammar: Grammar) -> LLMatcher:
+        """A matcher at the grammar's start, for the caller alone. A grammar that no request has prepared, as in a replay, is compiled."""
+        with self._lock:
+            found = self._pinned(grammar)
+        return self._compiler.compile(grammar) if found is None else found.template.deep_copy()
+
+    def fresh_matcher(self, grammar: Grammar) -> LLMatcher:
+        """The same, compiled anew. Sequences that begin later share its lexer."""
+        template = self._compiler.compile(grammar)
+        with self._lock:
+            if (found := self._pinned(grammar)) is not None:
+                found.template = template
+        return template.deep_copy()
+
+    def check(self) -> None:
+        """Raise AssertionError unless bytes and pins add up."""
+        with self._lock:
+            assert self.num_bytes == sum(compiled.num_bytes for compiled in self._compiled.values()) <= self._max_bytes
+            assert all(compiled.num_pins >= 0 for compiled in self._compiled.values())
+            for tenant in {key.tenant for key in self._compiled}:
+                assert self._bytes_of(tenant) <= self._tenant_bytes
+
+    def _pinned(self, grammar: Grammar) -> _Compiled | None:
+        """Equal grammars match equally, whichever tenant's request had it compiled."""
+        return next((compiled for key, compiled in self._compiled.items() if compiled.num_pins and key.grammar == grammar), None)
+
+    def _bytes_of(self, tenant: str) -> int:
+        return sum(compiled.num_bytes for key, compiled in self._compiled.items() if key.tenant == tenant)
+
+    def _make_room(self, tenant: str, num_bytes: int) -> None:
+        """Drop idle grammars, the least recently used first: the tenant's own beyond its quota, then anyone's."""
+        own = [key for key in self._compiled if key.tenant == tenant]
+        if not self._drop_idle(own, self._bytes_of(tenant) + num_bytes - self._tenant_bytes):
+            raise Overloaded(f"this tenant's grammars in use take all of their {self._tenant_bytes >> 20} MiB")
+        if not self._drop_idle(list(self._compiled), self.num_bytes + num_bytes - self._max_bytes):
+            raise Overloaded(f"the grammars in use take all of their {self._max_bytes >> 20} MiB")
+
+    def _drop_idle(self, keys: list[GrammarKey], excess: int) -> bool:
+        """Drop grammars of `keys` until `excess` bytes are free. False: those in use are too many."""
+        for key in keys:
+            if excess <= 0:
+                return True
+            if not self._compiled[key].num_pins:
+                num_bytes = self._compiled.pop(key).num_bytes
+                self.num_bytes -= num_bytes
+                excess -= num_bytes
+        return excess <= 0

@@ -1,0 +1,180 @@
+"""`python -m headrace.engine.grammar.vetting_host`: reads a model's vocabulary once, then tries each grammar in a fork of itself.
+
+A fork takes milliseconds and shares the vocabulary's trie. The kernel bounds it: CPU time and time by timers whose signals end it, in C or
+Rust code too, memory by its address space. It compiles the grammar, computes masks along outputs drawn from it, and says what it holds.
+
+Its standard input is one end of a socket pair; `vetting.GrammarVetter` has the other. Frames are JSON, but for the vocabulary:
+
+    from the engine   {"folder": ..., "vocab_size": ..., "eos_token_ids": [...]}   once
+                      a grammar's fields
+    to the engine     {"refused": {...}}, and this process ends, or {} and then the vocabulary, packed
+                      {"num_bytes": n}, {"invalid": {...}} or {"signal": n}: how the fork ended
+
+When the socket closes, this process ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn
+
+from headrace.core.errors import CheckpointError, InvalidRequest
+from headrace.core.grammar import Grammar
+from headrace.engine.grammar.compiling import NAMES, compile_grammar, one_line
+from headrace.engine.grammar.frames import OtherEndGone, receive_frame, send_frame
+from headrace.engine.grammar.limits import MAX_COMPILED_BYTES, NUM_VETTED_STEPS, VET_CPU_S, VET_MEMORY_BYTES, VET_STACK_BYTES, VET_WALL_S
+from headrace.engine.grammar.sources import check_source
+from headrace.engine.grammar.vocabulary import GrammarVocabulary, TokenTrie
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+def main() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library's threads would not survive a fork
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # Ctrl-C signals the whole process group; the engine decides when this process ends
+    channel = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    with suppress(OtherEndGone):
+        serve(channel)
+
+
+def serve(channel: socket.socket) -> None:
+    """Read the vocabulary, then vet grammar by grammar. Raises OtherEndGone when the engine is gone."""
+    config = json.loads(receive_frame(channel))
+    try:
+        vocabulary = GrammarVocabulary.load(config["folder"], config["vocab_size"], tuple(config["eos_token_ids"]))
+        trie = TokenTrie(vocabulary)
+    except CheckpointError as error:
+        _say(channel, {"refused": {"file": error.file, "reason": error.reason, "remedy": error.remedy}})
+        return
+    _say(channel, {})
+    send_frame(channel, vocabulary.packed())
+    del vocabulary
+    gc.collect()
+    gc.freeze()
+    while True:
+        grammar = Grammar.from_fields(json.loads(receive_frame(channel)))
+        _say(channel, vet_in_fork(trie, grammar))
+
+
+def _say(channel: socket.socket, message: Mapping[str, object]) -> None:
+    send_frame(channel, json.dumps(message).encode())
+
+
+def vet_in_fork(trie: TokenTrie, grammar: Grammar) -> Mapping[str, object]:
+    """What a fork that vets the grammar says, or the signal that ended it."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        _vet_and_leave(trie, grammar, writer)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        answer = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status) or not answer:
+        return {"signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0}
+    found: Mapping[str, object] = json.loads(answer)
+    return found
+
+
+def _vet_and_leave(trie: TokenTrie, grammar: Grammar, writer: int) -> NoReturn:
+    """In the fork."""
+    try:
+        _bind_this_process()
+        try:
+            answer: Mapping[str, object] = {"num_bytes": vet(trie, grammar)}
+        except InvalidRequest as error:
+            answer = {"invalid": {"limit": error.limit, "value": error.given and str(error.given), "remedy": error.remedy}}
+        os.write(writer, json.dumps(answer).encode())
+    except MemoryError:
+        os.abort()  # as code that cannot raise it does
+    finally:
+        os._exit(0)
+
+
+def _bind_this_process() -> None:
+    """Everything that grows or lasts has a bound from here on."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # an abort says so on stderr, with what the client sent
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit(resource.RLIMIT_STACK, VET_STACK_BYTES)
+    if own := _memory_bytes()[0]:
+        _limit(resource.RLIMIT_AS, own + VET_MEMORY_BYTES)
+    signal.setitimer(signal.ITIMER_REAL, VET_WALL_S)
+    signal.setitimer(signal.ITIMER_PROF, VET_CPU_S)
+
+
+def _limit(kind: int, num_bytes: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard), hard))
+
+
+def vet(trie: TokenTrie, grammar: Grammar) -> int:
+    """Bytes that the compiled grammar holds after some use; 0 where the system does not say. Raises InvalidRequest."""
+    check_source(grammar)
+    before = _memory_bytes()[1]
+    matcher = compile_grammar(trie, grammar)
+    _try_masks(matcher, grammar)
+    if sys.platform == "linux":
+        with suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)  # what compiling took and gave back is not the grammar's
+    num_bytes = max(0, _memory_bytes()[1] - before)
+    if num_bytes > MAX_COMPILED_BYTES:
+        limit = f"{NAMES[grammar.kind]} that takes at most {MAX_COMPILED_BYTES >> 20} MiB once it is compiled"
+        raise InvalidRequest("grammar", limit, f"{num_bytes >> 20} MiB", "Send a smaller one.")
+    return num_bytes
+
+
+def _try_masks(template: LLMatcher, grammar: Grammar) -> None:
+    """Compute masks along outputs drawn at random. Raises InvalidRequest where one exceeds its limits, or nothing can be written at all."""
+    draw, matcher = random.Random(0), template.deep_copy()
+    for step in range(NUM_VETTED_STEPS):
+        mask: bytes = matcher.compute_bitmask()
+        token_id = None if matcher.is_error() else _drawn_bit(mask, draw)
+        if step == 0 and (token_id is None or matcher.stop_reason() == "NoExtensionBias"):
+            raise InvalidRequest("grammar", f"{NAMES[grammar.kind]} that some text matches", remedy=one_line(matcher.get_error()))
+        if token_id is not None:
+            matcher.consume_token(token_id)
+        if matcher.is_error():
+            limit = f"{NAMES[grammar.kind]} whose masks stay within their limits"
+            raise InvalidRequest("grammar", limit, remedy=f"After {step} tokens: {one_line(matcher.get_error())}")
+        if token_id is None or matcher.is_stopped():
+            matcher = template.deep_copy()
+
+
+def _drawn_bit(mask: bytes, draw: random.Random) -> int | None:
+    """The number of a set bit; None where there is none."""
+    begin: int = draw.randrange(len(mask))
+    places: list[int] = [*range(begin, len(mask)), *range(begin)]
+    for place in places:
+        if mask[place]:
+            bits = [bit for bit in range(8) if mask[place] >> bit & 1]
+            return 8 * place + bits[draw.randrange(len(bits))]
+    return None
+
+
+def _memory_bytes() -> tuple[int, int]:
+    """(address space, resident memory that is not a file's) of this process; zeros where the system does not say."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            size, resident, shared = map(int, file.read().split()[:3])
+    except OSError:
+        return 0, 0
+    return size * resource.getpagesize(), (resident - shared) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    main()
