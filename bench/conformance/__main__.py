@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import llguidance
+
 from bench.conformance import suite
 from bench.conformance.judge import Judge, spellings
 from bench.conformance.schemas import cases
@@ -145,7 +147,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(markdown(tallies))
     if not given.no_suite:
         rows = {name: {each.name: getattr(tally, each.name) for each in fields(tally)} for name, tally in tallies.items()}
-        write_portable(RESULTS / "grammar-conformance.json", {"environment": environment(), "suite": suite.ARCHIVE, "tallies": rows})
+        origin = {"environment": environment(), "suite": suite.ARCHIVE, "llguidance": llguidance.__version__}
+        write_portable(RESULTS / "grammar-conformance.json", {**origin, "tallies": rows})
         replace_block(PAGE, BLOCK_NAME, markdown(tallies))
 
 
