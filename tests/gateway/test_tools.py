@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from gateway_kit import MODEL, SAID, TestBench, chat_body, headers, open_bench, serving
+from gateway_kit import MODEL, SAID, TestBench, chat_body, events_of, headers, open_bench, serving
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import ReasoningSpan
@@ -248,3 +248,43 @@ async def test_a_model_whose_calls_cannot_be_read_refuses_functions(text: TextMo
         assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
         assert "--tool-call-parser" in response.json()["error"]["message"]
         assert (await bench.chat(tools=[WEATHER], tool_choice="none")).status_code == 200
+
+
+THOUGHT = "<think>Let me see.</think>Paris."
+REASONING_SHOWN: list[tuple[dict[str, Any], str, str | None]] = [
+    ({}, "Paris.", "Let me see."),
+    ({"include_reasoning": True}, "Paris.", "Let me see."),
+    ({"include_reasoning": False}, "Paris.", None),
+    ({"reasoning": {"exclude": True}}, "Paris.", None),
+    ({"separate_reasoning": False}, THOUGHT, None),
+    ({"reasoning_format": "none"}, THOUGHT, None),
+    ({"reasoning_format": "deepseek"}, "Paris.", "Let me see."),
+]
+
+
+@pytest.mark.parametrize(("fields", "content", "reasoning"), REASONING_SHOWN, ids=[str(fields) for fields, _, _ in REASONING_SHOWN])
+async def test_reasoning_is_separated_left_out_or_left_in_as_the_client_wants(
+    either: TestBench, fields: dict[str, Any], content: str, reasoning: str | None
+) -> None:
+    either.replica.said = THOUGHT
+    whole = (await either.chat(**fields)).json()
+    message = whole["choices"][0]["message"]
+    assert (message["content"], message.get("reasoning_content")) == (content, reasoning)
+    counted = whole["usage"].get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+    assert (counted > 0) is (content == "Paris.")
+    deltas = [choice["delta"] for event in events_of((await either.chat(**fields, stream=True)).text) for choice in event["choices"]]
+    assert "".join(delta.get("content", "") for delta in deltas) == content
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == (reasoning or "")
+
+
+async def test_a_call_is_answered_and_the_answer_goes_back(bench: TestBench) -> None:
+    """A round trip as an agent makes it: what the model wrote comes back to it as it wrote it."""
+    written = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+    bench.replica.said = written
+    message = (await bench.chat(tools=[WEATHER])).json()["choices"][0]["message"]
+    assert message["content"] is None
+    (call,) = message["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    answer = {"role": "tool", "tool_call_id": call["id"], "content": "rain"}
+    await bench.chat(messages=[{"role": "user", "content": "Hello"}, message, answer], tools=[WEATHER])
+    assert f"<|im_start|>assistant\n{written}<|im_end|>" in prompt_of(bench)

@@ -1,0 +1,210 @@
+"""Functions end to end: `headrace serve` of the bundled model, the official `openai` client, the example and the agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from openai import BadRequestError, OpenAI
+from server_kit import Server, serving
+
+from tests.house.reader import ROOT
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+TIME: Any = {
+    "type": "function",
+    "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}},
+}
+SCHEMAS = {each["function"]["name"]: each["function"]["parameters"] for each in (WEATHER, TIME)}
+ASKED: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.fixture(scope="module")
+def server(trained_folder: Path) -> Iterator[Server]:
+    engine = {"model": str(trained_folder), "dtype": "float32", "num_threads": 1, "num_kv_blocks": 400}
+    config = {"models": [{"name": "tiny", "engine": engine}], "gateway": {"request_log": "off"}}
+    with serving(config) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0, timeout=60.0) as opened:
+        yield opened
+
+
+def check_calls(message: Any, *, at_most: int = 128) -> None:
+    """Every call is of a function that was offered, and its arguments validate."""
+    assert message.tool_calls
+    assert len(message.tool_calls) <= at_most
+    assert len({call.id for call in message.tool_calls}) == len(message.tool_calls)
+    for call in message.tool_calls:
+        assert call.type == "function"
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_forced_calls_validate_whatever_the_model_would_rather_say(client: OpenAI, choice: Any, temperature: float) -> None:
+    for seed in range(3):
+        answer = client.chat.completions.create(
+            model="tiny", messages=ASKED, tools=[WEATHER, TIME], tool_choice=choice, temperature=temperature, seed=seed, max_tokens=200
+        )
+        (chosen,) = answer.choices
+        if chosen.finish_reason == "length":  # a hot model may go on calling
+            assert choice == "required"
+            continue
+        assert chosen.finish_reason == "tool_calls"
+        assert not (chosen.message.content or "").strip()
+        check_calls(chosen.message, at_most=1 if choice == NAMED else 128)
+
+
+def test_one_call_where_several_are_not_wanted(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=ASKED, tools=[WEATHER, TIME], tool_choice="required", parallel_tool_calls=False, temperature=1.5, n=4, seed=1
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "tool_calls"
+        check_calls(choice.message, at_most=1)
+
+
+def test_a_streamed_call_is_the_whole_one(client: OpenAI) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": ASKED,
+        "tools": [WEATHER, TIME],
+        "tool_choice": NAMED,
+        "temperature": 0,
+        "seed": 1,
+    }
+    whole = client.chat.completions.create(**asked).choices[0].message
+    assert whole.tool_calls
+    names, arguments, ids = [], "", []
+    finish = None
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            finish = choice.finish_reason or finish
+            for piece in choice.delta.tool_calls or []:
+                assert piece.index == 0
+                assert piece.function is not None
+                names += [piece.function.name] if piece.function.name else []
+                ids += [piece.id] if piece.id else []
+                assert piece.function.arguments is not None
+                arguments += piece.function.arguments
+    function: Any = whole.tool_calls[0]
+    assert (names, arguments, finish) == (["get_weather"], function.function.arguments, "tool_calls")
+    assert len(ids) == 1
+
+
+def test_the_clients_stream_helper_follows_the_arguments(client: OpenAI) -> None:
+    with client.chat.completions.stream(model="tiny", messages=ASKED, tools=[WEATHER], tool_choice="required", temperature=0) as stream:
+        kinds = [event.type for event in stream]
+        final: Any = stream.get_final_completion().choices[0].message
+    assert "tool_calls.function.arguments.delta" in kinds
+    assert "tool_calls.function.arguments.done" in kinds
+    check_calls(final)
+
+
+def test_a_strict_function_validates_where_the_model_decides(client: OpenAI) -> None:
+    strict: Any = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    answer = client.chat.completions.create(model="tiny", messages=ASKED, tools=[strict], temperature=0, max_tokens=200)
+    (choice,) = answer.choices
+    if choice.message.tool_calls:  # what the model decides is its own business
+        check_calls(choice.message)
+        assert choice.finish_reason == "tool_calls"
+    else:
+        assert "<tool_call>" not in (choice.message.content or "")
+
+
+def test_without_functions_to_call_the_text_stays_text(client: OpenAI) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=ASKED, tools=[WEATHER], tool_choice="none", temperature=0, max_tokens=40)
+    assert answer.choices[0].message.tool_calls is None
+    assert answer.choices[0].finish_reason in ("stop", "length")
+
+
+def test_a_document_or_calls(client: OpenAI) -> None:
+    schema = {"type": "object", "properties": {"sky": {"enum": ["grey", "blue"]}}, "required": ["sky"], "additionalProperties": False}
+    strict: Any = {**TIME, "function": {**TIME["function"], "strict": True}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "sky", "schema": schema}}
+    for seed in range(4):
+        answer = client.chat.completions.create(
+            model="tiny", messages=ASKED, tools=[strict], response_format=form, temperature=1.2, seed=seed, max_tokens=200
+        )
+        (choice,) = answer.choices
+        if choice.message.tool_calls:
+            check_calls(choice.message)
+        elif choice.finish_reason == "stop":
+            jsonschema.validate(json.loads(choice.message.content or ""), schema)
+
+
+def test_results_of_calls_go_back_to_the_model(client: OpenAI) -> None:
+    said = (
+        client.chat.completions.create(model="tiny", messages=ASKED, tools=[WEATHER], tool_choice=NAMED, temperature=0).choices[0].message
+    )
+    assert said.tool_calls
+    turns: list[Any] = [
+        *ASKED,
+        said.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "rain"},
+    ]
+    answer = client.chat.completions.create(model="tiny", messages=turns, tools=[WEATHER], temperature=0, max_tokens=40)
+    assert answer.choices[0].finish_reason in ("stop", "length", "tool_calls")
+    assert answer.usage is not None
+    counted: Any = client.post("/tokenize", cast_to=object, body={"model": "tiny", "messages": turns, "tools": [WEATHER]})
+    assert answer.usage.prompt_tokens == counted["count"]
+
+
+def test_a_schema_that_cannot_bind_costs_its_request_alone(client: OpenAI) -> None:
+    odd: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "$ref": "https://example.com/schema"}}}
+    with pytest.raises(BadRequestError) as refused:
+        client.chat.completions.create(model="tiny", messages=ASKED, tools=[odd], tool_choice="required")
+    assert refused.value.param == "tools"
+    assert client.chat.completions.create(model="tiny", messages=ASKED, max_tokens=2).choices
+
+
+def environment(server: Server) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OPENAI_BASE_URL": f"http://127.0.0.1:{server.port}/v1",
+        "OPENAI_API_KEY": "none",
+    }
+
+
+def test_the_example_calls_local_functions(server: Server) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "agent.py"), "What is the weather in Rome?"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment(server))
+    assert done.returncode == 0, done.stderr
+    assert "get_weather(" in done.stderr
+    assert done.stdout.strip()
+
+
+def test_the_agent_calls_local_functions(server: Server) -> None:
+    command = [sys.executable, "-m", "headrace", "agent", "--tool", str(ROOT / "examples" / "weather.py")]
+    command += ["--url", f"http://127.0.0.1:{server.port}"]
+    done = subprocess.run(
+        command, input="What is the weather in Rome?\n", capture_output=True, text=True, timeout=120, check=False, env=environment(server)
+    )
+    assert done.returncode == 0, done.stderr
+    assert "-> get_weather(" in done.stderr
+    assert done.stdout.strip()
