@@ -28,13 +28,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.te
 
 import psutil
 
+from bench.engine_options import add_engine_options, engine_config
 from bench.harness import ROOT, Machine, build, finished, write_portable
 from bench.machine import results_file
 from bench.smoke.children import SERVED, Server, server
 from bench.smoke.trees import Side
 from headrace.core.errors import ConfigError
-from headrace.engine.config import QUANTIZATIONS, EngineConfig
-from headrace.fleet.weights import resolve_model
+from headrace.engine.config import EngineConfig
 from headrace.lab.datasets import WorkloadShape, make_requests
 from headrace.lab.environment import bandwidth_facts, bandwidth_script, environment, measure_bandwidth
 from headrace.lab.offline import run_offline
@@ -138,12 +138,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=64, help="at once where steps are planned ahead (default: 64)")
     parser.add_argument("--only", choices=PARTS, action="append", help="again for more; default: all")
     parser.add_argument("--model", help="folder; default: the bundled model")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="none")
+    add_engine_options(parser, "quantization")
     given = parser.parse_args(arguments)
     if min(given.rounds, given.clients, given.streams) < 1:
         raise ConfigError("rounds", f"{given.rounds} rounds, {given.clients} clients, {given.streams} streams: each must be at least 1")
     waiting = {name: os.environ[name] for name in WAITING if name in os.environ}
-    base = EngineConfig(model=str(resolve_model(given.model or SERVED)), quantization=given.quantization)
+    base = engine_config(given.model or SERVED, given)
     stream, (count, unique) = (FEW_STREAM, (NUM_FEW_UNIQUE, FEW_UNIQUE)) if given.model else (STREAM, (NUM_UNIQUE, UNIQUE))
     name = "host-overhead"
     if given.model or given.quantization != "none":

@@ -18,12 +18,11 @@ from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.tensor.host.openmp
 
+from bench.engine_options import add_engine_options, engine_config
 from bench.harness import Machine, build, finished, requests_for, write_portable
 from bench.machine import results_file
 from bench.peers.engines import peak_of
 from headrace.core.errors import ConfigError
-from headrace.engine.config import KV_CACHE_DTYPES, QUANTIZATIONS, EngineConfig
-from headrace.fleet.weights import resolve_model
 from headrace.lab.datasets import LoadRequest, WorkloadShape
 from headrace.lab.environment import bandwidth_facts, bandwidth_script, environment, measure_bandwidth
 from headrace.lab.metrics import percentile
@@ -85,21 +84,14 @@ def measure(
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="int8")
-    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
+    add_engine_options(parser, "kv_cache_dtype", "max_num_batched_tokens", quantization="int8")
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--newcomers", type=int, default=8)
     parser.add_argument("--tokens", type=int, help="default: the model's own limit, less the answer")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=512)
     given = parser.parse_args(arguments)
     if not 1 <= given.streams < given.max_num_batched_tokens:
         raise ConfigError("streams", f"{given.streams} is outside 1..{given.max_num_batched_tokens - 1}")
-    config = EngineConfig(
-        model=str(resolve_model(given.model)),
-        quantization=given.quantization,
-        kv_cache_dtype=given.kv_cache_dtype,
-        max_num_batched_tokens=given.max_num_batched_tokens,
-    )
+    config = engine_config(given.model, given)
     facts = {"environment": environment(), **bandwidth_facts(measure_bandwidth(bandwidth_script()))}
     machine = build(config)
     tokens = given.tokens or machine.engine.info.max_model_len - ANSWER_TOKENS

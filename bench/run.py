@@ -9,11 +9,11 @@ import argparse
 from collections.abc import Callable
 
 from bench import chunked_prefill, continuous_batching, paged_memory, prefix_cache
+from bench.engine_options import add_engine_options, engine_config
 from bench.harness import Table, run_table
 from bench.report import newest_results, write_page
 from headrace.bundled import DEFAULT_MODEL
 from headrace.engine.config import EngineConfig
-from headrace.fleet.weights import resolve_model
 
 TABLES: dict[str, Callable[[EngineConfig], Table]] = {
     "continuous-batching": continuous_batching.table,
@@ -28,21 +28,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", choices=TABLES, action="append", help="again for more; default: all")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="folder or bundled model")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--load-format", default="auto", help="dummy: random weights from config.json")
-    parser.add_argument("--kernels", default="auto")
-    parser.add_argument("--num-threads", type=int)
+    add_engine_options(parser, "dtype", "load_format", "kernels", "num_threads")
     parser.add_argument("--no-page", action="store_true", help="leave docs/benchmarks.md as it is")
     given = parser.parse_args(arguments)
     if given.rounds < 1:
         parser.error("--rounds must be at least 1")
-    base = EngineConfig(
-        model=str(resolve_model(given.model)),
-        dtype=given.dtype,
-        load_format=given.load_format,
-        kernels=given.kernels,
-        num_threads=given.num_threads,
-    )
+    base = engine_config(given.model, given)
     for name in given.only or TABLES:
         print(f"-> {run_table(TABLES[name](base), rounds=given.rounds)}")
     if not given.no_page:

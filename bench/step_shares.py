@@ -31,11 +31,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: see headrace.te
 
 from torch import Tensor
 
+from bench.engine_options import add_engine_options
 from bench.harness import write_portable
 from bench.machine import results_file
 from headrace import LLM, SamplingParams
 from headrace.core.errors import ConfigError
-from headrace.engine.config import QUANTIZATIONS
 from headrace.lab.environment import bandwidth_facts, bandwidth_script, environment, measure_bandwidth
 from headrace.tensor.kernels.cpu.jit.launch import kernel_names
 from headrace.tensor.kernels.cpu.launch_list import RecordedLaunches, run_list
@@ -149,7 +149,7 @@ def measure(llm: LLM, streams: int, steps: int) -> list[Shares]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="none")
+    add_engine_options(parser, "quantization")
     parser.add_argument("--streams", default="1,8")
     parser.add_argument("--steps", type=int, default=60)
     given = parser.parse_args(arguments)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+import api_tables
 import httpx2
 import msgspec
 import pytest
@@ -18,10 +18,8 @@ from headrace.gateway.surfaces.chat import ChatRequest
 from headrace.gateway.surfaces.completions import CompletionRequest
 from headrace.gateway.surfaces.dialect.field_rule import FieldRule, Inside, Place, Surface, Treatment
 from headrace.gateway.surfaces.dialect.field_table import TABLE
-from headrace.gateway.surfaces.dialect.fields import render_table
 from headrace.text.folder import TextModel
 
-DOCS = Path(__file__).parents[2] / "docs" / "api.md"
 KINDS: dict[Surface, type[msgspec.Struct]] = {Surface.CHAT: ChatRequest, Surface.COMPLETIONS: CompletionRequest}
 
 SOME: dict[str, Any] = {
@@ -178,11 +176,7 @@ def steady(response: httpx2.Response) -> str:
 
 
 def test_documentation_is_this_table() -> None:
-    text = DOCS.read_text(encoding="ascii")
-    shown = text.split("<!-- fields: made from headrace.gateway.surfaces.dialect.field_table -->\n")[1].split("<!-- end of fields -->")[0]
-    assert shown == render_table(), (
-        "docs/api.md: replace the table with the output of headrace.gateway.surfaces.dialect.fields.render_table()"
-    )
+    assert api_tables.shown(api_tables.FIELDS) == api_tables.fields_tables(), "run python -m tests.support.api_tables"
 
 
 @pytest.mark.parametrize("surface", Surface)

@@ -10,12 +10,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import api_tables
 import pytest
 from gateway_kit import TestBench
 
 from headrace.gateway.surfaces.dialect.field_rule import Surface
 from headrace.gateway.surfaces.dialect.field_table import TABLE
-from headrace.gateway.surfaces.routes import ENDPOINTS, render_table
+from headrace.gateway.surfaces.routes import ENDPOINTS
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,9 +46,7 @@ async def test_answers_are_of_the_media_type_that_is_described(bench: TestBench)
 
 
 def test_documentation_is_this_table() -> None:
-    text = (ROOT / "docs" / "api.md").read_text(encoding="ascii")
-    shown = text.split("<!-- paths: made from headrace.gateway.surfaces.routes -->\n")[1].split("<!-- end of paths -->")[0]
-    assert shown == render_table(), "docs/api.md: replace the table with the output of headrace.gateway.surfaces.routes.render_table()"
+    assert api_tables.shown(api_tables.PATHS) == api_tables.paths_table(), "run python -m tests.support.api_tables"
 
 
 async def test_references_lead_somewhere(bench: TestBench) -> None:

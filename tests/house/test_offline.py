@@ -1,4 +1,4 @@
-"""The offline path runs with torch, numpy, safetensors, tokenizers and numba alone; a child process blocks everything else.
+"""The offline path runs with torch, numpy, tokenizers and numba alone; a child process blocks everything else.
 
 Also: `import headrace` pulls nothing in.
 """
@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 from tests.house.stand_in import stand_in
 
-OFFLINE = ["torch", "numpy", "safetensors", "tokenizers", "numba", "llvmlite"]
+OFFLINE = ["torch", "numpy", "tokenizers", "numba", "llvmlite"]
 TORCH_NEEDS = ["sympy", "mpmath", "networkx", "jinja2", "markupsafe", "filelock", "fsspec", "typing_extensions", "functorch", "torchgen"]
 NOT_LOADED = {"transformers", "jinja2", "headrace.gateway", "headrace.wire", "headrace.observe"}
 """What answering a prompt has no use for."""

@@ -1,4 +1,4 @@
-"""Results as bytes: for ranks in other processes. Never pickle.
+"""Results as bytes: for ranks in other processes. Never pickle. Only tests use it today, since a replica is one process.
 
     result = `core.columns` of COLUMNS
     header = {"step_id", "errors": [[row, message], ...]}

@@ -101,7 +101,7 @@ def test_what_is_chosen_on_a_family_of_cpus(cpu: CpuFeatures, choice: Choice, ti
     layers = [linear for block in model.blocks for linear in (*block.attention.linears, *block.mlp.linears)]
     assert {type(linear) for linear in (*layers, model.head)} <= choice.linears
     assert {linear.products for linear in layers if isinstance(linear, StripLinear)} <= {choice.products}
-    assert bool(model._steps.num_recorded) == choice.recorded
+    assert bool(model._steps._kept) == choice.recorded
 
 
 def test_every_stored_dtype_has_a_row_for_every_cpu() -> None:

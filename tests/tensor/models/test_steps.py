@@ -119,9 +119,9 @@ def test_rows_with_adapters_are_not_recorded() -> None:
     steps = module.RecordedSteps(STRIPS.executor, loaded.model._layers)
     batch, branch = _batch([0], [20]), torch.zeros(1, loaded.model.spec.hidden_size)
     steps.run(branch, replace(batch, adapter_slots=torch.tensor([1], dtype=torch.int32)), _cache(loaded, torch.float32))
-    assert steps.num_recorded == 0
+    assert len(steps._kept) == 0
     steps.run(branch, batch, _cache(loaded, torch.float32))
-    assert steps.num_recorded == 1
+    assert len(steps._kept) == 1
 
 
 @torch.inference_mode()

@@ -136,10 +136,3 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
 @cache
 def _document(limits: Limits) -> bytes:
     return openapi.document(ENDPOINTS, limits)
-
-
-def render_table() -> str:
-    """The rows as the Markdown table of docs/api.md."""
-    lines = ["| path | method | key | what |", "|---|---|---|---|"]
-    lines += [f"| `{row.shown_path}` | {row.method} | {'no' if row.is_public else 'yes'} | {row.summary} |" for row in ENDPOINTS]
-    return "\n".join(lines) + "\n"

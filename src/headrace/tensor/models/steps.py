@@ -44,10 +44,6 @@ class RecordedSteps:
         """Upper bound of the memory of recorded steps, plus one: a step that is replaced is dropped only after its successor is made."""
         return 0 if self._executor is None else (MAX_LARGEST + 1) * self._executor.max_recorded_bytes
 
-    @property
-    def num_recorded(self) -> int:
-        return len(self._kept)
-
     def next_layer(self) -> None:
         """Called by the model before each layer."""
         if self._executor is not None:

@@ -23,9 +23,9 @@ class Purpose(IntEnum):
 
     SAMPLE = 0
     ACCEPT = 1
-    """Whether to accept a drafted token."""
+    """Whether to accept a drafted token. Reserved for speculation: nothing draws it yet."""
     RESIDUAL = 2
-    """The token that replaces a rejected draft."""
+    """The token that replaces a rejected draft. Reserved for speculation: nothing draws it yet."""
 
 
 def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 from headrace.core.errors import InvalidRequest
 from headrace.gateway.surfaces.dialect.field_rule import FieldRule, Inside, Place, Surface, Treatment
-from headrace.gateway.surfaces.dialect.field_table import GROUPS, MAX_INERT_CHARS, MAX_METADATA, TABLE
+from headrace.gateway.surfaces.dialect.field_table import MAX_INERT_CHARS, MAX_METADATA, TABLE
 
 RULES: Mapping[Place, Mapping[str, FieldRule]] = {
     place: {rule.name: rule for rule in TABLE if place in rule.places} for place in (*Surface, *Inside)
@@ -68,16 +68,3 @@ def _check_inert(name: str, value: object) -> None:
     small = isinstance(value, dict) and len(value) <= MAX_METADATA
     if not small or any(not isinstance(text, str) or len(text) > MAX_INERT_CHARS for pair in value.items() for text in pair):  # type: ignore[attr-defined]
         raise InvalidRequest(name, f"at most {MAX_METADATA} strings of at most {MAX_INERT_CHARS} characters", value)
-
-
-def render_table() -> str:
-    """The rows as the Markdown tables of docs/api.md."""
-    lines: list[str] = []
-    for group, rules in GROUPS.items():
-        lines += [f"{group}:", "", "| field | in | treatment | rule |", "|---|---|---|---|", *map(_row, rules), ""]
-    return "\n".join(lines)
-
-
-def _row(rule: FieldRule) -> str:
-    note = f"Only {rule.off_words}. {rule.note}" if rule.treatment is Treatment.REFUSED else rule.note
-    return f"| `{rule.name}` | {', '.join(rule.places)} | {rule.treatment} | {note} |"
