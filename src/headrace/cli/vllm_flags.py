@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from headrace.cli.exits import UsageRefused
 from headrace.cli.values_of_flags import dashed, is_flag
+from headrace.core.vllm_options import REMEDIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,8 @@ class TranslatedFlag:
 
 
 _QUANTIZED = "Use --kv-cache-dtype int8: its scales are computed as tokens come."
-_LORA = "Adapters are not served yet; merge the adapter into the base weights."
 _TLS = "Terminate TLS in a proxy in front of the gateway."
 _PARALLEL = "A replica runs in one process for now; use --replicas N to use more of the machine."
-_MEDIA = "Only text models are served."
-_SPECULATIVE = "Speculative decoding is not supported yet."
-_TOKENIZER = "The tokenizer of the model's folder is used."
 _GENERATION = "Serve a copy of the model's folder without generation_config.json, or with another one."
 _GRAPHS = "no graphs are captured and nothing is compiled ahead"
 _PROMPTS = "prompts are never logged; --request-log off leaves out the line per request too"
@@ -98,39 +95,39 @@ TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
     "-pp": RefusedFlag(_PARALLEL, ("1",)),
     "--enable-expert-parallel": RefusedFlag(_PARALLEL, None),
     "--distributed-executor-backend": RefusedFlag(_PARALLEL, ("mp", "uni")),
-    "--enable-lora": RefusedFlag(_LORA, None),
-    "--lora-modules": RefusedFlag(_LORA),
-    "--max-loras": RefusedFlag(_LORA),
-    "--max-lora-rank": RefusedFlag(_LORA),
+    "--enable-lora": RefusedFlag(REMEDIES["enable_lora"], None),
+    "--lora-modules": RefusedFlag(REMEDIES["lora_modules"]),
+    "--max-loras": RefusedFlag(REMEDIES["max_loras"]),
+    "--max-lora-rank": RefusedFlag(REMEDIES["max_lora_rank"]),
     "--tool-parser-plugin": RefusedFlag("Code named on a command line is never loaded; --tool-call-parser names a known form of calls."),
     "--reasoning-parser-plugin": RefusedFlag("Code named on a command line is never loaded; --reasoning-parser names a known form."),
     "--structured-outputs-config": RefusedFlag("The only backend is llguidance; a request says what its output must match."),
     "--guided-decoding-backend": RefusedFlag("The only backend is llguidance.", ("auto", "guidance")),
-    "--speculative-config": RefusedFlag(_SPECULATIVE),
-    "--speculative-model": RefusedFlag(_SPECULATIVE),
-    "--num-speculative-tokens": RefusedFlag(_SPECULATIVE),
-    "--trust-remote-code": RefusedFlag("Code from a repository of a model is never run; known architectures are built in.", None),
-    "--tokenizer": RefusedFlag(_TOKENIZER),
-    "--tokenizer-mode": RefusedFlag("The model's tokenizer.json is used.", ("auto",)),
-    "--tokenizer-revision": RefusedFlag(_TOKENIZER),
+    "--speculative-config": RefusedFlag(REMEDIES["speculative_config"]),
+    "--speculative-model": RefusedFlag(REMEDIES["speculative_config"]),
+    "--num-speculative-tokens": RefusedFlag(REMEDIES["speculative_config"]),
+    "--trust-remote-code": RefusedFlag(REMEDIES["trust_remote_code"], None),
+    "--tokenizer": RefusedFlag(REMEDIES["tokenizer"]),
+    "--tokenizer-mode": RefusedFlag(REMEDIES["tokenizer_mode"], ("auto",)),
+    "--tokenizer-revision": RefusedFlag(REMEDIES["tokenizer_revision"]),
     "--skip-tokenizer-init": RefusedFlag("Use the Python API with prompt_token_ids and detokenize=False.", None),
     "--chat-template": RefusedFlag("Put the template into the model's folder as chat_template.jinja."),
-    "--hf-overrides": RefusedFlag("Edit a copy of the model's config.json."),
+    "--hf-overrides": RefusedFlag(REMEDIES["hf_overrides"]),
     "--rope-scaling": RefusedFlag("Edit rope_scaling in a copy of the model's config.json."),
     "--rope-theta": RefusedFlag("Edit rope_theta in a copy of the model's config.json."),
     "--generation-config": RefusedFlag(_GENERATION, ("auto",)),
     "--override-generation-config": RefusedFlag(_GENERATION),
-    "--revision": RefusedFlag("Download the revision you want and give its folder."),
-    "--code-revision": RefusedFlag("Code from a model's repository is never run."),
-    "--download-dir": RefusedFlag("Set HF_HOME, or give a local folder."),
-    "--task": RefusedFlag("Only text generation is served.", ("auto", "generate")),
-    "--runner": RefusedFlag("Only text generation is served.", ("auto", "generate")),
-    "--convert": RefusedFlag("Only text generation is served.", ("auto", "none")),
-    "--cpu-offload-gb": RefusedFlag("Weights stay where they are computed.", ("0",)),
+    "--revision": RefusedFlag(REMEDIES["revision"]),
+    "--code-revision": RefusedFlag(REMEDIES["code_revision"]),
+    "--download-dir": RefusedFlag(REMEDIES["download_dir"]),
+    "--task": RefusedFlag(REMEDIES["task"], ("auto", "generate")),
+    "--runner": RefusedFlag(REMEDIES["runner"], ("auto", "generate")),
+    "--convert": RefusedFlag(REMEDIES["convert"], ("auto", "none")),
+    "--cpu-offload-gb": RefusedFlag(REMEDIES["cpu_offload_gb"], ("0",)),
     "--kv-transfer-config": RefusedFlag("Prefill and decode run in one replica."),
     "--sliding-window": RefusedFlag("The window comes from the model's config.json."),
-    "--limit-mm-per-prompt": RefusedFlag(_MEDIA),
-    "--mm-processor-kwargs": RefusedFlag(_MEDIA),
+    "--limit-mm-per-prompt": RefusedFlag(REMEDIES["limit_mm_per_prompt"]),
+    "--mm-processor-kwargs": RefusedFlag(REMEDIES["mm_processor_kwargs"]),
     "--max-logprobs": RefusedFlag("At most 20 log-probabilities per token can be asked for.", ("20",)),
     "--ssl-keyfile": RefusedFlag(_TLS),
     "--ssl-certfile": RefusedFlag(_TLS),

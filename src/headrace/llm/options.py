@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_type_hints
 
 from headrace.core.errors import ConfigError
+from headrace.core.strict_decode import decode
+from headrace.core.vllm_options import REMEDIES
 from headrace.engine.config import EngineConfig, options
 
 _PARALLEL = "A model runs in one process for now."
 _QUANTIZED = "Weights are rounded at load: quantization='int8' or 'int4'."
-_MEDIA = "Only text models are served."
-_NO_CODE = "Code from a model's repository is never run."
 
 ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "tensor_parallel_size": ((1,), _PARALLEL),
@@ -22,17 +20,17 @@ ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "data_parallel_size": ((1,), _PARALLEL),
     "enable_expert_parallel": ((False,), _PARALLEL),
     "distributed_executor_backend": ((None, "mp", "uni"), _PARALLEL),
-    "trust_remote_code": ((False,), _NO_CODE),
+    "trust_remote_code": ((False,), REMEDIES["trust_remote_code"]),
     "allow_deprecated_quantization": ((False,), _QUANTIZED),
-    "tokenizer": ((None,), "The tokenizer of the model's folder is used."),
-    "tokenizer_mode": (("auto",), "The model's tokenizer.json is used."),
-    "tokenizer_revision": ((None,), "The tokenizer of the model's folder is used."),
+    "tokenizer": ((None,), REMEDIES["tokenizer"]),
+    "tokenizer_mode": (("auto",), REMEDIES["tokenizer_mode"]),
+    "tokenizer_revision": ((None,), REMEDIES["tokenizer_revision"]),
     "skip_tokenizer_init": ((False,), "Give prompt_token_ids and SamplingParams(detokenize=False)."),
     "chat_template": ((None,), "The template of the model's folder is used."),
-    "revision": ((None,), "Download the revision you want and give its folder."),
-    "hf_overrides": ((None, {}), "Edit a copy of the model's config.json."),
+    "revision": ((None,), REMEDIES["revision"]),
+    "hf_overrides": ((None, {}), REMEDIES["hf_overrides"]),
     "hf_token": ((None,), "Set HF_TOKEN, or download the model and give its folder."),
-    "download_dir": ((None,), "Set HF_HOME, or give a local folder."),
+    "download_dir": ((None,), REMEDIES["download_dir"]),
     "config_format": (("auto", "hf"), "The Hugging Face layout is read."),
     "generation_config": (("auto",), "Defaults come from the model's generation_config.json."),
     "override_generation_config": ((None, {}), "Give SamplingParams."),
@@ -40,17 +38,17 @@ ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "disable_log_stats": ((False, True), ""),
     "disable_custom_all_reduce": ((False, True), ""),
     "swap_space": ((0, 0.0), "Preempted sequences are recomputed, not swapped."),
-    "cpu_offload_gb": ((0, 0.0), "Weights stay where they are computed."),
-    "enable_lora": ((False,), "Adapters are not served yet."),
-    "max_loras": ((None,), "Adapters are not served yet."),
-    "speculative_config": ((None,), "Speculative decoding is not supported yet."),
+    "cpu_offload_gb": ((0, 0.0), REMEDIES["cpu_offload_gb"]),
+    "enable_lora": ((False,), REMEDIES["enable_lora"]),
+    "max_loras": ((None,), REMEDIES["max_loras"]),
+    "speculative_config": ((None,), REMEDIES["speculative_config"]),
     "structured_outputs_config": ((None,), "The only backend is llguidance; say what to match in SamplingParams(structured_outputs=...)."),
-    "limit_mm_per_prompt": ((None, {}), _MEDIA),
-    "mm_processor_kwargs": ((None, {}), _MEDIA),
-    "allowed_local_media_path": ((None, ""), _MEDIA),
-    "task": (("auto", "generate"), "Only text generation is served."),
-    "runner": (("auto", "generate"), "Only text generation is served."),
-    "convert": (("auto", "none"), "Only text generation is served."),
+    "limit_mm_per_prompt": ((None, {}), REMEDIES["limit_mm_per_prompt"]),
+    "mm_processor_kwargs": ((None, {}), REMEDIES["mm_processor_kwargs"]),
+    "allowed_local_media_path": ((None, ""), REMEDIES["allowed_local_media_path"]),
+    "task": (("auto", "generate"), REMEDIES["task"]),
+    "runner": (("auto", "generate"), REMEDIES["runner"]),
+    "convert": (("auto", "none"), REMEDIES["convert"]),
     "compilation_config": ((None,), "There is nothing to compile ahead: kernels are chosen with `kernels`."),
 }
 """vLLM's keywords that are no options here -> (values that ask for what happens anyway, what to do instead of the other values)."""
@@ -80,21 +78,13 @@ def described(keywords: Collection[str]) -> str:
 
 def engine_config(folder: Path, given: Mapping[str, object], *, experimental: bool = False) -> EngineConfig:
     """The engine's configuration from LLM's keywords; None leaves EngineConfig's default. Raises ConfigError naming the keyword."""
-    hints, about = get_type_hints(EngineConfig), dict(options())
-    values: dict[str, Any] = {}
-    for name, value in given.items():
-        field = ENGINE_FIELDS[name]
-        if value is None:
-            continue
-        if not isinstance(value, int if hints[field] is float else hints[field]) and not isinstance(value, hints[field]):
-            raise ConfigError(name, f"{value!r:.80} is not of the type {getattr(hints[field], '__name__', hints[field])}")
-        if isinstance(value, bool) and hints[field] is not bool:
-            raise ConfigError(name, f"{value!r} is not a number")
-        values[field] = about[field].other_names.get(value, value) if isinstance(value, str) else value
+    about = dict(options())
+    values = {ENGINE_FIELDS[name]: value for name, value in given.items() if value is not None}
+    values = {field: about[field].other_names.get(value, value) if isinstance(value, str) else value for field, value in values.items()}
     if values.get("device", "cpu") != "cpu" and not experimental:
         raise ConfigError("device", f"{values['device']!r} has not been run where Headrace is tested", "Say experimental=True to try it.")
     try:
-        return replace(EngineConfig(model=str(folder)), **values).checked()
+        return decode(EngineConfig, {"model": str(folder), **values}).checked()
     except ConfigError as error:
         raise error.at(VLLM_NAMES.get(error.where, error.where)) from error
 

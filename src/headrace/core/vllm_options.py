@@ -1,0 +1,38 @@
+"""Options of vLLM that Headrace does not have: what to do instead, in one place for `LLM`'s keywords and the command line's flags.
+
+Which values of them ask for what happens anyway is said where they are read: `llm.options`, `cli.vllm_flags`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_NO_CODE = "Code from a model's repository is never run; known architectures are built in."
+_TOKENIZER = "The tokenizer of the model's folder is used."
+_LORA = "Adapters are not served yet; merge the adapter into the base weights."
+_MEDIA = "Only text models are served."
+_TEXT_GENERATION = "Only text generation is served."
+
+REMEDIES: Mapping[str, str] = {
+    "trust_remote_code": _NO_CODE,
+    "code_revision": _NO_CODE,
+    "tokenizer": _TOKENIZER,
+    "tokenizer_revision": _TOKENIZER,
+    "tokenizer_mode": "The model's tokenizer.json is used.",
+    "revision": "Download the revision you want and give its folder.",
+    "hf_overrides": "Edit a copy of the model's config.json.",
+    "download_dir": "Set HF_HOME, or give a local folder.",
+    "cpu_offload_gb": "Weights stay where they are computed.",
+    "enable_lora": _LORA,
+    "lora_modules": _LORA,
+    "max_loras": _LORA,
+    "max_lora_rank": _LORA,
+    "speculative_config": "Speculative decoding is not supported yet.",
+    "limit_mm_per_prompt": _MEDIA,
+    "mm_processor_kwargs": _MEDIA,
+    "allowed_local_media_path": _MEDIA,
+    "task": _TEXT_GENERATION,
+    "runner": _TEXT_GENERATION,
+    "convert": _TEXT_GENERATION,
+}
+"""vLLM's name of an option -> what to do instead, as one sentence."""
