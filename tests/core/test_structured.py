@@ -21,7 +21,7 @@ SCHEMA = {"type": "object", "properties": {"größe": {"type": "integer"}, "b": 
 @pytest.mark.parametrize(
     ("given", "grammar"),
     [
-        (Outputs(json=SCHEMA), Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA, ensure_ascii=False))),
+        (Outputs(json=SCHEMA), Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA, ensure_ascii=False, separators=(",", ":")))),
         (Outputs(json='{"type": "string"}'), Grammar(GrammarKind.JSON_SCHEMA, '{"type": "string"}')),
         (Outputs(json={}), Grammar(GrammarKind.JSON_SCHEMA, "{}")),
         (Outputs(regex="a+"), Grammar(GrammarKind.REGEX, "a+")),
@@ -70,7 +70,7 @@ def test_what_cannot_be_is_refused_by_name(given: dict[str, Any], field: str, wo
 
 
 def test_a_mapping_that_is_no_dict_is_a_schema_all_the_same() -> None:
-    assert Outputs(json=MappingProxyType({"type": "string"})).as_grammar().source == '{"type": "string"}'
+    assert Outputs(json=MappingProxyType({"type": "string"})).as_grammar().source == '{"type":"string"}'
 
 
 def test_sampling_params_hold_them_and_say_what_does_not_go_beside_them() -> None:

@@ -82,8 +82,11 @@ class RealEngine:
         self.submit(*requests)
         for number in range(MAX_TURNS):
             each_turn(number)
-            if not self.engine.turn():
+            if self.engine.turn():
+                continue
+            if not self.engine.scheduler.has_work:
                 return self
+            self.engine.idle()  # a grammar is compiled on another thread
         raise AssertionError("the engine did not come to rest")
 
     def check_idle(self) -> None:

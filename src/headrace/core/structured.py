@@ -65,7 +65,7 @@ class StructuredOutputsParams:
         if kind == "json":
             return Grammar(GrammarKind.JSON_SCHEMA, _schema_text(field, value)).checked(field=field)
         if kind == "choice":
-            return Grammar.choice(_texts(field, value)).checked(field=field)
+            return Grammar.choice(_texts(field, value), field=field).checked(field=field)
         if kind == "json_object":
             if value is not True:
                 raise InvalidRequest(field, "True", value)
@@ -90,7 +90,7 @@ def _schema_text(field: str, schema: object) -> str:
     if not isinstance(schema, Mapping):
         raise InvalidRequest(field, "a JSON schema as a mapping or as JSON text", type(schema).__name__)
     try:
-        return json_text.dumps(dict(schema), ensure_ascii=False, allow_nan=False)
+        return json_text.dumps(dict(schema), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(field, "a JSON schema that can be written as JSON", remedy=f"{str(error)[:100]}.") from None
 
@@ -98,6 +98,4 @@ def _schema_text(field: str, schema: object) -> str:
 def _texts(field: str, choices: object) -> Sequence[str]:
     if isinstance(choices, str) or not isinstance(choices, Sequence) or not all(isinstance(choice, str) for choice in choices):
         raise InvalidRequest(field, "a list of texts", choices)
-    if not choices or not all(choices):
-        raise InvalidRequest(field, "at least one text, none of them empty", list(choices))
     return choices

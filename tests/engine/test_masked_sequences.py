@@ -1,0 +1,198 @@
+"""Sequences with a grammar give the same tokens and log-probabilities alone and in every kind of company, to the bit.
+
+The engine is deterministic, so that its logits do not depend on the batch; everything else about a grammar must not, either.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grammar_samples import is_document
+from real_engine import Key, RealEngine, greedy_request
+
+pytest.importorskip("numba")
+
+from headrace.bundled import bundled_path
+from headrace.core.finish import FinishReason
+from headrace.core.grammar import Grammar, GrammarKind
+from headrace.core.ids import RequestId
+from headrace.core.plan import TokenLogprobs
+from headrace.core.request import EngineRequest
+from headrace.engine.failpoints import armed
+from headrace.text.tokenizer import Tokenizer
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "tags": {"type": "array", "items": {"enum": ["a", "bc", "é"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+SHAPES: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {},
+    {"top_p": 0.9, "logprobs": 3},
+    {"presence_penalty": 0.6, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
+    {"n": 3, "top_k": 40},
+    {"temperature": 0.0, "logit_bias": {70: 9.0, 2: 20.0}, "logprobs": 1},
+    {"min_tokens": 12, "min_p": 0.01},
+    {"prompt_logprobs": 1, "temperature": 1.6},
+]
+GRAMMARS = [
+    Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PERSON)),
+    Grammar(GrammarKind.REGEX, r"[a-f]{3,9}(-[0-9]{2}){1,4}!?"),
+    Grammar(GrammarKind.LARK, 'start: item ("," item){0,5}\nitem: /[a-z]{1,4}/ | "(" item ")"'),
+    Grammar.choice(["yes, of course", "yes", "no"]),
+]
+MATCHES: list[Callable[[str], object]] = [
+    partial(is_document, PERSON),
+    re.compile(GRAMMARS[1].source).fullmatch,
+    re.compile(r"(\(*[a-z]{1,4}\)*)(,\(*[a-z]{1,4}\)*){0,5}").fullmatch,
+    ("yes, of course", "yes", "no").__contains__,
+]
+"""Checks of whole outputs, one for each of GRAMMARS, that share no code with it; brackets of the third are not counted."""
+ROOM: dict[str, Any] = {"deterministic": True, "dtype": "auto", "max_model_len": 104, "max_num_batched_tokens": 64}
+Answers = dict[Key, tuple[list[int], list[TokenLogprobs], FinishReason]]
+
+
+@cache
+def tiny() -> Path:
+    folder = bundled_path("headrace-tiny")
+    assert folder is not None
+    return folder
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(tiny())
+
+
+def requests() -> list[EngineRequest]:
+    """Every shape, with a grammar each and without one now and then; prompts of many lengths, some with a common beginning."""
+    made = []
+    for number in range(12):
+        prompt = tokenizer().encode("Write something about the sea and " * (1 + number % 3) + str(number), add_special_tokens=True)
+        grammar = None if number % 5 == 4 else GRAMMARS[number % len(GRAMMARS)]
+        fixed = {"seed": 100 + number, "max_tokens": 60, "ignore_eos": grammar is None}
+        shape = {"temperature": 1.0, **fixed, **SHAPES[number % len(SHAPES)]}
+        made.append(greedy_request(f"r{number}", prompt, grammar=grammar, **shape))
+    return made
+
+
+def answers(engine: RealEngine) -> Answers:
+    assert not engine.errors
+    assert not engine.refused
+    return {key: (engine.tokens[key], engine.logprobs[key], finish) for key, finish in engine.finish.items()}
+
+
+WEIGHTS = [pytest.param({}, id="bundled"), pytest.param({"load_format": "dummy", "seed": 3}, id="random weights")]
+
+
+@pytest.fixture(scope="module", params=WEIGHTS)
+def weights(request: pytest.FixtureRequest) -> dict[str, Any]:
+    given: dict[str, Any] = request.param
+    return given
+
+
+@pytest.fixture(scope="module")
+def alone(weights: dict[str, Any]) -> Answers:
+    """Each request on its own, one sequence in a step, without prefix caching: the oracle of this page."""
+    with RealEngine(tiny(), **ROOM, **weights, enable_prefix_caching=False, max_num_seqs=1) as engine:
+        for request in requests():
+            engine.run(request)
+        return answers(engine)
+
+
+def text_of(token_ids: list[int]) -> str:
+    return tokenizer().join([token for token in token_ids if token not in (0, 2)]).decode()
+
+
+def test_alone_they_are_what_their_grammars_say(alone: Answers) -> None:
+    """What ends by itself is complete and valid, and what was cut off had no end token."""
+    num_complete = 0
+    for request in requests():
+        for index in request.indices:
+            token_ids, _, finish = alone[str(request.request_id), index]
+            if request.grammar is None or finish is not FinishReason.STOP:
+                continue
+            num_complete += 1
+            text = text_of(token_ids)
+            assert MATCHES[GRAMMARS.index(request.grammar)](text), (request.grammar, text)
+    assert num_complete >= 9
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"depth": 2},
+        {"max_num_batched_tokens": 9, "max_num_seqs": 4},
+        {"num_kv_blocks": 27, "max_num_seqs": 12},
+        {"num_kv_blocks": 27, "max_num_seqs": 12, "depth": 2},
+        {"kernels": "numba", "num_threads": 2, "enable_prefix_caching": False},
+    ],
+    ids=["batched", "overlapped", "chunked", "preempted", "preempted and overlapped", "two threads"],
+)
+def test_together_they_are_the_same(alone: Answers, weights: dict[str, Any], config: dict[str, Any]) -> None:
+    with RealEngine(tiny(), **{**ROOM, **weights, **config}) as engine:
+        engine.run(*requests())
+        assert answers(engine) == alone
+        assert (engine.preemptions > 0) == ("num_kv_blocks" in config)
+
+
+def test_a_prefix_hit_changes_nothing(alone: Answers, weights: dict[str, Any]) -> None:
+    with RealEngine(tiny(), **ROOM, **weights) as engine:
+        engine.run(*[replace(request, request_id=RequestId(f"first {request.request_id}")) for request in requests()])
+        engine.run(*requests())
+        again = {key: answer for key, answer in answers(engine).items() if key in alone}
+        assert again == alone
+        assert sum(engine.cached[str(request.request_id)] > 0 for request in requests()) >= 6
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_resumed_after_any_token_they_go_on_the_same(alone: Answers, weights: dict[str, Any], depth: int) -> None:
+    rng, rest = random.Random(depth), {}
+    parts = []
+    for request in requests():
+        for index in request.indices:
+            token_ids, logprobs, finish = alone[str(request.request_id), index]
+            if len(token_ids) < 2:
+                continue
+            cut = rng.randrange(1, len(token_ids))
+            part = request.resumed(index, token_ids[:cut], "")
+            name = f"{request.request_id} {index}"
+            parts.append(replace(part, request_id=RequestId(name), params=part.params.with_(prompt_logprobs=None)))
+            rest[name, index] = token_ids[cut:], logprobs[cut:], finish
+    with RealEngine(tiny(), **ROOM, **weights, depth=depth) as engine:
+        engine.run(*parts)
+        assert answers(engine) == rest
+
+
+@pytest.mark.parametrize("site", ["runner.masks", "runner.forward", "runner.sample", "runner.commit", "grammar.fill"])
+def test_a_step_that_failed_and_was_repeated_changes_nothing(alone: Answers, weights: dict[str, Any], site: str) -> None:
+    """A step in the middle raises, and its rows are repeated in halves. The step after it, computed already, is rolled back."""
+    with RealEngine(tiny(), **ROOM, **weights, depth=2) as engine, armed(site, skip=9) as fault:
+        engine.run(*requests())
+        assert fault.hits == 1
+        assert answers(engine) == alone
+
+
+def test_a_sequence_whose_outputs_do_not_match_ends_alone(alone: Answers, weights: dict[str, Any]) -> None:
+    """A resume may bring anything: output ids that the grammar does not allow end that sequence, and its neighbours go on."""
+    spoilt = replace(requests()[0].resumed(0, tokenizer().encode("not JSON", add_special_tokens=False), ""), request_id=RequestId("spoilt"))
+    with RealEngine(tiny(), **ROOM, **weights) as engine:
+        engine.run(spoilt, *requests())
+        assert "grammar" in engine.errors.pop("spoilt")
+        assert engine.finish.pop(("spoilt", 0)) is FinishReason.ERROR
+        assert answers(engine) == alone
