@@ -203,7 +203,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _versions(kernels: str) -> str:
     """Versions of the software that may change a bit of a result: what computes, and what compiled it."""
-    versions = f"headrace {__version__}, torch {torch.__version__}"
+    versions = f"headrace {__version__}, torch {torch.__version__}, llguidance {version('llguidance')}"
     if kernels != "numba":
         return versions
     return f"{versions}, numba {version('numba')}, llvmlite {version('llvmlite')}"
