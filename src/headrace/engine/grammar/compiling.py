@@ -45,7 +45,17 @@ def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
         return InvalidRequest("grammar", "a format of JSON Schema that is supported", unknown[1], "Leave it out, or use pattern.")
     if "oneOf constraints are not supported" in reason:
         return InvalidRequest("grammar", "a oneOf whose branches visibly exclude each other", remedy="Use anyOf.")
+    if grammar.kind is GrammarKind.REGEX:
+        reason = _regex_reason(reason)
     return InvalidRequest("grammar", f"{NAMES[grammar.kind]} that can be compiled", remedy=one_line(reason))
+
+
+def _regex_reason(reason: str) -> str:
+    """What is wrong with the expression, without the expression itself and its place in the Lark grammar that was made of it."""
+    if found := re.search(r"^error: (.+)$", reason, re.MULTILINE):
+        return f"{found[1][:1].upper()}{found[1][1:]}."
+    _, _, rest = reason.rpartition("(in regex): ")
+    return rest.splitlines()[0] if rest else reason
 
 
 def one_line(reason: str) -> str:
