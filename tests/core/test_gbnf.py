@@ -135,12 +135,15 @@ def test_lark_is_passed_on_as_it_is() -> None:
         "root ::= " + "# x\n" * 60_000 + '"a"',
         "root ::= " + '"a" | ' * 40_000 + '"a"',
         "root ::= " + ("(" * 60 + '"a"' + ")" * 60 + " ") * 2_000,
+        "\n" * 250_000 + 'root ::= "a"',
+        'root ::= "a"' + " " * 250_000,
     ],
-    ids=["chain", "references", "set", "comments", "alternatives", "groups"],
+    ids=["chain", "references", "set", "comments", "alternatives", "groups", "lines", "spaces"],
 )
 def test_the_longest_text_takes_linear_time(gbnf: str) -> None:
     """A quadratic step would take minutes at this length."""
     assert len(gbnf) < MAX_GRAMMAR_BYTES
     began = time.process_time()
+    assert is_gbnf(gbnf)
     assert lark_of_gbnf(gbnf).startswith("start: ")
     assert time.process_time() - began < 5

@@ -34,7 +34,7 @@ _TOKEN = re.compile(
 _CHAR = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))|([^\\])", re.DOTALL)
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t"} | {char: char for char in '\\"[]-^/'}
 _COMMENT = re.compile(r"(?:#|//).*")
-_LARK_ONLY = re.compile(r"(?m)^\s*(?:%llguidance\b|start\s*:(?!:))")
+_LARK_ONLY = re.compile(r"(?m)^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:))")
 
 
 def is_gbnf(source: str) -> bool:
