@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hostile_tools
 import jsonschema
 import pytest
-from openai import BadRequestError, OpenAI
+from openai import APIStatusError, BadRequestError, OpenAI
 from server_kit import Server, serving
 
 from tests.house.reader import ROOT
@@ -180,6 +181,29 @@ def test_a_schema_that_cannot_bind_costs_its_request_alone(client: OpenAI) -> No
         client.chat.completions.create(model="tiny", messages=ASKED, tools=[odd], tool_choice="required")
     assert refused.value.param == "tools"
     assert client.chat.completions.create(model="tiny", messages=ASKED, max_tokens=2).choices
+
+
+def status_of(client: OpenAI, body: dict[str, Any]) -> int:
+    try:
+        client.post("/chat/completions", cast_to=object, body=body)
+    except APIStatusError as error:
+        return error.status_code
+    return 200
+
+
+@pytest.mark.parametrize("is_strict", [False, True], ids=["required", "strict"])
+def test_hostile_schemas_cost_their_requests_alone(server: Server, client: OpenAI, is_strict: bool) -> None:
+    """Each is refused by name or served, in its turn; the engine is the one that it was, and a neighbour's answer is the same."""
+    neighbour: dict[str, Any] = {"model": "tiny", "messages": ASKED, "temperature": 0, "max_tokens": 20}
+    before = client.chat.completions.create(**neighbour).choices[0].message.content
+    engine = server.load().instance_id
+    for name, tools in hostile_tools.requests().items():
+        given: Any = [{**tool, "function": {**tool["function"], "strict": is_strict}} for tool in tools]
+        body = {"model": "tiny", "messages": ASKED, "tools": given, "max_tokens": 3}
+        body |= {} if is_strict else {"tool_choice": "required"}
+        assert status_of(client, body) in (200, 400, 413), name
+    assert client.chat.completions.create(**neighbour).choices[0].message.content == before
+    assert server.load().instance_id == engine
 
 
 def environment(server: Server) -> dict[str, str]:

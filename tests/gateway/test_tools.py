@@ -250,6 +250,14 @@ async def test_a_model_whose_calls_cannot_be_read_refuses_functions(text: TextMo
         assert (await bench.chat(tools=[WEATHER], tool_choice="none")).status_code == 200
 
 
+async def test_a_choice_among_no_functions_is_named_as_ignored(bench: TestBench) -> None:
+    for fields in ({"tool_choice": "auto"}, {"tool_choice": "none"}, {"parallel_tool_calls": False}, {"parallel_tool_calls": True}):
+        response = await bench.chat(**fields)
+        assert (response.status_code, response.headers["x-headrace-ignored"]) == (200, next(iter(fields)))
+        response = await bench.chat(tools=[WEATHER], **fields)
+        assert (response.status_code, response.headers.get("x-headrace-ignored")) == (200, None)
+
+
 THOUGHT = "<think>Let me see.</think>Paris."
 REASONING_SHOWN: list[tuple[dict[str, Any], str, str | None]] = [
     ({}, "Paris.", "Let me see."),

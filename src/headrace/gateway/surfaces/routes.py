@@ -55,7 +55,7 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         "POST",
         "/v1/tokenize",
         tokenize.tokenize,
-        "`{model, prompt or messages, add_special_tokens}` -> `{count, max_model_len, tokens, token_strs}` (vLLM's shape).",
+        "`{model, prompt or messages, tools, add_special_tokens}` -> `{count, max_model_len, tokens, token_strs}` (vLLM's shape).",
         request=tokenize.TokenizeRequest,
         reply=tokenize.TokenizeReply,
     ),

@@ -121,6 +121,8 @@ def surface_fields(body: Mapping[str, object], surface: Surface, limits: Limits,
         for name, checked in (("tools", checked_tools), ("tool_choice", checked_choice)):
             if name in kept:
                 kept[name] = checked(kept[name], ignored)
+        if not kept.get("tools"):
+            ignored |= dict.fromkeys([name for name in ("tool_choice", "parallel_tool_calls") if name in kept])
     for place in (Inside.STREAM_OPTIONS, Inside.STRUCTURED_OUTPUTS, Inside.RESPONSE_FORMAT):
         if isinstance(inside := kept.get(place), dict):
             kept[place.value] = honoured_fields(inside, place, ignored, f"{place}.")
