@@ -17,7 +17,7 @@ stays below 16 MB. A counted repetition such as `.{1,20000}` takes one state per
 STEP_LEXER_FUEL = 28_000
 """Lexer work of one mask, in llguidance's units: about 14,000 per millisecond. A mask that needs more ends its sequence."""
 
-STEP_MAX_ITEMS = 10_000
+STEP_MAX_ITEMS = 20_000
 """Parser items of one mask; 20,000 take about a millisecond. A mask that needs more, as ambiguous rules do, ends its sequence."""
 
 VET_CPU_S = 0.12
