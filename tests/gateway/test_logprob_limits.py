@@ -17,7 +17,7 @@ from headrace.gateway.upstream.seam import OutputEvent
 from headrace.gateway.upstream.token_prompt import TokenPrompt
 from headrace.text.folder import TextModel
 
-NUM_LOGPROBS = 12_000
+NUM_LOGPROBS = 4_000
 
 
 def pages(num_tokens: int, num_top: int, vocab_size: int) -> list[LogprobColumns]:
