@@ -18,6 +18,7 @@ from headrace.core.ids import RequestId
 from headrace.core.plan import Plan, Result
 from headrace.core.plan_codec import COLUMNS, _params_to_json
 from headrace.core.request import PriorityClass
+from headrace.core.sampling import SamplingParams
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.policy.schedule.scheduler import Scheduler
 
@@ -75,15 +76,20 @@ def check_every_row(scheduler: Scheduler) -> None:
 
 
 def recorded_bytes(plan: Plan) -> bytes:
-    """A plan as it was written when the digests were made. Columns that came later (ids of moves, drafts) do not change them."""
+    """A plan as it was written when the digests were made. What came later (ids of moves, drafts, `structured_outputs`) does not change
+    them."""
     started = [
-        {"slot": s.slot, "num_prompt_tokens": s.num_prompt_tokens, "index": s.index, "params": _params_to_json(s.params)}
+        {"slot": s.slot, "num_prompt_tokens": s.num_prompt_tokens, "index": s.index, "params": _recorded_params(s.params)}
         for s in plan.started
     ]
     columns = [getattr(plan, name) for name in COLUMNS if name not in ("move_ids", "drafts")] + [s.token_ids for s in plan.started]
     header = {"step_id": plan.step_id, "columns": [len(column) for column in columns], "started": started}
     text = json.dumps(header, separators=(",", ":")).encode()
     return struct.pack("<I", len(text)) + text + b"".join(column.tobytes() for column in columns)
+
+
+def _recorded_params(params: SamplingParams) -> dict[str, Any]:
+    return {name: value for name, value in _params_to_json(params).items() if name != "structured_outputs"}
 
 
 class Life:
