@@ -202,7 +202,7 @@ async def test_hostile_grammars_are_refused_and_a_neighbour_streams_on(server: S
 
 
 def test_a_refusal_reads_as_the_clients_mistake(client: OpenAI) -> None:
-    with pytest.raises(BadRequestError, match=r'response_format\.json_schema\.schema: expected .* got "?not"?') as refused:
+    with pytest.raises(BadRequestError, match=r'response_format\.json_schema\.schema: expected .* got "not"') as refused:
         client.chat.completions.create(
             model="random",
             messages=MESSAGES,

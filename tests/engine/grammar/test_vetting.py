@@ -43,7 +43,7 @@ OVER_BUDGET = [
     (lark(WIDE), "masks stay within their limits"),
     (schema('{"$ref":"#/$defs/a","$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}}}'), "that some text matches"),
     (schema('{"items":' * 100 + "{}" + "}" * 100), "at most 64 levels"),
-    (schema('{"type":"object","unevaluatedProperties":false}'), "got unevaluatedProperties. Leave them out."),
+    (schema('{"type":"object","unevaluatedProperties":false}'), 'got "unevaluatedProperties". Leave them out.'),
 ]
 
 

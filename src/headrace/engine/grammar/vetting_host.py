@@ -96,7 +96,7 @@ def _vet_and_leave(trie: TokenTrie, grammar: Grammar, writer: int) -> NoReturn:
         try:
             answer: Mapping[str, object] = {"num_bytes": vet(trie, grammar)}
         except InvalidRequest as error:
-            answer = {"invalid": {"limit": error.limit, "value": error.given and str(error.given), "remedy": error.remedy}}
+            answer = {"invalid": {"limit": error.limit, "value": None if error.given is None else error.value, "remedy": error.remedy}}
         os.write(writer, json.dumps(answer).encode())
     except MemoryError:
         os.abort()  # as code that cannot raise it does
