@@ -33,6 +33,8 @@ def message_of(events: Sequence[dict[str, Any]], index: int = 0) -> dict[str, An
         delta = choice["delta"]
         for name in ("content", "reasoning_content"):
             message[name] += delta.get(name) or ""
+        numbers = [piece["index"] for piece in delta.get("tool_calls", ())]
+        assert len(set(numbers)) == len(numbers)
         for piece in delta.get("tool_calls", ()):
             call = message["tool_calls"].setdefault(piece["index"], {"id": "", "name": "", "arguments": ""})
             call["id"] += piece.get("id", "")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Literal
 
 import msgspec
@@ -45,6 +47,7 @@ from headrace.gateway.surfaces.dialect.tools import NamedTool, ToolDefinition, f
 from headrace.gateway.upstream.seam import Conversation, OutputEvent, Prepared, RequestedGrammar, TokenUsage, ToolCall
 
 _encode = msgspec.json.encode
+_NUMBER = attrgetter("number")
 
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
@@ -231,13 +234,15 @@ class ChatAnswer:
                 yield self._chunks.text(event.index, event.text)
 
     def _delta_of_parts(self, event: OutputEvent) -> bytes:
-        """A delta with the reasoning and the tool calls that were separated from the text, and with the text."""
+        """A delta with the reasoning and the tool calls that were separated from the text, and with the text.
+
+        A call is in it once, whatever the number of its pieces: clients may read a delta's list as a dictionary by index.
+        """
         if event.tool_calls:
             self._outputs[event.index].has_tool_calls = True
-        pieces = [
-            ToolCallPart(_function(call), call.number, call.call_id, "function" if call.call_id else None) for call in event.tool_calls
-        ]
-        return _encode(ChatDelta(content=event.text or None, reasoning_content=event.reasoning or None, tool_calls=pieces or None))
+        calls = [ToolCall.joined(list(pieces)) for _, pieces in groupby(sorted(event.tool_calls, key=_NUMBER), key=_NUMBER)]
+        parts = [ToolCallPart(_function(call), call.number, call.call_id, "function" if call.call_id else None) for call in calls]
+        return _encode(ChatDelta(content=event.text or None, reasoning_content=event.reasoning or None, tool_calls=parts or None))
 
     def _choice(self, event: OutputEvent, delta: bytes | None) -> Iterator[bytes]:
         content = delta or (b'{"content":%s}' % _encode(event.text) if event.text or event.finish is None else b"{}")
