@@ -11,6 +11,7 @@ import pytest
 from output_texts import Case, Parsed
 
 from headrace.text.output import calls, json_calls, named_calls, python_calls, reading
+from headrace.text.output import reasoning as splitting
 from headrace.text.output.formats import TOOL_FORMATS
 
 F = '{"name": "f", "arguments": {"a": 1}}'
@@ -92,6 +93,14 @@ def test_reasoning(reasoning: str | None, is_open: bool, text: str, expected: Pa
     assert Case(None, reasoning, text, is_open).whole() == expected
 
 
+def test_reasoning_begins_near_the_beginning() -> None:
+    limit = splitting.MAX_LEADING_SPACE
+    for spaces, expected in ((limit, Parsed("b", "a")), (limit + 1, Parsed(" " * (limit + 1) + "<think>a</think>b"))):
+        case = Case(None, "qwen3", " " * spaces + "<think>a</think>b")
+        assert case.whole() == expected
+        assert case.split(lambda: 1) == expected
+
+
 def test_a_call_in_the_reasoning_is_none() -> None:
     text = f"<think><tool_call>{F}</tool_call></think><tool_call>{F}</tool_call>"
 
@@ -126,6 +135,7 @@ def test_random_texts_are_the_same_in_every_split(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_random_texts_at_every_limit_are_the_same_in_every_split(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "MAX_HELD_CHARS", 24)
+    monkeypatch.setattr(splitting, "MAX_LEADING_SPACE", 2)
     monkeypatch.setattr(json_calls, "MAX_KEY_CHARS", 12)
     monkeypatch.setattr(named_calls, "MAX_HEADER_CHARS", 9)
     monkeypatch.setattr(python_calls, "MAX_NAME_CHARS", 4)
@@ -167,6 +177,7 @@ def test_a_parser_that_will_find_nothing_more_says_so() -> None:
 
 ONE = 1 << 20
 HOSTILE = {
+    "leading white space": ("hermes", " " * ONE),
     "prose": ("hermes", "word < " * (ONE // 7)),
     "half markers": ("hermes", "<tool_cal" * (ONE // 9)),
     "markers": ("hermes", "<tool_call>" * (ONE // 11)),

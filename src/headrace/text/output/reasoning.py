@@ -7,6 +7,9 @@ from enum import Enum
 from headrace.text.output.formats import ReasoningFormat
 from headrace.text.output.markers import first_non_space, num_held
 
+MAX_LEADING_SPACE = 1024
+"""Characters of white space before the start marker. After more, the output has no reasoning."""
+
 
 class _State(Enum):
     BEGINNING = 1
@@ -70,7 +73,9 @@ class ReasoningSplitter:
     def _begin(self, text: str) -> str:
         """Look for the start marker. Returns what follows it, or all of `text` where there is none."""
         first = first_non_space(text)
-        if text.startswith(self._row.start, first):
+        if first > MAX_LEADING_SPACE:
+            self._state = _State.PASSED
+        elif text.startswith(self._row.start, first):
             text = text[first + len(self._row.start) :]
             self.begin = self.num_chars - len(text)
             self._state = _State.AFTER_START
