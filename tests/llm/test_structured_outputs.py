@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
+import text_kit
 
 from headrace import SamplingParams, StructuredOutputsParams
 from headrace.core.errors import InvalidRequest
+from headrace.core.grammar import Grammar, GrammarKind, ReasoningSpan
 from headrace.core.ids import AdmissionId
 from headrace.core.request import EngineRequest
 from headrace.engine.config import EngineConfig
@@ -17,9 +20,10 @@ from headrace.engine.loop import Engine, Outbox
 from headrace.engine.preparation import Preparations
 from headrace.lab.fake_runner import FakeOptions, fake_engine
 from headrace.llm.api import LLM
-from headrace.text.folder import TextModel
+from headrace.text.folder import TextModel, load_text
 
 MakeLLM = Callable[..., LLM]
+REFUSED = r"structured_outputs\.regex: expected noted"
 
 
 class SlowPreparer:
@@ -39,6 +43,18 @@ class SlowPreparer:
 
     def close(self) -> None:
         pass
+
+
+class RefusingPreparer(SlowPreparer):
+    """Notes the grammar of each request, and refuses it."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.seen: list[Grammar | None] = []
+
+    def begin(self, request: EngineRequest, admission: AdmissionId) -> Mapping[str, float]:
+        self.seen.append(request.grammar)
+        raise InvalidRequest("grammar", "noted")
 
 
 def llm_with(preparer: SlowPreparer, text: TextModel) -> LLM:
@@ -73,3 +89,18 @@ def test_a_call_waits_for_what_is_prepared_on_another_thread(text: TextModel, se
         outputs = llm.generate(["x", "y"], SamplingParams(max_tokens=3))
         assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 3]
         assert time.monotonic() - began >= seconds
+
+
+@pytest.mark.parametrize(("opening", "is_open"), [("", False), ("<think>\n", True)], ids=["not yet", "opened by the prompt"])
+def test_in_a_conversation_a_grammar_binds_after_the_reasoning(tmp_path: Path, opening: str, is_open: bool) -> None:
+    template = f"{text_kit.CHATML}{opening}{{% if false %}}<think></think>{{% endif %}}"
+    text = load_text(text_kit.save_byte_level(tmp_path / "model", chat_template=template))
+    preparer, params = RefusingPreparer(), SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+    with llm_with(preparer, text) as llm:
+        with pytest.raises(InvalidRequest, match=REFUSED):
+            llm.chat([{"role": "user", "content": "x"}], params)
+        with pytest.raises(InvalidRequest, match=REFUSED):
+            llm.generate("x", params)
+    chat, plain = preparer.seen
+    assert chat == Grammar(GrammarKind.REGEX, "a+", ReasoningSpan(start="<think>", end="</think>", is_open=is_open))
+    assert plain == Grammar(GrammarKind.REGEX, "a+")

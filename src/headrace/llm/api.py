@@ -6,6 +6,7 @@ import os
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from threading import Lock
@@ -14,9 +15,11 @@ from typing import Self
 
 from headrace.bundled import DEFAULT_MODEL, bundled_path
 from headrace.core.errors import ConfigError, EngineFatal, InvalidRequest, Unavailable
+from headrace.core.grammar import Grammar
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import MAX_SEED, SamplingParams, params_from_mapping, with_default_max_tokens
+from headrace.core.structured import StructuredOutputsParams
 from headrace.core.update import Rejected, SequenceUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.loop import Engine, Outbox
@@ -26,6 +29,7 @@ from headrace.llm.outputs import RequestOutput
 from headrace.llm.prompts import ParsedPrompt, Prompt, parse_conversations, parse_params, parse_prompts
 from headrace.text.folder import TextModel, load_text
 from headrace.text.messages import Message
+from headrace.text.output.model_formats import ModelFormats
 from headrace.text.tokenizer import Tokenizer
 
 Build = Callable[[EngineConfig, Outbox], Engine]
@@ -149,7 +153,7 @@ class LLM:
                 continue_final_message=continue_final_message,
                 kwargs=chat_template_kwargs,
             )
-            parsed.append(ParsedPrompt(tuple(ids), self._text.tokenizer.decode(ids, skip_special_tokens=False)))
+            parsed.append(ParsedPrompt(tuple(ids), self._text.tokenizer.decode(ids, skip_special_tokens=False), is_conversation=True))
         return self._run(parsed, sampling_params, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -223,13 +227,22 @@ class LLM:
                 request_id=RequestId(str(next(self._numbers))),
                 prompt_ids=prompt.token_ids,
                 params=params if structured is None else params.with_(structured_outputs=None),
-                grammar=None if structured is None else structured.as_grammar(),
+                grammar=None if structured is None else self._grammar(structured, prompt),
             )
             request.checked(vocab_size=info.vocab_size, max_model_len=info.max_model_len)
         except InvalidRequest as error:
             error.add_note(f"in {field}")
             raise
         return PromptJob(request, prompt.text, self._text.tokenizer, grammar_field=structured.field if structured else "grammar")
+
+    def _grammar(self, structured: StructuredOutputsParams, prompt: ParsedPrompt) -> Grammar:
+        """What the output must match. In a conversation it binds after the model's reasoning, as on a server."""
+        grammar = structured.as_grammar()
+        if not prompt.is_conversation:
+            return grammar
+        tokenizer = self._text.tokenizer
+        formats = ModelFormats.of(tokenizer, self._text.template)
+        return replace(grammar, reasoning=formats.reasoning_span(tokenizer, prompt.token_ids))
 
 
 _KEYWORDS = frozenset(LLM.__init__.__kwdefaults__ or ())

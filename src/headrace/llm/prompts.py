@@ -17,10 +17,15 @@ Prompt = str | Sequence[int] | Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class ParsedPrompt:
-    """One prompt as token ids. text: None when token ids were given."""
+    """One prompt as token ids.
+
+    text             None when token ids were given
+    is_conversation  rendered from messages: the model may begin its answer with reasoning
+    """
 
     token_ids: tuple[int, ...]
     text: str | None = None
+    is_conversation: bool = False
 
 
 def parse_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> list[ParsedPrompt]:
