@@ -11,7 +11,7 @@ import pytest
 import text_kit
 
 from headrace import SamplingParams, StructuredOutputsParams
-from headrace.core.errors import InvalidRequest
+from headrace.core.errors import InvalidRequest, Overloaded
 from headrace.core.grammar import Grammar, GrammarKind, ReasoningSpan
 from headrace.core.ids import AdmissionId
 from headrace.core.request import EngineRequest
@@ -55,6 +55,26 @@ class RefusingPreparer(SlowPreparer):
     def begin(self, request: EngineRequest, admission: AdmissionId) -> Mapping[str, float]:
         self.seen.append(request.grammar)
         raise InvalidRequest("grammar", "noted")
+
+
+class SmallPreparer(SlowPreparer):
+    """Has room for `room` requests at once."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__(0.0)
+        self.room = room
+        self.held: set[AdmissionId] = set()
+        self.num_refused = 0
+
+    def begin(self, request: EngineRequest, admission: AdmissionId) -> Mapping[str, float]:
+        if len(self.held) >= self.room:
+            self.num_refused += 1
+            raise Overloaded("the grammars in use take all of their memory")
+        self.held.add(admission)
+        return super().begin(request, admission)
+
+    def end(self, admission: AdmissionId) -> None:
+        self.held.remove(admission)
 
 
 def llm_with(preparer: SlowPreparer, text: TextModel) -> LLM:
@@ -104,3 +124,18 @@ def test_in_a_conversation_a_grammar_binds_after_the_reasoning(tmp_path: Path, o
     chat, plain = preparer.seen
     assert chat == Grammar(GrammarKind.REGEX, "a+", ReasoningSpan(start="<think>", end="</think>", is_open=is_open))
     assert plain == Grammar(GrammarKind.REGEX, "a+")
+
+
+def test_prompts_for_which_the_engine_has_no_room_wait_for_the_others(text: TextModel) -> None:
+    """A list of prompts may have more different grammars than an engine holds at once."""
+    preparer = SmallPreparer(room=3)
+    with llm_with(preparer, text) as llm:
+        outputs = llm.generate([f"x{number}" for number in range(20)], [SamplingParams(max_tokens=2 + number) for number in range(20)])
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [2 + number for number in range(20)]
+    assert 0 < preparer.num_refused <= 20, "from then on no more are submitted than there is room for"
+    assert not preparer.held
+
+
+def test_a_prompt_for_which_there_is_never_room_is_refused(text: TextModel) -> None:
+    with llm_with(SmallPreparer(room=0), text) as llm, pytest.raises(Overloaded, match="take all of their memory"):
+        llm.generate(["x", "y"], SamplingParams(max_tokens=2))

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from headrace.core.counted import counted
-from headrace.core.errors import EngineFatal, InvalidRequest
+from headrace.core.errors import EngineFatal, InvalidRequest, Overloaded
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
@@ -81,12 +81,17 @@ class PromptJob:
 
 
 class PromptBatch:
-    """Answers a list of jobs with one engine, whose outbox fills `inbox`. At most `max_waiting` sequences are in the engine at once."""
+    """Answers a list of jobs with one engine, whose outbox fills `inbox`.
+
+    At most `max_waiting` sequences are in the engine at once, and fewer once it has refused a job for lack of room (different grammars take
+    memory while they are in use).
+    """
 
     def __init__(self, engine: Engine, inbox: deque[SequenceUpdate | Rejected], *, max_waiting: int) -> None:
         self._engine = engine
         self._inbox = inbox
-        self._max_waiting = max_waiting
+        self._max_open = max_waiting
+        self._waiting: deque[PromptJob] = deque()
         self._open: dict[RequestId, PromptJob] = {}
         self._num_open = 0
 
@@ -96,11 +101,11 @@ class PromptBatch:
         Raises: the engine's refusal of a request; GenerationFailed for the first failed sequence, once the rest is done; EngineFatal
         when the engine cannot go on.
         """
-        waiting = deque(jobs)
+        self._waiting.extend(jobs)
         idle = 0
         try:
-            while waiting or self._open:
-                self._submit_from(waiting)
+            while self._waiting or self._open:
+                self._submit_waiting()
                 has_worked = self._engine.turn()
                 has_updates = self._handle_updates(progress)
                 idle = 0 if has_worked or has_updates else idle + 1
@@ -115,10 +120,10 @@ class PromptBatch:
             if job.error is not None:
                 raise GenerationFailed(f"prompt {number}: {job.error}", outputs_of(jobs))
 
-    def _submit_from(self, waiting: deque[PromptJob]) -> None:
-        """Submit the first jobs of `waiting`, as many as the engine may hold."""
-        while waiting and (not self._open or self._num_open + waiting[0].request.params.n <= self._max_waiting):
-            job = waiting.popleft()
+    def _submit_waiting(self) -> None:
+        """Submit the first waiting jobs, as many as the engine may hold."""
+        while self._waiting and (not self._open or self._num_open + self._waiting[0].request.params.n <= self._max_open):
+            job = self._waiting.popleft()
             job.output.metrics.arrival_time = time.monotonic()
             self._open[job.request.request_id] = job
             self._num_open += job.request.params.n
@@ -133,13 +138,25 @@ class PromptBatch:
             if job is None:
                 continue
             if isinstance(message, Rejected):
-                raise job.refusal(message.error)
+                self._take_back(job, message.error)
+                continue
             num_tokens = job.feed(message, self._engine)
             if job.output.finished:
-                del self._open[message.request_id]
-                self._num_open -= job.request.params.n
+                self._remove(job)
             progress.add(num_tokens, is_finished=job.output.finished)
         return has_updates
+
+    def _take_back(self, job: PromptJob, error: Exception) -> None:
+        """A job for which the engine has no room waits until others have ended. Raises any other refusal, and that of a job alone."""
+        self._remove(job)
+        if not isinstance(error, Overloaded) or not self._open:
+            raise job.refusal(error)
+        self._waiting.appendleft(job)
+        self._max_open = self._num_open
+
+    def _remove(self, job: PromptJob) -> None:
+        del self._open[job.request.request_id]
+        self._num_open -= job.request.params.n
 
     def _cancel_open(self) -> None:
         """Cancel the open requests, and run the engine until it has freed their blocks."""
