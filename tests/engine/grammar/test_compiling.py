@@ -152,6 +152,17 @@ def test_the_bits_beyond_a_vocabulary_are_clear() -> None:
     assert not bits[1003:].any()
 
 
+def test_tokens_of_equal_bytes_are_allowed_together_and_ids_without_a_token_never() -> None:
+    """A vocabulary may spell a byte twice, as `<0x20>` and as a word's space; the model's may be larger than the tokenizer's."""
+    tokens = [b"</s>", b"a", b" ", b" ", b"", b"a", b" a", "\u00e9".encode(), b"\xc3", b"\xa9"]
+    made = TokenTrie(GrammarVocabulary(tokens, frozenset({0}), (0,)))
+    allowed = {
+        source: {i for i in range(len(tokens)) if compile_grammar(made, regex(source)).try_consume_tokens([i])}
+        for source in (" a", "a", "\u00e9", "(?s:.*)")
+    }
+    assert allowed == {" a": {2, 3, 6}, "a": {1, 5}, "\u00e9": {7, 8}, "(?s:.*)": {0, 1, 2, 3, 5, 6, 7, 8}}
+
+
 REFUSED = [
     (schema("{"), "a JSON schema as JSON text"),
     (schema("[1]"), "an object, or true, got [1]"),
