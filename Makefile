@@ -11,7 +11,7 @@ STAMP   = $(VENV)/.headrace-setup
 # The control side, which knows no tensors: less than a minute on a quiet machine.
 CONTROL = $(addprefix tests/,core text wire observe policy engine/loop engine/server)
 
-.PHONY: setup serve test test-control coverage test-slow test-mutants browser check bench bench-smoke proto clean
+.PHONY: setup serve test test-control coverage test-slow test-mutants test-clients browser check bench bench-smoke proto clean
 
 setup: $(STAMP)
 
@@ -44,6 +44,9 @@ browser:
 
 test-mutants: $(STAMP)
 	$(BIN)/python tests/mutants/run.py $(ARGS)
+
+test-clients: $(STAMP)
+	$(BIN)/python tests/clients/run.py $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
