@@ -14,23 +14,19 @@ is gone, "headrace.writer" is a `ClientTransport`, which writes a stream's chunk
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
 import os
-import time
 from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from headrace.core.clock import Clock
 from headrace.gateway.config import GatewayConfig
-from headrace.gateway.http.errors import BAD_HTTP, ClientLeft, ErrorBody, ErrorObject, SlowReader
-from headrace.gateway.http.exchange import ABORT_EXTENSION, LOST_EXTENSION, WRITER_EXTENSION, Scope
+from headrace.gateway.http.client_transport import ClientTransport, UntilClose
+from headrace.gateway.http.errors import BAD_HTTP, ErrorBody, ErrorObject
+from headrace.gateway.http.exchange import ABORT_EXTENSION, LOST_EXTENSION, WRITER_EXTENSION
 from headrace.gateway.http.origins import Origins
-
-log = logging.getLogger(__name__)
+from headrace.gateway.http.tls_notice import TLS_HANDSHAKE, TlsNotice
 
 SEND_BUFFER_BYTES = 64 << 10
 """Unsent bytes beyond which the transport asks its writers to wait."""
@@ -48,14 +44,6 @@ one byte takes 6 wire bytes; chunks of usual clients take hardly more than one p
 
 REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
-
-TLS_HANDSHAKE = 0x16
-"""First byte of a TLS handshake; HTTP begins with a letter."""
-
-TLS_NOTICE_S = 60.0
-"""Seconds between two log lines about TLS handshakes: a health check over https comes every second."""
-
-
 OnRefused = Callable[[str, int, str], None]
 """Called for each answer that the protocol or the listener gives instead of the application, with its x-request-id, status and message."""
 
@@ -72,93 +60,6 @@ def protocol_for(config: GatewayConfig, on_refused: OnRefused) -> type[HttpTools
             on_refused(request_id, status, message)
 
     return ConfiguredProtocol
-
-
-class TlsNotice:
-    """Logs that a client spoke https here, which sees no more than its connection close."""
-
-    def __init__(self, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
-        self._due_at = -math.inf
-        self._num_unsaid = 0
-
-    def __call__(self, client: str) -> None:
-        now = self._clock()
-        if now < self._due_at:
-            self._num_unsaid += 1
-            return
-        more = f" (so did {self._num_unsaid} connections before it)" if self._num_unsaid else ""
-        log.warning("%s spoke https to this http port%s: use http://, or let a proxy in front end TLS", client, more)
-        self._due_at, self._num_unsaid = now + TLS_NOTICE_S, 0
-
-
-class UntilClose(int):
-    """The content length of an answer that ends with its connection.
-
-    uvicorn subtracts what it writes from the length that it expects, refuses to write more than is left, and complains at the end unless
-    nothing is left. Here subtracting changes nothing, nothing is too much, and what is left counts as nothing.
-    """
-
-    def __lt__(self, other: int) -> bool:
-        return False
-
-    def __sub__(self, other: int) -> UntilClose:
-        return self
-
-    def __ne__(self, other: object) -> bool:
-        return False
-
-    __hash__ = int.__hash__
-
-
-class ClientTransport:
-    """The transport as uvicorn and the application see it. The protocol closes it; it knows how the connection ended.
-
-    close           what uvicorn calls after the last answer, whether the client's body is complete or not
-    is_half_closed  the sending half is closed and some of the client's bytes are still to come: closed, as far as uvicorn knows
-    has_left        the client closed the connection or its half of it
-    cycle           uvicorn's state of the latest request
-    """
-
-    cycle: RequestResponseCycle | None = None
-
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.transport = transport
-        self.close = close
-        self.write = transport.write  # called once per token: spares __getattr__
-        self.is_half_closed = False
-        self.has_left = False
-        self._is_cut = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.transport, name)
-
-    def is_closing(self) -> bool:
-        return self.is_half_closed or self.transport.is_closing()
-
-    def has_room(self, scope: Scope) -> bool:
-        """Whether the next bytes of this request's answer could be written at once: `RequestResponseCycle.send` would not wait, would
-        not drop them, and would send them as one HTTP chunk. False while a later request waits behind this one.
-        """
-        cycle = self.cycle
-        if cycle is None or cycle.scope is not scope or not cycle.chunked_encoding:
-            return False
-        return not (cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or self.is_closing())
-
-    def write_chunk(self, body: bytes) -> None:
-        """Right after `has_room`. body: not empty."""
-        self.write(b"%x\r\n%b\r\n" % (len(body), body))
-
-    def cut(self) -> None:
-        """Drop a client that does not read, with its unsent bytes."""
-        self._is_cut = True
-        self.transport.abort()
-
-    def lost(self) -> ClientLeft | SlowReader | None:
-        """Why nothing reaches the client any more; None while something may."""
-        if self._is_cut:
-            return SlowReader("The client did not read its answer.")
-        return ClientLeft("The client left.") if self.has_left else None
 
 
 class BoundedProtocol(HttpToolsProtocol):

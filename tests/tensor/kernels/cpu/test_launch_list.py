@@ -29,7 +29,7 @@ from headrace.tensor.kernels.cpu.jit.launch import (
     thread_limit,
     words,
 )
-from headrace.tensor.kernels.cpu.jit.simd import as_i64, load, store
+from headrace.tensor.kernels.cpu.jit.scalars import as_i64, load, store
 from headrace.tensor.kernels.cpu.linear import StripLinear
 from headrace.tensor.kernels.rounding import Precision, round_weight
 

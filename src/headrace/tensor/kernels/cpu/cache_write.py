@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.tensor.kernels.cpu.elementwise import share, workers_for
 from headrace.tensor.kernels.cpu.integer.quantized import round_vector
 from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, helper, launch
-from headrace.tensor.kernels.cpu.jit.simd import as_bf16, as_f32, as_i8, as_i64, at, load, read_arguments, store
+from headrace.tensor.kernels.cpu.jit.scalars import as_bf16, as_f32, as_i8, as_i64, at, load, read_arguments, store
 
 Pointer = Any
 

@@ -27,7 +27,8 @@ from headrace.tensor.kernels.cpu.jit.launch import (
     launch,
     thread_limit,
 )
-from headrace.tensor.kernels.cpu.jit.simd import as_f32, as_i32, as_i64, at, exp, load, read_arguments, store, sum_floats
+from headrace.tensor.kernels.cpu.jit.scalars import as_f32, as_i32, as_i64, at, exp, load, read_arguments, store
+from headrace.tensor.kernels.cpu.jit.simd import sum_floats
 from headrace.tensor.kernels.filters import Doubles, FilterLimits, Floats, Ints
 
 Pointer = Any

@@ -23,7 +23,8 @@ from headrace.tensor.kernels.cpu.jit.launch import (
     launch,
     thread_limit,
 )
-from headrace.tensor.kernels.cpu.jit.simd import as_bf16, as_f32, at, exp, load, read_arguments, store, sum_squares
+from headrace.tensor.kernels.cpu.jit.scalars import as_bf16, as_f32, at, exp, load, read_arguments, store
+from headrace.tensor.kernels.cpu.jit.simd import sum_squares
 
 Pointer = Any
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headrace.core.errors import EngineFatal
 from headrace.tensor.kernels.cpu.jit.launch import CALLER, address_of, call, compile_kernel, guarded, helper, run_now, words
-from headrace.tensor.kernels.cpu.jit.simd import as_i64, at, compare_and_set, increment, load, load_acquire, pause, read_arguments
+from headrace.tensor.kernels.cpu.jit.scalars import as_i64, at, compare_and_set, increment, load, load_acquire, pause, read_arguments
 
 _Made = TypeVar("_Made")
 _Update = TypeVar("_Update", bound="Callable[[RecordedLaunches], bool]")

@@ -22,7 +22,8 @@ from torch.nn import functional as F
 
 from headrace.tensor.kernels import PackedLinear
 from headrace.tensor.kernels.cpu.jit.launch import allocate_result, compile_kernel, helper, launch, thread_limit, with_counter
-from headrace.tensor.kernels.cpu.jit.simd import ROW_STRIPS, as_f32, as_i32, as_i64, at, pack_rows, panel_block, read_arguments, take_ticket
+from headrace.tensor.kernels.cpu.jit.scalars import as_f32, as_i32, as_i64, at, read_arguments, take_ticket
+from headrace.tensor.kernels.cpu.jit.simd import ROW_STRIPS, pack_rows, panel_block
 from headrace.tensor.kernels.cpu.jit.vector_ir import PANEL_ROWS, STRIP_COLUMNS
 from headrace.tensor.kernels.cpu.launch_list import run_pending
 from headrace.tensor.kernels.cpu.packing import DEPTH, pack_strips, padded

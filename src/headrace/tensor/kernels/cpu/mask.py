@@ -12,7 +12,7 @@ import numpy as np
 
 from headrace.tensor.kernels.cpu.elementwise import share
 from headrace.tensor.kernels.cpu.jit.launch import compile_kernel, helper, launch, thread_limit
-from headrace.tensor.kernels.cpu.jit.simd import as_f32, as_i32, as_i64, at, load, read_arguments, store
+from headrace.tensor.kernels.cpu.jit.scalars import as_f32, as_i32, as_i64, at, load, read_arguments, store
 from headrace.tensor.kernels.filters import Floats, Ints
 from headrace.tensor.kernels.masks import Words, num_words
 

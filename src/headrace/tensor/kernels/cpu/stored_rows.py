@@ -14,7 +14,7 @@ from numba import types
 from torch import Tensor
 
 from headrace.tensor.kernels.cpu.jit.launch import address_of, compile_kernel, launch, words
-from headrace.tensor.kernels.cpu.jit.simd import as_i64, load, read_arguments, store
+from headrace.tensor.kernels.cpu.jit.scalars import as_i64, load, read_arguments, store
 from headrace.tensor.kernels.cpu.launch_list import run_pending
 
 TRIES = 8

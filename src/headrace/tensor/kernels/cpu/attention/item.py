@@ -13,21 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headrace.tensor.kernels.cpu.attention.plan import SPLIT, Item
+from headrace.tensor.kernels.cpu.attention.simd import pack_keys, pack_queries, pack_value, softmax_tile
 from headrace.tensor.kernels.cpu.jit.launch import helper
-from headrace.tensor.kernels.cpu.jit.simd import (
-    as_f32,
-    as_i64,
-    at,
-    exp,
-    load,
-    pack_keys,
-    pack_queries,
-    pack_value,
-    panel_block,
-    prefetch,
-    softmax_tile,
-    store,
-)
+from headrace.tensor.kernels.cpu.jit.scalars import as_f32, as_i64, at, exp, load, prefetch, store
+from headrace.tensor.kernels.cpu.jit.simd import panel_block
 from headrace.tensor.kernels.cpu.jit.vector_ir import LANES, STRIP_COLUMNS
 from headrace.tensor.kernels.cpu.linear import panel_rows
 
@@ -40,7 +29,7 @@ ALIGNMENT = 64
 NOTHING, ZERO, ONE = np.float32(-3.0e38), np.float32(0.0), np.float32(1.0)
 
 Pointer = Any
-"""A typed pointer of `simd`, inside compiled code."""
+"""A typed pointer of `jit.scalars`, inside compiled code."""
 
 
 class Geometry(NamedTuple):

@@ -52,12 +52,12 @@ from headrace.tensor.kernels.cpu.jit.launch import (
     thread_limit,
     with_counter,
 )
-from headrace.tensor.kernels.cpu.jit.simd import as_bf16, as_f32, as_i8, as_i32, as_i64, at, load, read_arguments, take_ticket
+from headrace.tensor.kernels.cpu.jit.scalars import as_bf16, as_f32, as_i8, as_i32, as_i64, at, load, read_arguments, take_ticket
 from headrace.tensor.kernels.cpu.jit.vector_ir import LANES
 from headrace.tensor.kernels.cpu.launch_list import RecordedLaunches, cached_in_step, current_recording, run_pending
 
 Pointer = Any
-"""A typed pointer of `simd`, inside compiled code."""
+"""A typed pointer of `jit.scalars`, inside compiled code."""
 
 
 @helper

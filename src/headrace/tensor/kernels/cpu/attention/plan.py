@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headrace.tensor.kernels.cpu.jit.launch import entry, helper
-from headrace.tensor.kernels.cpu.jit.simd import as_i32, load, read_arguments
+from headrace.tensor.kernels.cpu.jit.scalars import as_i32, load, read_arguments
 
 SPLIT = 512
 """Keys in a split, counted from position 0 of the row; a multiple of `item.TILE`."""

@@ -29,7 +29,7 @@ from headrace.tensor.kernels.cpu.integer.simd import (
     quantize,
 )
 from headrace.tensor.kernels.cpu.jit.launch import allocate_result, compile_kernel, helper, launch, thread_limit, with_counter
-from headrace.tensor.kernels.cpu.jit.simd import as_bf16, as_f32, as_i8, as_i16, as_i32, as_i64, at, read_arguments, store, take_ticket
+from headrace.tensor.kernels.cpu.jit.scalars import as_bf16, as_f32, as_i8, as_i16, as_i32, as_i64, at, read_arguments, store, take_ticket
 from headrace.tensor.kernels.cpu.jit.vector_ir import LANES
 from headrace.tensor.kernels.cpu.linear import as_dtype, as_float32
 from headrace.tensor.kernels.rounding import INPUT_LIMIT, Precision, RoundedWeight

@@ -2,7 +2,7 @@
 
 A kernel is a C function `void(arguments, worker, workers)` made by `compile_kernel`. `arguments` is the address of int64 words
 (addresses, strides, counts; floats by `float_bits`). Each kernel declares them once, as a NamedTuple: the launch builds it by name, and
-the kernel reads it by name (`simd.read_arguments`). A region calls the kernel once per worker, without the GIL. One region for all
+the kernel reads it by name (`scalars.read_arguments`). A region calls the kernel once per worker, without the GIL. One region for all
 kernels means one slow `parallel=True` compilation instead of one per kernel and element type.
 
 Numba stores compiled code in the directory of `compile_cache`, unless the disk refuses it (`disk_cache`). Kernels and helpers close over
@@ -31,7 +31,7 @@ from torch import Tensor
 from headrace.tensor.host.fresh_memory import POISON, is_poisoned
 from headrace.tensor.kernels.cpu.jit.compile_cache import numba_cache
 from headrace.tensor.kernels.cpu.jit.disk_cache import KeptCFunc, keep
-from headrace.tensor.kernels.cpu.jit.simd import read_arguments
+from headrace.tensor.kernels.cpu.jit.scalars import read_arguments
 
 CACHE = numba_cache()
 numba.config.CACHE_DIR = str(CACHE.directory or "")  # read by every decorator below

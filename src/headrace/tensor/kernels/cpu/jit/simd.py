@@ -3,12 +3,11 @@
 Numba's auto-vectoriser picks a reduction order per loop and per CPU. Here every order is written down, so a dot product has the same
 bits for one row as for one of 32 rows. Vectors have LANES float32, one register of this CPU.
 
-Memory is accessed through typed pointers made from a tensor's address (`as_f32`, ...). The type says how an element is stored, so one
-kernel source compiles for float32 and for bfloat16 (uint16 bits: the upper half of a float32). The caller keeps the tensor alive and has
-checked its shape: no bounds are checked here. `vector_ir` holds the functions that emit the instructions.
+Memory is accessed through the typed pointers of `jit.scalars`: no bounds are checked. `vector_ir` holds the functions that emit the
+instructions.
 
-Sums of products add their inputs one by one, with fused multiply-adds, a lane per output (`panel_block`). `exp` is Cephes' expf, within 2
-units in the last place.
+Sums of products add their inputs one by one, with fused multiply-adds, a lane per output (`panel_block`). Attention's own loops are in
+`attention.simd`, those of small integers in `integer.simd`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from headrace.tensor.kernels.cpu.jit.vector_ir import (
     FIRST_LEVEL,
     I32,
     I64,
-    ITEM_BYTES,
     LANES,
     PANEL_ROWS,
     STORED,
@@ -39,14 +37,11 @@ from headrace.tensor.kernels.cpu.jit.vector_ir import (
     Emit,
     constant,
     dot_pairs,
-    emit_exp,
     fma,
     fold_lanes,
     for_case,
     gep,
-    larger,
     load_floats,
-    native_features,
     part_of,
     prefetch_line,
     rounded_bits,
@@ -66,225 +61,9 @@ ROW_STRIPS = 4
 SEVERAL_STRIPS = 0
 """Stands for one row and ROW_STRIPS strips where `panel_block` chooses by the number of rows."""
 
-SLACK = 8.0
-"""Most that a score may exceed the reference of its softmax before sums are rescaled. e**8 costs a float32 no precision, and rescaling is
-rare."""
-
-# --- pointers and scalars; LLVM vectorises them where they stand in a plain loop ---
-
-
-def _cast_to(element: types.Type) -> Any:
-    pointer = types.CPointer(element)
-
-    @intrinsic
-    def cast(_: Any, address: Any) -> tuple[Any, Emit]:
-        def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-            return builder.inttoptr(arguments[0], STORED[element].as_pointer())
-
-        return pointer(types.intp), emit
-
-    return cast
-
-
-as_f32, as_bf16, as_i8, as_i16, as_i32, as_i64 = (
-    _cast_to(element) for element in (types.float32, types.uint16, types.int8, types.int16, types.int32, types.int64)
-)
-
-
-@intrinsic
-def read_arguments(_: Any, layout: Any, address: Any) -> tuple[Any, Emit]:
-    """A kernel's arguments, by name: `layout` is a NamedTuple class, whose fields are the int64 words at `address`, in order."""
-    words = types.NamedUniTuple(types.intp, len(layout.instance_class._fields), layout.instance_class)
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        first = builder.inttoptr(arguments[1], I64.as_pointer())
-        return context.make_tuple(builder, words, [builder.load(gep(builder, first, i), align=8) for i in range(len(words))])
-
-    return words(layout, types.intp), emit
-
-
-@intrinsic
-def at(_: Any, pointer: Any, index: Any) -> tuple[Any, Emit]:
-    """pointer + index elements."""
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        return gep(builder, arguments[0], arguments[1])
-
-    return pointer(pointer, types.intp), emit
-
-
-@intrinsic
-def load(_: Any, pointer: Any, index: Any) -> tuple[Any, Emit]:
-    """pointer[index], as float32 (stored float32 or bfloat16) or int64 (stored int32 or int64)."""
-    is_float = pointer.dtype in (types.float32, types.uint16)
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        where = gep(builder, arguments[0], arguments[1])
-        if is_float:
-            return load_floats(builder, where, pointer.dtype, F32)
-        value = builder.load(where, align=ITEM_BYTES[pointer.dtype])
-        return builder.sext(value, I64) if pointer.dtype == types.int32 else value
-
-    return (types.float32 if is_float else types.intp)(pointer, types.intp), emit
-
-
-@intrinsic
-def store(_: Any, value: Any, pointer: Any, index: Any) -> tuple[Any, Emit]:
-    """pointer[index] = value, for float32, bfloat16 (rounded), int64 and int32 (its low half)."""
-    given = types.int64 if pointer.dtype in (types.int64, types.int32) else types.float32
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        value = builder.trunc(arguments[0], I32) if pointer.dtype == types.int32 else arguments[0]
-        store_floats(builder, value, gep(builder, arguments[1], arguments[2]), pointer.dtype)
-        return context.get_dummy_value()
-
-    return types.void(given, pointer, types.intp), emit
-
-
-@intrinsic(prefer_literal=True)
-def prefetch(_: Any, pointer: Any, index: Any, length: Any) -> tuple[Any, Emit]:
-    """Prefetch the cache lines of pointer[index : index + length]. The address may be anything: a hint cannot fail."""
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        byte_pointer = ir.IntType(8).as_pointer()
-        start = builder.bitcast(gep(builder, arguments[0], arguments[1]), byte_pointer)
-        num_lines = builder.lshr(builder.add(builder.mul(arguments[2], I64(ITEM_BYTES[pointer.dtype])), I64(63)), I64(6))
-        with cgutils.for_range(builder, num_lines) as loop:
-            prefetch_line(builder, builder.gep(start, [builder.mul(loop.index, I64(64))]))
-        return context.get_dummy_value()
-
-    return types.void(pointer, types.intp, types.intp), emit
-
-
-@intrinsic
-def exp(_: Any, x: Any) -> tuple[Any, Emit]:
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        return emit_exp(builder, arguments[0])
-
-    return types.float32(types.float32), emit
-
-
-@intrinsic
-def take_ticket(_: Any, counter: Any) -> tuple[Any, Emit]:
-    """Atomically counter[0] += 1; returns the old value. Workers share a list of unequal items by it."""
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        return builder.atomic_rmw("add", arguments[0], I64(1), "monotonic")
-
-    return types.intp(counter), emit
-
-
-@intrinsic
-def increment(_: Any, counter: Any) -> tuple[Any, Emit]:
-    """Atomically counter[0] += 1. A thread that reads the new value with `load_acquire` sees what this thread wrote before."""
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        builder.atomic_rmw("add", arguments[0], I64(1), "acq_rel")
-        return context.get_dummy_value()
-
-    return types.void(counter), emit
-
-
-@intrinsic
-def load_acquire(_: Any, counter: Any) -> tuple[Any, Emit]:
-    """counter[0], read atomically; see `increment`."""
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        return builder.load_atomic(arguments[0], "acquire", 8)
-
-    return types.intp(counter), emit
-
-
-@intrinsic
-def compare_and_set(_: Any, place: Any, value: Any) -> tuple[Any, Emit]:
-    """Atomically place[0] = value if it was 0; returns the value that is there now."""
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        found = builder.cmpxchg(arguments[0], I64(0), arguments[1], "acq_rel", "acquire")
-        return builder.select(builder.extract_value(found, 1), arguments[1], builder.extract_value(found, 0))
-
-    return types.intp(place, types.intp), emit
-
-
-@intrinsic
-def pause(_: Any) -> tuple[Any, Emit]:
-    """Hint to the processor that this is a waiting loop."""
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        if "sse2" in native_features():
-            function_type = ir.FunctionType(ir.VoidType(), [])
-            builder.call(cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.sse2.pause"), [])
-        return context.get_dummy_value()
-
-    return types.void(), emit
-
-
 # --- blocks: rows of float32 against strips of STRIP_COLUMNS columns ---
 
 _WORDS = ir.VectorType(I32, LANES)
-
-
-def _transpose_rows(
-    builder: ir.IRBuilder, out: ir.Value, out_stride: ir.Value | int, source: ir.Value, element: types.Type, offsets: ir.Value,
-    length: ir.Value, factor: ir.Value | None,
-) -> None:  # fmt: skip
-    """out[d * out_stride + c] = source[offsets[c] + d] times lane c of `factor`, for d < length, c < LANES; written in the order of d."""
-    rows = [gep(builder, source, builder.load(gep(builder, offsets, c), align=8)) for c in range(LANES)]
-    with cgutils.for_range(builder, builder.lshr(length, I64(LANES.bit_length() - 1))) as loop:
-        first = builder.mul(loop.index, I64(LANES))
-        transposed = transpose(builder, [load_floats(builder, gep(builder, row, first), element, VECTOR) for row in rows])
-        for d, vector in enumerate(transposed):
-            place = builder.mul(builder.add(first, I64(d)), out_stride if isinstance(out_stride, ir.Value) else I64(out_stride))
-            store_floats(builder, builder.fmul(vector, factor) if factor else vector, gep(builder, out, place), types.float32)
-
-
-@intrinsic
-def pack_keys(_: Any, out: Any, keys: Any, offsets: Any, scales: Any, length: Any) -> tuple[Any, Emit]:
-    """out[d * STRIP_COLUMNS + c] = keys[offsets[c] + d] for d < length, c < LANES; times scales[c] where keys are int8.
-
-    out, scales float32; keys float32, bfloat16 or int8; offsets int64; length a multiple of LANES.
-    """
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        out_at, keys_at, offsets_at, scales_at, count = arguments
-        scale = load_floats(builder, scales_at, types.float32, VECTOR) if keys.dtype == types.int8 else None
-        _transpose_rows(builder, out_at, STRIP_COLUMNS, keys_at, keys.dtype, offsets_at, count, scale)
-        return context.get_dummy_value()
-
-    return types.void(out, keys, offsets, scales, types.intp), emit
-
-
-@intrinsic
-def pack_queries(_: Any, out: Any, rows: Any, queries: Any, offsets: Any, scale: Any, length: Any) -> tuple[Any, Emit]:
-    """out[d * rows + r] = scale * queries[offsets[r] + d] for d < length, r < rows: a panel. Up to LANES - 1 elements behind it are
-    overwritten, and offsets up to LANES are followed. out float32; queries float32 or bfloat16; length a multiple of LANES.
-    """
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        out_at, stride, queries_at, offsets_at, factor, count = arguments
-        _transpose_rows(builder, out_at, stride, queries_at, queries.dtype, offsets_at, count, splat(builder, factor))
-        return context.get_dummy_value()
-
-    return types.void(out, types.intp, queries, offsets, types.float32, types.intp), emit
-
-
-@intrinsic
-def pack_value(_: Any, out: Any, strip_stride: Any, value: Any, scale: Any, length: Any) -> tuple[Any, Emit]:
-    """out[strip * strip_stride + c] = value[strip * STRIP_COLUMNS + c], for all `length` elements; times `scale` where value is int8."""
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        out_at, strip_step, value_at, factor, count = arguments
-        factors, shift = splat(builder, factor), STRIP_VECTORS.bit_length() - 1
-        with cgutils.for_range(builder, builder.lshr(count, I64(LANES.bit_length() - 1))) as loop:
-            vector = load_floats(builder, gep(builder, value_at, builder.mul(loop.index, I64(LANES))), value.dtype, VECTOR)
-            if value.dtype == types.int8:
-                vector = builder.fmul(vector, factors)
-            strip = gep(builder, out_at, builder.mul(builder.lshr(loop.index, I64(shift)), strip_step))
-            part = builder.mul(builder.and_(loop.index, I64(STRIP_VECTORS - 1)), I64(LANES))
-            store_floats(builder, vector, gep(builder, strip, part), types.float32)
-        return context.get_dummy_value()
-
-    return types.void(out, types.intp, value, types.float32, types.intp), emit
 
 
 def _row_items(builder: ir.IRBuilder, source: ir.Value, index: ir.Value, like: ir.Type, element: types.Type) -> ir.Value:
@@ -477,60 +256,3 @@ def _emit_sum(pointer: Any, add: Callable[[ir.IRBuilder, ir.Value, ir.Value], ir
         return builder.fadd(fold_lanes(builder, total, builder.fadd), builder.load(rest))
 
     return emit
-
-
-@intrinsic(prefer_literal=True)
-def softmax_tile(_: Any, scores: Any, first: Any, last: Any, reference: Any, softcap: Any, tile: Any, is_whole: Any) -> tuple[Any, Emit]:
-    """One step of an online softmax, in place over scores[:tile]: entries in [first, last) become exp(score - m), all others 0.
-
-    m is `reference`, unless one of these scores exceeds it by more than SLACK: then it is the largest score. softcap > 0 first maps s to
-    softcap * tanh(s / softcap). tile: a literal multiple of LANES. is_whole: a literal, 1 where [first, last) is known to be [0, tile).
-    Returns (m, sum of the new entries); where [first, last) is empty, (reference, 0).
-    """
-    num_chunks, all_seen = tile.literal_value // LANES, bool(is_whole.literal_value)
-    result = types.UniTuple(types.float32, 2)
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        scores_at, low, high, start, cap = arguments[:5]
-        places = [gep(builder, scores_at, chunk * LANES) for chunk in range(num_chunks)]
-        masks = [] if all_seen else _visible(builder, low, high, num_chunks)
-
-        def seen(chunk: int, value: ir.Value, other: ir.Value) -> ir.Value:
-            return value if all_seen else builder.select(masks[chunk], value, other)
-
-        raw = [_capped(builder, load_floats(builder, place, types.float32, VECTOR), cap) for place in places]
-        best = splat(builder, start)
-        for chunk, value in enumerate(raw):
-            best = larger(builder, seen(chunk, value, best), best)
-        largest = fold_lanes(builder, best, functools.partial(larger, builder))
-        is_exceeded = builder.fcmp_ordered(">", largest, builder.fadd(start, F32(SLACK)))
-        peak = builder.select(is_exceeded, largest, start)
-        shift, total = splat(builder, peak), constant(VECTOR, 0.0)
-        for chunk, (place, value) in enumerate(zip(places, raw, strict=True)):
-            weight = seen(chunk, emit_exp(builder, builder.fsub(value, shift), is_positive=False), constant(VECTOR, 0.0))
-            store_floats(builder, weight, place, types.float32)
-            total = builder.fadd(total, weight)
-        return context.make_tuple(builder, result, (peak, fold_lanes(builder, total, builder.fadd)))
-
-    return result(scores, types.intp, types.intp, types.float32, types.float32, tile, is_whole), emit
-
-
-def _visible(builder: ir.IRBuilder, low: ir.Value, high: ir.Value, num_chunks: int) -> list[ir.Value]:
-    """Per chunk a mask of the lanes whose index in the tile lies in [low, high)."""
-    lows, highs = (splat(builder, builder.trunc(bound, I32), I32) for bound in (low, high))
-    masks = []
-    for chunk in range(num_chunks):
-        index = ir.Constant(ir.VectorType(I32, LANES), list(range(chunk * LANES, (chunk + 1) * LANES)))
-        masks.append(builder.and_(builder.icmp_signed(">=", index, lows), builder.icmp_signed("<", index, highs)))
-    return masks
-
-
-def _capped(builder: ir.IRBuilder, score: ir.Value, cap: ir.Value) -> ir.Value:
-    """cap * tanh(score / cap) where cap > 0, by tanh(y) = 1 - 2 / (e**2y + 1); the score itself otherwise."""
-    result = cgutils.alloca_once(builder, score.type)
-    builder.store(score, result)
-    with builder.if_then(builder.fcmp_ordered(">", cap, F32(0.0)), likely=False):
-        limit, one, two = splat(builder, cap), constant(score.type, 1.0), constant(score.type, 2.0)
-        power = emit_exp(builder, builder.fmul(builder.fdiv(score, limit), two))
-        builder.store(builder.fmul(limit, builder.fsub(one, builder.fdiv(two, builder.fadd(power, one)))), result)
-    return builder.load(result)

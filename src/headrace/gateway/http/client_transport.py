@@ -1,0 +1,84 @@
+"""The transport of one HTTP connection as uvicorn and the application see it: what may be written, and how the connection ended.
+
+The protocol that owns it, with its limits and timers: `http.connection`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from headrace.gateway.http.errors import ClientLeft, SlowReader
+from headrace.gateway.http.exchange import Scope
+
+
+class UntilClose(int):
+    """The content length of an answer that ends with its connection.
+
+    uvicorn subtracts what it writes from the length that it expects, refuses to write more than is left, and complains at the end unless
+    nothing is left. Here subtracting changes nothing, nothing is too much, and what is left counts as nothing.
+    """
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> UntilClose:
+        return self
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
+
+
+class ClientTransport:
+    """The transport as uvicorn and the application see it. The protocol closes it; it knows how the connection ended.
+
+    close           what uvicorn calls after the last answer, whether the client's body is complete or not
+    is_half_closed  the sending half is closed and some of the client's bytes are still to come: closed, as far as uvicorn knows
+    has_left        the client closed the connection or its half of it
+    cycle           uvicorn's state of the latest request
+    """
+
+    cycle: RequestResponseCycle | None = None
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.transport = transport
+        self.close = close
+        self.write = transport.write  # called once per token: spares __getattr__
+        self.is_half_closed = False
+        self.has_left = False
+        self._is_cut = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transport, name)
+
+    def is_closing(self) -> bool:
+        return self.is_half_closed or self.transport.is_closing()
+
+    def has_room(self, scope: Scope) -> bool:
+        """Whether the next bytes of this request's answer could be written at once: `RequestResponseCycle.send` would not wait, would
+        not drop them, and would send them as one HTTP chunk. False while a later request waits behind this one.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.scope is not scope or not cycle.chunked_encoding:
+            return False
+        return not (cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or self.is_closing())
+
+    def write_chunk(self, body: bytes) -> None:
+        """Right after `has_room`. body: not empty."""
+        self.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+    def cut(self) -> None:
+        """Drop a client that does not read, with its unsent bytes."""
+        self._is_cut = True
+        self.transport.abort()
+
+    def lost(self) -> ClientLeft | SlowReader | None:
+        """Why nothing reaches the client any more; None while something may."""
+        if self._is_cut:
+            return SlowReader("The client did not read its answer.")
+        return ClientLeft("The client left.") if self.has_left else None

@@ -1,0 +1,35 @@
+"""The log line for operators about clients that speak https to the plain HTTP port."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+
+from headrace.core.clock import Clock
+
+log = logging.getLogger(__name__)
+
+TLS_HANDSHAKE = 0x16
+"""First byte of a TLS handshake; HTTP begins with a letter."""
+
+TLS_NOTICE_S = 60.0
+"""Seconds between two log lines about TLS handshakes: a health check over https comes every second."""
+
+
+class TlsNotice:
+    """Logs that a client spoke https here, which sees no more than its connection close."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._due_at = -math.inf
+        self._num_unsaid = 0
+
+    def __call__(self, client: str) -> None:
+        now = self._clock()
+        if now < self._due_at:
+            self._num_unsaid += 1
+            return
+        more = f" (so did {self._num_unsaid} connections before it)" if self._num_unsaid else ""
+        log.warning("%s spoke https to this http port%s: use http://, or let a proxy in front end TLS", client, more)
+        self._due_at, self._num_unsaid = now + TLS_NOTICE_S, 0
