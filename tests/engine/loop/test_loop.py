@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from array import array
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from headrace.engine import loop
 from headrace.engine.loop import Engine
 from headrace.policy.kvcache.leases import LeaseError
 from headrace.policy.kvcache.manager import KvManager
+from headrace.policy.schedule import sequence_table
 from headrace.policy.schedule.planner import Planner, StepBuilder
 from headrace.policy.schedule.scheduler import Scheduler
 from headrace.policy.schedule.sequence import Sequence
@@ -84,7 +86,7 @@ def test_a_passing_fault_of_the_runner_is_invisible(depth: int, when: int) -> No
     assert_unharmed(driven)
 
 
-CALL_SITES = [
+CALL_SITES: list[tuple[type | ModuleType, str]] = [
     (SequenceTable, "check_admission"),
     (SequenceTable, "add"),
     (NotedPreparer, "begin"),
@@ -103,7 +105,7 @@ CALL_SITES = [
     (KvManager, "write_tables"),
     (Sequence, "append"),
     (SequenceTable, "emit_output"),
-    (SequenceTable, "_update"),
+    (sequence_table, "sequence_update"),
     (SequenceTable, "cancel"),
     (SequenceTable, "finish"),
     (KvManager, "open"),
@@ -127,7 +129,7 @@ CALL_SITES = [
 @pytest.mark.parametrize(("owner", "method"), CALL_SITES, ids=[f"{owner.__name__}.{method}" for owner, method in CALL_SITES])
 @pytest.mark.parametrize(("when", "n"), [(1, 1), (2, 1), (7, 1), (1, 2), (5, 2)])
 def test_an_exception_at_any_call_site_harms_one_request_at_most(
-    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, when: int, depth: int, n: int
+    monkeypatch: pytest.MonkeyPatch, owner: type | ModuleType, method: str, when: int, depth: int, n: int
 ) -> None:
     original, calls = getattr(owner, method), 0
 

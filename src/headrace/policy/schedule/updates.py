@@ -1,15 +1,16 @@
-"""A step's output: that of one row, and the updates of many rows that have one token each and nothing else."""
+"""A step's output: that of one row, the update that it gives its sequence, and the updates of many rows that have one token each."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence as Items
 from itertools import accumulate, pairwise, repeat
 from typing import NamedTuple
 
+from headrace.core.finish import FinishReason
 from headrace.core.plan import Result, TokenLogprobs
-from headrace.core.update import SequenceUpdate
-from headrace.policy.schedule.sequence import NO_DRAFTS
+from headrace.core.update import SequenceUpdate, StageSeconds
+from headrace.policy.schedule.sequence import NO_DRAFTS, QUEUE, Sequence
 from headrace.policy.schedule.step_rows import RunningColumns
 
 
@@ -17,7 +18,7 @@ class RowOutput(NamedTuple):
     """The output of one row of a step."""
 
     token_ids: array[int]
-    logprobs: Sequence[TokenLogprobs | None] = ()
+    logprobs: Items[TokenLogprobs | None] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     drafts: array[int] = NO_DRAFTS
 
@@ -43,6 +44,37 @@ def _drafts_of(result: Result) -> dict[int, array[int]]:
     """Row -> the tokens drafted to follow it."""
     ends = accumulate(result.draft_counts)
     return {row: result.drafts[end - count : end] for row, (count, end) in enumerate(zip(result.draft_counts, ends, strict=True)) if count}
+
+
+def sequence_update(
+    seq: Sequence,
+    output: RowOutput,
+    kept: int,
+    now: float,
+    finish: FinishReason | None,
+    stop_token_id: int | None = None,
+    error: str | None = None,
+) -> SequenceUpdate:
+    """What one row's output, or the end of its sequence, adds to the answer. The sequence notes that its first token was emitted.
+
+    kept    tokens of the output that count
+    finish  why the sequence ends; None: it goes on
+    """
+    request, token_ids, prompt_logprobs = seq.request, tuple(output.token_ids[:kept]), output.prompt_logprobs
+    logprobs = tuple(entry for entry in output.logprobs[:kept] if entry is not None) if output.logprobs else ()
+    num_cached_tokens = queue_time_s = stages = None
+    if kept and not seq.first_token_emitted:
+        seq.first_token_emitted = True
+        num_cached_tokens, queue_time_s = seq.num_cached, seq.stage_seconds[QUEUE]
+    if finish is not None:
+        seq.enter(seq.stage, now)
+        stages = StageSeconds(*seq.stage_seconds)
+    # fmt: off
+    return SequenceUpdate(  # by place: twelve fields given by name take 0.9 us longer
+        request.request_id, request.epoch, seq.index, token_ids, logprobs, prompt_logprobs,
+        finish, stop_token_id, error, num_cached_tokens, queue_time_s, stages,
+    )
+    # fmt: on
 
 
 _UNSET = tuple(repeat(SequenceUpdate._field_defaults[name]) for name in SequenceUpdate._fields[4:])
