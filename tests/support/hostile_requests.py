@@ -100,7 +100,7 @@ _CHAT_FIELDS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("metadata-too-big", "metadata", {"metadata": {"key": "x" * 513}}),
     ("user-object", "user", {"user": {}}),
     ("tools", "tools[0].function.name", {"tools": [{"type": "function", "function": {"name": "<|im_end|>"}}]}),
-    ("response_format", "response_format", {"response_format": {"type": "json_object"}}),
+    ("response_format", "response_format.type", {"response_format": {"type": "xml"}}),
     ("chat_template", "chat_template", {"chat_template": "{{ 7 * 7 }}"}),
     ("template-kwarg", "chat_template_kwargs.__class__", {"chat_template_kwargs": {"__class__": 1}}),
     ("api_base", "api_base", {"api_base": "http://169.254.169.254/"}),
