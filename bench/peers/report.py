@@ -41,7 +41,7 @@ remark below their table.
 
 Every kind of machine has a part of its own. A cell is the median over its rounds with the smallest and largest in brackets; bad rounds
 are kept. "/ best peer" is the median over the rounds of Headrace's figure over the best other engine's of the same round, turned so that
-more than 1 means Headrace is better, with the smallest and largest and, behind them, the number of rounds; rounds that not every named
+more than 1 means Headrace is better, with the smallest and largest and, after them, the number of rounds; rounds that not every named
 engine took part in are compared with those that did; 0 where Headrace failed. "/ ceiling" is Headrace over the model's matrix products
 alone, asked in turns. `mixed-32` asks llama.cpp through its server, the others in their own process. MBU: bytes of weights and KV that a
 step must read, over its time, over the read bandwidth that `bench/bandwidth.py` gave just before. A cell whose JSON names no

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from real_engine import RealEngine, greedy_request
 
 from headrace.core.errors import SequenceFailed
 from headrace.core.finish import FinishReason
+from headrace.core.grammar import Grammar, GrammarKind
+from headrace.core.ids import RequestId
 from headrace.core.plan import Plan, Result
 from headrace.core.request import EngineRequest
 from headrace.engine.failpoints import armed, sites
@@ -24,6 +27,8 @@ from headrace.engine.runner_overlapped import OverlappedRunner
 COUNT = 8
 CULPRIT = "r2"
 MESSAGE = "the model step failed for this sequence"
+PRINTABLE = Grammar(GrammarKind.REGEX, "[ -~]{400}")
+"""A grammar that ends no answer of these tests."""
 
 
 class Poison:
@@ -54,8 +59,11 @@ class Poison:
                 self.hits += fault.hits if fault else 0
 
 
-def requests_of(checkpoint: Checkpoint) -> list[EngineRequest]:
-    """Greedy ones with penalties too small to matter, so that every place is passed; the culprit asks for prompt log-probabilities."""
+def requests_of(checkpoint: Checkpoint, site: str = "") -> list[EngineRequest]:
+    """Greedy ones with penalties too small to matter, so that every place is passed; the culprit asks for prompt log-probabilities.
+
+    site  the place that will raise: for one that only grammars pass, the culprit has a grammar
+    """
     return [
         greedy_request(
             f"r{number}",
@@ -64,9 +72,24 @@ def requests_of(checkpoint: Checkpoint) -> list[EngineRequest]:
             presence_penalty=1e-9,
             prompt_logprobs=1 if f"r{number}" == CULPRIT else None,
             logprobs=0,
+            **({"grammar": PRINTABLE, "ignore_eos": False} if f"r{number}" == CULPRIT and site.startswith("grammar.") else {}),
         )
         for number, prompt in enumerate(checkpoint.prompts[:5])
     ]
+
+
+def whole_answers(engine: RealEngine, checkpoint: Checkpoint, requests: list[EngineRequest]) -> dict[str, list[int]]:
+    """Each request's answer without a fault. A request with a grammar is run here, by itself, which also prepares its grammar."""
+    answers = {}
+    for request in requests:
+        name = str(request.request_id)
+        if request.grammar is None:
+            answers[name] = checkpoint.plain.greedy(request.prompt_ids, COUNT)
+        else:
+            engine.run(replace(request, request_id=RequestId("whole"), prefix_caching=False))
+            answers[name] = engine.answer("whole")
+            assert len(answers[name]) == COUNT
+    return answers
 
 
 @pytest.mark.parametrize("checkpoint", ["random"], indirect=True)
@@ -78,9 +101,10 @@ def requests_of(checkpoint: Checkpoint) -> list[EngineRequest]:
 def test_only_the_culprit_fails(checkpoint: Checkpoint, site: str, moment: str, depth: int) -> None:
     if (site, moment) == ("runner.prompt_logprobs", "decode"):
         moment = "prefill"  # log-probabilities of a prompt are computed with it
-    requests = requests_of(checkpoint)
+    requests = requests_of(checkpoint, site)
     culprit = next(request for request in requests if request.request_id == CULPRIT)
     with RealEngine(checkpoint.folder, depth=depth, max_num_batched_tokens=40) as engine:
+        answers = whole_answers(engine, checkpoint, requests)
         poison = Poison(engine, site, culprit, first_step=0 if moment == "prefill" else len(culprit.prompt_ids) + 3)
         engine.run(*requests)
         assert poison.hits >= 2, "in the crowd, and again alone"
@@ -88,7 +112,7 @@ def test_only_the_culprit_fails(checkpoint: Checkpoint, site: str, moment: str, 
         assert engine.errors[CULPRIT] == MESSAGE
         for request in requests:
             name = str(request.request_id)
-            whole = checkpoint.plain.greedy(request.prompt_ids, COUNT)
+            whole = answers[name]
             if name == CULPRIT:
                 assert engine.answer(name) == whole[: 0 if moment == "prefill" else 4]
             else:
@@ -100,13 +124,14 @@ def test_only_the_culprit_fails(checkpoint: Checkpoint, site: str, moment: str, 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("site", sites())
 def test_a_fault_that_passes_costs_nobody_anything(checkpoint: Checkpoint, site: str, depth: int) -> None:
-    requests = requests_of(checkpoint)
+    requests = requests_of(checkpoint, site)
     with RealEngine(checkpoint.folder, depth=depth, max_num_batched_tokens=40) as engine:
+        answers = whole_answers(engine, checkpoint, requests)
         with armed(site, skip=0 if site == "runner.prompt_logprobs" else 4) as fault:
             engine.run(*requests)
         assert fault.hits == 1
         for request in requests:
-            assert engine.answer(str(request.request_id)) == checkpoint.plain.greedy(request.prompt_ids, COUNT)
+            assert engine.answer(str(request.request_id)) == answers[str(request.request_id)]
 
 
 def _raise_once(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, *, when: Callable[..., bool] = lambda *args: True) -> list[str]:

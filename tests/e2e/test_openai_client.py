@@ -165,9 +165,9 @@ def test_a_refused_field_is_a_bad_request_that_names_it(client: OpenAI) -> None:
     assert error.request_id
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(
-            model="random", messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}]
+            model="random", messages=MESSAGES, tools=[{"type": "function", "function": {"name": "two words", "parameters": {}}}]
         )
-    assert caught.value.param == "tools"
+    assert caught.value.param == "tools[0].function.name"
 
 
 def test_a_prompt_beyond_the_context_is_refused_with_the_arithmetic(client: OpenAI) -> None:
