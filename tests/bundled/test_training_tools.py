@@ -117,6 +117,30 @@ def test_token_of_both_vocabularies_keeps_its_embedding_and_a_new_one_gets_the_m
     torch.testing.assert_close(rows[new.token_to_id(added)], table[pieces].mean(0))
 
 
+def test_pairs_of_pieces_differ_by_one_vector_after_every_step_and_the_frequent_one_leads() -> None:
+    import numpy as np
+
+    from tools.train_tiny.corpus import Corpus
+    from tools.train_tiny.pieces import SharedPieces
+    from tools.train_tiny.tokenizer import SPACE, train_tokenizer
+
+    source = Corpus(3).texts()
+    tokenizer = train_tokenizer((next(source) for _ in range(300)), vocab_size=700)
+    ids, embed = tokenizer.get_vocab(), torch.randn(700, 8)
+    before, counts = embed.clone(), np.ones(700, dtype=np.int64)
+    pairs = [(ids[token[1:]], at) for token, at in ids.items() if token[0] == SPACE and token[1:] in ids]
+    assert len(pairs) > 150
+    (rare, frequent), *_ = pairs
+    counts[frequent] = 9
+    pieces = SharedPieces(embed, tokenizer, counts)
+    assert torch.equal(embed[frequent], before[frequent])
+    assert not torch.equal(embed[rare], before[rare])
+    embed += torch.randn(700, 8)  # a step
+    pieces.hold()
+    spaces = torch.stack([embed[spaced] - embed[bare] for bare, spaced in pairs])
+    torch.testing.assert_close(spaces, spaces[:1].expand_as(spaces))
+
+
 def test_lean_model_gives_the_logits_of_the_shipped_files_and_writes_them_back() -> None:
     from safetensors.torch import load_file
 

@@ -32,6 +32,7 @@ from tools.train_tiny.dataset import Batches, Documents, encode
 from tools.train_tiny.induction import WiredHeads, prewire
 from tools.train_tiny.model import DRAFT, TINY, TinyConfig, TinyLlama, num_parameters
 from tools.train_tiny.muon import Muon
+from tools.train_tiny.pieces import SharedPieces
 from tools.train_tiny.tasks import copy
 from tools.train_tiny.tokenizer import train_tokenizer
 from tools.train_tiny.words import Words
@@ -116,7 +117,7 @@ def progress_of(options: Options) -> Callable[[int], float]:
     return lambda step: (time.monotonic() - start) / (options.minutes * 60)
 
 
-def train(options: Options, documents: Documents, probe: CopyProbe) -> tuple[TinyLlama, dict[str, float]]:
+def train(options: Options, tokenizer: Tokenizer, documents: Documents) -> tuple[TinyLlama, dict[str, float]]:
     """Run the loop; returns the model and {steps, tokens, supervised_tokens, loss, seconds}."""
     torch.manual_seed(options.seed)
     model = TinyLlama(CONFIGS[options.model]).to(options.device)
@@ -125,6 +126,8 @@ def train(options: Options, documents: Documents, probe: CopyProbe) -> tuple[Tin
     else:
         prewire(model)
     wired = None if options.init else WiredHeads(model)
+    pieces = SharedPieces(model.embed.weight, tokenizer, np.bincount(documents.ids, minlength=tokenizer.get_vocab_size()))
+    probe = CopyProbe(tokenizer)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and name != "embed.weight"]
     rest = [p for name, p in model.named_parameters() if p.ndim == 1 or name == "embed.weight"]
     dtype = torch.bfloat16 if options.bf16 else torch.float32
@@ -144,6 +147,7 @@ def train(options: Options, documents: Documents, probe: CopyProbe) -> tuple[Tin
             group["lr"] = ADAM_LR * scale
         torch.nn.utils.clip_grad_norm_(rest, 1.0)
         adam.step()
+        pieces.hold()
         muon.step(MUON_LR * scale, pool)
         if wired is not None and done < options.hold_share:
             wired.hold()
@@ -209,7 +213,7 @@ def main() -> int:
     tokenizer, documents = prepare(options)
     config = CONFIGS[options.model]
     print(f"{num_parameters(config)} parameters, {len(documents.offsets) - 1} documents, {len(documents.ids)} tokens", flush=True)
-    model, measured = train(options, documents, CopyProbe(tokenizer))
+    model, measured = train(options, tokenizer, documents)
     summary: dict[str, Any] = measured | {
         "seed": options.seed,
         "num_documents": options.num_documents,
