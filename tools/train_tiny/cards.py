@@ -133,6 +133,8 @@ def training(report: dict[str, Any]) -> str:
     t = report["training"]
     first, leg = "", t
     while leg := leg.get("earlier_leg"):
+        if "grown_to" in leg:
+            first += f" Before it the model was grown to {leg['grown_to']:,} parameters{' and got a new tokenizer' * leg['new_tokenizer']}."
         first += (
             f" Before it: a leg of {leg['steps']:,} steps, {leg['tokens']:,} tokens, ending at loss {leg['loss']}{MIX_NAMES[leg['mix']]}."
         )

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders
 from torch import Tensor
 
-from tools.train_tiny.model import TinyConfig, TinyLlama, config_from_hf, state_from_hf
+from tools.train_tiny.model import TinyConfig, TinyLlama, config_from_hf, num_parameters, state_from_hf
 from tools.train_tiny.train import CONFIGS, new_tokenizer
 
 State = dict[str, Tensor]
@@ -105,7 +105,8 @@ def main() -> None:
     options.to.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(options.to / "tokenizer.json"))
     save_file(grow(state, small, CONFIGS[options.large]), options.to / f"{options.large}.safetensors")
-    summary = json.loads(options.training.read_text())["training"]
+    grown = {"grown_to": num_parameters(CONFIGS[options.large]), "new_tokenizer": options.new_tokenizer}
+    summary = json.loads(options.training.read_text())["training"] | grown
     (options.to / f"{options.large}.json").write_text(json.dumps(summary, indent=2) + "\n")
 
 

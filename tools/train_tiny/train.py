@@ -159,15 +159,18 @@ def train(options: Options, tokenizer: Tokenizer, documents: Documents) -> tuple
             print(f"step {step} done {done:.3f} loss {loss:.4f} now {total:.4f} copied {copied:.3f} tok/s {rate:.0f}", flush=True)
         if time.monotonic() - saved > 180:
             saved = time.monotonic()
-            save(model, options, {"steps": step, "loss": loss, "tokens": seen})
-    summary = {
-        "steps": step,
-        "tokens": seen,
+            save(model, options, measured(step, seen, supervised, loss, start))
+    return model, measured(step, seen, supervised, loss, start)
+
+
+def measured(steps: int, tokens: int, supervised: int, loss: float, start: float) -> dict[str, float]:
+    return {
+        "steps": steps,
+        "tokens": tokens,
         "supervised_tokens": supervised,
         "loss": round(loss, 4),
         "seconds": round(time.monotonic() - start),
     }
-    return model, summary
 
 
 def backward(model: TinyLlama, count: float, bf16: bool, rows: tuple[Tensor, Tensor]) -> float:
@@ -199,11 +202,21 @@ class CopyProbe:
         return (right.cpu() | ~self._asked[:, 1:]).all(dim=1).float().mean().item()
 
 
-def save(model: TinyLlama, options: Options, summary: dict[str, Any]) -> None:
+def save(model: TinyLlama, options: Options, figures: dict[str, float]) -> dict[str, Any]:
+    """Write the checkpoint and, beside it, the summary that is returned: `figures`, what was asked, and the legs before."""
     folder = Path(options.out)
+    summary: dict[str, Any] = figures | {
+        "seed": options.seed,
+        "num_documents": options.num_documents,
+        "step_tokens": options.step_tokens,
+        "mix": options.mix,
+    }
+    if options.init:
+        summary["earlier_leg"] = json.loads(Path(options.init).with_suffix(".json").read_text())
     save_file({name: p.detach().cpu().clone() for name, p in model.named_parameters()}, folder / f"{options.model}.safetensors.new")
     (folder / f"{options.model}.safetensors.new").replace(folder / f"{options.model}.safetensors")
     (folder / f"{options.model}.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
 
 
 def main() -> int:
@@ -213,16 +226,8 @@ def main() -> int:
     tokenizer, documents = prepare(options)
     config = CONFIGS[options.model]
     print(f"{num_parameters(config)} parameters, {len(documents.offsets) - 1} documents, {len(documents.ids)} tokens", flush=True)
-    model, measured = train(options, tokenizer, documents)
-    summary: dict[str, Any] = measured | {
-        "seed": options.seed,
-        "num_documents": options.num_documents,
-        "step_tokens": options.step_tokens,
-        "mix": options.mix,
-    }
-    if options.init:
-        summary["earlier_leg"] = json.loads(Path(options.init).with_suffix(".json").read_text())
-    save(model, options, summary)
+    model, figures = train(options, tokenizer, documents)
+    summary = save(model, options, figures)
     print(json.dumps(summary))
     return 0 if summary["loss"] <= options.max_loss else 1
 
