@@ -91,6 +91,13 @@ def _without_markers(text: str) -> str:
     return text
 
 
+def letter_pieces(tokenizer: Tokenizer) -> list[str]:
+    """The pieces that consist of small letters, without the space before them: what made-up words of training are joined from."""
+    return sorted(
+        {piece for token in tokenizer.get_vocab() if (piece := token.removeprefix(SPACE)).isascii() and piece.isalpha() and piece.islower()}
+    )
+
+
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -34,7 +34,7 @@ from tools.train_tiny.model import DRAFT, TINY, TinyConfig, TinyLlama, num_param
 from tools.train_tiny.muon import Muon
 from tools.train_tiny.pieces import SharedPieces
 from tools.train_tiny.tasks import copy
-from tools.train_tiny.tokenizer import train_tokenizer
+from tools.train_tiny.tokenizer import letter_pieces, train_tokenizer
 from tools.train_tiny.words import Words
 
 CONFIGS: dict[str, TinyConfig] = {"tiny": TINY, "draft": DRAFT}
@@ -95,7 +95,8 @@ def prepare(options: Options) -> tuple[Tokenizer, Documents]:
     tokenizer.save(str(path))
     cache = Path(options.out) / f"documents-{options.mix}-{options.seed}-{options.num_documents}.npz"
     if not cache.exists():
-        encode(tokenizer, islice(Corpus(options.seed + 1).texts(options.mix), options.num_documents)).save(cache)
+        corpus = Corpus(options.seed + 1, letter_pieces(tokenizer))
+        encode(tokenizer, islice(corpus.texts(options.mix), options.num_documents)).save(cache)
     return tokenizer, Documents.load(cache)
 
 

@@ -1,15 +1,16 @@
 """Names and words that fill the generated tasks, and the one rule that splits them.
 
 `is_held_out` looks only at the word, so the split exists before anything is generated: a held-out word never appears in
-training as something to copy, sort, extract, remember or pass to a tool. Made-up words (syllables) keep the model from
-learning the lists by heart.
+training as something to copy, sort, extract, remember or pass to a tool. Made-up words keep the model from learning the
+lists by heart. Half of them are pieces of the vocabulary joined: a token that is never copied in training is not copied
+in an answer, and the lists alone leave a third of the tokens out.
 """
 
 from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tools.train_tiny import world
 
@@ -157,10 +158,11 @@ def is_held_out(word: str) -> bool:
 
 
 class Words:
-    """A random source of words of one side of the split."""
+    """A random source of words of one side of the split; `pieces` are the tokenizer's, for training alone."""
 
-    def __init__(self, rng: random.Random, *, held_out: bool) -> None:
+    def __init__(self, rng: random.Random, *, held_out: bool, pieces: Sequence[str] = ()) -> None:
         self.rng = rng
+        self.pieces = pieces
         self.held_out = held_out
         capitals = [row[1] for row in world.rows("countries")]
         self.names = self._mine(NAMES.split())
@@ -176,6 +178,8 @@ class Words:
     def made_up(self, *, syllables: int = 0) -> str:
         """A pronounceable word that exists in no list."""
         rng = self.rng
+        if self.pieces and rng.random() < 0.5:
+            return self._joined_pieces()
         if not self.held_out and rng.random() < 0.15:
             return self._letters()
         while True:
@@ -193,11 +197,17 @@ class Words:
             if not is_held_out(word):
                 return word
 
+    def _joined_pieces(self) -> str:
+        while True:
+            word = "".join(self.rng.choices(self.pieces, k=self.rng.choice((1, 2, 2, 3))))
+            if not is_held_out(word):
+                return word
+
     def name(self) -> str:
         return self.rng.choice(self.names) if self.rng.random() < 0.6 else self.made_up().capitalize()
 
     def noun(self) -> str:
-        return self.rng.choice(self.nouns) if self.rng.random() < 0.65 else self.made_up()
+        return self.rng.choice(self.nouns) if self.rng.random() < (0.4 if self.pieces else 0.65) else self.made_up()
 
     def city(self) -> str:
         return self.rng.choice(self.cities) if self.rng.random() < 0.7 else self.made_up().capitalize()
