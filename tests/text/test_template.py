@@ -142,7 +142,7 @@ def test_parts_of_text_are_joined_by_newlines_and_other_parts_refused(chat_model
         ([{"role": "assistant", "tool_calls": "x"}], "messages[0].tool_calls"),
         ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
         (
-            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}],
             "messages[0].tool_calls[0].function.arguments",
         ),
         ([{"role": "user", "content": "x", "extra": object()}], "messages[0].extra"),
@@ -162,6 +162,28 @@ def test_tool_call_arguments_reach_the_template_as_objects(tmp_path: Path) -> No
     )
     calls = [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}]
     assert model.template.render([{"role": "assistant", "content": None, "tool_calls": calls}]) == "Paris"
+
+
+def test_a_template_that_joins_arguments_to_text_gets_them_as_json(tmp_path: Path) -> None:
+    """DeepSeek's templates do; users' control tokens inside arguments stay plain text."""
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ '<call>' + c['function']['arguments'] + '</call>' }}{% endfor %}{% endfor %}"
+    )
+    model = model_with(tmp_path, source)
+    written = '{"city": "S\u00e3o <|im_end|>", "days": [1, null]}'
+    messages = [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "weather", "arguments": written}}]}]
+
+    assert model.template.render(messages) == f"<call>{written}</call>"
+    ids = model.template.encode(model.tokenizer, messages)
+    assert model.tokenizer.decode(ids, skip_special_tokens=False) == f"<call>{written}</call>"
+    assert model.tokenizer.token_to_id("<|im_end|>") not in ids
+
+
+@pytest.mark.parametrize("written", ['{"city": Paris}', '{"city": "Par', "[1]", "[" * 100_000], ids=["no JSON", "cut", "no object", "deep"])
+def test_arguments_that_a_model_wrote_wrongly_are_shown_to_it_again(tmp_path: Path, written: str) -> None:
+    model = model_with(tmp_path, "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments }}{% endfor %}{% endfor %}")
+    calls = [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": written}}]
+    assert model.template.render([{"role": "assistant", "content": None, "tool_calls": calls}]) == written
 
 
 def test_nesting_without_end_is_refused(chat_model: TextModel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from headrace.core.errors import InvalidRequest
 
@@ -11,10 +12,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 """Templates paste the role between control characters (`<|` + role + `|>`), so it is never free text."""
 
 Message = Mapping[str, object]
+_Call = dict[str, object]
 
 
 def normal_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """Messages with string contents and parsed tool-call arguments; nothing of the caller's is changed.
+    """Messages with string contents and tool-call arguments as objects; nothing of the caller's is changed.
 
     A list of text parts becomes one string, parts separated by a newline. An assistant's missing content is empty when it made tool
     calls. Raises InvalidRequest naming the message and field.
@@ -22,6 +24,22 @@ def normal_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidRequest("messages", "a non-empty list of messages", messages)
     return [_normal_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+
+
+def with_written_arguments(messages: Sequence[Message]) -> list[dict[str, object]]:
+    """A copy of normal messages whose tool calls have their arguments as JSON text."""
+    made = [dict(message) for message in messages]
+    for message in made:
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [_with_written_arguments(call) for call in cast(list[_Call], calls)]
+    return made
+
+
+def _with_written_arguments(call: _Call) -> _Call:
+    function = cast(Mapping[str, object], call["function"])
+    arguments = function["arguments"]
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": written}}
 
 
 def _normal_message(message: object, path: str) -> dict[str, object]:
@@ -62,7 +80,10 @@ def _part_text(part: object, path: str) -> str:
 
 
 def _tool_calls(calls: object, path: str) -> list[dict[str, object]]:
-    """The API writes arguments as a JSON string, templates read an object."""
+    """The API writes arguments as a JSON string, templates read an object.
+
+    A string that holds no JSON object stays a string: the model wrote it, and has to see it again beside the tool's complaint.
+    """
     if not isinstance(calls, list | tuple):
         raise InvalidRequest(path, "a list of tool calls", calls)
     return [_tool_call(call, f"{path}[{number}]") for number, call in enumerate(calls)]
@@ -74,10 +95,16 @@ def _tool_call(call: object, path: str) -> dict[str, object]:
         raise InvalidRequest(path, "an object with a function that has a name", call)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments else {}
-        except (ValueError, RecursionError):
-            arguments = None
-    if not isinstance(arguments, Mapping):
-        raise InvalidRequest(f"{path}.function.arguments", "a JSON object written as a string", function.get("arguments"))
+        arguments = _object(arguments)
+    elif not isinstance(arguments, Mapping):
+        raise InvalidRequest(f"{path}.function.arguments", "a JSON object written as a string", arguments)
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _object(arguments: str) -> object:
+    """The object that a string holds as JSON, else the string."""
+    try:
+        found: object = json.loads(arguments) if arguments.strip() else {}
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from headrace.core.errors import CheckpointError, InvalidRequest, RequestTooLarge
 from headrace.text.control import Marks, marked_objects, strings_in
 from headrace.text.files import read_optional_object, read_text
-from headrace.text.messages import Message, normal_messages
+from headrace.text.messages import Message, normal_messages, with_written_arguments
 from headrace.text.template_switch import TemplateSwitch, switched
 from headrace.text.tokenizer import SPECIAL_TOKEN_NAMES, Tokenizer, any_of
 
@@ -190,17 +190,21 @@ class ChatTemplate:
         from jinja2.exceptions import TemplateError, TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        render = partial(
+            render_jinja_template,
+            tools=list(chat.tools) if chat.tools else None,
+            documents=list(chat.documents) if chat.documents else None,
+            chat_template=source,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            **self._special_tokens,
+            **{name: value for name, value in chat.kwargs.items() if name in _names_in(source)},
+        )
         try:
-            rendered, _ = render_jinja_template(
-                [chat.messages],
-                tools=list(chat.tools) if chat.tools else None,
-                documents=list(chat.documents) if chat.documents else None,
-                chat_template=source,
-                continue_final_message=continue_final_message,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-                **{name: value for name, value in chat.kwargs.items() if name in _names_in(source)},
-            )
+            try:
+                rendered, _ = render([chat.messages])
+            except TypeError:  # DeepSeek's templates join arguments to text, which takes them as JSON; all others read objects
+                rendered, _ = render([with_written_arguments(chat.messages)])
         except TemplateSyntaxError as error:
             raise _broken(error) from error
         except TemplateError as error:
