@@ -124,6 +124,17 @@ async def test_a_call_that_is_cut_off_says_so(bench: TestBench) -> None:
     assert ARGUMENTS.startswith(call["function"]["arguments"])
 
 
+@pytest.mark.parametrize(("stop", "finish"), [('"}', "stop"), ("</tool_call>", "tool_calls")])
+async def test_a_stop_string_inside_a_call_is_no_complete_call(either: TestBench, stop: str, finish: str) -> None:
+    """An agent makes the calls of an answer that ends with tool_calls: these must be whole."""
+    either.replica.said = '<tool_call>\n{"name": "find", "arguments": {"q": "a"}}\n</tool_call>'
+    whole = (await either.chat(tools=[FIND], stop=[stop])).json()["choices"][0]
+    streamed = message_of(events_of((await either.chat(tools=[FIND], stop=[stop], stream=True)).text))
+
+    assert (whole["finish_reason"], whole["stop_reason"], streamed["finish"]) == (finish, stop, finish)
+    assert streamed["tool_calls"][0]["arguments"] == whole["message"]["tool_calls"][0]["function"]["arguments"]
+
+
 async def test_hostile_names_and_half_markers_keep_the_framing(bench: TestBench) -> None:
     huge = '<tool_call>{"name": "' + "n\\r\\ndata: [DONE]" * 16 + '", "arguments": {}}</tool_call>'
     named = '<tool_call>{"name": "a\\r\\n\\r\\ndata: x", "arguments": {}}</tool_call>'

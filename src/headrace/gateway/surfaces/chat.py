@@ -248,7 +248,7 @@ class ChatAnswer:
         content = delta or (b'{"content":%s}' % _encode(event.text) if event.text or event.finish is None else b"{}")
         yield b'{"index":%d,"delta":%s,"logprobs":' % (event.index, content)
         yield from chat_logprobs(event.logprobs, self._num_top) if self._has_logprobs and event.logprobs else (b"null",)
-        yield finish_part(event, is_tool_turn=self._outputs[event.index].has_tool_calls)
+        yield finish_part(event, is_tool_turn=self._outputs[event.index].has_tool_calls and not event.is_call_cut)
 
     def encode_end(self, usage: TokenUsage) -> bytes:
         return self._chunks.encode_end(usage)

@@ -30,6 +30,9 @@ END_OF_STREAM_S = 5.0
 COMPLETE = ("stop", "eos", "eos_token", "stop_sequence", "tool_calls", "function_call")
 """Finish reasons that mean stop. Beside them `length` and `content_filter` are known; any other one is a failure."""
 
+CALLED = ("tool_calls", "function_call")
+"""With these finish reasons a server says that its calls are complete, also where a stop string or a stop token ended the output."""
+
 CONTEXT_OVERFLOW = ("maximum context length", "maximum model length")
 """How vLLM's messages, which have no code of their own, begin to say that a prompt is too long."""
 
@@ -242,7 +245,15 @@ class EventReader:
         if finish is not None:
             self._is_running[choice.index] = False
         return OutputEvent(
-            choice.index, text, num_tokens, decoded, finish=finish, stop_reason=stop_reason, reasoning=reasoning, tool_calls=calls
+            index=choice.index,
+            text=text,
+            num_tokens=num_tokens,
+            logprobs=decoded,
+            finish=finish,
+            stop_reason=stop_reason,
+            reasoning=reasoning,
+            tool_calls=calls,
+            is_call_cut=stop_reason is not None and choice.finish_reason not in CALLED,
         )
 
     def _decoded_logprobs(self, index: int, logprobs: list[_Logprob]) -> tuple[DecodedLogprobs, ...]:

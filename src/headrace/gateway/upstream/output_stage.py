@@ -95,7 +95,8 @@ class OutputStage:
             self._count.update()
         self.is_passed = self._parser.is_passed
         calls = [self._tool_call(piece) for piece in delta.tool_calls]
-        return event._replace(text=delta.text, reasoning=delta.reasoning, tool_calls=calls)
+        is_cut = event.stop_reason is not None and self._parser.is_call_open
+        return event._replace(text=delta.text, reasoning=delta.reasoning, tool_calls=calls, is_call_cut=is_cut)
 
     def _tool_call(self, piece: CallPiece) -> ToolCall:
         call_id = None if piece.name is None else self._call_id(piece.number)

@@ -168,6 +168,7 @@ class OutputEvent(NamedTuple):
     finish           set exactly once, on the sequence's last event
     stop_reason      beside FinishReason.STOP: the stop string or stop token id; None for the model's own end token
     error            beside FinishReason.ERROR: for the operator
+    is_call_cut      beside FinishReason.STOP: the client's stop string or stop token ended the output inside a call's arguments
     reasoning, tool_calls  what was separated from the text, here (`upstream.output_stage`) or by a foreign server
     """
 
@@ -181,6 +182,7 @@ class OutputEvent(NamedTuple):
     error: str | None = None
     reasoning: str = ""
     tool_calls: Sequence[ToolCall] = ()
+    is_call_cut: bool = False
 
     @property
     def text_bytes(self) -> int:
@@ -222,6 +224,7 @@ class OutputEvent(NamedTuple):
             last.error,
             "".join([event.reasoning for event in events]),
             tuple([call for event in events for call in event.tool_calls]),
+            last.is_call_cut,
         )
 
 

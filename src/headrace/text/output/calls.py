@@ -29,6 +29,11 @@ class CallParser:
         """All further text is content."""
         return self._reader is None and not self._held and (not self._row.start or self._log.num_calls >= MAX_CALLS)
 
+    @property
+    def is_call_open(self) -> bool:
+        """The last call's arguments are not complete."""
+        return self._log.is_open
+
     def push(self, text: str) -> tuple[str, list[CallPiece]]:
         """(content, pieces of calls) that `text` adds."""
         content: list[str] = []
@@ -40,8 +45,10 @@ class CallParser:
 
     def finish(self) -> str:
         """What was held back. Call it once."""
-        held = self._held + self._log.take_held()
-        return "" if self._log.num_calls and held.isspace() else held
+        held = self._log.take_held()
+        if self._log.num_calls and self._row.end.startswith(held.strip()):
+            held = ""  # white space, or an end marker that was cut off
+        return self._held + held
 
     def _search(self, text: str, at: int, content: list[str]) -> int:
         """Pass text on up to the next start marker."""

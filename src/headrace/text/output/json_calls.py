@@ -120,6 +120,9 @@ class JsonCalls:
                 self._state = _State.OBJECT
             case (_State.AFTER_OBJECT, "]") if self._is_list:
                 self._state = _State.END_MARKER
+            case (_State.AFTER_VALUE, _) if self._is_begun and char == self._end_marker.first_char:
+                self._state = _State.END_MARKER  # the model forgot the object's own brace
+                return 0
             case (_State.AFTER_OBJECT, _) if not self._is_list:
                 self._state = _State.END_MARKER
                 return 0
@@ -131,7 +134,7 @@ class JsonCalls:
     def _end_object(self) -> None:
         """A call that has begun is complete; one with a name alone has no arguments, one with early arguments has these."""
         may_begin = self._early is not None or not self._is_bare
-        if self._is_begun or (self._name and may_begin and self._log.begin(self._name, self._early or "{}")):
+        if self._is_begun or (self._name and may_begin and self._log.begin(self._name, self._early or "{}", is_whole=True)):
             self._is_begun = True
             self._state = _State.AFTER_OBJECT
         else:
@@ -164,7 +167,7 @@ class JsonCalls:
     def _pass_arguments(self, text: str, at: int) -> int:
         after = self._span.feed(text, at, len(text))
         if after > at:
-            self._log.add(text[at:after])
+            self._log.add(text[at:after], is_last=self._span.is_over)
         if self._span.is_over:
             self._state, self._use = _State.AFTER_VALUE, _Use.OTHER
         elif self._span.is_broken:
@@ -203,7 +206,7 @@ class JsonCalls:
         if self._is_bare and name not in self._log.names:
             self.reading = Reading.FAILED
         elif self._early is not None:
-            self._is_begun = self._log.begin(name, self._early)
+            self._is_begun = self._log.begin(name, self._early, is_whole=True)
             if not self._is_begun:
                 self.reading = Reading.FAILED
 

@@ -62,7 +62,7 @@ class NamedCalls:
     def _pass_arguments(self, span: JsonSpan, text: str, at: int) -> int:
         after = span.feed(text, at, len(text))
         if after > at:
-            self._log.add(text[at:after])
+            self._log.add(text[at:after], is_last=span.is_over)
         if span.is_over:
             self.reading = Reading.DONE
         elif span.is_broken:

@@ -38,6 +38,11 @@ class OutputParser:
         """All further text is content: it need not be pushed."""
         return (self.reasoning is None or self.reasoning.is_passed) and (self._calls is None or self._calls.is_passed)
 
+    @property
+    def is_call_open(self) -> bool:
+        """The last call's arguments are not complete: an output that ends here was cut inside them."""
+        return self._calls is not None and self._calls.is_call_open
+
     def push(self, text: str) -> ParsedDelta:
         reasoning, content = self.reasoning.push(text) if self.reasoning is not None else ("", text)
         if self._calls is None or not content:

@@ -133,10 +133,10 @@ class PythonCalls:
     def _end_call(self) -> bool:
         self._state = _State.AFTER_CALL
         if self._is_begun:
-            self._log.add("}")
+            self._log.add("}", is_last=True)
             self._log.forget_held()
             return True
-        return self._log.begin(self._name, "{}")
+        return self._log.begin(self._name, "{}", is_whole=True)
 
     def _read_value(self, text: str, at: int, end: int) -> int:
         after = self._literal.feed(text, at, end)

@@ -26,14 +26,16 @@ class Reading(Enum):
 class CallLog:
     """The calls found in one output.
 
-    names   functions that the request offers
-    pieces  what was found since `take_pieces`
+    names    functions that the request offers
+    pieces   what was found since `take_pieces`
+    is_open  the last call's arguments are not complete
     """
 
     def __init__(self, names: Set[str]) -> None:
         self.names = names
         self.num_calls = 0
         self.pieces: list[CallPiece] = []
+        self.is_open = False
         self._held: list[str] = []
         self.room = MAX_HELD_CHARS
 
@@ -52,18 +54,20 @@ class CallLog:
         self._held.clear()
         self.room = MAX_HELD_CHARS
 
-    def begin(self, name: str, arguments: str = "") -> bool:
-        """A new call. False at MAX_CALLS: it is none then."""
+    def begin(self, name: str, arguments: str = "", *, is_whole: bool = False) -> bool:
+        """A new call, with all its arguments where `is_whole`. False at MAX_CALLS: it is none then."""
         if self.num_calls >= MAX_CALLS:
             return False
         self.pieces.append(CallPiece(self.num_calls, name, arguments))
         self.num_calls += 1
+        self.is_open = not is_whole
         self.forget_held()
         return True
 
-    def add(self, arguments: str) -> None:
+    def add(self, arguments: str, *, is_last: bool = False) -> None:
         """More arguments of the last call."""
         self.pieces.append(CallPiece(self.num_calls - 1, None, arguments))
+        self.is_open = not is_last
 
     def take_pieces(self) -> list[CallPiece]:
         pieces, self.pieces = self.pieces, []
@@ -76,6 +80,10 @@ class EndMarker:
     def __init__(self, marker: str) -> None:
         self._marker = marker
         self._num_matched = 0
+
+    @property
+    def first_char(self) -> str:
+        return self._marker[:1]
 
     def feed(self, log: CallLog, text: str, at: int, end: int) -> tuple[int, Reading]:
         """Read `text` from `at`, at most up to `end`. Returns where it stopped, and how far it came."""

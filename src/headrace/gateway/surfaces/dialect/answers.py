@@ -48,6 +48,7 @@ class ChoiceOutput:
     logprobs        log-probabilities; a new part begins where the vocabulary of the token ids changes
     tool_pieces     pieces of tool calls, by the call's number
     has_tool_calls  set in a stream too, where tool calls are not collected
+    is_call_cut     as in `OutputEvent`
     """
 
     logprobs: list[DecodedLogprobs] = field(default_factory=list)
@@ -57,10 +58,11 @@ class ChoiceOutput:
     reasoning: list[str] = field(default_factory=list)
     tool_pieces: dict[int, list[ToolCall]] = field(default_factory=dict)
     has_tool_calls: bool = False
+    is_call_cut: bool = False
 
     @property
     def finish_word(self) -> str:
-        return finish_word(self.finish or FinishReason.STOP, is_tool_turn=self.has_tool_calls)
+        return finish_word(self.finish or FinishReason.STOP, is_tool_turn=self.has_tool_calls and not self.is_call_cut)
 
     def add(self, event: OutputEvent) -> None:
         self.texts.append(event.text)
@@ -74,7 +76,7 @@ class ChoiceOutput:
             self.has_tool_calls = True
             self.tool_pieces.setdefault(piece.number, []).append(piece)
         if event.finish is not None:
-            self.finish, self.stop_reason = event.finish, event.stop_reason
+            self.finish, self.stop_reason, self.is_call_cut = event.finish, event.stop_reason, event.is_call_cut
 
     @property
     def tool_calls(self) -> list[ToolCall]:
@@ -174,7 +176,7 @@ def whole_finish_part(output: ChoiceOutput) -> bytes:
 
 
 def finish_word(finish: FinishReason, *, is_tool_turn: bool) -> str:
-    """OpenAI's finish_reason. A sequence that stopped after tool calls waits for the tools' answers: tool_calls."""
+    """OpenAI's finish_reason. A sequence that stopped after complete tool calls waits for the tools' answers: tool_calls."""
     return "tool_calls" if is_tool_turn and finish is FinishReason.STOP else finish.value
 
 
