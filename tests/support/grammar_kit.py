@@ -77,18 +77,22 @@ def mask_of(matcher: LLMatcher) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
 
 
 class CompilingSource:
-    """Compiles whatever is asked for. num_fresh: matchers that were compiled anew after a shared lexer was full."""
+    """Compiles whatever is asked for. num_renewed: templates that were compiled anew after a shared lexer was full."""
 
     def __init__(self) -> None:
         self.num_words = trie().num_words
-        self.num_fresh = 0
+        self.num_renewed = 0
         self._templates: dict[Grammar, LLMatcher] = {}
 
-    def matcher(self, grammar: Grammar) -> LLMatcher:
+    def template(self, grammar: Grammar) -> LLMatcher:
         if grammar not in self._templates:
             self._templates[grammar] = compile_grammar(trie(), grammar)
-        return self._templates[grammar].deep_copy()
+        return self._templates[grammar]
 
-    def fresh_matcher(self, grammar: Grammar) -> LLMatcher:
-        self.num_fresh += 1
+    def renewed(self, grammar: Grammar) -> LLMatcher:
+        self._templates[grammar] = self.unshared(grammar)
+        return self._templates[grammar]
+
+    def unshared(self, grammar: Grammar) -> LLMatcher:
+        self.num_renewed += 1
         return compile_grammar(trie(), grammar)

@@ -119,7 +119,7 @@ def test_memory_is_flat_over_distinct_grammars(compiler: GrammarCompiler) -> Non
     for number in range(3 * num_kept):
         key = GrammarKey(f"tenant {number % 5}", distinct(number))
         store.add(key, compiled(key.grammar), 0)
-        wander(store.matcher(key.grammar))
+        wander(store.template(key.grammar).deep_copy())
         store.unpin(key)
         if number == num_kept + num_kept // 2:
             after_full = anonymous_bytes()
@@ -165,7 +165,7 @@ def test_memory_is_flat_over_ten_thousand_requests_with_distinct_grammars() -> N
         )
         assert preparer.begin(request, AdmissionId(number))
         engine.wait()
-        wander(store.matcher(grammar))
+        wander(store.template(grammar).deep_copy())
         preparer.end(AdmissionId(number))
         if number % 1000 == 999:
             sizes.append(anonymous_bytes())

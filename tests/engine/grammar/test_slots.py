@@ -150,7 +150,7 @@ def test_a_token_outside_the_grammar_fails_its_row_alone() -> None:
 
 
 class FailingSource(CompilingSource):
-    def matcher(self, grammar: Grammar):  # type: ignore[no-untyped-def]
+    def template(self, grammar: Grammar):  # type: ignore[no-untyped-def]
         raise SequenceFailed("it was never compiled")
 
 
@@ -192,13 +192,49 @@ def failed_rows(slots: SlotGrammars, num_slots: int) -> set[int]:
 
 
 def test_a_lexer_that_other_sequences_filled_costs_no_sequence_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of a matcher share a lexer. A sequence that finds it full goes on with one of its own."""
+    """Copies of a matcher share a lexer. A sequence that finds it full goes on with a new one."""
     monkeypatch.setattr("headrace.engine.grammar.limits.MAX_LEXER_STATES", 250)
     source = CompilingSource()
     assert not failed_rows(SlotGrammars(source), 6)
-    assert source.num_fresh
+    assert source.num_renewed
 
 
 def test_an_output_that_needs_too_many_states_alone_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.engine.grammar.limits.MAX_LEXER_STATES", 100)
     assert failed_rows(SlotGrammars(CompilingSource()), 2) == {0, 1}
+
+
+def written(slots: SlotGrammars, num_slots: int, texts: list[str]) -> None:
+    """Commit the texts' tokens in every slot, asking for a mask before each; no row may fail."""
+    for token in [token for text in texts for token in encode(text)]:
+        slots.begin(range(num_slots))
+        masks = slots.wait()
+        assert not masks.failures
+        assert all(token in allowed(masks, slot) for slot in range(num_slots))
+        slots.commit(range(num_slots), [token] * num_slots)
+
+
+def test_a_long_bounded_string_is_written_to_its_end_though_its_masks_fill_lexers() -> None:
+    """A mask in a counted string builds states for the beginnings of all characters, which the output then leaves behind."""
+    source = CompilingSource()
+    slots = SlotGrammars(source)
+    for slot in range(3):
+        slots.start(started(slot, schema('{"type":"string","maxLength":3000}'), []))
+    written(slots, 3, ['"', *["ab"] * 1500])
+    slots.begin(range(3))
+    closing = allowed(slots.wait(), 0)
+    assert encode('"')[0] in closing
+    assert encode("a")[0] not in closing, "the string has all the characters that it may have"
+    assert 1 <= source.num_renewed <= 4, "sequences at one place share the new lexer"
+    slots.close()
+
+
+def test_an_output_whose_lexers_are_renewed_for_too_long_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.engine.grammar.slots.MAX_RENEWAL_S", -1.0)
+    slots = SlotGrammars(CompilingSource())
+    slots.start(started(0, schema('{"type":"string","maxLength":3000}'), []))
+    with pytest.raises(AssertionError):
+        written(slots, 1, ['"', *["ab"] * 1500])
+    slots.begin([0])
+    assert "renewing its lexer took more than" in slots.wait().failures[0]
+    slots.close()

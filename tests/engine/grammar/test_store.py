@@ -82,16 +82,17 @@ def test_a_matcher_is_the_callers_own_and_a_grammar_that_is_not_prepared_is_comp
     compiler = CountingCompiler()
     store = GrammarStore(compiler)
     grammar = key(0).grammar
-    assert store.matcher(grammar).consume_token(26)
+    assert store.template(grammar).deep_copy().consume_token(26)
     assert compiler.num_compiled == 1
     store.add(key(0), compiled(grammar), 0)
-    first, second = store.matcher(grammar), store.matcher(grammar)
+    first, second = store.template(grammar).deep_copy(), store.template(grammar).deep_copy()
     assert first.consume_token(26)
     assert first.is_accepting()
     assert not second.is_accepting()
     assert compiler.num_compiled == 1
-    store.fresh_matcher(grammar)
+    renewed = store.renewed(grammar)
     assert compiler.num_compiled == 2
+    assert store.template(grammar) is renewed
 
 
 class StoreMachine(RuleBasedStateMachine):

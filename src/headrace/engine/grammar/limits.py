@@ -12,7 +12,11 @@ MAX_JSON_DEPTH = 64
 
 MAX_LEXER_STATES = 8_000
 """States that the lexer of one compiled grammar may build while it is used. A state takes about 0.5 KB, and 2 KB at most, so one grammar
-stays below 16 MB. A counted repetition such as `.{1,20000}` takes one state per character written: beyond this many its sequence ends."""
+stays below 16 MB. A counted repetition such as `.{1,2000}` takes a state per byte written, and about eight more for each mask; a full
+lexer is renewed, which leaves those of the masks behind."""
+
+MAX_RENEWAL_S = 0.25
+"""CPU time that one sequence may spend on new lexers where it found the shared one full. A sequence that needs more ends with an error."""
 
 STEP_LEXER_FUEL = 28_000
 """Lexer work of one mask, in llguidance's units: about 14,000 per millisecond. A mask that needs more ends its sequence."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,14 +24,18 @@ from headrace.core.plan import Started
 from headrace.engine.failpoints import failpoint
 from headrace.engine.grammar.compiling import one_line
 from headrace.engine.grammar.deep_stack import start_deep_thread
+from headrace.engine.grammar.limits import MAX_RENEWAL_S
 from headrace.engine.runner_masks import NO_MASKS, StepMasks
 from headrace.tensor.sampling import RowMasks
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-SHARED_LEXER_IS_FULL = "too many states"
+LEXER_IS_FULL = "too many states"
 """What a matcher says when its lexer has as many states as it may have. Copies share a lexer, so other sequences may have filled it."""
+
+MIN_SHARED_TOKENS = 64
+"""A sequence whose renewed lexer was full again within this many tokens goes on with one that no other sequence fills."""
 
 
 class MatcherSource(Protocol):
@@ -38,12 +43,16 @@ class MatcherSource(Protocol):
 
     num_words: int
 
-    def matcher(self, grammar: Grammar) -> LLMatcher:
-        """A matcher at the grammar's start, for the caller alone. Raises HeadraceError where there is none."""
+    def template(self, grammar: Grammar) -> LLMatcher:
+        """A matcher at the grammar's start, to be copied and never advanced. Raises HeadraceError where there is none."""
         ...
 
-    def fresh_matcher(self, grammar: Grammar) -> LLMatcher:
-        """The same, compiled anew, with a lexer that it shares with none. Raises HeadraceError."""
+    def renewed(self, grammar: Grammar) -> LLMatcher:
+        """The same, compiled anew, so that its lexer is empty; it is the template from here on. Raises HeadraceError."""
+        ...
+
+    def unshared(self, grammar: Grammar) -> LLMatcher:
+        """The same, compiled anew for the caller alone. Raises HeadraceError."""
         ...
 
 
@@ -51,15 +60,37 @@ class MatcherSource(Protocol):
 class _Slot:
     """A sequence's grammar, and where it stands.
 
-    token_ids  its output so far, of which the matcher has consumed the first `num_consumed`
-    failure    why it cannot go on
+    token_ids   its output so far, of which the matcher has consumed the first `num_consumed`
+    template    what the matcher is a copy of
+    renewal_s   CPU time spent on new lexers for this sequence
+    renewed_at  `num_consumed` when its lexer was last found full
+    failure     why it cannot go on
     """
 
     grammar: Grammar
     token_ids: list[int]
     matcher: LLMatcher | None = None
+    template: LLMatcher | None = None
     num_consumed: int = 0
+    renewal_s: float = 0.0
+    renewed_at: int = -MIN_SHARED_TOKENS
     failure: str | None = None
+
+    def match_with(self, template: LLMatcher) -> None:
+        """Match with a copy of this template, from the output's beginning."""
+        self.template, self.matcher, self.num_consumed = template, template.deep_copy(), 0
+
+    def fill(self, words: NDArray[np.uint32]) -> str:
+        """Advance over the ids and fill the mask. Returns "", or the matcher's error, in which it stays."""
+        matcher = self.matcher
+        assert matcher is not None, "match_with comes first"
+        for token_id in self.token_ids[self.num_consumed :]:
+            matcher.consume_token(token_id)  # which takes an end token after a complete output; `consume_tokens` does not
+        self.num_consumed = len(self.token_ids)
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)  # releases the GIL
+        error: str = matcher.get_error()
+        return error
 
 
 class SlotGrammars:
@@ -166,11 +197,10 @@ class SlotGrammars:
         """Advance the slot's matcher over its ids and fill its mask. Returns why that cannot be done."""
         try:
             if held.matcher is None:
-                held.matcher = self._source.matcher(held.grammar)
-            error = _advance_and_fill(held, held.matcher, words)
-            if SHARED_LEXER_IS_FULL in error:
-                held.matcher, held.num_consumed = self._source.fresh_matcher(held.grammar), 0
-                error = _advance_and_fill(held, held.matcher, words)
+                held.match_with(self._source.template(held.grammar))
+            error = held.fill(words)
+            if LEXER_IS_FULL in error:
+                error = self._fill_with_another_lexer(held, words)
         except HeadraceError as reason:
             error = str(reason)
         if error:
@@ -179,13 +209,23 @@ class SlotGrammars:
             return "grammar: no token of the model's vocabulary continues the output"
         return None
 
+    def _fill_with_another_lexer(self, held: _Slot, words: NDArray[np.uint32]) -> str:
+        """Most states of a full lexer were built for masks of places that the output has passed: matching it again needs few of them.
 
-def _advance_and_fill(held: _Slot, matcher: LLMatcher, words: NDArray[np.uint32]) -> str:
-    """ "" where the mask was filled, otherwise the matcher's error, in which it stays."""
-    for token_id in held.token_ids[held.num_consumed :]:
-        matcher.consume_token(token_id)  # which takes an end token after a complete output; `consume_tokens` does not
-    held.num_consumed = len(held.token_ids)
-    if not matcher.is_error():
-        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)  # releases the GIL
-    error: str = matcher.get_error()
-    return error
+        A lexer that was renewed for another sequence is tried first. Returns as `_Slot.fill`.
+        """
+        lasted, held.renewed_at = held.num_consumed - held.renewed_at, held.num_consumed
+        is_shared = lasted >= MIN_SHARED_TOKENS
+        newest = self._source.template(held.grammar)
+        if is_shared and newest is not held.template:
+            held.match_with(newest)
+            error = held.fill(words)
+            if LEXER_IS_FULL not in error:
+                return error
+        if held.renewal_s > MAX_RENEWAL_S:
+            return f"{LEXER_IS_FULL}, and renewing its lexer took more than {MAX_RENEWAL_S:g} s"
+        begin = time.thread_time()
+        template = self._source.renewed(held.grammar) if is_shared else self._source.unshared(held.grammar)
+        held.renewal_s += time.thread_time() - begin
+        held.match_with(template)
+        return held.fill(words)

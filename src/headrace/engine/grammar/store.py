@@ -1,7 +1,7 @@
 """Compiled grammars of one engine: by tenant, bounded in bytes, pinned while a request uses them.
 
-Each is counted with all the states its lexer may build, so that the bound holds however the grammars are used. A sequence that had to
-leave a full lexer has one of its own beside these, until it ends.
+Each is counted with all the states its lexer may build. Beside these stand lexers that were full and renewed, until the sequences that
+still use them end: one per running sequence at most.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Compiler(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Compiled:
-    """A matcher at the grammar's start, never advanced: sequences match copies of it."""
+    """A matcher at the grammar's start, never advanced: sequences match copies of it, which share its lexer."""
 
     template: LLMatcher
     num_bytes: int
@@ -84,19 +84,23 @@ class GrammarStore:
                 self.num_bytes += num_bytes
             self._compiled[key].num_pins += 1
 
-    def matcher(self, grammar: Grammar) -> LLMatcher:
-        """A matcher at the grammar's start, for the caller alone. A grammar that no request has prepared, as in a replay, is compiled."""
+    def template(self, grammar: Grammar) -> LLMatcher:
+        """A matcher at the grammar's start, to be copied. A grammar that no request has prepared, as in a replay, is compiled."""
         with self._lock:
             found = self._pinned(grammar)
-        return self._compiler.compile(grammar) if found is None else found.template.deep_copy()
+        return self._compiler.compile(grammar) if found is None else found.template
 
-    def fresh_matcher(self, grammar: Grammar) -> LLMatcher:
-        """The same, compiled anew. Sequences that begin later share its lexer."""
+    def renewed(self, grammar: Grammar) -> LLMatcher:
+        """The same, compiled anew: its lexer is empty. Sequences that begin later share it, and so do those that find theirs full."""
         template = self._compiler.compile(grammar)
         with self._lock:
             if (found := self._pinned(grammar)) is not None:
                 found.template = template
-        return template.deep_copy()
+        return template
+
+    def unshared(self, grammar: Grammar) -> LLMatcher:
+        """The same, compiled anew for the caller alone."""
+        return self._compiler.compile(grammar)
 
     def check(self) -> None:
         """Raise AssertionError unless bytes and pins add up."""
