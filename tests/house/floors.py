@@ -110,7 +110,7 @@ FLOORS: dict[str, Floor] = {
         _ours("core", "gateway.config", "gateway.http.errors", "gateway.upstream.foreign*", "gateway.upstream.seam", "text.logprobs"),
         ("aiohttp", "msgspec"),
     ),
-    "headrace.fleet": Floor((*GROUND, *_ours("policy")), (), ("huggingface_hub",)),
+    "headrace.fleet": Floor((*GROUND, *_ours("policy")), (), ("cryptography", "huggingface_hub")),
     # 5 roof
     "headrace.lab": Floor(
         _ours(

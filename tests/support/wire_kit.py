@@ -81,12 +81,12 @@ class Served:
 
     def __init__(self, options: FakeOptions, config: EngineConfig, address: str, **service: Any) -> None:
         bridge = AsyncioOutbox(asyncio.get_running_loop())
-        token = service.pop("token", None)
+        token, tls = service.pop("token", None), service.pop("tls", None)
         self.options = options
         self.address = address
         self.runner = FakeRunner(options)
         self.engine = assemble(config, self.runner, fake_info(options), bridge)
-        self.service = EngineService(self.engine, bridge, parse_target(address, token), replica="fake-0", **service)
+        self.service = EngineService(self.engine, bridge, parse_target(address, token, tls), replica="fake-0", **service)
         self.thread = threading.Thread(target=self.engine.run, daemon=True)
 
     async def start(self) -> None:

@@ -10,6 +10,7 @@ from wire_kit import request
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import encode_load
+from headrace.wire.dial import Dialer
 from headrace.wire.service import Expectation
 from headrace.wire.session import Session
 from headrace.wire.target import parse_target
@@ -39,7 +40,7 @@ async def test_a_load_counts_only_the_submits_that_it_has_seen() -> None:
     """The router adds what was sent since to the last load: forgotten too early, a replica looks free while a burst is on its way to it."""
     loads: list[int] = []
     session = Session(
-        parse_target("unix:/nowhere", None),
+        Dialer(parse_target("unix:/nowhere", None)),
         Expectation(),
         on_hello=lambda _: None,
         on_load=lambda snapshot: loads.append(snapshot.num_waiting),

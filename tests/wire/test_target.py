@@ -34,7 +34,8 @@ def test_unix_sockets_and_loopback_with_a_token_are_fine(address: str) -> None:
         ("localhost.example.org:80", TOKEN, "loopback"),
         ("127.0.0.1", TOKEN, "host:port"),
         ("127.0.0.1:99999", TOKEN, "host:port"),
-        ("dns:///127.0.0.1:80", TOKEN, "loopback"),
+        ("dns:///127.0.0.1:80", TOKEN, "neither a host"),
+        ("::1:80", TOKEN, "brackets"),
     ],
 )
 def test_what_the_wire_does_not_do_is_refused_by_name(address: str, token: str | None, word: str) -> None:

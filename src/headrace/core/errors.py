@@ -29,6 +29,7 @@
     |  `- LeaseError               leases of KV blocks were used wrongly
     |- ConnectionLost              wire: a session with an engine is over
     |  `- NotListening             wire: nothing is at the engine's address
+    |- HandshakeRefused            wire: a connection to an engine's port is closed; the engine logs why
     |- Mismatch                    wire: gateway and engine do not fit together
     |- MalformedFrame              wire: a frame breaks the format
     |- StreamLost                  wire: the gateway left, or lost its lease

@@ -24,10 +24,12 @@ from headrace.core.model_info import ModelInfo
 from headrace.core.request import EngineRequest
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import decode_model_info
+from headrace.wire.dial import Dialer
 from headrace.wire.service import SILENT_AFTER_S, Expectation, check_model, check_protocol
 from headrace.wire.session import NotListening, Session
 from headrace.wire.stream import NO_NUMERICS, ReplicaStream
 from headrace.wire.target import parse_target
+from headrace.wire.tls.files import TlsFiles
 
 log = logging.getLogger(__name__)
 
@@ -76,18 +78,20 @@ class ReplicaClient:
         *,
         name: str = "",
         token: str | None = None,
+        tls: TlsFiles | None = None,
         expect: Expectation | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """
-        target   "unix:/path" or loopback "host:port" (then with a token)
+        target   "unix:/path", or "host:port": then with a token, and beyond loopback with tls
+        tls      certificates of this end
         name     for messages; the target itself by default
         expect   what the replica's hello must match, else it stays DOWN with the mismatch as its reason
         clock    what requests' deadlines are measured by
 
-        Raises: ConfigError for a target the wire refuses.
+        Raises: ConfigError for a target the wire refuses, or certificates that cannot be used.
         """
-        self.target = parse_target(target, token)
+        self._dialer = Dialer(parse_target(target, token, tls))
         self.name = name or target
         self.reason = "not connected yet"
         self._expect = expect or Expectation()
@@ -205,7 +209,7 @@ class ReplicaClient:
         try:
             while True:
                 session = Session(
-                    self.target,
+                    self._dialer,
                     self._expect,
                     on_hello=self._take_hello,
                     on_load=self._take_load,

@@ -40,6 +40,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.default_authority", "localhost"),
 )
+TLS_CHANNEL_OPTIONS = tuple(option for option in CHANNEL_OPTIONS if option[0] != "grpc.default_authority")
+"""With TLS the authority is the host that was dialled: the engine's certificate must be for it."""
+
 SERVER_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

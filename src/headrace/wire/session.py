@@ -26,10 +26,11 @@ from headrace.wire.codec import decode_load, decode_rejected
 from headrace.wire.codec.update import UpdateRows, update_of
 from headrace.wire.commands import UnwrittenCommands
 from headrace.wire.delivery import SLICE_S, DeliveryQueue
+from headrace.wire.dial import Dialer
 from headrace.wire.handles import Handle, MalformedFrame
-from headrace.wire.service import CHANNEL_OPTIONS, CONNECT, HEARTBEAT_S, LEASE_S, PROTOCOL_VERSION, Expectation
+from headrace.wire.service import CONNECT, HEARTBEAT_S, LEASE_S, PROTOCOL_VERSION, Expectation
 from headrace.wire.stream import ReplicaStream
-from headrace.wire.target import TOKEN_METADATA, GrpcTarget, nothing_listens
+from headrace.wire.target import nothing_listens
 
 HELLO_TIMEOUT_S = 5.0
 CLOCK_ROWS = 64
@@ -50,7 +51,7 @@ class Session:
 
     def __init__(
         self,
-        target: GrpcTarget,
+        dialer: Dialer,
         expect: Expectation,
         *,
         on_hello: Callable[[pb.EngineHello], None],
@@ -65,7 +66,7 @@ class Session:
         on_weights_digest  called when the engine has hashed its weights after its hello
         on_beat   called every HEARTBEAT_S while connected
         """
-        self._target = target
+        self._dialer = dialer
         self._expect = expect
         self._on_hello = on_hello
         self._on_load = on_load
@@ -111,10 +112,10 @@ class Session:
 
     async def run(self) -> None:
         """Connects and pumps until the connection ends. Raises ConnectionLost, Mismatch or MalformedFrame; always raises."""
-        channel = grpc.aio.insecure_channel(self._target.address, options=CHANNEL_OPTIONS)
-        metadata = () if self._target.token is None else ((TOKEN_METADATA, self._target.token),)
+        channel = self._dialer.open_channel()
         try:
-            call = channel.stream_stream(CONNECT, request_serializer=pb.ClientFrame.SerializeToString)(metadata=metadata)
+            connect = channel.stream_stream(CONNECT, request_serializer=pb.ClientFrame.SerializeToString)
+            call = connect(metadata=self._dialer.metadata)
             await self._pump(call)
         except grpc.aio.AioRpcError as error:
             raise await self._lost(error.code(), error.details()) from error
@@ -240,6 +241,9 @@ class Session:
             self._unseen.popleft()
 
     async def _lost(self, code: grpc.StatusCode, details: str | None) -> ConnectionLost:
-        """gRPC says UNAVAILABLE where nothing listens, and of much else: a plain connection tells which it is."""
-        is_refused = code is grpc.StatusCode.UNAVAILABLE and not self.is_open and await nothing_listens(self._target)
-        return (NotListening if is_refused else ConnectionLost)(f"{code.name.lower()}: {details}")
+        """gRPC says UNAVAILABLE where nothing listens, where certificates do not fit, and of much else: `Dialer` finds out which it is."""
+        if code is not grpc.StatusCode.UNAVAILABLE or self.is_open:
+            return ConnectionLost(f"{code.name.lower()}: {details}")
+        if await nothing_listens(self._dialer.target):
+            return NotListening(f"{code.name.lower()}: {details}")
+        return ConnectionLost(await self._dialer.find_tls_fault() or f"{code.name.lower()}: {details}")

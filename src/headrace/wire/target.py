@@ -1,10 +1,11 @@
-"""Where an engine may listen: a Unix socket in a private directory, or loopback TCP with a token. Anything else is refused by name."""
+"""Where an engine may listen: a Unix socket in a private directory, TCP with a token, and beyond loopback only with certificates too."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import os
+import re
 import socket
 import stat
 from collections.abc import Awaitable, Iterable
@@ -14,6 +15,8 @@ from typing import Any
 
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
+from headrace.wire.private_files import read_token
+from headrace.wire.tls.files import TlsFiles
 
 TOKEN_METADATA = "headrace-token"
 MAX_UNIX_PATH_BYTES = 107
@@ -29,15 +32,27 @@ class GrpcTarget:
     address  "unix:/path" or "host:port"
     path     the socket's path, None for TCP
     token    required on TCP, honoured everywhere
+    tls      this end's certificates; None: plain text, on Unix sockets and loopback alone
     """
 
     address: str
     path: Path | None
     token: str | None
+    tls: TlsFiles | None = None
+
+    @property
+    def host(self) -> str:
+        """The host to listen at or dial over TCP; an IPv6 address is without brackets."""
+        return self.address.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """The TCP port."""
+        return int(self.address.rpartition(":")[2])
 
 
-def parse_target(address: str, token: str | None = None) -> GrpcTarget:
-    """Raises ConfigError for whatever the wire does not do: other hosts without TLS, loopback without a token, long socket paths."""
+def parse_target(address: str, token: str | None = None, tls: TlsFiles | None = None) -> GrpcTarget:
+    """Raises ConfigError for whatever the wire does not do: other hosts without TLS, TCP without a token, long socket paths."""
     if token is not None and len(token) < MIN_TOKEN_CHARS:
         raise ConfigError("engine token", f"{len(token)} characters are too few", f"Use at least {MIN_TOKEN_CHARS} random ones.")
     if address.startswith("unix:"):
@@ -48,21 +63,31 @@ def parse_target(address: str, token: str | None = None) -> GrpcTarget:
             raise ConfigError(
                 "engine address", f"the socket path has more than {MAX_UNIX_PATH_BYTES} bytes", "Use a shorter run directory."
             )
+        if tls is not None:
+            raise ConfigError("tls", f"is given for {address}", "A Unix socket needs none: its directory is the lock.")
         return GrpcTarget(address, path, token)
     host, separator, port = address.rpartition(":")
     if not separator or not port.isdecimal() or int(port) > 65535:
         raise ConfigError("engine address", f"{address!r} is neither unix:/path nor host:port")
-    if not is_loopback(host):
+    if not re.fullmatch(r"\[[0-9a-fA-F:.%]+\]|[A-Za-z0-9._-]+", host):
+        raise ConfigError("engine address", f"{host!r} is neither a host's name nor an address", "Write an IPv6 address in brackets.")
+    if tls is None and not is_loopback(host):
         raise ConfigError(
             "engine address",
-            f"{host!r} is not a loopback address and the wire has no TLS listener",
-            "Use a Unix socket or 127.0.0.1, and a tunnel between machines.",
+            f"{host!r} is not a loopback address, and no certificates are given",
+            "Between machines the wire speaks TLS: `headrace tls init` makes certificates; --tls-dir, or tls in the file, names them.",
         )
     if token is None:
-        raise ConfigError(
-            "engine address", f"{address!r} needs a token", "Every user of this machine could connect; a Unix socket needs none."
-        )
-    return GrpcTarget(address, None, token)
+        remedy = "Name a file that holds it (--token-file, token_file). A Unix socket needs none."
+        raise ConfigError("engine address", f"{address!r} needs a token", remedy)
+    return GrpcTarget(address, None, token, tls)
+
+
+def target_of(address: str, *, token: str | None, token_file: str, tls: TlsFiles | None) -> GrpcTarget:
+    """`parse_target`, with the token read from its file where one is named. Raises ConfigError."""
+    if token is not None and token_file:
+        raise ConfigError("token_file", "is given beside token", "Give one of them.")
+    return parse_target(address, read_token("token_file", token_file) if token_file else token, tls)
 
 
 def check_private(path: Path) -> None:
@@ -76,9 +101,8 @@ async def nothing_listens(target: GrpcTarget) -> bool:
     """Whether the socket is missing, or each of the name's addresses refuses a connection. False for every other failure."""
     if target.path is not None:
         return await _is_refused(asyncio.open_unix_connection(target.path))
-    host, _, port = target.address.rpartition(":")
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
     except OSError:
         return False
     return bool(found) and all([await _is_refused(asyncio.open_connection(*address[:2])) for *_, address in found])

@@ -14,6 +14,8 @@ from headrace.core.errors import ConfigError
 from headrace.core.hashing import check_secret
 from headrace.core.strict_decode import decode, read_json_object
 from headrace.engine.config import EngineConfig
+from headrace.wire.target import GrpcTarget, target_of
+from headrace.wire.tls.files import TlsFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +23,10 @@ class ProcessConfig:
     """What an engine process needs beside its engine.
 
     replica          its name in logs, hellos and metrics
-    address          where it listens: "unix:/path", or loopback "host:port" with a token
+    address          where it listens: "unix:/path", or "host:port" with a token, and beyond loopback with tls
     token            what gateways must send; None on Unix sockets, whose directory is the lock
+    token_file       or a file that holds the token, closed to other users
+    tls              this engine's certificates
     drain_timeout_s  after SIGTERM: how long running requests may take
     cpus             CPUs this engine keeps to, "0,1"; empty = all it may use
     num_neighbours   other engines on this machine: each takes an equal part of its memory
@@ -31,11 +35,17 @@ class ProcessConfig:
 
     replica: str
     address: str
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
+    token_file: str = ""
+    tls: TlsFiles | None = None
     drain_timeout_s: float = 30.0
     cpus: str = ""
     num_neighbours: int = 0
     block_key: str = field(default="", repr=False)
+
+    def target(self) -> GrpcTarget:
+        """Where it listens, with the token read. Raises ConfigError."""
+        return target_of(self.address, token=self.token, token_file=self.token_file, tls=self.tls)
 
     def keep_to_share(self, engine: EngineConfig) -> EngineConfig:
         """Bind this process to its CPUs, and reduce the engine's memory share. Before anything counts CPUs or starts threads."""

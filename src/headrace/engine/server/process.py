@@ -27,7 +27,6 @@ from headrace.engine.server.outbox import AsyncioOutbox, Updates, call_unless_cl
 from headrace.engine.server.service import EngineService
 from headrace.wire.leash import Leash
 from headrace.wire.stop_signals import StopSignals, first_of
-from headrace.wire.target import parse_target
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -
     loop.add_signal_handler(signal.SIGUSR1, log.info, "SIGUSR1: there are no plans to dump before the engine is ready")
     bridge = AsyncioOutbox(loop)
     try:
-        target = parse_target(config.address, config.token)
+        target = config.target()
         thread = LoopThread(make_engine, bridge)
         await first_of(thread.built, stop.soft, stop.hard)
         if not thread.built.done():
@@ -135,9 +134,9 @@ async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -
         return _refuse(leash, f"{type(error).__name__}: {error}", EngineExitCode.ENGINE_DIED)
     gc.collect()
     gc.freeze()  # these objects stay: a full collection would walk torch's and Numba's objects between two steps
-    leash.ready({"address": config.address, "instance_id": service.hello.instance_id, "decided": list(engine.info.decided)})
+    leash.ready({"address": service.address, "instance_id": service.hello.instance_id, "decided": list(engine.info.decided)})
     loop.add_signal_handler(signal.SIGUSR1, dump_plans, engine)
-    log.info("%s serves %s at %s", config.replica, engine.info.architecture, config.address)
+    log.info("%s serves %s at %s", config.replica, engine.info.architecture, service.address)
     try:
         return await _until_end(service, thread, stop, config, leash)
     finally:

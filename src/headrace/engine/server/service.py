@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -21,6 +23,7 @@ from headrace.core.load import LoadSnapshot
 from headrace.core.numerics import WEIGHTS
 from headrace.engine.server.dispatcher import RequestDispatcher, ServedEngine
 from headrace.engine.server.gateway_stream import GatewayStream, StreamLost
+from headrace.engine.server.listener import REPEAT_S, TcpListener
 from headrace.engine.server.outbox import AsyncioOutbox, Updates
 from headrace.engine.server.unsent import MAX_UNITS
 from headrace.wire import headrace_pb2 as pb
@@ -72,8 +75,12 @@ class EngineService:
         self._streams: list[GatewayStream] = []
         self._dispatcher = RequestDispatcher(engine)
         self._server: grpc.aio.Server | None = None
+        self._listener: TcpListener | None = None
+        self.address = target.address
+        """Where it listens. Port 0 is the port that was taken once it has started."""
         self._heartbeat: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()
+        self._wrong_token_due_s = -math.inf
         self.hello = pb.EngineHello(
             protocol_version=PROTOCOL_VERSION,
             instance_id=secrets.token_hex(8),
@@ -95,20 +102,31 @@ class EngineService:
         return self._heartbeat
 
     async def start(self) -> None:
-        """Binds and serves. Raises ConfigError for a socket directory open to others, OSError when the address is taken."""
+        """Binds and serves. Raises ConfigError for a socket directory open to others or certificates that cannot be used, OSError when the
+        address is taken."""
         if self._target.path is not None:
             check_private(self._target.path)
             self._target.path.unlink(missing_ok=True)
+            self._server = await self._serve_at(self._target.path)
+        else:
+            self._listener = TcpListener(self._target)
+            try:
+                self._server = await self._serve_at(self._listener.inner)
+                self.address = await self._listener.start()
+            except BaseException:
+                await self.stop()
+                raise
+        self._heartbeat = asyncio.create_task(self._beat(), name="heartbeat")
+
+    async def _serve_at(self, path: Path) -> grpc.aio.Server:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         server.add_generic_rpc_handlers(self._handlers())
         try:
-            bound = server.add_insecure_port(self._target.address)
+            server.add_insecure_port(f"unix:{path}")
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {self._target.address}: {error}") from error
-        self.port = bound
+            raise OSError(f"cannot listen on {path}: {error}") from error
         await server.start()
-        self._server = server
-        self._heartbeat = asyncio.create_task(self._beat(), name="heartbeat")
+        return server
 
     async def stop(self) -> None:
         """Ends every stream; what is still open is cancelled at the engine."""
@@ -117,6 +135,8 @@ class EngineService:
             await asyncio.gather(self._heartbeat, return_exceptions=True)
         if self._server is not None:
             await self._server.stop(grace=None)
+        if self._listener is not None:
+            await self._listener.close()
         if self._target.path is not None:
             self._target.path.unlink(missing_ok=True)
 
@@ -177,7 +197,15 @@ class EngineService:
 
     async def _authorize(self, context: Any) -> None:
         if not token_matches(context.invocation_metadata() or (), self._target.token):
+            self._log_wrong_token()
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the engine's token is missing or wrong")
+
+    def _log_wrong_token(self) -> None:
+        """Once a minute: the gateway tries every second."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._wrong_token_due_s:
+            self._wrong_token_due_s = now + REPEAT_S
+            log.warning("refused a call: the engine's token is missing or wrong in it")
 
     async def _greet(self, stream: GatewayStream) -> None:
         hello = await stream.read_hello()

@@ -1,0 +1,217 @@
+"""The engine's TCP port: accepts gateways' connections, takes those with the right certificate, and relays their bytes to the gRPC server.
+
+The gRPC server listens at a Unix socket behind it. gRPC's own TLS port would tell neither end why a handshake failed (docs/wire.md).
+Tokens are not looked at here: they are in the calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import socket
+import ssl
+import stat
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+
+from headrace.core.clock import Clock
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.wire.target import MAX_UNIX_PATH_BYTES, GrpcTarget
+from headrace.wire.tls.faults import handshake_fault
+from headrace.wire.tls.files import Certificates, TlsRole
+from headrace.wire.tls.stream import ByteStream, PlainStream, TlsStream
+
+log = logging.getLogger(__name__)
+
+FOLDER_PREFIX = "headrace-wire-"
+INNER_NAME = "grpc.sock"
+
+HANDSHAKE_S = 5.0
+"""Seconds from the connection to the end of its handshake. A connection that takes longer is closed."""
+
+MAX_HANDSHAKES = 64
+"""Connections that have not finished their handshake. One more is closed at once: strangers must not take all descriptors."""
+
+REPEAT_S = 60.0
+"""Seconds until the same refusal of the same address is logged again: a gateway tries every second."""
+
+MAX_REFUSALS = 1024
+"""Refusals that are remembered for REPEAT_S; with more, all are forgotten and may be logged again."""
+
+ACCEPT_PAUSE_S = 0.1
+"""Seconds of rest after a connection could not be accepted, for want of descriptors for instance."""
+
+TLS_HANDSHAKE = 0x16
+"""First byte of a TLS handshake; HTTP/2 begins with a letter."""
+
+
+class HandshakeRefused(HeadraceError):
+    """A connection that is closed before a byte of it is relayed. The message says why, and is empty where nothing was sent."""
+
+
+class TcpListener:
+    """Listens at every address of the target's host; a connection ends when either side closes it.
+
+    inner  the socket, in a private directory, at which the gRPC server must listen before `start`
+    """
+
+    def __init__(self, target: GrpcTarget, *, clock: Clock = time.monotonic) -> None:
+        """Raises ConfigError for certificates that cannot be used."""
+        self._target = target
+        self._certificates = None if target.tls is None else Certificates(target.tls, TlsRole.ENGINE)
+        self._log_refusal = RefusalLog(clock)
+        self.inner = Path(_make_folder()) / INNER_NAME
+        self._sockets: list[socket.socket] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_handshakes = 0
+
+    async def start(self) -> str:
+        """The address with its port. Raises OSError when the host is not known or an address cannot be bound."""
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(self._target.host, self._target.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        port = self._target.port
+        for family, *_, address in dict.fromkeys(found):
+            listening = socket.create_server((address[0], port, *address[2:]), family=family, backlog=128)
+            self._sockets.append(listening)
+            listening.setblocking(False)
+            port = listening.getsockname()[1]  # a free one is the same at each address
+        for listening in self._sockets:
+            self._keep(self._accept(listening))
+        return f"{self._target.address.rpartition(':')[0]}:{port}"
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for listening in self._sockets:
+            listening.close()
+        shutil.rmtree(self.inner.parent, ignore_errors=True)
+
+    def _keep(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, address = await loop.sock_accept(listening)
+            except OSError as error:
+                self._log_refusal("any address", f"no connection can be accepted ({error.strerror})")
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._keep(self._serve(connection, address[0]))
+
+    async def _serve(self, connection: socket.socket, host: str) -> None:
+        with connection, socket.socket(socket.AF_UNIX) as inner:
+            try:
+                stream = await self._shake_hands(connection, host)
+                inner.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(inner, str(self.inner))
+                await relay(stream, PlainStream(inner))
+            except HandshakeRefused as refused:
+                if str(refused):
+                    self._log_refusal(host, str(refused))
+            except OSError as error:  # a connection that broke, TLS's own errors included
+                log.debug("connection from %s: %s", host, error)
+
+    async def _shake_hands(self, connection: socket.socket, host: str) -> ByteStream:
+        """The connection's bytes. Raises HandshakeRefused or OSError."""
+        if self._num_handshakes >= MAX_HANDSHAKES:
+            raise HandshakeRefused(f"{MAX_HANDSHAKES} connections have not finished their handshake yet")
+        self._num_handshakes += 1
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                return await self._open_stream(connection, host)
+        except TimeoutError:
+            raise HandshakeRefused(f"it did not finish its handshake within {HANDSHAKE_S:g} s") from None
+        finally:
+            self._num_handshakes -= 1
+
+    async def _open_stream(self, connection: socket.socket, host: str) -> ByteStream:
+        first = await PlainStream(connection).recv()
+        if not first:
+            raise HandshakeRefused
+        plain = PlainStream(connection, first)
+        if self._certificates is None:
+            if first[0] == TLS_HANDSHAKE:
+                # The connection is relayed all the same: gRPC's plain answer shows the other end what is wrong.
+                self._log_refusal(host, "it speaks TLS, and no certificates are configured for this engine (tls)")
+            return plain
+        if first[0] != TLS_HANDSHAKE:
+            raise HandshakeRefused("it sent plain text, and this engine speaks TLS")
+        stream = TlsStream(plain, self._certificates.current().context)
+        try:
+            await stream.shake_hands()
+        except ssl.SSLError as error:
+            fault = handshake_fault(error, own="this engine", peer="the gateway", ca=self._certificates.files.ca)
+            raise HandshakeRefused(fault or f"the TLS handshake failed: {error.reason}") from error
+        return stream
+
+
+def _make_folder() -> str:
+    """A fresh private directory. What killed engines left is removed first. Raises ConfigError when its path is too long for a socket."""
+    for left in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*/{INNER_NAME}"):
+        with suppress(OSError):
+            _remove_if_dead(left)
+    folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
+    if len(os.fsencode(folder)) + 1 + len(INNER_NAME) > MAX_UNIX_PATH_BYTES:
+        os.rmdir(folder)
+        raise ConfigError("TMPDIR", f"{tempfile.gettempdir()} is too long a path for a socket", "Set TMPDIR to a shorter one.")
+    return folder
+
+
+def _remove_if_dead(inner: Path) -> None:
+    """Only in a directory of this user: others may have put anything into theirs."""
+    info = inner.parent.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(inner))
+        except ConnectionRefusedError:
+            shutil.rmtree(inner.parent, ignore_errors=True)
+
+
+class RefusalLog:
+    """Logs each reason of each address once in REPEAT_S."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._due_s: dict[tuple[str, str], float] = {}
+
+    def __call__(self, host: str, reason: str) -> None:
+        now = self._clock()
+        if now < self._due_s.get((host, reason), now):
+            return
+        if len(self._due_s) >= MAX_REFUSALS:
+            self._due_s.clear()
+        self._due_s[host, reason] = now + REPEAT_S
+        log.warning("refused a connection from %s: %s", host, reason)
+
+
+async def relay(first: ByteStream, second: ByteStream) -> None:
+    """Copies bytes in both directions until either stream ends. Raises OSError."""
+    copying = [asyncio.ensure_future(_copy(first.recv, second.sendall)), asyncio.ensure_future(_copy(second.recv, first.sendall))]
+    try:
+        done, _ = await asyncio.wait(copying, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in copying:
+            task.cancel()
+        await asyncio.gather(*copying, return_exceptions=True)
+
+
+async def _copy(receive: Callable[[], Awaitable[bytes]], send: Callable[[bytes], Awaitable[None]]) -> None:
+    """What is received is sent before more is received: a slow reader slows its sender."""
+    while data := await receive():
+        await send(data)

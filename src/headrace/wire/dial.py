@@ -1,0 +1,85 @@
+"""How a gateway reaches an engine: the gRPC channel to it and, where a connection fails, the reason that gRPC does not give.
+
+gRPC says that a socket closed, whatever is wrong with a certificate. So the handshake is repeated here with OpenSSL, which says what is
+wrong, or gets the alert in which the engine does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+
+import grpc
+import grpc.aio
+
+from headrace.wire.service import CHANNEL_OPTIONS, TLS_CHANNEL_OPTIONS
+from headrace.wire.target import TOKEN_METADATA, GrpcTarget
+from headrace.wire.tls.faults import handshake_fault
+from headrace.wire.tls.files import Certificates, TlsRole
+
+PROBE_S = 2.0
+"""Seconds for a repeated handshake. An engine that refuses a certificate says so within a round trip."""
+
+ALERT_S = 0.5
+"""Seconds to wait for an alert after this end has finished its handshake: in TLS 1.3 the engine verifies the gateway last."""
+
+
+class Dialer:
+    """Opens connections to one engine, each with the certificates as their files have them then."""
+
+    def __init__(self, target: GrpcTarget) -> None:
+        """Raises ConfigError for certificates that cannot be used."""
+        self.target = target
+        self._certificates = None if target.tls is None else Certificates(target.tls, TlsRole.GATEWAY)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What each call carries."""
+        return () if self.target.token is None else ((TOKEN_METADATA, self.target.token),)
+
+    def open_channel(self) -> grpc.aio.Channel:
+        if self._certificates is None:
+            return grpc.aio.insecure_channel(self.target.address, options=CHANNEL_OPTIONS)
+        loaded = self._certificates.current()
+        credentials = grpc.ssl_channel_credentials(loaded.ca, loaded.key, loaded.certificate)
+        return grpc.aio.secure_channel(self.target.address, credentials, options=TLS_CHANNEL_OPTIONS)
+
+    async def find_tls_fault(self) -> str:
+        """Why the two ends do not agree on TLS; empty where that is not what failed."""
+        if self.target.path is not None:
+            return ""
+        try:
+            return await asyncio.to_thread(self._repeat_handshake)
+        except OSError:
+            return ""
+
+    def _repeat_handshake(self) -> str:
+        with socket.create_connection((self.target.host, self.target.port), timeout=PROBE_S) as connection:
+            return self._fault_with_tls(connection) if self._certificates else _fault_without_tls(connection)
+
+    def _fault_with_tls(self, connection: socket.socket) -> str:
+        assert self._certificates is not None
+        context = self._certificates.current().context
+        try:
+            with context.wrap_socket(connection, server_hostname=self.target.host) as tls:
+                tls.settimeout(ALERT_S)
+                tls.recv(1)
+        except TimeoutError:
+            return ""  # no alert: this is not what failed
+        except ssl.SSLEOFError:
+            return ""
+        except ssl.SSLError as error:
+            return handshake_fault(error, own="this gateway", peer="the engine", ca=self._certificates.files.ca)
+        return ""
+
+
+def _fault_without_tls(connection: socket.socket) -> str:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        with context.wrap_socket(connection):
+            return "the engine speaks TLS, and no certificates are configured for it here (tls)"
+    except ssl.SSLError:
+        return ""

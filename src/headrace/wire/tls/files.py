@@ -1,0 +1,173 @@
+"""One end's certificate files: checked at start, read again when they change.
+
+Nothing of certificates is parsed here: OpenSSL verifies them, at start in a handshake of this end with itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from headrace.core.errors import ConfigError
+from headrace.wire.private_files import check_private_file
+from headrace.wire.tls.faults import EXPIRED, NOT_YET_VALID, certificate_fault
+
+log = logging.getLogger(__name__)
+
+ALPN = "h2"
+"""The protocol inside TLS; gRPC hangs up where it is not agreed on."""
+
+CA_NAME, CERTIFICATE_NAME, KEY_NAME, TOKEN_NAME = "ca.crt", "tls.crt", "tls.key", "token"
+"""File names in a folder that `headrace tls init` makes. The first three are cert-manager's and Kubernetes' names."""
+
+
+class TlsRole(StrEnum):
+    """An end of the wire. Its certificate has the extended key usage of TLS servers or of TLS clients."""
+
+    ENGINE = "engine"
+    GATEWAY = "gateway"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """Paths of three PEM files.
+
+    ca           the authority that signs the certificates of both ends
+    certificate  this end's own, intermediate ones after it
+    key          its private key: no passphrase, and closed to other users
+    """
+
+    ca: str
+    certificate: str
+    key: str
+
+    @property
+    def paths(self) -> tuple[str, str, str]:
+        return self.ca, self.certificate, self.key
+
+
+def files_in(folder: Path) -> TlsFiles:
+    """The files of a folder as `headrace tls init` makes it."""
+    return TlsFiles(ca=str(folder / CA_NAME), certificate=str(folder / CERTIFICATE_NAME), key=str(folder / KEY_NAME))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedCertificates:
+    """The files' content.
+
+    context               verifies the other end; a gateway's also checks the name that was dialled
+    ca, certificate, key  PEM, for gRPC
+    """
+
+    context: ssl.SSLContext
+    ca: bytes
+    certificate: bytes
+    key: bytes
+
+
+class Certificates:
+    """The certificates of one end, as its files have them now."""
+
+    def __init__(self, files: TlsFiles, role: TlsRole) -> None:
+        """Raises ConfigError with the file that cannot be used and why."""
+        self.files = files
+        self.role = role
+        self._stamp = _stamp(files)
+        self._loaded = load_certificates(files, role)
+
+    def current(self) -> LoadedCertificates:
+        """Reads the files again where they have changed. Changed files that cannot be used are logged once; the last good ones stay."""
+        stamp = _stamp(self.files)
+        if stamp != self._stamp:
+            self._stamp = stamp
+            try:
+                self._loaded = load_certificates(self.files, self.role)
+                log.info("the certificates were read again: %s", self.files.certificate)
+            except ConfigError as error:
+                log.error("the changed certificates are not used: %s", error)
+        return self._loaded
+
+
+def load_certificates(files: TlsFiles, role: TlsRole) -> LoadedCertificates:
+    """Raises ConfigError for a file that cannot be read, a key that is open or does not fit, a certificate of another authority or role.
+
+    A certificate that is not valid now is logged and loaded: it may be renewed while the process runs.
+    """
+    check_private_file("tls.key", files.key)
+    ca, certificate, key = (_read(name, path) for name, path in zip(("ca", "certificate", "key"), files.paths, strict=True))
+    context = _context(files, role is TlsRole.ENGINE)
+    _require_peer(context, files)
+    _check_own(files, role)
+    return LoadedCertificates(context, ca, certificate, key)
+
+
+def _context(files: TlsFiles, is_server: bool) -> ssl.SSLContext:
+    """A context with this end's certificate that does not verify the other end yet."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.set_alpn_protocols([ALPN])
+    try:
+        # An empty passphrase: OpenSSL would ask for one on the terminal.
+        context.load_cert_chain(files.certificate, files.key, password="")
+    except (ssl.SSLError, OSError) as error:
+        what = "does not fit" if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH" else "is no PEM file without passphrase beside"
+        raise ConfigError("tls.key", f"{files.key} {what} {files.certificate}") from error
+    return context
+
+
+def _require_peer(context: ssl.SSLContext, files: TlsFiles) -> None:
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_verify_locations(files.ca)
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError("tls.ca", f"{files.ca} holds no certificate in PEM") from error
+
+
+def _check_own(files: TlsFiles, role: TlsRole) -> None:
+    """What the other end will find, as far as it can be known here: this end shakes hands with itself, in memory."""
+    client, server = _context(files, False), _context(files, True)
+    client.check_hostname = False
+    client.verify_mode = ssl.CERT_NONE
+    _require_peer(client if role is TlsRole.ENGINE else server, files)
+    try:
+        _shake_hands(client, server)
+    except ssl.SSLCertVerificationError as error:
+        fault = certificate_fault(error, files.ca)
+        if error.verify_code not in (EXPIRED, NOT_YET_VALID):
+            raise ConfigError("tls.certificate", f"{files.certificate} {fault}", f"It must be a certificate for the {role}.") from error
+        log.warning("%s %s; other machines refuse it", files.certificate, fault)
+
+
+def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> None:
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    waiting = [client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)]
+    while waiting:
+        end = waiting.pop(0)
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            waiting.append(end)
+
+
+def _read(name: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"tls.{name}", f"{path} cannot be read ({error.strerror})") from error
+
+
+def _stamp(files: TlsFiles) -> tuple[tuple[int, int, int] | None, ...]:
+    """Equal as long as no file has changed."""
+    return tuple(_stamp_of(path) for path in files.paths)
+
+
+def _stamp_of(path: str) -> tuple[int, int, int] | None:
+    try:
+        info = os.stat(path)
+    except OSError:
+        return None
+    return info.st_mtime_ns, info.st_size, info.st_ino

@@ -1,0 +1,252 @@
+"""The engine's TCP port under gateways that may not connect: each end says why, and nothing reaches the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tls_kit import LONG_AGO, TOKEN, authority, write_certificates
+from wire_kit import PATIENCE_S, Served, read_all, request, until
+
+from headrace.core.errors import ConfigError
+from headrace.engine.config import EngineConfig
+from headrace.engine.server import listener
+from headrace.engine.server.listener import FOLDER_PREFIX, INNER_NAME, RefusalLog, TcpListener
+from headrace.lab.fake_runner import FakeOptions, fake_answer
+from headrace.wire.client import ReplicaClient
+from headrace.wire.target import parse_target
+from headrace.wire.tls.files import TlsFiles, TlsRole
+
+HOST = "127.0.0.2"
+SITE, STRANGE = authority(), authority()
+
+
+@asynccontextmanager
+async def engine_at(host: str, tls: TlsFiles | None) -> AsyncIterator[Served]:
+    engine = Served(FakeOptions(), EngineConfig(model="fake"), f"{host}:0", token=TOKEN, tls=tls)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+        engine.check()
+
+
+def engine_files(folder: Path) -> TlsFiles:
+    return write_certificates(folder / "engine", SITE, TlsRole.ENGINE, HOST)
+
+
+def gateway_files(folder: Path) -> TlsFiles:
+    return write_certificates(folder / "gateway", SITE, TlsRole.GATEWAY)
+
+
+@pytest.mark.parametrize("is_tls", [True, False])
+async def test_streams_are_answered_over_tcp_and_the_answer_is_whole(tmp_path: Path, is_tls: bool) -> None:
+    """Large frames in both directions: a prompt of many tokens, and many sequences at once."""
+    tls, gateway_tls = (engine_files(tmp_path), gateway_files(tmp_path)) if is_tls else (None, None)
+    async with engine_at(HOST, tls) as engine, ReplicaClient(engine.service.address, token=TOKEN, tls=gateway_tls) as replica:
+        await replica.wait_connected(PATIENCE_S)
+        requests = [request(f"r{i}", prompt=tuple(range(1, 3000)), max_tokens=40, n=2) for i in range(20)]
+        answers = await asyncio.gather(*(read_all(replica.submit(one)) for one in requests))
+        for one, answer in zip(requests, answers, strict=True):
+            assert answer == {index: fake_answer(one, index, 40, FakeOptions()) for index in range(2)}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with one end, and what each end says of it. An empty folder name: that end speaks plain text."""
+
+    engine: str
+    gateway: str
+    gateway_says: str
+    engine_says: str
+
+
+FAULTS = {
+    "gateway of another authority": Fault(
+        "engine",
+        "trusts SITE, signed by STRANGE",
+        "refused this gateway's certificate: it was not signed",
+        "gateway's certificate was not signed",
+    ),
+    "engine of another authority": Fault(
+        "strange", "gateway", "engine's certificate was not signed by the authority", "refused this engine's certificate: it was not signed"
+    ),
+    "expired gateway": Fault(
+        "engine", "expired", "refused this gateway's certificate: it has expired", "the gateway's certificate has expired"
+    ),
+    "expired engine": Fault(
+        "expired", "gateway", "the engine's certificate has expired", "refused this engine's certificate: it has expired"
+    ),
+    "engine for another name": Fault("elsewhere", "gateway", "not valid for '127.0.0.2'", "not for the name or address that was dialled"),
+    "plain text at a TLS port": Fault("engine", "", "the engine speaks TLS, and no certificates", "it sent plain text"),
+    "TLS at a plain port": Fault("", "gateway", "the engine does not speak TLS", "it speaks TLS, and no certificates"),
+}
+
+
+def faulty_files(folder: Path, role: TlsRole, kind: str) -> TlsFiles | None:
+    names = (HOST,) if role is TlsRole.ENGINE else ()
+    match kind:
+        case "":
+            return None
+        case "expired":
+            return write_certificates(folder, SITE, role, *names, now=LONG_AGO)
+        case "elsewhere":
+            return write_certificates(folder, SITE, role, "127.0.0.9")
+        case "strange":
+            return write_certificates(folder, STRANGE, role, *names)
+        case _:
+            return write_certificates(folder, SITE, role, *names)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+async def test_each_fault_has_its_reason_on_both_ends(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = FAULTS[name]
+    gateway = faulty_files(tmp_path / "g", TlsRole.GATEWAY, fault.gateway)
+    if "STRANGE" in fault.gateway:
+        # An end refuses such files itself: the check is left out to see what the other end says.
+        monkeypatch.setattr("headrace.wire.tls.files._check_own", lambda *_: None)
+        gateway = write_certificates(tmp_path / "g", STRANGE, TlsRole.GATEWAY, trusted=SITE)
+    async with (
+        engine_at(HOST, faulty_files(tmp_path / "e", TlsRole.ENGINE, fault.engine)) as engine,
+        ReplicaClient(engine.service.address, token=TOKEN, tls=gateway) as replica,
+    ):
+        await until(lambda: fault.gateway_says in replica.reason)
+        await until(lambda: fault.engine_says in caplog.text)
+        assert replica.info is None
+    assert "refused a connection from 127.0.0.1: " in caplog.text
+    assert "headrace.wire.client" in {record.name for record in caplog.records if fault.gateway_says in record.message}
+
+
+@pytest.mark.parametrize("role", [TlsRole.ENGINE, None], ids=["an engine's certificate", "no certificate"])
+async def test_only_a_gateways_certificate_opens_a_connection(
+    tmp_path: Path, role: TlsRole | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With OpenSSL alone, as a client that is not Headrace may come."""
+    import ssl
+
+    files = engine_files(tmp_path)
+    context = ssl.create_default_context(cafile=files.ca)
+    if role is not None:
+        context.load_cert_chain(files.certificate, files.key)
+
+    def connect(address: str) -> None:
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), PATIENCE_S) as plain, context.wrap_socket(plain, server_hostname=host) as tls:
+            tls.recv(1)
+
+    async with engine_at(HOST, files) as engine:
+        with pytest.raises(ssl.SSLError, match="UNSUPPORTED_CERTIFICATE|unsupported certificate" if role else "required"):
+            await asyncio.to_thread(connect, engine.service.address)
+    assert ("the gateway's certificate is for another role" if role else "the gateway sent no certificate") in caplog.text
+
+
+async def test_a_wrong_token_is_named_on_both_ends_although_the_certificate_is_right(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        engine_at(HOST, engine_files(tmp_path)) as engine,
+        ReplicaClient(engine.service.address, token="f" * 20, tls=gateway_files(tmp_path)) as replica,
+    ):
+        await until(lambda: "token is missing or wrong" in replica.reason)
+    said = [record.message for record in caplog.records if "token is missing or wrong" in record.message]
+    assert any(message.startswith("refused a call") for message in said)
+
+
+async def test_renewed_certificates_of_both_ends_are_taken_without_a_restart(tmp_path: Path) -> None:
+    """From an expired pair to a good one: the gateway connects by itself."""
+    engine_tls = write_certificates(tmp_path / "engine", SITE, TlsRole.ENGINE, HOST, now=LONG_AGO)
+    gateway_tls = write_certificates(tmp_path / "gateway", SITE, TlsRole.GATEWAY, now=LONG_AGO)
+    async with engine_at(HOST, engine_tls) as engine, ReplicaClient(engine.service.address, token=TOKEN, tls=gateway_tls) as replica:
+        await until(lambda: "has expired" in replica.reason)
+        engine_files(tmp_path)
+        await until(lambda: "refused this gateway's certificate: it has expired" in replica.reason)
+        gateway_files(tmp_path)
+        await replica.wait_connected(PATIENCE_S)
+        assert len((await read_all(replica.submit(request("r"))))[0]) == 8
+
+
+async def test_strangers_that_never_finish_take_no_more_than_their_share(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(listener, "MAX_HANDSHAKES", 3)
+    async with engine_at(HOST, engine_files(tmp_path)) as engine:
+        host, _, port = engine.service.address.rpartition(":")
+        waiting = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        assert await reader.read() == b"", "closed at once"
+        for reader, _ in waiting:
+            async with asyncio.timeout(PATIENCE_S):
+                assert await reader.read() == b""
+        for _, each in [*waiting, (reader, writer)]:
+            each.close()
+        async with ReplicaClient(engine.service.address, token=TOKEN, tls=gateway_files(tmp_path)) as replica:
+            await replica.wait_connected(PATIENCE_S)
+    assert "3 connections have not finished their handshake" in caplog.text
+    assert "did not finish its handshake within 0.5 s" in caplog.text
+
+
+def test_the_same_refusal_of_one_address_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    refuse = RefusalLog(lambda: now[0])
+    for now[0] in (0.0, 1.0, 59.0, 61.0):
+        refuse("10.0.0.1", "expired")
+    refuse("10.0.0.1", "plain")
+    refuse("10.0.0.2", "expired")
+    assert [record.message.rpartition("from ")[2] for record in caplog.records] == [
+        "10.0.0.1: expired",
+        "10.0.0.1: expired",
+        "10.0.0.1: plain",
+        "10.0.0.2: expired",
+    ]
+
+
+async def test_a_taken_port_is_an_error_and_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with socket.create_server((HOST, 0)) as taken:
+        engine = Served(FakeOptions(), EngineConfig(model="fake"), f"{HOST}:{taken.getsockname()[1]}", token=TOKEN)
+        with pytest.raises(OSError, match="in use"):
+            await engine.service.start()
+        engine.runner.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_engine_left_is_removed_and_a_living_ones_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead, living, starting = (tmp_path / f"{FOLDER_PREFIX}{name}" for name in ("dead", "living", "starting"))
+    for folder in (dead, living, starting):
+        folder.mkdir()
+    with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as other:
+        one.bind(str(dead / INNER_NAME))
+        one.close()
+        other.bind(str(living / INNER_NAME))
+        other.listen()
+        made = TcpListener(parse_target("127.0.0.1:0", TOKEN)).inner.parent
+        assert set(tmp_path.iterdir()) == {living, starting, made}
+        assert os.stat(made).st_mode & 0o777 == 0o700
+
+
+def test_a_temporary_directory_too_deep_for_a_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("x" * 90)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(ConfigError, match="Set TMPDIR to a shorter one"):
+        TcpListener(parse_target("127.0.0.1:0", TOKEN))
+    assert list(deep.iterdir()) == []
+
+
+def test_log_records_of_refusals_are_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    RefusalLog(lambda: 0.0)("10.0.0.1", "expired")
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
