@@ -121,6 +121,26 @@ def test_training_copies_the_pieces_of_its_vocabulary_and_no_held_out_word() -> 
     assert len(without) < 0.7 * len(pieces)
 
 
+def test_training_calls_several_functions_of_one_list_and_evaluation_ends_in_the_first_call() -> None:
+    from tools.train_tiny.chat import user
+    from tools.train_tiny.tasks import Example
+    from tools.train_tiny.tool_tasks import tool_example
+    from tools.train_tiny.words import Words
+
+    def calls(held_out: bool) -> list[list[str]]:
+        """The names called in each conversation that offers more than one function and ends in a call."""
+        words = Words(random.Random(4), held_out=held_out)
+        made = [tool_example(words, Example("greeting", [user("Hello")])) for _ in range(500)]
+        return [
+            [call["function"]["name"] for message in each.messages for call in message.get("tool_calls", ())]
+            for each in made
+            if len(each.tools) > 1 and each.task == "tool_call"
+        ]
+
+    assert any(len(set(names)) > 1 for names in calls(held_out=False))
+    assert {len(names) for names in calls(held_out=True)} == {1}
+
+
 def test_token_of_both_vocabularies_keeps_its_embedding_and_a_new_one_gets_the_mean_of_its_pieces() -> None:
     from tools.train_tiny.corpus import Corpus
     from tools.train_tiny.grow import change_vocabulary

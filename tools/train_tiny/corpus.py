@@ -101,7 +101,28 @@ TOOL_MIX = {
     "mixed": 0.004,
     "plain": 0.003,
 }
-MIXES = {"tool": TOOL_MIX, "slow": SLOW_MIX, "all": MIX, "memory": MEMORY_MIX, "reading": READING_MIX}
+# For the leg that ends a run: everything, with tools in a third of all tokens.
+EVEN_MIX = {
+    "tool": 0.12,
+    "fact": 0.13,
+    "headrace": 0.12,
+    "arithmetic": 0.11,
+    "sort_numbers": 0.08,
+    "copy": 0.1,
+    "json": 0.11,
+    "reverse": 0.05,
+    "recall": 0.04,
+    "sort_words": 0.03,
+    "pick": 0.025,
+    "unknown": 0.02,
+    "greeting": 0.02,
+    "compare": 0.015,
+    "system": 0.012,
+    "plain": 0.01,
+    "mixed": 0.006,
+    "long": 0.002,
+}
+MIXES = {"tool": TOOL_MIX, "even": EVEN_MIX, "slow": SLOW_MIX, "all": MIX, "memory": MEMORY_MIX, "reading": READING_MIX}
 
 
 class Corpus:

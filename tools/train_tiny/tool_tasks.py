@@ -481,6 +481,13 @@ def _reply(words: Words, offered: Offer, values: dict[str, object]) -> list[Mess
     return [tool_result(results), assistant(offered.function.reply.format(**(values | results)))]
 
 
+def _rounds(words: Words, offers: list[Offer]) -> list[Message]:
+    """Calls and replies before the last one: what is hard is the choice among functions, and a list of them costs most of the tokens."""
+    chosen = words.rng.choices(offers, k=words.rng.choice((0, 1, 2)) if len(offers) > 1 else 0)
+    rounds = [(offered, *_call(words, offered)) for offered in chosen]
+    return [message for offered, turns, values in rounds for message in (*turns, *_reply(words, offered, values))]
+
+
 def _two_cities(words: Words, offered: Offer) -> list[Message]:
     """Parallel calls: one question, two calls of the same function."""
     a, b = words.city(), words.city()
@@ -507,6 +514,8 @@ def tool_example(words: Words, small_talk: Example) -> Example:
         return Example("tool_none", [*head, *small_talk.messages], tools)
     if not words.held_out and "c" in wanted.function.params and wanted.function.params["c"] == CITY and rng.random() < 0.15:
         return Example("tool_call", [*head, *_two_cities(words, wanted)], tools)
+    if not words.held_out:
+        head += _rounds(words, offers)
     turns, values = _call(words, wanted)
     if rng.random() < (0.3 if words.held_out else 0.5):
         return Example("tool_reply", [*head, *turns, *_reply(words, wanted, values)], tools)
