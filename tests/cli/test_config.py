@@ -69,16 +69,16 @@ def test_the_supervisor_gets_resolved_folders_and_no_plain_key(tmp_path: Path, m
 def test_a_foreign_servers_key_is_not_looked_for_where_the_gateway_cannot_see_it(tmp_path: Path, variable: str) -> None:
     for name in (variable, f"{variable}_OF_OTHERS"):
         assert name not in without_secrets({name: "x"})
-        text = f'models: [{{upstream: {{url: "http://127.0.0.1:9000/v1", model: m, api_key_env: {name}}}}}]'
+        text = f'models: [{{upstreams: [{{url: "http://127.0.0.1:9000/v1", model: m, api_key_env: {name}}}]}}]'
         refused = refusal(tmp_path, text)
-        assert refused.where == "models[0].upstream.api_key_env"
+        assert refused.where == "models[0].upstreams[0].api_key_env"
         assert "api_key_file" in refused.remedy
 
 
 def test_a_model_may_be_answered_by_a_foreign_server(tmp_path: Path, model_folder: Path) -> None:
     text = f"""
 models:
-  - upstream: {{url: "http://127.0.0.1:9000/v1", model: its-name, api_key_env: ITS_KEY, read_s: 30}}
+  - upstreams: [{{url: "http://127.0.0.1:9000/v1", model: its-name, api_key_env: ITS_KEY, inter_chunk_s: 30}}]
     aliases: [far]
   - engine: {{model: {model_folder}}}
 """
@@ -89,14 +89,14 @@ models:
     )
     far, near = config.fleet(lambda model: Path(model)).checked().models
     assert (far.folder, far.replicas, far.aliases) == (None, 0, ("far",))
-    assert far.upstream is not None
-    assert (far.upstream["url"], far.upstream["api_key_env"], far.upstream["read_s"]) == ("http://127.0.0.1:9000/v1", "ITS_KEY", 30.0)
-    assert (near.folder, near.upstream) == (model_folder, None)
-    assert config_from({"models": [{"name": far.name, "upstream": dict(far.upstream)}]})
+    (server,) = far.upstreams
+    assert (server["url"], server["api_key_env"], server["inter_chunk_s"]) == ("http://127.0.0.1:9000/v1", "ITS_KEY", 30.0)
+    assert (near.folder, near.upstreams) == (model_folder, ())
+    assert config_from({"models": [{"name": far.name, "upstreams": [dict(server)]}]})
 
 
 def test_a_foreign_server_can_be_named_by_the_environment_alone() -> None:
-    environment = {"HEADRACE_MODELS__0__UPSTREAM__URL": "http://h/v1", "HEADRACE_MODELS__0__NAME": "far"}
+    environment = {"HEADRACE_MODELS__0__UPSTREAMS__0__URL": "http://h/v1", "HEADRACE_MODELS__0__NAME": "far"}
     (model,) = load(None, environment, default_model="headrace-tiny").models
     assert (model.served_name, model.engine) == ("far", None)
 
@@ -132,12 +132,12 @@ def test_default_model_is_served_when_nothing_names_one(tmp_path: Path, model_fo
     ("text", "where", "what"),
     [
         ("models: [{engine: {model: M, max_num_seq: 1}}]", "models[0].engine.max_num_seq", "Did you mean max_num_seqs?"),
-        ("models: [{engine: {model: M}, upstream: {url: 'http://h/v1'}}]", "models[0]", "exactly one of engine and upstream"),
-        ("models: [{name: x}]", "models[0]", "exactly one of engine and upstream"),
-        ("models: [{name: x, upstream: {url: 'file:///etc'}}]", "models[0].upstream.url", "not the address of a server"),
-        ("models: [{name: x, upstream: {ulr: 'http://h/v1'}}]", "models[0].upstream.ulr", "Did you mean url?"),
-        ("models: [{name: x, replicas: 2, upstream: {url: 'http://h/v1'}}]", "models[0].replicas", "this model has none"),
-        ("models: [{upstream: {url: 'http://h/v1'}}]", "models[0].name", "not a model name"),
+        ("models: [{engine: {model: M}, upstreams: [{url: 'http://h/v1'}]}]", "models[0]", "exactly one of engine and upstreams"),
+        ("models: [{name: x}]", "models[0]", "exactly one of engine and upstreams"),
+        ("models: [{name: x, upstreams: [{url: 'file:///etc'}]}]", "models[0].upstreams[0].url", "not the address of a server"),
+        ("models: [{name: x, upstreams: [{ulr: 'http://h/v1'}]}]", "models[0].upstreams[0].ulr", "Did you mean url?"),
+        ("models: [{name: x, replicas: 2, upstreams: [{url: 'http://h/v1'}]}]", "models[0].replicas", "this model has none"),
+        ("models: [{upstreams: [{url: 'http://h/v1'}]}]", "models[0].name", "not a model name"),
         ("gatway: {}", "gatway", "Did you mean gateway?"),
         ("models: [{engine: {model: M}}]\ngateway: {limits: {max_body: 1}}", "gateway.limits.max_body", "Did you mean max_body_bytes?"),
         ("models: [{engine: {model: M, max_num_seqs: many}}]", "models[0].engine.max_num_seqs", "expected int, got str"),

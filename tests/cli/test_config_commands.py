@@ -67,9 +67,8 @@ def test_options_named_in_the_template_exist(tmp_path: Path, model_folder: Path)
     file = tmp_path / "all.yaml"
     file.write_text(uncommented)
     config = load(file, {})
-    engine, upstream = config.models[0].engine, config.models[1].upstream
+    engine, (upstream,) = config.models[0].engine, config.models[1].upstreams
     assert engine is not None
     assert engine.max_model_len == 4096
-    assert upstream is not None
     assert upstream.api_key_env == "ITS_KEY"
     assert config.gateway.api_keys[0].tenant == "acme"

@@ -29,9 +29,9 @@ models:
   - name: a
     engine: {model: M, max_num_seqs: 0}
   - name: far
-    upstream: {ulr: "http://x/v1"}
+    upstreams: [{ulr: "http://x/v1"}]
   - engine: {model: M}
-    upstream: {url: "http://x/v1"}
+    upstreams: [{url: "http://x/v1"}]
 gatway: {}
 gateway:
   port: 70000
@@ -49,7 +49,7 @@ FOUND = [
     (8, "models[0].engine.seed", "expected int"),
     (9, "models[1].name", "served twice"),
     (10, "models[1].engine.max_num_seqs", "0 is outside"),
-    (12, "models[2].upstream.ulr", "Did you mean url?"),
+    (12, "models[2].upstreams[0].ulr", "Did you mean url?"),
     (13, "models[3]", "needs exactly one of"),
     (15, "gatway", "Did you mean gateway?"),
     (17, "gateway.port", "70000 is outside"),
@@ -112,8 +112,8 @@ def test_a_file_without_one_of_its_lines_still_has_an_answer(broken: Path, numbe
             ["gatway", "gatway.port", "modles", "modles[0].enigne", "modles[0].enigne.max_num_seqs", "modles[0].enigne.sede"],
         ),
         (
-            "models: [{engine: {model: headrace-tiny, max_num_seqs: 0}, upstream: {url: 'ftp://x', read_s: -1}}]",
-            ["models[0]", "models[0].engine.max_num_seqs", "models[0].upstream.read_s", "models[0].upstream.url"],
+            "models: [{engine: {model: headrace-tiny, max_num_seqs: 0}, upstreams: [{url: 'ftp://x', connect_s: -1}]}]",
+            ["models[0]", "models[0].engine.max_num_seqs", "models[0].upstreams[0].connect_s", "models[0].upstreams[0].url"],
         ),
         ("models: [{replicas: 0, aliases: [/]}]", ["models[0]", "models[0].aliases[0]", "models[0].replicas"]),
         (
@@ -128,10 +128,10 @@ def test_a_file_without_one_of_its_lines_still_has_an_answer(broken: Path, numbe
             ],
         ),
         ("models: [M]\ngatway: {port: -1}\ngateway: {prot: -1}", ["gateway.prot", "gatway"]),
-        ("models: [{upstream: {url: 'ftp://x'}}]", ["models[0].name", "models[0].upstream.url"]),
+        ("models: [{upstreams: [{url: 'ftp://x'}]}]", ["models[0].name", "models[0].upstreams[0].url"]),
         ("models: [{engine: {model: headrace-tiny, device: cuda, dtype: float16}}]", ["models[0].engine.device"]),
         ("models: [M]\ngateway: {timeouts: {idle_s: -1}}", ["gateway.timeouts.idle_s"]),
-        ("models: [{upstream: {ulr: 5, model: m}, name: a}]", ["models[0].upstream.ulr"]),
+        ("models: [{upstreams: [{ulr: 5, model: m}], name: a}]", ["models[0].upstreams[0].ulr"]),
         ("models: [M]\ngateway: {models: [], timeouts: {drain_s: 5}}", ["gateway.models", "gateway.timeouts.drain_s"]),
     ],
 )

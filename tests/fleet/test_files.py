@@ -71,12 +71,12 @@ def test_configured_keys_are_kept_and_must_be_hex(tmp_path: Path) -> None:
 
 
 def test_a_model_of_a_foreign_server_has_no_engine(tmp_path: Path) -> None:
-    far = ModelSpec(name="far", aliases=("f",), replicas=0, upstream={"url": "http://127.0.0.1:9000/v1"})
+    far = ModelSpec(name="far", aliases=("f",), replicas=0, upstreams=({"url": "http://127.0.0.1:9000/v1"},))
     config = FleetConfig(models=(far, ModelSpec(name="small", folder=Path("/m/small"))), gateway={"port": 0}).checked()
     replicas = write_engine_files(config, tmp_path)
     assert [replica.model for replica in replicas] == ["small"]
     gateway = json.loads(write_gateway_file(config, replicas, tmp_path).read_text())
-    assert gateway["models"][0] == {"name": "far", "aliases": ["f"], "upstream": {"url": "http://127.0.0.1:9000/v1"}}
+    assert gateway["models"][0] == {"name": "far", "aliases": ["f"], "upstreams": [{"url": "http://127.0.0.1:9000/v1"}]}
 
 
 def test_the_directory_is_private_and_gone_afterwards(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ async def either(request: pytest.FixtureRequest, text: TextModel) -> AsyncIterat
             yield opened
         return
     async with open_bench(text) as far, serving(far.gateway) as port:
-        models = [{"name": MODEL, "aliases": ["gpt-4o"], "upstream": {"url": f"http://127.0.0.1:{port}/v1"}}]
+        models = [{"name": MODEL, "aliases": ["gpt-4o"], "upstreams": [{"url": f"http://127.0.0.1:{port}/v1"}]}]
         async with open_bench(text, models=models) as near:
             near.replicas, near.label = far.replicas, "foreign"
             yield near

@@ -134,7 +134,7 @@ async def test_overflow_that_is_seen_without_tokenizing_is_recognised(bench: Tes
 
 async def test_a_foreign_servers_overflow_is_recognised(text: TextModel) -> None:
     async with open_bench(text) as far, serving(far.gateway) as port:
-        models = [{"name": MODEL, "upstream": {"url": f"http://127.0.0.1:{port}/v1"}}]
+        models = [{"name": MODEL, "upstreams": [{"url": f"http://127.0.0.1:{port}/v1"}]}]
         async with open_bench(text, models=models) as near:
             error = (await near.chat(max_tokens=600)).json()["error"]
             assert error["code"] == "context_length_exceeded"

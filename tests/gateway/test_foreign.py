@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from typing import Any, cast
 
 import aiohttp
 import pytest
+from foreign_kit import DONE, FAR, HELLO, ScriptedServer, event, far_models, head, said, scripted
 from gateway_kit import MAX_MODEL_LEN, MODEL, SAID, TestBench, chat_body, dial, events_of, eventually, metric, open_bench, post, serving
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,19 +23,15 @@ from headrace.core.errors import ConfigError, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.request import PriorityClass
-from headrace.gateway.config import ForeignConfig, config_from
-from headrace.gateway.upstream import foreign, foreign_events
-from headrace.gateway.upstream.foreign import HttpStream, read_key
+from headrace.gateway.config import config_from
+from headrace.gateway.foreign_config import ForeignConfig
+from headrace.gateway.upstream import foreign, foreign_events, foreign_server
+from headrace.gateway.upstream.foreign import HttpStream
 from headrace.gateway.upstream.foreign_events import BrokenStream, EventReader
+from headrace.gateway.upstream.foreign_route import MAX_ATTEMPTS
+from headrace.gateway.upstream.foreign_session import read_key
 from headrace.gateway.upstream.seam import GenerationRequest, OutputEvent, PlainPrompts, PrincipalFacts, TokenUsage
 from headrace.text.folder import TextModel
-
-FAR = "far"
-HELLO = [{"role": "user", "content": "Hello"}]
-
-
-def far_models(port: int, **fields: Any) -> list[dict[str, Any]]:
-    return [{"name": FAR, "upstream": {"url": f"http://127.0.0.1:{port}/v1", "model": MODEL, **fields}}]
 
 
 @asynccontextmanager
@@ -50,9 +48,9 @@ def comparable(response: Any) -> Any:
         return body.get("choices"), body.get("usage")
     choices: dict[int, dict[str, Any]] = {}
     usage = None
-    for event in events_of(response.text):
-        usage = event.get("usage") or usage
-        for choice in event["choices"]:
+    for each in events_of(response.text):
+        usage = each.get("usage") or usage
+        for choice in each["choices"]:
             seen = choices.setdefault(choice["index"], {"text": "", "logprobs": [], "finish": None})
             seen["text"] += choice.get("text") or choice.get("delta", {}).get("content") or ""
             seen["logprobs"] += ((choice.get("logprobs") or {}).get("content")) or []
@@ -99,8 +97,10 @@ async def test_two_hops_answer_as_one_does(text: TextModel, kind: str, body: dic
 
 async def test_a_foreign_model_is_listed_ready_and_keeps_its_tokenizer(text: TextModel) -> None:
     async with two_hops(text) as (near, _):
+        upstream = near.gateway.service.models.get(FAR).upstream
+        await eventually(lambda: upstream.max_model_len is not None)
         (card,) = (await near.client.get("/v1/models")).json()["data"]
-        assert (card["id"], card["max_model_len"], card["status"]) == (FAR, None, "ready")
+        assert (card["id"], card["max_model_len"], card["status"]) == (FAR, MAX_MODEL_LEN, "ready")
         assert (await near.client.get("/ready")).status_code == 200
         for path, field in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
             error = (await near.client.post(path, json={"model": FAR, **field})).json()["error"]
@@ -190,7 +190,7 @@ async def test_a_deadline_ends_the_servers_work(text: TextModel) -> None:
 
 
 async def test_no_more_connections_are_opened_than_were_reckoned_with(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign, "MAX_FOREIGN_CONNECTIONS", 2)
+    monkeypatch.setattr(foreign_server, "MAX_FOREIGN_CONNECTIONS", 2)
     async with two_hops(text) as (near, far):
         far.replica.go.clear()
         held = [asyncio.create_task(near.chat(model=FAR)) for _ in range(2)]
@@ -204,69 +204,7 @@ async def test_no_more_connections_are_opened_than_were_reckoned_with(text: Text
 # ---------------------------------------------------------------------------------------------------------------- scripted servers
 
 
-class ScriptedServer:
-    """Answers every request with the same bytes.
-
-    hangs    the connection stays open afterwards
-    repeat   sent for ever afterwards
-    pause_s  after each piece
-    """
-
-    def __init__(self, *pieces: bytes, hangs: bool = False, repeat: bytes = b"", pause_s: float = 0.0) -> None:
-        self.pieces = pieces
-        self.hangs = hangs
-        self.repeat = repeat
-        self.pause_s = pause_s
-        self.heads: list[bytes] = []
-        self.bodies: list[dict[str, Any]] = []
-        self.num_sent = 0
-
-    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            head = await reader.readuntil(b"\r\n\r\n")
-            self.heads.append(head)
-            length = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
-            self.bodies.append(json.loads(await reader.readexactly(length)))
-            for piece in self.pieces:
-                writer.write(piece)
-                await writer.drain()
-                await asyncio.sleep(self.pause_s)
-            while self.repeat:
-                writer.write(self.repeat)
-                await writer.drain()
-                self.num_sent += len(self.repeat)
-                await asyncio.sleep(self.pause_s)
-            if self.hangs:
-                await reader.read()
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            writer.close()
-
-
-@asynccontextmanager
-async def scripted(text: TextModel, server: ScriptedServer, **fields: Any) -> AsyncIterator[TestBench]:
-    listening = await asyncio.start_server(server, "127.0.0.1", 0)
-    async with listening:
-        port = listening.sockets[0].getsockname()[1]
-        async with open_bench(text, models=far_models(port, **fields)) as near:
-            yield near
-
-
-def head(status: str = "200 OK", kind: str = "text/event-stream", *more: str) -> bytes:
-    return "\r\n".join([f"HTTP/1.1 {status}", f"content-type: {kind}", "connection: close", *more, "", ""]).encode()
-
-
-def event(**fields: Any) -> bytes:
-    return b"data: " + json.dumps(fields).encode() + b"\n\n"
-
-
-def said(text: str, finish: str | None = None, index: int = 0, **delta: Any) -> bytes:
-    return event(choices=[{"index": index, "delta": {"content": text, **delta}, "finish_reason": finish}])
-
-
 SECRET = "secret-of-the-server at 10.0.0.7"
-DONE = b"data: [DONE]\n\n"
 
 REFUSED = {
     "status 500": (head("500 Internal Server Error", "text/plain") + SECRET.encode(), 503, "unavailable"),
@@ -294,6 +232,9 @@ REFUSED = {
 }
 
 
+TRIED_AGAIN = ("status 500", "no answer")
+
+
 @pytest.mark.parametrize("is_streaming", [False, True])
 @pytest.mark.parametrize("name", REFUSED)
 async def test_a_server_that_answers_wrongly_is_an_error_of_ours_without_its_words(
@@ -305,7 +246,7 @@ async def test_a_server_that_answers_wrongly_is_an_error_of_ours_without_its_wor
         response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR, stream=is_streaming))
         assert (response.status_code, response.json()["error"]["code"]) == (status, code)
         assert "secret" not in response.text + str(response.headers) + caplog.text
-        assert len(server.heads) == 1, "nothing is followed or tried again"
+        assert len(server.heads) == (MAX_ATTEMPTS if name in TRIED_AGAIN else 1), "nothing is followed"
         if status in (429, 503):
             assert response.headers["retry-after"] == ("7" if status == 429 else "1")
 
@@ -329,12 +270,12 @@ async def test_a_stream_that_breaks_after_its_first_token_ends_in_a_retryable_er
         assert last["error"]["code"] == "unavailable"
         assert "sent again" in last["error"]["message"]
         assert "secret" not in response.text
-        assert metric(near.gateway, "headrace_requests_total", model=FAR, replica="foreign", outcome="failed") == 1
+        assert metric(near.gateway, "headrace_requests_total", model=FAR, replica="foreign-0", outcome="failed") == 1
 
 
 async def test_a_silent_server_is_given_up(text: TextModel) -> None:
     for pieces in ((), (head(),), (head(), b": ping\n\n")):
-        async with scripted(text, ScriptedServer(*pieces, hangs=True), read_s=0.1) as near:
+        async with scripted(text, ScriptedServer(*pieces, hangs=True), first_token_s=0.1) as near:
             began_s = time.monotonic()
             response = await near.client.post("/v1/chat/completions", json=chat_body(model=FAR))
             assert response.status_code == 503
@@ -531,7 +472,7 @@ async def test_a_prompt_too_long_is_told_from_other_errors_however_its_body_come
 
 
 async def test_an_error_whose_body_does_not_end_is_an_answer_all_the_same(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign, "ERROR_BODY_S", 0.1)
+    monkeypatch.setattr(foreign_server, "ERROR_BODY_S", 0.1)
     for server in (
         ScriptedServer(head("400 Bad Request", "application/json") + b"{", hangs=True),
         ScriptedServer(head("400 Bad Request", "application/json"), repeat=b" " * 10_000),
@@ -545,7 +486,8 @@ async def test_an_error_whose_body_does_not_end_is_an_answer_all_the_same(text: 
 async def test_what_nobody_foresaw_is_logged_and_a_retryable_error(
     text: TextModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_streaming: bool
 ) -> None:
-    async def batches(self: EventReader, response: aiohttp.ClientResponse) -> AsyncIterator[list[OutputEvent]]:
+    async def batches(self: EventReader, response: aiohttp.ClientResponse, **limits: float) -> AsyncIterator[list[OutputEvent]]:
+        self.usage = TokenUsage(0, 1, 0)
         yield [OutputEvent(0, text="one", num_tokens=1)]
         raise ZeroDivisionError(SECRET)
 
@@ -560,7 +502,7 @@ async def test_what_nobody_foresaw_is_logged_and_a_retryable_error(
 
 
 async def test_an_address_that_cannot_be_looked_up_is_an_error(text: TextModel, caplog: pytest.LogCaptureFixture) -> None:
-    async with open_bench(text, models=[{"name": FAR, "upstream": {"url": "http://a..b/v1"}}]) as near:
+    async with open_bench(text, models=[{"name": FAR, "upstreams": [{"url": "http://a..b/v1"}]}]) as near:
         upstream = near.gateway.service.models.get(FAR).upstream
         request = GenerationRequest(request_id=RequestId("r"), prompt=PlainPrompts(prompts=["a"]), sampling={})
         stream = (await upstream.prepare(request, PrincipalFacts())).stream()
@@ -588,7 +530,8 @@ class Pieces:
 async def read_events(reader: EventReader, pieces: list[bytes]) -> dict[int, OutputEvent]:
     """Everything a reader makes of the pieces, by sequence."""
     found: dict[int, OutputEvent] = {}
-    async for events in reader.batches(cast(aiohttp.ClientResponse, Pieces(pieces))):
+    response = cast(aiohttp.ClientResponse, Pieces(pieces))
+    async for events in reader.batches(response, first_at=math.inf, inter_chunk_s=math.inf):
         for each in events:
             found[each.index] = OutputEvent.joined((found[each.index], each)) if each.index in found else each
     return found
@@ -647,14 +590,21 @@ def test_a_damaged_answer_is_an_answer_or_a_broken_stream(noise: bytes, place: i
         ({"url": "http://ho st/v1"}, "url"),
         ({"url": "http://[::1/v1"}, "url"),
         ({"url": "http://host/v1", "api_key_file": "a", "api_key_env": "B"}, "api_key_file"),
-        ({"url": "http://host/v1", "read_s": 0}, "read_s"),
+        ({"url": "http://host/v1", "connect_s": 0}, "connect_s"),
+        ({"url": "http://host/v1", "first_token_s": -1}, "first_token_s"),
+        ({"url": "http://host/v1", "inter_chunk_s": 1e9}, "inter_chunk_s"),
+        ({"url": "http://host/v1", "order": -1}, "order"),
+        ({"url": "http://host/v1", "name": "a b"}, "name"),
+        ({"url": "http://169.254.169.254/v1"}, "url"),
+        ({"url": "http://[fe80::1]/v1"}, "url"),
+        ({"url": "http://[::ffff:169.254.169.254]/v1"}, "url"),
         ({"url": "http://host/v1", "ulr": "x"}, "ulr"),
     ],
 )
 def test_a_wrong_upstream_is_refused_by_its_place(upstream: dict[str, Any], where: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        config_from({"models": [{"name": FAR, "upstream": upstream}]})
-    assert refused.value.where == f"models[0].upstream.{where}"
+        config_from({"models": [{"name": FAR, "upstreams": [upstream]}]})
+    assert refused.value.where == f"models[0].upstreams[0].{where}"
 
 
 @pytest.mark.parametrize(
@@ -672,15 +622,15 @@ def test_a_wrong_upstream_is_refused_by_its_place(upstream: dict[str, Any], wher
 )
 def test_a_mistyped_address_shows_no_password(url: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        config_from({"models": [{"name": FAR, "upstream": {"url": url}}]})
-    assert refused.value.where == "models[0].upstream.url"
+        config_from({"models": [{"name": FAR, "upstreams": [{"url": url}]}]})
+    assert refused.value.where == "models[0].upstreams[0].url"
     assert "hidden" not in str(refused.value)
     assert ("api_key_file" in str(refused.value)) == ("@" in url)
 
 
 def test_a_model_has_replicas_or_a_foreign_server() -> None:
-    url = {"url": "http://host/v1"}
-    for model in ({"folder": "/x", "upstream": url}, {"replicas": [{"name": "r", "address": "unix:/r"}]}, {}):
+    url = [{"url": "http://host/v1"}]
+    for model in ({"folder": "/x", "upstreams": url}, {"replicas": [{"name": "r", "address": "unix:/r"}]}, {}):
         with pytest.raises(ConfigError):
             config_from({"models": [{"name": FAR, **model}]})
 

@@ -248,7 +248,7 @@ async def test_gbnf_of_some_length_is_rewritten_by_a_text_worker(bench: TestBenc
 async def test_a_foreign_server_gets_the_clients_own_field(text: TextModel, fields: dict[str, Any], grammar: Grammar, field: str) -> None:
     """The far server is a gateway of ours, which reads them all."""
     async with open_bench(text) as far, serving(far.gateway) as port:
-        models = [{"name": MODEL, "upstream": {"url": f"http://127.0.0.1:{port}/v1"}}]
+        models = [{"name": MODEL, "upstreams": [{"url": f"http://127.0.0.1:{port}/v1"}]}]
         async with open_bench(text, models=models) as near:
             for path in PATHS:
                 response = await ask(near, path, fields)

@@ -196,7 +196,7 @@ async def test_keys_of_foreign_servers_are_not_in_the_hosts_environment(tmp_path
     monkeypatch.setenv("FAR_KEY", "a-far-key")
     monkeypatch.setenv("OTHER", "inherited")
     upstream = {"url": "http://127.0.0.1:9/v1", "api_key_env": "FAR_KEY"}
-    host = text_workers(config_from({"models": [{"name": "far", "upstream": upstream}]}))
+    host = text_workers(config_from({"models": [{"name": "far", "upstreams": [upstream]}]}))
     await host.start()
     try:
         assert host._process is not None

@@ -187,7 +187,7 @@ async def test_tokenize_counts_what_a_chat_with_functions_sends(bench: TestBench
 async def test_another_server_is_sent_the_fields_as_the_client_wrote_them(text: TextModel) -> None:
     """A gateway before a gateway: what the far one reads is what the near one's client said."""
     async with open_bench(text) as far, serving(far.gateway) as port:
-        models = [{"name": MODEL, "upstream": {"url": f"http://127.0.0.1:{port}/v1"}}]
+        models = [{"name": MODEL, "upstreams": [{"url": f"http://127.0.0.1:{port}/v1"}]}]
         async with open_bench(text, models=models) as near:
             for fields in (*SWITCHED_OFF, {"tools": [WEATHER]}, {"messages": TURNS, "tools": [WEATHER], "tool_choice": "none"}):
                 assert (await near.chat(**fields)).status_code == 200

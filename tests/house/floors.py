@@ -107,7 +107,16 @@ FLOORS: dict[str, Floor] = {
     "headrace.gateway.generation.progress": Floor(_ours("core", "gateway.upstream.seam", "observe")),
     "headrace.gateway.upstream.seam": Floor(_ours("core", "text.logprobs", "text.template_switch")),
     "headrace.gateway.upstream.foreign*": Floor(
-        _ours("core", "gateway.config", "gateway.http.errors", "gateway.upstream.foreign*", "gateway.upstream.seam", "text.logprobs"),
+        _ours(
+            "core",
+            "gateway.foreign_config",
+            "gateway.http.errors",
+            "gateway.upstream.foreign*",
+            "gateway.upstream.seam",
+            "observe.upstream_metrics",
+            "policy.routing",
+            "text.logprobs",
+        ),
         ("aiohttp", "msgspec"),
     ),
     "headrace.fleet": Floor((*GROUND, *_ours("policy")), (), ("cryptography", "huggingface_hub")),

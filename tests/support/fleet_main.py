@@ -27,7 +27,7 @@ def fleet_config(given: dict[str, Any]) -> FleetConfig:
     return FleetConfig(
         models=(
             ModelSpec(name="org/fake", folder=Path("fake"), replicas=given.get("replicas", 1)),
-            *[ModelSpec(name="org/far", folder=None, replicas=0, upstream=upstream) for upstream in given.get("upstreams", ())],
+            *[ModelSpec(name="org/far", folder=None, replicas=0, upstreams=(upstream,)) for upstream in given.get("upstreams", ())],
         ),
         gateway={**given["gateway"], "out": str(folder / "gateway.out")},
         drain_timeout_s=given.get("drain_timeout_s", 10),

@@ -25,7 +25,8 @@ from headrace.core.strict_decode import NeedsExactlyOne, decode
 from headrace.engine.config import EngineConfig
 from headrace.fleet.config import FleetConfig, ModelSpec
 from headrace.fleet.weights import HUB_ID
-from headrace.gateway.config import ForeignConfig, GatewayConfig, ModelConfig, ReplicaConfig, config_from
+from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, config_from
+from headrace.gateway.foreign_config import ForeignConfig
 from headrace.observe.logs import LogFormat
 from headrace.text.output.formats import AUTO, reasoning_format, tool_format
 
@@ -43,19 +44,19 @@ class NeedsExperimental(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
-    """One served model: the engines that serve it, or the foreign server that answers for it.
+    """One served model: the engines that serve it, or the foreign servers that answer for it.
 
-    engine    the options of every replica; `engine.model` is a folder, the name of a bundled model, or a hub id
-    upstream  an OpenAI-compatible server instead of engines
-    name      what clients ask for; default: the hub id, the folder's name, or what the foreign server calls it
-    aliases   further names for it
-    replicas  engine processes, each with its own copy of the weights
+    engine     the options of every replica; `engine.model` is a folder, the name of a bundled model, or a hub id
+    upstreams  OpenAI-compatible servers instead of engines
+    name       what clients ask for; default: the hub id, the folder's name, or what the first foreign server calls it
+    aliases    further names for it
+    replicas   engine processes, each with its own copy of the weights
 
     tool_call_parser, reasoning_parser  how the model writes calls and reasoning: a name of `text.output.formats`, auto or none
     """
 
     engine: EngineConfig | None = None
-    upstream: ForeignConfig | None = None
+    upstreams: tuple[ForeignConfig, ...] = ()
     name: str = ""
     aliases: tuple[str, ...] = ()
     replicas: int = 1
@@ -73,7 +74,7 @@ class ModelSection:
     @property
     def served_name(self) -> str:
         if self.name or self.engine is None:
-            return self.name or (self.upstream.model if self.upstream is not None else "")
+            return self.name or (self.upstreams[0].model if self.upstreams else "")
         model = self.engine.model
         return model if is_fetched(model) else Path(model).expanduser().resolve().name
 
@@ -117,11 +118,11 @@ class ServeConfig:
         return self
 
     def _check_model(self, where: str, model: ModelSection) -> None:
-        if (model.engine is None) == (model.upstream is None):
-            raise NeedsExactlyOne(where, "engine", "upstream", "engine runs the model here, upstream asks a server for it.")
+        if (model.engine is None) == (not model.upstreams):
+            raise NeedsExactlyOne(where, "engine", "upstreams", "engine runs the model here, upstreams asks servers for it.")
         if model.engine is None:
             if model.replicas != 1:
-                raise ConfigError(f"{where}.replicas", "counts engines, and this model has none", "Leave it out beside upstream.")
+                raise ConfigError(f"{where}.replicas", "counts engines, and this model has none", "Leave it out beside upstreams.")
             for name, parser in model.parsers.items():
                 if parser != AUTO:
                     raise ConfigError(f"{where}.{name}", "is for text of our engines", "Leave it out: the other server parses its output.")
@@ -159,8 +160,8 @@ class ServeConfig:
             if model.engine is not None:
                 engine = asdict(model.engine)
                 spec = replace(spec, folder=resolve(engine.pop("model")), engine=engine, gateway=model.parsers)
-            elif model.upstream is not None:
-                spec = replace(spec, upstream=asdict(model.upstream))
+            elif model.upstreams:
+                spec = replace(spec, upstreams=tuple(asdict(upstream) for upstream in model.upstreams))
             models.append(spec)
         run_dir = None if self.run_dir is None else Path(self.run_dir).expanduser()
         return FleetConfig(
@@ -175,8 +176,8 @@ class ServeConfig:
 
 def _as_gateway_model(model: ModelSection) -> ModelConfig:
     """The model as the gateway's own file has it, with a made-up address: where its replicas will listen is not known yet."""
-    if model.upstream is not None:
-        return ModelConfig(name=model.served_name, aliases=model.aliases, upstream=model.upstream)
+    if model.upstreams:
+        return ModelConfig(name=model.served_name, aliases=model.aliases, upstreams=model.upstreams)
     replica = ReplicaConfig(name="replica", address="unix:/run/replica")
     return ModelConfig(name=model.served_name, aliases=model.aliases, folder="/", replicas=(replica,))
 
@@ -227,7 +228,7 @@ def _fill(raw: Raw, default_model: str | None) -> None:
         raw["models"] = [{}]
     models = raw.get("models")
     only = models[0] if isinstance(models, list) and len(models) == 1 else None
-    if isinstance(only, dict) and "upstream" not in only and default_model is not None:
+    if isinstance(only, dict) and "upstreams" not in only and default_model is not None:
         engine = only.setdefault("engine", {})
         if isinstance(engine, dict):
             engine.setdefault("model", default_model)

@@ -29,8 +29,8 @@ models:
       # max_num_seqs: 64              # sequences computed in one step
       # memory_fraction: 0.5          # share of the available memory for weights and KV cache
       # queue_policy: priority        # priority | fcfs | sjf | fair
-  # - name: elsewhere                 # a model that another OpenAI-compatible server answers for
-  #   upstream: {{url: "http://127.0.0.1:9000/v1", model: its-name-there, api_key_env: ITS_KEY}}
+  # - name: elsewhere                 # a model that other OpenAI-compatible servers answer for
+  #   upstreams: [{{url: "http://127.0.0.1:9000/v1", model: its-name-there, api_key_env: ITS_KEY}}]
 
 gateway:
   host: 127.0.0.1                     # beyond loopback wants api_keys

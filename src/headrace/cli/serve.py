@@ -170,7 +170,7 @@ def run(config: ServeConfig) -> int:
     from headrace.observe.logs import LogFormat, set_up_logging
 
     set_up_logging(LogFormat(config.log_format))
-    num_engines, num_foreign = sum(model.num_engines for model in config.models), sum(model.upstream is not None for model in config.models)
+    num_engines, num_foreign = sum(model.num_engines for model in config.models), sum(len(model.upstreams) for model in config.models)
     limits = config.gateway.limits
     connection_limit(limits.max_connections, num_engines, num_foreign, num_text_workers=limits.max_text_workers)  # children inherit ours
     check_can_listen(config.gateway.host, config.gateway.port)

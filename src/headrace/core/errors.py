@@ -20,6 +20,7 @@
     |- SequenceFailed              the engine failed this sequence alone -> 500
     |  `- GenerationFailed         `LLM.generate`: some sequences failed; holds all outputs
     |- WorkerFault                 a text worker failed by a fault of ours or of the model's files -> 500
+    |- AttemptFailed               one attempt at a foreign server failed; holds the error that clients get where no other follows
     |- Unavailable                 no replica can take the request now; it can be sent again -> 503
     |  |- Draining                 the gateway shuts down and takes nothing new -> 503
     |  `- ReplicaLost              the replica of a running stream is gone -> 503

@@ -25,13 +25,13 @@ COMMAND = (sys.executable, "-P", "-m", "headrace")
 class ModelSpec:
     """One served model.
 
-    name      what clients call it
-    folder    its local folder, resolved (`fleet.weights.resolve_model`)
-    aliases   other names for it
-    replicas  engine processes, each with its own copy of the weights; none beside `upstream`
-    engine    options of `engine.config.EngineConfig` beside `model`, checked when they are decoded and again by the engine
-    upstream  the foreign server that answers instead of engines: the gateway's own options of it
-    gateway   the gateway's own options of a model that engines serve
+    name       what clients call it
+    folder     its local folder, resolved (`fleet.weights.resolve_model`)
+    aliases    other names for it
+    replicas   engine processes, each with its own copy of the weights; none beside `upstreams`
+    engine     options of `engine.config.EngineConfig` beside `model`, checked when they are decoded and again by the engine
+    upstreams  the foreign servers that answer instead of engines: the gateway's own options of each
+    gateway    the gateway's own options of a model that engines serve
     """
 
     name: str
@@ -39,7 +39,7 @@ class ModelSpec:
     aliases: tuple[str, ...] = ()
     replicas: int = 1
     engine: Mapping[str, object] = field(default_factory=dict)
-    upstream: Mapping[str, object] | None = None
+    upstreams: tuple[Mapping[str, object], ...] = ()
     gateway: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -82,7 +82,7 @@ class FleetConfig:
     @property
     def key_variables(self) -> frozenset[str]:
         """Environment variables that hold the keys of foreign servers. The gateway alone reads them; engines do not inherit them."""
-        upstreams = [model.upstream for model in self.models if model.upstream is not None]
+        upstreams = [upstream for model in self.models for upstream in model.upstreams]
         return frozenset(str(upstream["api_key_env"]) for upstream in upstreams if "api_key_env" in upstream)
 
     def with_keys(self) -> FleetConfig:
@@ -94,12 +94,13 @@ class FleetConfig:
 
 def _check_model(where: str, model: ModelSpec, names: set[str]) -> None:
     check_model_names(where, model.name, model.aliases, names)
-    if (model.folder is None) == (model.upstream is None):
-        raise NeedsExactlyOne(where, "folder", "upstream")
-    if model.upstream is not None:
+    if (model.folder is None) == (not model.upstreams):
+        raise NeedsExactlyOne(where, "folder", "upstreams")
+    if model.upstreams:
         if model.replicas:
-            raise ConfigError(f"{where}.replicas", f"{model.replicas} is not 0 beside upstream")
-        _check_key_variable(f"{where}.upstream.api_key_env", str(model.upstream.get("api_key_env", "")))
+            raise ConfigError(f"{where}.replicas", f"{model.replicas} is not 0 beside upstreams")
+        for index, upstream in enumerate(model.upstreams):
+            _check_key_variable(f"{where}.upstreams[{index}].api_key_env", str(upstream.get("api_key_env", "")))
         return
     if not 1 <= model.replicas <= MAX_REPLICAS:
         raise ConfigError(f"{where}.replicas", f"{model.replicas} is outside 1..{MAX_REPLICAS}")

@@ -159,8 +159,8 @@ def write_gateway_file(
 
 def _gateway_model(model: ModelSpec, replicas: list[ReplicaFiles]) -> dict[str, object]:
     named: dict[str, object] = {"name": model.name, "aliases": list(model.aliases)}
-    if model.upstream is not None:
-        return {**named, "upstream": dict(model.upstream)}
+    if model.upstreams:
+        return {**named, "upstreams": [dict(upstream) for upstream in model.upstreams]}
     listening = [{"name": replica.name, "address": replica.address} for replica in replicas if replica.model == model.name]
     return {**named, **model.gateway, "folder": str(model.folder), "replicas": listening}
 

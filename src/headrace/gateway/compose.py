@@ -10,7 +10,7 @@ import random
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from headrace.core.clock import Clock
@@ -18,6 +18,7 @@ from headrace.core.errors import ConfigError
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.app import Gateway
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig
+from headrace.gateway.foreign_config import named
 from headrace.gateway.generation.encoding import EncodingTurns
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.sse import StreamWatch
@@ -27,7 +28,7 @@ from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.processes import HostProcess
 from headrace.gateway.text_workers.workers import Workers
-from headrace.gateway.upstream.foreign import open_upstream
+from headrace.gateway.upstream.foreign import HttpUpstream, open_upstream
 from headrace.gateway.upstream.replicas import Connection, Replica, ReplicaPool
 from headrace.gateway.upstream.seam import Upstream
 from headrace.gateway.upstream.served_models import ModelTable, ServedModel
@@ -44,13 +45,13 @@ from headrace.wire.service import Expectation
 
 def load_texts(config: GatewayConfig) -> dict[str, TextModel]:
     """Tokenizer and template of every model that engines serve, by name. Only text workers compile templates. Raises CheckpointError."""
-    return {model.name: load_text(model.folder) for model in config.models if model.upstream is None}
+    return {model.name: load_text(model.folder) for model in config.models if not model.upstreams}
 
 
 def text_workers(config: GatewayConfig) -> HostProcess:
     """The text workers, not yet started. They tokenize for the models that engines serve, and parse large bodies for every model."""
-    folders = {model.name: model.folder for model in config.models if model.upstream is None}
-    keys = frozenset(model.upstream.api_key_env for model in config.models if model.upstream is not None)
+    folders = {model.name: model.folder for model in config.models if not model.upstreams}
+    keys = frozenset(upstream.api_key_env for model in config.models for upstream in model.upstreams)
     return HostProcess(HostConfig(folders, config.limits), withheld=keys)
 
 
@@ -155,8 +156,8 @@ async def _open_models(
     models: list[ServedModel] = []
     for model in config.models:
         upstream: Upstream
-        if model.upstream is not None:
-            upstream = await stack.enter_async_context(open_upstream(model.name, model.upstream))
+        if model.upstreams:
+            upstream = await stack.enter_async_context(_foreign_servers(model, metrics, sources))
         else:
             pool = await stack.enter_async_context(_replica_pool(model, texts[model.name], metrics, connect, sources))
             text = ModelText(text_pool, model.name, texts[model.name].tokenizer)
@@ -170,10 +171,19 @@ def _formats(model: ModelConfig, text: TextModel) -> ModelFormats:
     return ModelFormats.of(text.tokenizer, text.template, **parsers)
 
 
+def _foreign_servers(config: ModelConfig, metrics: Metrics, sources: Sources) -> AbstractAsyncContextManager[HttpUpstream]:
+    for name, _ in named(config.upstreams):
+        metrics.replica(config.name, name)  # the server's series exist before its first request
+    return open_upstream(config.name, config.upstreams, clock=sources.clock, unix_time=sources.unix_time, random=sources.random)
+
+
 def _connect_metrics(service: Service, request_log: RequestLog) -> None:
     """Let the metrics page read what is known elsewhere, at the moment it is asked for."""
+    upstreams = [model.upstream for model in service.models.models if isinstance(model.upstream, HttpUpstream)]
     metrics, budgets = service.metrics, (service.memory.prompts, service.memory.answers)
     metrics.read_engines(service.models.readings)
+    if upstreams:
+        metrics.read_upstreams(lambda: [reading for upstream in upstreams for reading in upstream.readings()])
     metrics.read_text(service.text_pool.reading)
     metrics.requests_open.set_function(lambda: service.open_requests.num_open)
     metrics.log_dropped.set_function(lambda: request_log.num_dropped)

@@ -12,13 +12,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from headrace.core.errors import ConfigError
 from headrace.core.hashing import check_secret
 from headrace.core.model_names import check_model_names
 from headrace.core.request import PriorityClass
 from headrace.core.strict_decode import NeedsExactlyOne, decode, read_json_object
+from headrace.gateway.foreign_config import ForeignConfig, check_foreign
 from headrace.text.output.formats import AUTO
 
 REPLICA_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -37,8 +37,6 @@ LOG_WORDS = {*LOG_TARGETS, "", "true", "false", "yes", "no", "none", "null", "st
 """Words that are meant as a switch and never as the name of a request log's file, in lower case."""
 
 MIN_KEY_CHARS = 8
-MAX_FOREIGN_CONNECTIONS = 256
-"""Connections to one foreign server: each running request has its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,55 +69,12 @@ class ReplicaConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignConfig:
-    """An OpenAI-compatible server that answers for a model.
-
-    url           of its API, http or https, up to and with /v1
-    model         what it calls the model; default: the name here
-    api_key_file  a file that holds the key it wants; api_key_env: or the variable of this process's environment that does
-    cache_salt    each tenant's salt is sent, so that tenants share no cached prefix there (vLLM and Headrace know the field). Off for a
-                  server that refuses unknown fields: then all tenants share its cache
-    connect_s     seconds to connect
-    read_s        seconds to the first piece of an answer, and between two pieces
-    """
-
-    url: str
-    model: str = ""
-    api_key_file: str = ""
-    api_key_env: str = ""
-    cache_salt: bool = True
-    connect_s: float = 5.0
-    read_s: float = 120.0
-
-    def checked(self) -> ForeignConfig:
-        """This value if its rules hold. Raises ConfigError."""
-        if "@" in self.url:
-            reason = "holds an @, and no user name or password is taken from an address"
-            raise ConfigError("url", reason, "Keys go into api_key_file or api_key_env; an @ of the path is written %40.")
-        try:
-            parts = urlsplit(self.url)
-            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and self.url.isprintable()
-        except ValueError:
-            is_url = False
-        if not is_url or " " in self.url:
-            raise ConfigError("url", f"{re.split('[?#]', self.url)[0]!r} is not the address of a server", "Write http://HOST:PORT/v1.")
-        if parts.query or parts.fragment:
-            raise ConfigError("url", "holds more than host and path", "Keys go into api_key_file or api_key_env.")
-        if self.api_key_file and self.api_key_env:
-            raise ConfigError("api_key_file", "is given beside api_key_env", "Give one of them.")
-        for name in ("connect_s", "read_s"):
-            if not 0 < getattr(self, name) <= 86400:
-                raise ConfigError(name, f"{getattr(self, name)} is outside 0 < {name} <= 86400 seconds")
-        return self
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One served model: either our replicas or a foreign server.
+    """One served model: either our replicas or foreign servers.
 
-    name      what `GET /v1/models` shows; aliases answer as well
-    folder    local folder with tokenizer.json, tokenizer_config.json and the chat template; beside `replicas`
-    upstream  the server that answers for it instead
+    name       what `GET /v1/models` shows; aliases answer as well
+    folder     local folder with tokenizer.json, tokenizer_config.json and the chat template; beside `replicas`
+    upstreams  the servers that answer for it instead
 
     tool_call_parser, reasoning_parser  names of rows in `text.output.formats`; auto: what the chat template asks for
     """
@@ -130,7 +85,7 @@ class ModelConfig:
     reasoning_parser: str = AUTO
     replicas: tuple[ReplicaConfig, ...] = ()
     aliases: tuple[str, ...] = ()
-    upstream: ForeignConfig | None = None
+    upstreams: tuple[ForeignConfig, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,23 +281,16 @@ def _check_models(models: tuple[ModelConfig, ...]) -> None:
     for index, model in enumerate(models):
         where = f"models[{index}]"
         check_model_names(where, model.name, model.aliases, names)
-        if model.upstream is not None:
-            _check_foreign(where, model, model.upstream)
+        if model.upstreams:
+            if model.folder or model.replicas:
+                raise ConfigError(f"{where}.upstreams", "is given beside folder or replicas", "A model is answered by one or the other.")
+            check_foreign(f"{where}.upstreams", model.upstreams)
             continue
         replicas = [replica.name for replica in model.replicas]
         if not model.folder:
-            raise ConfigError(f"{where}.folder", "is missing", "A model needs folder and replicas, or upstream.")
+            raise ConfigError(f"{where}.folder", "is missing", "A model needs folder and replicas, or upstreams.")
         if not replicas or len(set(replicas)) != len(replicas):
             raise ConfigError(f"{where}.replicas", "must name at least one replica, each name once")
         for replica in model.replicas:
             if REPLICA_NAME.fullmatch(replica.name) is None:
                 raise ConfigError(f"{where}.replicas", f"{replica.name!r} is not a replica name")
-
-
-def _check_foreign(where: str, model: ModelConfig, upstream: ForeignConfig) -> None:
-    if model.folder or model.replicas:
-        raise ConfigError(f"{where}.upstream", "is given beside folder or replicas", "A model is answered by one or the other.")
-    try:
-        upstream.checked()
-    except ConfigError as error:
-        raise error.at(f"{where}.upstream.{error.where}") from error

@@ -101,7 +101,7 @@ async def serve(config: GatewayConfig, texts: dict[str, TextModel], workers: Wor
     """
     stop = StopSignals(duplicate_signal_s=0.0 if leash.is_held else DUPLICATE_SIGNAL_S)
     wanted = config.limits.max_connections
-    num_foreign = sum(model.upstream is not None for model in config.models)
+    num_foreign = sum(len(model.upstreams) for model in config.models)
     num_replicas = sum(len(model.replicas) for model in config.models)
     limit = connection_limit(wanted, num_replicas, num_foreign, num_text_workers=config.limits.max_text_workers)
     if limit.max_connections < wanted:

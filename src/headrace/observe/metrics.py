@@ -23,6 +23,7 @@ from prometheus_client.utils import floatToGoString
 
 from headrace.core.load import STEP_BOUNDS_S, FailureKind, LoadSnapshot
 from headrace.observe.tally import TallyCollector
+from headrace.observe.upstream_metrics import UpstreamCollector, UpstreamReading
 
 LABELS = ("model", "replica")
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -259,6 +260,9 @@ class Metrics:
 
     def read_engines(self, readings: Callable[[], Iterable[ReplicaReading]]) -> None:
         self.registry.register(EngineCollector(readings))
+
+    def read_upstreams(self, readings: Callable[[], Iterable[UpstreamReading]]) -> None:
+        self.registry.register(UpstreamCollector(readings))
 
     def read_memory(self, reading: Callable[[], MemoryReading]) -> None:
         self.registry.register(MemoryCollector(reading))

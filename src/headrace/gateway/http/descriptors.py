@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 from headrace.core.descriptors import num_open, raise_limit
 from headrace.core.errors import ConfigError
-from headrace.gateway.config import MAX_FOREIGN_CONNECTIONS
+from headrace.gateway.foreign_config import MAX_FOREIGN_CONNECTIONS
 
 OWN = 40
 """Descriptors reserved for the event loop, gRPC, the request log, the listener, and files that are open for a moment."""
 
 PER_REPLICA = 4
 """Descriptors reserved for the connection to one replica."""
+
+PER_FOREIGN = 2
+"""Descriptors reserved for what a foreign server is asked beside requests: its models and its metrics."""
 
 TEXT_HOST = 2
 """Descriptors for the socket to the text workers' host, and for a worker's end of a socket pair until the host has it. Each worker has one
@@ -36,11 +39,11 @@ class ConnectionLimit:
 def connection_limit(max_connections: int, num_replicas: int, num_foreign: int = 0, *, num_text_workers: int) -> ConnectionLimit:
     """What this process, or a child it starts now, can serve of `max_connections`; the soft limit is raised for them.
 
-    num_foreign  models that a foreign server answers for
+    num_foreign  foreign servers, over all models
 
     Raises: ConfigError, see `divide`.
     """
-    kept = OWN + PER_REPLICA * num_replicas + MAX_FOREIGN_CONNECTIONS * num_foreign + num_text_workers + TEXT_HOST
+    kept = OWN + PER_REPLICA * num_replicas + (MAX_FOREIGN_CONNECTIONS + PER_FOREIGN) * num_foreign + num_text_workers + TEXT_HOST
     taken = num_open() + kept
     most = raise_limit(taken + max_connections + MAX_REFUSALS)
     return divide(max_connections, taken, most)

@@ -1,34 +1,35 @@
-"""Any OpenAI-compatible server behind the seam: chat and completions over HTTP, always streamed from it.
+"""OpenAI-compatible servers behind the seam: chat and completions over HTTP, always streamed from there.
 
-Where it is comes from the operator's configuration alone: nothing from a client becomes part of a URL, no redirect is followed, no proxy is
-taken from the environment. What it sends is bounded and never shown as it is: its errors become ours, its events are decoded into typed
-values or the stream is broken. Before its first token a failure has a status; afterwards it is a retryable error at the stream's end.
+A model has one server or several. `foreign_route` decides which one gets a request and what follows a failure, `foreign_server` is one
+attempt at one server, `foreign_watch` asks them for their limits and load. Until the first token of an answer another attempt may follow;
+after it a failure is a retryable error at the stream's end: nothing is sent a second time.
 
-Not known here: the number of prompt tokens before the server has reported it, the server's context length, its chat template.
+Not known here: the number of prompt tokens before the server has reported it, its chat template, its tokenizer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import traceback
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from typing import Any
 
-import aiohttp
-import msgspec
-
-from headrace.core.errors import ConfigError, HeadraceError, InvalidRequest, Overloaded, Unavailable
+from headrace.core.clock import Clock
+from headrace.core.errors import HeadraceError, InvalidRequest, Unavailable
 from headrace.core.plan import LogprobColumns
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import StageSeconds
-from headrace.gateway.config import MAX_FOREIGN_CONNECTIONS, ForeignConfig
-from headrace.gateway.http.errors import foreign_overflow
+from headrace.gateway.foreign_config import ForeignConfig, named
 from headrace.gateway.upstream.foreign_body import foreign_body
-from headrace.gateway.upstream.foreign_events import MAX_ERROR_BYTES, BrokenStream, EventReader, is_context_overflow
+from headrace.gateway.upstream.foreign_events import EventReader
+from headrace.gateway.upstream.foreign_route import ForeignRoute
+from headrace.gateway.upstream.foreign_server import BROKE, NOT_NOW, AttemptFailed, AttemptResult, ForeignRequest, ForeignServer
+from headrace.gateway.upstream.foreign_session import open_session
+from headrace.gateway.upstream.foreign_watch import ServerWatch
 from headrace.gateway.upstream.seam import (
     Conversation,
     EventListener,
@@ -40,95 +41,80 @@ from headrace.gateway.upstream.seam import (
     Tokenization,
     TokenUsage,
 )
+from headrace.observe.upstream_metrics import UpstreamReading
+from headrace.policy.routing.choice import Random
+from headrace.policy.routing.circuit_breaker import CircuitState
+from headrace.policy.routing.retry_budget import RetryBudget
 from headrace.text.logprobs import DecodedLogprobs
 
 log = logging.getLogger("headrace.gateway")
 
-REPLICA = "foreign"
-"""Replica name of a foreign server in metrics and logs."""
-
-NOT_NOW = "The server behind this model does not answer now; the request can be sent again."
-BROKE = "The server behind this model broke off its answer; the request can be sent again."
 MAX_UNREAD_BYTES = 64 << 10
 """Bytes read ahead of a slow client; beyond them the server's stream is not read."""
 
 EVENT_BYTES = 256
 """Memory of an event without its content."""
 
-ERROR_BODY_S = 5.0
-"""Seconds a server may take for an error's body after its status."""
-
 _TOKENIZER = "a model that this server runs itself"
 
 
 class HttpUpstream:
-    """One model of one server. An `Upstream`."""
+    """One model and its servers. An `Upstream`."""
 
-    def __init__(self, name: str, config: ForeignConfig, session: aiohttp.ClientSession, api_key: str) -> None:
-        """name: of the model here, for the log; config.model is what the server calls it"""
+    def __init__(self, name: str, servers: Sequence[ForeignServer], *, clock: Clock, random: Random) -> None:
+        """name: of the model here, for refusals and the log"""
         self.name = name
-        self._config = config
-        self._session = session
-        self._num_open = 0
-        self._headers = {"accept": "text/event-stream", "content-type": "application/json", "accept-encoding": "identity"}
-        if api_key:
-            self._headers["authorization"] = f"Bearer {api_key}"
+        self.servers = tuple(servers)
+        self._budget = RetryBudget()
+        self._clock = clock
+        self._random = random
 
     @property
     def max_model_len(self) -> int | None:
-        return None
+        """The largest one of its servers, as far as they say."""
+        return max((server.max_model_len or 0 for server in self.servers), default=0) or None
 
     @property
     def fingerprint(self) -> str | None:
         return None
 
     def replicas(self) -> list[ReplicaHealth]:
-        """The server is not probed: it counts as ready, and a request that fails finds out."""
-        return [ReplicaHealth(REPLICA, is_connected=True, reason="")]
+        """Its servers. A server counts as connected: connections are made per request."""
+        reasons = {server.name: server.reason() for server in self.servers}
+        is_any_ready = "" in reasons.values()
+        return [
+            ReplicaHealth(name, is_connected=True, reason=reason, is_covered=bool(reason) and is_any_ready)
+            for name, reason in reasons.items()
+        ]
+
+    def readings(self) -> Iterator[UpstreamReading]:
+        now = self._clock()
+        for server in self.servers:
+            load = server.reported(now)
+            yield UpstreamReading(
+                model=self.name,
+                replica=server.name,
+                attempts={result.value: server.results[result] for result in AttemptResult},
+                num_open=server.num_open,
+                is_circuit_open=server.breaker.state is not CircuitState.CLOSED,
+                held_s=server.held_s(now),
+                num_running=None if load is None else load.num_running,
+                num_waiting=None if load is None else load.num_waiting,
+            )
+
+    def route(self, max_tokens: int | None) -> ForeignRoute:
+        """The attempts of a new request."""
+        return ForeignRoute(self.servers, max_tokens=max_tokens, budget=self._budget, clock=self._clock, random=self._random)
 
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> HttpPrepared:
         params = SamplingParams(**request.sampling).checked()
-        body = foreign_body(request, params) | {"model": self._config.model or self.name}
-        if self._config.cache_salt:
-            body["cache_salt"] = principal.salt.hex()
-        return HttpPrepared(self, request, params, msgspec.json.encode(body))
+        return HttpPrepared(self, request, params, foreign_body(request, params), principal.salt)
 
     async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
         raise InvalidRequest("model", _TOKENIZER, self.name, "The server behind this model keeps its tokenizer.")
 
     async def detokenize(self, token_ids: Sequence[int], *, tenant: str) -> str:
         raise InvalidRequest("model", _TOKENIZER, self.name, "The server behind this model keeps its tokenizer.")
-
-    @asynccontextmanager
-    async def post(self, path: str, body: bytes, request_id: str) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The server's response, with status 200. Raises its refusal as an error of ours, Overloaded at our own limit."""
-        if self._num_open >= MAX_FOREIGN_CONNECTIONS:
-            raise Overloaded(f"The server behind this model already works on {MAX_FOREIGN_CONNECTIONS} requests from here.")
-        url = f"{self._config.url.rstrip('/')}/{path}"
-        headers = {**self._headers, "x-request-id": request_id}
-        self._num_open += 1
-        try:
-            async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
-                if response.status != 200:
-                    raise await self._refusal(response)
-                yield response
-        finally:
-            self._num_open -= 1
-
-    def log_fault(self, what: str) -> None:
-        """Log a fault for the operator, without any text from the server."""
-        log.warning("model %s: its server %s", self.name, what)
-
-    async def _refusal(self, response: aiohttp.ClientResponse) -> HeadraceError:
-        status = response.status
-        if status == 429:
-            return Overloaded("The server behind this model has too much to do.", retry_after_s=_retry_after_s(response))
-        if status in (400, 413, 422):
-            if is_context_overflow(await _error_body(response)):
-                return foreign_overflow()
-            return InvalidRequest("body", f"what the server behind this model accepts (it said {status})", None, "Leave out rare fields.")
-        self.log_fault(f"answered with status {status}")
-        return Unavailable(NOT_NOW, retry_after_s=_retry_after_s(response))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +135,12 @@ class HttpPrepared:
     _upstream: HttpUpstream
     _request: GenerationRequest
     _params: SamplingParams
-    _body: bytes
+    _fields: dict[str, Any]
+    _salt: bytes
 
     @property
     def ignored(self) -> Sequence[str]:
-        return ["priority"] if self._request.has_priority else []  # it is not sent; what else has no effect that server does not say
+        return ["priority"] if self._request.has_priority else []  # it is not sent; what else has no effect the server does not say
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -180,18 +167,25 @@ class HttpPrepared:
 
     def stream(self) -> HttpStream:
         path = "chat/completions" if isinstance(self._request.prompt, Conversation) else "completions"
-        return HttpStream(self._upstream, path, self._body, self._request.request_id, EventReader(self.num_sequences))
+        request = ForeignRequest(
+            request_id=self._request.request_id,
+            path=path,
+            fields=self._fields,
+            salt=self._salt,
+            num_sequences=self.num_sequences,
+            max_tokens=self._params.max_tokens,
+        )
+        return HttpStream(self._upstream, request)
 
 
 class HttpStream:
     """One request at the server. An `EventStream`: a task of its own reads, so that cancelling ends it wherever it waits."""
 
-    def __init__(self, upstream: HttpUpstream, path: str, body: bytes, request_id: str, reader: EventReader) -> None:
+    def __init__(self, upstream: HttpUpstream, request: ForeignRequest) -> None:
         self._upstream = upstream
-        self._path = path
-        self._body = body
-        self._request_id = request_id
-        self._reader = reader
+        self._request = request
+        self._reader = EventReader(request.num_sequences)
+        self._server: ForeignServer | None = None
         self._task: asyncio.Task[None] | None = None
         self._unread: dict[int, OutputEvent] = {}
         self.unread_bytes = 0
@@ -221,7 +215,7 @@ class HttpStream:
         return self._reader.usage
 
     def replica(self, index: int) -> str | None:
-        return REPLICA
+        return None if self._server is None else self._server.name
 
     def queue_time_s(self, index: int) -> float | None:
         return None
@@ -243,27 +237,31 @@ class HttpStream:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _read(self) -> None:
-        has_begun = False
         try:
-            async with self._upstream.post(self._path, self._body, self._request_id) as response:
-                async for events in self._reader.batches(response):
-                    has_begun = True
-                    await self._put(events)
+            await self._deliver()
         except HeadraceError as error:
             self._error = error
-        except BrokenStream as error:
-            self._upstream.log_fault(f"broke off an answer: {error}")
-            self._error = Unavailable(BROKE)
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            self._upstream.log_fault(f"was lost: {type(error).__name__}")
-            self._error = Unavailable(BROKE if has_begun else NOT_NOW)
         except Exception as error:  # the outermost: whatever went wrong, an answer that broke off must not look complete
             place = "".join(traceback.format_tb(error.__traceback__))
             log.error("model %s: reading from its server failed\n%s%s", self._upstream.name, place, type(error).__name__)
-            self._error = Unavailable(BROKE if has_begun else NOT_NOW)
+            self._error = Unavailable(BROKE if self.usage().completion_tokens else NOT_NOW)
         finally:
             self._is_ended = True
             self._has_more.set()
+
+    async def _deliver(self) -> None:
+        """The answer of the first attempt that gives one. Raises the error of the last attempt."""
+        route = self._upstream.route(self._request.max_tokens)
+        while True:
+            server = self._server = route.pick()
+            self._reader = EventReader(self._request.num_sequences)
+            try:
+                async with aclosing(server.attempt(self._request, self._reader, counts=server not in route.tried)) as batches:
+                    async for events in batches:
+                        await self._put(events)
+                return
+            except AttemptFailed as failure:
+                await asyncio.sleep(route.pause_s(server, failure))
 
     async def _put(self, events: list[OutputEvent]) -> None:
         for event in events:
@@ -277,47 +275,27 @@ class HttpStream:
 
 
 @asynccontextmanager
-async def open_upstream(name: str, config: ForeignConfig) -> AsyncIterator[HttpUpstream]:
-    """Connections to one server: nothing of the environment, no cookies, nothing unpacked. Raises ConfigError where its key is not."""
-    api_key = read_key(config)
-    session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.connect_s, sock_read=config.read_s),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        auto_decompress=False,
-        trust_env=False,
-    )
-    async with session:
-        yield HttpUpstream(name, config, session, api_key)
+async def open_upstream(
+    name: str, configs: Sequence[ForeignConfig], *, clock: Clock, unix_time: Clock, random: Random
+) -> AsyncIterator[HttpUpstream]:
+    """A model's servers, watched until the block ends. Raises ConfigError where a key is not. None of them needs to be up."""
+    async with AsyncExitStack() as stack:
+        servers = []
+        for server_name, config in named(configs):
+            session = await stack.enter_async_context(open_session(config, partial(_log_link_local, name, server_name)))
+            servers.append(ForeignServer(name, server_name, config, session, clock=clock, unix_time=unix_time))
+        for server in servers:
+            watch = ServerWatch(server, reads_load=len(servers) > 1, clock=clock)
+            task = asyncio.create_task(watch.run(), name=f"watch over {server.name} of {name}")
+            stack.push_async_callback(_stop, task)
+        yield HttpUpstream(name, servers, clock=clock, random=random)
 
 
-def read_key(config: ForeignConfig) -> str:
-    """The key the server wants; empty: none. Raises ConfigError, never showing what was read."""
-    where = "api_key_env" if config.api_key_env else "api_key_file"
-    try:
-        key = os.environ[config.api_key_env] if config.api_key_env else config.api_key_file and Path(config.api_key_file).read_text("ascii")
-    except KeyError:
-        raise ConfigError(where, f"the variable {config.api_key_env} is not set") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(where, f"{config.api_key_file} cannot be read ({getattr(error, 'strerror', None) or 'not ASCII'})") from None
-    key = key.strip()
-    if (config.api_key_env or config.api_key_file) and (not key or not key.isascii() or not key.isprintable()):
-        raise ConfigError(where, "does not hold a key", "One line of printable ASCII.")
-    return key
+async def _stop(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
-async def _error_body(response: aiohttp.ClientResponse) -> bytes:
-    """As much of it as comes within its bounds of size and time, in however many pieces."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(ERROR_BODY_S):
-            while piece := await response.content.read(MAX_ERROR_BYTES - len(body)):
-                body += piece
-    except (aiohttp.ClientError, OSError, TimeoutError):
-        pass  # the status is known, and what came may say why
-    return bytes(body)
-
-
-def _retry_after_s(response: aiohttp.ClientResponse) -> float:
-    given = response.headers.get("retry-after", "")
-    return float(min(int(given), 3600)) if given.isascii() and given.isdigit() and len(given) < 9 else 1.0
+def _log_link_local(model: str, server: str) -> None:
+    reason = "has a link-local address and is not connected to; allow_link_local would allow it"
+    log.warning("model %s: its server %s %s", model, server, reason)

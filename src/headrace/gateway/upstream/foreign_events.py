@@ -36,6 +36,9 @@ CALLED = ("tool_calls", "function_call")
 CONTEXT_OVERFLOW = ("maximum context length", "maximum model length")
 """How vLLM's messages, which have no code of their own, begin to say that a prompt is too long."""
 
+LLAMA_CPP_OVERFLOW = "exceed_context_size_error"
+"""The type of llama.cpp's error for a prompt that is too long."""
+
 MAX_NAMES_BYTES = 128 << 10
 """Most memory of one table of token names, about 600 of them; then a new table begins, so that a long stream does not grow it."""
 
@@ -110,6 +113,7 @@ class _Chunk(Struct):
 
 class _ErrorObject(Struct):
     code: str | int | None = None
+    type: str | None = None
     message: str | None = None
 
 
@@ -161,13 +165,17 @@ class EventReader:
         self._is_counted = False
         self._deadline_at: float | None = None
 
-    async def batches(self, response: aiohttp.ClientResponse) -> AsyncIterator[list[OutputEvent]]:
-        """Its events as they come. Raises BrokenStream for anything that is no complete answer, and what reading raises."""
+    async def batches(self, response: aiohttp.ClientResponse, *, first_at: float, inter_chunk_s: float) -> AsyncIterator[list[OutputEvent]]:
+        """Its events as they come. Raises BrokenStream for anything that is no complete answer, and what reading raises.
+
+        first_at       when the first event has to be there, on the event loop's clock; TimeoutError after it
+        inter_chunk_s  seconds between two events, without the time that the consumer takes; TimeoutError after it
+        """
         kind = response.headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "text/event-stream" or response.headers.get("content-encoding", "identity") != "identity":
             raise BrokenStream("it is no event stream")
-        buffer, num_bytes = bytearray(), 0
-        while piece := await self._piece(response):
+        buffer, num_bytes, event_at = bytearray(), 0, first_at
+        while piece := await self._piece(response, event_at):
             num_bytes += len(piece)
             if num_bytes > MAX_ANSWER_BYTES:
                 raise BrokenStream(f"it is longer than {MAX_ANSWER_BYTES} bytes")
@@ -183,15 +191,20 @@ class EventReader:
                 raise
             if events:
                 yield events
+                event_at = asyncio.get_running_loop().time() + inter_chunk_s
             if is_done:
                 break
         if any(self._is_running):
             raise BrokenStream("it ended before it was complete")
 
-    async def _piece(self, response: aiohttp.ClientResponse) -> bytes:
-        """The next bytes; empty at the end, or when a server that has finished every sequence is silent for too long."""
+    async def _piece(self, response: aiohttp.ClientResponse, event_at: float) -> bytes:
+        """The next bytes; empty at the end, or when a server that has finished every sequence is silent for too long.
+
+        Raises TimeoutError at `event_at`, when the next event has to be there: comments and empty events do not count.
+        """
         if any(self._is_running):
-            return await response.content.read(PIECE_BYTES)
+            async with asyncio.timeout_at(event_at):
+                return await response.content.read(PIECE_BYTES)
         now = asyncio.get_running_loop().time()
         if self._deadline_at is None:
             self._deadline_at = now + END_OF_STREAM_S
@@ -225,13 +238,14 @@ class EventReader:
         for choice in chunk.choices:
             if choice.index >= len(self._is_running):
                 raise BrokenStream("a choice was not asked for")
-            if self._is_running[choice.index]:
-                yield self._event(choice)
+            if self._is_running[choice.index] and (event := self._event(choice)) is not None:
+                yield event
         if chunk.usage is not None:  # after the choices, which it counts already
             self._is_counted = True
             self.usage = _usage(chunk.usage)
 
-    def _event(self, choice: _Choice) -> OutputEvent:
+    def _event(self, choice: _Choice) -> OutputEvent | None:
+        """The event of one choice. None for a choice without content, such as the one that names the role before the first token."""
         delta = choice.delta or _Delta()
         text = delta.content or choice.text or ""
         reasoning = delta.reasoning_content or delta.reasoning or ""
@@ -240,6 +254,8 @@ class EventReader:
         num_tokens = len(logprobs) or int(bool(text or reasoning or calls))
         decoded = self._decoded_logprobs(choice.index, logprobs) if logprobs else ()
         finish, stop_reason = _finish(choice)
+        if num_tokens == 0 and finish is None:
+            return None
         if not self._is_counted:
             self.usage = self.usage._replace(completion_tokens=self.usage.completion_tokens + num_tokens)
         if finish is not None:
@@ -277,7 +293,8 @@ def is_context_overflow(body: bytes) -> bool:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
     error = decoded.error or decoded
-    return error.code == "context_length_exceeded" or any(words in (error.message or "") for words in CONTEXT_OVERFLOW)
+    is_known = error.code == "context_length_exceeded" or error.type == LLAMA_CPP_OVERFLOW
+    return is_known or any(words in (error.message or "") for words in CONTEXT_OVERFLOW)
 
 
 def _lines(buffer: bytearray) -> Iterator[bytes]:

@@ -356,14 +356,16 @@ class Tokenization(NamedTuple):
 class ReplicaHealth:
     """State of one replica of an upstream, now.
 
-    reason  why it is not ready, in a form that may be shown to clients; empty = ready
-    load    its last snapshot; None before the first one
+    reason      why it is not ready, in a form that may be shown to clients; empty = ready
+    load        its last snapshot; None before the first one
+    is_covered  it is not ready, and another server of its model answers meanwhile
     """
 
     name: str
     is_connected: bool
     reason: str
     load: LoadSnapshot | None = None
+    is_covered: bool = False
 
 
 class Upstream(Protocol):

@@ -10,12 +10,13 @@ Not here: health (an unhealthy replica is not a candidate), retries (the caller 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import Any, NewType, Protocol, TypeVar
 
 from headrace.core.load import LoadSnapshot
 
+Choice = TypeVar("Choice")
 ReplicaId = NewType("ReplicaId", str)
 """Name of a replica within one model, as the configuration gives it."""
 
@@ -59,14 +60,19 @@ def choose(candidates: Sequence[Candidate], *, prompt_tokens: int, block_size: i
     """The replica to try, or None without candidates. Draws at most three random numbers, whatever the number of replicas."""
     if not candidates:
         return None
-    count = len(candidates)
+    return cheaper_of_two(candidates, lambda candidate: cost(candidate, prompt_tokens=prompt_tokens, block_size=block_size), random)
+
+
+def cheaper_of_two(choices: Sequence[Choice], cost_of: Callable[[Choice], Any], random: Random) -> Choice:
+    """Draw two choices at random and return the cheaper one. choices: at least one; cost_of: a value that can be compared"""
+    count = len(choices)
     first = random.randrange(count)
     if count == 1:
-        return candidates[first]
+        return choices[first]
     second = random.randrange(count - 1)
-    pair = (candidates[first], candidates[second + (second >= first)])
+    pair = (choices[first], choices[second + (second >= first)])
     # `first` is uniform and min() keeps it on equal costs, so idle replicas share evenly.
-    return min(pair, key=lambda candidate: cost(candidate, prompt_tokens=prompt_tokens, block_size=block_size))
+    return min(pair, key=cost_of)
 
 
 def cost(candidate: Candidate, *, prompt_tokens: int, block_size: int) -> Cost:

@@ -37,7 +37,7 @@ class BreakerLimits:
     max_cooldown_s  upper bound of the doubled cooldowns
     """
 
-    max_failures: int = 3
+    max_failures: int = 5
     cooldown_s: float = 5.0
     max_cooldown_s: float = 60.0
 

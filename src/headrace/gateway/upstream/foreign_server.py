@@ -1,0 +1,266 @@
+"""One foreign server: what is known of its state, and one attempt of a request at it.
+
+An attempt ends in exactly one `AttemptResult`, which moves the server's circuit breaker and is counted. What the server sends is never
+shown as it is: a failed attempt carries an error of ours. Which server is tried, and what follows, is decided in `foreign_route`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from headrace.core.clock import Clock
+from headrace.core.errors import HeadraceError, InvalidRequest, Overloaded, Unavailable
+from headrace.core.ids import RequestId
+from headrace.gateway.foreign_config import MAX_FOREIGN_CONNECTIONS, ForeignConfig
+from headrace.gateway.http.errors import foreign_overflow
+from headrace.gateway.upstream.foreign_events import MAX_ERROR_BYTES, BrokenStream, EventReader, is_context_overflow
+from headrace.gateway.upstream.foreign_facts import ListedModel, ReportedLoad, exhausted_s, retry_after_s
+from headrace.gateway.upstream.foreign_session import ForeignSession
+from headrace.gateway.upstream.seam import OutputEvent
+from headrace.policy.routing.circuit_breaker import CircuitBreaker, CircuitState
+
+log = logging.getLogger("headrace.gateway")
+
+NOT_NOW = "The server behind this model does not answer now; the request can be sent again."
+BROKE = "The server behind this model broke off its answer; the request can be sent again."
+BUSY = "The server behind this model has too much to do."
+
+ERROR_BODY_S = 5.0
+"""Seconds a server may take for an error's body after its status."""
+
+LOAD_VALID_S = 5.0
+"""Seconds after which a server's reported load is no longer used."""
+
+RATE_LIMIT_S = 1.0
+"""Seconds without new requests after a 429 that does not say how long."""
+
+
+class AttemptResult(Enum):
+    """How one attempt ended. The values are the label `result` of headrace_upstream_attempts_total."""
+
+    OK = "ok"
+    INVALID = "invalid"
+    """The server refused the request for what it asks: 400, 413, 422."""
+    OVERFLOW = "overflow"
+    """As INVALID: the prompt is too long for this server's context."""
+    RATE_LIMITED = "rate_limited"
+    CONNECT = "connect"
+    """No connection, or it was closed before the status: nothing was answered."""
+    SERVER_ERROR = "server_error"
+    REFUSED = "refused"
+    """A status about the server's configuration or ours, which another attempt does not change: 401, 404, a redirect."""
+    LOST = "lost"
+    """Silence beyond a timeout, or an answer that broke off or was none."""
+    ABANDONED = "abandoned"
+    """The client left, or its deadline passed."""
+
+
+ANSWERS = (AttemptResult.OK, AttemptResult.INVALID, AttemptResult.OVERFLOW, AttemptResult.RATE_LIMITED)
+"""Results of a server that works."""
+
+
+class AttemptFailed(HeadraceError):
+    """One attempt of a request at a foreign server failed. Clients get `error` where no other attempt follows.
+
+    has_begun  tokens of its answer were delivered
+    """
+
+    def __init__(self, result: AttemptResult, error: HeadraceError, *, has_begun: bool = False) -> None:
+        self.result, self.error, self.has_begun = result, error, has_begun
+        super().__init__(str(error))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignRequest:
+    """A request in OpenAI's words, for whichever server gets it.
+
+    fields      the body without what differs from server to server
+    salt        of the tenant
+    max_tokens  per sequence; None: the server's default
+    """
+
+    request_id: RequestId
+    path: str
+    fields: dict[str, Any]
+    salt: bytes
+    num_sequences: int
+    max_tokens: int | None
+
+    def body(self, model: str, *, with_salt: bool) -> bytes:
+        return msgspec.json.encode(self.fields | {"model": model} | ({"cache_salt": self.salt.hex()} if with_salt else {}))
+
+
+class ForeignServer:
+    """One server of a model.
+
+    num_open      requests under way there
+    num_sent      requests sent since this process began
+    is_reachable  False while the last attempt to connect failed
+    listed        what its list of models says; None before it was read
+    results       attempts by result
+    """
+
+    def __init__(self, model: str, name: str, config: ForeignConfig, session: ForeignSession, *, clock: Clock, unix_time: Clock) -> None:
+        """model: its name here; config.model is what the server calls it"""
+        self.name = name
+        self.config = config
+        self.session = session
+        self.far_name = config.model or model
+        self.breaker = CircuitBreaker()
+        self.num_open = 0
+        self.num_sent = 0
+        self.is_reachable = True
+        self.listed: ListedModel | None = None
+        self.results: Counter[AttemptResult] = Counter()
+        self._model = model
+        self._clock = clock
+        self._unix_time = unix_time
+        self._held_until = 0.0
+        self._load: ReportedLoad | None = None
+        self._load_at = 0.0
+        self._sent_at_load = 0
+
+    # ------------------------------------------------------------------------------------------------------------------ its state
+
+    def held_s(self, now: float) -> float:
+        """Seconds for which the provider's rate limit allows nothing new."""
+        return max(0.0, self._held_until - now)
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until a request may be sent, as far as breaker and rate limit say."""
+        return max(self.held_s(now), self.breaker.wait_s(now))
+
+    @property
+    def has_room(self) -> bool:
+        return self.num_open < MAX_FOREIGN_CONNECTIONS
+
+    def can_take(self, now: float) -> bool:
+        return self.has_room and self.wait_s(now) == 0.0
+
+    @property
+    def max_model_len(self) -> int | None:
+        return None if self.listed is None else self.listed.max_model_len
+
+    def reason(self) -> str:
+        """Why it is not ready, in a form that may be shown to clients; empty = ready. A rate limit is no reason."""
+        if self.breaker.state is not CircuitState.CLOSED:
+            return "failed several requests in a row"
+        return "" if self.is_reachable else "cannot be reached"
+
+    def reported(self, now: float) -> ReportedLoad | None:
+        """Its own account of its load; None where it gives none, or has not lately."""
+        return self._load if now - self._load_at <= LOAD_VALID_S else None
+
+    def outstanding(self, now: float) -> int:
+        """Requests there, as far as known: its last report and what was sent since, or what is under way from here."""
+        load = self.reported(now)
+        return self.num_open if load is None else load.num_running + load.num_waiting + self.num_sent - self._sent_at_load
+
+    def note_load(self, load: ReportedLoad | None, *, num_sent: int) -> None:
+        """Keep a report. num_sent: when it was asked for"""
+        self._load, self._load_at, self._sent_at_load = load, self._clock(), num_sent
+
+    def log_fault(self, what: str) -> None:
+        """Log a fault for the operator, without any text from the server."""
+        log.warning("model %s: its server %s %s", self._model, self.name, what)
+
+    # ------------------------------------------------------------------------------------------------------------------ one attempt
+
+    async def attempt(self, request: ForeignRequest, reader: EventReader, *, counts: bool) -> AsyncGenerator[list[OutputEvent]]:
+        """The answer's events as they come. Raises AttemptFailed. The caller closes the generator.
+
+        counts  a failure counts for the circuit breaker. It does once per request and server: a request that a server always fails on, sent
+                again and again, does not open the circuit for all
+        """
+        ticket = self.breaker.send(self._clock())
+        result, has_begun = AttemptResult.ABANDONED, False
+        self.num_open += 1
+        self.num_sent += 1
+        first_at = asyncio.get_running_loop().time() + self.config.first_token_s
+        try:
+            async with await self._respond(request, first_at) as response:
+                async for events in reader.batches(response, first_at=first_at, inter_chunk_s=self.config.inter_chunk_s):
+                    if not has_begun:
+                        has_begun = True
+                        self.breaker.begin(ticket)
+                    yield events
+            result = AttemptResult.OK
+        except AttemptFailed as failure:
+            result = failure.result
+            raise
+        except (BrokenStream, aiohttp.ClientError, OSError, TimeoutError) as error:
+            result = AttemptResult.LOST
+            self.log_fault(f"broke off an answer: {error if isinstance(error, BrokenStream) else type(error).__name__}")
+            raise AttemptFailed(result, Unavailable(BROKE if has_begun else NOT_NOW), has_begun=has_begun) from None
+        finally:
+            self.num_open -= 1
+            self.results[result] += 1
+            if result in ANSWERS:
+                self.breaker.succeed(ticket)
+            elif result is AttemptResult.ABANDONED or not counts:
+                self.breaker.abandon(ticket, self._clock())
+            else:
+                self.breaker.fail(ticket, self._clock())
+
+    async def _respond(self, request: ForeignRequest, first_at: float) -> aiohttp.ClientResponse:
+        """The response, with status 200. Raises AttemptFailed for any other one and where there is none, TimeoutError at `first_at`."""
+        body = request.body(self.far_name, with_salt=self.config.cache_salt)
+        try:
+            async with asyncio.timeout_at(first_at):
+                response = await self.session.post(request.path, body, request.request_id)
+        except (aiohttp.ClientConnectionError, OSError, UnicodeError) as error:  # a name that is none raises UnicodeError
+            if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError):
+                raise
+            self.is_reachable = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+            self.log_fault(f"could not be asked: {type(error).__name__}")
+            raise AttemptFailed(AttemptResult.CONNECT, Unavailable(NOT_NOW)) from None
+        self.is_reachable = True
+        self._hold(response)
+        if response.status == 200:
+            return response
+        async with response:
+            raise await self._refusal(response)
+
+    def _hold(self, response: aiohttp.ClientResponse) -> None:
+        """Send nothing new for as long as the answer's headers ask."""
+        wait_s = exhausted_s(response.headers)
+        if response.status in (429, 503):
+            asked_s = retry_after_s(response.headers, self._unix_time())
+            default_s = RATE_LIMIT_S if response.status == 429 and not wait_s else 0.0
+            wait_s = max(wait_s, default_s if asked_s is None else asked_s)
+        self._held_until = max(self._held_until, self._clock() + wait_s)
+
+    async def _refusal(self, response: aiohttp.ClientResponse) -> AttemptFailed:
+        status = response.status
+        wait_s = self.held_s(self._clock()) or 1.0
+        if status == 429:
+            return AttemptFailed(AttemptResult.RATE_LIMITED, Overloaded(BUSY, retry_after_s=wait_s))
+        if status in (400, 413, 422):
+            if is_context_overflow(await _error_body(response)):
+                return AttemptFailed(AttemptResult.OVERFLOW, foreign_overflow())
+            limit = f"what the server behind this model accepts (it said {status})"
+            return AttemptFailed(AttemptResult.INVALID, InvalidRequest("body", limit, None, "Leave out rare fields."))
+        self.log_fault(f"answered with status {status}")
+        result = AttemptResult.SERVER_ERROR if status >= 500 or status in (408, 425) else AttemptResult.REFUSED
+        return AttemptFailed(result, Unavailable(NOT_NOW, retry_after_s=wait_s))
+
+
+async def _error_body(response: aiohttp.ClientResponse) -> bytes:
+    """As much of it as comes within its bounds of size and time, in however many pieces."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(ERROR_BODY_S):
+            while piece := await response.content.read(MAX_ERROR_BYTES - len(body)):
+                body += piece
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        pass  # the status is known, and what came may say why
+    return bytes(body)

@@ -1,0 +1,108 @@
+"""The connections to one foreign server: nothing of the environment, no cookies, no redirects, nothing unpacked, no link-local address.
+
+The operator's file alone says where a server is; nothing from a client becomes part of a URL or a header but the request id made here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from headrace.core.errors import ConfigError
+from headrace.core.hosts import is_link_local
+from headrace.gateway.foreign_config import ForeignConfig
+
+MAX_FACTS_BYTES = 2 << 20
+"""Most bytes read of a list of models or a metrics page; a longer one is not used."""
+
+FACTS_S = 5.0
+"""Seconds in which a server has to send a list of models or a metrics page."""
+
+
+class ForeignSession:
+    """Requests to one server, with its key."""
+
+    def __init__(self, config: ForeignConfig, session: aiohttp.ClientSession, api_key: str) -> None:
+        self._url = config.url.rstrip("/")
+        self._session = session
+        self._headers = {"accept-encoding": "identity", **({"authorization": f"Bearer {api_key}"} if api_key else {})}
+
+    @property
+    def metrics_url(self) -> str | None:
+        """Beside /v1, where vLLM and others have it; None for an address that ends otherwise."""
+        return self._url.removesuffix("/v1") + "/metrics" if self._url.endswith("/v1") else None
+
+    @property
+    def models_url(self) -> str:
+        return f"{self._url}/models"
+
+    async def post(self, path: str, body: bytes, request_id: str) -> aiohttp.ClientResponse:
+        """The response to a request, once its headers are there; the caller closes it."""
+        headers = {**self._headers, "accept": "text/event-stream", "content-type": "application/json", "x-request-id": request_id}
+        return await self._session.post(f"{self._url}/{path}", data=body, headers=headers, allow_redirects=False)
+
+    async def get(self, url: str) -> tuple[int, bytes]:
+        """Status and body, which is empty where it is longer than MAX_FACTS_BYTES. Raises what aiohttp raises, and TimeoutError."""
+        async with (
+            asyncio.timeout(FACTS_S),
+            self._session.get(url, headers=self._headers, allow_redirects=False) as response,
+        ):
+            body = bytearray()
+            while piece := await response.content.read(64 << 10):
+                body += piece
+                if len(body) > MAX_FACTS_BYTES:
+                    return response.status, b""
+            return response.status, bytes(body)
+
+
+@asynccontextmanager
+async def open_session(config: ForeignConfig, on_refused: Callable[[], None]) -> AsyncIterator[ForeignSession]:
+    """Connections to one server until the block ends. Raises ConfigError where its key is not.
+
+    on_refused  called when the server was not connected to, because its name has a link-local address
+    """
+    api_key = read_key(config)
+    session = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, socket_factory=None if config.allow_link_local else _guarded(on_refused)),
+        timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_s),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        trust_env=False,
+    )
+    async with session:
+        yield ForeignSession(config, session, api_key)
+
+
+def read_key(config: ForeignConfig) -> str:
+    """The key the server wants; empty: none. Raises ConfigError, never showing what was read."""
+    where = "api_key_env" if config.api_key_env else "api_key_file"
+    try:
+        key = os.environ[config.api_key_env] if config.api_key_env else config.api_key_file and Path(config.api_key_file).read_text("ascii")
+    except KeyError:
+        raise ConfigError(where, f"the variable {config.api_key_env} is not set") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(where, f"{config.api_key_file} cannot be read ({getattr(error, 'strerror', None) or 'not ASCII'})") from None
+    key = key.strip()
+    if (config.api_key_env or config.api_key_file) and (not key or not key.isascii() or not key.isprintable()):
+        raise ConfigError(where, "does not hold a key", "One line of printable ASCII.")
+    return key
+
+
+def _guarded(on_refused: Callable[[], None]) -> Callable[[tuple[Any, ...]], socket.socket]:
+    """Makes sockets for addresses that names were resolved to, immediately before they are connected: a name's answer may have changed."""
+
+    def make(address: tuple[Any, ...]) -> socket.socket:
+        family, kind, protocol, _, place = address
+        if is_link_local(place[0]):
+            on_refused()
+            raise PermissionError("a link-local address")
+        return socket.socket(family, kind, protocol)
+
+    return make

@@ -1,0 +1,65 @@
+"""Foreign servers on the metrics page: attempts by result, requests under way, circuit, rate limit, and the load that they report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+LABELS = ("model", "replica")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpstreamReading:
+    """One foreign server when the page is asked for.
+
+    attempts         by result, every result included
+    is_circuit_open  open, or half open
+    held_s           seconds for which its rate limit allows nothing new
+    num_running, num_waiting  as its own metrics page says; None where it has none that is known
+    """
+
+    model: str
+    replica: str
+    attempts: Mapping[str, int]
+    num_open: int
+    is_circuit_open: bool
+    held_s: float
+    num_running: int | None
+    num_waiting: int | None
+
+
+class UpstreamCollector(Collector):
+    """Foreign servers as metric families."""
+
+    def __init__(self, readings: Callable[[], Iterable[UpstreamReading]]) -> None:
+        self._readings = readings
+
+    def collect(self) -> Iterator[Metric]:
+        attempts = CounterMetricFamily(
+            "headrace_upstream_attempts", "Requests sent to a foreign server by result.", labels=(*LABELS, "result")
+        )
+        num_open = GaugeMetricFamily("headrace_upstream_requests_open", "Requests under way at a foreign server from here.", labels=LABELS)
+        circuit = GaugeMetricFamily("headrace_upstream_circuit_open", "1 while a foreign server gets at most a probe.", labels=LABELS)
+        held = GaugeMetricFamily(
+            "headrace_upstream_rate_limit_seconds", "Seconds for which a rate limit allows a foreign server no request.", labels=LABELS
+        )
+        reported = GaugeMetricFamily(
+            "headrace_upstream_reported_requests", "Requests that a foreign server says it has, by state.", labels=(*LABELS, "state")
+        )
+        for reading in self._readings():
+            labels = (reading.model, reading.replica)
+            for result, count in reading.attempts.items():
+                attempts.add_metric((*labels, result), count)
+            num_open.add_metric(labels, reading.num_open)
+            circuit.add_metric(labels, float(reading.is_circuit_open))
+            held.add_metric(labels, reading.held_s)
+            for state, number in (("running", reading.num_running), ("waiting", reading.num_waiting)):
+                if number is not None:
+                    reported.add_metric((*labels, state), number)
+        yield from (attempts, num_open, circuit, held, reported)
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
