@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from grammar_samples import is_document
-from real_engine import Key, RealEngine, greedy_request
+from real_engine import Answers, RealEngine, greedy_request, resumed_anywhere
 
 pytest.importorskip("numba")
 
@@ -24,7 +24,6 @@ from headrace.bundled import bundled_path
 from headrace.core.finish import FinishReason
 from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.ids import RequestId
-from headrace.core.plan import TokenLogprobs
 from headrace.core.request import EngineRequest
 from headrace.engine.failpoints import armed
 from headrace.text.tokenizer import Tokenizer
@@ -63,7 +62,6 @@ MATCHES: list[Callable[[str], object]] = [
 ]
 """Checks of whole outputs, one for each of GRAMMARS, that share no code with it; brackets of the third are not counted."""
 ROOM: dict[str, Any] = {"deterministic": True, "dtype": "auto", "max_model_len": 104, "max_num_batched_tokens": 64}
-Answers = dict[Key, tuple[list[int], list[TokenLogprobs], FinishReason]]
 
 
 @cache
@@ -90,12 +88,6 @@ def requests() -> list[EngineRequest]:
     return made
 
 
-def answers(engine: RealEngine) -> Answers:
-    assert not engine.errors
-    assert not engine.refused
-    return {key: (engine.tokens[key], engine.logprobs[key], finish) for key, finish in engine.finish.items()}
-
-
 WEIGHTS = [pytest.param({}, id="bundled"), pytest.param({"load_format": "dummy", "seed": 3}, id="random weights")]
 
 
@@ -111,7 +103,7 @@ def alone(weights: dict[str, Any]) -> Answers:
     with RealEngine(tiny(), **ROOM, **weights, enable_prefix_caching=False, max_num_seqs=1) as engine:
         for request in requests():
             engine.run(request)
-        return answers(engine)
+        return engine.answers()
 
 
 def text_of(token_ids: list[int]) -> str:
@@ -123,11 +115,11 @@ def test_alone_they_are_what_their_grammars_say(alone: Answers) -> None:
     num_complete = 0
     for request in requests():
         for index in request.indices:
-            token_ids, _, finish = alone[str(request.request_id), index]
-            if request.grammar is None or finish is not FinishReason.STOP:
+            answer = alone[str(request.request_id), index]
+            if request.grammar is None or answer.finish is not FinishReason.STOP:
                 continue
             num_complete += 1
-            text = text_of(token_ids)
+            text = text_of(answer.token_ids)
             assert MATCHES[GRAMMARS.index(request.grammar)](text), (request.grammar, text)
     assert num_complete >= 9
 
@@ -147,7 +139,7 @@ def test_alone_they_are_what_their_grammars_say(alone: Answers) -> None:
 def test_together_they_are_the_same(alone: Answers, weights: dict[str, Any], config: dict[str, Any]) -> None:
     with RealEngine(tiny(), **{**ROOM, **weights, **config}) as engine:
         engine.run(*requests())
-        assert answers(engine) == alone
+        assert engine.answers() == alone
         assert (engine.preemptions > 0) == ("num_kv_blocks" in config)
 
 
@@ -155,28 +147,17 @@ def test_a_prefix_hit_changes_nothing(alone: Answers, weights: dict[str, Any]) -
     with RealEngine(tiny(), **ROOM, **weights) as engine:
         engine.run(*[replace(request, request_id=RequestId(f"first {request.request_id}")) for request in requests()])
         engine.run(*requests())
-        again = {key: answer for key, answer in answers(engine).items() if key in alone}
+        again = {key: answer for key, answer in engine.answers().items() if key in alone}
         assert again == alone
         assert sum(engine.cached[str(request.request_id)] > 0 for request in requests()) >= 6
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_resumed_after_any_token_they_go_on_the_same(alone: Answers, weights: dict[str, Any], depth: int) -> None:
-    rng, rest = random.Random(depth), {}
-    parts = []
-    for request in requests():
-        for index in request.indices:
-            token_ids, logprobs, finish = alone[str(request.request_id), index]
-            if len(token_ids) < 2:
-                continue
-            cut = rng.randrange(1, len(token_ids))
-            part = request.resumed(index, token_ids[:cut], "")
-            name = f"{request.request_id} {index}"
-            parts.append(replace(part, request_id=RequestId(name), params=part.params.with_(prompt_logprobs=None)))
-            rest[name, index] = token_ids[cut:], logprobs[cut:], finish
+    parts, expected = resumed_anywhere(requests(), alone, random.Random(depth))
     with RealEngine(tiny(), **ROOM, **weights, depth=depth) as engine:
         engine.run(*parts)
-        assert answers(engine) == rest
+        assert engine.answers() == expected
 
 
 @pytest.mark.parametrize("site", ["runner.masks", "runner.forward", "runner.sample", "runner.commit", "grammar.fill"])
@@ -185,7 +166,7 @@ def test_a_step_that_failed_and_was_repeated_changes_nothing(alone: Answers, wei
     with RealEngine(tiny(), **ROOM, **weights, depth=2) as engine, armed(site, skip=9) as fault:
         engine.run(*requests())
         assert fault.hits == 1
-        assert answers(engine) == alone
+        assert engine.answers() == alone
 
 
 def test_a_sequence_whose_outputs_do_not_match_ends_alone(alone: Answers, weights: dict[str, Any]) -> None:
@@ -195,4 +176,4 @@ def test_a_sequence_whose_outputs_do_not_match_ends_alone(alone: Answers, weight
         engine.run(spoilt, *requests())
         assert "grammar" in engine.errors.pop("spoilt")
         assert engine.finish.pop(("spoilt", 0)) is FinishReason.ERROR
-        assert answers(engine) == alone
+        assert engine.answers() == alone

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
@@ -18,6 +20,7 @@ from headrace.engine.build import build_engine
 from headrace.engine.config import EngineConfig
 
 Key = tuple[str, int]
+"""A sequence: request id and index."""
 MAX_TURNS = 20_000
 ROOMY: dict[str, Any] = {
     "dtype": "float32",
@@ -38,11 +41,52 @@ def greedy_request(name: str, prompt: Sequence[int], **changes: Any) -> EngineRe
     return EngineRequest(request_id=RequestId(name), prompt_ids=tuple(prompt), params=params, **ours)
 
 
+class Answer(NamedTuple):
+    """All that an engine emitted for one sequence. Equal answers have equal bits: log-probabilities are compared as floats.
+
+    finish  None: it was cut off
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs]
+    finish: FinishReason | None
+
+    def until(self, num_tokens: int, num_prompt_logprobs: int) -> Answer:
+        """What had been emitted when the sequence was cut off after this many tokens and entries of the prompt."""
+        return Answer(self.token_ids[:num_tokens], self.logprobs[:num_tokens], self.prompt_logprobs[:num_prompt_logprobs], None)
+
+    def after(self, num_tokens: int) -> Answer:
+        """What a resume after this many tokens emits."""
+        return Answer(self.token_ids[num_tokens:], self.logprobs[num_tokens:], [], self.finish)
+
+
+Answers = dict[Key, Answer]
+
+
+def resumed_anywhere(
+    requests: Iterable[EngineRequest], whole: Mapping[Key, Answer], rng: random.Random
+) -> tuple[list[EngineRequest], Answers]:
+    """Every sequence of two tokens or more cut off after a random one: the requests that resume them, and what these must be answered."""
+    parts, expected = [], {}
+    for request in requests:
+        for index in request.indices:
+            answer = whole[str(request.request_id), index]
+            if len(answer.token_ids) < 2:
+                continue
+            cut = rng.randrange(1, len(answer.token_ids))
+            part = request.resumed(index, answer.token_ids[:cut], "")
+            name = f"{request.request_id} {index}"
+            parts.append(replace(part, request_id=RequestId(name), params=part.params.with_(prompt_logprobs=None)))
+            expected[name, index] = answer.after(cut)
+    return parts, expected
+
+
 class RealEngine:
     """What an engine over a model folder said to each sequence. Leaving the block checks that nothing is left over.
 
     tokens   output ids per (request, index)
-    logprobs beside them, where they were asked for
+    logprobs beside them, where they were asked for; prompt_logprobs likewise
     finish   how each sequence ended
     cached   prompt tokens each request took from the prefix cache
     refused  errors of rejected requests
@@ -52,6 +96,7 @@ class RealEngine:
     def __init__(self, folder: Path, **config: Any) -> None:
         self.tokens: dict[Key, list[int]] = defaultdict(list)
         self.logprobs: dict[Key, list[TokenLogprobs]] = defaultdict(list)
+        self.prompt_logprobs: dict[Key, list[TokenLogprobs]] = defaultdict(list)
         self.finish: dict[Key, FinishReason] = {}
         self.cached: dict[str, int] = {}
         self.errors: dict[str, str] = {}
@@ -99,6 +144,16 @@ class RealEngine:
     def answer(self, name: str, index: int = 0) -> list[int]:
         return self.tokens[name, index]
 
+    def so_far(self, key: Key) -> Answer:
+        """What was emitted for a sequence until now."""
+        return Answer(self.tokens[key], self.logprobs[key], self.prompt_logprobs[key], self.finish.get(key))
+
+    def answers(self) -> Answers:
+        """Of all sequences that ended. No request may have been refused, and no sequence may have failed."""
+        assert not self.errors
+        assert not self.refused
+        return {key: self.so_far(key) for key in self.finish}
+
     def _take(self, updates: list[SequenceUpdate | Rejected]) -> None:
         for update in updates:
             if isinstance(update, Rejected):
@@ -108,6 +163,7 @@ class RealEngine:
             assert key not in self.finish, "an update after the end"
             self.tokens[key] += update.token_ids
             self.logprobs[key] += update.logprobs
+            self.prompt_logprobs[key] += update.prompt_logprobs
             if update.num_cached_tokens is not None:
                 self.cached[update.request_id] = update.num_cached_tokens
             if update.error is not None:

@@ -1,0 +1,80 @@
+"""Random requests under `deterministic`, mixing all that a client may ask for: each sequence is answered as its request alone is.
+
+A crowd shares few KV blocks, so that sequences are preempted and prefixes evicted all the time; some requests are aborted, and most of
+these are resumed. The slow test writes bench/results/random-requests.json. Case by case: `test_deterministic`, `test_masked_sequences`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from random_requests import LONGEST_OUTPUT, LONGEST_PROMPT, Crowd, Trial, draw_trials
+from real_engine import RealEngine
+from results import save_result
+
+pytest.importorskip("numba")
+
+from headrace.bundled import bundled_path
+
+SEED = 20
+SPACE: dict[str, Any] = {"deterministic": True, "max_model_len": LONGEST_PROMPT + LONGEST_OUTPUT, "block_size": 4}
+ALONE: dict[str, Any] = {"max_num_seqs": 1, "num_kv_blocks": 200, "max_num_batched_tokens": 256, "enable_prefix_caching": False}
+CROWDED: dict[str, Any] = {"num_kv_blocks": 64, "max_num_seqs": 12, "max_num_batched_tokens": 48}
+RANDOM_WEIGHTS: dict[str, Any] = {"load_format": "dummy", "seed": 5}
+ENGINES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"dtype": "float32"}, {"depth": 2}),
+    ({"dtype": "bfloat16", **RANDOM_WEIGHTS}, {"num_threads": 2}),
+    ({"dtype": "float32", "quantization": "int8"}, {"depth": 2, "num_threads": 2}),
+    ({"dtype": "float32", "quantization": "int4", **RANDOM_WEIGHTS}, {"queue_policy": "fair"}),
+    ({"dtype": "bfloat16", "kv_cache_dtype": "int8"}, {"depth": 2, "queue_policy": "sjf"}),
+    ({"dtype": "float32", **RANDOM_WEIGHTS}, {"enable_chunked_prefill": False, "max_num_batched_tokens": 256}),
+    ({"dtype": "float32", "quantization": "int8", "kv_cache_dtype": "bfloat16"}, {"max_num_batched_tokens": 13}),
+    ({"dtype": "bfloat16"}, {"depth": 2, "num_threads": 2, "queue_policy": "fcfs"}),
+]
+"""What is computed, by the solo runs and the crowd alike, and how the crowd is run beside CROWDED."""
+
+
+def run_crowd(trials: Sequence[Trial], path: dict[str, Any], schedule: dict[str, Any]) -> tuple[Counter[str], list[str]]:
+    """Counts of what happened, and the sequences that were answered otherwise than alone."""
+    folder = bundled_path("headrace-tiny")
+    assert folder is not None
+    with RealEngine(folder, **{**SPACE, **path, **ALONE}) as alone:
+        for trial in trials:
+            alone.run(trial.request)
+        solo = alone.answers()
+    with RealEngine(folder, **{**SPACE, **path, **CROWDED, **schedule}) as engine:
+        crowd = Crowd(engine, solo, random.Random(SEED))
+        crowd.run(trials)
+        differences = crowd.differences()
+        assert not engine.refused
+        crowd.counts["preemptions"] = engine.preemptions
+        crowd.counts["prefix hits"] = sum(cached > 0 for cached in engine.cached.values())
+        return crowd.counts, differences
+
+
+def test_a_few_random_requests_equal_their_solo_runs() -> None:
+    trials, counts = draw_trials(60, SEED), Counter[str]()
+    for number, (path, schedule) in enumerate((ENGINES[0], ENGINES[3])):
+        counted, differences = run_crowd(trials[number::2], path, schedule)
+        assert not differences
+        counts += counted
+    assert min(counts[name] for name in ("tools", "schema", "resumed", "aborted", "preemptions", "prefix hits", "n > 1")) >= 3, counts
+
+
+@pytest.mark.slow
+def test_two_thousand_random_requests_equal_their_solo_runs() -> None:
+    """Written before it is judged: a result that fails shows what differed."""
+    trials, counts, differences = draw_trials(2000, SEED), Counter[str](), list[str]()
+    for number, (path, schedule) in enumerate(ENGINES):
+        counted, found = run_crowd(trials[number :: len(ENGINES)], path, schedule)
+        counts += counted
+        differences += found
+    engines = [{"computed": path, "crowd": {**CROWDED, **schedule}} for path, schedule in ENGINES]
+    values = {"seed": SEED, "counts": dict(sorted(counts.items())), "num_differences": len(differences), "differences": differences[:20]}
+    save_result("random-requests", {**values, "engines": engines})
+    assert not differences
+    assert counts["requests"] == 2000
