@@ -14,6 +14,7 @@ from gateway_kit import TestBench, events_of, open_bench
 from tokenizers import AddedToken, Tokenizer
 
 from headrace.core.finish import FinishReason
+from headrace.core.tools import FunctionTool
 from headrace.gateway.upstream.output_stage import OutputParsing, OutputStage
 from headrace.gateway.upstream.seam import OutputEvent
 from headrace.text.folder import TextModel, load_text
@@ -202,7 +203,7 @@ def counted(parsing: OutputParsing, text: TextModel, ids: Sequence[int], rng: ra
 
 
 def test_a_stage_that_can_find_nothing_more_is_passed(text: TextModel) -> None:
-    parsing = OutputParsing(tools=TOOL_FORMATS["pythonic"], reasoning=REASONING_FORMATS["qwen3"], names=frozenset({"f"}))
+    parsing = OutputParsing(tools=TOOL_FORMATS["pythonic"], reasoning=REASONING_FORMATS["qwen3"], functions=[FunctionTool(name="f")])
     stage = OutputStage(parsing, text.tokenizer, frozenset(), "")
     for said, is_passed in (("<think>a", False), ("</think>b", True)):
         stage.read(OutputEvent(0, said, 1), (0,))

@@ -6,14 +6,27 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from headrace.core.tools import FunctionTool
 from headrace.text.output.formats import REASONING_FORMATS, TOOL_FORMATS
 from headrace.text.output.parser import OutputParser
 
-NAMES = frozenset({"f", "g", "find"})
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "s": {"type": "string"},
+        "n": {"type": "integer"},
+        "o": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "l": {"$ref": "#/$defs/list"},
+    },
+    "$defs": {"list": {"type": "array"}},
+}
+FUNCTIONS = [FunctionTool(name=name, parameters=PARAMETERS) for name in ("f", "g", "find")]
 """Functions that the requests of these tests offer."""
 
 PARTS = (
     *(marker for row in TOOL_FORMATS.values() for marker in row.markers),
+    *(tag for row in TOOL_FORMATS.values() if row.tags is not None for tag in row.tags.texts),
+    *("<function=f>", "<parameter=s>", '<invoke name="f">', "<arg_key>n</arg_key>", "f\n"),
     *(marker for row in REASONING_FORMATS.values() for marker in (row.start, row.end)),
     *"{}[]()\"\\',:;=<> \n",
     *("name", '"name"', '"arguments"', '"parameters"', "f", "g", '"f"', "1", "-2.5e3", "true", "None", "a=", "e\u0301\U0001f600"),
@@ -58,7 +71,7 @@ class Case:
     def parser(self) -> OutputParser:
         tools = None if self.tools is None else TOOL_FORMATS[self.tools]
         reasoning = None if self.reasoning is None else REASONING_FORMATS[self.reasoning]
-        return OutputParser(tools, reasoning, names=NAMES, is_reasoning_open=self.is_open)
+        return OutputParser(tools, reasoning, functions=FUNCTIONS, is_reasoning_open=self.is_open)
 
     def whole(self) -> Parsed:
         return parsed(self.parser(), [self.text])

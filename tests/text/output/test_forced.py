@@ -15,6 +15,7 @@ from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.tools import CallMode, FunctionTool, ToolChoice
 from headrace.text.output.forced import forced_grammar
 from headrace.text.output.formats import TOOL_FORMATS, CallSyntax, ToolFormat
+from headrace.text.output.parser import OutputParser
 
 FIND = FunctionTool(
     name="find",
@@ -40,6 +41,12 @@ WRITTEN: dict[str, list[tuple[str, str]]] = {
     "granite": [("<|tool_call|>[{}]", ", ")],
     "jamba": [("<tool_calls>[{}]</tool_calls>", ", ")],
     "phi4_mini_json": [("functools[{}]", ", ")],
+    "minimax": [("<tool_calls>\n{}\n</tool_calls>", "\n")],
+    "qwen3_coder": [("<tool_call>\n{}\n</tool_call>", "\n")],
+    "glm45": [("<tool_call>{}</tool_call>", "\n")],
+    "minimax_m2": [("<minimax:tool_call>\n{}\n</minimax:tool_call>", "\n")],
+    "deepseek_v31": [("<\uff5ctool\u2581calls\u2581begin\uff5c>{}<\uff5ctool\u2581calls\u2581end\uff5c>", "")],
+    "deepseek_v3": [("<\uff5ctool\u2581calls\u2581begin\uff5c>{}<\uff5ctool\u2581calls\u2581end\uff5c>", "\n")],
 }
 FORCIBLE = [TOOL_FORMATS[name] for name in WRITTEN]
 
@@ -54,11 +61,22 @@ def written(row: ToolFormat, *calls: tuple[str, str]) -> str:
     """Calls as the family's template writes them."""
     if row.syntax is CallSyntax.NAMED:
         return "".join([f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls])
-    bodies = [f'{{"name": "{name}", "{row.arguments_key}": {arguments}}}' for name, arguments in calls]
+    bodies = [written_body(row, name, arguments) for name, arguments in calls]
     around, between = WRITTEN[row.name][0]
-    if row.name == "hermes":
+    if row.name in ("hermes", "qwen3_coder", "glm45"):
         return between.join([around.replace("{}", body) for body in bodies])
     return around.replace("{}", between.join(bodies))
+
+
+def written_body(row: ToolFormat, name: str, arguments: str) -> str:
+    tags = row.tags
+    if tags is None:
+        return f'{{"name": "{name}", "{row.arguments_key}": {arguments}}}'
+    if not tags.key_start:
+        return f"{tags.call_start}{name}{tags.name_end}{arguments}{tags.call_end}"
+    values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in json.loads(arguments).items()}
+    inside = [f"{tags.key_start}{key}{tags.key_end}{tags.value_start}{value}{tags.value_end}" for key, value in values.items()]
+    return f"{tags.call_start}{name}{tags.name_end}{''.join(inside)}{tags.call_end}"
 
 
 def takes(vocabulary: llguidance.LLTokenizer, grammar: Grammar | None, text: str, *, spelled: bool = True) -> bool:
@@ -68,7 +86,7 @@ def takes(vocabulary: llguidance.LLTokenizer, grammar: Grammar | None, text: str
     matcher = llguidance.LLMatcher(vocabulary, llguidance.LLMatcher.grammar_from_lark(grammar.source))
     assert not matcher.is_error(), matcher.get_error()
     data = text.encode()
-    ids = [token for byte in data for token in vocabulary.greedy_tokenize(chr(byte))] if spelled else vocabulary.tokenize_str(text)
+    ids = [token for byte in data for token in vocabulary.tokenize_bytes(bytes([byte]))] if spelled else vocabulary.tokenize_str(text)
     taken: int = matcher.validate_tokens(ids)
     if taken < len(ids):
         return False
@@ -216,3 +234,78 @@ def test_a_call_that_begins_as_a_document_does_is_refused_beside_one() -> None:
         forced_grammar(TOOL_FORMATS["llama3_json"], [LOOSE], AUTO, document={"type": "object"})
 
     assert refused.value.field == "grammar"
+
+
+TAGGED = [row for row in FORCIBLE if row.tags is not None and row.tags.key_start]
+STRINGS = FunctionTool(
+    name="note",
+    parameters={
+        "type": "object",
+        "properties": {
+            "text": {"type": "string", "description": "any"},
+            "kind": {"enum": ["a", "b"]},
+            "by": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "mood": {"anyOf": [{"enum": ["good"], "type": "string"}, {"type": "null"}]},
+            "tags": {"type": "array", "items": {"type": "string"}},
+        },
+        "required": ["text", "kind"],
+    },
+    is_strict=True,
+)
+
+
+@pytest.mark.parametrize("row", TAGGED, ids=lambda row: row.name)
+def test_strings_between_tags_follow_their_schema_and_are_read_as_they_were_written(
+    vocabulary: llguidance.LLTokenizer, row: ToolFormat
+) -> None:
+    grammar = forced_grammar(row, [STRINGS], REQUIRED)
+    good = {"text": 'say "5"\n<b>\u00e9</b>', "kind": "b", "by": "5", "mood": None, "tags": ["x", "y z"]}
+
+    for arguments in (good, {"text": "", "kind": "a"}, {"text": "12", "kind": "a", "by": None}):
+        said = written(row, ("note", json.dumps(arguments)))
+        assert takes(vocabulary, grammar, said)
+        parser = OutputParser(row, None, functions=[STRINGS])
+        pieces = [piece for char in said for piece in parser.push(char).tool_calls]
+        assert json.loads("".join([piece.arguments for piece in pieces])) == arguments
+    for wrong in ({**good, "kind": "c"}, {**good, "mood": "bad"}, {**good, "tags": "x"}, {"kind": "a"}, {**good, "more": 1}):
+        assert not takes(vocabulary, grammar, written(row, ("note", json.dumps(wrong))))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field"),
+    [
+        ({"properties": {"s": {"type": "string", "pattern": "a+"}}}, "properties.s.pattern"),
+        ({"properties": {"s": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]}}}, "properties.s.maxLength"),
+        ({"properties": {"s": {"anyOf": [{"type": "string"}, {"type": "integer"}]}}}, "properties.s"),
+        ({"properties": {"s": {"enum": ["1", 1]}}}, "properties.s"),
+        ({"properties": {"a<b": {"type": "integer"}}}, "properties"),
+        ({"properties": {"s": False}}, "properties.s"),
+        ({"minProperties": 1}, "minProperties"),
+    ],
+)
+def test_rules_of_strings_that_tags_cannot_hold_are_refused_by_name(parameters: dict[str, Any], field: str) -> None:
+    tool = FunctionTool(name="f", parameters={"type": "object", **parameters})
+    with pytest.raises(InvalidRequest) as refused:
+        forced_grammar(TOOL_FORMATS["qwen3_coder"], [FIND, tool], REQUIRED)
+
+    assert refused.value.field == f"tools[1].function.parameters.{field}"
+    assert forced_grammar(TOOL_FORMATS["hermes"], [FIND, tool], REQUIRED) is not None
+    assert forced_grammar(TOOL_FORMATS["qwen3_coder"], [FIND, tool], AUTO) is not None
+
+
+@pytest.mark.parametrize("row", [row for row in FORCIBLE if row.tags is not None], ids=lambda row: row.name)
+def test_tags_may_be_the_tokens_that_they_are(tmp_path: Path, row: ToolFormat) -> None:
+    document: dict[str, Any] = json.loads((text_kit.save_byte_level(tmp_path) / "tokenizer.json").read_text())
+    first = 1 + max([*document["model"]["vocab"].values(), *[token["id"] for token in document["added_tokens"]]])
+    ids = {marker: first + number for number, marker in enumerate(row.markers)}
+    added = [{**document["added_tokens"][0], "id": token_id, "content": marker, "special": True} for marker, token_id in ids.items()]
+    document["added_tokens"] += added
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    vocabulary = llguidance.LLTokenizer(str(tmp_path / "tokenizer.json"))
+
+    for choice in (REQUIRED, AUTO):
+        known = forced_grammar(row, [FIND, LOOSE], choice, token_ids=ids)
+        for text in (written(row, ("find", GOOD)), written(row, ("find", GOOD), ("find", GOOD))):
+            assert takes(vocabulary, known, text, spelled=False)
+            assert takes(vocabulary, known, text)
+        assert not takes(vocabulary, known, written(row, ("find", BAD)), spelled=False)

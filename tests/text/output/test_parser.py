@@ -20,6 +20,10 @@ PYTHON = "[f(a = 'it\\'s\\n\\u00e9', b=[True, None, {\"k\": -1.5e3,},],)]"
 BROKEN = '{"name": "f", "arguments": {"a": {'
 
 
+DS_START, DS_END = TOOL_FORMATS["deepseek_v3"].start, TOOL_FORMATS["deepseek_v3"].end
+DS_CALL, DS_SEP, DS_CALL_END = (f"<\uff5ctool\u2581{words}\uff5c>" for words in ("call\u2581begin", "sep", "call\u2581end"))
+
+
 EXAMPLES: list[tuple[str, str, Parsed]] = [
     ("hermes", "Just text < and </ and {.", Parsed("Just text < and </ and {.")),
     ("hermes", f"Hi \n<tool_call>\n{F}\n</tool_call>\n", Parsed("Hi \n", calls=[("f", '{"a": 1}')])),
@@ -68,6 +72,45 @@ EXAMPLES: list[tuple[str, str, Parsed]] = [
     ("granite", f"<|tool_call|>[{F}]", Parsed(calls=[("f", '{"a": 1}')])),
     ("jamba", f"<tool_calls>[{F}]</tool_calls>", Parsed(calls=[("f", '{"a": 1}')])),
     ("phi4_mini_json", f"functools[{F}]", Parsed(calls=[("f", '{"a": 1}')])),
+    ("minimax", f"Hm <tool_calls>\n{F}\n{F}\n</tool_calls>", Parsed("Hm ", calls=[("f", '{"a": 1}')] * 2)),
+    (
+        "qwen3_coder",
+        'Ok\n<tool_call>\n<function=f>\n<parameter=s>\na "b"\n\n</param> \u00e9\n</parameter>\n<parameter=n>\n5\n</parameter>\n'
+        "</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+        Parsed("Ok\n", calls=[("f", '{"s": "a \\"b\\"\\n\\n</param> \u00e9", "n": 5}'), ("g", "{}")]),
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=s>12</parameter><parameter=o>12</parameter><parameter=l>[True, {'a': None}]</parameter>"
+        "<parameter=x>1.50</parameter><parameter=n>five</parameter></function></tool_call>",
+        Parsed(calls=[("f", '{"s": "12", "o": "12", "l": [true, {"a": null}], "x": 1.50, "n": "five"}')]),
+    ),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=s>\nhal", Parsed(calls=[("f", '{"s": "hal')])),
+    ("qwen3_coder", "<tool_call> see <function=f>", Parsed("<tool_call> see <function=f>")),
+    (
+        "glm45",
+        "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>a\n</arg_value>\n<arg_key>o</arg_key>\n<arg_value>null</arg_value>\n</tool_call>",
+        Parsed(calls=[("f", '{"s": "a\\n", "o": null}')]),
+    ),
+    ("glm45", "<tool_call>find</tool_call><tool_call>it is", Parsed("<tool_call>it is", calls=[("find", "{}")])),
+    (
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="l">["x"]</parameter>\n</invoke>\n'
+        '<invoke name="g">\n</invoke>\n</minimax:tool_call>',
+        Parsed(calls=[("f", '{"l": ["x"]}'), ("g", "{}")]),
+    ),
+    (
+        "deepseek_v3",
+        f'Hm{DS_START}{DS_CALL}function{DS_SEP}f\n```json\n{{"a": "`}}"}}\n```{DS_CALL_END}\n'
+        f"{DS_CALL}function{DS_SEP}g\n```json\n{{}}\n```{DS_CALL_END}{DS_END}",
+        Parsed("Hm", calls=[("f", '{"a": "`}"}'), ("g", "{}")]),
+    ),
+    (
+        "deepseek_v31",
+        f'{DS_START}{DS_CALL}f{DS_SEP}{{"a": 1}}{DS_CALL_END}{DS_CALL}g{DS_SEP}{{}}{DS_CALL_END}{DS_END}',
+        Parsed(calls=[("f", '{"a": 1}'), ("g", "{}")]),
+    ),
+    ("deepseek_v31", f'{DS_START}{DS_CALL}f{DS_SEP}{{"a": 1}}{DS_CALL_END}', Parsed(calls=[("f", '{"a": 1}')])),
 ]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from headrace.core.tools import FunctionTool
 from headrace.gateway.upstream.seam import Conversation, OutputEvent, PlainPrompts, ToolCall
 from headrace.text.output.delta import CallPiece, ParsedDelta
 from headrace.text.output.formats import ReasoningFormat, ToolFormat
@@ -26,14 +27,14 @@ class OutputParsing:
     """How the outputs of one prompt are parsed.
 
     tools, reasoning   the formats looked for, if any
-    names              functions that the request offers
+    functions          those that the request offers
     is_reasoning_open  the prompt ends inside the reasoning
     marker_ids         tokens that are markers: their text is kept even where special tokens are skipped
     """
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
-    names: Set[str] = frozenset()
+    functions: Sequence[FunctionTool] = ()
     is_reasoning_open: bool = False
     marker_ids: frozenset[int] = frozenset()
 
@@ -51,13 +52,13 @@ class OutputParsing:
         return cls(
             tools=tools,
             reasoning=reasoning,
-            names=frozenset([tool.name for tool in prompt.shown_tools]),
+            functions=prompt.shown_tools,
             is_reasoning_open=reasoning is not None and formats.is_reasoning_open(tokenizer, prompt_ids, _begun_answer(prompt)),
             marker_ids=formats.marker_ids(tools, reasoning),
         )
 
     def parser(self) -> OutputParser:
-        return OutputParser(self.tools, self.reasoning, names=self.names, is_reasoning_open=self.is_reasoning_open)
+        return OutputParser(self.tools, self.reasoning, functions=self.functions, is_reasoning_open=self.is_reasoning_open)
 
 
 class OutputStage:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence
 
+from headrace.core.tools import FunctionTool
 from headrace.text.output.delta import CallPiece
 from headrace.text.output.formats import CallSyntax, ToolFormat
 from headrace.text.output.json_calls import JsonCalls
@@ -11,15 +12,17 @@ from headrace.text.output.markers import first_non_space, num_held
 from headrace.text.output.named_calls import NamedCalls
 from headrace.text.output.python_calls import PythonCalls
 from headrace.text.output.reading import MAX_CALLS, CallLog, CallReader, Reading
+from headrace.text.output.tagged_calls import TaggedCalls
 
 
 class CallParser:
     """One answer's tool calls. White space directly after calls belongs to the format and is dropped."""
 
-    def __init__(self, row: ToolFormat, names: Set[str]) -> None:
-        """names: functions that the request offers; what no marker introduces is a call only of one of these"""
+    def __init__(self, row: ToolFormat, functions: Sequence[FunctionTool]) -> None:
+        """functions: those that the request offers; what no marker introduces is a call only of one of these"""
         self._row = row
-        self._log = CallLog(names)
+        self._functions = functions
+        self._log = CallLog(frozenset([function.name for function in functions]))
         self._reader: CallReader | None = self._new_reader(is_bare=True) if row.is_bare else None
         self._held = ""
         self._is_after_calls = False
@@ -85,5 +88,7 @@ class CallParser:
                 return PythonCalls(row, self._log, is_bare=is_bare)
             case CallSyntax.NAMED:
                 return NamedCalls(row, self._log)
+            case CallSyntax.TAGGED:
+                return TaggedCalls(row, self._log, self._functions)
             case _:
                 return JsonCalls(row, self._log, is_list=row.syntax is CallSyntax.JSON_LIST, is_bare=is_bare)

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.tools import CallMode, FunctionTool, ToolChoice
+from headrace.text.output.forced_tags import SEPARATORS, TERMINALS, MarkerTexts, TaggedArguments, lark_text
 from headrace.text.output.formats import ARGUMENTS_MARKER, CallSyntax, ToolFormat
 
 _NO_PARAMETERS: Mapping[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
-_SEPARATORS = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-"""llguidance's options of a schema. Set here, whatever the client wrote: others could switch checks off or let white space run on."""
 
 
 def forced_grammar(
@@ -55,7 +54,9 @@ def forced_grammar(
         raise InvalidRequest("tool_choice", "a function among tools", choice.name or str(choice.mode))
     is_auto, parallel = choice.mode is CallMode.AUTO, choice.is_parallel and not choice.name
     rules = _Rules(tool_format, token_ids or {})
-    rules.add_calls([(tool.name, _schema(number, tool, is_auto=is_auto)) for number, tool in callable_tools])
+    rules.add_calls(
+        [(tool.name, _schema(number, tool, is_auto=is_auto), f"tools[{number}].function.parameters") for number, tool in callable_tools]
+    )
     if not is_auto:
         return Grammar(GrammarKind.LARK, rules.calls_alone(parallel))
     return Grammar(GrammarKind.LARK, rules.free_then_calls(parallel) if document is None else rules.calls_or(document, parallel))
@@ -65,7 +66,7 @@ def _schema(number: int, tool: FunctionTool, *, is_auto: bool) -> Mapping[str, o
     schema = _NO_PARAMETERS if tool.parameters is None else tool.parameters
     if schema.get("type", "object") != "object":
         raise InvalidRequest(f"tools[{number}].function.parameters.type", '"object"', schema["type"])
-    return {**({} if is_auto and not tool.is_strict else schema), "type": "object", **_SEPARATORS}
+    return {**({} if is_auto and not tool.is_strict else schema), "type": "object", **SEPARATORS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,27 +77,39 @@ class _Rules:
     token_ids: Mapping[str, int]
     lines: list[str] = field(default_factory=list)
 
-    def add_calls(self, calls: Sequence[tuple[str, Mapping[str, object]]]) -> None:
+    def add_calls(self, calls: Sequence[tuple[str, Mapping[str, object], str]]) -> None:
+        """calls: name, schema of the arguments, and the schema's field within the request"""
+        tags = self.tool_format.tags
         self.lines.append("body: " + " | ".join([f"call{number}" for number in range(len(calls))]))
-        for number, (name, schema) in enumerate(calls):
+        if tags is not None and tags.key_start:
+            self.lines.extend(TERMINALS)
+        for number, (name, schema, path) in enumerate(calls):
+            arguments = f"%json {json.dumps(schema)}"
             if self.tool_format.syntax is CallSyntax.NAMED:
-                around = f"{_text(name)} {self._marker(ARGUMENTS_MARKER)}", ""
+                before, after = self._spelled(name + ARGUMENTS_MARKER), ""
+            elif tags is None:
+                before, after = _text(f'{{"name": {json.dumps(name)}, "{self.tool_format.arguments_key}": '), _text("}")
             else:
-                around = _text(f'{{"name": {json.dumps(name)}, "{self.tool_format.arguments_key}": '), _text("}")
-            self.lines.append(f"call{number}: {around[0]} %json {json.dumps(schema)} {around[1]}")
+                before, after = self._spelled(tags.call_start + name + tags.name_end), self._spelled(tags.call_end)
+                if tags.key_start:
+                    tagged = TaggedArguments(self.tool_format.name, tags, MarkerTexts(self.token_ids), f"argument{number}", schema, path)
+                    arguments = tagged.body()
+                    self.lines.extend(tagged.lines)
+            self.lines.append(f"call{number}: {before} {arguments} {after}")
 
     def calls_alone(self, parallel: bool) -> str:
         return self._source(f"start: {self._calls(parallel)}", parallel)
 
     def calls_or(self, document: Mapping[str, object], parallel: bool) -> str:
-        self.lines.append(f"document: %json {json.dumps({**document, **_SEPARATORS})}")
+        self.lines.append(f"document: %json {json.dumps({**document, **SEPARATORS})}")
         return self._source(f"start: {self._calls(parallel)} | document", parallel)
 
     def _calls(self, parallel: bool) -> str:
         """Calls with their markers, from the beginning of the output to its end."""
-        start = self._marker(self.tool_format.start) if not self.tool_format.is_bare else ""
+        start = self._spelled(self.tool_format.start) if not self.tool_format.is_bare else ""
         one = f"{start} section".strip()
-        again = f" ({_text(self.tool_format.padding)} {one})*" if parallel and self._has_sections else ""
+        between = self.tool_format.separator or self.tool_format.padding
+        again = f" ({_text(between)} {one})*" if parallel and self._has_sections else ""
         return f"{one}{again}"
 
     def free_then_calls(self, parallel: bool) -> str:
@@ -105,7 +118,7 @@ class _Rules:
         heads = [f"FREE <[{self.token_ids[marker]}]>"] if marker in self.token_ids else []
         if marker:
             heads.append("spelled")
-            self.lines.append(f"spelled[lazy]: FREE {json.dumps(marker)}")
+            self.lines.append(f"spelled[lazy]: FREE {lark_text(marker)}")
         self.lines.append("FREE: /\\s*([^{\\s](?s:.*))?/" if self.tool_format.is_bare else "FREE: /(?s:.*)/")
         self.lines.append("head: " + " | ".join(heads))
         alone = " | section" if self.tool_format.is_bare else ""
@@ -116,25 +129,24 @@ class _Rules:
     @property
     def _has_sections(self) -> bool:
         """Further calls have a start marker of their own."""
+        if self.tool_format.tags is not None:
+            return not self.tool_format.tags.is_shared
         return self.tool_format.syntax is not CallSyntax.JSON_LIST and not self.tool_format.separator
 
     def _source(self, start: str, parallel: bool) -> str:
         tool_format = self.tool_format
         calls = "body"
         if parallel and not self._has_sections:
-            calls += f" ({_text(tool_format.separator or ', ')} body)*"
+            calls += f" ({_text(tool_format.separator or (', ' if tool_format.tags is None else ''))} body)*"
         if tool_format.syntax is CallSyntax.JSON_LIST:
             calls = f"{_text('[')} {calls} {_text(']')}"
         padding = _text(tool_format.padding)
-        section = f"section: {padding} {calls} {padding} {self._marker(tool_format.end)}"
+        section = f"section: {padding} {calls} {padding} {self._spelled(tool_format.end)}"
         return "\n".join([start, section, *self.lines])
 
-    def _marker(self, marker: str) -> str:
-        """A marker, spelled out or as the token it is."""
-        if marker not in self.token_ids:
-            return _text(marker)
-        return f"(<[{self.token_ids[marker]}]> | {json.dumps(marker)})"
+    def _spelled(self, text: str) -> str:
+        return MarkerTexts(self.token_ids).spelled(text)
 
 
 def _text(text: str) -> str:
-    return json.dumps(text) if text else ""
+    return lark_text(text) if text else ""

@@ -1,11 +1,12 @@
 """The table of output formats: how each family of models marks reasoning and writes tool calls. One row per format.
 
 A row is chosen by the name that vLLM gives its parser, or by what the model's chat template mentions. Formats whose calls no `CallSyntax`
-describes (XML-like parameters, gpt-oss's channels) have no row: their output stays text.
+describes (gpt-oss's channels) have no row: requests with functions are refused.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -29,6 +30,53 @@ class CallSyntax(StrEnum):
     """f[ARGS]{...}, each call after a marker of its own. A list after the marker is read as JSON_LIST."""
     PYTHON = "python"
     """[f(a=1), g()]: calls as Python writes them, with literals for arguments."""
+    TAGGED = "tagged"
+    """Calls between tags of their own (`CallTags`), several in one section."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTags:
+    """How a call of CallSyntax.TAGGED is spelled, as the family writes it. White space around tags is optional where calls are read.
+
+    call_start, name_end  texts before a function's name and after it; empty: there are none
+    key_start, key_end    texts around a parameter's name; empty: the arguments are one JSON object
+    value_start           text before a parameter's value, behind `key_end`; empty: there is none
+    value_end             text after a value. Strings stand without quotes, other values as JSON
+    call_end              text after a call; empty: the section's end marker is the call's
+    is_shared             one section holds all calls of an output; else each call has a section of its own
+    """
+
+    call_start: str = ""
+    name_end: str = ""
+    key_start: str = ""
+    key_end: str = ""
+    value_start: str = ""
+    value_end: str = ""
+    call_end: str = ""
+    is_shared: bool = False
+
+    @property
+    def padding(self) -> str:
+        """The line break on both sides of a value, which belongs to the format."""
+        return "\n" if self.value_end.startswith("\n") else ""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return self.call_start, self.name_end, self.key_start, self.key_end, self.value_start, self.value_end, self.call_end
+
+    def stripped(self) -> CallTags:
+        """The tags without the white space around them."""
+        call_start, name_end, key_start, key_end, value_start, value_end, call_end = [text.strip() for text in self.texts]
+        return CallTags(
+            call_start=call_start,
+            name_end=name_end,
+            key_start=key_start,
+            key_end=key_end,
+            value_start=value_start,
+            value_end=value_end,
+            call_end=call_end,
+            is_shared=self.is_shared,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +114,11 @@ class ToolFormat:
 
     start, end       texts around calls; an empty `end` is none
     is_bare          calls may stand at the beginning of the output without `start`; an empty `start` means that they only do so
-    separator        text between two JSON objects of one section; empty: an object ends its section
+    separator        text between two JSON objects of one section (empty: an object ends its section), or between two TAGGED calls
     arguments_key    name of a JSON call's arguments as the family writes it; both "arguments" and "parameters" are read
     padding          white space inside the markers and between sections, as the family writes it
     family           name that chooses among several rows, by what the template asks for; empty: the row's own name
+    tags             with CallSyntax.TAGGED: the texts inside a section
     call_id_chars    exact length of a call's id where the family's template demands one
     hints, unless    the chat template asks for this row if it has any of `hints` and none of `unless`
     """
@@ -84,6 +133,7 @@ class ToolFormat:
     padding: str = ""
     family: str = ""
     call_id_chars: int | None = None
+    tags: CallTags | None = None
     hints: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
 
@@ -91,12 +141,22 @@ class ToolFormat:
     def markers(self) -> tuple[str, ...]:
         """As `ReasoningFormat.markers`."""
         named = ARGUMENTS_MARKERS if self.syntax is CallSyntax.NAMED else ()
-        return tuple([marker for marker in (self.start, self.end, *named) if marker])
+        inside = _TAG.findall("".join(self.tags.texts)) if self.tags is not None else ()
+        return tuple(dict.fromkeys([marker for marker in (self.start, self.end, *named, *inside) if marker]))
 
 
 ARGUMENTS_MARKER, CALL_ID_MARKER = "[ARGS]", "[CALL_ID]"
 """In CallSyntax.NAMED: between name and arguments, and before an id that the model gives the call."""
 ARGUMENTS_MARKERS = (ARGUMENTS_MARKER, CALL_ID_MARKER)
+
+_TAG = re.compile(r"<[^<>=\s]+>")
+"""What may be a token of its own within `CallTags`."""
+
+
+def _deepseek(name: str) -> str:
+    """DeepSeek's markers have a full-width bar and the lower block that SentencePiece writes for a space."""
+    return f"<\uff5ctool\u2581{name.replace(' ', chr(0x2581))}\uff5c>"
+
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
     {
@@ -160,14 +220,108 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
                 hints=("<|python_start|>",),
             ),
             ToolFormat(name="granite", syntax=CallSyntax.JSON_LIST, start="<|tool_call|>", hints=("<|tool_call|>",)),
-            ToolFormat(name="jamba", syntax=CallSyntax.JSON_LIST, start="<tool_calls>", end="</tool_calls>", hints=("<tool_calls>",)),
+            ToolFormat(
+                name="jamba",
+                syntax=CallSyntax.JSON_LIST,
+                start="<tool_calls>",
+                end="</tool_calls>",
+                hints=("<tool_calls>",),
+                unless=('<tool_calls>\\n{"name"',),
+            ),
+            ToolFormat(
+                name="qwen3_coder",
+                syntax=CallSyntax.TAGGED,
+                start="<tool_call>",
+                end="</tool_call>",
+                separator="\n",
+                padding="\n",
+                tags=CallTags(
+                    call_start="<function=",
+                    name_end=">\n",
+                    key_start="<parameter=",
+                    key_end=">\n",
+                    value_end="\n</parameter>\n",
+                    call_end="</function>",
+                ),
+                hints=("<function=",),
+            ),
+            ToolFormat(
+                name="glm45",
+                syntax=CallSyntax.TAGGED,
+                start="<tool_call>",
+                end="</tool_call>",
+                separator="\n",
+                tags=CallTags(
+                    name_end="\n",
+                    key_start="<arg_key>",
+                    key_end="</arg_key>\n",
+                    value_start="<arg_value>",
+                    value_end="</arg_value>\n",
+                ),
+                hints=("<arg_key>",),
+            ),
+            ToolFormat(
+                name="minimax_m2",
+                syntax=CallSyntax.TAGGED,
+                start="<minimax:tool_call>",
+                end="</minimax:tool_call>",
+                separator="\n",
+                padding="\n",
+                tags=CallTags(
+                    call_start='<invoke name="',
+                    name_end='">\n',
+                    key_start='<parameter name="',
+                    key_end='">',
+                    value_end="</parameter>\n",
+                    call_end="</invoke>",
+                    is_shared=True,
+                ),
+                hints=("<minimax:tool_call>",),
+            ),
+            ToolFormat(
+                name="deepseek_v31",
+                syntax=CallSyntax.TAGGED,
+                start=_deepseek("calls begin"),
+                end=_deepseek("calls end"),
+                tags=CallTags(
+                    call_start=_deepseek("call begin"), name_end=_deepseek("sep"), call_end=_deepseek("call end"), is_shared=True
+                ),
+                hints=(_deepseek("calls begin"),),
+                unless=("```json",),
+            ),
+            ToolFormat(
+                name="deepseek_v3",
+                syntax=CallSyntax.TAGGED,
+                start=_deepseek("calls begin"),
+                end=_deepseek("calls end"),
+                separator="\n",
+                tags=CallTags(
+                    call_start=f"{_deepseek('call begin')}function{_deepseek('sep')}",
+                    name_end="\n```json\n",
+                    call_end=f"\n```{_deepseek('call end')}",
+                    is_shared=True,
+                ),
+                hints=(_deepseek("calls begin"),),
+            ),
+            ToolFormat(
+                name="minimax",
+                syntax=CallSyntax.JSON_OBJECT,
+                start="<tool_calls>",
+                end="</tool_calls>",
+                separator="\n",
+                padding="\n",
+                hints=('<tool_calls>\\n{"name"',),
+            ),
             ToolFormat(name="phi4_mini_json", syntax=CallSyntax.JSON_LIST, start="functools", hints=("functools[",)),
         )
     }
 )
 
-ALIASES: Mapping[str, str] = MappingProxyType({"llama4_json": "llama3_json", "qwen": "hermes", "deepseek_v3": "qwen3", "glm45": "qwen3"})
-"""Other names of rows, in both tables."""
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {"llama4_json": "llama3_json", "qwen": "hermes", "qwen3_xml": "qwen3_coder", "glm47": "glm45"}
+    | {"deepseek_v3": "qwen3", "deepseek_v31": "qwen3", "glm45": "qwen3", "minimax_m2": "deepseek_r1"}
+)
+"""Other names of rows; where a table has a row of the name itself, that one is meant."""
 
 
 def reasoning_format(name: str, templates: Iterable[str], *, where: str = "reasoning_parser") -> ReasoningFormat | None:
@@ -199,8 +353,8 @@ def _is_asked_for(row: ToolFormat, template: str) -> bool:
 
 def _known(name: str, rows: Mapping[str, ReasoningFormat] | Mapping[str, ToolFormat], where: str) -> str:
     """The row's own name. Raises ConfigError for one that there is not."""
-    found = ALIASES.get(name, name)
+    found = name if name in rows else ALIASES.get(name, name)
     if found not in rows:
-        known = [AUTO, OFF, *rows, *(alias for alias, target in ALIASES.items() if target in rows)]
+        known = [AUTO, OFF, *rows, *(alias for alias, target in ALIASES.items() if target in rows and alias not in rows)]
         raise ConfigError(where, f"{name[:80]!r} is not a known parser", f"Known: {', '.join(known)}.")
     return found

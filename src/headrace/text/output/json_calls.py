@@ -12,7 +12,7 @@ from enum import Enum
 from headrace.text.output.formats import ToolFormat
 from headrace.text.output.json_span import JsonSpan
 from headrace.text.output.markers import first_non_space
-from headrace.text.output.reading import CallLog, EndMarker, Reading
+from headrace.text.output.reading import CallLog, Reading, TagChoice
 
 MAX_KEY_CHARS = 256
 """Characters of a name or a key as written, quotes and escapes included. Text with a longer one is no call."""
@@ -56,7 +56,8 @@ class JsonCalls:
         self._log = log
         self._is_list, self._is_bare = is_list, is_bare
         self._separator = "," if is_list else row.separator.strip()
-        self._end_marker = EndMarker(row.end)
+        self._has_spaces_between = row.separator.isspace()
+        self._end_marker = TagChoice(row.end)
         self._state = _State.LIST if is_list else _State.OBJECT
         self._use, self._span = _Use.OTHER, JsonSpan("")
         self._raw: list[str] = []
@@ -85,6 +86,8 @@ class JsonCalls:
             return self._read_span(text, at, end)
         if self._state is _State.END_MARKER:
             at, self.reading = self._end_marker.feed(self._log, text, at, end)
+            if self.reading is Reading.DONE:
+                self._log.forget_held()
             return at
         first = first_non_space(text, at, end)
         self._log.hold(text[at:first])
@@ -120,8 +123,11 @@ class JsonCalls:
                 self._state = _State.OBJECT
             case (_State.AFTER_OBJECT, "]") if self._is_list:
                 self._state = _State.END_MARKER
-            case (_State.AFTER_VALUE, _) if self._is_begun and char == self._end_marker.first_char:
+            case (_State.AFTER_VALUE, _) if self._is_begun and self._end_marker.may_begin_with(char):
                 self._state = _State.END_MARKER  # the model forgot the object's own brace
+                return 0
+            case (_State.AFTER_OBJECT, "{") if self._has_spaces_between:
+                self._state = _State.OBJECT
                 return 0
             case (_State.AFTER_OBJECT, _) if not self._is_list:
                 self._state = _State.END_MARKER

@@ -7,8 +7,9 @@ and is none is content. Memory is bounded (`reading.MAX_HELD_CHARS`), and time i
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence
 
+from headrace.core.tools import FunctionTool
 from headrace.text.output.calls import CallParser
 from headrace.text.output.delta import ParsedDelta
 from headrace.text.output.formats import ReasoningFormat, ToolFormat
@@ -23,14 +24,14 @@ class OutputParser:
         tools: ToolFormat | None,
         reasoning: ReasoningFormat | None,
         *,
-        names: Set[str] = frozenset(),
+        functions: Sequence[FunctionTool] = (),
         is_reasoning_open: bool = False,
     ) -> None:
         """
-        names              functions that the request offers (`CallParser`)
+        functions          those that the request offers (`CallParser`)
         is_reasoning_open  the prompt ends inside the reasoning
         """
-        self._calls = CallParser(tools, names) if tools is not None else None
+        self._calls = CallParser(tools, functions) if tools is not None else None
         self.reasoning = ReasoningSplitter(reasoning, is_open=is_reasoning_open or reasoning.begins_open) if reasoning is not None else None
 
     @property

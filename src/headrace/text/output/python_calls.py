@@ -12,7 +12,7 @@ from enum import Enum
 from headrace.text.output.formats import ToolFormat
 from headrace.text.output.markers import first_non_space
 from headrace.text.output.python_literals import json_of_literal
-from headrace.text.output.reading import CallLog, EndMarker, Reading
+from headrace.text.output.reading import CallLog, Reading, TagChoice
 
 MAX_NAME_CHARS = 128
 """Characters of a function's or an argument's name. Text with a longer one is no call."""
@@ -48,7 +48,7 @@ class PythonCalls:
     def __init__(self, row: ToolFormat, log: CallLog, *, is_bare: bool = False) -> None:
         """is_bare: no marker says that these are calls, so their names must be ones that the request offers"""
         self._log, self._is_bare = log, is_bare
-        self._end_marker = EndMarker(row.end)
+        self._end_marker = TagChoice(row.end)
         self._state = _State.LIST
         self._word = ""
         self._name = ""
@@ -69,6 +69,8 @@ class PythonCalls:
     def _read(self, text: str, at: int, end: int) -> int:
         if self._state is _State.END_MARKER:
             at, self.reading = self._end_marker.feed(self._log, text, at, end)
+            if self.reading is Reading.DONE:
+                self._log.forget_held()
             return at
         if self._state is _State.VALUE:
             return self._read_value(text, at, end)

@@ -74,30 +74,70 @@ class CallLog:
         return pieces
 
 
-class EndMarker:
-    """Reads a format's end marker after white space; a format without one ends at once."""
+class TagChoice:
+    """Reads one of several tags after white space; without tags it ends at once.
 
-    def __init__(self, marker: str) -> None:
-        self._marker = marker
-        self._num_matched = 0
+    found  the tag, once it is read
+    """
 
-    @property
-    def first_char(self) -> str:
-        return self._marker[:1]
+    def __init__(self, *tags: str) -> None:
+        self._tags = tuple([tag for tag in tags if tag])
+        self._matched = ""
+        self.found = ""
+
+    def may_begin_with(self, char: str) -> bool:
+        return any(tag.startswith(char) for tag in self._tags)
 
     def feed(self, log: CallLog, text: str, at: int, end: int) -> tuple[int, Reading]:
-        """Read `text` from `at`, at most up to `end`. Returns where it stopped, and how far it came."""
+        """Read `text` from `at`, at most up to `end`, and hold it. Returns where it stopped, and how far it came."""
         begin = at
-        if not self._num_matched and self._marker:
+        if not self._matched and self._tags:
             at = first_non_space(text, at, end)
-        while at < end and self._num_matched < len(self._marker) and text[at] == self._marker[self._num_matched]:
+        while at < end and not self.found and self.may_begin_with(self._matched + text[at]):
+            self._matched += text[at]
+            self.found = self._matched if self._matched in self._tags else ""
             at += 1
-            self._num_matched += 1
         log.hold(text[begin:at])
-        if self._num_matched == len(self._marker):
-            log.forget_held()
+        if self.found or not self._tags:
             return at, Reading.DONE
         return at, Reading.GOES_ON if at == end else Reading.FAILED
+
+
+class TextUntil:
+    """Collects text up to a marker.
+
+    text  what stands before it, once it is found
+    """
+
+    def __init__(self, marker: str, max_chars: int = MAX_HELD_CHARS) -> None:
+        self._marker = marker
+        self._room = max_chars + len(marker)
+        self._pieces: list[str] = []
+        self._tail = ""
+        self.text = ""
+
+    def feed(self, log: CallLog, text: str, at: int, end: int) -> tuple[int, Reading]:
+        """As `TagChoice.feed`. FAILED after `max_chars` without the marker."""
+        end = min(end, at + self._room)
+        found = self._end_of_marker(text, at, end)
+        after = end if found is None else found
+        piece = text[at:after]
+        log.hold(piece)
+        self._pieces.append(piece)
+        self._room -= len(piece)
+        if found is not None:
+            self.text = "".join(self._pieces)[: -len(self._marker)]
+            return after, Reading.DONE
+        self._tail = (self._tail + piece)[1 - len(self._marker) :] if len(self._marker) > 1 else ""
+        return after, Reading.GOES_ON if self._room else Reading.FAILED
+
+    def _end_of_marker(self, text: str, at: int, end: int) -> int | None:
+        head = self._tail + text[at : min(end, at + len(self._marker) - 1)]
+        found = head.find(self._marker)
+        if found >= 0:
+            return at + found + len(self._marker) - len(self._tail)
+        found = text.find(self._marker, at, end)
+        return found + len(self._marker) if found >= 0 else None
 
 
 class CallReader(Protocol):

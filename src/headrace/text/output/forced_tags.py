@@ -1,0 +1,155 @@
+"""Rules of a forced call whose parameters stand between tags, each value by its own part of the function's schema.
+
+Strings stand there without quotes, so what a schema says of them cannot be left to `%json`: a free string is any text up to the closing
+tag, an enumeration is its texts, and other rules of strings are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from headrace.core.errors import InvalidRequest
+from headrace.text.output.formats import CallTags
+from headrace.text.output.value_types import MAX_REFERENCES, TEXT, referenced, schema_types
+
+SEPARATORS = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+"""llguidance's options of a schema. Set here, whatever the client wrote: others could switch checks off or let white space run on."""
+
+_NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "x-guidance"})
+"""Keywords that bind nothing."""
+_OBJECT = _NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
+_DEFINITIONS = ("$defs", "definitions")
+_KEY = re.compile(r'[^<>"\s]([^<>"\n]{0,62}[^<>"\s])?')
+
+TERMINALS = ("ANY_TEXT: /(?s:.*)/", f"ANY_KEY: /{_KEY.pattern}/")
+"""Lines that a source with TaggedArguments has."""
+
+
+def lark_text(text: str) -> str:
+    """A text as Lark writes it, which has no escapes for characters beyond ASCII."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class MarkerTexts:
+    """Texts of a format as Lark writes them. token_ids: ids of markers that are tokens of their own"""
+
+    token_ids: Mapping[str, int]
+
+    def spelled(self, text: str) -> str:
+        """The text, where each marker within it may be the token that it is or its spelling. Empty for an empty text."""
+        markers = sorted(filter(text.__contains__, self.token_ids), key=len, reverse=True)
+        pieces = re.split(f"({'|'.join(map(re.escape, markers))})", text) if markers else [text]
+        return " ".join([self._piece(piece) for piece in pieces if piece])
+
+    def _piece(self, piece: str) -> str:
+        written = lark_text(piece)
+        return f"(<[{self.token_ids[piece]}]> | {written})" if piece in self.token_ids else written
+
+
+@dataclass(slots=True)
+class TaggedArguments:
+    """The arguments of one function.
+
+    name, tags  of the format
+    rule        prefix of the names of the rules in `lines`, which refer to the terminals of TERMINALS
+    path        field of the schema within the request, for refusals
+    """
+
+    name: str
+    tags: CallTags
+    texts: MarkerTexts
+    rule: str
+    schema: Mapping[str, object]
+    path: str
+    lines: list[str] = field(default_factory=list)
+
+    def body(self) -> str:
+        """What stands between a function's name and the end of its call. Raises InvalidRequest for a schema that cannot be followed so."""
+        if found := next((name for name in self.schema if name not in _OBJECT), None):
+            raise self._refused(found, self.schema[found])
+        given, needed = self.schema.get("properties"), self.schema.get("required")
+        required = [name for name in needed if isinstance(name, str)] if isinstance(needed, list) else []
+        properties: dict[str, object] = dict(given) if isinstance(given, Mapping) else {}
+        properties |= {name: True for name in required if name not in properties}
+        if not properties:
+            return "" if self.schema.get("additionalProperties") is False else self._any_arguments()
+        parts: list[str] = []
+        for number, (name, schema) in enumerate(properties.items()):
+            rule = f"{self.rule}_{number}"
+            self.lines.append(f"{rule}: {self._argument(name, schema, rule)}")
+            parts.append(rule if name in required else f"{rule}?")
+        return " ".join(parts)
+
+    def _any_arguments(self) -> str:
+        rule = f"{self.rule}_any"
+        self.lines.append(f"{rule}: {self._before_value('ANY_KEY')} {self._free_text(rule)}")
+        return f"{rule}*"
+
+    def _argument(self, name: str, schema: object, rule: str) -> str:
+        if _KEY.fullmatch(name) is None:
+            raise InvalidRequest(f"{self.path}.properties", f"names of 1..64 characters without < > and quotes: {self._why}", name)
+        types = schema_types(schema, self.schema)
+        if not types or schema is False:
+            raise InvalidRequest(f"{self.path}.properties.{name}", "a schema that some value has", schema)
+        before = self._before_value(lark_text(name))
+        if "string" not in types:
+            definitions = {key: self.schema[key] for key in _DEFINITIONS if key in self.schema}
+            value = "%json " + json.dumps({**(schema if isinstance(schema, Mapping) else {}), **definitions, **SEPARATORS})
+        elif (choices := self._choices(schema, f"properties.{name}")) is not None:
+            value = "(" + " | ".join([lark_text(choice) for choice in choices]) + ")"
+        else:
+            return f"{before} {self._free_text(rule)}"
+        return f"{before} {value} {self.texts.spelled(self.tags.value_end)}"
+
+    def _before_value(self, key: str) -> str:
+        return f"{self.texts.spelled(self.tags.key_start)} {key} {self.texts.spelled(self.tags.key_end + self.tags.value_start)}"
+
+    def _free_text(self, rule: str) -> str:
+        """Any text up to the closing tag, be it a token or spelled out."""
+        end = self.tags.value_end.strip()
+        self.lines.append(f"{rule}_text[lazy]: ANY_TEXT {lark_text(end)}")
+        token = f" | ANY_TEXT <[{self.texts.token_ids[end]}]>" if end in self.texts.token_ids else ""
+        after = self.tags.value_end[len(self.tags.value_end.rstrip()) :]
+        return f"({rule}_text{token}) {self.texts.spelled(after)}".strip()
+
+    def _choices(self, schema: object, path: str, depth: int = 0) -> list[str] | None:
+        """The texts that a schema allowing strings has; None for any text. Raises InvalidRequest for other rules."""
+        if not isinstance(schema, Mapping):
+            return None
+        rules = {name: value for name, value in schema.items() if name not in _NOTES}
+        match rules:
+            case {"$ref": _, **rest} if not rest and depth < MAX_REFERENCES:
+                return self._choices(referenced(schema, self.schema), path, depth + 1)
+            case {"enum": values, **rest} | {"const": values, **rest} if not rest.keys() - {"type"}:
+                return self._texts(values if "enum" in rules and isinstance(values, list) else [values], path)
+            case {"anyOf": list(branches), **rest} | {"oneOf": list(branches), **rest} if not rest:
+                return self._joined(branches, path, depth)
+        if found := next((name for name in rules if name != "type"), None):
+            raise self._refused(f"{path}.{found}", rules[found])
+        return None
+
+    def _joined(self, branches: list[object], path: str, depth: int) -> list[str] | None:
+        """The texts of a choice between strings and null."""
+        null = {"type": "null"}
+        if other := next((branch for branch in branches if branch != null and schema_types(branch, self.schema) != TEXT), None):
+            raise self._refused(path, other)
+        found = [["null"] if branch == null else self._choices(branch, path, depth + 1) for branch in branches]
+        return None if None in found else [text for texts in found if texts for text in texts]
+
+    def _texts(self, values: list[object], path: str) -> list[str]:
+        for value in values:
+            if value is not None and (not isinstance(value, str) or self.tags.value_end.strip() in value):
+                raise self._refused(path, values)
+        return ["null" if value is None else str(value) for value in values]
+
+    @property
+    def _why(self) -> str:
+        return f"calls of the format {self.name} write strings without quotes"
+
+    def _refused(self, name: str, given: object) -> InvalidRequest:
+        rule = f"a schema without this rule where calls are bound to it: {self._why}"
+        return InvalidRequest(f"{self.path}.{name}", rule, given, 'Leave it out, or use tool_choice "auto" without strict.')
