@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import text_kit
-from gateway_kit import TestBench, events_of, open_bench
+from gateway_kit import MODEL, TestBench, events_of, open_bench
 from tokenizers import AddedToken, Tokenizer
 
 from headrace.core.finish import FinishReason
@@ -146,6 +146,23 @@ async def test_hostile_names_and_half_markers_keep_the_framing(bench: TestBench)
     bench.replica.said = named
     streamed = message_of(events_of((await bench.chat(tools=[FIND], stream=True)).text))
     assert streamed["tool_calls"][0]["name"] == "a\r\n\r\ndata: x"
+
+
+async def test_values_between_tags_have_the_types_of_the_functions_schema(text: TextModel) -> None:
+    models = [{"name": MODEL, "folder": "/n", "replicas": [{"name": "r0", "address": "unix:/n"}], "tool_call_parser": "qwen3_coder"}]
+    parameters = {"type": "object", "properties": {"q": {"type": "string"}, "limit": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "find", "parameters": parameters}}
+    async with open_bench(text, models=models) as bench:
+        bench.replica.said = "So.\n<tool_call>\n<function=find>\n<parameter=q>\n42\n</parameter>\n"
+            "<parameter=limit>\n42\n</parameter>\n</function>\n</tool_call>"
+        whole = (await bench.chat(tools=[tool], tool_choice="required")).json()["choices"][0]
+        streamed = message_of(events_of((await bench.chat(tools=[tool], stream=True)).text))
+        assert bench.replica.requests[0].grammar is not None
+        assert "<function=find>" in bench.replica.requests[0].grammar.source
+
+    assert whole["message"]["tool_calls"][0]["function"] == {"name": "find", "arguments": '{"q": "42", "limit": 42}'}
+    assert (streamed["content"], streamed["tool_calls"][0]["arguments"]) == ("So.\n", '{"q": "42", "limit": 42}')
+    assert whole["finish_reason"] == streamed["finish"] == "tool_calls"
 
 
 async def test_markers_that_are_special_tokens_reach_the_parser_alone(tmp_path: Path) -> None:

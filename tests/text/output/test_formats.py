@@ -6,6 +6,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.grammar import MAX_MARKER_CHARS
 from headrace.text.output.formats import ALIASES, REASONING_FORMATS, TOOL_FORMATS, reasoning_format, tool_format
 
+DEEPSEEK = "<\uff5ctool\u2581calls\u2581begin\uff5c><\uff5ctool\u2581call\u2581begin\uff5c>"
 QWEN3 = "{%- if tools %}<tools></tools><tool_call>{}</tool_call>{% endif %}{% if '</think>' in content %}"
 
 
@@ -15,7 +16,14 @@ QWEN3 = "{%- if tools %}<tools></tools><tool_call>{}</tool_call>{% endif %}{% if
         ("<|im_start|>{{ message.role }}", None, None),
         ("<tools>\n<tool_call>\n{...}\n</tool_call>", "hermes", None),
         (QWEN3, "hermes", "qwen3"),
-        ("<tool_call>\n<function=name>\n<parameter=a>", None, None),
+        ("<tool_call>\n<function=name>\n<parameter=a>", "qwen3_coder", None),
+        ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key> <think></think>", "glm45", "qwen3"),
+        ("{%- set toolcall_begin_token = '<minimax:tool_call>' -%}<invoke name= </think>", "minimax_m2", "qwen3"),
+        ('\'<tool_calls>\\n{"name": <tool-name>, "arguments": <args-json-object>}\\n...\\n</tool_calls>', "minimax", None),
+        ("<tool_calls>[{}]</tool_calls>", "jamba", None),
+        (DEEPSEEK + "' + tool['type'] + '<\uff5ctool\u2581sep\uff5c>' + tool['function']['name'] + '\\n' + '```json'", "deepseek_v3", None),
+        (DEEPSEEK + "tool_call_name<\uff5ctool\u2581sep\uff5c>tool_call_arguments </think>", "deepseek_v31", "qwen3"),
+        ("<|start|>assistant<|channel|>commentary to=functions.name <|constrain|>json<|message|>", None, None),
         ("<|python_tag|>{{ call }}", "llama3_json", None),
         ('Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.', "llama3_json", None),
         ("[TOOL_CALLS][{{ call }}]", "mistral", None),
@@ -37,6 +45,9 @@ def test_a_name_chooses_its_row_whatever_the_template_says() -> None:
     assert tool_format("mistral", ["[TOOL_CALLS]f[ARGS]"]) is TOOL_FORMATS["mistral_named"]
     assert tool_format("llama4_json", []) is TOOL_FORMATS["llama3_json"]
     assert reasoning_format("deepseek_r1", [QWEN3]) is REASONING_FORMATS["deepseek_r1"]
+    assert tool_format("deepseek_v3", []) is TOOL_FORMATS["deepseek_v3"]
+    assert tool_format("glm47", []) is TOOL_FORMATS["glm45"]
+    assert reasoning_format("deepseek_v3", []) is REASONING_FORMATS["qwen3"]
     assert tool_format("none", [QWEN3]) is None
     assert reasoning_format("none", [QWEN3]) is None
 

@@ -153,7 +153,15 @@ def test_a_call_in_the_reasoning_is_none() -> None:
     assert Case("hermes", "qwen3", text).whole() == Parsed("", f"<tool_call>{F}</tool_call>", [("f", '{"a": 1}')])
 
 
-@pytest.mark.parametrize(("tools", "text", "expected"), EXAMPLES, ids=[f"{row}-{number}" for number, (row, _, _) in enumerate(EXAMPLES)])
+SHORT_CHARS = 60
+"""Every split of an example into three is tried: of those up to this length in the fast tests, of the longer ones in the slow tests."""
+
+
+@pytest.mark.parametrize(
+    ("tools", "text", "expected"),
+    [pytest.param(*example, marks=[pytest.mark.slow] * (len(example[1]) > SHORT_CHARS)) for example in EXAMPLES],
+    ids=[f"{row}-{number}" for number, (row, _, _) in enumerate(EXAMPLES)],
+)
 def test_each_split_into_three_gives_the_whole(tools: str, text: str, expected: Parsed) -> None:
     case = Case(tools, "qwen3", text)
     for first, second in combinations(range(len(text) + 1), 2):
@@ -243,6 +251,10 @@ HOSTILE = {
     "arguments": ("pythonic", "[f(" + "".join([f"a{n}=1, " for n in range(ONE // 10)])),
     "python calls": ("pythonic", "[" + "f(a={'k': [1]}), " * (ONE // 20)),
     "reasoning": ("hermes", "<think>" + "</thin" * (ONE // 6)),
+    "a text value": ("qwen3_coder", "<tool_call><function=f><parameter=s>" + "\n</param" * (ONE // 8)),
+    "a raw value": ("qwen3_coder", "<tool_call><function=f><parameter=l>" + "[</param" * (ONE // 8)),
+    "parameters": ("glm45", "<tool_call>f" + "<arg_key>s</arg_key><arg_value>x</arg_value>" * (ONE // 44)),
+    "invocations": ("minimax_m2", "<minimax:tool_call>" + '<invoke name="f">' * (ONE // 17)),
 }
 
 
@@ -254,20 +266,34 @@ def cpu_s(name: str, size: int, piece: int) -> float:
     return time.process_time() - started
 
 
+def assert_linear(name: str, size: int, piece: int) -> None:
+    """Four times the text takes about four times as long; a parse that is quadratic in anything takes sixteen.
+
+    Other load on the machine makes single measurements of CPU time up to twice as long, so the shortest of three count.
+    """
+    whole, quarter = [cpu_s(name, size, piece)], [cpu_s(name, size // 4, piece)]
+    while (grows := min(whole) > 9 * min(quarter) + 0.05) and len(whole) < 3:
+        whole.append(cpu_s(name, size, piece))
+        quarter.append(cpu_s(name, size // 4, piece))
+    assert not grows, f"{quarter} s for {size // 4} characters, {whole} s for {size}"
+
+
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_megabyte_takes_linear_time(name: str) -> None:
-    """Four times the text takes about four times as long; a parse that is quadratic in anything takes sixteen."""
-    assert cpu_s(name, ONE, 4096) < 9 * cpu_s(name, ONE // 4, 4096) + 0.1
-    assert cpu_s(name, ONE // 8, 4) < 9 * cpu_s(name, ONE // 32, 4) + 0.1
+def test_long_outputs_take_linear_time(name: str) -> None:
+    assert_linear(name, ONE // 2, 4096)
+    assert_linear(name, ONE // 16, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_megabyte_in_pieces_of_a_token_takes_linear_time(name: str) -> None:
-    assert cpu_s(name, ONE, 4) < 6 * cpu_s(name, ONE // 4, 4) + 0.1
+    assert_linear(name, ONE, 4)
 
 
-@pytest.mark.parametrize("name", ["white space", "a huge name", "a header", "a literal", "arguments before the name", "open keys"])
+SLOWLY_TRACED = [pytest.param(name, marks=pytest.mark.slow) for name in ("arguments before the name", "open keys")]
+
+
+@pytest.mark.parametrize("name", ["white space", "a huge name", "a header", "a literal", "a raw value", "a text value", *SLOWLY_TRACED])
 def test_memory_stays_bounded_while_nothing_is_decided(name: str) -> None:
     tools, text = HOSTILE[name]
     parser = Case(tools, "qwen3", "").parser()
