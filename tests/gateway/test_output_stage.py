@@ -153,8 +153,8 @@ async def test_values_between_tags_have_the_types_of_the_functions_schema(text: 
     parameters = {"type": "object", "properties": {"q": {"type": "string"}, "limit": {"type": "integer"}}}
     tool = {"type": "function", "function": {"name": "find", "parameters": parameters}}
     async with open_bench(text, models=models) as bench:
-        bench.replica.said = "So.\n<tool_call>\n<function=find>\n<parameter=q>\n42\n</parameter>\n"
-            "<parameter=limit>\n42\n</parameter>\n</function>\n</tool_call>"
+        values = "<parameter=q>\n42\n</parameter>\n<parameter=limit>\n42\n</parameter>\n"
+        bench.replica.said = f"So.\n<tool_call>\n<function=find>\n{values}</function>\n</tool_call>"
         whole = (await bench.chat(tools=[tool], tool_choice="required")).json()["choices"][0]
         streamed = message_of(events_of((await bench.chat(tools=[tool], stream=True)).text))
         assert bench.replica.requests[0].grammar is not None

@@ -86,6 +86,12 @@ EXAMPLES: list[tuple[str, str, Parsed]] = [
         Parsed(calls=[("f", '{"s": "12", "o": "12", "l": [true, {"a": null}], "x": 1.50, "n": "five"}')]),
     ),
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=s>\nhal", Parsed(calls=[("f", '{"s": "hal')])),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=n>\n5\n</parameter>\n<parameter=l>\n[1, 2",
+        Parsed(calls=[("f", '{"n": 5')]),
+    ),
+    ("pythonic", "[f(a=1, b=[2", Parsed(calls=[("f", '{"a": 1')])),
     ("qwen3_coder", "<tool_call> see <function=f>", Parsed("<tool_call> see <function=f>")),
     (
         "glm45",

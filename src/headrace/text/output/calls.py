@@ -49,8 +49,9 @@ class CallParser:
     def finish(self) -> str:
         """What was held back. Call it once."""
         held = self._log.take_held()
-        if self._log.num_calls and self._row.end.startswith(held.strip()):
-            held = ""  # white space, or an end marker that was cut off
+        is_end = self._log.num_calls > 0 and self._row.end.startswith(held.strip())
+        if self._log.is_open or is_end:
+            held = ""  # a cut call's next argument; white space, or an end marker that was cut off
         return self._held + held
 
     def _search(self, text: str, at: int, content: list[str]) -> int:
@@ -77,6 +78,7 @@ class CallParser:
         at = reader.feed(text, at)
         if reader.reading is not Reading.GOES_ON:
             content.append(self._log.take_held())
+            self._log.is_open = False
             self._reader = None
             self._is_after_calls = reader.reading is Reading.DONE
         return at
