@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from headrace.core.clock import Clock
-from headrace.core.errors import EngineFatal, HeadraceError, InvalidRequest, Overloaded, SequenceFailed
+from headrace.core.errors import EngineFatal, HeadraceError, InvalidRequest, Overloaded, SequenceFailed, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.ids import AdmissionId, RequestId
 from headrace.core.load import FailureKind, LoadSnapshot
@@ -42,6 +42,9 @@ CHECK_INTERVAL_S = 60.0
 
 MAX_PLAN_FAILURES = 3
 """After this many plans in a row that could not be made, the engine ends."""
+
+OVERDUE_RETRY_S = 5.0
+"""When a request that waited too long for a prerequisite may be sent again, as its client reads it."""
 
 Outbox = Callable[[list[SequenceUpdate | Rejected]], None]
 
@@ -257,6 +260,9 @@ class Engine:
                 raise EngineFatal(f"planning failed {self._plan_failures} times in a row: {error!r:.200}") from error
             return None
         self._plan_failures = 0
+        for request, late in self.scheduler.take_overdue():
+            refusal = Unavailable(late, retry_after_s=OVERDUE_RETRY_S)
+            self._emit([Rejected(request_id=request.request_id, epoch=request.epoch, error=refusal)])
         return plan
 
     def _commit_oldest(self) -> None:

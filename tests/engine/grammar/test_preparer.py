@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from grammar_kit import EOS, PERSON, TINY, VOCAB, compiled, regex, schema, trie
 
-from headrace.core.errors import InvalidRequest
+from headrace.core.errors import InvalidRequest, Overloaded
 from headrace.core.grammar import Grammar
 from headrace.core.ids import AdmissionId, RequestId
 from headrace.core.request import EngineRequest
@@ -133,6 +134,26 @@ def test_tenants_take_turns(bench: Bench) -> None:
     open_gate(bench)
     order = [admission for admission, _ in bench.engine.wait(6)]
     assert order.index(9) <= 2, "it waits for one of the other tenant's grammars, or two, not for five"
+
+
+def test_a_tenant_whose_new_grammars_wait_already_is_refused_and_no_other(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue that no client would wait for to its end is not made. A grammar that is there already needs no place in it."""
+    monkeypatch.setattr("headrace.engine.grammar.preparer.MAX_WAITING_GRAMMARS", 3)
+    open_gate(bench)
+    bench.begin(1, "a", "greedy")
+    bench.engine.wait(1)
+    bench.compiler.gate.clear()  # type: ignore[attr-defined]
+    bench.begin(2, "a{2}", "greedy")
+    while bench.preparer._jobs._waiting:  # until the thread has taken it
+        time.sleep(0.001)
+    for number in range(3, 6):
+        bench.begin(number, f"a{{{number}}}", "greedy")
+    with pytest.raises(Overloaded, match="3 new grammars of this tenant wait") as refused:
+        bench.begin(6, "a{6}", "greedy")
+    assert refused.value.retry_after_s == pytest.approx(0.36)
+    assert AdmissionId(6) not in bench.preparer._open, "nothing is held for what was refused"
+    assert bench.begin(10, "a", "greedy") == {}
+    assert GRAMMAR in bench.begin(11, "b", "modest")
 
 
 def test_what_is_refused_and_what_breaks_is_said_and_holds_nothing(bench: Bench) -> None:

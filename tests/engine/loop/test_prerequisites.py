@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_oracle import expected_tokens
 
-from headrace.core.errors import EngineFatal, HeadraceError, InvalidRequest, Overloaded, RequestTooLarge
+from headrace.core.errors import EngineFatal, HeadraceError, InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.ids import AdmissionId, RequestId
@@ -22,21 +22,26 @@ from headrace.policy.schedule.scheduler import Scheduler
 from headrace.policy.schedule.sequence_table import SequenceTable
 
 
-def test_each_prerequisite_has_a_time_limit_of_its_own() -> None:
+@pytest.mark.parametrize("n", [1, 3])
+def test_each_prerequisite_has_a_time_limit_of_its_own(n: int) -> None:
     driven = DrivenEngine()
     for name in ("slow", "quick"):
-        driven.submit(request(name, [1 if name == "slow" else 2]))
+        driven.submit(request(name, [1 if name == "slow" else 2], n=n if name == "slow" else 1))
         driven.preparer.needs[name] = {"grammar": 2.0, "adapter": 30.0}
     driven.turn()
     driven.satisfied("quick", "grammar")
     driven.turn()
     driven.clock.now += 3.0
     driven.turn()
-    assert str(driven.errors["slow"]) == "prerequisite not met in 2 s: grammar"
-    assert ("quick", 0) not in driven.finish
+    late = driven.errors["slow"]
+    assert isinstance(late, Unavailable), "the request is fine: it can be sent again"
+    assert "(grammar) was not ready within 2 s" in str(late)
+    assert not driven.finish, "a late request is refused whole, and the other one still waits"
     driven.satisfied("quick", "adapter")
     driven.run()
     assert driven.tokens["quick", 0] == expected_tokens([2], 8, VOCAB)
+    driven.preparer.check_idle()
+    driven.scheduler.check()
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -224,7 +229,9 @@ def test_what_was_prepared_is_given_back_once_when_the_last_sequence_has_ended(w
     assert driven.preparer.ended[driven.preparer.admissions["a"]] == 0, "two of its sequences go on"
     end(driven)
     driven.run()
-    assert len(driven.finish) == 4
+    is_refused = what == "never came"
+    assert len(driven.finish) == (2 if is_refused else 4)
+    assert isinstance(driven.errors.get("a"), Unavailable) == is_refused
 
 
 @pytest.mark.parametrize(("owner", "method"), [(Scheduler, "add"), (SequenceTable, "_place")])

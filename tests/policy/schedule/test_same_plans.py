@@ -16,7 +16,9 @@ RECORDED = json.loads((Path(__file__).parent / "data" / "recorded_plans.json").r
 """seed -> digest, written down when every row had an object of its own and was looked at in every step.
 
 38 was recorded again: until then a repeated step left out, silently, the sequences that its budget did not reach. 2, 14, 17, 19 and 28
-were recorded again: until then the sequences queued behind a long prompt waited for its end.
+were recorded again: until then the sequences queued behind a long prompt waited for its end. Lives with a prerequisite that never came
+were recorded again: until then such a request's sequences failed one by one, and now it is refused whole; all plans and other updates are
+the same.
 """
 
 

@@ -9,7 +9,7 @@ import pytest
 from engine_kit import FULL, VOCAB, WINDOW, DrivenEngine, request
 from kv_oracle import expected_tokens
 
-from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge
+from headrace.core.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.ids import RequestId
@@ -351,15 +351,16 @@ def test_a_sequence_takes_no_budget_before_its_prerequisites_are_met() -> None:
     assert driven.tokens["a", 0] == expected_tokens([1, 2], 8, VOCAB)
 
 
-def test_a_prerequisite_that_never_comes_fails_its_request_alone() -> None:
+def test_a_prerequisite_that_never_comes_has_its_request_refused_alone() -> None:
     driven = DrivenEngine(prerequisite_timeout_s=3.0)
     driven.submit(request("a", [1, 2]), needs=frozenset({"kv"}))
     driven.submit(request("b", [3]))
     driven.turn(2)
     driven.clock.now += 4
     driven.run()
-    assert driven.finish["a", 0] is FinishReason.ERROR
+    assert isinstance(driven.errors["a"], Unavailable)
     assert "kv" in str(driven.errors["a"])
+    assert ("a", 0) not in driven.finish
     assert driven.finish["b", 0] is FinishReason.LENGTH
 
 

@@ -53,7 +53,11 @@ STATES_BYTES = MAX_LEXER_STATES * 512
 """Memory counted for a compiled grammar beside what it held when it was vetted: the states that its lexer may still build."""
 
 PREPARE_TIMEOUT_S = 30.0
-"""Seconds that a request waits for its grammar. The first one of an engine also waits until the model's vocabulary is read."""
+"""Seconds that a request waits for its grammar; then it is refused as one that can be sent again. The first one of an engine also waits
+until the model's vocabulary is read."""
+
+MAX_WAITING_GRAMMARS = 64
+"""Requests of one tenant that may wait for grammars to be prepared, one after the other. Further ones with new grammars are refused."""
 
 STACK_BYTES = 64 << 20
 """Stack of the threads that compile and match grammars: eight times that of vetting, so that what

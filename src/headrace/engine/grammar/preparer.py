@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Protocol
 
-from headrace.core.errors import InvalidRequest
+from headrace.core.errors import InvalidRequest, Overloaded
 from headrace.core.ids import AdmissionId
 from headrace.core.request import EngineRequest
 from headrace.engine.grammar.compiler import GrammarCompiler
 from headrace.engine.grammar.deep_stack import start_deep_thread
-from headrace.engine.grammar.limits import PREPARE_TIMEOUT_S
+from headrace.engine.grammar.limits import MAX_WAITING_GRAMMARS, PREPARE_TIMEOUT_S, VET_CPU_S
 from headrace.engine.grammar.store import GrammarKey, GrammarStore
 
 GRAMMAR = "grammar"
@@ -56,13 +56,15 @@ class GrammarPreparer:
     # on the loop's thread
 
     def begin(self, request: EngineRequest, admission: AdmissionId) -> Mapping[str, float]:
-        """Raises InvalidRequest for a grammar where the model can have none."""
+        """Raises InvalidRequest for a grammar where the model can have none, Overloaded while too many of the tenant's wait."""
         if request.grammar is None:
             return {}
         if self._compiler.refusal:
             raise InvalidRequest("grammar", f"none: {self._compiler.refusal}", request.grammar.kind.value)
         key = GrammarKey(request.tenant, request.grammar)
         is_there = self._store.pin(key)
+        if not is_there:
+            self._jobs.check_room(key.tenant)
         with self._lock:
             self._open[admission] = key
             if is_there:
@@ -136,6 +138,14 @@ class TenantJobs:
         self._waiting: OrderedDict[str, deque[AdmissionId]] = OrderedDict()
         self._changed = threading.Condition()
         self._closed = False
+
+    def check_room(self, tenant: str) -> None:
+        """Raises Overloaded where a tenant's next admission would wait behind too many of its own."""
+        with self._changed:
+            num_waiting = len(self._waiting.get(tenant, ()))
+        if num_waiting >= MAX_WAITING_GRAMMARS:
+            retry_after_s = num_waiting * VET_CPU_S
+            raise Overloaded(f"{num_waiting} new grammars of this tenant wait to be compiled already", retry_after_s=retry_after_s)
 
     def put(self, tenant: str, admission: AdmissionId) -> None:
         with self._changed:

@@ -106,6 +106,10 @@ class Scheduler:
         """A request that still waits for a prerequisite is refused after all. Returns it; None where it is not waiting."""
         return self.sequences.withdraw(admission, now)
 
+    def take_overdue(self) -> list[tuple[EngineRequest, str]]:
+        """Requests that the last plan ended because they waited too long for a prerequisite, and why. There is no update about them."""
+        return self.sequences.take_overdue()
+
     def take_ended(self) -> list[AdmissionId]:
         return self.sequences.take_ended()
 

@@ -46,6 +46,7 @@ class SequenceTable:
         self._families: dict[RequestId, list[Sequence]] = {}
         self._prepared: dict[AdmissionId, list[Sequence]] = {}
         self._ended_admissions: list[AdmissionId] = []
+        self._overdue: list[tuple[EngineRequest, str]] = []
         self._tenants = WaitingTenants(config.max_waiting_per_tenant)
         self._deadlines = Deadlines()
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -279,12 +280,21 @@ class SequenceTable:
         self._end(seq, FinishReason.ERROR, now, error=message)
 
     def expire(self, now: float) -> None:
-        """End sequences that are past their deadline, or waited too long for a prerequisite."""
+        """End sequences that are past their deadline, or waited too long for a prerequisite: these are for `take_overdue`."""
         for seq, kind, what in self._deadlines.take_due(now):
             if kind is Limit.ANSWER:
                 self._end(seq, FinishReason.DEADLINE, now)
             elif what in seq.missing:
-                self.fail(seq, f"prerequisite not met in {seq.missing[what]:g} s: {what}", now)
+                late = f"what this request needs first ({what}) was not ready within {seq.missing[what]:g} s"
+                if (request := self.withdraw(seq.admission, now)) is not None:
+                    self._overdue.append((request, f"{late}; it can be sent again"))
+                else:
+                    self.fail(seq, late, now)
+
+    def take_overdue(self) -> list[tuple[EngineRequest, str]]:
+        """Requests that were ended since the last call because they waited too long, and why. There is no update about them."""
+        overdue, self._overdue = self._overdue, []
+        return overdue
 
     def next_deadline(self) -> float | None:
         return self._deadlines.next()
