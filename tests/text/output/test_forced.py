@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -309,3 +310,23 @@ def test_tags_may_be_the_tokens_that_they_are(tmp_path: Path, row: ToolFormat) -
             assert takes(vocabulary, known, text, spelled=False)
             assert takes(vocabulary, known, text)
         assert not takes(vocabulary, known, written(row, ("find", BAD)), spelled=False)
+
+
+def test_schemas_that_refer_to_themselves_are_refused_at_once() -> None:
+    """Each of 16 definitions has 64 branches that refer to the next: following them all would never end."""
+    definitions: dict[str, Any] = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 64} for n in range(16)}
+    definitions |= {"d16": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}
+    definitions |= {f"c{n}": {"$ref": f"#/$defs/c{n + 1}"} for n in range(4000)} | {"big": {"enum": [["x" * 1000] * 100]}}
+    began_s = time.process_time()
+    for schema in ({"$ref": "#/$defs/d0"}, {"$ref": "#/$defs/loop"}, {"$ref": "#/$defs/c0"}):
+        tool = FunctionTool(name="f", parameters={"type": "object", "properties": {"s": schema}, "$defs": definitions})
+        with pytest.raises(InvalidRequest) as refused:
+            forced_grammar(TOOL_FORMATS["qwen3_coder"], [tool], REQUIRED)
+        assert refused.value.field == "tools[0].function.parameters.properties.s"
+        OutputParser(TOOL_FORMATS["qwen3_coder"], None, functions=[tool]).push("<tool_call><function=f><parameter=s>")
+    wide = {"type": "object", "properties": {f"p{n}": {"$ref": "#/$defs/big"} for n in range(1000)}, "$defs": definitions}
+    with pytest.raises(InvalidRequest) as too_large:
+        forced_grammar(TOOL_FORMATS["qwen3_coder"], [FunctionTool(name="f", parameters=wide)], REQUIRED)
+
+    assert "bytes of grammar" in too_large.value.limit
+    assert time.process_time() - began_s < 1

@@ -82,8 +82,8 @@ EXAMPLES: list[tuple[str, str, Parsed]] = [
     (
         "qwen3_coder",
         "<tool_call><function=f><parameter=s>12</parameter><parameter=o>12</parameter><parameter=l>[True, {'a': None}]</parameter>"
-        "<parameter=x>1.50</parameter><parameter=n>five</parameter></function></tool_call>",
-        Parsed(calls=[("f", '{"s": "12", "o": "12", "l": [true, {"a": null}], "x": 1.50, "n": "five"}')]),
+        "<parameter=x>1.50</parameter><parameter=n>five</parameter><parameter=y>NaN</parameter></function></tool_call>",
+        Parsed(calls=[("f", '{"s": "12", "o": "12", "l": [true, {"a": null}], "x": 1.50, "n": "five", "y": "NaN"}')]),
     ),
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=s>\nhal", Parsed(calls=[("f", '{"s": "hal')])),
     (

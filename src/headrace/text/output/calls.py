@@ -13,6 +13,7 @@ from headrace.text.output.named_calls import NamedCalls
 from headrace.text.output.python_calls import PythonCalls
 from headrace.text.output.reading import MAX_CALLS, CallLog, CallReader, Reading
 from headrace.text.output.tagged_calls import TaggedCalls
+from headrace.text.output.value_types import FunctionTypes
 
 
 class CallParser:
@@ -21,7 +22,7 @@ class CallParser:
     def __init__(self, row: ToolFormat, functions: Sequence[FunctionTool]) -> None:
         """functions: those that the request offers; what no marker introduces is a call only of one of these"""
         self._row = row
-        self._functions = functions
+        self._function_types = FunctionTypes(functions)
         self._log = CallLog(frozenset([function.name for function in functions]))
         self._reader: CallReader | None = self._new_reader(is_bare=True) if row.is_bare else None
         self._held = ""
@@ -91,6 +92,6 @@ class CallParser:
             case CallSyntax.NAMED:
                 return NamedCalls(row, self._log)
             case CallSyntax.TAGGED:
-                return TaggedCalls(row, self._log, self._functions)
+                return TaggedCalls(row, self._log, self._function_types)
             case _:
                 return JsonCalls(row, self._log, is_list=row.syntax is CallSyntax.JSON_LIST, is_bare=is_bare)

@@ -12,11 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from headrace.core.errors import InvalidRequest
+from headrace.core.grammar import MAX_GRAMMAR_BYTES
 from headrace.text.output.formats import CallTags
-from headrace.text.output.value_types import MAX_REFERENCES, TEXT, referenced, schema_types
+from headrace.text.output.value_types import TEXT, SchemaTypes, referenced
 
 SEPARATORS = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 """llguidance's options of a schema. Set here, whatever the client wrote: others could switch checks off or let white space run on."""
+
+MAX_BRANCHES = 256
+"""References and branches followed to find the texts of strings; a schema that has more refuses the request."""
 
 _NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "x-guidance"})
 """Keywords that bind nothing."""
@@ -66,6 +70,11 @@ class TaggedArguments:
     schema: Mapping[str, object]
     path: str
     lines: list[str] = field(default_factory=list)
+    num_branches: int = 0
+    _types: SchemaTypes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._types = SchemaTypes(self.schema)
 
     def body(self) -> str:
         """What stands between a function's name and the end of its call. Raises InvalidRequest for a schema that cannot be followed so."""
@@ -78,9 +87,13 @@ class TaggedArguments:
         if not properties:
             return "" if self.schema.get("additionalProperties") is False else self._any_arguments()
         parts: list[str] = []
+        num_chars = 0
         for number, (name, schema) in enumerate(properties.items()):
             rule = f"{self.rule}_{number}"
             self.lines.append(f"{rule}: {self._argument(name, schema, rule)}")
+            num_chars += len(self.lines[-1])
+            if num_chars > MAX_GRAMMAR_BYTES:  # definitions stand in it once for each parameter that refers to one
+                raise InvalidRequest(self.path, f"at most {MAX_GRAMMAR_BYTES} bytes of grammar", None, "Shorten the schema.")
             parts.append(rule if name in required else f"{rule}?")
         return " ".join(parts)
 
@@ -92,13 +105,15 @@ class TaggedArguments:
     def _argument(self, name: str, schema: object, rule: str) -> str:
         if _KEY.fullmatch(name) is None:
             raise InvalidRequest(f"{self.path}.properties", f"names of 1..64 characters without < > and quotes: {self._why}", name)
-        types = schema_types(schema, self.schema)
+        types = self._types.of(schema)
         if not types or schema is False:
             raise InvalidRequest(f"{self.path}.properties.{name}", "a schema that some value has", schema)
         before = self._before_value(lark_text(name))
         if "string" not in types:
-            definitions = {key: self.schema[key] for key in _DEFINITIONS if key in self.schema}
-            value = "%json " + json.dumps({**(schema if isinstance(schema, Mapping) else {}), **definitions, **SEPARATORS})
+            own = dict(schema) if isinstance(schema, Mapping) else {}
+            has_references = '"$ref"' in json.dumps(own)
+            definitions = {key: self.schema[key] for key in _DEFINITIONS if key in self.schema and has_references}
+            value = "%json " + json.dumps({**own, **definitions, **SEPARATORS})
         elif (choices := self._choices(schema, f"properties.{name}")) is not None:
             value = "(" + " | ".join([lark_text(choice) for choice in choices]) + ")"
         else:
@@ -116,28 +131,31 @@ class TaggedArguments:
         after = self.tags.value_end[len(self.tags.value_end.rstrip()) :]
         return f"({rule}_text{token}) {self.texts.spelled(after)}".strip()
 
-    def _choices(self, schema: object, path: str, depth: int = 0) -> list[str] | None:
+    def _choices(self, schema: object, path: str) -> list[str] | None:
         """The texts that a schema allowing strings has; None for any text. Raises InvalidRequest for other rules."""
         if not isinstance(schema, Mapping):
             return None
+        self.num_branches += 1
+        if self.num_branches > MAX_BRANCHES:
+            raise InvalidRequest(f"{self.path}.{path}", f"at most {MAX_BRANCHES} references and branches to follow for strings")
         rules = {name: value for name, value in schema.items() if name not in _NOTES}
         match rules:
-            case {"$ref": _, **rest} if not rest and depth < MAX_REFERENCES:
-                return self._choices(referenced(schema, self.schema), path, depth + 1)
+            case {"$ref": str(reference), **rest} if not rest:
+                return self._choices(referenced(reference, self.schema), path)
             case {"enum": values, **rest} | {"const": values, **rest} if not rest.keys() - {"type"}:
                 return self._texts(values if "enum" in rules and isinstance(values, list) else [values], path)
             case {"anyOf": list(branches), **rest} | {"oneOf": list(branches), **rest} if not rest:
-                return self._joined(branches, path, depth)
+                return self._joined(branches, path)
         if found := next((name for name in rules if name != "type"), None):
             raise self._refused(f"{path}.{found}", rules[found])
         return None
 
-    def _joined(self, branches: list[object], path: str, depth: int) -> list[str] | None:
+    def _joined(self, branches: list[object], path: str) -> list[str] | None:
         """The texts of a choice between strings and null."""
         null = {"type": "null"}
-        if other := next((branch for branch in branches if branch != null and schema_types(branch, self.schema) != TEXT), None):
+        if other := next((branch for branch in branches if branch != null and self._types.of(branch) != TEXT), None):
             raise self._refused(path, other)
-        found = [["null"] if branch == null else self._choices(branch, path, depth + 1) for branch in branches]
+        found = [["null"] if branch == null else self._choices(branch, path) for branch in branches]
         return None if None in found else [text for texts in found if texts for text in texts]
 
     def _texts(self, values: list[object], path: str) -> list[str]:

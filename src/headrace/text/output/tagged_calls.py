@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 
-from headrace.core.tools import FunctionTool
 from headrace.text.output.formats import ToolFormat
 from headrace.text.output.json_span import JsonSpan
 from headrace.text.output.markers import num_held
 from headrace.text.output.reading import CallLog, Reading, TagChoice, TextUntil
-from headrace.text.output.value_types import TEXT, TYPES, parameter_types, written_value
+from headrace.text.output.value_types import TEXT, TYPES, FunctionTypes, written_value
 
 MAX_TAG_CHARS = 256
 """Characters of a function's name, or of a parameter's. Text with a longer one is no call."""
@@ -43,12 +42,12 @@ class _State(Enum):
 class TaggedCalls:
     """What follows a start marker: the calls of one section, and its end marker. A `CallReader`."""
 
-    def __init__(self, row: ToolFormat, log: CallLog, functions: Sequence[FunctionTool]) -> None:
+    def __init__(self, row: ToolFormat, log: CallLog, function_types: FunctionTypes) -> None:
         assert row.tags is not None, f"{row.name} has no tags"
         self._row, self._log = row, log
         self._padding = row.tags.padding
         self._tags = row.tags.stripped()
-        self._functions = functions
+        self._function_types = function_types
         self._types: Mapping[str, frozenset[str]] = {}
         self._is_begun = False
         self._word = self._name = self._key = ""
@@ -159,8 +158,7 @@ class TaggedCalls:
             self.reading = Reading.FAILED
         elif found:
             self._name, self._word = self._word, ""
-            tool = next((tool for tool in self._functions if tool.name == self._name), None)
-            self._types = parameter_types(tool) if tool is not None else {}
+            self._types = self._function_types.of(self._name)
             self._enter(_State.NAME_END)
         return after
 

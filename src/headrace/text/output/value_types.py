@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 from headrace.core.tools import FunctionTool
 from headrace.text.output.python_literals import json_of_literal
@@ -12,44 +13,81 @@ TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", 
 """Every type: that of a parameter of which the schema says nothing."""
 
 TEXT = frozenset({"string"})
-MAX_REFERENCES = 16
-"""References and branches followed within one schema; beyond them its type counts as unknown."""
+
+MAX_DEPTH = 64
+"""References that lead to each other; what stands behind more of them counts as unknown."""
 
 
-def parameter_types(tool: FunctionTool) -> Mapping[str, frozenset[str]]:
-    """The types of each declared parameter."""
-    root: Mapping[str, object] = tool.parameters or {}
-    properties = root.get("properties")
-    return {name: schema_types(schema, root) for name, schema in properties.items()} if isinstance(properties, Mapping) else {}
+class FunctionTypes:
+    """The types of the parameters of a request's functions, each worked out when a call of it is first read."""
+
+    def __init__(self, functions: Sequence[FunctionTool]) -> None:
+        self._functions = functions
+        self._found: dict[str, Mapping[str, frozenset[str]]] = {}
+
+    def of(self, name: str) -> Mapping[str, frozenset[str]]:
+        """The types of each declared parameter; none for a function that the request does not offer."""
+        if name not in self._found:
+            tool = next((tool for tool in self._functions if tool.name == name), None)
+            self._found[name] = _parameter_types(tool.parameters) if tool is not None and tool.parameters is not None else {}
+        return self._found[name]
 
 
-def schema_types(schema: object, root: Mapping[str, object], depth: int = 0) -> frozenset[str]:
-    """The types that a schema's values may have. root: the schema in which its references are looked up"""
-    if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
-        return TYPES
-    found = TYPES
-    if "$ref" in schema:
-        found &= schema_types(referenced(schema, root), root, depth + 1)
-    given = schema.get("type")
-    if given is not None:
-        found &= frozenset([given] if isinstance(given, str) else given if isinstance(given, list) else TYPES)
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list):
-        found &= frozenset().union(*map(_types_of_value, values))
-    for name in ("anyOf", "oneOf"):
-        if isinstance(branches := schema.get(name), list) and branches:
-            found &= frozenset().union(*[schema_types(branch, root, depth + 1) for branch in branches])
-    for branch in _branches(schema.get("allOf")):
-        found &= schema_types(branch, root, depth + 1)
-    return found
+def _parameter_types(root: Mapping[str, object]) -> Mapping[str, frozenset[str]]:
+    properties, types = root.get("properties"), SchemaTypes(root)
+    return {name: types.of(schema) for name, schema in properties.items()} if isinstance(properties, Mapping) else {}
 
 
-def referenced(schema: Mapping[str, object], root: Mapping[str, object]) -> object:
-    """What a schema's `$ref` names within the root; None where it names nothing there."""
+class SchemaTypes:
+    """The types of the schemas within one root schema. Linear in it: what a reference names is looked at once."""
+
+    def __init__(self, root: Mapping[str, object]) -> None:
+        self._root = root
+        self._referenced: dict[str, frozenset[str]] = {}
+        self._depth = 0
+
+    def of(self, schema: object) -> frozenset[str]:
+        """The types that a schema's values may have."""
+        if not isinstance(schema, Mapping):
+            return TYPES
+        found = TYPES
+        if isinstance(reference := schema.get("$ref"), str):
+            found &= self._of_reference(reference)
+        given = schema.get("type")
+        if given is not None:
+            found &= frozenset([given] if isinstance(given, str) else map(str, given) if isinstance(given, list) else TYPES)
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if isinstance(values, list):
+            found &= _union(map(_types_of_value, values))
+        for name in ("anyOf", "oneOf"):
+            if isinstance(branches := schema.get(name), list) and branches:
+                found &= _union(map(self.of, branches))
+        if isinstance(branches := schema.get("allOf"), list):
+            for branch in branches:
+                found &= self.of(branch)
+        return found
+
+    def _of_reference(self, reference: str) -> frozenset[str]:
+        if reference not in self._referenced:
+            self._referenced[reference] = TYPES  # of a reference to itself
+            if self._depth == MAX_DEPTH:
+                return TYPES
+            self._depth += 1
+            self._referenced[reference] = self.of(referenced(reference, self._root))
+            self._depth -= 1
+        return self._referenced[reference]
+
+
+def _union(found: Iterable[frozenset[str]]) -> frozenset[str]:
+    return frozenset(chain.from_iterable(found))
+
+
+def referenced(reference: str, root: Mapping[str, object]) -> object:
+    """What a reference names within the root; None where it names nothing there."""
     at: object = root
-    for name in str(schema["$ref"]).removeprefix("#").split("/")[1:]:
+    for name in reference.removeprefix("#").split("/")[1:]:
         at = at.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(at, Mapping) else None
-    return at if str(schema["$ref"]).startswith("#") else None
+    return at if reference.startswith("#") else None
 
 
 def written_value(text: str, types: frozenset[str]) -> str:
@@ -66,10 +104,14 @@ def written_value(text: str, types: frozenset[str]) -> str:
 
 def _is_one_of(written: str, types: frozenset[str]) -> bool:
     try:
-        value: object = json.loads(written)
+        value: object = json.loads(written, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return False
     return not isinstance(value, str) and bool(_types_of_value(value) & types)
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _types_of_value(value: object) -> frozenset[str]:
@@ -87,7 +129,3 @@ def _types_of_value(value: object) -> frozenset[str]:
         case list():
             return frozenset({"array"})
     return frozenset({"object"})
-
-
-def _branches(given: object) -> list[object]:
-    return given if isinstance(given, list) else []
