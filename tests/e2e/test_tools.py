@@ -17,6 +17,7 @@ from openai import APIStatusError, BadRequestError, OpenAI
 from server_kit import Server, serving
 
 from tests.house.reader import ROOT
+from tests.house.test_docs import code_blocks
 
 WEATHER: Any = {
     "type": "function",
@@ -221,6 +222,16 @@ def test_the_example_calls_local_functions(server: Server) -> None:
     assert done.returncode == 0, done.stderr
     assert "get_weather(" in done.stderr
     assert done.stdout.strip()
+
+
+def test_the_example_in_the_docs_calls_local_functions(server: Server) -> None:
+    ((_, block),) = code_blocks(ROOT / "docs" / "tools.md", "python")
+    block = block.replace("http://127.0.0.1:8000", f"http://127.0.0.1:{server.port}").replace('"headrace-tiny"', '"tiny"')
+    done = subprocess.run(
+        [sys.executable, "-c", block], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, env=environment(server)
+    )
+    assert done.returncode == 0, done.stderr
+    assert "24 degrees" in done.stdout
 
 
 def test_the_agent_calls_local_functions(server: Server) -> None:

@@ -135,7 +135,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, through the model's own template.
 
-        tools                 shown to the model by its template; calls in the answer are left in its text
+        tools                 shown to the model by its template; calls in the answer are left in its text, as vLLM leaves them
         chat_template         only None: the model's own is used
         chat_template_kwargs  scalars for variables the template reads (e.g. enable_thinking)
 

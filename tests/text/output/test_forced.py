@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import hostile_tools
 import llguidance
 import pytest
 import text_kit
@@ -330,3 +332,13 @@ def test_schemas_that_refer_to_themselves_are_refused_at_once() -> None:
 
     assert "bytes of grammar" in too_large.value.limit
     assert time.process_time() - began_s < 1
+
+
+@pytest.mark.parametrize("row", TAGGED, ids=lambda row: row.name)
+def test_hostile_schemas_are_refused_or_written_in_little_time(row: ToolFormat) -> None:
+    for name, given in hostile_tools.requests().items():
+        tools = [FunctionTool(name=tool["function"]["name"], parameters=tool["function"].get("parameters")) for tool in given]
+        began_s = time.process_time()
+        with suppress(InvalidRequest):
+            forced_grammar(row, tools, REQUIRED)
+        assert time.process_time() - began_s < 0.25, name
