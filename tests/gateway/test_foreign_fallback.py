@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -362,6 +364,29 @@ async def test_servers_of_one_order_share_the_requests(text: TextModel) -> None:
         await eventually(lambda: near.gateway.service.open_requests.num_open == 0)
 
 
+async def test_a_server_that_refuses_its_key_is_named_in_the_log_once(
+    text: TextModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(foreign_watch, "MODELS_S", 0.0)
+    monkeypatch.setattr(foreign_watch, "LOAD_S", 0.01)
+    monkeypatch.setenv("FAR_KEY", "key-of-the-server")
+    server = ScriptedServer(GOOD, pages={"/v1/models": head("401 Unauthorized", "text/plain")})
+    async with scripted(text, server, api_key_env="FAR_KEY"):
+        await eventually(lambda: len(server.gets) > 3)
+    assert caplog.text.count("is its key right?") == 1
+    assert all(b"authorization: bearer key-of-the-server" in asked.lower() for asked in server.polls)
+    assert "key-of-the-server" not in caplog.text
+
+
+async def test_a_server_that_is_slow_to_list_its_models_still_counts_as_reachable(text: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign_session, "FACTS_S", 0.05)
+    server = ScriptedServer(GOOD, pages={"/v1/models": b""}, pause_get_s=0.3)
+    async with scripted(text, server) as near:
+        await eventually(lambda: bool(server.gets))
+        await asyncio.sleep(0.1)
+        assert (await near.client.get("/ready")).status_code == 200
+
+
 # ---------------------------------------------------------------------------------------------------------------------- addresses
 
 
@@ -395,3 +420,42 @@ async def test_a_draining_server_of_ours_is_left_for_the_other(text: TextModel) 
         assert [await said_by(near) for _ in range(3)] == [expected] * 3
         assert (len(one.replica.requests), len(two.replica.requests)) == (1, 3)
         await eventually(lambda: all(server.reported(near.gateway.service.clock()) is not None for server in servers_of(near)))
+
+
+async def test_many_requests_over_servers_that_fail_at_random_are_answered_by_one_server_each_or_end_in_an_error(text: TextModel) -> None:
+    """Whatever happens, no answer mixes two servers' tokens, and nothing is left under way."""
+    draw = random.Random(11)
+
+    def any_answers(name: str, count: int) -> tuple[bytes, ...]:
+        whole = head() + b"".join([said(f"{name} ") for _ in range(3)])
+        kinds = (whole + said("end", "stop") + DONE, whole, whole + b"data: garbage\n\n", ERROR_500, b"", head() + DONE)
+        limited = head("429 Too Many Requests", "text/plain", "retry-after-ms: 20")
+        return tuple(draw.choices((*kinds, limited), weights=(12, 1, 1, 1, 1, 1, 1), k=count))
+
+    servers = [ScriptedServer(GOOD, before=any_answers(name, 400)) for name in ("a", "b", "c")]
+    async with scripted(text, *servers) as near:
+        outcomes: Counter[str] = Counter()
+
+        async def one(number: int) -> None:
+            await asyncio.sleep(number / 300)
+            response = await ask(near, stream=True)
+            if response.status_code != 200:
+                outcomes["refused"] += 1
+                assert response.status_code in (429, 503)
+                return
+            *events, last = events_of(response.text)
+            given = "".join([each["choices"][0]["delta"].get("content", "") for each in [*events, last] if "choices" in each])
+            assert len(set(given.removesuffix("end").split())) <= 1, given
+            outcomes["broken" if "error" in last else "whole"] += 1
+            assert ("error" in last) != given.endswith("end")
+            assert ("error" in last) != ("[DONE]" in response.text)
+
+        await asyncio.gather(*[one(number) for number in range(300)])
+        assert outcomes.total() == 300
+        assert outcomes["whole"] > 200
+        assert outcomes["broken"] > 0
+        for server in servers_of(near):
+            assert server.num_open == 0
+            assert server.results.total() == server.num_sent
+            server.breaker.check()
+        upstream_of(near)._budget.check()

@@ -21,6 +21,7 @@ FOREIGN = frozenset(
         *("BaseHTTPMiddleware", "RequestResponseCycle.send", "StreamingResponse"),  # Starlette, uvicorn
         *("PyThreadState_SetAsyncExc", "__array_interface__", "attrgetter", "finally", "None", "Protocol"),  # Python, NumPy
         *("Allow", "Origin"),  # HTTP
+        *("SSL_CERT_FILE",),  # OpenSSL
         *("cpu_gemm_wna16", "int8_asym", "onednn_mm", "raw_logprobs"),  # vLLM, OpenVINO
         *("mark_control_tokens", "modeling_rope_utils"),  # transformers
         *("libtorch_cpu.so", "model.safetensors", "model.safetensors.index.json", "generation_config.json"),  # files of others

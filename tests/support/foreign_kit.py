@@ -27,7 +27,8 @@ class ScriptedServer:
 
     before   whole answers to the first requests, one each
     pages    path -> bytes of the whole answer to a GET; a GET of any other path gets 404
-    gets     paths that were asked for by GET
+    gets     paths that were asked for by GET; polls: the heads of these requests
+    pause_get_s  before the answer to a GET
     hangs    the connection stays open afterwards
     repeat   sent for ever afterwards
     pause_s  after each piece
@@ -41,10 +42,13 @@ class ScriptedServer:
         pause_s: float = 0.0,
         pages: dict[str, bytes] | None = None,
         before: tuple[bytes, ...] = (),
+        pause_get_s: float = 0.0,
     ) -> None:
         self.before = list(before)
         self.pages = pages or {}
         self.gets: list[str] = []
+        self.polls: list[bytes] = []
+        self.pause_get_s = pause_get_s
         self.pieces = pieces
         self.hangs = hangs
         self.repeat = repeat
@@ -58,6 +62,8 @@ class ScriptedServer:
             asked = await reader.readuntil(b"\r\n\r\n")
             if asked.startswith(b"GET "):
                 self.gets.append(asked.split(b" ")[1].decode())
+                self.polls.append(asked)
+                await asyncio.sleep(self.pause_get_s)
                 writer.write(self.pages.get(self.gets[-1], head("404 Not Found", "text/plain")))
                 await writer.drain()
                 return

@@ -24,7 +24,7 @@ from headrace.gateway.foreign_config import MAX_FOREIGN_CONNECTIONS, ForeignConf
 from headrace.gateway.http.errors import foreign_overflow
 from headrace.gateway.upstream.foreign_events import MAX_ERROR_BYTES, BrokenStream, EventReader, is_context_overflow
 from headrace.gateway.upstream.foreign_facts import ListedModel, ReportedLoad, exhausted_s, retry_after_s
-from headrace.gateway.upstream.foreign_session import ForeignSession
+from headrace.gateway.upstream.foreign_session import NOT_CONNECTED, ForeignSession
 from headrace.gateway.upstream.seam import OutputEvent
 from headrace.policy.routing.circuit_breaker import CircuitBreaker, CircuitState
 
@@ -199,7 +199,8 @@ class ForeignServer:
             raise
         except (BrokenStream, aiohttp.ClientError, OSError, TimeoutError) as error:
             result = AttemptResult.LOST
-            self.log_fault(f"broke off an answer: {error if isinstance(error, BrokenStream) else type(error).__name__}")
+            reason = error if isinstance(error, BrokenStream) else type(error).__name__
+            self.log_fault(f"broke off an answer: {reason} (request {request.request_id})")
             raise AttemptFailed(result, Unavailable(BROKE if has_begun else NOT_NOW), has_begun=has_begun) from None
         finally:
             self.num_open -= 1
@@ -217,18 +218,16 @@ class ForeignServer:
         try:
             async with asyncio.timeout_at(first_at):
                 response = await self.session.post(request.path, body, request.request_id)
-        except (aiohttp.ClientConnectionError, OSError, UnicodeError) as error:  # a name that is none raises UnicodeError
-            if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError):
-                raise
-            self.is_reachable = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
-            self.log_fault(f"could not be asked: {type(error).__name__}")
+        except (*NOT_CONNECTED, aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            self.is_reachable = not isinstance(error, NOT_CONNECTED)
+            self.log_fault(f"could not be asked: {type(error).__name__} (request {request.request_id})")
             raise AttemptFailed(AttemptResult.CONNECT, Unavailable(NOT_NOW)) from None
         self.is_reachable = True
         self._hold(response)
         if response.status == 200:
             return response
         async with response:
-            raise await self._refusal(response)
+            raise await self._refusal(response, request.request_id)
 
     def _hold(self, response: aiohttp.ClientResponse) -> None:
         """Send nothing new for as long as the answer's headers ask."""
@@ -239,7 +238,7 @@ class ForeignServer:
             wait_s = max(wait_s, default_s if asked_s is None else asked_s)
         self._held_until = max(self._held_until, self._clock() + wait_s)
 
-    async def _refusal(self, response: aiohttp.ClientResponse) -> AttemptFailed:
+    async def _refusal(self, response: aiohttp.ClientResponse, request_id: RequestId) -> AttemptFailed:
         status = response.status
         wait_s = self.held_s(self._clock()) or 1.0
         if status == 429:
@@ -249,7 +248,7 @@ class ForeignServer:
                 return AttemptFailed(AttemptResult.OVERFLOW, foreign_overflow())
             limit = f"what the server behind this model accepts (it said {status})"
             return AttemptFailed(AttemptResult.INVALID, InvalidRequest("body", limit, None, "Leave out rare fields."))
-        self.log_fault(f"answered with status {status}")
+        self.log_fault(f"answered with status {status} (request {request_id})")
         result = AttemptResult.SERVER_ERROR if status >= 500 or status in (408, 425) else AttemptResult.REFUSED
         return AttemptFailed(result, Unavailable(NOT_NOW, retry_after_s=wait_s))
 

@@ -22,6 +22,9 @@ from headrace.gateway.foreign_config import ForeignConfig
 MAX_FACTS_BYTES = 2 << 20
 """Most bytes read of a list of models or a metrics page; a longer one is not used."""
 
+NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, UnicodeError)
+"""What is raised where no connection could be made: a server that is down, and a name without an address or that is none."""
+
 FACTS_S = 5.0
 """Seconds in which a server has to send a list of models or a metrics page."""
 

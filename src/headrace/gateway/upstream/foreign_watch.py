@@ -9,6 +9,7 @@ import aiohttp
 from headrace.core.clock import Clock
 from headrace.gateway.upstream.foreign_facts import listed_model, reported_load
 from headrace.gateway.upstream.foreign_server import ForeignServer
+from headrace.gateway.upstream.foreign_session import NOT_CONNECTED
 
 MODELS_S = 60.0
 """Seconds between two lists of models."""
@@ -19,7 +20,7 @@ UNREACHABLE_S = 5.0
 LOAD_S = 1.0
 """Seconds between two metrics pages."""
 
-NO_ANSWER = (aiohttp.ClientError, OSError, TimeoutError, UnicodeError)
+NO_ANSWER = (*NOT_CONNECTED, aiohttp.ClientError, OSError, TimeoutError)
 
 
 class ServerWatch:
@@ -32,6 +33,7 @@ class ServerWatch:
         self._server = server
         self._reads_load = reads_load
         self._has_load = False
+        self._is_key_refused = False
         self._clock = clock
 
     async def run(self) -> None:
@@ -51,12 +53,17 @@ class ServerWatch:
         server = self._server
         try:
             status, body = await server.session.get(server.session.models_url)
-        except NO_ANSWER as error:
+        except NOT_CONNECTED as error:
             if server.is_reachable:
-                server.log_fault(f"does not list its models: {type(error).__name__}")
+                server.log_fault(f"cannot be reached: {type(error).__name__}")
             server.is_reachable = False
             return
+        except NO_ANSWER:
+            return  # a server that is slow or does not have the list may answer requests all the same
         server.is_reachable = True
+        if status in (401, 403) and not self._is_key_refused:
+            server.log_fault(f"does not list its models: status {status}; is its key right?")
+        self._is_key_refused = status in (401, 403)
         listed = listed_model(body, server.far_name) if status == 200 else None
         if listed is not None and listed != server.listed:
             if not listed.is_listed:
