@@ -1,7 +1,8 @@
 """Sparse mixture of experts: a router picks `top_k` feed-forward blocks per token.
 
 Experts run one after another, each over the tokens that chose it. Results are laid out by (token, choice) and summed over the choices
-in the router's order, so that a token's sum does not depend on its neighbours in the batch.
+in the router's order, so that a token's sum does not depend on its neighbours in the batch. `choose_experts` and `weighted_sum` are
+computed by torch, and give a token the same bits in every batch (tests/tensor/layers/test_moe.py).
 """
 
 from __future__ import annotations
@@ -81,14 +82,11 @@ class SparseMoe:
                 gated = self.kernels.gated_activation(self.gate_up[expert](x[tokens[chosen]]), self.spec.activation)
                 outputs[order[chosen]] = self.down[expert](gated)
                 start += count
-        return self.reduce((outputs.view(-1, top_k, x.shape[1]) * weights[:, :, None]).sum(dim=1))
+        return self.reduce(weighted_sum(outputs, weights))
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights [T, top_k] in x's dtype and expert indices [T, top_k] int64. The softmax is over all experts, in float32."""
-        probabilities = self.router(x).float().softmax(dim=-1)
-        weights, experts = probabilities.topk(self.spec.top_k, dim=-1)
-        if self.spec.is_renormalised:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+        """Weights [T, top_k] in x's dtype and expert indices [T, top_k] int64."""
+        weights, experts = choose_experts(self.router(x).float(), self.spec.top_k, is_renormalised=self.spec.is_renormalised)
         return weights.to(x.dtype), experts
 
     def weight_bytes(self, *, one_token: bool) -> int:
@@ -97,6 +95,19 @@ class SparseMoe:
         if one_token:
             experts = experts * self.spec.top_k // self.spec.num_experts
         return self.router.weight_bytes + experts
+
+
+def choose_experts(scores: Tensor, top_k: int, *, is_renormalised: bool) -> tuple[Tensor, Tensor]:
+    """scores [T, X] float32 -> weights [T, top_k] of the best experts, best first, and their indices, int64. The softmax is over all."""
+    weights, experts = scores.softmax(dim=-1).topk(top_k, dim=-1)
+    if is_renormalised:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights, experts
+
+
+def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
+    """outputs [T * top_k, E] by (token, choice), weights [T, top_k] -> [T, E]: each token's choices, summed in their order."""
+    return (outputs.view(*weights.shape, outputs.shape[1]) * weights[:, :, None]).sum(dim=1)
 
 
 def _own_expert(block: str, index: int, spec: MoeSpec, names: MoeNames, hidden_size: int) -> list[Part]:

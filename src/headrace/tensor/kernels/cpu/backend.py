@@ -5,7 +5,8 @@ device) go to `reference`, operation by operation, with the same result up to ro
 
 Batch invariance: every operation computed by these kernels gives a token the same bits whatever else is in the step. Products by oneDNN,
 and linears and attention that torch computes instead, are exempt, since a library's rounding may depend on the number of rows. A
-deterministic backend does not use oneDNN, and refuses the linears and attention that these kernels do not support.
+deterministic backend does not use oneDNN, and refuses whatever these kernels do not support. (A mixture of experts is routed and summed by
+torch on every backend, in an order of its own: `layers.moe`.)
 Where to read next: `attention`, `elementwise`, `linear`; below them `launch` (threads, compilation) and `simd` (vector code).
 """
 
@@ -62,14 +63,8 @@ def _fits_cache(x: Tensor, cache: Tensor, kv_scales: Tensor | None) -> bool:
     return cache.dtype == x.dtype or (attention.supports(x.shape[-1]) and (x.dtype, cache.dtype) in attention.MIXED)
 
 
-def _outside() -> Kernels:
-    """The reference, for one operation. It reads tensors, so pending launches are run first."""
-    run_pending()
-    return REFERENCE
-
-
 def _not_invariant(what: str) -> ConfigError:
-    reason = f"{what} is computed by a library here, whose rounding depends on the batch"
+    reason = f"{what} is computed by a library here, whose rounding may depend on the batch"
     return ConfigError("deterministic", reason, "Leave it out for this model.")
 
 
@@ -159,10 +154,20 @@ class NumbaExecutor:
 
 
 class NumbaKernels:
-    """Implements `Kernels`. deterministic: attention that only the reference can compute is refused."""
+    """Implements `Kernels`. deterministic: operations that only the reference can compute are refused."""
 
     def __init__(self, *, deterministic: bool) -> None:
         self.deterministic = deterministic
+
+    def _reference(self, what: str) -> Kernels:
+        """The reference, for one operation, named for a refusal. It reads tensors, so pending launches are run first.
+
+        Raises ConfigError where this backend is deterministic.
+        """
+        if self.deterministic:
+            raise _not_invariant(what)
+        run_pending()
+        return REFERENCE
 
     def select(self, x: Tensor, rows: Tensor) -> Tensor:
         run_pending()
@@ -172,18 +177,19 @@ class NumbaKernels:
         others = (x,) if residual is None else (x, residual)
         weight_fits = weight.stride(0) == 1 and (weight.dtype == x.dtype or weight.dtype == torch.float32)
         if not weight_fits or not _fits(*others) or (residual is not None and x.dim() != 2):
-            return _outside().rms_norm(x, weight, eps, residual=residual)
+            return self._reference(f"a norm in {x.dtype} by weights in {weight.dtype}").rms_norm(x, weight, eps, residual=residual)
         return elementwise.rms_norm(x, weight, eps, residual)
 
     def rotary(self, query: Tensor, key: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
         if not _fits(query, key) or not _fits(cos_sin) or cos_sin.dtype != torch.float32:
-            _outside().rotary(query, key, cos_sin, positions)
+            self._reference(f"a rotation in {query.dtype}").rotary(query, key, cos_sin, positions)
         else:
             cache_write.rotary(query, key, cos_sin, positions)
 
     def scatter_kv(self, key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor, *, kv_scales: Tensor | None = None) -> None:
         if not _fits(key, value) or not _fits_cache(key, cache, kv_scales):
-            _outside().scatter_kv(key, value, cache, slot_mapping, kv_scales=kv_scales)
+            reference = self._reference(f"a write in {key.dtype} to a cache of {cache.dtype}")
+            reference.scatter_kv(key, value, cache, slot_mapping, kv_scales=kv_scales)
         else:
             cache_write.scatter_kv(key, value, cache, slot_mapping, kv_scales)
 
@@ -195,7 +201,8 @@ class NumbaKernels:
         if fits:
             cache_write.rotary_scatter(query, key, value, cos_sin, positions, cache, slot_mapping, kv_scales)
         else:
-            _outside().rotary_scatter(query, key, value, cos_sin, positions, cache, slot_mapping, kv_scales=kv_scales)
+            reference = self._reference(f"a write of heads of {key.shape[2]} in {key.dtype} to a cache of {cache.dtype}")
+            reference.rotary_scatter(query, key, value, cos_sin, positions, cache, slot_mapping, kv_scales=kv_scales)
 
     def attention(
         self,
@@ -211,10 +218,9 @@ class NumbaKernels:
         kv_scales: Tensor | None = None,
     ) -> Tensor:
         if not _fits(query) or not _fits_cache(query, cache, kv_scales) or not attention.supports(query.shape[2]):
-            if self.deterministic:
-                raise _not_invariant(f"attention with heads of {query.shape[2]} in {query.dtype} over a cache of {cache.dtype}")
+            reference = self._reference(f"attention with heads of {query.shape[2]} in {query.dtype} over a cache of {cache.dtype}")
             rest = {"scale": scale, "window": window, "softcap": softcap, "kv_scales": kv_scales}
-            return _outside().attention(query, cache, block_table, row_starts, context_lens, **rest)  # type: ignore[arg-type]
+            return reference.attention(query, cache, block_table, row_starts, context_lens, **rest)  # type: ignore[arg-type]
         out = allocate_result(query.shape, query.dtype)
         attention.paged_attention(
             query, cache, kv_scales, block_table, row_starts, context_lens, out, scale=scale, window=window, softcap=softcap
@@ -223,7 +229,7 @@ class NumbaKernels:
 
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
         if not _fits(gate_up) or activation not in elementwise.ACTIVATIONS:
-            return _outside().gated_activation(gate_up, activation)
+            return self._reference(f"the activation {activation} in {gate_up.dtype}").gated_activation(gate_up, activation)
         return elementwise.gated_activation(gate_up, activation)
 
 

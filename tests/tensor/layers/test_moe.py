@@ -1,0 +1,47 @@
+"""What torch computes of a mixture of experts: a token's experts and their sum have the same bits alone, in a batch, on any threads.
+
+Sizes are those of real models, for which torch splits its work over threads and vectors otherwise than for tiny ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.tensor.layers.moe import choose_experts, weighted_sum
+
+TOKENS = 150
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def mixed(scores: Tensor, outputs: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Experts, their weights, and the weighted sums of their outputs [T, top_k, E]."""
+    weights, experts = choose_experts(scores, top_k, is_renormalised=True)
+    return experts, weights, weighted_sum(outputs.flatten(0, 1), weights.to(outputs.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_experts", "top_k", "width"), [(8, 2, 4096), (128, 8, 2048), (60, 4, 1408), (5, 3, 100), (16, 1, 64)])
+def test_a_token_is_mixed_alone_as_in_a_batch(num_experts: int, top_k: int, width: int, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(num_experts)
+    scores = torch.randn(TOKENS, num_experts, generator=draw)
+    scores[::7] = scores[::7].round()  # equal scores: which expert is taken must not depend on the batch, either
+    outputs = torch.randn(TOKENS, top_k, width, generator=draw).to(dtype)
+    torch.set_num_threads(1)
+    together = mixed(scores, outputs, top_k)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for size in (1, 2, 3, 17, TOKENS):
+            for first in range(0, TOKENS - size + 1, 4 * size):
+                rows = slice(first, first + size)
+                for whole, part in zip(together, mixed(scores[rows], outputs[rows], top_k), strict=True):
+                    assert torch.equal(whole[rows], part), (threads, size, first)
