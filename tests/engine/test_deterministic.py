@@ -25,7 +25,6 @@ from headrace.core.errors import ConfigError
 from headrace.core.ids import RequestId
 from headrace.core.request import EngineRequest
 from headrace.tensor.checkpoint.random_weights import RandomWeights
-from headrace.tensor.kernels.cpu import backend
 from headrace.tensor.models import ARCHITECTURES
 
 PATHS: dict[str, dict[str, str]] = {
@@ -41,9 +40,9 @@ PATHS: dict[str, dict[str, str]] = {
 }
 """What kernels there are: products by dtype, and attention by the dtypes of query and cache."""
 SPACE: dict[str, Any] = {
-    "deterministic": True, "load_format": "dummy", "block_size": 4, "num_kv_blocks": 600, "max_num_seqs": 16, "max_num_batched_tokens": 256,
+    "deterministic": True, "load_format": "dummy", "block_size": 4, "num_kv_blocks": 900, "max_num_seqs": 16, "max_num_batched_tokens": 256,
 }  # fmt: skip
-ALONE: dict[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": False, "max_num_batched_tokens": 1024}
+ALONE: dict[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": False, "max_num_batched_tokens": 2048}
 PREEMPTED = ("preempted", "all at once")
 """Schedules over few blocks: more requests are admitted than can come to their end together."""
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -67,17 +66,17 @@ CASES = [
 
 
 def requests() -> list[EngineRequest]:
-    """Prompts from one token to more than a split of attention's keys, some of which begin alike; every kind of sampling."""
+    """Prompts from one token to three splits of attention's keys, some of which begin alike; every kind of sampling."""
     draw = random.Random(0)
     common = [draw.randrange(3, VOCAB) for _ in range(64)]
     shapes: list[tuple[int, dict[str, Any]]] = [
         (1, {"temperature": 0.0}),
-        (530, {"prompt_logprobs": 1}),
+        (1100, {}),
         (17, {"n": 2, "top_p": 0.9}),
         (90, {"presence_penalty": 0.6, "repetition_penalty": 1.2}),
         (91, {"top_k": 40, "logit_bias": {70: 3.0}, "logprobs": None}),
         (33, {"min_p": 0.02, "min_tokens": 5, "ignore_eos": False}),
-        (140, {"temperature": 1.7}),
+        (140, {"temperature": 1.7, "prompt_logprobs": 1}),
     ]
     made = []
     for number, (length, shape) in enumerate(shapes):
@@ -106,7 +105,7 @@ class Case:
             for request in requests():
                 engine.run(request)
             has_full_layers = any(group.window is None for group in engine.engine.info.kv_groups)
-            return cls(folder, path, engine.answers(), 145 if has_full_layers else 64)
+            return cls(folder, path, engine.answers(), 290 if has_full_layers else 64)
 
     def engine(self, schedule: str = "", **config: Any) -> RealEngine:
         few = {"num_kv_blocks": self.few_blocks} if schedule in PREEMPTED else {}
@@ -115,10 +114,8 @@ class Case:
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    """Nothing is computed by the reference on the way: its rounding may depend on the batch."""
     model, path = request.param
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "_outside", lambda: pytest.fail("an operation without a kernel"))
         if path == "float32 of bfloat16 weights":
             patch.setattr(RandomWeights, "read", read_rounded)
         yield Case.of(save_tiny_model(model, tmp_path_factory.mktemp("model")), PATHS[path])
@@ -167,6 +164,18 @@ def test_a_resume_changes_no_bit(case: Case, depth: int) -> None:
     with case.engine(depth=depth) as engine:
         engine.run(*parts)
         assert engine.answers() == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [({"head_dim": 20}, "heads of 20 in torch.float32"), ({"intermediate_size": 83}, r"a linear of \[128, 83\]")],
+)
+def test_shapes_without_a_kernel_are_refused_at_start(tmp_path: Path, config: dict[str, int], what: str) -> None:
+    folder = save_tiny_model("qwen3", tmp_path, **config)
+    with pytest.raises(ConfigError, match=f"deterministic: .*{what}.* is computed by a library here"):
+        RealEngine(folder, **SPACE)
+    with RealEngine(folder, **{**SPACE, "deterministic": False}) as engine:
+        engine.run(greedy_request("plain", [5, 6, 7]))
 
 
 def bundled() -> Path:

@@ -61,8 +61,6 @@ class Trial:
             "prompt_logprobs": params.prompt_logprobs is not None,
             "penalties": params.has_penalties,
             "logit_bias": bool(params.logit_bias),
-            "aborted": self.cut is not None and not self.is_resumed,
-            "resumed": self.is_resumed,
         }
         return [name for name, is_so in has.items() if is_so]
 
@@ -143,7 +141,7 @@ class Crowd:
     """Runs trials in one engine, about MOST_OPEN requests at a time, and knows what each sequence must have been answered.
 
     expected  of each sequence, resumed ones included: the part of its solo run that it emits
-    counts    "requests", "sequences", "tokens", and the features of the trials
+    counts    "requests", "aborted", "resumed", "sequences", "tokens", ..., and the features of the trials
     """
 
     engine: RealEngine
@@ -180,6 +178,7 @@ class Crowd:
         elif trial.cut is not None and sum(len(self.engine.tokens[key]) for key in keys) >= trial.cut:
             self.engine.engine.cancel(request.request_id)
             del self._open[request.request_id]
+            self.counts["resumed" if trial.is_resumed else "aborted"] += 1
             for key in keys:
                 if key not in self.engine.finish:
                     self._cut(trial, key)
@@ -187,11 +186,10 @@ class Crowd:
     def _cut(self, trial: Trial, key: Key) -> None:
         whole, given = self.solo[key], self.engine.so_far(key)
         num_tokens = len(given.token_ids)
-        self.counts["sequences cut off"] += 1
+        self.counts["sequences resumed" if trial.is_resumed else "sequences aborted"] += 1
         self.expected[key] = whole.until(num_tokens, len(given.prompt_logprobs))
         if not trial.is_resumed:
             return
-        self.counts["sequences resumed"] += 1
         part = trial.request.resumed(key[1], given.token_ids, "")
         name = f"{key[0]} {key[1]} resumed"
         self.engine.submit(replace(part, request_id=RequestId(name), params=part.params.with_(prompt_logprobs=None)))

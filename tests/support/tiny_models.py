@@ -13,7 +13,7 @@ from typing import Any
 VOCAB = 512
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
     "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
