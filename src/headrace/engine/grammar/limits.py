@@ -15,6 +15,10 @@ MAX_LEXER_STATES = 8_000
 stays below 16 MB. A counted repetition such as `.{1,2000}` takes a state per byte written, and about eight more for each mask; a full
 lexer is renewed, which leaves those of the masks behind."""
 
+MAX_COUNT = 7_000
+"""The largest count of characters in a grammar (`maxLength`, `.{1,n}`). A larger one is refused, since an output that made use of it would
+not end within MAX_LEXER_STATES."""
+
 MAX_RENEWAL_S = 0.25
 """CPU time that one sequence may spend on new lexers where it found the shared one full. A sequence that needs more ends with an error."""
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import JSON_OPTIONS, Grammar, GrammarKind, ReasoningSpan
+from headrace.engine.grammar.counted import check_lark_counts, check_regex_counts, check_schema_counts
 from headrace.engine.grammar.limits import MAX_JSON_DEPTH
 
 _BEGIN = '%llguidance {"no_forcing": true}\n'
@@ -22,11 +24,26 @@ _ANY_TEXT = "/(?s:.*)/"
 _NEWLINES_BEFORE_JSON = "/\\n{0,2}/"
 """Models write an empty line between their reasoning and a document. White space before a document does not change it."""
 
+_EMBEDDED = re.compile(r"%json\s*(?=\{)")
+
+_DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples"})
+"""Keywords of JSON Schema whose values are data, not schemas."""
+
 
 def check_source(grammar: Grammar) -> None:
-    """Raises InvalidRequest for a JSON schema that cannot be handed to llguidance. Everything else is refused when it is compiled."""
-    if grammar.kind is not GrammarKind.JSON_SCHEMA:
-        return
+    """Raises InvalidRequest for what llguidance would not refuse itself. Everything else is refused when it is compiled."""
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            _check_schema(grammar)
+        case GrammarKind.REGEX:
+            check_regex_counts(grammar.source)
+        case GrammarKind.LARK:
+            check_lark_counts(grammar.source)
+            for schema in _embedded_schemas(grammar.source):
+                _check_keywords(schema)
+
+
+def _check_schema(grammar: Grammar) -> None:
     try:
         schema = json.loads(grammar.source, parse_constant=_refuse_constant)
     except RecursionError:
@@ -40,9 +57,14 @@ def check_source(grammar: Grammar) -> None:
         raise InvalidRequest("grammar", "a JSON schema that a value can satisfy: an object, or true", schema)
     if isinstance(schema, dict) and "x-guidance" in schema:
         raise InvalidRequest("grammar", "the keywords of JSON Schema", "x-guidance", "Leave it out.")
-    if any("additionalItems" in node and "allOf" in node for level in levels for node in level):
-        # llguidance enforces additionalItems by the place of allOf among the keywords
-        raise InvalidRequest("grammar", "additionalItems in a schema without allOf", remedy="Move it into one of allOf's schemas.")
+    _check_keywords(schema)
+
+
+def _check_keywords(schema: Any) -> None:
+    for node in _schemas(schema):
+        check_schema_counts(node)
+        if "additionalItems" in node and "allOf" in node:  # llguidance enforces the first by the place of the second among the keywords
+            raise InvalidRequest("grammar", "additionalItems in a schema without allOf", remedy="Move it into one of allOf's schemas.")
 
 
 def llguidance_source(grammar: Grammar, control_ids: Mapping[str, int]) -> str:
@@ -108,6 +130,26 @@ def _marker(text: str, control_ids: Mapping[str, int]) -> str:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _embedded_schemas(source: str) -> Iterator[Any]:
+    """The schemas after `%json` in a Lark source, which the grammars of function calls have. llguidance refuses what is no JSON."""
+    decoder = json.JSONDecoder()
+    for found in _EMBEDDED.finditer(source):
+        with suppress(ValueError, RecursionError):
+            yield decoder.raw_decode(source, found.end())[0]
+
+
+def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """The objects of a schema, without what its keywords give as data."""
+    unseen = [schema]
+    while unseen:
+        node = unseen.pop()
+        if isinstance(node, dict):
+            yield node
+            unseen += [child for keyword, child in node.items() if keyword not in _DATA_KEYWORDS]
+        elif isinstance(node, list):
+            unseen += node
 
 
 def _levels(value: Any) -> Iterator[list[dict[str, Any] | list[Any]]]:

@@ -1,0 +1,52 @@
+"""Counted repetitions, as in `maxLength` and `.{1,2000}`: what is counted beyond a lexer's states is refused where the grammar arrives.
+
+A lexer takes a state for each byte written inside one (`limits.MAX_COUNT`). Only single counts are seen here: where they multiply, as in
+`(a{1,500}){1,500}`, and where letters take several bytes, a longer output ends with the lexer's own error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from headrace.core.errors import InvalidRequest
+from headrace.engine.grammar.limits import MAX_COUNT
+
+_COUNT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{[ ]*([0-9]+)[ ]*(?:,[ ]*([0-9]*)[ ]*)?\}", re.DOTALL)
+_LARK_EXPRESSION = re.compile(r'"(?:\\.|[^"\\\n])*"|/((?:\\.|[^/\\\n])+)/')
+_NUM_DIGITS = len(str(MAX_COUNT))
+
+
+def check_schema_counts(node: Mapping[str, object]) -> None:
+    """Raises InvalidRequest for one object of a schema that counts too far. Objects inside it are not looked at."""
+    for keyword in ("minLength", "maxLength"):
+        count = node.get(keyword)
+        if isinstance(count, int | float) and count > MAX_COUNT:
+            raise InvalidRequest("grammar", f"{keyword} of at most {MAX_COUNT}", count, "Lower it, or leave it out.")
+    expressions = [node.get("pattern")]
+    if isinstance(named := node.get("patternProperties"), dict):
+        expressions += named
+    for expression in expressions:
+        if isinstance(expression, str):
+            check_regex_counts(expression)
+
+
+def check_regex_counts(expression: str) -> None:
+    """Raises InvalidRequest for a regular expression that counts too far."""
+    for count in _counts(expression):
+        if len(count) > _NUM_DIGITS or int(count) > MAX_COUNT:
+            raise InvalidRequest("grammar", f"counts of at most {MAX_COUNT} in a regular expression", count, "Lower it, or use + or *.")
+
+
+def check_lark_counts(source: str) -> None:
+    """Raises InvalidRequest for a Lark source one of whose regular expressions counts too far."""
+    for found in _LARK_EXPRESSION.finditer(source):
+        check_regex_counts(found[1] or "")
+
+
+def _counts(expression: str) -> Iterator[str]:
+    """The numbers in braces, outside of sets and escapes."""
+    for found in _COUNT.finditer(expression):
+        for number in found.groups():
+            if number:
+                yield number.lstrip("0")[: _NUM_DIGITS + 1] or "0"
