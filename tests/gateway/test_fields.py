@@ -106,6 +106,8 @@ PREFIX: dict[Place, str] = {
     Inside.FUNCTION: "tools[0].function.",
     Inside.TOOL_CHOICE: "tool_choice.",
     Inside.CHOSEN_FUNCTION: "tool_choice.function.",
+    Inside.ALLOWED_TOOLS: "tool_choice.allowed_tools.",
+    Inside.ALLOWED_TOOL: "tool_choice.allowed_tools.tools[0].",
     Inside.REASONING: "reasoning.",
     Inside.THINKING: "thinking.",
     Inside.RESPONSE_FORMAT: "response_format.",
@@ -146,6 +148,11 @@ def inside(place: Place, fields: dict[str, Any]) -> dict[str, Any]:
             return {**BASE[Surface.CHAT], "tools": TOOLS, "tool_choice": {"function": {"name": "now"}, **fields}}
         case Inside.CHOSEN_FUNCTION:
             return inside(Inside.TOOL_CHOICE, {"function": {"name": "now", **fields}})
+        case Inside.ALLOWED_TOOLS:
+            allowed = {"mode": "auto", "tools": [{"function": {"name": "now"}}], **fields}
+            return {**BASE[Surface.CHAT], "tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+        case Inside.ALLOWED_TOOL:
+            return inside(Inside.ALLOWED_TOOLS, {"tools": [{"function": {"name": "now"}, **fields}]})
         case Inside.REASONING:
             return {**BASE[Surface.CHAT], "reasoning": {"enabled": False, **fields}}
         case Inside.THINKING:

@@ -193,10 +193,20 @@ def in_agreement_on_calls(body: dict[str, Any]) -> dict[str, Any]:
         tools[name] = {**tool, "function": {**tool["function"], "name": name}}
     choice = made.get("tool_choice")
     if choice == "required" or isinstance(choice, dict):
-        name = "now" if choice == "required" else choice["function"]["name"]
-        tools = tools if name in tools or len(tools) == MAX_TOOLS else {**tools, name: {"function": {"name": name}}}
-        made["tool_choice"] = choice if name in tools or choice == "required" else "auto"
+        choice, names = (choice, ["now"]) if choice == "required" else agreeing_choice(choice)
+        tools |= {name: {"function": {"name": name}} for name in names if name not in tools and len(tools) + len(names) <= MAX_TOOLS}
+        made["tool_choice"] = choice if choice == "required" or set(names) <= set(tools) else "auto"
     return {**made, "tools": list(tools.values())} if tools else made
+
+
+def agreeing_choice(choice: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A choice of one function or of some, with the field of its type alone, and the names in it."""
+    if choice.get("type") != "allowed_tools":
+        function = choice.get("function") or {"name": "now"}
+        return {"type": "function", "function": function}, [function["name"]]
+    allowed = choice.get("allowed_tools") or {"mode": "auto"}
+    allowed["tools"] = allowed.get("tools") or [{"function": {"name": "now"}}]
+    return {"type": "allowed_tools", "allowed_tools": allowed}, [tool["function"]["name"] for tool in allowed["tools"]]
 
 
 def message_in_agreement(message: dict[str, Any]) -> dict[str, Any]:

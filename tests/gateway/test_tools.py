@@ -60,6 +60,13 @@ async def test_turns_with_calls_reach_the_template(either: TestBench) -> None:
     assert "<|im_start|>tool\nrain<|im_end|>" in prompt
 
 
+TIME = {"type": "function", "function": {"name": "get_time"}}
+ALLOWED: dict[str, Any] = {
+    "type": "allowed_tools",
+    "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_weather"}}]},
+}
+
+
 def function(**fields: Any) -> dict[str, Any]:
     return {"tools": [{"function": {"name": "f", **fields}}]}
 
@@ -87,7 +94,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice.function"),
-    ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "custom"}}, "tool_choice.type"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+    ({"tools": [WEATHER], "tool_choice": {**ALLOWED, "function": {"name": "get_weather"}}}, "tool_choice.allowed_tools"),
+    (
+        {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+        "tool_choice.allowed_tools.tools",
+    ),
+    (
+        {"tools": [{"function": {"name": "other"}}], "tool_choice": ALLOWED},
+        "tool_choice.allowed_tools.tools[0].function.name",
+    ),
     ({"tools": [WEATHER], "tool_choice": {"function": {"name": "other"}}}, "tool_choice.function.name"),
     ({"tools": [WEATHER], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"functions": [WEATHER["function"]]}, "functions"),
@@ -189,11 +206,16 @@ async def test_another_server_is_sent_the_fields_as_the_client_wrote_them(text: 
     async with open_bench(text) as far, serving(far.gateway) as port:
         models = [{"name": MODEL, "upstreams": [{"url": f"http://127.0.0.1:{port}/v1"}]}]
         async with open_bench(text, models=models) as near:
-            for fields in (*SWITCHED_OFF, {"tools": [WEATHER]}, {"messages": TURNS, "tools": [WEATHER], "tool_choice": "none"}):
+            for fields in (
+                *SWITCHED_OFF,
+                {"tools": [WEATHER]},
+                {"tools": [WEATHER, TIME], "tool_choice": ALLOWED},
+                {"messages": TURNS, "tools": [WEATHER], "tool_choice": "none"},
+            ):
                 assert (await near.chat(**fields)).status_code == 200
                 assert (await far.chat(**fields)).status_code == 200
                 sent, same = far.replica.requests[-2:]
-                assert sent.prompt_ids == same.prompt_ids
+                assert (sent.prompt_ids, sent.grammar) == (same.prompt_ids, same.grammar)
 
 
 STRICT = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
@@ -218,6 +240,19 @@ async def test_calls_are_forced_by_a_grammar_where_the_request_binds_them(
     if grammar is not None:
         assert "get_weather" in grammar.source
         assert grammar.reasoning == ReasoningSpan(start="<think>", end="</think>")
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_some_of_the_functions_may_be_called_and_all_are_shown(bench: TestBench, mode: str) -> None:
+    tools = [WEATHER, TIME]
+    allowed = {"type": "allowed_tools", "allowed_tools": {**ALLOWED["allowed_tools"], "mode": mode}}
+    assert (await bench.chat(tools=tools, tool_choice=allowed)).status_code == 200
+    grammar = bench.replica.requests[-1].grammar
+    assert grammar is not None
+    assert "get_weather" in grammar.source
+    assert "get_time" not in grammar.source
+    assert "get_time" in prompt_of(bench)
+    assert ("FREE" in grammar.source) is (mode == "auto")
 
 
 @pytest.mark.parametrize(("fields", "span"), [({}, True), ({"enable_thinking": False}, False)])

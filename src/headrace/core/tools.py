@@ -68,9 +68,14 @@ class FunctionTool:
 class ToolChoice:
     """
     name         with REQUIRED: the one function that is called; empty: any of them
+    allowed      names of the functions that may be called, of those that the model is shown; empty: all of them
     is_parallel  one output may hold several calls
     """
 
     mode: CallMode = CallMode.AUTO
     name: str = ""
+    allowed: frozenset[str] = frozenset()
     is_parallel: bool = True
+
+    def allows(self, name: str) -> bool:
+        return name == self.name if self.name else not self.allowed or name in self.allowed

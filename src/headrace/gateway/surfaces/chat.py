@@ -43,7 +43,7 @@ from headrace.gateway.surfaces.dialect.parse import (
 from headrace.gateway.surfaces.dialect.reasoning import ReasoningFields
 from headrace.gateway.surfaces.dialect.schemas import ChatLogprobs, Message, PromptLogprobs
 from headrace.gateway.surfaces.dialect.structured import requested_grammar
-from headrace.gateway.surfaces.dialect.tools import NamedTool, ToolDefinition, function_tools, tool_choice
+from headrace.gateway.surfaces.dialect.tools import ChosenTools, ToolDefinition, function_tools, tool_choice
 from headrace.gateway.upstream.seam import Conversation, OutputEvent, Prepared, RequestedGrammar, TokenUsage, ToolCall
 
 _encode = msgspec.json.encode
@@ -102,7 +102,7 @@ def _parsed_request(request: ChatRequest, grammar: RequestedGrammar | None, own_
 class ChatRequest(ReasoningFields, kw_only=True):
     messages: list[Message]
     tools: list[ToolDefinition] = field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTools | None = None
     parallel_tool_calls: bool = True
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True

@@ -54,7 +54,10 @@ def _tool_fields(prompt: Conversation) -> dict[str, Any]:
     choice = prompt.tool_choice
     if choice.name:
         return fields | {"tool_choice": {"type": "function", "function": {"name": choice.name}}}
-    if choice.mode is not CallMode.AUTO:
+    if choice.allowed:
+        named = [{"type": "function", "function": {"name": tool.name}} for tool in prompt.tools if choice.allows(tool.name)]
+        fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": {"mode": str(choice.mode), "tools": named}}
+    elif choice.mode is not CallMode.AUTO:
         fields["tool_choice"] = str(choice.mode)
     return fields if choice.is_parallel else fields | {"parallel_tool_calls": False}
 

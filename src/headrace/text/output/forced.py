@@ -36,20 +36,21 @@ def forced_grammar(
 
     Raises InvalidRequest: a named function that is not among the tools, arguments that are no object, a format that cannot be forced.
     """
-    is_free = choice.is_parallel and document is None and not any(tool.is_strict for tool in tools)
+    is_free = choice.is_parallel and document is None and not choice.allowed and not any(tool.is_strict for tool in tools)
     if choice.mode is CallMode.NONE or (choice.mode is CallMode.AUTO and is_free):
         return None
     if tool_format.syntax is CallSyntax.PYTHON:
         raise InvalidRequest(
             "tool_choice",
-            f'"none", or "auto" without strict, response_format and parallel_tool_calls = false: {tool_format.name} calls cannot be forced',
+            '"none", or "auto" without strict, response_format, allowed_tools and parallel_tool_calls = false: '
+            f"{tool_format.name} calls cannot be forced",
             choice.name or str(choice.mode),
             "Arguments in Python's spelling have no JSON grammar.",
         )
     if document is not None and tool_format.is_bare:
         rule = f'tool_choice "none" beside it: calls of the format {tool_format.name} begin as a document does'
         raise InvalidRequest("grammar", rule, None, "Send functions and schema in two requests.")
-    callable_tools = [(number, tool) for number, tool in enumerate(tools) if choice.name in ("", tool.name)]
+    callable_tools = [(number, tool) for number, tool in enumerate(tools) if choice.allows(tool.name)]
     if not callable_tools:
         raise InvalidRequest("tool_choice", "a function among tools", choice.name or str(choice.mode))
     is_auto, parallel = choice.mode is CallMode.AUTO, choice.is_parallel and not choice.name

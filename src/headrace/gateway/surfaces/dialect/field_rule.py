@@ -39,6 +39,8 @@ class Inside(StrEnum):
     FUNCTION = "tools[].function"
     TOOL_CHOICE = "tool_choice"
     CHOSEN_FUNCTION = "tool_choice.function"
+    ALLOWED_TOOLS = "tool_choice.allowed_tools"
+    ALLOWED_TOOL = "tool_choice.allowed_tools.tools[]"
     REASONING = "reasoning"
     THINKING = "thinking"
     RESPONSE_FORMAT = "response_format"

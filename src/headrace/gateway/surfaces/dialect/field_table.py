@@ -20,6 +20,8 @@ TOOL: tuple[Place, ...] = (Inside.TOOL,)
 FUNCTION: tuple[Place, ...] = (Inside.FUNCTION,)
 TOOL_CHOICE: tuple[Place, ...] = (Inside.TOOL_CHOICE,)
 CHOSEN_FUNCTION: tuple[Place, ...] = (Inside.CHOSEN_FUNCTION,)
+ALLOWED_TOOLS: tuple[Place, ...] = (Inside.ALLOWED_TOOLS,)
+ALLOWED_TOOL: tuple[Place, ...] = (Inside.ALLOWED_TOOL,)
 REASONING: tuple[Place, ...] = (Inside.REASONING,)
 THINKING: tuple[Place, ...] = (Inside.THINKING,)
 PART: tuple[Place, ...] = (Inside.PART,)
@@ -136,7 +138,11 @@ _MESSAGES = (
     _honoured("type", CALL, '"function", also where absent.'),
     _honoured("function", CALL, "What was called; required."),
     _honoured("name", CALLED_FUNCTION, "A string; required."),
-    _honoured("arguments", CALLED_FUNCTION, "A JSON object as a string; empty is an object without members."),
+    _honoured(
+        "arguments",
+        CALLED_FUNCTION,
+        "A JSON object as a string; empty is an object without members. Any other string reaches the chat template as it is.",
+    ),
     _honoured("include_usage", STREAM_OPTIONS, "A last chunk with usage."),
     _honoured("continuous_usage_stats", STREAM_OPTIONS, "Usage in every chunk, of its choice so far; needs include_usage."),
     _refused("include_obfuscation", STREAM_OPTIONS, "Chunks are not padded.", False),
@@ -147,8 +153,8 @@ _TOOLS = (
     _honoured(
         "tool_choice",
         CHAT,
-        "none (the functions are left out of the prompt), auto (the default), required, or one function. "
-        "What required and a function force, the grammar of the model's format guarantees.",
+        "none (the functions are left out of the prompt), auto (the default), required, one function, or some of them. "
+        "What required, a function and allowed_tools force, the grammar of the model's format guarantees.",
     ),
     _honoured("parallel_tool_calls", CHAT, "false: at most one call in an output; default true."),
     _honoured("type", TOOL, '"function", also where absent.'),
@@ -157,9 +163,14 @@ _TOOLS = (
     _honoured("description", FUNCTION, "For the model."),
     _honoured("parameters", FUNCTION, "JSON Schema of an object; without it the function takes no arguments."),
     _honoured("strict", FUNCTION, "true: arguments follow the schema, also with auto. The model is not shown it."),
-    _honoured("type", TOOL_CHOICE, '"function", also where absent.'),
-    _honoured("function", TOOL_CHOICE, "Required."),
+    _honoured("type", TOOL_CHOICE, '"function", also where absent, or "allowed_tools".'),
+    _honoured("function", TOOL_CHOICE, "Required where the type is function."),
+    _honoured("allowed_tools", TOOL_CHOICE, "Required where the type is allowed_tools."),
     _honoured("name", CHOSEN_FUNCTION, "A function of tools; required."),
+    _honoured("mode", ALLOWED_TOOLS, "auto or required; required."),
+    _honoured("tools", ALLOWED_TOOLS, "At least one: the functions of tools that may be called. The model is shown all."),
+    _honoured("type", ALLOWED_TOOL, '"function", also where absent.'),
+    _honoured("function", ALLOWED_TOOL, "Required; has the name of a function of tools."),
 )
 
 _REASONING = (

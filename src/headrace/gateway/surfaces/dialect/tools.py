@@ -23,7 +23,7 @@ MAX_CALLS = 128
 """Calls in one message of an earlier turn."""
 
 CHOICES = ("none", "auto", "required")
-FUNCTION = "function"
+FUNCTION, ALLOWED = "function", "allowed_tools"
 _ONLY_FUNCTIONS = "Other kinds of tools are not served."
 
 
@@ -46,6 +46,19 @@ class FunctionName(Struct):
 class NamedTool(Struct):
     function: FunctionName
     type: Literal["function"] = "function"
+
+
+class AllowedTools(Struct):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class ChosenTools(Struct):
+    """`tool_choice` as an object: one function, or some of them. The field of its type's name is required."""
+
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+    type: Literal["function", "allowed_tools"] = "function"
 
 
 class CalledFunction(Struct):
@@ -95,9 +108,24 @@ def checked_choice(choice: object, ignored: dict[str, None]) -> object:
         raise InvalidRequest("tool_choice", f"{', '.join(CHOICES)} or a function of tools", choice)
     if not isinstance(choice, dict):
         return choice
-    kept = _checked_function(choice, "tool_choice", Inside.TOOL_CHOICE, ignored)
+    if choice.get("type") != ALLOWED:
+        return _checked_name(choice, "tool_choice", Inside.TOOL_CHOICE, ignored)
+    kept = honoured_fields(choice, Inside.TOOL_CHOICE, ignored, "tool_choice.")
+    if isinstance(allowed := kept.get(ALLOWED), dict):
+        kept[ALLOWED] = allowed = honoured_fields(allowed, Inside.ALLOWED_TOOLS, ignored, f"tool_choice.{ALLOWED}.")
+        if isinstance(tools := allowed.get("tools"), list):
+            path = f"tool_choice.{ALLOWED}.tools"
+            allowed["tools"] = [_checked_name(tool, f"{path}[{number}]", Inside.ALLOWED_TOOL, ignored) for number, tool in enumerate(tools)]
+    return kept
+
+
+def _checked_name(given: object, path: str, place: Inside, ignored: dict[str, None]) -> object:
+    """The honoured fields of an object that names a function."""
+    if not isinstance(given, dict):
+        return given
+    kept = _checked_function(given, path, place, ignored)
     if isinstance(function := kept.get(FUNCTION), dict):
-        kept[FUNCTION] = honoured_fields(function, Inside.CHOSEN_FUNCTION, ignored, f"tool_choice.{FUNCTION}.")
+        kept[FUNCTION] = honoured_fields(function, Inside.CHOSEN_FUNCTION, ignored, f"{path}.{FUNCTION}.")
     return kept
 
 
@@ -137,13 +165,33 @@ def function_tools(tools: Sequence[ToolDefinition]) -> list[FunctionTool]:
     return list(made.values())
 
 
-def tool_choice(given: str | NamedTool | None, tools: Sequence[FunctionTool], *, is_parallel: bool) -> ToolChoice:
+def tool_choice(given: str | ChosenTools | None, tools: Sequence[FunctionTool], *, is_parallel: bool) -> ToolChoice:
     """Raises InvalidRequest for a call that is asked for and cannot be made."""
-    if isinstance(given, NamedTool):
-        if given.function.name not in [tool.name for tool in tools]:
-            raise InvalidRequest(f"tool_choice.{FUNCTION}.name", "a function of tools", given.function.name)
-        return ToolChoice(mode=CallMode.REQUIRED, name=given.function.name, is_parallel=False)
+    if isinstance(given, ChosenTools):
+        return _chosen(given, [tool.name for tool in tools], is_parallel=is_parallel)
     mode = CallMode(given or "auto")
     if mode is CallMode.REQUIRED and not tools:
         raise InvalidRequest("tool_choice", "tools beside it", given)
     return ToolChoice(mode=mode, is_parallel=is_parallel)
+
+
+def _chosen(given: ChosenTools, names: Sequence[str], *, is_parallel: bool) -> ToolChoice:
+    """names: of the functions that the request has"""
+    function, allowed = given.function, given.allowed_tools
+    if (function is None) is (given.type == FUNCTION) or (allowed is None) is (given.type == ALLOWED):
+        raise InvalidRequest(f"tool_choice.{given.type}", f"an object, and nothing else beside the type {given.type}", None)
+    if function is not None:
+        _check_offered(f"tool_choice.{FUNCTION}.name", function.name, names)
+        return ToolChoice(mode=CallMode.REQUIRED, name=function.name, is_parallel=False)
+    assert allowed is not None
+    if not allowed.tools:
+        raise InvalidRequest(f"tool_choice.{ALLOWED}.tools", "at least one function of tools", [])
+    for number, tool in enumerate(allowed.tools):
+        _check_offered(f"tool_choice.{ALLOWED}.tools[{number}].{FUNCTION}.name", tool.function.name, names)
+    chosen = frozenset([tool.function.name for tool in allowed.tools])
+    return ToolChoice(mode=CallMode(allowed.mode), allowed=chosen, is_parallel=is_parallel)
+
+
+def _check_offered(path: str, name: str, names: Sequence[str]) -> None:
+    if name not in names:
+        raise InvalidRequest(path, "a function of tools", name)
