@@ -16,6 +16,14 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 """The fields that say what the output must match. Exactly one is given."""
 
 
+def given_kind(fields: object, *, field: str) -> str:
+    """The one of KINDS that an object's attribute gives. Raises InvalidRequest naming `field` for none and for several."""
+    given = [name for name in KINDS if getattr(fields, name) not in (None, False)]
+    if len(given) != 1:
+        raise InvalidRequest(field, f"exactly one of {', '.join(KINDS[:-1])} and {KINDS[-1]}", given)
+    return given[0]
+
+
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
     """One of KINDS says what the whole output must match.
@@ -48,10 +56,7 @@ class StructuredOutputsParams:
         for name, remedy in _REFUSED.items():
             if getattr(self, name) not in (None, False):
                 raise InvalidRequest(f"structured_outputs.{name}", "nothing: it is not supported", getattr(self, name), remedy)
-        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
-            raise InvalidRequest("structured_outputs", f"exactly one of {', '.join(KINDS)}", given)
-        return given[0]
+        return given_kind(self, field="structured_outputs")
 
     @property
     def field(self) -> str:

@@ -41,7 +41,10 @@ OVER_BUDGET = [
     (schema(PROPERTIES), "within 120 ms of CPU time"),
     (lark(MANY_RULES), "MiB of memory and 8 MiB of stack"),
     (lark(WIDE), "masks stay within their limits"),
-    (schema('{"$ref":"#/$defs/a","$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}}}'), "that some text matches"),
+    (
+        schema('{"$ref":"#/$defs/a","$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}}}'),
+        "that some text matches. Nothing can be written",
+    ),
     (schema('{"items":' * 100 + "{}" + "}" * 100), "at most 64 levels"),
     (schema('{"type":"object","unevaluatedProperties":false}'), 'got "unevaluatedProperties". Leave them out.'),
 ]

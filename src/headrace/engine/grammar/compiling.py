@@ -19,8 +19,9 @@ MAX_REASON_CHARS = 300
 NAMES = {
     GrammarKind.JSON_SCHEMA: "a JSON schema",
     GrammarKind.REGEX: "a regular expression",
-    GrammarKind.LARK: "a Lark grammar",
+    GrammarKind.LARK: "a grammar",
 }
+"""What a client reads. Choices, GBNF and function calls are Lark sources too, so Lark is not named."""
 
 
 def compile_grammar(trie: TokenTrie, grammar: Grammar) -> LLMatcher:
@@ -43,10 +44,14 @@ def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
         return InvalidRequest("grammar", "keywords of JSON Schema that are supported", names, "Leave them out.")
     if unknown := re.search(r"Unknown format: (\S+)", reason):
         return InvalidRequest("grammar", "a format of JSON Schema that is supported", unknown[1], "Leave it out, or use pattern.")
+    if elsewhere := re.search(r"Resource '(.*?)' is not present in a registry", reason):
+        return InvalidRequest("grammar", "a $ref to a part of the same schema", elsewhere[1], "Put what it refers to under $defs.")
     if "oneOf constraints are not supported" in reason:
         return InvalidRequest("grammar", "a oneOf whose branches visibly exclude each other", remedy="Use anyOf.")
     if grammar.kind is GrammarKind.REGEX:
         reason = _regex_reason(reason)
+    elif embedded := re.search(r"failed to compile JSON schema: (.*?)(?=\n *\d+ \||\Z)", reason, re.DOTALL):
+        return InvalidRequest("grammar", f"{NAMES[GrammarKind.JSON_SCHEMA]} that can be compiled", remedy=one_line(embedded[1]))
     return InvalidRequest("grammar", f"{NAMES[grammar.kind]} that can be compiled", remedy=one_line(reason))
 
 

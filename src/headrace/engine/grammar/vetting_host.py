@@ -39,6 +39,9 @@ from headrace.engine.grammar.vocabulary import GrammarVocabulary, TokenTrie
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+NO_EXTENSION = "NoExtensionBias"
+"""What a matcher says where no token continues the output."""
+
 
 def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library's threads would not survive a fork
@@ -144,8 +147,8 @@ def _try_masks(template: LLMatcher, grammar: Grammar) -> None:
     for step in range(NUM_VETTED_STEPS):
         mask: bytes = matcher.compute_bitmask()
         token_id = None if matcher.is_error() else _drawn_bit(mask, draw)
-        if step == 0 and (token_id is None or matcher.stop_reason() == "NoExtensionBias"):
-            raise InvalidRequest("grammar", f"{NAMES[grammar.kind]} that some text matches", remedy=one_line(matcher.get_error()))
+        if step == 0 and (token_id is None or matcher.stop_reason() == NO_EXTENSION):
+            raise InvalidRequest("grammar", f"{NAMES[grammar.kind]} that some text matches", remedy=_why_nothing_matches(matcher))
         if token_id is not None:
             matcher.consume_token(token_id)
         if matcher.is_error():
@@ -153,6 +156,13 @@ def _try_masks(template: LLMatcher, grammar: Grammar) -> None:
             raise InvalidRequest("grammar", limit, remedy=f"After {step} tokens: {one_line(matcher.get_error())}")
         if token_id is None or matcher.is_stopped():
             matcher = template.deep_copy()
+
+
+def _why_nothing_matches(matcher: LLMatcher) -> str:
+    reason = one_line(matcher.get_error())
+    if NO_EXTENSION in (reason, matcher.stop_reason()):
+        return "Nothing can be written that satisfies it: its parts exclude each other, or refer to each other without an end."
+    return reason
 
 
 def _drawn_bit(mask: bytes, draw: random.Random) -> int | None:

@@ -207,7 +207,7 @@ _STRUCTURED = (
     _inert("name", places=JSON_SCHEMA),
     _inert("description", places=JSON_SCHEMA),
     _refused("strict", JSON_SCHEMA, "The schema binds the answer with or without it.", True, False),
-    _honoured("structured_outputs", BOTH, "vLLM's: exactly one of json, regex, choice, grammar and json_object.", {}),
+    _honoured("structured_outputs", BOTH, "vLLM's: exactly one of json, regex, choice, grammar and json_object."),
     _honoured("json", STRUCTURED_OUTPUTS, _SCHEMA),
     _honoured("regex", STRUCTURED_OUTPUTS, _REGEX),
     _honoured("choice", STRUCTURED_OUTPUTS, "The answer is one of these texts."),

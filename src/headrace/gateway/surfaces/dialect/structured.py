@@ -12,6 +12,7 @@ from typing import Any
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import Grammar, GrammarKind
+from headrace.core.structured import given_kind
 from headrace.gateway.config import Limits
 from headrace.gateway.http.json_border import Caps, decode_object
 from headrace.gateway.surfaces.dialect.schemas import ResponseFormat, SamplingFields, StructuredOutputs
@@ -92,10 +93,7 @@ def _response_format(value: ResponseFormat, field: str, limits: Limits) -> tuple
 
 
 def _structured_outputs(value: StructuredOutputs, field: str, limits: Limits) -> tuple[Grammar, str]:
-    given = [name for name in (*VLLM_KINDS, "json_object") if getattr(value, name) not in (None, False)]
-    if len(given) != 1:
-        raise InvalidRequest(field, f"exactly one of {', '.join(VLLM_KINDS)} and json_object", given)
-    (name,) = given
+    name = given_kind(value, field=field)
     if name == "json_object":
         return Grammar.json_object(), f"{field}.json_object"
     found = VLLM_KINDS[name](getattr(value, name), f"{field}.{name}", limits)
