@@ -52,13 +52,13 @@ async def health(service: Service, exchange: Exchange) -> None:
 
 
 async def ready(service: Service, exchange: Exchange) -> None:
-    """200 while this gateway takes requests, prompts can be read, every replica of every model answers and its loop turns, and of the
-    foreign servers of a model at least one."""
+    """200 while this gateway takes requests, prompts can be read, and every replica of every model answers and its loop turns. Foreign
+    servers are listed as well: one that fails does so for every gateway, and sending clients to another gateway would not help."""
     replicas = [(model.name, replica) for model in service.models.models for replica in model.upstream.replicas()]
     states = [
         ReplicaReadiness(model=model, replica=replica.name, ok=not replica.reason, reason=replica.reason) for model, replica in replicas
     ]
-    reasons = [f"{model}/{replica.name} {replica.reason}" for model, replica in replicas if replica.reason and not replica.is_covered]
+    reasons = [f"{model}/{replica.name} {replica.reason}" for model, replica in replicas if replica.reason and not replica.is_foreign]
     if service.text_pool.reason:
         reasons.append(service.text_pool.reason)
     reason = "draining" if service.open_requests.is_draining else "; ".join(reasons)

@@ -80,12 +80,7 @@ class HttpUpstream:
 
     def replicas(self) -> list[ReplicaHealth]:
         """Its servers. A server counts as connected: connections are made per request."""
-        reasons = {server.name: server.reason() for server in self.servers}
-        is_any_ready = "" in reasons.values()
-        return [
-            ReplicaHealth(name, is_connected=True, reason=reason, is_covered=bool(reason) and is_any_ready)
-            for name, reason in reasons.items()
-        ]
+        return [ReplicaHealth(server.name, is_connected=True, reason=server.reason(), is_foreign=True) for server in self.servers]
 
     def readings(self) -> Iterator[UpstreamReading]:
         now = self._clock()

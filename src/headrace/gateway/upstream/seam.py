@@ -358,14 +358,14 @@ class ReplicaHealth:
 
     reason      why it is not ready, in a form that may be shown to clients; empty = ready
     load        its last snapshot; None before the first one
-    is_covered  it is not ready, and another server of its model answers meanwhile
+    is_foreign  it is no part of this site: its state is shown, and does not make the gateway unready
     """
 
     name: str
     is_connected: bool
     reason: str
     load: LoadSnapshot | None = None
-    is_covered: bool = False
+    is_foreign: bool = False
 
 
 class Upstream(Protocol):
