@@ -8,7 +8,7 @@ from cases import ANSWER_TOKENS, MODEL, QUESTION, run, same
 from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel
-from pydantic_ai.settings import ModelSettings
+from pydantic_ai.settings import ModelSettings, ToolOrOutput
 
 SETTINGS = ModelSettings(temperature=0, max_tokens=ANSWER_TOKENS)
 ASKED = "What is the capital of France?"
@@ -48,12 +48,27 @@ def tool() -> object:
     return answer
 
 
+def some_tools() -> object:
+    """Both functions are shown to the model; `tool_choice` allows one of them."""
+
+    def get_time(city: str) -> str:
+        """The time in a city."""
+        return f"noon in {city}"
+
+    CALLED.clear()
+    settings = ModelSettings(temperature=0, max_tokens=ANSWER_TOKENS, tool_choice=ToolOrOutput(["get_time"]))
+    answer = Agent(OpenAIChatModel(MODEL), tools=[get_weather, get_time], model_settings=settings).run_sync(QUESTION).output
+    same(CALLED, [])
+    return answer
+
+
 run(
     bound={
         "text": lambda: Agent(OpenAIChatModel(MODEL), model_settings=SETTINGS).run_sync("Hello!").output,
         "text, streamed": streamed,
         "ToolOutput": lambda: typed(ToolOutput(City)),
         "NativeOutput": lambda: typed(NativeOutput(City)),
+        "tool_choice ToolOrOutput": some_tools,
     },
     free={"tools": tool, "PromptedOutput": lambda: typed(PromptedOutput(City))},
 )
