@@ -8,12 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import hostile_tools
 import jsonschema
 import pytest
-from openai import APIStatusError, BadRequestError, OpenAI
+from openai import APIStatusError, BadRequestError, OpenAI, pydantic_function_tool
+from pydantic import BaseModel
 from server_kit import Server, serving
 
 from tests.house.reader import ROOT
@@ -174,6 +175,28 @@ def test_results_of_calls_go_back_to_the_model(client: OpenAI) -> None:
     assert answer.usage is not None
     counted: Any = client.post("/tokenize", cast_to=object, body={"model": "tiny", "messages": turns, "tools": [WEATHER]})
     assert answer.usage.prompt_tokens == counted["count"]
+
+
+class Weather(BaseModel):
+    """Weather of a city"""
+
+    city: Literal["Paris", "Rome"]
+
+
+@pytest.mark.parametrize("helper", ["create", "parse", "stream"])
+@pytest.mark.parametrize("is_dumped", [False, True])
+def test_a_message_of_each_helper_of_the_client_can_be_sent_back(client: OpenAI, helper: str, is_dumped: bool) -> None:
+    """As the client's own examples do: messages.append(completion.choices[0].message)."""
+    asked: dict[str, Any] = {"model": "tiny", "messages": ASKED, "tools": [pydantic_function_tool(Weather)], "temperature": 0}
+    if helper == "stream":
+        with client.chat.completions.stream(**asked, tool_choice="required") as stream:
+            said: Any = stream.get_final_completion().choices[0].message
+    else:
+        said = getattr(client.chat.completions, helper)(**asked, tool_choice="required").choices[0].message
+    result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "rain"}
+    message = said.model_dump(exclude_none=True) if is_dumped else said
+    answer = client.chat.completions.create(**{**asked, "messages": [*ASKED, message, result]}, max_tokens=20)
+    assert answer.choices[0].finish_reason in ("stop", "length", "tool_calls")
 
 
 def test_a_schema_that_cannot_bind_costs_its_request_alone(client: OpenAI) -> None:

@@ -55,8 +55,9 @@ Place = Surface | Inside
 class FieldRule:
     """One row.
 
-    note  the rule of an honoured or inert field, or why a refused one is refused and what to do instead
-    off   values that ask for nothing, accepted like null. A refused field accepts no other values
+    note    the rule of an honoured or inert field, or why a refused one is refused and what to do instead
+    off     values that ask for nothing, accepted like null. A refused field accepts no other values
+    is_any  an inert field whose value may be anything
     """
 
     name: str
@@ -64,6 +65,7 @@ class FieldRule:
     treatment: Treatment
     note: str
     off: tuple[object, ...] = ()
+    is_any: bool = False
 
     def is_off(self, value: object) -> bool:
         return any(_is_same(value, off) for off in self.off)

@@ -58,6 +58,11 @@ def _inert(name: str, note: str = _SHORT_TEXT, places: tuple[Place, ...] = BOTH)
     return FieldRule(name, places, Treatment.INERT, note)
 
 
+def _unread(name: str, place: tuple[Place, ...], note: str) -> FieldRule:
+    """An inert field of which not even the value is checked."""
+    return FieldRule(name, place, Treatment.INERT, f"{note} Any value.", is_any=True)
+
+
 def _refused(name: str, places: tuple[Place, ...], note: str, *off: object) -> FieldRule:
     return FieldRule(name, places, Treatment.REFUSED, note, off)
 
@@ -121,6 +126,7 @@ _MESSAGES = (
     _honoured("tool_call_id", MESSAGE, "Of the call that a message of role tool answers. Handed to the template."),
     _honoured("reasoning_content", MESSAGE, "An assistant's reasoning of an earlier turn, for templates that read it.", ""),
     _honoured("reasoning", MESSAGE, "Another name of reasoning_content; if both are given they must agree.", ""),
+    _unread("parsed", MESSAGE, "What the official client's `parse` made of an earlier answer."),
     _refused("refusal", MESSAGE, "Answers hold none.", ""),
     _refused("audio", MESSAGE, _TEXT_ONLY),
     _refused("function_call", MESSAGE, "Send tool_calls."),
@@ -137,7 +143,9 @@ _MESSAGES = (
     _honoured("id", CALL, "A string. Handed to the template."),
     _honoured("type", CALL, '"function", also where absent.'),
     _honoured("function", CALL, "What was called; required."),
+    _unread("index", CALL, "The call's number in the stream that it came from."),
     _honoured("name", CALLED_FUNCTION, "A string; required."),
+    _unread("parsed_arguments", CALLED_FUNCTION, "What the official client's `parse` made of the arguments."),
     _honoured(
         "arguments",
         CALLED_FUNCTION,

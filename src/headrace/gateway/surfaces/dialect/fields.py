@@ -38,7 +38,8 @@ def honoured_fields(given: Mapping[str, object], place: Place, ignored: dict[str
         elif rule.treatment is Treatment.HONOURED:
             kept[name] = value
         elif rule.treatment is Treatment.INERT:
-            _check_inert(f"{path}{name}", value)
+            if not rule.is_any:
+                _check_inert(f"{path}{name}", value)
             ignored[_shown(rule, place)] = None
         else:
             raise InvalidRequest(f"{path}{name}", rule.off_words, value, rule.note)

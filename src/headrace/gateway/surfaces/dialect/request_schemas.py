@@ -56,7 +56,7 @@ def _value_schema(rule: FieldRule, given: Schema, bounded: Mapping[str, Schema])
     if rule.treatment is Treatment.REFUSED:
         return {"enum": list(rule.off)}
     if rule.treatment is Treatment.INERT:
-        return _metadata() if rule.name == "metadata" else _INERT_TEXT
+        return {} if rule.is_any else _metadata() if rule.name == "metadata" else _INERT_TEXT
     made: Schema = given["properties"][rule.name]
     if rule.name not in bounded:
         return made
