@@ -24,7 +24,14 @@ FOREIGN = frozenset(
         *("SSL_CERT_FILE",),  # OpenSSL
         *("cpu_gemm_wna16", "int8_asym", "onednn_mm", "raw_logprobs"),  # vLLM, OpenVINO
         *("mark_control_tokens", "modeling_rope_utils"),  # transformers
-        *("libtorch_cpu.so", "model.safetensors", "model.safetensors.index.json", "generation_config.json"),  # files of others
+        *(
+            "libtorch_cpu.so",
+            "model.safetensors",
+            "model.safetensors.index.json",
+            "generation_config.json",
+            "ca.crt",
+            "tls.crt",
+        ),  # files of others
         *("perf", "prefetchnta", "vpaddd", "vpaddw"),  # Linux, x86
         *("num_x", "max_x", "x_id", "a_to_b", "_ms"),  # patterns of names
     ]

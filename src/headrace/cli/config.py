@@ -11,6 +11,7 @@ docs/config.md. How variables become values: `cli.config_variables`.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, c
 from headrace.gateway.foreign_config import ForeignConfig
 from headrace.observe.logs import LogFormat
 from headrace.text.output.formats import AUTO, reasoning_format, tool_format
+from headrace.wire.tls.files import TlsFiles
 
 ENV_PREFIX = "HEADRACE_"
 
@@ -43,10 +45,47 @@ class NeedsExperimental(ConfigError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteReplica:
+    """One engine that was started by itself (`headrace engine`), here or on another machine. address: HOST:PORT or unix:/path."""
+
+    name: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteSection:
+    """The engines of one model that run elsewhere.
+
+    model       the model's folder on this machine, a bundled model's name, or a hub id: the gateway reads its tokenizer and template
+    replicas    where its engines listen
+    tls         this machine's certificates, for TCP addresses; required beyond loopback
+    token_file  file with the token that the engines want; required for TCP addresses
+    """
+
+    model: str
+    replicas: tuple[RemoteReplica, ...]
+    tls: TlsFiles | None = None
+    token_file: str = ""
+
+    def gateway_replicas(self) -> tuple[ReplicaConfig, ...]:
+        """The replicas as the gateway reads them. A Unix socket needs no certificates."""
+        return tuple(
+            ReplicaConfig(
+                name=replica.name,
+                address=replica.address,
+                token_file=self.token_file,
+                tls=None if replica.address.startswith("unix:") else self.tls,
+            )
+            for replica in self.replicas
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
     """One served model: the engines that serve it, or the foreign servers that answer for it.
 
     engine     the options of every replica; `engine.model` is a folder, the name of a bundled model, or a hub id
+    remote     engines that are started by themselves, instead of engines that are started here
     upstreams  OpenAI-compatible servers instead of engines
     name       what clients ask for; default: the hub id, the folder's name, or what the first foreign server calls it
     aliases    further names for it
@@ -56,6 +95,7 @@ class ModelSection:
     """
 
     engine: EngineConfig | None = None
+    remote: RemoteSection | None = None
     upstreams: tuple[ForeignConfig, ...] = ()
     name: str = ""
     aliases: tuple[str, ...] = ()
@@ -72,10 +112,16 @@ class ModelSection:
         return self.replicas if self.engine is not None else 0
 
     @property
+    def num_replicas(self) -> int:
+        """Engines that the gateway connects to."""
+        return self.num_engines + (len(self.remote.replicas) if self.remote is not None else 0)
+
+    @property
     def served_name(self) -> str:
-        if self.name or self.engine is None:
+        section = self.engine or self.remote
+        if self.name or section is None:
             return self.name or (self.upstreams[0].model if self.upstreams else "")
-        model = self.engine.model
+        model = section.model
         return model if is_fetched(model) else Path(model).expanduser().resolve().name
 
 
@@ -118,27 +164,28 @@ class ServeConfig:
         return self
 
     def _check_model(self, where: str, model: ModelSection) -> None:
-        if (model.engine is None) == (not model.upstreams):
-            raise NeedsExactlyOne(where, "engine", "upstreams", "engine runs the model here, upstreams asks servers for it.")
-        if model.engine is None:
-            if model.replicas != 1:
-                raise ConfigError(f"{where}.replicas", "counts engines, and this model has none", "Leave it out beside upstreams.")
+        _check_answers(where, model)
+        if model.engine is None and model.replicas != 1:
+            reason = "counts engines that are started here, and this model has none"
+            raise ConfigError(f"{where}.replicas", reason, "Leave it out beside upstreams and remote.")
+        if model.upstreams:
             for name, parser in model.parsers.items():
                 if parser != AUTO:
                     raise ConfigError(f"{where}.{name}", "is for text of our engines", "Leave it out: the other server parses its output.")
             return
         tool_format(model.tool_call_parser, (), where=f"{where}.tool_call_parser")
         reasoning_format(model.reasoning_parser, (), where=f"{where}.reasoning_parser")
-        self._check_engine(where, model.engine)
+        if model.engine is not None:
+            self._check_engine(where, model.engine)
+        if model.remote is not None:
+            _check_folder(f"{where}.remote.model", model.remote.model)
 
     def _check_engine(self, where: str, engine: EngineConfig) -> None:
         try:
             engine.checked()
         except ConfigError as error:
             raise error.at(f"{where}.engine.{error.where}") from error
-        name = engine.model
-        if not (is_fetched(name) or bundled_path(name) or (Path(name).expanduser() / "config.json").is_file()):
-            raise ConfigError(f"{where}.engine.model", f"{name!r} is neither a folder with a config.json nor a model's name")
+        _check_folder(f"{where}.engine.model", engine.model)
         if engine.device != "cpu" and not self.experimental:
             raise NeedsExperimental(f"{where}.engine.device", engine.device)
 
@@ -148,10 +195,12 @@ class ServeConfig:
             # Decoded as the gateway will decode it, so that what it would refuse at its start is refused here.
             config_from(asdict(replace(self.gateway, models=tuple(models))))
         except ConfigError as error:
-            raise error.at(error.where if error.where.startswith("models") else f"gateway.{error.where}") from error
+            # Replicas that this file does not name have made-up addresses, which are right.
+            where = re.sub(r"^(models\[\d+\])\.replicas", r"\1.remote.replicas", error.where)
+            raise error.at(where if where.startswith("models") else f"gateway.{where}") from error
 
     def fleet(self, resolve: Callable[[str], Path]) -> FleetConfig:
-        """The supervisor's configuration. resolve: `engine.model` -> local folder."""
+        """The supervisor's configuration. resolve: a `model` as the file has it -> local folder."""
         gateway = asdict(self.gateway)
         del gateway["models"], gateway["timeouts"]["drain_s"]
         models = []
@@ -160,6 +209,9 @@ class ServeConfig:
             if model.engine is not None:
                 engine = asdict(model.engine)
                 spec = replace(spec, folder=resolve(engine.pop("model")), engine=engine, gateway=model.parsers)
+            elif model.remote is not None:
+                remote = tuple(asdict(replica) for replica in model.remote.gateway_replicas())
+                spec = replace(spec, folder=resolve(model.remote.model), remote=remote, gateway=model.parsers)
             elif model.upstreams:
                 spec = replace(spec, upstreams=tuple(asdict(upstream) for upstream in model.upstreams))
             models.append(spec)
@@ -178,8 +230,25 @@ def _as_gateway_model(model: ModelSection) -> ModelConfig:
     """The model as the gateway's own file has it, with a made-up address: where its replicas will listen is not known yet."""
     if model.upstreams:
         return ModelConfig(name=model.served_name, aliases=model.aliases, upstreams=model.upstreams)
-    replica = ReplicaConfig(name="replica", address="unix:/run/replica")
-    return ModelConfig(name=model.served_name, aliases=model.aliases, folder="/", replicas=(replica,))
+    replicas: tuple[ReplicaConfig, ...] = (ReplicaConfig(name="replica", address="unix:/run/replica"),)
+    if model.remote is not None:
+        replicas = model.remote.gateway_replicas()
+    return ModelConfig(name=model.served_name, aliases=model.aliases, folder="/", replicas=replicas)
+
+
+def _check_answers(where: str, model: ModelSection) -> None:
+    """Raises NeedsExactlyOne unless one of the three kinds of section says what answers for the model."""
+    given = {"engine": model.engine is not None, "upstreams": bool(model.upstreams), "remote": model.remote is not None}
+    names = [name for name, is_given in given.items() if is_given]
+    if len(names) != 1:
+        first, second = names[:2] or ("engine", "upstreams")
+        remedy = "engine runs the model here, remote names engines that run elsewhere, upstreams asks servers for it."
+        raise NeedsExactlyOne(where, first, second, remedy)
+
+
+def _check_folder(where: str, name: str) -> None:
+    if not (is_fetched(name) or bundled_path(name) or (Path(name).expanduser() / "config.json").is_file()):
+        raise ConfigError(where, f"{name!r} is neither a folder with a config.json nor a model's name")
 
 
 def load(
@@ -228,7 +297,7 @@ def _fill(raw: Raw, default_model: str | None) -> None:
         raw["models"] = [{}]
     models = raw.get("models")
     only = models[0] if isinstance(models, list) and len(models) == 1 else None
-    if isinstance(only, dict) and "upstreams" not in only and default_model is not None:
+    if isinstance(only, dict) and not {"upstreams", "remote"} & set(only) and default_model is not None:
         engine = only.setdefault("engine", {})
         if isinstance(engine, dict):
             engine.setdefault("model", default_model)

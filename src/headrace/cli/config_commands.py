@@ -31,6 +31,9 @@ models:
       # queue_policy: priority        # priority | fcfs | sjf | fair
   # - name: elsewhere                 # a model that other OpenAI-compatible servers answer for
   #   upstreams: [{{url: "http://127.0.0.1:9000/v1", model: its-name-there, api_key_env: ITS_KEY}}]
+  # - name: big                       # a model whose engines run on other machines (headrace engine, headrace tls init)
+  #   remote: {{model: {model}, token_file: /etc/headrace/gateway/token, replicas: [{{name: gpu1, address: "gpu1:7001"}}],
+  #            tls: {{ca: /etc/headrace/gateway/ca.crt, certificate: /etc/headrace/gateway/tls.crt, key: /etc/headrace/gateway/tls.key}}}}
 
 gateway:
   host: 127.0.0.1                     # beyond loopback wants api_keys
@@ -54,7 +57,7 @@ def check(file: Annotated[Path, typer.Argument(help="YAML file.")]) -> None:
         print(f"headrace: {line}", file=sys.stderr)
     leave_if_faulty(file)
     config = load(file, os.environ)
-    replicas = sum(model.num_engines for model in config.models)
+    replicas = sum(model.num_replicas for model in config.models)
     names = ", ".join(model.served_name for model in config.models)
     models, engines = counted(len(config.models), "model"), counted(replicas, "replica")
     print(f"{file}: ok. {models} ({names}), {engines}, {config.gateway.host}:{config.gateway.port}")

@@ -158,9 +158,16 @@ def _stand_in(name: str, where: str) -> object:
         "engine": {"model": DEFAULT_MODEL},
         "upstreams": [{"url": "http://127.0.0.1/v1", "model": "stand-in"}],
         "upstreams[]": {"url": "http://127.0.0.1/v1", "model": "stand-in", "name": unique_name},
+        "remote": {"model": DEFAULT_MODEL, "replicas": [{"name": unique_name, "address": "unix:/run/stand-in"}]},
+        "replicas[]": {"name": unique_name, "address": "unix:/run/stand-in"},
+        "address": "unix:/run/stand-in",
+        "ca": "stand-in",
+        "certificate": "stand-in",
         "url": "http://127.0.0.1/v1",
         "key": f"stand-in-{digest}",
         "sha256": digest,
         "api_keys[]": {"sha256": digest},
     }
+    if name == "replicas" and ".remote" in where:
+        return [made["replicas[]"]]
     return made.get(name, unique_name if name.endswith("[]") else None)

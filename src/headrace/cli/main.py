@@ -18,12 +18,14 @@ from headrace.cli.bench import bench_app
 from headrace.cli.chat import chat
 from headrace.cli.config_commands import config_app
 from headrace.cli.doctor import doctor
+from headrace.cli.engine import engine
 from headrace.cli.exits import report
+from headrace.cli.gateway import gateway
 from headrace.cli.models import models
-from headrace.cli.processes import engine, gateway
 from headrace.cli.replay import replay
 from headrace.cli.serve import serve
 from headrace.cli.suggestions import SuggestingGroup
+from headrace.cli.tls import tls_app
 from headrace.cli.values_of_flags import refuse_missing_values
 from headrace.cli.vllm_flags import translated
 from headrace.core.errors import HeadraceError
@@ -41,6 +43,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda name: name.replace("_", "-")},
 )
 app.command()(serve)
+app.command()(engine)
+app.command()(gateway)
 app.command()(chat)
 app.command()(agent)
 app.command()(models)
@@ -48,8 +52,7 @@ app.command()(doctor)
 app.command()(replay)
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
-app.command(hidden=True)(engine)
-app.command(hidden=True)(gateway)
+app.add_typer(tls_app, name="tls")
 
 
 def _show_version(wanted: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.engine_flags import ENGINE_FLAGS, Given, with_engine_flags
-from headrace.cli.values_of_flags import dashed
+from headrace.cli.flag_names import flag_names
 
 if TYPE_CHECKING:
-    from typer._click.core import Parameter
-
     from headrace.cli.config import ServeConfig
     from headrace.fleet.supervisor import FleetReady
 
@@ -50,6 +48,8 @@ OTHER_PATHS = {
     "experimental": ("experimental",),
 }
 """Parameter of `serve` -> paths that it sets, to something else than its own value or to several values."""
+
+PATHS = {**{name: (path,) for name, path in FLAG_PATHS.items()}, **OTHER_PATHS}
 
 Flag = typer.Option
 
@@ -105,7 +105,7 @@ def serve(
         raise UsageRefused("MODEL and --model: give one of them")
     for line in unread_variables(os.environ):
         print(f"headrace: {line}", file=sys.stderr)
-    names = flag_names(context, sys.argv[1:])
+    names = flag_names(context, sys.argv[1:], PATHS)
     flags = flags_of(context.params, engine)
     try:
         resolved = load(config, os.environ, flags, flag_names=names, default_model=None if config else DEFAULT_MODEL)
@@ -135,31 +135,6 @@ def flags_of(params: Mapping[str, object], engine: Given) -> dict[str, object]:
     return {path: value for path, value in flags.items() if value is not None}
 
 
-def flag_names(context: typer.Context, words: Sequence[str]) -> dict[str, str]:
-    """Configuration path -> what set it: the flag as it is written in `words`, the argument's name, or the flag's variable."""
-    names: dict[str, str] = {}
-    for param in context.command.params:
-        source = context.get_parameter_source(param.name or "")
-        if source is None or source.name == "DEFAULT":
-            continue
-        name = str(param.envvar) if source.name == "ENVIRONMENT" else _name_in(words, param)
-        names |= dict.fromkeys(_paths(param.name or ""), name)
-    return names
-
-
-def _paths(param: str) -> tuple[str, ...]:
-    return (FLAG_PATHS[param],) if param in FLAG_PATHS else OTHER_PATHS.get(param, ())
-
-
-def _name_in(words: Sequence[str], param: Parameter) -> str:
-    """The last spelling of a flag in `words`, which is the one that counts; for an argument, its name in the help."""
-    if param.param_type_name == "argument":
-        return param.human_readable_name
-    spellings = (*param.opts, *param.secondary_opts)
-    written = [name for name in (dashed(word.partition("=")[0]) for word in words) if name in spellings]
-    return written[-1] if written else spellings[0]
-
-
 def run(config: ServeConfig) -> int:
     """Serve until stopped. Returns the exit code. Raises ConfigError and FleetFailed."""
     from headrace.cli.announcement import announce_when_ready
@@ -170,9 +145,9 @@ def run(config: ServeConfig) -> int:
     from headrace.observe.logs import LogFormat, set_up_logging
 
     set_up_logging(LogFormat(config.log_format))
-    num_engines, num_foreign = sum(model.num_engines for model in config.models), sum(len(model.upstreams) for model in config.models)
+    num_replicas, num_foreign = sum(model.num_replicas for model in config.models), sum(len(model.upstreams) for model in config.models)
     limits = config.gateway.limits
-    connection_limit(limits.max_connections, num_engines, num_foreign, num_text_workers=limits.max_text_workers)  # children inherit ours
+    connection_limit(limits.max_connections, num_replicas, num_foreign, num_text_workers=limits.max_text_workers)  # children inherit ours
     check_can_listen(config.gateway.host, config.gateway.port)
 
     def on_ready(ready: FleetReady) -> None:

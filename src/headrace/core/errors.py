@@ -43,6 +43,7 @@
     |  `- NeedsExperimental        start: a value that needs `experimental`
     |- CheckpointError             start: a model's file and the reason
     |- CannotBind                  start: the gateway's address is taken
+    |- CannotListen                start: the engine's address is taken
     |- FleetFailed                 a process of the fleet cannot be kept running
     |- UsageRefused                command line: a flag or a pair of flags that is not supported
     |- ServerFailed                command line: a server could not be reached, or answered with an error

@@ -119,10 +119,12 @@ def _object(kind: type, data: Mapping[object, object], where: str, elsewhere: Ma
     for key in data:
         if key not in hints:
             raise UnknownKey(joined(where, str(key)), hints, elsewhere)
+    # What is given comes before what is missing: a misspelt key inside may be why.
+    values = {str(key): _decoded(hints[str(key)], value, joined(where, str(key)), elsewhere) for key, value in data.items()}
     for item in fields(kind):
         if item.default is MISSING and item.default_factory is MISSING and item.name not in data:
             raise MissingKey(joined(where, item.name))
-    return kind(**{str(key): _decoded(hints[str(key)], value, joined(where, str(key)), elsewhere) for key, value in data.items()})
+    return kind(**values)
 
 
 def _name(hint: object) -> str:

@@ -1,31 +1,32 @@
-"""`headrace engine --config FILE`: the process entry of one replica. What the process does is `engine.server.process`."""
+"""The process entry of one replica (`headrace engine`). What the process does is `engine.server.process`."""
 
 from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
+from collections.abc import Callable
 
 from headrace.core.errors import ConfigError
 from headrace.engine.build import build_served_engine
-from headrace.engine.server.config import load_process_config
+from headrace.engine.config import EngineConfig
+from headrace.engine.server.config import ProcessConfig
 from headrace.engine.server.process import EngineExitCode, leave, run_process
 from headrace.observe.logs import set_up_logging
 from headrace.tensor.host.openmp import prepare_openmp
 from headrace.wire.leash import Leash
 
 
-def run_engine(config_path: str | Path, parent_fd: int | None = None) -> None:
+def run_engine(read: Callable[[], tuple[ProcessConfig, EngineConfig]], parent_fd: int | None = None) -> None:
     """Serves one replica until it is drained or dies; never returns.
 
-    config_path  JSON, see `engine.server.config`
-    parent_fd    the inherited end of the supervisor's leash; None when started by hand
+    read       makes the configuration; what it raises is reported as a refusal
+    parent_fd  the inherited end of the supervisor's leash; None when started by hand
     """
     set_up_logging()
     prepare_openmp(os.environ)  # before torch is imported, which building the engine does
     leash = Leash(parent_fd)
     try:
-        process, engine = load_process_config(config_path)
+        process, engine = read()
         engine = process.keep_to_share(engine)
     except (ConfigError, OSError, ValueError) as error:
         print(f"headrace engine: {error}", file=sys.stderr)

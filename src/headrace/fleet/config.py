@@ -28,8 +28,9 @@ class ModelSpec:
     name       what clients call it
     folder     its local folder, resolved (`fleet.weights.resolve_model`)
     aliases    other names for it
-    replicas   engine processes, each with its own copy of the weights; none beside `upstreams`
+    replicas   engine processes, each with its own copy of the weights; none beside `upstreams` or `remote`
     engine     options of `engine.config.EngineConfig` beside `model`, checked when they are decoded and again by the engine
+    remote     engines that run elsewhere: the gateway's own options of each replica; then none are started here
     upstreams  the foreign servers that answer instead of engines: the gateway's own options of each
     gateway    the gateway's own options of a model that engines serve
     """
@@ -39,6 +40,7 @@ class ModelSpec:
     aliases: tuple[str, ...] = ()
     replicas: int = 1
     engine: Mapping[str, object] = field(default_factory=dict)
+    remote: tuple[Mapping[str, object], ...] = ()
     upstreams: tuple[Mapping[str, object], ...] = ()
     gateway: Mapping[str, object] = field(default_factory=dict)
 
@@ -101,6 +103,10 @@ def _check_model(where: str, model: ModelSpec, names: set[str]) -> None:
             raise ConfigError(f"{where}.replicas", f"{model.replicas} is not 0 beside upstreams")
         for index, upstream in enumerate(model.upstreams):
             _check_key_variable(f"{where}.upstreams[{index}].api_key_env", str(upstream.get("api_key_env", "")))
+        return
+    if model.remote:
+        if model.replicas:
+            raise ConfigError(f"{where}.replicas", f"{model.replicas} is not 0 beside remote")
         return
     if not 1 <= model.replicas <= MAX_REPLICAS:
         raise ConfigError(f"{where}.replicas", f"{model.replicas} is outside 1..{MAX_REPLICAS}")

@@ -151,18 +151,24 @@ def write_gateway_file(
 
     taken  options as an earlier gateway found them: the port it was given in place of 0 stays the deployment's own
     """
-    models = [_gateway_model(model, replicas) for model in config.models]
     path = folder / "gateway.json"
-    _write(path, {**config.gateway, **(taken or {}), "models": models, "timeouts": _with_drain(config)})
+    _write(path, {**gateway_content(config, replicas), **(taken or {})})
     return path
 
 
-def _gateway_model(model: ModelSpec, replicas: list[ReplicaFiles]) -> dict[str, object]:
+def gateway_content(config: FleetConfig, replicas: Sequence[ReplicaFiles] = ()) -> dict[str, object]:
+    """What the gateway reads. replicas: the engines of this machine. Raises ConfigError."""
+    models = [_gateway_model(model, replicas) for model in config.models]
+    return {**config.gateway, "models": models, "timeouts": _with_drain(config)}
+
+
+def _gateway_model(model: ModelSpec, replicas: Sequence[ReplicaFiles]) -> dict[str, object]:
     named: dict[str, object] = {"name": model.name, "aliases": list(model.aliases)}
     if model.upstreams:
         return {**named, "upstreams": [dict(upstream) for upstream in model.upstreams]}
     listening = [{"name": replica.name, "address": replica.address} for replica in replicas if replica.model == model.name]
-    return {**named, **model.gateway, "folder": str(model.folder), "replicas": listening}
+    elsewhere = [dict(replica) for replica in model.remote]
+    return {**named, **model.gateway, "folder": str(model.folder), "replicas": [*listening, *elsewhere]}
 
 
 def _with_drain(config: FleetConfig) -> dict[str, object]:

@@ -137,8 +137,8 @@ class ProcessLauncher:
         environment  added to our own
         log_format   of children that write to our own stdout and stderr
         """
-        # gRPC's C core prints its own INFO lines to stderr otherwise.
-        self._environment = {"GRPC_VERBOSITY": "ERROR", "PYTHONUNBUFFERED": "1", **without_secrets(os.environ), **(environment or {})}
+        # gRPC's C core prints lines of its own to stderr otherwise, one for each failed connection; its exceptions say the same.
+        self._environment = {"GRPC_VERBOSITY": "NONE", "PYTHONUNBUFFERED": "1", **without_secrets(os.environ), **(environment or {})}
         self._log_format = log_format
 
     async def launch(self, label: str, command: Sequence[str], *, forward: bool, withheld: Collection[str] = ()) -> Child:

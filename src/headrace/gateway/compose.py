@@ -83,7 +83,8 @@ def connect_wire(config: ReplicaConfig, text: TextModel, clock: Clock) -> Connec
     return ReplicaClient(
         config.address,
         name=config.name,
-        token=config.token,
+        token=config.target().token,
+        tls=config.tls,
         expect=Expectation(digests=text.digests),
         clock=clock,
     )

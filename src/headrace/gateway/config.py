@@ -1,4 +1,4 @@
-"""The gateway's configuration: one JSON file, written by the supervisor, decoded once into these values.
+"""The gateway's configuration: one JSON file, written by the supervisor, or the same data of `headrace gateway`; decoded once.
 
 Nothing here is read from the environment or the command line, which `cli.config` does. The key of a foreign server is only named here;
 `upstream.foreign` reads it when the gateway opens. API keys are kept as SHA-256 digests from the moment the file is decoded, and no repr of
@@ -20,6 +20,8 @@ from headrace.core.request import PriorityClass
 from headrace.core.strict_decode import NeedsExactlyOne, decode, read_json_object
 from headrace.gateway.foreign_config import ForeignConfig, check_foreign
 from headrace.text.output.formats import AUTO
+from headrace.wire.target import GrpcTarget, check_target, target_of
+from headrace.wire.tls.files import TlsFiles
 
 REPLICA_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
@@ -59,13 +61,21 @@ class ApiKey:
 class ReplicaConfig:
     """One engine process.
 
-    name     label `replica` of the metrics
-    address  of the engine's wire: unix:/path, or host:port on loopback together with a token
+    name        label `replica` of the metrics
+    address     of the engine's wire: unix:/path, or host:port with a token, and beyond loopback with tls
+    token       what the engine wants to see; token_file: or a file that holds it, closed to other users
+    tls         this gateway's certificates
     """
 
     name: str
     address: str
     token: str | None = field(default=None, repr=False)
+    token_file: str = ""
+    tls: TlsFiles | None = None
+
+    def target(self) -> GrpcTarget:
+        """The address with the token read. Raises ConfigError."""
+        return target_of(self.address, token=self.token, token_file=self.token_file, tls=self.tls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,3 +304,8 @@ def _check_models(models: tuple[ModelConfig, ...]) -> None:
         for replica in model.replicas:
             if REPLICA_NAME.fullmatch(replica.name) is None:
                 raise ConfigError(f"{where}.replicas", f"{replica.name!r} is not a replica name")
+        for number, replica in enumerate(model.replicas):
+            try:
+                check_target(replica.address, token=replica.token, token_file=replica.token_file, tls=replica.tls)
+            except ConfigError as error:
+                raise error.at(f"{where}.replicas[{number}].address") from error

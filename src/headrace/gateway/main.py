@@ -1,4 +1,4 @@
-"""`headrace gateway --config FILE`: the process entry of a gateway, from its configuration file to its exit status.
+"""The process entry of a gateway (`headrace gateway`), from its configuration to its exit status.
 
 0   drained after SIGTERM or SIGINT
 2   refused to start: configuration or model folder (starting it again with the same file fails again)
@@ -13,15 +13,14 @@ import asyncio
 import gc
 import logging
 import sys
-from collections.abc import Coroutine
-from pathlib import Path
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from headrace.core.counted import counted
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, Unavailable
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.compose import load_texts, open_gateway, text_workers
-from headrace.gateway.config import GatewayConfig, load_config
+from headrace.gateway.config import GatewayConfig
 from headrace.gateway.http.descriptors import connection_limit
 from headrace.gateway.http.server import Server
 from headrace.gateway.text_workers.workers import Workers
@@ -48,18 +47,18 @@ DRAIN_GRACE_S = 1.0
 """Seconds that a request which is cut off has to write its error."""
 
 
-def run_gateway(config_path: str | Path, parent_fd: int | None = None) -> int:
+def run_gateway(read: Callable[[], GatewayConfig], parent_fd: int | None = None) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status.
 
-    config_path  JSON, see `gateway.config`
-    parent_fd    the inherited end of the supervisor's leash; None when started by hand
+    read       makes the configuration; what it raises is reported as a refusal
+    parent_fd  the inherited end of the supervisor's leash; None when started by hand
     """
     set_up_logging()
     sys.setswitchinterval(SWITCH_S)
     leash = Leash(parent_fd)
     leash.watch()
     try:
-        config = load_config(config_path)
+        config = read()
         workers = text_workers(config)
         workers.spawn()  # it loads while this process does
         try:

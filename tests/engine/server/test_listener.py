@@ -19,7 +19,7 @@ from wire_kit import PATIENCE_S, Served, read_all, request, until
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.server import listener
-from headrace.engine.server.listener import FOLDER_PREFIX, INNER_NAME, RefusalLog, TcpListener
+from headrace.engine.server.listener import FOLDER_PREFIX, INNER_NAME, CannotListen, RefusalLog, TcpListener
 from headrace.lab.fake_runner import FakeOptions, fake_answer
 from headrace.wire.client import ReplicaClient
 from headrace.wire.target import parse_target
@@ -217,7 +217,7 @@ async def test_a_taken_port_is_an_error_and_leaves_no_directory(tmp_path: Path, 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with socket.create_server((HOST, 0)) as taken:
         engine = Served(FakeOptions(), EngineConfig(model="fake"), f"{HOST}:{taken.getsockname()[1]}", token=TOKEN)
-        with pytest.raises(OSError, match="in use"):
+        with pytest.raises(CannotListen, match="in use"):
             await engine.service.start()
         engine.runner.close()
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""The file an engine process is started with: JSON, written by the supervisor, decoded once and refused by name.
+"""What an engine process is started with: JSON of the supervisor, or an operator's file or flags; decoded once and refused by name.
 
 {"replica": "demo-0", "address": "unix:/run/user/1000/headrace-x/e0.sock", "engine": {"model": "/models/demo", "max_num_seqs": 32}}
 """
@@ -14,8 +14,8 @@ from headrace.core.errors import ConfigError
 from headrace.core.hashing import check_secret
 from headrace.core.strict_decode import decode, read_json_object
 from headrace.engine.config import EngineConfig
-from headrace.wire.target import GrpcTarget, target_of
-from headrace.wire.tls.files import TlsFiles
+from headrace.wire.target import GrpcTarget, check_target, target_of
+from headrace.wire.tls.files import TlsFiles, TlsRole, load_certificates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,9 @@ class ProcessConfig:
     block_key: str = field(default="", repr=False)
 
     def target(self) -> GrpcTarget:
-        """Where it listens, with the token read. Raises ConfigError."""
+        """Where it listens, with the token read and the certificates tried. Raises ConfigError."""
+        if self.tls is not None:
+            load_certificates(self.tls, TlsRole.ENGINE)
         return target_of(self.address, token=self.token, token_file=self.token_file, tls=self.tls)
 
     def keep_to_share(self, engine: EngineConfig) -> EngineConfig:
@@ -55,11 +57,16 @@ class ProcessConfig:
 
 
 def load_process_config(path: str | Path) -> tuple[ProcessConfig, EngineConfig]:
-    """Raises ConfigError naming the file or the key."""
-    data = read_json_object(path)
+    """The values in a JSON file. Raises ConfigError naming the file or the key."""
+    return process_config_from(read_json_object(path))
+
+
+def process_config_from(data: dict[str, object]) -> tuple[ProcessConfig, EngineConfig]:
+    """The checked values of plain data. Raises ConfigError naming the key."""
     engine = decode(EngineConfig, section(data, "engine"), "engine").checked()
     process = decode(ProcessConfig, data)
     check_secret("block_key", process.block_key)
+    check_target(process.address, token=process.token, token_file=process.token_file, tls=process.tls)
     return process, engine
 
 

@@ -54,6 +54,10 @@ class HandshakeRefused(HeadraceError):
     """A connection that is closed before a byte of it is relayed. The message says why, and is empty where nothing was sent."""
 
 
+class CannotListen(HeadraceError):
+    """The address is taken, or does not belong to this machine."""
+
+
 class TcpListener:
     """Listens at every address of the target's host; a connection ends when either side closes it.
 
@@ -71,7 +75,13 @@ class TcpListener:
         self._num_handshakes = 0
 
     async def start(self) -> str:
-        """The address with its port. Raises OSError when the host is not known or an address cannot be bound."""
+        """The address with its port. Raises CannotListen."""
+        try:
+            return await self._start()
+        except OSError as error:
+            raise CannotListen(f"cannot listen on {self._target.address}: {error.strerror}") from error
+
+    async def _start(self) -> str:
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(self._target.host, self._target.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         port = self._target.port

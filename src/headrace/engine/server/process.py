@@ -23,6 +23,7 @@ from headrace.core.counted import counted
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.engine.server.config import ProcessConfig
 from headrace.engine.server.dispatcher import ServedEngine
+from headrace.engine.server.listener import CannotListen
 from headrace.engine.server.outbox import AsyncioOutbox, Updates, call_unless_closed
 from headrace.engine.server.service import EngineService
 from headrace.wire.leash import Leash
@@ -39,6 +40,8 @@ class EngineExitCode(IntEnum):
     DRAINED = 0
     ENGINE_DIED = 70
     """The loop ended by itself, by a device-fatal error or a bug. A restart may help."""
+    CANNOT_LISTEN = 71
+    """The address is taken, or does not belong to this machine. A restart may help."""
     INTERRUPTED = 75
     """Stopped without a drain, or the drain time was over; open requests were cut."""
     REFUSED = 78
@@ -129,6 +132,8 @@ async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -
         await service.start()
     except (ConfigError, CheckpointError) as error:
         return _refuse(leash, str(error), EngineExitCode.REFUSED)
+    except CannotListen as error:
+        return _refuse(leash, str(error), EngineExitCode.CANNOT_LISTEN)
     except Exception as error:  # the outermost frame of start-up: the supervisor gets every reason
         log.critical("start-up failed", exc_info=error)
         return _refuse(leash, f"{type(error).__name__}: {error}", EngineExitCode.ENGINE_DIED)

@@ -23,7 +23,7 @@ from headrace.core.load import LoadSnapshot
 from headrace.core.numerics import WEIGHTS
 from headrace.engine.server.dispatcher import RequestDispatcher, ServedEngine
 from headrace.engine.server.gateway_stream import GatewayStream, StreamLost
-from headrace.engine.server.listener import REPEAT_S, TcpListener
+from headrace.engine.server.listener import REPEAT_S, CannotListen, TcpListener
 from headrace.engine.server.outbox import AsyncioOutbox, Updates
 from headrace.engine.server.unsent import MAX_UNITS
 from headrace.wire import headrace_pb2 as pb
@@ -102,8 +102,8 @@ class EngineService:
         return self._heartbeat
 
     async def start(self) -> None:
-        """Binds and serves. Raises ConfigError for a socket directory open to others or certificates that cannot be used, OSError when the
-        address is taken."""
+        """Binds and serves. Raises ConfigError for a socket directory open to others or certificates that cannot be used, CannotListen
+        when the address is taken."""
         if self._target.path is not None:
             check_private(self._target.path)
             self._target.path.unlink(missing_ok=True)
@@ -124,7 +124,7 @@ class EngineService:
         try:
             server.add_insecure_port(f"unix:{path}")
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {path}: {error}") from error
+            raise CannotListen(f"cannot listen on {path}: {error}") from error
         await server.start()
         return server
 

@@ -1,0 +1,133 @@
+"""`headrace engine`: one engine at an address, for gateways here or on other machines. `headrace serve` starts its engines with it too.
+
+By hand everything is in flags, or in a YAML file with the keys of `engine.server.config`; a supervisor gives a JSON file and its leash.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headrace.cli.engine_flags import ENGINE_FLAGS, Given, with_engine_flags
+
+if TYPE_CHECKING:
+    from headrace.engine.config import EngineConfig
+    from headrace.engine.server.config import ProcessConfig
+
+Flag = typer.Option
+
+FLAG_OF = {flag.field: flag.names[0].partition("/")[0] for flag in ENGINE_FLAGS}
+"""Field of EngineConfig -> its flag, for errors."""
+
+GRPC_LOG = ("GRPC_VERBOSITY", "NONE")
+"""gRPC's own lines on stderr, one for each connection that fails, have no form of ours; what they say is in an exception too."""
+
+
+@with_engine_flags()
+def engine(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Folder, bundled model or hub id; default: the bundled headrace-tiny.")
+    ] = None,
+    listen: Annotated[str | None, Flag("--listen", metavar="ADDRESS", help="HOST:PORT or unix:/PATH; port 0 takes a free one.")] = None,
+    tls_dir: Annotated[
+        Path | None, Flag("--tls-dir", help="Folder with ca.crt, tls.crt, tls.key and token, as headrace tls init makes it.")
+    ] = None,
+    token_file: Annotated[Path | None, Flag("--token-file", help="File with the token that gateways must send; for TCP.")] = None,
+    name: Annotated[str | None, Flag("--name", help="In the log and in answers to gateways. Default: the model folder's name.")] = None,
+    drain_timeout: Annotated[float | None, Flag("--drain-timeout", help="Seconds running requests may take after SIGTERM.")] = None,
+    log_format: Annotated[
+        str | None, Flag("--log-format", help="text, json, or auto: text on a terminal and JSON elsewhere. Default auto.")
+    ] = None,
+    experimental: Annotated[bool, Flag("--experimental", help="Allow what has not been run where Headrace is tested.")] = False,
+    config: Annotated[Path | None, Flag("--config", help="YAML file instead of MODEL and flags; see docs/config.md.")] = None,
+    parent_fd: Annotated[int | None, Flag("--parent-fd", hidden=True, help="Inherited end of the supervisor's leash.")] = None,
+    *,
+    engine: Given,
+) -> None:
+    """Run one engine, which gateways reach at an address (headrace gateway)."""
+    # SIGUSR1 asks a ready engine for a dump; without a handler yet it would end the process.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    os.environ.setdefault(*GRPC_LOG)
+    from headrace.engine.main import run_engine
+    from headrace.engine.server.config import load_process_config
+
+    if parent_fd is not None and config is not None:
+        run_engine(partial(load_process_config, config), parent_fd)
+        return
+    if log_format is not None:
+        set_log_format(log_format)
+    flags: dict[str, object] = {"MODEL": model, "--listen": listen, "--tls-dir": tls_dir, "--token-file": token_file, "--name": name}
+    flags |= {"--drain-timeout": drain_timeout, **{FLAG_OF[field]: value for field, value in engine.items()}}
+    given = {flag: value for flag, value in flags.items() if value is not None}
+    values = _from_flags(given, engine, experimental=experimental) if config is None else _from_file(config, given)
+    run_engine(lambda: values)
+
+
+def set_log_format(log_format: str) -> None:
+    """For this process and its children. Raises UsageRefused."""
+    from headrace.cli.exits import UsageRefused
+    from headrace.observe.logs import ENVIRONMENT, LogFormat
+
+    if log_format not in list(LogFormat):
+        raise UsageRefused(f"--log-format: {log_format!r} is not one of {', '.join(LogFormat)}")
+    os.environ[ENVIRONMENT] = log_format
+
+
+def credentials_of(tls_dir: Path | None, token_file: Path | None) -> dict[str, object]:
+    """The keys `tls` and `token_file` for --tls-dir and --token-file. A folder's own token counts where no other is named."""
+    from dataclasses import asdict
+
+    from headrace.wire.tls.files import TOKEN_NAME, files_in
+
+    if tls_dir is None:
+        return {} if token_file is None else {"token_file": str(token_file)}
+    folder = tls_dir.expanduser().absolute()
+    return {"tls": asdict(files_in(folder)), "token_file": str(token_file or folder / TOKEN_NAME)}
+
+
+def _from_file(path: Path, given: Mapping[str, object]) -> tuple[ProcessConfig, EngineConfig]:
+    """Raises ConfigError, or UsageRefused for flags beside the file."""
+    from headrace.cli.config_yaml import read_yaml
+    from headrace.cli.exits import UsageRefused
+    from headrace.engine.server.config import process_config_from
+
+    for flag in given:
+        raise UsageRefused(f"{flag}: the file given with --config holds everything. Leave one of them out.")
+    return process_config_from(read_yaml(path))
+
+
+def _from_flags(given: Mapping[str, object], engine: Given, *, experimental: bool) -> tuple[ProcessConfig, EngineConfig]:
+    """Raises ConfigError about the flag that was written, or UsageRefused."""
+    from headrace.bundled import DEFAULT_MODEL
+    from headrace.cli.config import NeedsExperimental
+    from headrace.cli.exits import UsageRefused
+    from headrace.core.errors import ConfigError
+    from headrace.engine.server.config import process_config_from
+    from headrace.fleet.weights import resolve_model
+
+    if "--listen" not in given:
+        remedy = "`headrace serve` starts an engine and a gateway together."
+        raise UsageRefused(f"--listen: the address is missing, HOST:PORT or unix:/PATH. {remedy}")
+    if engine.get("device", "cpu") != "cpu" and not experimental:
+        raise NeedsExperimental("--device", str(engine["device"]))
+    folder = resolve_model(str(given.get("MODEL", DEFAULT_MODEL)), experimental=experimental)
+    tls_dir, token_file = given.get("--tls-dir"), given.get("--token-file")
+    assert isinstance(tls_dir, Path | None)
+    assert isinstance(token_file, Path | None)
+    data: dict[str, object] = {
+        "replica": given.get("--name", folder.name),
+        "address": given["--listen"],
+        **credentials_of(tls_dir, token_file),
+        **({"drain_timeout_s": given["--drain-timeout"]} if "--drain-timeout" in given else {}),
+        "engine": {**engine, "model": str(folder)},
+    }
+    try:
+        return process_config_from(data)
+    except ConfigError as error:
+        raise error.at(FLAG_OF.get(error.where.removeprefix("engine."), error.where)) from error

@@ -1,0 +1,172 @@
+"""`headrace gateway`: a gateway alone, for engines that were started by themselves. `headrace serve` starts its gateway with it too.
+
+By hand its configuration is the one of `headrace serve`, without models that engines of this command would serve; a supervisor gives a
+JSON file and its leash.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headrace.cli.engine import GRPC_LOG, credentials_of
+from headrace.cli.flag_names import flag_names
+
+if TYPE_CHECKING:
+    from headrace.cli.config import ServeConfig
+    from headrace.gateway.config import GatewayConfig
+
+Flag = typer.Option
+
+PATHS: dict[str, tuple[str, ...]] = {
+    "model": ("model.remote.model",),
+    "replica": ("model.remote.replicas",),
+    "tls_dir": ("model.remote.tls", "model.remote.token_file"),
+    "token_file": ("model.remote.token_file",),
+    "served_model_name": ("model.name", "model.aliases"),
+    "tool_call_parser": ("model.tool_call_parser",),
+    "reasoning_parser": ("model.reasoning_parser",),
+    "host": ("gateway.host",),
+    "port": ("gateway.port",),
+    "api_key": ("gateway.api_keys",),
+    "allow_open": ("allow_open",),
+    "allowed_hosts": ("gateway.allowed_hosts",),
+    "allowed_origins": ("gateway.allowed_origins",),
+    "request_log": ("gateway.request_log",),
+    "log_format": ("log_format",),
+    "drain_timeout": ("drain_timeout_s",),
+    "experimental": ("experimental",),
+}
+"""Parameter of `gateway` -> the configuration's paths that it sets."""
+
+
+def gateway(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="What the engines serve: folder, bundled model or hub id. Default headrace-tiny.")
+    ] = None,
+    replica: Annotated[
+        list[str] | None, Flag("--replica", metavar="NAME=ADDRESS", help="An engine: HOST:PORT or unix:/PATH; again for more.")
+    ] = None,
+    tls_dir: Annotated[
+        Path | None, Flag("--tls-dir", help="Folder with ca.crt, tls.crt, tls.key and token, as headrace tls init makes it.")
+    ] = None,
+    token_file: Annotated[Path | None, Flag("--token-file", help="File with the token that the engines want; for TCP.")] = None,
+    config: Annotated[Path | None, Flag("--config", help="YAML file; see docs/config.md.")] = None,
+    served_model_name: Annotated[list[str] | None, Flag("--served-model-name", help="What clients ask for; again for aliases.")] = None,
+    host: Annotated[str | None, Flag("--host", help="Where to listen; beyond loopback wants --api-key. Default 127.0.0.1.")] = None,
+    port: Annotated[int | None, Flag("--port", help="0 takes a free one. Default 8000.")] = None,
+    api_key: Annotated[list[str] | None, Flag("--api-key", envvar="HEADRACE_API_KEY", help="Clients must send one of these.")] = None,
+    allow_open: Annotated[bool, Flag("--allow-open", help="Listen beyond loopback without API keys.")] = False,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        Flag("--allowed-hosts", help="Name a Host header may carry; again for more. Default: any, on loopback its own names."),
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None, Flag("--allowed-origins", help="Origin whose pages a browser lets use this server, or *; again for more.")
+    ] = None,
+    tool_call_parser: Annotated[str | None, Flag("--tool-call-parser", help="As for headrace serve. Default auto.")] = None,
+    reasoning_parser: Annotated[str | None, Flag("--reasoning-parser", help="As for headrace serve. Default auto.")] = None,
+    request_log: Annotated[
+        str | None, Flag("--request-log", help="One line per request: on (stdout), off, stderr or a file. Default on.")
+    ] = None,
+    log_format: Annotated[
+        str | None, Flag("--log-format", help="text, json, or auto: text on a terminal and JSON elsewhere. Default auto.")
+    ] = None,
+    drain_timeout: Annotated[float | None, Flag("--drain-timeout", help="Seconds running requests may take after SIGTERM.")] = None,
+    experimental: Annotated[bool, Flag("--experimental", help="Allow what has not been run where Headrace is tested.")] = False,
+    parent_fd: Annotated[int | None, Flag("--parent-fd", hidden=True, help="Inherited end of the supervisor's leash.")] = None,
+) -> None:
+    """Run the OpenAI API for engines that run by themselves (headrace engine), here or on other machines."""
+    os.environ.setdefault(*GRPC_LOG)
+    from headrace.gateway.config import load_config
+    from headrace.gateway.main import run_gateway
+
+    if parent_fd is not None and config is not None:
+        raise typer.Exit(run_gateway(partial(load_config, config), parent_fd))
+    values = _configuration(context, config)
+    raise typer.Exit(run_gateway(lambda: values))
+
+
+def _configuration(context: typer.Context, file: Path | None) -> GatewayConfig:
+    """From file, environment and flags. Raises ConfigError, UsageRefused, and typer.Exit where the faults of a file were printed."""
+    from headrace.cli.config import ENV_PREFIX, load
+    from headrace.cli.config_commands import leave_if_faulty
+    from headrace.cli.config_faults import unread_variables
+    from headrace.cli.config_origins import named_by_origin
+    from headrace.cli.exits import UsageRefused
+    from headrace.core.errors import ConfigError
+
+    if file is None and not context.params["replica"]:
+        raise UsageRefused("--replica: name the engines (--replica NAME=HOST:PORT), or give a file with them (--config).")
+    for line in unread_variables(os.environ):
+        print(f"headrace: {line}", file=sys.stderr)
+    names = flag_names(context, sys.argv[1:], PATHS)
+    try:
+        config = load(file, os.environ, flags_of(context.params), flag_names=names)
+    except ConfigError as error:
+        if file is not None and error.where not in names.values():
+            leave_if_faulty(file)  # prints all faults, each with its line
+        raise
+    with named_by_origin(os.environ, ENV_PREFIX, names):
+        return gateway_of(config)
+
+
+def gateway_of(config: ServeConfig) -> GatewayConfig:
+    """The gateway of a configuration without the supervisor around it. Raises ConfigError for models that need one."""
+    from headrace.core.errors import ConfigError
+    from headrace.fleet.files import gateway_content
+    from headrace.fleet.launcher import without_secrets
+    from headrace.fleet.weights import resolve_model
+    from headrace.gateway.config import config_from
+    from headrace.observe.logs import ENVIRONMENT
+
+    for index, section in enumerate(config.models):
+        if section.engine is not None:
+            remedy = "Use `headrace serve`, or name engines that run (remote)."
+            raise ConfigError(f"models[{index}].engine", "is not started by `headrace gateway`", remedy)
+    fleet = config.fleet(partial(resolve_model, experimental=config.experimental))
+    os.environ[ENVIRONMENT] = config.log_format
+    for name in set(os.environ) - set(without_secrets(os.environ)):
+        del os.environ[name]  # text workers inherit the environment
+    return config_from(gateway_content(fleet))
+
+
+def flags_of(params: Mapping[str, object]) -> dict[str, object]:
+    """Configuration path -> value, for the flags that were given. Raises UsageRefused."""
+    flags = {paths[0]: params[name] or None for name, paths in PATHS.items() if len(paths) == 1 and name not in ("replica", "api_key")}
+    if (port := params["port"]) is not None:
+        flags["gateway.port"] = port  # 0 is a value
+    if (drain := params["drain_timeout"]) is not None:
+        flags["drain_timeout_s"] = drain
+    if names := params["served_model_name"]:
+        assert isinstance(names, list | tuple)
+        flags |= {"model.name": names[0], "model.aliases": list(names[1:])}
+    if keys := params["api_key"]:
+        assert isinstance(keys, list | tuple)
+        flags["gateway.api_keys"] = [{"key": key} for key in keys]
+    if replicas := params["replica"]:
+        from headrace.bundled import DEFAULT_MODEL
+
+        assert isinstance(replicas, list | tuple)
+        flags["model.remote.replicas"] = [_replica(word) for word in replicas]
+        flags["model.remote.model"] = params["model"] or DEFAULT_MODEL
+    tls_dir, token_file = (Path(str(params[name])) if params[name] else None for name in ("tls_dir", "token_file"))
+    flags |= {f"model.remote.{name}": value for name, value in credentials_of(tls_dir, token_file).items()}
+    return {path: value for path, value in flags.items() if value is not None}
+
+
+def _replica(word: str) -> dict[str, str]:
+    """NAME=ADDRESS. Raises UsageRefused."""
+    from headrace.cli.exits import UsageRefused
+
+    name, separator, address = word.partition("=")
+    if not (name and separator and address):
+        raise UsageRefused(f"--replica: {word!r} is not NAME=ADDRESS. Write --replica gpu1=10.0.0.7:7001.")
+    return {"name": name, "address": address}

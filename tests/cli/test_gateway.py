@@ -1,0 +1,109 @@
+"""`headrace gateway` by hand: what becomes of its flags and its file, and what is refused before it starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from headrace.cli.exits import CommandExitCode
+from headrace.cli.main import main
+from headrace.gateway.config import GatewayConfig, ReplicaConfig
+from headrace.wire.tls.files import files_in
+
+Run = Callable[..., GatewayConfig]
+TCP = "10.0.0.7:7001"
+
+
+@pytest.fixture
+def configured(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """What the gateway would be started with."""
+
+    def run(*arguments: str) -> GatewayConfig:
+        started: list[GatewayConfig] = []
+
+        def run_gateway(read: Callable[[], GatewayConfig]) -> int:
+            started.append(read())
+            return 0
+
+        monkeypatch.setattr("headrace.gateway.main.run_gateway", run_gateway)
+        monkeypatch.setattr(sys, "argv", ["headrace", "gateway", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+        return started[0]
+
+    return run
+
+
+def test_flags_name_the_engines_and_this_gateways_certificates(configured: Run, model_folder: Path, tmp_path: Path) -> None:
+    flags = ["--replica", f"one={TCP}", "--replica", "two=unix:/run/e.sock", "--tls-dir", str(tmp_path)]
+    config = configured(str(model_folder), *flags, "--port", "0", "--served-model-name", "a", "b", "--drain-timeout", "0")
+    [model] = config.models
+    token = str(tmp_path / "token")
+    assert model.replicas == (
+        ReplicaConfig(name="one", address=TCP, token_file=token, tls=files_in(tmp_path)),
+        ReplicaConfig(name="two", address="unix:/run/e.sock", token_file=token),
+    )
+    assert (model.name, model.aliases, model.folder) == ("a", ("b",), str(model_folder))
+    assert (config.port, config.timeouts.drain_s) == (0, 0.1)
+
+
+def test_a_file_is_read_as_serve_reads_it_and_flags_win(configured: Run, model_folder: Path, tmp_path: Path) -> None:
+    remote = {"model": str(model_folder), "replicas": [{"name": "one", "address": "unix:/run/e.sock"}]}
+    foreign = {"name": "far", "upstreams": [{"url": "http://127.0.0.1:9/v1"}]}
+    file = tmp_path / "headrace.yaml"
+    file.write_text(yaml.safe_dump({"models": [{"remote": remote}, foreign], "gateway": {"port": 9000}}))
+    config = configured("--config", str(file), "--port", "9001")
+    assert [model.name for model in config.models] == [model_folder.name, "far"]
+    assert config.port == 9001
+
+
+def test_keys_of_clients_are_not_left_for_child_processes(configured: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_API_KEY", "a-secret-key")
+    config = configured("--replica", "one=unix:/run/e.sock")
+    assert len(config.api_keys) == 1
+    assert "HEADRACE_API_KEY" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "what"),
+    [
+        ([], CommandExitCode.USAGE, "--replica: name the engines"),
+        (["--replica", "gpu1"], CommandExitCode.USAGE, "--replica: 'gpu1' is not NAME=ADDRESS"),
+        (["--replica", f"one={TCP}"], CommandExitCode.CONFIG, "--replica: '10.0.0.7' is not a loopback address, and no certificates"),
+        (["--replica", "one=127.0.0.1:7001"], CommandExitCode.CONFIG, "--replica: '127.0.0.1:7001' needs a token"),
+        (
+            ["--replica", "a=unix:/a", "--replica", "a=unix:/b"],
+            CommandExitCode.CONFIG,
+            "--replica: must name at least one replica, each name once",
+        ),
+        (["--replica", "a/b=unix:/a"], CommandExitCode.CONFIG, "--replica: 'a/b' is not a replica name"),
+        (["/absent", "--replica", "a=unix:/a"], CommandExitCode.CONFIG, "MODEL: '/absent' is neither a folder"),
+        (["--replica", "a=unix:/a", "--host", "0.0.0.0"], CommandExitCode.CONFIG, "--host: 0.0.0.0 can be reached from other machines"),
+        (["--config", "/absent.yaml"], CommandExitCode.CONFIG, "/absent.yaml"),
+    ],
+)
+def test_what_a_gateway_is_not_started_with_is_refused_under_the_flags_name(
+    arguments: list[str], code: int, what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["headrace", "gateway", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, what in (error := capsys.readouterr().err)) == (code, True), error
+
+
+def test_a_model_that_needs_engines_of_its_own_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "headrace.yaml"
+    file.write_text("models: [{engine: {model: headrace-tiny}}]\n")
+    monkeypatch.setattr(sys, "argv", ["headrace", "gateway", "--config", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == CommandExitCode.CONFIG
+    assert "models[0].engine: is not started by `headrace gateway`. Use `headrace serve`" in capsys.readouterr().err
