@@ -1,7 +1,7 @@
 """A small configuration of every architecture, for engines over random weights (`load_format="dummy"`): no weights, no tokenizer.
 
-All have 8 heads of 16 and linears whose widths every kernel takes. Those of 320 inputs are wider than one piece of a strip. Oracles in
-transformers have configurations of their own: tests/tensor/models/test_oracle.py.
+All have 8 heads of 16 and linears whose widths every kernel takes. The linears of "llama-wide" are so wide that a library splits their sums
+by the number of rows. Oracles in transformers have configurations of their own: tests/tensor/models/test_oracle.py.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ MODELS: dict[str, dict[str, Any]] = {
                "query_pre_attn_scalar": 20, "hidden_activation": "gelu_pytorch_tanh",
                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "phi3": {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"},
+    "llama-wide": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 1024,
+                   "intermediate_size": 2816},
 }  # fmt: skip
 
 
