@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from grammar_kit import EOS, PERSON, CompilingSource, encode, mask_of, regex, schema, trie
+from grammar_kit import EOS, PERSON, CompilingSource, encode, lark, mask_of, regex, schema, trie
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -237,4 +238,37 @@ def test_an_output_whose_lexers_are_renewed_for_too_long_fails(monkeypatch: pyte
         written(slots, 1, ['"', *["ab"] * 1500])
     slots.begin([0])
     assert "renewing its lexer took more than" in slots.wait().failures[0]
+    slots.close()
+
+
+AMBIGUOUS = lark('start: /x{40}/ s\ns: s s | "a" | "b" | s s s')
+"""Vetting sees little more than its harmless beginning. Later the time of a mask grows with the cube of the output's length."""
+
+
+def test_an_output_whose_masks_take_ever_longer_ends_before_its_neighbours_wait_for_it() -> None:
+    slots = SlotGrammars(CompilingSource())
+    slots.start(started(0, AMBIGUOUS, encode("x") * 40))
+    failures: list[str] = []
+    while not failures and len(slots._slots[0].token_ids) < 250:
+        slots.begin([0])
+        failures += slots.wait().failures.values()
+        slots.commit([0], encode("a"))
+    assert failures, "by now a mask takes a second"
+    assert failures[0].endswith("its masks take more than 2.5 ms of CPU time on average")
+    slots.close()
+
+
+@pytest.mark.parametrize(("num_between", "fails"), [(0, True), (20, False)])
+def test_a_mask_that_takes_long_once_is_forgiven(num_between: int, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first ones in a new lexer do. What was overspent is earned back token by token."""
+    clock = iter([0.0, 0.04, *[1.0, 1.0] * num_between, 2.0, 2.04])
+    monkeypatch.setattr("headrace.engine.grammar.slots.time", SimpleNamespace(thread_time=lambda: next(clock)))
+    slots = SlotGrammars(CompilingSource())
+    slots.start(started(0, regex("[0-9]{40}"), []))
+    for _ in range(num_between + 1):
+        slots.begin([0])
+        assert not slots.wait().failures
+        slots.commit([0], encode("1"))
+    slots.begin([0])
+    assert bool(slots.wait().failures) == fails
     slots.close()

@@ -46,6 +46,13 @@ MAX_COMPILED_BYTES = 16 << 20
 NUM_VETTED_STEPS = 48
 """Masks that vetting computes along outputs drawn at random from what the grammar allows."""
 
+MASK_CPU_S = VET_CPU_S / NUM_VETTED_STEPS
+"""CPU time that advancing by one token and filling a mask may take on average, which is what vetting allows. STEP_MAX_ITEMS does not bound
+it: in an ambiguous grammar each item costs the more the longer the output is."""
+
+MASK_BURST_S = 0.05
+"""CPU time that a sequence may spend on its masks beyond that average. A sequence that spends more ends with an error."""
+
 STORE_BYTES = 512 << 20
 """Memory of all compiled grammars, each counted with all the states that its lexer may build. Idle ones are dropped beyond it, the least
 recently used first; where all are in use, further requests with new grammars are refused."""

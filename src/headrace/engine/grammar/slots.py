@@ -24,7 +24,7 @@ from headrace.core.plan import Started
 from headrace.engine.failpoints import failpoint
 from headrace.engine.grammar.compiling import one_line
 from headrace.engine.grammar.deep_stack import start_deep_thread
-from headrace.engine.grammar.limits import MAX_RENEWAL_S
+from headrace.engine.grammar.limits import MASK_BURST_S, MASK_CPU_S, MAX_RENEWAL_S
 from headrace.engine.runner_masks import NO_MASKS, StepMasks
 from headrace.tensor.sampling import RowMasks
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 LEXER_IS_FULL = "too many states"
 """What a matcher says when its lexer has as many states as it may have. Copies share a lexer, so other sequences may have filled it."""
+
+OVERSPENT = f"its masks take more than {MASK_CPU_S * 1000:g} ms of CPU time on average"
 
 MIN_SHARED_TOKENS = 64
 """A sequence whose renewed lexer was full again within this many tokens goes on with one that no other sequence fills."""
@@ -60,11 +62,12 @@ class MatcherSource(Protocol):
 class _Slot:
     """A sequence's grammar, and where it stands.
 
-    token_ids   its output so far, of which the matcher has consumed the first `num_consumed`
-    template    what the matcher is a copy of
-    renewal_s   CPU time spent on new lexers for this sequence
-    renewed_at  `num_consumed` when its lexer was last found full
-    failure     why it cannot go on
+    token_ids    its output so far, of which the matcher has consumed the first `num_consumed`
+    template     what the matcher is a copy of
+    renewal_s    CPU time spent on new lexers for this sequence
+    renewed_at   `num_consumed` when its lexer was last found full
+    overspent_s  CPU time spent beyond MASK_CPU_S for each token; never below 0
+    failure      why it cannot go on
     """
 
     grammar: Grammar
@@ -74,6 +77,7 @@ class _Slot:
     num_consumed: int = 0
     renewal_s: float = 0.0
     renewed_at: int = -MIN_SHARED_TOKENS
+    overspent_s: float = 0.0
     failure: str | None = None
 
     def match_with(self, template: LLMatcher) -> None:
@@ -81,16 +85,19 @@ class _Slot:
         self.template, self.matcher, self.num_consumed = template, template.deep_copy(), 0
 
     def fill(self, words: NDArray[np.uint32]) -> str:
-        """Advance over the ids and fill the mask. Returns "", or the matcher's error, in which it stays."""
+        """Advance over the ids and fill the mask. Returns "", or the matcher's error, in which it stays, or that it took too long."""
         matcher = self.matcher
         assert matcher is not None, "match_with comes first"
+        begin, num_new = time.thread_time(), len(self.token_ids) - self.num_consumed
         for token_id in self.token_ids[self.num_consumed :]:
             matcher.consume_token(token_id)  # which takes an end token after a complete output; `consume_tokens` does not
         self.num_consumed = len(self.token_ids)
         if not matcher.is_error():
             matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)  # releases the GIL
+        spent = time.thread_time() - begin
+        self.overspent_s = max(0.0, self.overspent_s + spent - MASK_CPU_S * max(1, num_new))
         error: str = matcher.get_error()
-        return error
+        return error or (OVERSPENT if self.overspent_s > MASK_BURST_S else "")
 
 
 class SlotGrammars:
