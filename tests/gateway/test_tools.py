@@ -265,6 +265,25 @@ async def test_a_grammar_binds_after_the_reasoning_unless_the_prompt_has_ended_i
     assert (grammar.reasoning is not None) is span
 
 
+@pytest.mark.parametrize(
+    ("begun", "span"),
+    [
+        ("<think>Let me", ReasoningSpan(start="<think>", end="</think>", is_open=True)),
+        ("So, it", None),
+    ],
+)
+async def test_a_grammar_binds_after_the_reasoning_of_an_answer_that_is_continued(
+    bench: TestBench, begun: str, span: ReasoningSpan | None
+) -> None:
+    messages = [{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": begun}]
+    fields = {"continue_final_message": True, "add_generation_prompt": False, "tools": [WEATHER], "tool_choice": "required"}
+    response = await bench.chat(messages=messages, **fields)
+    assert response.status_code == 200, response.text
+    grammar = bench.replica.requests[-1].grammar
+    assert grammar is not None
+    assert grammar.reasoning == span
+
+
 async def test_the_engine_refusing_the_functions_schema_names_the_functions(bench: TestBench) -> None:
     def refuse(request: EngineRequest, stream: ReplicaStream) -> None:
         stream.reject(InvalidRequest("grammar", "no keyword that is not known", None))

@@ -28,7 +28,7 @@ from headrace.llm.options import ENGINE_FIELDS, described, engine_config, refuse
 from headrace.llm.outputs import RequestOutput
 from headrace.llm.prompts import ParsedPrompt, Prompt, parse_conversations, parse_params, parse_prompts
 from headrace.text.folder import TextModel, load_text
-from headrace.text.messages import Message
+from headrace.text.messages import Message, begun_answer
 from headrace.text.output.model_formats import ModelFormats
 from headrace.text.tokenizer import Tokenizer
 
@@ -153,7 +153,9 @@ class LLM:
                 continue_final_message=continue_final_message,
                 kwargs=chat_template_kwargs,
             )
-            parsed.append(ParsedPrompt(tuple(ids), self._text.tokenizer.decode(ids, skip_special_tokens=False), is_conversation=True))
+            text = self._text.tokenizer.decode(ids, skip_special_tokens=False)
+            begun = begun_answer(conversation, continue_final_message=continue_final_message)
+            parsed.append(ParsedPrompt(tuple(ids), text, is_conversation=True, begun=begun))
         return self._run(parsed, sampling_params, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -242,7 +244,7 @@ class LLM:
             return grammar
         tokenizer = self._text.tokenizer
         formats = ModelFormats.of(tokenizer, self._text.template)
-        return replace(grammar, reasoning=formats.reasoning_span(tokenizer, prompt.token_ids))
+        return replace(grammar, reasoning=formats.reasoning_span(tokenizer, prompt.token_ids, prompt.begun))
 
 
 _KEYWORDS = frozenset(LLM.__init__.__kwdefaults__ or ())

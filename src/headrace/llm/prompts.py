@@ -21,11 +21,13 @@ class ParsedPrompt:
 
     text             None when token ids were given
     is_conversation  rendered from messages: the model may begin its answer with reasoning
+    begun            what a conversation holds of the answer already, if the model continues its last message
     """
 
     token_ids: tuple[int, ...]
     text: str | None = None
     is_conversation: bool = False
+    begun: str = ""
 
 
 def parse_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> list[ParsedPrompt]:

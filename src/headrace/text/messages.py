@@ -26,6 +26,12 @@ def normal_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
     return [_normal_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 
+def begun_answer(messages: Sequence[Message], *, continue_final_message: bool) -> str:
+    """What a conversation holds of the answer already, if the model continues its last message."""
+    content = messages[-1].get("content") if continue_final_message and messages else None
+    return content if isinstance(content, str) else ""
+
+
 def with_written_arguments(messages: Sequence[Message]) -> list[dict[str, object]]:
     """A copy of normal messages whose tool calls have their arguments as JSON text."""
     made = [dict(message) for message in messages]

@@ -13,6 +13,7 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.tools import CallMode, ToolChoice
 from headrace.gateway.upstream.seam import Conversation, PlainPrompts
+from headrace.text.messages import begun_answer
 from headrace.text.output.forced import forced_grammar
 from headrace.text.output.model_formats import ModelFormats
 from headrace.text.tokenizer import Tokenizer
@@ -44,7 +45,8 @@ class OutputBinding:
         """The grammar, binding after the reasoning with which the model may begin its answer to a conversation."""
         if grammar is None or not isinstance(prompt, Conversation):
             return grammar
-        return replace(grammar, reasoning=self.formats.reasoning_span(self.tokenizer, prompt_ids))
+        begun = begun_answer(prompt.messages, continue_final_message=prompt.continue_final_message)
+        return replace(grammar, reasoning=self.formats.reasoning_span(self.tokenizer, prompt_ids, begun))
 
 
 def _document(wanted: Grammar, choice: ToolChoice) -> Mapping[str, object]:

@@ -11,6 +11,7 @@ from hashlib import blake2b
 
 from headrace.core.tools import FunctionTool
 from headrace.gateway.upstream.seam import Conversation, OutputEvent, PlainPrompts, ToolCall
+from headrace.text.messages import begun_answer
 from headrace.text.output.delta import CallPiece, ParsedDelta
 from headrace.text.output.formats import ReasoningFormat, ToolFormat
 from headrace.text.output.model_formats import ModelFormats
@@ -49,11 +50,12 @@ class OutputParsing:
         reasoning = formats.reasoning if prompt.separates_reasoning else None
         if tools is None and reasoning is None:
             return None
+        begun = begun_answer(prompt.messages, continue_final_message=prompt.continue_final_message)
         return cls(
             tools=tools,
             reasoning=reasoning,
             functions=prompt.shown_tools,
-            is_reasoning_open=reasoning is not None and formats.is_reasoning_open(tokenizer, prompt_ids, _begun_answer(prompt)),
+            is_reasoning_open=reasoning is not None and formats.is_reasoning_open(tokenizer, prompt_ids, begun),
             marker_ids=formats.marker_ids(tools, reasoning),
         )
 
@@ -106,9 +108,3 @@ class OutputStage:
     def _call_id(self, number: int) -> str:
         digest = blake2b(f"{self._call_key}/{number}".encode()).hexdigest()
         return digest[: self._id_chars] if self._id_chars else f"call_{digest[:CALL_ID_CHARS]}"
-
-
-def _begun_answer(prompt: Conversation) -> str:
-    """What the conversation holds of the answer already, if the model continues its last message."""
-    content = prompt.messages[-1].get("content") if prompt.continue_final_message and prompt.messages else None
-    return content if isinstance(content, str) else ""

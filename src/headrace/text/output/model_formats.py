@@ -48,16 +48,17 @@ class ModelFormats:
             return begun.rfind(self.reasoning.start) > begun.rfind(self.reasoning.end)
         return self.reasoning.is_opened_by(_tail(tokenizer, prompt_ids))
 
-    def reasoning_span(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> ReasoningSpan | None:
+    def reasoning_span(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], begun: str = "") -> ReasoningSpan | None:
         """The reasoning that the output of a prompt may begin with, as a grammar is given it. None without a reasoning format, and where
-        the prompt ends with the end of the reasoning: so do templates whose reasoning is switched off.
+        the prompt ends with the end of the reasoning (so do templates whose reasoning is switched off) or has it in the answer's beginning.
+        begun: as in `is_reasoning_open`
         """
         if self.reasoning is None:
             return None
-        tail = _tail(tokenizer, prompt_ids)
-        if tail.rstrip().endswith(self.reasoning.end):
+        is_open = self.is_reasoning_open(tokenizer, prompt_ids, begun)
+        if not is_open and (begun.strip() or _tail(tokenizer, prompt_ids).rstrip().endswith(self.reasoning.end)):
             return None
-        return self.reasoning.span(is_open=self.reasoning.is_opened_by(tail))
+        return self.reasoning.span(is_open=is_open)
 
 
 def _tail(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
