@@ -1,7 +1,8 @@
 """Real servers behind a model of ours, beside a model with an engine of our own: the `openai` client against all of them.
 
-One foreign server is a second `headrace serve`. The other is llama.cpp's, where it is at hand: HEADRACE_TEST_LLAMA_SERVER names the program
-`llama-server`, HEADRACE_TEST_GGUF a model for it that is small enough to load in a minute.
+One foreign server is a second `headrace serve`. Another is llama.cpp's, where it is at hand: HEADRACE_TEST_LLAMA_SERVER names the program
+`llama-server`, HEADRACE_TEST_GGUF a model for it that is small enough to load in a minute. Any further one that runs already, such as
+vLLM's, is tried where HEADRACE_TEST_FOREIGN_URL says (up to /v1) and HEADRACE_TEST_FOREIGN_MODEL names its model.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,11 @@ from headrace.bundled import DEFAULT_MODEL, bundled_path
 ENGINE: dict[str, object] = {"dtype": "float32", "num_threads": 1, "num_kv_blocks": 64}
 MESSAGES: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "What is the capital of France?"}]
 COUNT = 8
+ATTEMPTS = "headrace_upstream_attempts_total"
 OUR_CONTEXT = 1008
 """Tokens that fit into the KV blocks of ENGINE but one, which is the pad block."""
 LLAMA_SERVER, GGUF = (os.environ.get(name, "") for name in ("HEADRACE_TEST_LLAMA_SERVER", "HEADRACE_TEST_GGUF"))
+URL, URL_MODEL = (os.environ.get(name, "") for name in ("HEADRACE_TEST_FOREIGN_URL", "HEADRACE_TEST_FOREIGN_MODEL"))
 CONTEXT = 256
 """Tokens of a sequence in llama-server: half of `-c` for each of two slots."""
 
@@ -107,7 +111,7 @@ def test_a_server_of_ours_answers_as_an_engine_does_and_its_end_is_a_retryable_e
             assert ask(client, "near") == expected
             status, state = server.get("/ready")
             assert (status, [each["ok"] for each in state["replicas"] if each["model"] == "far"]) == (200, [False, True])
-            assert server.metric("headrace_upstream_attempts_total", model="far", replica="foreign-1", result="ok") == 1
+            assert server.metric(ATTEMPTS, model="far", replica="foreign-1", result="ok") == 1
 
 
 # --------------------------------------------------------------------------------------------------------------------------- llama.cpp
@@ -185,8 +189,7 @@ def test_llama_cpp_answers_behind_a_model_of_ours_and_each_of_its_failures_is_ou
 
         long: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "hello " * 260}]
         assert client.chat.completions.create(model="far", messages=long, max_tokens=1).usage, "the spare server has a longer context"
-        attempts = ("headrace_upstream_attempts_total", "foreign-0")
-        assert server.metric(attempts[0], model="far", replica=attempts[1], result="overflow") == 1
+        assert server.metric(ATTEMPTS, model="far", replica="foreign-0", result="overflow") == 1
 
         error = broken_stream(client, lambda: llama.process.send_signal(signal.SIGSTOP))
         assert "sent again" in str(error)
@@ -196,3 +199,33 @@ def test_llama_cpp_answers_behind_a_model_of_ours_and_each_of_its_failures_is_ou
         llama.kill()
         assert ask(client) == ask(client, "near")
         assert server.get("/ready")[0] == 200
+
+
+# ------------------------------------------------------------------------------------------------------------------------- any server
+
+
+@pytest.mark.slow
+def test_a_running_server_answers_behind_a_model_of_ours_as_it_does_itself() -> None:
+    if not (URL and URL_MODEL):
+        pytest.skip("needs HEADRACE_TEST_FOREIGN_URL and HEADRACE_TEST_FOREIGN_MODEL: an OpenAI-compatible server that runs")
+    with another() as spare, OpenAI(base_url=URL, api_key="none", max_retries=0, timeout=60.0) as direct:
+        upstream: dict[str, object] = {"url": URL, "model": URL_MODEL}
+        with front(upstream, {"url": f"http://127.0.0.1:{spare.port}/v1", "model": "its-name"}) as (server, client):
+            expected = ask(direct, URL_MODEL)
+            assert ask(client) == expected
+            assert streamed(client) == (expected, COUNT)
+            with ThreadPoolExecutor(16) as threads:
+                assert list(threads.map(lambda _: ask(client), range(32))) == [expected] * 32
+            results = {result: server.metric(ATTEMPTS, model="far", replica="foreign-0", result=result) for result in ("ok", "lost")}
+            assert results == {"ok": 34, "lost": 0}
+            schema = {"type": "object", "properties": {"at": {"enum": ["here"]}}, "required": ["at"], "additionalProperties": False}
+            forced = {"response_format": {"type": "json_schema", "json_schema": {"name": "place", "schema": schema}}}
+            matching = ask(client, extra_body=forced, max_tokens=20)
+            assert matching == ask(direct, URL_MODEL, extra_body=forced, max_tokens=20)
+            assert matching.lstrip().startswith("{"), "without the schema it would not be JSON"
+            limit = next(getattr(card, "max_model_len", None) for card in direct.models.list() if card.id == URL_MODEL)
+            if limit is not None:
+                long: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "hello " * limit}]
+                with pytest.raises(openai.BadRequestError) as refused:
+                    client.chat.completions.create(model="far", messages=long, max_tokens=1)
+                assert refused.value.code == "context_length_exceeded"
