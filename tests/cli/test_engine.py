@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.bundled import bundled_path
 from headrace.cli.exits import CommandExitCode
 from headrace.cli.main import main
 from headrace.engine.config import EngineConfig
@@ -127,3 +128,14 @@ def test_a_yaml_file_holds_what_the_flags_say(model_folder: Path, tmp_path: Path
     [(process, engine)] = started
     assert (process.replica, process.tls, process.token_file) == ("left", files_in(Path("/c")), "/c/token")
     assert engine.max_num_seqs == 7
+
+
+def test_a_file_names_models_as_the_command_line_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[ProcessConfig, EngineConfig]] = []
+    monkeypatch.setattr("headrace.engine.main.run_engine", lambda read: started.append(read()))
+    file = tmp_path / "engine.yaml"
+    file.write_text("{replica: left, address: 'unix:/run/e.sock', engine: {model: headrace-tiny}}")
+    monkeypatch.setattr(sys, "argv", ["headrace", "engine", "--config", str(file)])
+    with pytest.raises(SystemExit):
+        main()
+    assert started[0][1].model == str(bundled_path("headrace-tiny"))

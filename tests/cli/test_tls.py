@@ -16,10 +16,11 @@ def test_it_says_what_to_copy_where_and_what_to_run_there(tmp_path: Path, capsys
     site = tmp_path / "site"
     init(site, ["gpu1,10.0.0.7", "::1"])
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert f"scp -r {site}/engine-gpu1 gpu1:/etc/headrace/engine" in lines
+    assert f"ssh gpu1 mkdir -p -m 700 /etc/headrace/engine; scp {site}/engine-gpu1/* gpu1:/etc/headrace/engine/" in lines
+    assert f"ssh ::1 mkdir -p -m 700 /etc/headrace/engine; scp {site}/engine---1/* [::1]:/etc/headrace/engine/" in lines
     assert "there: headrace engine MODEL --listen gpu1:7001 --tls-dir /etc/headrace/engine" in lines
     assert "there: headrace engine MODEL --listen [::1]:7001 --tls-dir /etc/headrace/engine" in lines
-    assert f"scp -r {site}/gateway GATEWAY_HOST:/etc/headrace/gateway" in lines
+    assert f"ssh GATEWAY_HOST mkdir -p -m 700 /etc/headrace/gateway; scp {site}/gateway/* GATEWAY_HOST:/etc/headrace/gateway/" in lines
     assert f"{site}: the authority of this site. Keep {site}/authority.key on this machine." in lines
 
 

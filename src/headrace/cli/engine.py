@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -65,7 +66,9 @@ def engine(
     flags: dict[str, object] = {"MODEL": model, "--listen": listen, "--tls-dir": tls_dir, "--token-file": token_file, "--name": name}
     flags |= {"--drain-timeout": drain_timeout, **{FLAG_OF[field]: value for field, value in engine.items()}}
     given = {flag: value for flag, value in flags.items() if value is not None}
-    values = _from_flags(given, engine, experimental=experimental) if config is None else _from_file(config, given)
+    values = (
+        _from_flags(given, engine, experimental=experimental) if config is None else _from_file(config, given, experimental=experimental)
+    )
     run_engine(lambda: values)
 
 
@@ -91,21 +94,31 @@ def credentials_of(tls_dir: Path | None, token_file: Path | None) -> dict[str, o
     return {"tls": asdict(files_in(folder)), "token_file": str(token_file or folder / TOKEN_NAME)}
 
 
-def _from_file(path: Path, given: Mapping[str, object]) -> tuple[ProcessConfig, EngineConfig]:
+def _from_file(path: Path, given: Mapping[str, object], *, experimental: bool) -> tuple[ProcessConfig, EngineConfig]:
     """Raises ConfigError, or UsageRefused for flags beside the file."""
     from headrace.cli.config_yaml import read_yaml
     from headrace.cli.exits import UsageRefused
     from headrace.engine.server.config import process_config_from
+    from headrace.fleet.weights import resolve_model
 
     for flag in given:
         raise UsageRefused(f"{flag}: the file given with --config holds everything. Leave one of them out.")
-    return process_config_from(read_yaml(path))
+    process, engine = process_config_from(read_yaml(path))
+    check_device("engine.device", engine.device, experimental=experimental)
+    return process, replace(engine, model=str(resolve_model(engine.model, experimental=experimental)))
+
+
+def check_device(where: str, device: str, *, experimental: bool) -> None:
+    """Raises NeedsExperimental for a device that Headrace is not tested on."""
+    from headrace.cli.config import NeedsExperimental
+
+    if device != "cpu" and not experimental:
+        raise NeedsExperimental(where, device)
 
 
 def _from_flags(given: Mapping[str, object], engine: Given, *, experimental: bool) -> tuple[ProcessConfig, EngineConfig]:
     """Raises ConfigError about the flag that was written, or UsageRefused."""
     from headrace.bundled import DEFAULT_MODEL
-    from headrace.cli.config import NeedsExperimental
     from headrace.cli.exits import UsageRefused
     from headrace.core.errors import ConfigError
     from headrace.engine.server.config import process_config_from
@@ -114,8 +127,7 @@ def _from_flags(given: Mapping[str, object], engine: Given, *, experimental: boo
     if "--listen" not in given:
         remedy = "`headrace serve` starts an engine and a gateway together."
         raise UsageRefused(f"--listen: the address is missing, HOST:PORT or unix:/PATH. {remedy}")
-    if engine.get("device", "cpu") != "cpu" and not experimental:
-        raise NeedsExperimental("--device", str(engine["device"]))
+    check_device("--device", str(engine.get("device", "cpu")), experimental=experimental)
     folder = resolve_model(str(given.get("MODEL", DEFAULT_MODEL)), experimental=experimental)
     tls_dir, token_file = given.get("--tls-dir"), given.get("--token-file")
     assert isinstance(tls_dir, Path | None)

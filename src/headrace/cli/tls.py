@@ -66,15 +66,13 @@ def _shown_folder(made: SiteFolder) -> list[str]:
         lines.append(
             f"  It expires in {days} days. Remove the folder, run this command again, and copy it again; nothing has to be restarted."
         )
+    host = _host(made.names[0]) if made.role is TlsRole.ENGINE else "GATEWAY_HOST"
+    lines.append(f"  ssh {host.strip('[]')} mkdir -p -m 700 {target}; scp {made.path}/* {host}:{target}/")
     if made.role is TlsRole.ENGINE:
-        return [
-            *lines,
-            f"  scp -r {made.path} {made.names[0]}:{target}",
-            f"  there: headrace engine MODEL --listen {_address(made.names[0])} --tls-dir {target}",
-        ]
-    copy = f"  scp -r {made.path} GATEWAY_HOST:{target}"
-    return [*lines, copy, f"  there: headrace gateway MODEL --replica NAME=HOST:7001 --tls-dir {target}"]
+        return [*lines, f"  there: headrace engine MODEL --listen {host}:7001 --tls-dir {target}"]
+    return [*lines, f"  there: headrace gateway MODEL --replica NAME=HOST:7001 --tls-dir {target}"]
 
 
-def _address(name: str) -> str:
-    return f"[{name}]:7001" if ":" in name else f"{name}:7001"
+def _host(name: str) -> str:
+    """With an IPv6 address in brackets, as addresses with a port and scp want it."""
+    return f"[{name}]" if ":" in name else name

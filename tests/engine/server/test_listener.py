@@ -24,6 +24,7 @@ from headrace.lab.fake_runner import FakeOptions, fake_answer
 from headrace.wire.client import ReplicaClient
 from headrace.wire.target import parse_target
 from headrace.wire.tls.files import TlsFiles, TlsRole
+from headrace.wire.tls.stream import PlainStream
 
 HOST = "127.0.0.2"
 SITE, STRANGE = authority(), authority()
@@ -149,6 +150,28 @@ async def test_only_a_gateways_certificate_opens_a_connection(
         with pytest.raises(ssl.SSLError, match="UNSUPPORTED_CERTIFICATE|unsupported certificate" if role else "required"):
             await asyncio.to_thread(connect, engine.service.address)
     assert ("the gateway's certificate is for another role" if role else "the gateway sent no certificate") in caplog.text
+
+
+@pytest.mark.parametrize("is_tls", [True, False])
+async def test_an_engine_that_leaves_delivers_what_it_has_said(tmp_path: Path, is_tls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The relay is behind when the gRPC server closes: nothing of what it has taken may be lost."""
+    sendall = PlainStream.sendall
+
+    async def send_late(self: PlainStream, data: bytes) -> None:
+        await asyncio.sleep(0.05)
+        await sendall(self, data)
+
+    tls, gateway_tls = (engine_files(tmp_path), gateway_files(tmp_path)) if is_tls else (None, None)
+    async with engine_at(HOST, tls) as engine, ReplicaClient(engine.service.address, token=TOKEN, tls=gateway_tls) as replica:
+        await replica.wait_connected(PATIENCE_S)
+        streams = [replica.submit(request(f"r{i}", max_tokens=60)) for i in range(8)]
+        await streams[0].__anext__()
+        monkeypatch.setattr(PlainStream, "sendall", send_late)
+        reading = asyncio.gather(*(read_all(stream) for stream in streams[1:]))
+        engine.service.drain("stopping")
+        assert await engine.service.drained(PATIENCE_S)
+        await engine.service.stop()
+        assert [len(answer[0]) for answer in await reading] == [60] * 7
 
 
 async def test_a_wrong_token_is_named_on_both_ends_although_the_certificate_is_right(

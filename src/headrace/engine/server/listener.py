@@ -24,7 +24,7 @@ from headrace.core.errors import ConfigError, HeadraceError
 from headrace.wire.target import MAX_UNIX_PATH_BYTES, GrpcTarget
 from headrace.wire.tls.faults import handshake_fault
 from headrace.wire.tls.files import Certificates, TlsRole
-from headrace.wire.tls.stream import ByteStream, PlainStream, TlsStream
+from headrace.wire.tls.stream import CHUNK_BYTES, ByteStream, PlainStream, TlsStream
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,9 @@ REPEAT_S = 60.0
 
 MAX_REFUSALS = 1024
 """Refusals that are remembered for REPEAT_S; with more, all are forgotten and may be logged again."""
+
+LINGER_S = 2.0
+"""Seconds in which a connection that the gRPC server has closed may deliver the rest of its bytes: an engine that drains ends this way."""
 
 ACCEPT_PAUSE_S = 0.1
 """Seconds of rest after a connection could not be accepted, for want of descriptors for instance."""
@@ -71,7 +74,8 @@ class TcpListener:
         self._log_refusal = RefusalLog(clock)
         self.inner = Path(_make_folder()) / INNER_NAME
         self._sockets: list[socket.socket] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._accepting: list[asyncio.Task[None]] = []
+        self._serving: set[asyncio.Task[None]] = set()
         self._num_handshakes = 0
 
     async def start(self) -> str:
@@ -90,22 +94,22 @@ class TcpListener:
             self._sockets.append(listening)
             listening.setblocking(False)
             port = listening.getsockname()[1]  # a free one is the same at each address
-        for listening in self._sockets:
-            self._keep(self._accept(listening))
+        self._accepting = [asyncio.create_task(self._accept(listening)) for listening in self._sockets]
         return f"{self._target.address.rpartition(':')[0]}:{port}"
 
     async def close(self) -> None:
-        for task in list(self._tasks):
+        """Accepts no more, and lets connections that the gRPC server has closed deliver the rest of their bytes."""
+        for task in self._accepting:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._accepting, return_exceptions=True)
         for listening in self._sockets:
             listening.close()
+        if self._serving:
+            await asyncio.wait(self._serving, timeout=LINGER_S)
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
         shutil.rmtree(self.inner.parent, ignore_errors=True)
-
-    def _keep(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -118,7 +122,9 @@ class TcpListener:
                 continue
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._keep(self._serve(connection, address[0]))
+            task = asyncio.create_task(self._serve(connection, address[0]))
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
 
     async def _serve(self, connection: socket.socket, host: str) -> None:
         with connection, socket.socket(socket.AF_UNIX) as inner:
@@ -127,6 +133,7 @@ class TcpListener:
                 inner.setblocking(False)
                 await asyncio.get_running_loop().sock_connect(inner, str(self.inner))
                 await relay(stream, PlainStream(inner))
+                await linger(connection)
             except HandshakeRefused as refused:
                 if str(refused):
                     self._log_refusal(host, str(refused))
@@ -208,17 +215,33 @@ class RefusalLog:
         log.warning("refused a connection from %s: %s", host, reason)
 
 
-async def relay(first: ByteStream, second: ByteStream) -> None:
-    """Copies bytes in both directions until either stream ends. Raises OSError."""
-    copying = [asyncio.ensure_future(_copy(first.recv, second.sendall)), asyncio.ensure_future(_copy(second.recv, first.sendall))]
+async def relay(gateway: ByteStream, server: ByteStream) -> None:
+    """Copies bytes in both directions until either stream ends. What the server had sent before it ended is sent on. Raises OSError."""
+    to_server = asyncio.ensure_future(_copy(gateway.recv, server.sendall))
+    to_gateway = asyncio.ensure_future(_copy(server.recv, gateway.sendall))
     try:
-        done, _ = await asyncio.wait(copying, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        await asyncio.wait([to_server, to_gateway], return_when=asyncio.FIRST_COMPLETED)
+        if to_server.done() and to_server.exception() is not None:
+            await to_gateway  # the server has ended: its last bytes may still wait here
+        for task in (to_server, to_gateway):
+            if task.done():
+                task.result()
     finally:
-        for task in copying:
+        for task in (to_server, to_gateway):
             task.cancel()
-        await asyncio.gather(*copying, return_exceptions=True)
+        await asyncio.gather(to_server, to_gateway, return_exceptions=True)
+
+
+async def linger(connection: socket.socket) -> None:
+    """Says that nothing more is sent, and waits for the other end to close: a close with unread bytes would discard what is on its way.
+
+    Raises: OSError.
+    """
+    connection.shutdown(socket.SHUT_WR)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while await asyncio.get_running_loop().sock_recv(connection, CHUNK_BYTES):
+                pass
 
 
 async def _copy(receive: Callable[[], Awaitable[bytes]], send: Callable[[bytes], Awaitable[None]]) -> None:
