@@ -7,7 +7,7 @@ from gateway_kit import MODEL, TestBench, open_bench, snapshot, two_replicas
 from local_workers import LocalWorkers
 
 import headrace
-from headrace.gateway.upstream.replicas import verdict
+from headrace.gateway.upstream.replica_health import verdict
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState, SeenLoad
 from headrace.wire.service import HEARTBEAT_S, SILENT_AFTER_S

@@ -31,8 +31,9 @@ from headrace.core.numerics import may_resume, numerics_digest
 from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import SequenceUpdate
+from headrace.gateway.upstream.attempts import LOST
 from headrace.gateway.upstream.seam import OutputEvent, ReplicaLost
-from headrace.gateway.upstream.token_stream import LOST, Call, TokenStream
+from headrace.gateway.upstream.token_stream import Call, TokenStream
 from headrace.gateway.upstream.tokens import TokenPrepared, TokenUpstream
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState, SeenLoad
@@ -224,9 +225,9 @@ async def test_a_stream_keeps_what_a_replay_needs(bench: TestBench, text: TextMo
     stream = stream_of(bench, text, n=2)
     await read_all(stream)
     said = text.tokenizer.encode(SAID, add_special_tokens=False)
-    assert [list(ids)[: len(said)] for ids in stream.output_ids] == [said, said]
+    assert [list(ids)[: len(said)] for ids in stream.attempts.output_ids] == [said, said]
     assert stream.call.params.seed == 5
-    assert stream.epoch == 0
+    assert stream.attempts.epoch == 0
 
 
 class Listener:
@@ -248,14 +249,14 @@ async def test_ids_taken_on_the_short_way_are_kept_as_well(bench: TestBench, tex
     read = await read_all(stream)
     said = text.tokenizer.encode(SAID, add_special_tokens=False)
     assert len(listener.texts) > 3
-    assert len(listener.texts) + len(read) == len(stream.output_ids[0])
-    assert list(stream.output_ids[0])[: len(said)] == said
+    assert len(listener.texts) + len(read) == len(stream.attempts.output_ids[0])
+    assert list(stream.attempts.output_ids[0])[: len(said)] == said
 
 
 async def test_kept_ids_are_those_before_the_stop_string(bench: TestBench, text: TextModel) -> None:
     stream = stream_of(bench, text, stop=("brown",))
     await read_all(stream)
-    assert len(stream.output_ids[0]) == bench.replica.finished[0][2] == stream.usage().completion_tokens
+    assert len(stream.attempts.output_ids[0]) == bench.replica.finished[0][2] == stream.usage().completion_tokens
 
 
 async def test_a_replica_that_was_started_anew_may_be_tried_again(text: TextModel) -> None:
@@ -281,28 +282,29 @@ def compute_with(replica: FakeReplica, **numerics: str) -> None:
     replica.info = replace(replica.info, model=replace(replica.info.model, numerics=numerics))
 
 
-async def test_ids_fed_and_a_resume_are_what_the_engine_generated(bench: TestBench, text: TextModel) -> None:
+async def test_ids_fed_and_a_resume_are_what_the_engine_generated(text: TextModel) -> None:
     """The text of a possible stop string is held back, its tokens are not forgotten: the engine is past them when it is lost."""
     generated = tuple(text.tokenizer.encode("The quick brown fox jumps over the lazy", add_special_tokens=False))
-    compute_with(bench.replica, **NUMERICS)
-    bench.replica.go.clear()
-    bench.replica.on_submit = lambda request, updates: updates.put(
-        SequenceUpdate(request_id=request.request_id, epoch=0, index=0, token_ids=generated)
-    )
-    stream = stream_of(bench, text, stop=("jumps over the lazy cat",), max_tokens=60)
-    (event,) = await stream.events()
-    assert event.text == "The quick brown fox "
-    assert event.num_tokens < len(generated)
-    bench.replica.die()
-    with pytest.raises(Unavailable):
-        await stream.events()
-    digest = numerics_digest(stream.numerics)
-    resumed = stream.call.engine_request(stream.epoch + 1).resumed(0, stream.output_ids[0], digest)
-    assert resumed.numerics_digest == numerics_digest(NUMERICS) != ""
-    resumed.checked(vocab_size=text.tokenizer.vocab_size, max_model_len=MAX_MODEL_LEN)
-    assert resumed.prompt_ids == bench.replica.requests[0].prompt_ids
-    assert resumed.output_ids == generated
-    assert resumed.params == bench.replica.requests[0].params
+    async with open_bench(text, timeouts={"failover_s": 0}) as bench:
+        compute_with(bench.replica, **NUMERICS)
+        bench.replica.go.clear()
+        bench.replica.on_submit = lambda request, updates: updates.put(
+            SequenceUpdate(request_id=request.request_id, epoch=0, index=0, token_ids=generated)
+        )
+        stream = stream_of(bench, text, stop=("jumps over the lazy cat",), max_tokens=60)
+        (event,) = await stream.events()
+        assert event.text == "The quick brown fox "
+        assert event.num_tokens < len(generated)
+        bench.replica.die()
+        with pytest.raises(Unavailable):
+            await stream.events()
+        digest = numerics_digest(stream.attempts.numerics)
+        resumed = stream.call.engine_request(stream.attempts.epoch + 1).resumed(0, stream.attempts.output_ids[0], digest)
+        assert resumed.numerics_digest == numerics_digest(NUMERICS) != ""
+        resumed.checked(vocab_size=text.tokenizer.vocab_size, max_model_len=MAX_MODEL_LEN)
+        assert resumed.prompt_ids == bench.replica.requests[0].prompt_ids
+        assert resumed.output_ids == generated
+        assert resumed.params == bench.replica.requests[0].params
 
 
 def say_one_and_hold(replica: FakeReplica, request: EngineRequest, updates: ReplicaStream) -> None:
@@ -325,7 +327,7 @@ async def test_a_lost_stream_knows_whether_another_replica_could_go_on(
     text: TextModel, first: dict[str, str], second: dict[str, str], why: str
 ) -> None:
     """The lost replica's hello is gone with its connection; what it computed with is kept with what it said. The client may send again."""
-    async with open_bench(text, models=two_replicas()) as bench:
+    async with open_bench(text, models=two_replicas(), timeouts={"failover_s": 0}) as bench:
         lost, other = bench.replicas.values()
         compute_with(lost, **first)
         compute_with(other, **second)
@@ -337,15 +339,15 @@ async def test_a_lost_stream_knows_whether_another_replica_could_go_on(
         with pytest.raises(ReplicaLost) as raised:
             await stream.events()
         assert raised.value.why_not_resume == why
-        assert may_resume(numerics_digest(stream.numerics), numerics_digest(second)) is (why == "")
-        assert stream.numerics == first
+        assert may_resume(numerics_digest(stream.attempts.numerics), numerics_digest(second)) is (why == "")
+        assert stream.attempts.numerics == first
         assert other.requests == []
         assert str(raised.value) == LOST, "neither numerics nor names are for clients"
 
 
 @pytest.mark.parametrize("state", [ConnectionState.CONNECTED, ConnectionState.DRAINING])
 async def test_what_a_lost_replica_never_began_could_begin_wherever_work_is_taken(text: TextModel, state: ConnectionState) -> None:
-    async with open_bench(text, models=two_replicas()) as bench:
+    async with open_bench(text, models=two_replicas(), timeouts={"failover_s": 0}) as bench:
         lost, other = bench.replicas.values()
         other.snapshot = SeenLoad(snapshot(num_running=9), time.monotonic() + 1e6)
         lost.go.clear()
@@ -362,7 +364,7 @@ async def test_what_a_lost_replica_never_began_could_begin_wherever_work_is_take
 @pytest.mark.parametrize("is_equal", [True, False])
 async def test_the_request_log_says_whether_a_lost_request_could_have_been_resumed(text: TextModel, tmp_path: Path, is_equal: bool) -> None:
     log = tmp_path / "requests.jsonl"
-    async with open_bench(text, models=two_replicas(), request_log=str(log)) as bench:
+    async with open_bench(text, models=two_replicas(), request_log=str(log), timeouts={"failover_s": 0}) as bench:
         lost, other = bench.replicas.values()
         compute_with(lost, **NUMERICS)
         compute_with(other, **(NUMERICS if is_equal else {**NUMERICS, "kernels": "avx2"}))
@@ -376,15 +378,15 @@ async def test_the_request_log_says_whether_a_lost_request_could_have_been_resum
         assert (response.status_code, response.json()["error"]["message"]) == (503, LOST)
         assert response.headers["retry-after"]
     (line,) = [json.loads(line) for line in log.read_text().splitlines()]
-    assert line["detail"] == ("could be resumed" if is_equal else "cannot be resumed: r1: kernels: avx512 and avx2")
+    assert line["detail"] == ("not resumed" if is_equal else "cannot be resumed: r1: kernels: avx512 and avx2")
 
 
 async def test_kept_ids_are_bounded_by_what_was_asked_for(bench: TestBench, text: TextModel) -> None:
     """An engine that says more than it was asked for."""
     stream = stream_of(bench, text, ignore_eos=True)
-    stream.call = replace(stream.call, max_output_tokens=3)
+    stream.attempts._max_output_tokens = 3
     await read_all(stream)
-    assert len(stream.output_ids[0]) == 3
+    assert len(stream.attempts.output_ids[0]) == 3
 
 
 async def test_cancel_is_harmless_whenever_it_comes(bench: TestBench, text: TextModel) -> None:

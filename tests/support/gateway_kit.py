@@ -91,6 +91,7 @@ class FakeReplica:
     state: ConnectionState = ConnectionState.CONNECTED
     info: ReplicaInfo | None = None
     snapshot: SeenLoad | None = None
+    silent_s: float = 0.0
     num_sent_since_snapshot: int = 0
     num_sent_tokens_since_snapshot: int = 0
     said: str = SAID
@@ -151,6 +152,11 @@ class FakeReplica:
         if (stream := self.streams.get(request_id)) is not None:
             stream.end_sequence(index)
 
+    def abandon(self, reason: str) -> None:
+        for request_id, stream in list(self.streams.items()):
+            self.cancelled.append(request_id)
+            stream.fail(Unavailable(reason))
+
     def die(self) -> None:
         """The process is gone: its streams fail as the wire's do."""
         self.state, self.info, self.snapshot = ConnectionState.DOWN, None, None
@@ -176,22 +182,23 @@ class FakeReplica:
         logprobs: tuple[TokenLogprobs, ...] = ()
         if params.prompt_logprobs is not None:
             logprobs = tuple(token_logprobs(token_id, params.prompt_logprobs) for token_id in request.prompt_ids[1:])
-        for position in range(limit):
+        begin = len(request.output_ids)
+        for position in range(begin, limit):
             token_id = words[position % len(words)] if params.ignore_eos or position < len(words) else eos
             is_end = token_id == eos or token_id in params.stop_token_ids
             is_last = is_end or position + 1 == limit
-            for index in range(params.n):
+            for index in request.indices:
                 yield SequenceUpdate(
                     request_id=request.request_id,
                     epoch=request.epoch,
                     index=index,
                     token_ids=(token_id,),
                     logprobs=(token_logprobs(token_id, params.logprobs),) if params.logprobs is not None else (),
-                    prompt_logprobs=logprobs if position == 0 else (),
+                    prompt_logprobs=logprobs if position == begin else (),
                     finish=None if not is_last else FinishReason.STOP if is_end else FinishReason.LENGTH,
                     stop_token_id=token_id if is_end else None,
-                    num_cached_tokens=self.cached_tokens if position == 0 else None,
-                    queue_time_s=0.001 if position == 0 else None,
+                    num_cached_tokens=self.cached_tokens if position == begin else None,
+                    queue_time_s=0.001 if position == begin else None,
                     stages=StageSeconds(0.001, 0.25, 0.5, 0.0, 0.125) if is_last else None,
                 )
             if is_end:

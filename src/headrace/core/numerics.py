@@ -12,8 +12,11 @@ from hashlib import blake2b
 
 WEIGHTS = "weights"
 
+Numerics = Mapping[str, str]
+"""A replica's facts, by name."""
 
-def numerics_digest(facts: Mapping[str, str]) -> str:
+
+def numerics_digest(facts: Numerics) -> str:
     """Hex, over all facts; "" while the weights' digest is not known."""
     if not facts.get(WEIGHTS):
         return ""
@@ -24,7 +27,7 @@ def numerics_digest(facts: Mapping[str, str]) -> str:
     return state.hexdigest()
 
 
-def why_not_resume(first: Mapping[str, str], second: Mapping[str, str]) -> str:
+def why_not_resume(first: Numerics, second: Numerics) -> str:
     """Why a stream of a replica with the `first` facts may not go on at one with the `second`; "" when it may."""
     for name, facts in (("first", first), ("second", second)):
         if not facts.get(WEIGHTS):

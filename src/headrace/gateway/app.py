@@ -171,7 +171,7 @@ class Gateway:
         record.error, record.outcome = reply.code, outcome_of(error, reply.status)
         record.param, record.reason = param_of(error), reason_of(error)
         if isinstance(error, ReplicaLost):
-            record.detail = f"cannot be resumed: {error.why_not_resume}"[:MAX_DETAIL_CHARS] if error.why_not_resume else "could be resumed"
+            record.detail = f"cannot be resumed: {error.why_not_resume}"[:MAX_DETAIL_CHARS] if error.why_not_resume else "not resumed"
         if not (isinstance(error, ClientLeft | SlowReader) or isinstance(exchange.end_reason, ClientLeft | SlowReader)):
             await exchange.fail(reply)
         record.status = record.status or reply.status

@@ -160,7 +160,9 @@ async def _open_models(
         if model.upstreams:
             upstream = await stack.enter_async_context(_foreign_servers(model, metrics, sources))
         else:
-            pool = await stack.enter_async_context(_replica_pool(model, texts[model.name], metrics, connect, sources))
+            pool = await stack.enter_async_context(
+                _replica_pool(model, texts[model.name], metrics, connect, sources, config.timeouts.failover_s)
+            )
             text = ModelText(text_pool, model.name, texts[model.name].tokenizer)
             upstream = TokenUpstream(text, pool, draw_seed=sources.draw_seed, formats=_formats(model, texts[model.name]))
         models.append(ServedModel(model.name, model.aliases, upstream, int(sources.unix_time())))
@@ -205,8 +207,10 @@ def _open_log(target: str) -> RequestLog:
         raise ConfigError("request_log", f"{target} cannot be opened: {error.strerror}") from None
 
 
-def _replica_pool(config: ModelConfig, text: TextModel, metrics: Metrics, connect: Connect, sources: Sources) -> ReplicaPool:
+def _replica_pool(
+    config: ModelConfig, text: TextModel, metrics: Metrics, connect: Connect, sources: Sources, failover_s: float
+) -> ReplicaPool:
     for replica in config.replicas:
         metrics.replica(config.name, replica.name)  # the replica's series exist before its first request
     replicas = [Replica(ReplicaId(replica.name), connect(replica, text, sources.clock)) for replica in config.replicas]
-    return ReplicaPool(config.name, replicas, random=sources.random, clock=sources.clock)
+    return ReplicaPool(config.name, replicas, random=sources.random, clock=sources.clock, failover_s=failover_s)

@@ -38,6 +38,9 @@ LOG_TARGETS = ("on", "off", "stderr")
 LOG_WORDS = {*LOG_TARGETS, "", "true", "false", "yes", "no", "none", "null", "stdout"}
 """Words that are meant as a switch and never as the name of a request log's file, in lower case."""
 
+MAY_BE_ZERO = ("failover_s",)
+"""Timeouts whose 0 turns something off. Any other limit or timeout that is not positive is refused."""
+
 MIN_KEY_CHARS = 8
 
 
@@ -150,6 +153,7 @@ class Timeouts:
     write_s       a client that does not catch up within this while more than 64 KiB wait for it is cut off
     request_s     deadline of every request, counted from its arrival; None = none
     drain_s       after SIGTERM: what running requests may take to end
+    failover_s    a running request whose engine was lost waits at most this long for one that can continue it; 0: it ends at once
     """
 
     header_s: float = 10.0
@@ -159,6 +163,7 @@ class Timeouts:
     write_s: float = 30.0
     request_s: float | None = None
     drain_s: float = 30.0
+    failover_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +206,7 @@ class GatewayConfig:
         for part, value in (("limits", self.limits), ("timeouts", self.timeouts)):
             for item in fields(value):
                 given = getattr(value, item.name)
-                if given is not None and not given > 0:
+                if given is not None and not (given > 0 or (given == 0 and item.name in MAY_BE_ZERO)):
                     raise ConfigError(f"{part}.{item.name}", f"{given} is not positive")
         _check_share(self.limits.max_tenant_share, self.num_tenants)
         return self

@@ -210,6 +210,12 @@ class Metrics:
         self.registry = registry = CollectorRegistry(auto_describe=False)
         self._replicas: dict[tuple[str, str], ReplicaMetrics] = {}
         self.requests = Counter("headrace_requests", "Requests by outcome.", (*LABELS, "outcome"), registry=registry)
+        self.sequences_resumed = Counter(
+            "headrace_sequences_resumed",
+            "Sequences submitted again after the loss of their engine, by the replica of the last.",
+            LABELS,
+            registry=registry,
+        )
         self.time_to_first_token = Histogram(
             "headrace_time_to_first_token_seconds",
             "Arrival at the gateway to the first token.",

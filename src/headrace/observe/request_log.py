@@ -51,6 +51,7 @@ class RequestLogRecord:
     param, reason      the field that an error is about, and the rule that it broke; never a value of the client's
     detail             for the operator: the exception's type where the server failed, whether another replica could have gone on where
                        one was lost, that a shutdown ended the request; at most MAX_DETAIL_CHARS
+    num_resumes        how often a sequence was submitted again because its engine was lost; None: never
     ttft_s, latency_s  seconds since arrival at the gateway
     queue_time_s, prefill_s, decode_s, preempted_s, stalled_s
                        stages of the first sequence in its engine (`core.update.StageSeconds`), which add up to its time there. All but the
@@ -71,6 +72,7 @@ class RequestLogRecord:
     n: int | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    num_resumes: int | None = None
     cached_tokens: int | None = None
     finish_reasons: list[str] | None = None
     seed: int | None = None

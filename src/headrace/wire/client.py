@@ -11,7 +11,6 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -21,6 +20,7 @@ from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.load import LoadSnapshot
 from headrace.core.model_info import ModelInfo
+from headrace.core.numerics import Numerics
 from headrace.core.request import EngineRequest
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import decode_model_info
@@ -134,6 +134,11 @@ class ReplicaClient:
         return ConnectionState.DRAINING if session.is_draining else ConnectionState.CONNECTED
 
     @property
+    def silent_s(self) -> float:
+        """Seconds since the last frame, without delays of this process itself. 0 while there is no connection."""
+        return self._session.silent_s if self._session is not None and self._session.is_open else 0.0
+
+    @property
     def num_open(self) -> int:
         """Requests submitted here that have not ended."""
         return len(self._streams)
@@ -198,6 +203,13 @@ class ReplicaClient:
             if self._session is not None:
                 self._session.send_finish(stream.handle, index, keep_tokens, reason)
             stream.end_sequence(index)
+
+    def abandon(self, reason: str) -> None:
+        """Cancel every open request at the engine, which may read that later or never, and raise Unavailable(reason) in their streams."""
+        for stream in list(self._streams.values()):
+            if self._session is not None:
+                self._session.send_cancel(stream.handle)
+            stream.fail(Unavailable(reason))
 
     def _ended(self, stream: ReplicaStream) -> None:
         self._streams.pop(stream.request_id, None)
@@ -273,7 +285,7 @@ class ReplicaClient:
                 stream.numerics = self._numerics
 
     @property
-    def _numerics(self) -> Mapping[str, str]:
+    def _numerics(self) -> Numerics:
         return self.info.model.numerics if self.info is not None else NO_NUMERICS
 
     def _take_load(self, load: LoadSnapshot) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 
 from headrace.core.errors import Unavailable
 from headrace.core.ids import RequestId
+from headrace.core.numerics import Numerics
 from headrace.core.plan import columns_of
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
@@ -23,7 +24,7 @@ from headrace.wire.handles import Attempt, Handle
 PlainRow = tuple[int, tuple[int, ...]]
 """A plain row: sequence index and new token ids."""
 
-NO_NUMERICS: Mapping[str, str] = MappingProxyType({})
+NO_NUMERICS: Numerics = MappingProxyType({})
 
 PlainRowHandler = Callable[[Sequence[PlainRow]], bool]
 """Called with plain rows in order. Takes all of them (True) or none (False), and never waits."""
@@ -79,7 +80,7 @@ class ReplicaStream:
         on_end: Callable[[ReplicaStream], None],
         cancel_request: Callable[[RequestId], None],
         request_delivery: Callable[[ReplicaStream], None] | None = None,
-        numerics: Mapping[str, str] = NO_NUMERICS,
+        numerics: Numerics = NO_NUMERICS,
     ) -> None:
         """
         on_end            called once, when the stream has ended

@@ -335,6 +335,9 @@ class Generation:
             record.prefill_s, record.decode_s = stages.prefill, stages.decode
             record.preempted_s, record.stalled_s = stages.preempted, stages.stalled
         record.replica = stream.replica(0) or record.replica
+        if stream.num_resumes:
+            record.num_resumes = stream.num_resumes
+            self.service.metrics.sequences_resumed.labels(self.model.name, record.replica or "").inc(stream.num_resumes)
         progress.close(self.service.clock(), n=self.client_params.n)
 
 

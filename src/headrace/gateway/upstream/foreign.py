@@ -189,6 +189,10 @@ class HttpStream:
         self._has_more = asyncio.Event()
         self._has_room = asyncio.Event()
 
+    @property
+    def num_resumes(self) -> int:
+        return 0
+
     async def events(self) -> list[OutputEvent]:
         if self._task is None and not self._is_ended:
             self._task = asyncio.create_task(self._read())

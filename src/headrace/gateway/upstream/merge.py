@@ -22,6 +22,10 @@ class MergedStream:
     def unread_bytes(self) -> int:
         return sum(stream.unread_bytes for stream in self._streams)
 
+    @property
+    def num_resumes(self) -> int:
+        return sum(stream.num_resumes for stream in self._streams)
+
     async def events(self) -> list[OutputEvent]:
         """Events of any of the streams; empty once all have ended."""
         if not self._is_begun:

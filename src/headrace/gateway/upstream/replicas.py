@@ -1,13 +1,12 @@
-"""The replicas of one model as this gateway sees them: their connections, their health, and the choice among them.
+"""The replicas of one model as this gateway sees them: their connections, and the choice among them.
 
-Health is judged here from what the wire reports: connection state, the age of the running step, the age of the idle loop. A replica that
-stops answering, or whose idle loop stalls, must count as not ready within one second; thresholds leave room for one heartbeat.
+Whether one is ready is judged in `replica_health`; `replica_watch` moves calls off a replica that hangs.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
@@ -17,20 +16,20 @@ from headrace.core.errors import Unavailable
 from headrace.core.finish import FinishReason
 from headrace.core.ids import RequestId
 from headrace.core.model_info import ModelInfo
-from headrace.core.numerics import why_not_resume
+from headrace.core.numerics import Numerics, why_not_resume
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
+from headrace.gateway.upstream.replica_health import verdict
+from headrace.gateway.upstream.replica_watch import ReplicaWatch
 from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.policy.routing.choice import Candidate, Random, ReplicaId, choose
+from headrace.policy.routing.retry_budget import RetryBudget
 from headrace.wire.client import ConnectionState, ReplicaInfo, SeenLoad
 from headrace.wire.stream import PlainRowHandler
 
-IDLE_STALL_S = 0.8
-"""Seconds without a wake-up after which an idle loop counts as stuck. A healthy one wakes several times in this time."""
-
-STEP_GRACE_S = 1.0
-STEP_GRACE_FACTOR = 4.0
-"""A replica is ready while its step takes at most max(STEP_GRACE_S, STEP_GRACE_FACTOR x the predicted duration)."""
+RESUME_BURST = 100.0
+RESUME_SHARE = 0.2
+"""Budget of a model's resumes that follow one without a new token: RESUME_BURST, and RESUME_SHARE more with each request."""
 
 
 class UpdateStream(Protocol):
@@ -39,7 +38,7 @@ class UpdateStream(Protocol):
     plain_row_handler: PlainRowHandler | None
 
     @property
-    def numerics(self) -> Mapping[str, str]: ...
+    def numerics(self) -> Numerics: ...
     @property
     def unread_bytes(self) -> int: ...
     async def batch(self) -> list[SequenceUpdate | Rejected]: ...
@@ -55,6 +54,10 @@ class Connection(Protocol):
     @property
     def snapshot(self) -> SeenLoad | None: ...
     @property
+    def silent_s(self) -> float: ...
+    @property
+    def num_open(self) -> int: ...
+    @property
     def num_sent_since_snapshot(self) -> int: ...
     @property
     def num_sent_tokens_since_snapshot(self) -> int: ...
@@ -63,6 +66,7 @@ class Connection(Protocol):
     def submit(self, request: EngineRequest) -> UpdateStream: ...
     def cancel(self, request_id: RequestId) -> None: ...
     def finish(self, request_id: RequestId, index: int, keep_tokens: int, reason: FinishReason) -> None: ...
+    def abandon(self, reason: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,7 @@ class Replica:
         return info.model.max_model_len if info is not None else 0
 
     @property
-    def numerics(self) -> Mapping[str, str]:
+    def numerics(self) -> Numerics:
         """What its results depend on (`core.numerics`); empty before the replica has said Hello."""
         info = self.connection.info
         return info.model.numerics if info is not None else {}
@@ -95,21 +99,33 @@ ReplicaInstance = tuple[ReplicaId, str]
 
 
 class ReplicaPool:
-    """All replicas of one model. `async with` keeps the connections open."""
+    """All replicas of one model. `async with` keeps the connections open.
 
-    def __init__(self, model: str, replicas: Sequence[Replica], *, random: Random, clock: Clock = time.monotonic) -> None:
+    failover_s     how long a call whose replica was lost may wait for another one; 0: it ends
+    resume_budget  of resumes that follow one without a new token
+    """
+
+    def __init__(
+        self, model: str, replicas: Sequence[Replica], *, random: Random, clock: Clock = time.monotonic, failover_s: float = 0.0
+    ) -> None:
         self.model = model
         self.replicas = tuple(replicas)
+        self.failover_s = failover_s
+        self.resume_budget = RetryBudget(share=RESUME_SHARE, burst=RESUME_BURST)
+        self.clock = clock
+        self.watch = ReplicaWatch(self.replicas, clock)
         self._random = random
-        self._clock = clock
         self._last_info: ModelInfo | None = None
 
     async def __aenter__(self) -> ReplicaPool:
         for replica in self.replicas:
             replica.connection.start()
+        if self.failover_s:
+            self.watch.start()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.watch.close()
         for replica in self.replicas:
             await replica.connection.close()
 
@@ -124,16 +140,26 @@ class ReplicaPool:
             self._last_info = max(infos, key=lambda info: info.max_model_len)
         return self._last_info
 
-    def pick(self, *, prompt_tokens: int, max_output_tokens: int = 1, tried: Collection[ReplicaInstance] = ()) -> Replica:
+    def pick(
+        self,
+        *,
+        prompt_tokens: int,
+        max_output_tokens: int = 1,
+        tried: Collection[ReplicaInstance] = (),
+        numerics: Numerics | None = None,
+    ) -> Replica:
         """The replica to send a request to. Raises Unavailable at once when none takes work that fits it and was not tried.
 
         max_output_tokens  of one sequence; 1 where what the context leaves will do
+        numerics           a resume: of the replica that computed its output ids. Only a replica of equal numerics is chosen
 
         A silent replica is never chosen. One that is connected and not ready (its step hangs, its heartbeats go on) is chosen only when
         no other is left.
         """
         num_tokens = prompt_tokens + max_output_tokens
         left = [(r, reason) for r, reason in self.verdicts() if r.instance not in tried and r.max_model_len >= num_tokens]
+        if numerics is not None:
+            left = [(replica, reason) for replica, reason in left if not why_not_resume(numerics, replica.numerics)]
         ready = [replica for replica, reason in left if not reason]
         connected = [replica for replica, _ in left if replica.connection.state is ConnectionState.CONNECTED]
         chosen = self._choose(ready, prompt_tokens) or self._choose(connected, prompt_tokens)
@@ -151,7 +177,7 @@ class ReplicaPool:
         )
         return None if chosen is None else next(replica for replica in fit if replica.name == chosen.replica_id)
 
-    def why_not_resume(self, numerics: Mapping[str, str] | None) -> str:
+    def why_not_resume(self, numerics: Numerics | None) -> str:
         """Why no connected replica may continue a stream, with a reason for each; empty: one may.
 
         numerics  of the replica that computed the stream's tokens so far; None: there are none, and any replica may begin
@@ -164,7 +190,7 @@ class ReplicaPool:
 
     def verdicts(self) -> Iterator[tuple[Replica, str]]:
         """Each replica and why it is not ready; an empty reason means ready."""
-        now = self._clock()
+        now = self.clock()
         for replica in self.replicas:
             yield replica, verdict(replica.connection.state, replica.connection.snapshot, now)
 
@@ -175,25 +201,6 @@ class ReplicaPool:
             is_connected = replica.connection.state is not ConnectionState.DOWN
             found.append(ReplicaHealth(replica.name, is_connected, reason, seen.load if seen else None))
         return found
-
-
-def verdict(state: ConnectionState, seen: SeenLoad | None, now: float) -> str:
-    """Why a replica is not ready, in a form that may be shown to clients; empty = ready. Pure."""
-    if state is ConnectionState.DOWN:
-        return "not connected"
-    if state is ConnectionState.SILENT:
-        return "does not answer"
-    if state is ConnectionState.DRAINING:
-        return "draining"
-    if seen is None:
-        return "has not reported yet"
-    age = now - seen.received_s
-    if seen.load.step_age_s is not None:
-        allowed = max(STEP_GRACE_S, STEP_GRACE_FACTOR * seen.load.step_predicted_s)
-        took = seen.load.step_age_s + age
-        return f"a step has taken {took:.1f} s, expected at most {allowed:.1f} s" if took > allowed else ""
-    idle = seen.load.loop_age_s + age
-    return f"its loop has not turned for {idle:.1f} s" if idle > IDLE_STALL_S else ""
 
 
 def _candidate(replica: Replica) -> Candidate:

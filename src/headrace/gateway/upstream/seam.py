@@ -128,9 +128,9 @@ def string_bytes(text: str) -> int:
 
 
 class ReplicaLost(Unavailable):
-    """The replica of a running stream is gone, and the stream ends; the request can be sent again.
+    """The replica of a running stream is gone and no other continued it in time; the request can be sent again.
 
-    why_not_resume  why no other replica could continue from the tokens sent so far; empty: one could. For the log: nothing is resumed yet
+    why_not_resume  for the log: why no connected replica may continue from the tokens sent so far; empty: one may, but did not take it
     """
 
     def __init__(self, message: str, *, why_not_resume: str) -> None:
@@ -257,6 +257,11 @@ class EventStream(Protocol):
     @property
     def unread_bytes(self) -> int:
         """Approximate memory of events that have arrived and were not yet returned by `events`."""
+        ...
+
+    @property
+    def num_resumes(self) -> int:
+        """How often a sequence was submitted again because its engine was lost."""
         ...
 
     async def events(self) -> list[OutputEvent]:

@@ -1,0 +1,327 @@
+"""Where the sequences of one call run: submitted, re-routed after a rejection, and continued elsewhere after a loss.
+
+All n sequences of a call are submitted together. When their replica is lost, each sequence that has not ended is submitted by itself, at a
+replica of equal numerics, with the token ids that were read of it; without such a replica the call waits for one. The reader of the
+updates (`token_stream`) does not notice. The rules stand in docs/failover.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
+
+from headrace.core.errors import HeadraceError, Overloaded, RequestTooLarge, Unavailable
+from headrace.core.finish import FinishReason
+from headrace.core.ids import RequestId
+from headrace.core.numerics import Numerics, numerics_digest
+from headrace.core.request import EngineRequest
+from headrace.core.update import Rejected, SequenceUpdate
+from headrace.gateway.upstream.replicas import Replica, ReplicaInstance, ReplicaPool, UpdateStream
+from headrace.gateway.upstream.seam import ReplicaLost
+from headrace.wire.stream import NO_NUMERICS, PlainRowHandler
+
+LOST = "The engine that worked on this request was lost; it can be sent again."
+
+MAX_TRIES = 2
+"""A replica's rejection is re-routed once, then final: under overload more tries only add load."""
+
+MAX_FRUITLESS_LOSSES = 3
+"""A call fails at this many losses in a row without a new token in between, so that a request which ends its engine does not end all."""
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """Sequences of a call that are submitted together: all of them at first, one each after a loss.
+
+    indices     of its sequences within the call
+    numerics    of the replica that computed their output ids; None: there are none, and any replica may begin
+    wait_until  after a loss: when waiting for a replica ends, on the pool's clock. None: nothing was lost
+    num_read    output ids that had been read of the call when the group was submitted
+    num_prompt_logprobs  prompt positions whose log-probabilities this submission has sent
+    """
+
+    indices: tuple[int, ...]
+    numerics: Numerics | None = None
+    wait_until: float | None = None
+    tried: set[ReplicaInstance] = field(default_factory=set)
+    request_id: RequestId | None = None
+    replica: Replica | None = None
+    updates: UpdateStream | None = None
+    num_read: int = 0
+    num_prompt_logprobs: int = 0
+
+
+class CallAttempts:
+    """The attempts of one call.
+
+    output_ids   by sequence: every id that was read, including those whose text is held back. The reader adds them (`keep`)
+    epoch        number of the latest submission
+    num_resumes  submissions after a loss
+    """
+
+    def __init__(
+        self, pool: ReplicaPool, make_request: Callable[[int], EngineRequest], *, num_sequences: int, max_output_tokens: int
+    ) -> None:
+        """
+        make_request       epoch -> the call with all its sequences
+        max_output_tokens  per sequence; ids beyond it are not kept
+        """
+        self._pool = pool
+        self._make_request = make_request
+        self._max_output_tokens = max_output_tokens
+        self._open = set(range(num_sequences))
+        self._groups = [SequenceGroup(tuple(range(num_sequences)))]
+        self._reads: dict[asyncio.Task[list[SequenceUpdate]], SequenceGroup] = {}
+        self._waits: set[asyncio.Task[None]] = set()
+        self._handler: PlainRowHandler | None = None
+        self._replicas: list[str | None] = [None] * num_sequences
+        self._numerics: Numerics = NO_NUMERICS
+        self._num_read = 0
+        self._num_prompt_logprobs = 0
+        self._num_fruitless = 0
+        self.output_ids = [array("i") for _ in range(num_sequences)]
+        self.epoch = -1
+        self.num_resumes = 0
+        pool.resume_budget.deposit()
+
+    # -- what the reader does ------------------------------------------------------------------------------------------------------
+
+    async def batch(self) -> list[SequenceUpdate]:
+        """New updates of any sequence; empty once all have ended, or after `cancel`.
+
+        Raises Unavailable where no replica takes the call, ReplicaLost where a lost one cannot be continued, and a rejection that is final.
+        """
+        while self._groups:
+            group, updates = await self._next()
+            if updates:
+                return updates
+            self._drop(group)
+        return []
+
+    def keep(self, index: int, token_ids: Sequence[int]) -> None:
+        """These ids of a sequence were read: another replica would continue after them."""
+        kept = self.output_ids[index]
+        room = self._max_output_tokens - len(kept)
+        kept.extend(token_ids if len(token_ids) <= room else token_ids[:room])
+        self._num_read += len(token_ids)
+
+    def end(self, index: int) -> None:
+        """The sequence has ended, here or at its engine. It is not submitted again."""
+        self._open.discard(index)
+
+    def finish(self, index: int, keep_tokens: int, reason: FinishReason) -> None:
+        """Ask the engine to end a sequence that it still computes."""
+        for group in self._groups:
+            if index in group.indices and group.replica is not None and group.request_id is not None:
+                group.replica.connection.finish(group.request_id, index, keep_tokens, reason)
+
+    def handle_plain_rows(self, handler: PlainRowHandler | None) -> None:
+        """`handler` of every stream of updates, now and later (`wire.stream`)."""
+        self._handler = handler
+        for group in self._groups:
+            if group.updates is not None:
+                group.updates.plain_row_handler = handler
+
+    def cancel(self) -> None:
+        """Stop everything at the engines; `batch` ends. May be called at any time."""
+        groups, self._groups = self._groups, []
+        for group in groups:
+            if group.replica is not None and group.request_id is not None:
+                group.replica.connection.cancel(group.request_id)
+        for wait in self._waits:
+            wait.cancel()
+
+    async def close(self) -> None:
+        """As `cancel`, and no task is left."""
+        self.cancel()
+        tasks = list(self._reads)
+        self._reads.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def unread_bytes(self) -> int:
+        return sum([group.updates.unread_bytes for group in self._groups if group.updates is not None])
+
+    @property
+    def numerics(self) -> Numerics:
+        """Numerics of the replica that sent the latest ids, also after it is lost."""
+        for group in self._groups:
+            if group.updates is not None:
+                return group.updates.numerics
+        return self._numerics
+
+    def replica(self, index: int) -> str | None:
+        """Name of the replica that computes the sequence, or did last. None before it is submitted."""
+        return self._replicas[index]
+
+    # -- reading -------------------------------------------------------------------------------------------------------------------
+
+    async def _next(self) -> tuple[SequenceGroup, list[SequenceUpdate]]:
+        """The first group that has anything. Tasks are made only where there are several: one group is read by the caller's own."""
+        if len(self._groups) == 1 and not self._reads:
+            return self._groups[0], await self._read(self._groups[0])
+        for group in self._groups:
+            if group not in self._reads.values():
+                self._reads[asyncio.create_task(self._read(group))] = group
+        done, _ = await asyncio.wait(self._reads, return_when=asyncio.FIRST_COMPLETED)
+        task = done.pop()
+        return self._reads.pop(task), task.result()
+
+    async def _read(self, group: SequenceGroup) -> list[SequenceUpdate]:
+        """The group's new updates; empty once it has ended, was cancelled, or was split after a loss."""
+        while group in self._groups:
+            if group.updates is None:
+                await self._place(group)
+                continue
+            try:
+                updates = await group.updates.batch()
+            except Unavailable as error:  # its text names sockets; the operator finds it in the log through the cause
+                self._lose(group, error)
+                continue
+            if updates and isinstance(updates[0], Rejected):
+                await self._reroute(group, updates[0].error)
+                continue
+            return [self._trimmed(group, update) for update in updates if isinstance(update, SequenceUpdate)]
+        return []
+
+    def _trimmed(self, group: SequenceGroup, update: SequenceUpdate) -> SequenceUpdate:
+        """The update without what an earlier attempt has said."""
+        if update.prompt_logprobs:
+            begin = group.num_prompt_logprobs
+            group.num_prompt_logprobs += len(update.prompt_logprobs)
+            num_known = self._num_prompt_logprobs
+            self._num_prompt_logprobs = max(num_known, group.num_prompt_logprobs)
+            if num_known > begin:
+                update = update._replace(prompt_logprobs=update.prompt_logprobs[num_known - begin :])
+        if group.wait_until is not None:
+            update = update._replace(num_cached_tokens=None, queue_time_s=None)
+        return update
+
+    def _drop(self, group: SequenceGroup) -> None:
+        if group in self._groups:
+            self._groups.remove(group)
+
+    # -- submitting ----------------------------------------------------------------------------------------------------------------
+
+    async def _place(self, group: SequenceGroup) -> None:
+        """Submit the group; after a loss as soon as a replica takes it. Raises Unavailable where nothing was lost, else ReplicaLost."""
+        while group in self._groups:
+            try:
+                self._submit(group)
+                return
+            except Unavailable as error:
+                if group.wait_until is None:
+                    self._groups.clear()
+                    raise
+                await self._wait(group, error)
+
+    def _submit(self, group: SequenceGroup) -> None:
+        """Submit to the replica that routing picks; one that was lost in between counts as tried. Raises Unavailable."""
+        whole = self._make_request(self.epoch + 1)
+        while True:
+            replica = self._pool.pick(
+                prompt_tokens=len(whole.prompt_ids),
+                max_output_tokens=whole.params.max_tokens or 1,
+                tried=group.tried,
+                numerics=group.numerics,
+            )
+            group.tried.add(replica.instance)
+            request = whole if group.wait_until is None else self._resumed(group, whole)
+            try:
+                group.updates = replica.connection.submit(request)
+            except Unavailable:
+                continue
+            self.epoch += 1
+            self.num_resumes += group.wait_until is not None
+            group.replica, group.request_id, group.num_read = replica, request.request_id, self._num_read
+            group.num_prompt_logprobs = 0
+            group.updates.plain_row_handler = self._handler
+            for index in group.indices:
+                self._replicas[index] = str(replica.name)
+            return
+
+    def _resumed(self, group: SequenceGroup, whole: EngineRequest) -> EngineRequest:
+        """What is left of the call: the whole of it where nothing was read, else the group's only sequence after its output ids."""
+        if whole.params.prompt_logprobs is not None and self._num_prompt_logprobs >= len(whole.prompt_ids) - 1:
+            whole = replace(whole, params=whole.params.with_(prompt_logprobs=None))
+        if len(group.indices) == len(self.output_ids):
+            output_ids = tuple(self.output_ids[0])
+            return whole if not output_ids else whole.resumed(0, output_ids, numerics_digest(group.numerics or {}))
+        (index,) = group.indices
+        if index != 0 and whole.params.prompt_logprobs is not None:
+            whole = replace(whole, params=whole.params.with_(prompt_logprobs=None))
+        request = replace(whole, request_id=RequestId(f"{whole.request_id}.{index}"))
+        return request.resumed(index, self.output_ids[index], numerics_digest(group.numerics or {}))
+
+    async def _reroute(self, group: SequenceGroup, error: Exception) -> None:
+        """The replica rejected the group: it was full or draining (request and notice crossed), or has too little memory for it.
+
+        Once it is sent to another replica; after a loss, again and again until the time for it is over. Raises the rejection where that
+        does not help.
+        """
+        group.updates = None
+        if not isinstance(error, Overloaded | Unavailable | RequestTooLarge):
+            self._groups.clear()
+            raise error if isinstance(error, HeadraceError) else Unavailable(LOST)
+        if group.wait_until is not None:
+            await self._wait(group, error)
+            return
+        if len(group.tried) < MAX_TRIES:
+            try:
+                self._submit(group)
+                return
+            except Unavailable:
+                pass
+        self._groups.clear()
+        raise error
+
+    # -- after a loss --------------------------------------------------------------------------------------------------------------
+
+    def _lose(self, group: SequenceGroup, error: Unavailable) -> None:
+        """The group's replica is gone. Its open sequences become groups that wait for another one. Raises ReplicaLost where none may."""
+        assert group.updates is not None
+        self._numerics = numerics = group.updates.numerics
+        self._num_fruitless = 0 if self._num_read > group.num_read else self._num_fruitless + 1
+        self._drop(group)
+        indices = [index for index in group.indices if index in self._open]
+        if not indices:
+            return
+        wait_s = self._pool.failover_s
+        if not wait_s or not self._may_resume_again():
+            self._give_up(numerics if any(self.output_ids) else None, error)
+        wait_until = self._pool.clock() + wait_s
+        if len(group.indices) == len(self.output_ids) and not any(self.output_ids):
+            self._groups.append(SequenceGroup(group.indices, None, wait_until))
+            return
+        for index in indices:
+            self._groups.append(SequenceGroup((index,), numerics if self.output_ids[index] else None, wait_until))
+
+    def _may_resume_again(self) -> bool:
+        """Every loss after a new token, and the first without one; later ones as far as the budget allows."""
+        if self._num_fruitless < 2:
+            return True
+        return self._num_fruitless < MAX_FRUITLESS_LOSSES and self._pool.resume_budget.withdraw()
+
+    async def _wait(self, group: SequenceGroup, error: Exception) -> None:
+        """Until a replica has become ready, or some time has passed. Raises ReplicaLost when the group has waited long enough."""
+        assert group.wait_until is not None
+        remaining_s = group.wait_until - self._pool.clock()
+        if remaining_s <= 0:
+            self._give_up(group.numerics, error)
+        group.tried.clear()
+        wait = asyncio.ensure_future(self._pool.watch.wait_for_change())
+        self._waits.add(wait)
+        try:
+            await asyncio.wait((wait,), timeout=remaining_s)
+        finally:
+            self._waits.discard(wait)
+            wait.cancel()
+
+    def _give_up(self, numerics: Numerics | None, error: Exception) -> NoReturn:
+        self._groups.clear()
+        raise ReplicaLost(LOST, why_not_resume=self._pool.why_not_resume(numerics)) from error

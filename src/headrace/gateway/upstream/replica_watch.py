@@ -1,0 +1,128 @@
+"""Watches the replicas of one model for its running calls: moves them off a replica that hangs, and wakes the calls that wait for one.
+
+A replica hangs when it makes no progress for `MOVE_AFTER_S` beyond its predicted step. Its streams are given up only if another ready
+replica may continue them; otherwise they stay until the wire's lease ends, since it may recover. See docs/failover.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from headrace.core.clock import Clock
+from headrace.core.numerics import Numerics, may_resume, numerics_digest
+from headrace.gateway.upstream.replica_health import stalled_s, verdict
+from headrace.wire.client import ConnectionState, SeenLoad
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+"""Seconds between two looks at the replicas."""
+
+MOVE_AFTER_S = 2.0
+"""Seconds without progress, beyond the predicted step, after which streams leave a replica for another one."""
+
+RETRY_S = 0.5
+"""Calls that wait for a replica try again after this many seconds where one is ready and nothing has changed: it was full, perhaps."""
+
+
+class WatchedConnection(Protocol):
+    """The part of a replica's connection that is used here."""
+
+    @property
+    def state(self) -> ConnectionState: ...
+    @property
+    def snapshot(self) -> SeenLoad | None: ...
+    @property
+    def silent_s(self) -> float: ...
+    @property
+    def num_open(self) -> int: ...
+    def abandon(self, reason: str) -> None: ...
+
+
+class WatchedReplica(Protocol):
+    @property
+    def connection(self) -> WatchedConnection: ...
+    @property
+    def numerics(self) -> Numerics: ...
+    @property
+    def instance(self) -> tuple[str, str]: ...
+
+
+class ReplicaWatch:
+    """num_moves: how often all streams of a replica were given up because it hung"""
+
+    def __init__(self, replicas: Sequence[WatchedReplica], clock: Clock) -> None:
+        self._replicas = tuple(replicas)
+        self._clock = clock
+        self._change: asyncio.Future[None] | None = None
+        self._last_ready: frozenset[tuple[str, str, str]] = frozenset()
+        self._woken_at = clock()
+        self._task: asyncio.Task[None] | None = None
+        self.num_moves = 0
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="replica watch")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def wait_for_change(self) -> None:
+        """Until a replica has become ready, or one still is after `RETRY_S`."""
+        if self._change is None:
+            self._change = asyncio.get_running_loop().create_future()
+            self._woken_at = self._clock()
+            self._last_ready = self._ready()
+        await asyncio.shield(self._change)
+
+    def look(self) -> None:
+        """One look at all replicas."""
+        for replica in self._replicas:
+            if replica.connection.num_open and self._is_hanging(replica) and self._has_other(replica):
+                self.num_moves += 1
+                log.warning("replica %s hangs: its %d requests move to another one", replica.instance[0], replica.connection.num_open)
+                replica.connection.abandon(f"replica {replica.instance[0]} hangs")
+        if self._change is not None:
+            self._wake()
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                self.look()
+            except Exception:  # the outermost loop: without it a bug of ours would leave every later stall unnoticed
+                log.exception("looking at the replicas failed")
+
+    def _wake(self) -> None:
+        assert self._change is not None
+        ready, now = self._ready(), self._clock()
+        if ready - self._last_ready or (ready and now - self._woken_at >= RETRY_S):
+            self._change.set_result(None)
+            self._change = None
+        self._last_ready = ready
+
+    def _ready(self) -> frozenset[tuple[str, str, str]]:
+        """Name, process and numerics digest of each ready replica. The digest may become known later."""
+        now = self._clock()
+        return frozenset(
+            (*replica.instance, numerics_digest(replica.numerics))
+            for replica in self._replicas
+            if not verdict(replica.connection.state, replica.connection.snapshot, now)
+        )
+
+    def _is_hanging(self, replica: WatchedReplica) -> bool:
+        connection = replica.connection
+        return stalled_s(connection.state, connection.snapshot, connection.silent_s, self._clock()) >= MOVE_AFTER_S
+
+    def _has_other(self, hanging: WatchedReplica) -> bool:
+        now, digest = self._clock(), numerics_digest(hanging.numerics)
+        return any(
+            may_resume(digest, numerics_digest(other.numerics)) and not verdict(other.connection.state, other.connection.snapshot, now)
+            for other in self._replicas
+            if other is not hanging
+        )
