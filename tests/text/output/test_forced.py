@@ -17,7 +17,8 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.tools import CallMode, FunctionTool, ToolChoice
 from headrace.text.output.forced import forced_grammar
-from headrace.text.output.formats import TOOL_FORMATS, CallSyntax, ToolFormat
+from headrace.text.output.format_types import CallSyntax, ToolFormat
+from headrace.text.output.formats import TOOL_FORMATS
 from headrace.text.output.parser import OutputParser
 
 FIND = FunctionTool(

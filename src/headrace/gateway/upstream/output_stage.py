@@ -13,7 +13,7 @@ from headrace.core.tools import FunctionTool
 from headrace.gateway.upstream.seam import Conversation, OutputEvent, PlainPrompts, ToolCall
 from headrace.text.messages import begun_answer
 from headrace.text.output.delta import CallPiece, ParsedDelta
-from headrace.text.output.formats import ReasoningFormat, ToolFormat
+from headrace.text.output.format_types import ReasoningFormat, ToolFormat
 from headrace.text.output.model_formats import ModelFormats
 from headrace.text.output.parser import OutputParser
 from headrace.text.output.reasoning_count import ReasoningCount

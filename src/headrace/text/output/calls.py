@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from headrace.core.tools import FunctionTool
 from headrace.text.output.delta import CallPiece
-from headrace.text.output.formats import CallSyntax, ToolFormat
+from headrace.text.output.format_types import CallSyntax, ToolFormat
 from headrace.text.output.json_calls import JsonCalls
 from headrace.text.output.markers import first_non_space, num_held
 from headrace.text.output.named_calls import NamedCalls

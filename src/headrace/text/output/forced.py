@@ -14,7 +14,7 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import Grammar, GrammarKind
 from headrace.core.tools import CallMode, FunctionTool, ToolChoice
 from headrace.text.output.forced_tags import SEPARATORS, TERMINALS, MarkerTexts, TaggedArguments, lark_text
-from headrace.text.output.formats import ARGUMENTS_MARKER, CallSyntax, ToolFormat
+from headrace.text.output.format_types import ARGUMENTS_MARKER, CallSyntax, ToolFormat
 
 _NO_PARAMETERS: Mapping[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
 

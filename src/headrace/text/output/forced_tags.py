@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import MAX_GRAMMAR_BYTES
-from headrace.text.output.formats import CallTags
+from headrace.text.output.format_types import CallTags
 from headrace.text.output.value_types import TEXT, SchemaTypes, referenced
 
 SEPARATORS = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from enum import Enum
 
-from headrace.text.output.formats import ToolFormat
+from headrace.text.output.format_types import ToolFormat
 from headrace.text.output.json_span import JsonSpan
 from headrace.text.output.markers import first_non_space
 from headrace.text.output.reading import CallLog, Reading, TagChoice

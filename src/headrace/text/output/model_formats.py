@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace.core.grammar import ReasoningSpan
-from headrace.text.output.formats import AUTO, ReasoningFormat, ToolFormat, reasoning_format, tool_format
+from headrace.text.output.format_types import ReasoningFormat, ToolFormat
+from headrace.text.output.formats import AUTO, reasoning_format, tool_format
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from headrace.text.output.formats import ARGUMENTS_MARKER, CALL_ID_MARKER, ToolFormat
+from headrace.text.output.format_types import ARGUMENTS_MARKER, CALL_ID_MARKER, ToolFormat
 from headrace.text.output.json_calls import JsonCalls
 from headrace.text.output.json_span import JsonSpan
 from headrace.text.output.markers import first_non_space

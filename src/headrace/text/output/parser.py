@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from headrace.core.tools import FunctionTool
 from headrace.text.output.calls import CallParser
 from headrace.text.output.delta import ParsedDelta
-from headrace.text.output.formats import ReasoningFormat, ToolFormat
+from headrace.text.output.format_types import ReasoningFormat, ToolFormat
 from headrace.text.output.reasoning import ReasoningSplitter
 
 

@@ -9,7 +9,7 @@ import json
 import re
 from enum import Enum
 
-from headrace.text.output.formats import ToolFormat
+from headrace.text.output.format_types import ToolFormat
 from headrace.text.output.markers import first_non_space
 from headrace.text.output.python_literals import json_of_literal
 from headrace.text.output.reading import CallLog, Reading, TagChoice

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from headrace.text.output.formats import ReasoningFormat
+from headrace.text.output.format_types import ReasoningFormat
 from headrace.text.output.markers import first_non_space, num_held
 
 MAX_LEADING_SPACE = 1024

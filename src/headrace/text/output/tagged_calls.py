@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from enum import Enum
 
-from headrace.text.output.formats import ToolFormat
+from headrace.text.output.format_types import ToolFormat
 from headrace.text.output.json_span import JsonSpan
 from headrace.text.output.markers import num_held
 from headrace.text.output.reading import CallLog, Reading, TagChoice, TextUntil

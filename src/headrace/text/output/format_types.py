@@ -1,0 +1,145 @@
+"""What one row of the table of output formats says: how a family of models marks reasoning, and how it writes tool calls.
+
+The rows are in `formats`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from headrace.core.grammar import ReasoningSpan
+
+ARGUMENTS_MARKER, CALL_ID_MARKER = "[ARGS]", "[CALL_ID]"
+"""In CallSyntax.NAMED: between name and arguments, and before an id that the model gives the call."""
+ARGUMENTS_MARKERS = (ARGUMENTS_MARKER, CALL_ID_MARKER)
+
+_TAG = re.compile(r"<[^<>=\s]+>")
+"""What may be a token of its own within `CallTags`."""
+
+
+class CallSyntax(StrEnum):
+    """How calls are written between a format's markers."""
+
+    JSON_OBJECT = "json_object"
+    """{"name": "f", "arguments": {...}}; further objects may follow after the row's separator."""
+    JSON_LIST = "json_list"
+    """A list of such objects."""
+    NAMED = "named"
+    """f[ARGS]{...}, each call after a marker of its own. A list after the marker is read as JSON_LIST."""
+    PYTHON = "python"
+    """[f(a=1), g()]: calls as Python writes them, with literals for arguments."""
+    TAGGED = "tagged"
+    """Calls between tags of their own (`CallTags`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTags:
+    """How a call of CallSyntax.TAGGED is spelled, as the family writes it. White space around tags is optional where calls are read.
+
+    call_start, name_end  texts before a function's name and after it; empty: there are none
+    key_start, key_end    texts around a parameter's name; empty: the arguments are one JSON object
+    value_start           text before a parameter's value, behind `key_end`; empty: there is none
+    value_end             text after a value. Strings stand without quotes, other values as JSON
+    call_end              text after a call; empty: the section's end marker is the call's
+    is_shared             one section holds all calls of an output; else each call has a section of its own
+    """
+
+    call_start: str = ""
+    name_end: str = ""
+    key_start: str = ""
+    key_end: str = ""
+    value_start: str = ""
+    value_end: str = ""
+    call_end: str = ""
+    is_shared: bool = False
+
+    @property
+    def padding(self) -> str:
+        """The line break on both sides of a value, which belongs to the format."""
+        return "\n" if self.value_end.startswith("\n") else ""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return self.call_start, self.name_end, self.key_start, self.key_end, self.value_start, self.value_end, self.call_end
+
+    def stripped(self) -> CallTags:
+        """The tags without the white space around them."""
+        call_start, name_end, key_start, key_end, value_start, value_end, call_end = [text.strip() for text in self.texts]
+        return CallTags(
+            call_start=call_start,
+            name_end=name_end,
+            key_start=key_start,
+            key_end=key_end,
+            value_start=value_start,
+            value_end=value_end,
+            call_end=call_end,
+            is_shared=self.is_shared,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningFormat:
+    """Free text before the answer.
+
+    start, end   the texts around it; it is recognized at the beginning of the output alone
+    begins_open  the output begins inside it, whatever the prompt ends with
+    hint         text of a chat template that asks for this row
+    """
+
+    name: str
+    start: str
+    end: str
+    begins_open: bool = False
+    hint: str = ""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that a detokenizer must keep even where they are special tokens."""
+        return self.start, self.end
+
+    def span(self, *, is_open: bool) -> ReasoningSpan:
+        """is_open: the prompt has opened it (`is_opened_by`)"""
+        return ReasoningSpan(start=self.start, end=self.end, is_open=is_open or self.begins_open)
+
+    def is_opened_by(self, prompt_end: str) -> bool:
+        """Whether the reasoning has begun at the end of a prompt. A start marker further up is part of a message and opens nothing."""
+        return prompt_end.rstrip().endswith(self.start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """How tool calls are written.
+
+    start, end       texts around calls; an empty `end` is none
+    is_bare          calls may stand at the beginning of the output without `start`; an empty `start` means that they only do so
+    separator        text between two JSON objects of one section (empty: an object ends its section), or between two TAGGED calls
+    arguments_key    name of a JSON call's arguments as the family writes it; both "arguments" and "parameters" are read
+    padding          white space inside the markers and between sections, as the family writes it
+    family           name that chooses among several rows, by what the template asks for; empty: the row's own name
+    tags             with CallSyntax.TAGGED: the texts inside a section
+    call_id_chars    exact length of a call's id where the family's template demands one
+    hints, unless    the chat template asks for this row if it has any of `hints` and none of `unless`
+    """
+
+    name: str
+    syntax: CallSyntax
+    start: str = ""
+    end: str = ""
+    is_bare: bool = False
+    separator: str = ""
+    arguments_key: str = "arguments"
+    padding: str = ""
+    family: str = ""
+    call_id_chars: int | None = None
+    tags: CallTags | None = None
+    hints: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """As `ReasoningFormat.markers`."""
+        named = ARGUMENTS_MARKERS if self.syntax is CallSyntax.NAMED else ()
+        inside = _TAG.findall("".join(self.tags.texts)) if self.tags is not None else ()
+        return tuple(dict.fromkeys([marker for marker in (self.start, self.end, *named, *inside) if marker]))
