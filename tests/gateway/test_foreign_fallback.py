@@ -64,6 +64,7 @@ FAILURES = {
     "status 500": (ERROR_500, "server_error"),
     "no key": (head("401 Unauthorized", "text/plain"), "refused"),
     "no such model": (head("404 Not Found", "text/plain"), "refused"),
+    "moderation": (head("403 Forbidden", "text/plain"), "forbidden"),
     "redirect": (head("307 Temporary Redirect", "text/plain", "location: /elsewhere"), "refused"),
     "rate limit": (head("429 Too Many Requests", "text/plain", "retry-after: 30"), "rate_limited"),
     "closed before the status": (b"", "connect"),
@@ -277,6 +278,14 @@ async def test_one_request_tried_again_and_again_does_not_open_the_circuit(text:
         assert await said_by(near) == "good"
 
 
+async def test_prompts_that_a_provider_forbids_do_not_open_its_circuit(text: TextModel) -> None:
+    server = ScriptedServer(GOOD, before=(head("403 Forbidden", "text/plain"),) * 5)
+    async with scripted(text, server) as near:
+        with_short_cooldown(servers_of(near)[0])
+        assert [(await ask(near)).status_code for _ in range(5)] == [503] * 5
+        assert await said_by(near) == "good"
+
+
 async def test_a_probe_whose_client_leaves_lets_the_next_request_be_the_probe(text: TextModel) -> None:
     server = ScriptedServer(head(), hangs=True)
     async with scripted(text, server) as near:
@@ -353,6 +362,22 @@ async def test_requests_go_where_the_servers_own_metrics_say_that_less_is_waitin
             await said_by(near)
         assert (len(busy.heads), len(idle.heads)) == (0, 6)
         assert metric(near.gateway, "headrace_upstream_reported_requests", model=FAR, replica="foreign-0", state="waiting") == 9
+
+
+async def test_a_server_without_known_metrics_is_not_asked_for_them_again_before_its_next_list_of_models(
+    text: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign_watch, "LOAD_S", 0.01)
+    without, other = ScriptedServer(GOOD), ScriptedServer(GOOD, pages={"/metrics": page(b"process_cpu_seconds_total 3\n", "text/plain")})
+    async with scripted(text, without, other):
+        await eventually(lambda: "/metrics" in without.gets and "/metrics" in other.gets)
+        await asyncio.sleep(0.2)
+    for server in (without, other):
+        assert (server.gets.count("/v1/models"), server.gets.count("/metrics")) == (1, 1)
+    alone = ScriptedServer(GOOD)
+    async with scripted(text, alone):
+        await asyncio.sleep(0.1)
+    assert alone.gets == ["/v1/models"], "load decides among several servers only"
 
 
 async def test_servers_of_one_order_share_the_requests(text: TextModel) -> None:

@@ -61,7 +61,7 @@ def divide(max_connections: int, taken: int, most: int) -> ConnectionLimit:
     if free - refusals < least:
         raise ConfigError(
             "open files",
-            f"a process may have {most} (ulimit -n), {taken} are in use or kept for replicas, text workers and logs, "
+            f"a process may have {most} (ulimit -n), {taken} are in use or kept for replicas, foreign servers, text workers and logs, "
             f"and {least} connections need {taken + 2 + least}",
             "Raise the limit: ulimit -n 4096, or LimitNOFILE= of the service.",
         )

@@ -58,14 +58,16 @@ class AttemptResult(Enum):
     SERVER_ERROR = "server_error"
     REFUSED = "refused"
     """A status about the server's configuration or ours, which another attempt does not change: 401, 404, a redirect."""
+    FORBIDDEN = "forbidden"
+    """403, 451: about the key, or about this prompt, which some providers' moderation refuses so."""
     LOST = "lost"
     """Silence beyond a timeout, or an answer that broke off or was none."""
     ABANDONED = "abandoned"
     """The client left, or its deadline passed."""
 
 
-ANSWERS = (AttemptResult.OK, AttemptResult.INVALID, AttemptResult.OVERFLOW, AttemptResult.RATE_LIMITED)
-"""Results of a server that works."""
+ANSWERS = (AttemptResult.OK, AttemptResult.INVALID, AttemptResult.OVERFLOW, AttemptResult.FORBIDDEN, AttemptResult.RATE_LIMITED)
+"""Results of a server that works, or may: a client's prompts alone cannot open its circuit."""
 
 
 class AttemptFailed(HeadraceError):
@@ -169,6 +171,9 @@ class ForeignServer:
         """Keep a report. num_sent: when it was asked for"""
         self._load, self._load_at, self._sent_at_load = load, self._clock(), num_sent
 
+    def log_fact(self, what: str) -> None:
+        log.info("model %s: its server %s %s", self._model, self.name, what)
+
     def log_fault(self, what: str) -> None:
         """Log a fault for the operator, without any text from the server."""
         log.warning("model %s: its server %s %s", self._model, self.name, what)
@@ -249,8 +254,14 @@ class ForeignServer:
             limit = f"what the server behind this model accepts (it said {status})"
             return AttemptFailed(AttemptResult.INVALID, InvalidRequest("body", limit, None, "Leave out rare fields."))
         self.log_fault(f"answered with status {status} (request {request_id})")
-        result = AttemptResult.SERVER_ERROR if status >= 500 or status in (408, 425) else AttemptResult.REFUSED
-        return AttemptFailed(result, Unavailable(NOT_NOW, retry_after_s=wait_s))
+        return AttemptFailed(_result_of(status), Unavailable(NOT_NOW, retry_after_s=wait_s))
+
+
+def _result_of(status: int) -> AttemptResult:
+    """The result of a status that is none of the client's faults and no rate limit."""
+    if status >= 500 or status in (408, 425):
+        return AttemptResult.SERVER_ERROR
+    return AttemptResult.FORBIDDEN if status in (403, 451) else AttemptResult.REFUSED
 
 
 async def _error_body(response: aiohttp.ClientResponse) -> bytes:

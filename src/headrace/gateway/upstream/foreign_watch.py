@@ -66,7 +66,9 @@ class ServerWatch:
         self._is_key_refused = status in (401, 403)
         listed = listed_model(body, server.far_name) if status == 200 else None
         if listed is not None and listed != server.listed:
-            if not listed.is_listed:
+            if listed.is_listed:
+                server.log_fact(f"lists the model, with a context of {listed.max_model_len or 'unknown'} tokens")
+            else:
                 server.log_fault(f"does not list the model {server.far_name!r}")
             server.listed = listed
 
