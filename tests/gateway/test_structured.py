@@ -9,11 +9,13 @@ from typing import Any
 
 import httpx2
 import pytest
-from gateway_kit import MODEL, TestBench, open_bench, serving
+from gateway_kit import MODEL, TestBench, events_of, open_bench, serving
 
 from headrace.core.errors import InvalidRequest
-from headrace.core.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, ReasoningSpan
+from headrace.core.finish import FinishReason
+from headrace.core.grammar import CANNOT_CONTINUE, MAX_GRAMMAR_BYTES, Grammar, GrammarKind, ReasoningSpan
 from headrace.core.request import EngineRequest
+from headrace.core.update import SequenceUpdate
 from headrace.gateway.surfaces.body import MAX_INLINE_BYTES
 from headrace.text.folder import TextModel
 from headrace.wire.stream import ReplicaStream
@@ -108,6 +110,27 @@ async def test_a_refusal_of_the_engine_names_the_clients_field(
         error = response.json()["error"]
         assert (response.status_code, error["param"], error["code"]) == (400, field, "invalid_value")
         assert error["message"] == f"{field}: expected at most 16 MB per grammar once compiled. Send a smaller grammar."
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+async def test_an_output_that_its_own_grammar_ended_is_the_clients_error_and_says_why(bench: TestBench, is_streaming: bool) -> None:
+    """A server error would have clients send it again, to end in the same way."""
+
+    def begin_and_fail(request: EngineRequest, stream: ReplicaStream) -> None:
+        ids = bench.replica.text.tokenizer.encode("aa", add_special_tokens=False)
+        stream.put(SequenceUpdate(request_id=request.request_id, epoch=0, index=0, token_ids=tuple(ids)))
+        words = CANNOT_CONTINUE + "too many states"
+        stream.put(SequenceUpdate(request_id=request.request_id, epoch=0, index=0, finish=FinishReason.ERROR, error=words))
+
+    bench.replica.on_submit = begin_and_fail
+    response = await bench.chat(guided_regex="a{2,900}", stream=is_streaming)
+    if is_streaming:
+        error = events_of(response.text)[-1]["error"]
+    else:
+        assert response.status_code == 400
+        error = response.json()["error"]
+    assert (error["param"], error["code"]) == ("guided_regex", "invalid_value")
+    assert error["message"].endswith("output can be continued within its limits. This output ended: too many states")
 
 
 @pytest.mark.parametrize("path", PATHS)

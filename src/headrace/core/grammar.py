@@ -21,6 +21,9 @@ MAX_GRAMMAR_BYTES = 256 << 10
 MAX_MARKER_CHARS = 64
 """Characters of each text that begins or ends reasoning."""
 
+CANNOT_CONTINUE = "grammar: the output cannot be continued within its limits: "
+"""How the error of a sequence begins that its own grammar ended. The rest says why, and may be shown to the client."""
+
 JSON_OPTIONS: Mapping[str, object] = MappingProxyType(
     {"whitespace_pattern": r"[ ]|\r?\n([ ]{0,40}|\t{0,10})", "json_allow_general_unicode_escapes": True}
 )

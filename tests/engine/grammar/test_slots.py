@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headrace.core.errors import SequenceFailed
-from headrace.core.grammar import Grammar
+from headrace.core.grammar import CANNOT_CONTINUE, Grammar
 from headrace.core.ids import SlotId
 from headrace.core.plan import Started
 from headrace.core.sampling import SamplingParams
@@ -145,7 +145,7 @@ def test_a_token_outside_the_grammar_fails_its_row_alone() -> None:
     masks = slots.wait()
     assert allowed(masks, 0) == expected(DIGITS, [])
     assert list(masks.failures) == [2]
-    assert masks.failures[2].startswith("grammar: the output cannot be continued")
+    assert masks.failures[2].startswith(CANNOT_CONTINUE)
     assert not masks.masks.words[1].any()
     slots.close()
 

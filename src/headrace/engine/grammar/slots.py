@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.core.errors import HeadraceError
-from headrace.core.grammar import Grammar
+from headrace.core.grammar import CANNOT_CONTINUE, Grammar
 from headrace.core.plan import Started
 from headrace.engine.failpoints import failpoint
 from headrace.engine.grammar.compiling import one_line
@@ -211,9 +211,9 @@ class SlotGrammars:
         except HeadraceError as reason:
             error = str(reason)
         if error:
-            return f"grammar: the output cannot be continued within the grammar's limits: {one_line(error)}"
+            return CANNOT_CONTINUE + one_line(error)
         if not words.any():
-            return "grammar: no token of the model's vocabulary continues the output"
+            return CANNOT_CONTINUE + "no token of the model's vocabulary continues it"
         return None
 
     def _fill_with_another_lexer(self, held: _Slot, words: NDArray[np.uint32]) -> str:

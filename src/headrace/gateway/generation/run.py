@@ -23,8 +23,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from headrace.core.clock import Clock
-from headrace.core.errors import DeadlineBeforeStart, DeadlineExceeded, SequenceFailed, Unavailable
+from headrace.core.errors import DeadlineBeforeStart, DeadlineExceeded, InvalidRequest, SequenceFailed, Unavailable
 from headrace.core.finish import FinishReason
+from headrace.core.grammar import CANNOT_CONTINUE
 from headrace.core.request import PriorityClass
 from headrace.core.sampling import SamplingParams
 from headrace.gateway.access.budget import RequestHeld
@@ -349,4 +350,7 @@ def _raise_if_failed(finish: FinishReason, detail: str | None, exchange: Exchang
     if finish is FinishReason.CANCELLED:
         raise Unavailable("The engine cancelled this request; it can be sent again.")
     exchange.record.detail = detail and detail[:MAX_DETAIL_CHARS]  # the engine's message is for the operator
+    if detail is not None and detail.startswith(CANNOT_CONTINUE):  # sending it again would end the same way
+        reason = detail.removeprefix(CANNOT_CONTINUE)[:MAX_DETAIL_CHARS]
+        raise InvalidRequest("grammar", "one whose output can be continued within its limits", remedy=f"This output ended: {reason}")
     raise SequenceFailed("The engine could not continue this request. Other requests are not affected; it can be sent again.")
