@@ -1,7 +1,8 @@
 """A small configuration of every architecture, for engines over random weights (`load_format="dummy"`): no weights, no tokenizer.
 
 All have 8 heads of 16 and linears whose widths every kernel takes. The linears of "llama-wide" are so wide that a library splits their sums
-by the number of rows. Oracles in transformers have configurations of their own: tests/tensor/models/test_oracle.py.
+by the number of rows, and its vocabulary is so large that threads share the rows of a draw. Oracles in transformers have configurations of
+their own: tests/tensor/models/test_oracle.py.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 VOCAB = 512
+"""Tokens of every model but the wide one, which has more."""
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 8,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
@@ -31,7 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "phi3": {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"},
     "llama-wide": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 1024,
-                   "intermediate_size": 2816},
+                   "intermediate_size": 2816, "vocab_size": 16384},
 }  # fmt: skip
 
 
