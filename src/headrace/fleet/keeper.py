@@ -21,8 +21,14 @@ from headrace.wire.stop_signals import first_of
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.1
-MAX_PAUSE_S = 10.0
-STABLE_S = 30.0
+MAX_PAUSE_S = 2.0
+"""Longest pause in seconds before a process is started again. Running streams wait for the process: a pause longer than its start would be
+most of what their clients notice."""
+
+STABLE_S = 5.0
+"""Seconds of service after which the next pause is FIRST_PAUSE_S again. Shorter than a usual time between faults, so that pauses grow only
+where a process dies as soon as it serves."""
+
 MAX_START_FAILURES = 3
 
 
