@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import socket
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from wire_kit import PATIENCE_S, Served, read_all, request, until
 from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.server import listener
-from headrace.engine.server.listener import FOLDER_PREFIX, INNER_NAME, CannotListen, RefusalLog, TcpListener
+from headrace.engine.server.listener import FOLDER_PREFIX, INNER_NAME, CannotListen, RefusalLog, TcpListener, check_can_listen
 from headrace.lab.fake_runner import FakeOptions, fake_answer
 from headrace.wire.client import ReplicaClient
 from headrace.wire.target import parse_target
@@ -221,6 +222,39 @@ async def test_strangers_that_never_finish_take_no_more_than_their_share(
     assert "did not finish its handshake within 0.5 s" in caplog.text
 
 
+@pytest.mark.parametrize("is_tls", [True, False])
+async def test_whatever_strangers_send_a_stream_beside_them_goes_on(tmp_path: Path, is_tls: bool, caplog: pytest.LogCaptureFixture) -> None:
+    draw = random.Random(0)
+    tls, gateway_tls = (engine_files(tmp_path), gateway_files(tmp_path)) if is_tls else (None, None)
+    openings = [
+        b"\x16",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\0",
+        b"",
+    ]
+
+    async def stranger(host: str, port: int) -> None:
+        _, writer = await asyncio.open_connection(host, port)
+        with suppress(OSError):
+            writer.write(draw.choice(openings) + draw.randbytes(draw.choice((0, 5, 300, 70_000))))
+            await writer.drain()
+        await asyncio.sleep(draw.random() * 0.05)
+        writer.transport.abort()
+
+    async with engine_at(HOST, tls) as engine, ReplicaClient(engine.service.address, token=TOKEN, tls=gateway_tls) as replica:
+        await replica.wait_connected(PATIENCE_S)
+        host, _, port = engine.service.address.rpartition(":")
+        one = request("r", max_tokens=400)
+        reading = asyncio.create_task(read_all(replica.submit(one)))
+        for _ in range(10):
+            await asyncio.gather(*(stranger(host, int(port)) for _ in range(20)))
+        assert (await reading)[0] == fake_answer(one, 0, 400, FakeOptions())
+        assert len((await read_all(replica.submit(request("after"))))[0]) == 8
+    assert [record for record in caplog.records if record.levelno > logging.WARNING] == []
+
+
 def test_the_same_refusal_of_one_address_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     refuse = RefusalLog(lambda: now[0])
@@ -242,8 +276,16 @@ async def test_a_taken_port_is_an_error_and_leaves_no_directory(tmp_path: Path, 
         engine = Served(FakeOptions(), EngineConfig(model="fake"), f"{HOST}:{taken.getsockname()[1]}", token=TOKEN)
         with pytest.raises(CannotListen, match="in use"):
             await engine.service.start()
+        with pytest.raises(CannotListen, match="in use"):
+            check_can_listen(parse_target(engine.address, TOKEN))
         engine.runner.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("host", ["nowhere.invalid", "192.0.2.1"])
+def test_an_address_that_is_not_this_machines_is_refused_before_weights_are_loaded(tmp_path: Path, host: str) -> None:
+    with pytest.raises(CannotListen, match=f"cannot listen on {host}:7001: "):
+        check_can_listen(parse_target(f"{host}:7001", TOKEN, engine_files(tmp_path)))
 
 
 def test_what_a_killed_engine_left_is_removed_and_a_living_ones_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,22 +80,9 @@ class TcpListener:
 
     async def start(self) -> str:
         """The address with its port. Raises CannotListen."""
-        try:
-            return await self._start()
-        except OSError as error:
-            raise CannotListen(f"cannot listen on {self._target.address}: {error.strerror}") from error
-
-    async def _start(self) -> str:
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(self._target.host, self._target.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        port = self._target.port
-        for family, *_, address in dict.fromkeys(found):
-            listening = socket.create_server((address[0], port, *address[2:]), family=family, backlog=128)
-            self._sockets.append(listening)
-            listening.setblocking(False)
-            port = listening.getsockname()[1]  # a free one is the same at each address
+        self._sockets = await asyncio.to_thread(listening_sockets, self._target)
         self._accepting = [asyncio.create_task(self._accept(listening)) for listening in self._sockets]
-        return f"{self._target.address.rpartition(':')[0]}:{port}"
+        return f"{self._target.address.rpartition(':')[0]}:{self._sockets[0].getsockname()[1]}"
 
     async def close(self) -> None:
         """Accepts no more, and lets connections that the gRPC server has closed deliver the rest of their bytes."""
@@ -196,6 +183,30 @@ def _remove_if_dead(inner: Path) -> None:
             probe.connect(str(inner))
         except ConnectionRefusedError:
             shutil.rmtree(inner.parent, ignore_errors=True)
+
+
+def listening_sockets(target: GrpcTarget) -> list[socket.socket]:
+    """A socket for each address of the target's host, all at one port. Raises CannotListen."""
+    sockets: list[socket.socket] = []
+    port = target.port
+    try:
+        found = socket.getaddrinfo(target.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, *_, address in dict.fromkeys(found):
+            sockets.append(socket.create_server((address[0], port, *address[2:]), family=family, backlog=128))
+            sockets[-1].setblocking(False)
+            port = sockets[-1].getsockname()[1]  # a free one is the same at each address
+    except OSError as error:
+        for each in sockets:
+            each.close()
+        raise CannotListen(f"cannot listen on {target.address}: {error.strerror}") from error
+    return sockets
+
+
+def check_can_listen(target: GrpcTarget) -> None:
+    """Before weights are loaded, which may take minutes. Raises CannotListen for a TCP address that is taken or not of this machine."""
+    if target.path is None:
+        for probe in listening_sockets(target):
+            probe.close()
 
 
 class RefusalLog:

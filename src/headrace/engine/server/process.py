@@ -23,7 +23,7 @@ from headrace.core.counted import counted
 from headrace.core.errors import CheckpointError, ConfigError
 from headrace.engine.server.config import ProcessConfig
 from headrace.engine.server.dispatcher import ServedEngine
-from headrace.engine.server.listener import CannotListen
+from headrace.engine.server.listener import CannotListen, check_can_listen
 from headrace.engine.server.outbox import AsyncioOutbox, Updates, call_unless_closed
 from headrace.engine.server.service import EngineService
 from headrace.wire.leash import Leash
@@ -123,6 +123,7 @@ async def _serve(make_engine: MakeEngine, config: ProcessConfig, leash: Leash) -
     bridge = AsyncioOutbox(loop)
     try:
         target = config.target()
+        check_can_listen(target)
         thread = LoopThread(make_engine, bridge)
         await first_of(thread.built, stop.soft, stop.hard)
         if not thread.built.done():
