@@ -217,6 +217,13 @@ def test_arguments_stream_as_they_come() -> None:
     assert "".join([piece.arguments for piece in pieces]) == '{"a": "long"}'
 
 
+def test_no_piece_of_a_call_is_empty() -> None:
+    for tools, text, _ in EXAMPLES:
+        parser = Case(tools, "qwen3", "").parser()
+        pieces = [piece for char in text for piece in parser.push(char).tool_calls]
+        assert all(piece.name or piece.arguments for piece in pieces), text
+
+
 def test_more_calls_than_the_limit_are_text() -> None:
     one = f"<tool_call>{F}</tool_call>"
     found = Case("hermes", None, one * (reading.MAX_CALLS + 2)).whole()

@@ -253,7 +253,9 @@ class TaggedCalls:
             shown = len(text) - max(num_held(text, tags.value_end, at), num_held(text, self._padding + tags.value_end, at))
             after = len(text)
             self._tail = text[shown:]
-        self._log.add(json.dumps(text[at:shown], ensure_ascii=False)[1:-1] + ('"' if end >= 0 else ""))
+        written = json.dumps(text[at:shown], ensure_ascii=False)[1:-1] + ('"' if end >= 0 else "")
+        if written:
+            self._log.add(written)
         if end >= 0:
             self._enter(_State.BODY)
         return after
