@@ -13,6 +13,8 @@ from headrace.core.errors import InvalidRequest
 from headrace.core.grammar import ReasoningSpan
 from headrace.core.request import EngineRequest
 from headrace.core.tools import MAX_TOOLS
+from headrace.gateway.surfaces.dialect.parse import template_messages
+from headrace.gateway.surfaces.dialect.schemas import Message
 from headrace.gateway.surfaces.dialect.tools import MAX_CALLS, MAX_TOOLS_BYTES
 from headrace.text.folder import TextModel
 from headrace.wire.stream import ReplicaStream
@@ -335,6 +337,14 @@ async def test_reasoning_is_separated_left_out_or_left_in_as_the_client_wants(
     deltas = [choice["delta"] for event in events_of((await either.chat(**fields, stream=True)).text) for choice in event["choices"]]
     assert "".join(delta.get("content", "") for delta in deltas) == content
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == (reasoning or "")
+
+
+@pytest.mark.parametrize("given", [{}, {"type": "function"}])
+def test_calls_of_earlier_turns_have_their_type(given: dict[str, Any]) -> None:
+    """DeepSeek's templates write it, and servers behind a gateway require it."""
+    call = {"function": {"name": "f", "arguments": "{}"}, **given}
+    (message,) = template_messages(msgspec.convert([{"role": "assistant", "tool_calls": [call]}], list[Message]))
+    assert message["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
 
 
 async def test_a_call_with_broken_arguments_goes_back_as_the_model_wrote_it(either: TestBench) -> None:

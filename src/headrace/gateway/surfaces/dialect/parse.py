@@ -197,7 +197,7 @@ def _template_message(message: Message) -> dict[str, object]:
     entry: dict[str, object] = {"role": "system" if message.role == "developer" else message.role, "content": content}
     optional = {
         "name": message.name,
-        "tool_calls": msgspec.to_builtins(message.tool_calls) or None,
+        "tool_calls": [{**msgspec.to_builtins(call), "type": call.type} for call in message.tool_calls] or None,
         "tool_call_id": message.tool_call_id,
         "reasoning_content": message.reasoning_content or message.reasoning or None,
     }
