@@ -12,7 +12,7 @@ DIGITS = Grammar(GrammarKind.REGEX, "[0-9]+")
 
 
 def test_a_choice_is_written_as_alternatives_of_quoted_texts() -> None:
-    assert Grammar.choice(['a "b"', "c\n"]) == Grammar(GrammarKind.LARK, 'start: "a \\"b\\"" | "c\\n"')
+    assert Grammar.choice(['a "b"', "c\n"]) == Grammar(GrammarKind.LARK, 'start: CHOICE\nCHOICE: "a \\"b\\"" | "c\\n"')
 
 
 @pytest.mark.parametrize("choices", [[], ["a", ""]])

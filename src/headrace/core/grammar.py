@@ -78,10 +78,13 @@ class Grammar:
 
     @classmethod
     def choice(cls, choices: Sequence[str], *, field: str = "choice") -> Grammar:
-        """One of these texts, exactly. Raises InvalidRequest naming `field` for none, and for an empty one."""
+        """One of these texts, exactly. Raises InvalidRequest naming `field` for none, and for an empty one.
+
+        They are one terminal, which the lexer matches: as alternatives of a rule more than 2,000 would be too many for the parser.
+        """
         if not choices or not all(choices):
             raise InvalidRequest(field, "a list of at least one text, none of them empty", list(choices))
-        return cls(GrammarKind.LARK, "start: " + " | ".join([json.dumps(choice) for choice in choices]))
+        return cls(GrammarKind.LARK, "start: CHOICE\nCHOICE: " + " | ".join([json.dumps(choice) for choice in choices]))
 
     @classmethod
     def ebnf(cls, source: str, *, field: str = "grammar") -> Grammar:

@@ -82,6 +82,9 @@ def test_a_regular_expression_describes_the_whole_output(source: str, taken: str
 
 def test_choices_and_rules() -> None:
     assert matches(Grammar.choice(['a "b"', "c\n"]), "c\n")
+    for taken in ("a", "ab", "\U0001f600"):
+        assert matches(Grammar.choice(["abc", "ab", "a", "\U0001f600"]), taken)
+    assert matches(Grammar.choice([f"label {number}" for number in range(5000)]), "label 4999")
     nested = lark('start: "(" start ")" | "x"')
     assert matches(nested, "((x))")
     assert not matches(nested, "((x)")
