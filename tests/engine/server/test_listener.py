@@ -255,6 +255,26 @@ async def test_whatever_strangers_send_a_stream_beside_them_goes_on(tmp_path: Pa
     assert [record for record in caplog.records if record.levelno > logging.WARNING] == []
 
 
+async def test_a_connection_whose_other_end_takes_nothing_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a gateway's machine loses its power: no packet says so, and the relay's sockets must not wait for one."""
+    monkeypatch.setattr(listener, "UNREAD_S", 0.3)
+    port = TcpListener(parse_target(f"{HOST}:0", TOKEN))
+
+    async def flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(bytes(50_000_000))
+        with suppress(OSError):
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_unix_server(flood, port.inner):
+        host, _, number = (await port.start()).rpartition(":")
+        with socket.create_connection((host, int(number))) as silent:
+            silent.sendall(b"PRI")
+            await until(lambda: port._num_handshakes == 0 and bool(port._serving))
+            await until(lambda: not port._serving)
+        await port.close()
+
+
 def test_the_same_refusal_of_one_address_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     refuse = RefusalLog(lambda: now[0])

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError, HeadraceError
-from headrace.wire.target import MAX_UNIX_PATH_BYTES, GrpcTarget
+from headrace.wire.service import LEASE_S
+from headrace.wire.target import MAX_UNIX_PATH_BYTES, GrpcTarget, check_private
 from headrace.wire.tls.faults import handshake_fault
 from headrace.wire.tls.files import Certificates, TlsRole
 from headrace.wire.tls.stream import CHUNK_BYTES, ByteStream, PlainStream, TlsStream
@@ -42,6 +43,10 @@ REPEAT_S = 60.0
 
 MAX_REFUSALS = 1024
 """Refusals that are remembered for REPEAT_S; with more, all are forgotten and may be logged again."""
+
+UNREAD_S = 2 * LEASE_S
+"""Seconds after which the system ends a connection whose other end acknowledges or takes nothing: a machine that lost its power says no
+goodbye. gRPC has given the gateway up before (its lease), and this frees the relay's sockets."""
 
 LINGER_S = 2.0
 """Seconds in which a connection that the gRPC server has closed may deliver the rest of its bytes: an engine that drains ends this way."""
@@ -107,8 +112,6 @@ class TcpListener:
                 self._log_refusal("any address", f"no connection can be accepted ({error.strerror})")
                 await asyncio.sleep(ACCEPT_PAUSE_S)
                 continue
-            connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             task = asyncio.create_task(self._serve(connection, address[0]))
             self._serving.add(task)
             task.add_done_callback(self._serving.discard)
@@ -116,6 +119,7 @@ class TcpListener:
     async def _serve(self, connection: socket.socket, host: str) -> None:
         with connection, socket.socket(socket.AF_UNIX) as inner:
             try:
+                _set_options(connection)
                 stream = await self._shake_hands(connection, host)
                 inner.setblocking(False)
                 await asyncio.get_running_loop().sock_connect(inner, str(self.inner))
@@ -161,6 +165,14 @@ class TcpListener:
         return stream
 
 
+def _set_options(connection: socket.socket) -> None:
+    """Raises OSError for a connection that has gone already."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * UNREAD_S))
+
+
 def _make_folder() -> str:
     """A fresh private directory. What killed engines left is removed first. Raises ConfigError when its path is too long for a socket."""
     for left in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*/{INNER_NAME}"):
@@ -203,8 +215,13 @@ def listening_sockets(target: GrpcTarget) -> list[socket.socket]:
 
 
 def check_can_listen(target: GrpcTarget) -> None:
-    """Before weights are loaded, which may take minutes. Raises CannotListen for a TCP address that is taken or not of this machine."""
-    if target.path is None:
+    """Before weights are loaded, which may take minutes.
+
+    Raises: CannotListen for a TCP address that is taken or not of this machine, ConfigError for a socket's directory that others may enter.
+    """
+    if target.path is not None:
+        check_private(target.path)
+    else:
         for probe in listening_sockets(target):
             probe.close()
 
