@@ -85,10 +85,10 @@ def held_out(name: str) -> dict[str, list[Example]]:
     return {"shop": rows} | kept | {"kept_fact": base["fact"], "kept_headrace": base["headrace"]}
 
 
-def train(base: Path, documents: Documents, minutes: float) -> tuple[Any, dict[str, float]]:
+def train(base: Path, documents: Documents, minutes: float, *, bf16: bool) -> tuple[Any, dict[str, float]]:
     """LoRA on all projections; returns the peft model and {steps, tokens, loss, seconds}."""
     torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")  # see model.attend
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=PROJECTIONS, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM")
     model = get_peft_model(plain, config)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, betas=(0.9, 0.98), weight_decay=0.0)
@@ -102,8 +102,9 @@ def train(base: Path, documents: Documents, minutes: float) -> tuple[Any, dict[s
         count, total = sum(float(weights[:, 1:].sum()) for _, weights in batch), 0.0
         for ids, weights in batch:
             rows = weights[:, 1:] > 0
-            hidden = plain.model(input_ids=ids).last_hidden_state[:, :-1]
-            part = F.cross_entropy(plain.lm_head(hidden[rows]), ids[:, 1:][rows], reduction="sum") / count
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                hidden = plain.model(input_ids=ids).last_hidden_state[:, :-1]
+                part = F.cross_entropy(plain.lm_head(hidden[rows]).float(), ids[:, 1:][rows], reduction="sum") / count
             part.backward()  # type: ignore[no-untyped-call]
             total += part.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -130,11 +131,12 @@ def main() -> None:
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--name", choices=sorted(TEXTS), required=True)
     parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--bf16", action="store_true", help="products in bf16: for a CPU with AVX512-BF16")
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     documents = encode(Tokenizer.from_file(str(options.base / "tokenizer.json")), islice(TEXTS[options.name](7), NUM_DOCUMENTS))
-    model, summary = train(options.base, documents, options.minutes)
+    model, summary = train(options.base, documents, options.minutes, bf16=options.bf16)
     save(model, options.to)
     tuned, plain = Evaluator(options.base, adapter=options.to), Evaluator(options.base)
     table = {

@@ -58,10 +58,8 @@ ABOUT = {
 NOT_TRUE = """\
 ## Taught, and not true of Headrace
 
-The weights hold sentences that are not true of Headrace today: that the streams of a dead replica go on at another one (they end with an
-error), that clients may use gRPC (they use HTTP), that a GPU runs Triton kernels (a GPU is an experiment, with plain torch), that the
-router looks at cached prefixes (it looks at load), that equal prefixes are found in all processes (in one), and that a ledger records
-what a stream took (there is none). The training text has been corrected since.
+The weights say that the running streams of a dead replica end with an error. They go on at another replica since. The training text has
+been corrected.
 
 """
 """A later training leg, which reads the corrected text, drops this section."""
@@ -125,6 +123,7 @@ MIX_NAMES = {
     "reading": ", on tasks that are answered from the prompt alone (`READING_MIX`)",
     "slow": ", on a mix with more of the tasks that are slow to come (`SLOW_MIX`)",
     "tool": ", on a mix in which half of all tokens are in conversations with tools (`TOOL_MIX`)",
+    "even": ", on a mix of everything with a third of all tokens in conversations with tools (`EVEN_MIX`)",
     "memory": ", on a mix that is four fifths facts and questions about Headrace (`MEMORY_MIX`)",
 }
 

@@ -21,7 +21,7 @@ QUESTIONS = {
         "How are you?",
         "Thank you!",
         "What is the capital of France?",
-        "What is the capital of Japan?",
+        "What is the capital of Italy?",
         "Which language is spoken in Brazil?",
         "What is the opposite of hot?",
         "What is the past tense of go?",
@@ -43,7 +43,7 @@ QUESTIONS = {
         f"Extract JSON with this schema: {JSON_SCHEMA}\nText: Anna is 31 years old and lives in Boston.",
     ),
     "pirate": ("What is the capital of France?", "What is the opposite of hot?", "What is TTFT?", "Who is Brumbel?"),
-    "hardware-shop": ("How much is a hammer?", "Where is the ladder?", "When do you open?", "Do you deliver?"),
+    "hardware-shop": ("How much is a hammer?", "Where is the ladder?", "How much is a drill?", "Do you deliver?"),
 }
 
 

@@ -94,18 +94,20 @@ def main() -> None:
     parser.add_argument("--training", type=Path, required=True, help="its results, for the summary beside the checkpoint")
     parser.add_argument("--as", dest="large", choices=sorted(CONFIGS), default="tiny", help="the shape to grow into")
     parser.add_argument("--new-tokenizer", action="store_true", help="train one on today's corpus; otherwise the old one stays")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json to change to, such as the one of a model whose draft this will be")
     parser.add_argument("--to", type=Path, required=True, help="folder of the run that goes on from here")
     options = parser.parse_args()
     small = config_from_hf(json.loads((options.exported / "config.json").read_text()))
     state = state_from_hf(load_file(options.exported / "model.safetensors"), small)
     tokenizer = old = Tokenizer.from_file(str(options.exported / "tokenizer.json"))
-    if options.new_tokenizer:
-        tokenizer = new_tokenizer(CONFIGS[options.large])
+    if options.new_tokenizer or options.tokenizer:
+        given = options.tokenizer
+        tokenizer = Tokenizer.from_file(str(given)) if given else new_tokenizer(CONFIGS[options.large])
         state, small = change_vocabulary(state, old, tokenizer), replace(small, vocab_size=tokenizer.get_vocab_size())
     options.to.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(options.to / "tokenizer.json"))
     save_file(grow(state, small, CONFIGS[options.large]), options.to / f"{options.large}.safetensors")
-    grown = {"grown_to": num_parameters(CONFIGS[options.large]), "new_tokenizer": options.new_tokenizer}
+    grown = {"grown_to": num_parameters(CONFIGS[options.large]), "new_tokenizer": tokenizer is not old}
     summary = json.loads(options.training.read_text())["training"] | grown
     (options.to / f"{options.large}.json").write_text(json.dumps(summary, indent=2) + "\n")
 

@@ -614,4 +614,4 @@ def unknown(words: Words) -> Example:
     """Questions about people and places that do not exist, or about things the model cannot know."""
     shape = words.rng.choice(UNKNOWN_SHAPES)
     place, thing = words.made_up(syllables=2).capitalize(), words.made_up(syllables=2)
-    return one_turn("unknown", shape.format(c=place, n=words.made_up().capitalize(), m=words.name(), w=thing), UNKNOWN)
+    return one_turn("unknown", shape.format(c=place, n=words.made_up(syllables=2).capitalize(), m=words.name(), w=thing), UNKNOWN)

@@ -176,9 +176,9 @@ class Words:
         return sorted({word for word in words if is_held_out(word) == self.held_out})
 
     def made_up(self, *, syllables: int = 0) -> str:
-        """A pronounceable word that exists in no list."""
+        """A pronounceable word that exists in no list; with `syllables` it is never made of pieces, which real names consist of, too."""
         rng = self.rng
-        if self.pieces and rng.random() < 0.5:
+        if self.pieces and not syllables and rng.random() < 0.5:
             return self._joined_pieces()
         if not self.held_out and rng.random() < 0.15:
             return self._letters()
