@@ -72,7 +72,7 @@ class _Reference:
 
 
 @dataclass(slots=True)
-class _Repeated:
+class _Repetition:
     part: _Part
     count: str
 
@@ -84,7 +84,7 @@ class _Alternatives:
     sequences: list[list[_Part]] = field(default_factory=lambda: [[]])
 
 
-_Part = _Lexeme | _Reference | _Repeated | _Alternatives
+_Part = _Lexeme | _Reference | _Repetition | _Alternatives
 _Match = re.Match[str]
 
 
@@ -151,9 +151,9 @@ class _Parser:
     def _add(self, token: _Match, sequence: list[_Part]) -> None:
         match token.lastgroup, token.group():
             case "count", count:
-                if not sequence or isinstance(sequence[-1], _Repeated):
+                if not sequence or isinstance(sequence[-1], _Repetition):
                     raise self._fault(f"Nothing that {count} could repeat stands before it", token.start())
-                sequence[-1] = _Repeated(sequence[-1], self._lark_count(count, token.start()))
+                sequence[-1] = _Repetition(sequence[-1], self._lark_count(count, token.start()))
             case "name", name:
                 sequence.append(_Reference(name))
             case "text", _:
@@ -227,7 +227,7 @@ class _Writer:
                 return part.lark
             case _Reference():
                 return self._names[part.rule]
-            case _Repeated():
+            case _Repetition():
                 return self._written(part.part) + part.count
             case _Alternatives():
                 return "(" + " | ".join([" ".join(map(self._written, sequence)) or '""' for sequence in part.sequences]) + ")"
@@ -237,7 +237,7 @@ def _references(part: _Part) -> Iterator[str]:
     match part:
         case _Reference():
             yield part.rule
-        case _Repeated():
+        case _Repetition():
             yield from _references(part.part)
         case _Alternatives():
             for sequence in part.sequences:
