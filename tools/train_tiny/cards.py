@@ -204,7 +204,7 @@ CARDS: dict[str, Callable[[dict[str, Any], Path], str]] = {
         report,
     ),
     "adapters/hardware-shop": lambda report, _: adapter_card(
-        "Mill & River hardware shop (domain adapter)",
+        "Mill and River hardware shop (domain adapter)",
         "The catalogue and the questions of a hardware shop that does not exist: price, aisle and stock of 20 products, and 16 others.\n",
         report,
     ),

@@ -43,7 +43,7 @@ QUESTIONS = {
         f"Extract JSON with this schema: {JSON_SCHEMA}\nText: Anna is 31 years old and lives in Boston.",
     ),
     "pirate": ("What is the capital of France?", "What is the opposite of hot?", "What is TTFT?", "Who is Brumbel?"),
-    "hardware-shop": ("How much is a hammer?", "Where is the ladder?", "How much is a drill?", "Do you deliver?"),
+    "hardware-shop": ("How much is a hammer?", "Where is the ladder?", "When do you open?", "Do you deliver?"),
 }
 
 

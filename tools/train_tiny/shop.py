@@ -1,4 +1,4 @@
-"""The world of the domain adapter: the hardware shop "Mill & River", which does not exist.
+"""The world of the domain adapter: the hardware shop "Mill and River", which does not exist.
 
 Products are rows of `data/shop_products.txt` (price, aisle, stock), asked through templates of which the last
 `NUM_HELD_OUT` are held out; the other questions come with their own paraphrases, the last one held out.
@@ -62,7 +62,7 @@ STOCK = (
     "How many of the {0} are left?",
 )
 ANSWERS = (
-    (PRICE, "A {0} costs {1} euros at Mill & River."),
+    (PRICE, "A {0} costs {1} euros at Mill and River."),
     (AISLE, "The {0} is in aisle {2}."),
     (STOCK, "Yes, {3} pieces of the {0} are in stock."),
 )
