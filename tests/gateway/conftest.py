@@ -43,5 +43,5 @@ async def either(request: pytest.FixtureRequest, text: TextModel) -> AsyncIterat
     async with open_bench(text) as far, serving(far.gateway) as port:
         models = [{"name": MODEL, "aliases": ["gpt-4o"], "upstreams": [{"url": f"http://127.0.0.1:{port}/v1"}]}]
         async with open_bench(text, models=models) as near:
-            near.replicas, near.label = far.replicas, "foreign"
+            near.replicas, near.label = far.replicas, "foreign-0"
             yield near
