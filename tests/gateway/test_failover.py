@@ -43,6 +43,7 @@ from headrace.wire.client import ConnectionState, ReplicaInfo, SeenLoad
 from headrace.wire.stream import ReplicaStream
 
 NUMERICS = {"weights": "ab", "kernels": "avx512"}
+WAIT = {"failover_s": 30}
 FAR = 1e6
 """Seconds by which a report lies in the future, so that it never grows old in a test."""
 
@@ -128,11 +129,11 @@ async def test_a_stream_cut_anywhere_again_and_again_is_the_unbroken_one(text: T
     """Each loss leaves sequences at different places; those that a stop string has ended are not submitted again."""
     draw = random.Random(seed)
     params = {"n": n, "logprobs": 1, "prompt_logprobs": 0, "stop": ("the lazy",) if seed % 2 else ()}
-    async with open_bench(text, models=some_replicas(6)) as bench:
+    async with open_bench(text, models=some_replicas(6), timeouts=WAIT) as bench:
         whole = Answer()
         unbroken = stream_of(bench, text, **params)
         await read(unbroken, whole)
-    async with open_bench(text, models=some_replicas(6)) as bench:
+    async with open_bench(text, models=some_replicas(6), timeouts=WAIT) as bench:
         left = equal_replicas(bench)
         for replica in left:
             replica.cached_tokens = len(left)
@@ -160,7 +161,7 @@ async def test_a_stream_cut_anywhere_again_and_again_is_the_unbroken_one(text: T
 
 
 async def test_nothing_is_submitted_again_of_a_request_whose_sequences_have_ended(text: TextModel) -> None:
-    async with open_bench(text, models=two_replicas()) as bench:
+    async with open_bench(text, models=two_replicas(), timeouts=WAIT) as bench:
         first, second = equal_replicas(bench)
         stream, answer = stream_of(bench, text, stop=(SAID.split()[0],)), Answer()
         assert not await read(stream, answer)
@@ -170,7 +171,7 @@ async def test_nothing_is_submitted_again_of_a_request_whose_sequences_have_ende
 
 
 async def test_after_a_loss_only_the_sequences_that_have_not_ended_are_submitted_again(text: TextModel) -> None:
-    async with open_bench(text, models=two_replicas()) as bench:
+    async with open_bench(text, models=two_replicas(), timeouts=WAIT) as bench:
         first, second = equal_replicas(bench)
         first.go.clear()
 
@@ -190,7 +191,7 @@ async def test_after_a_loss_only_the_sequences_that_have_not_ended_are_submitted
 
 async def test_log_probabilities_of_a_prompt_that_came_in_part_come_once(text: TextModel) -> None:
     """Pages of a long prompt travel before its first token."""
-    async with open_bench(text, models=two_replicas()) as bench:
+    async with open_bench(text, models=two_replicas(), timeouts=WAIT) as bench:
         first, second = equal_replicas(bench)
         first.go.clear()
 
@@ -209,7 +210,7 @@ async def test_log_probabilities_of_a_prompt_that_came_in_part_come_once(text: T
 
 
 async def test_what_was_never_begun_begins_whole_at_another_replica_of_any_numerics(text: TextModel) -> None:
-    async with open_bench(text, models=two_replicas()) as bench:
+    async with open_bench(text, models=two_replicas(), timeouts=WAIT) as bench:
         lost, other = bench.replicas.values()
         other.snapshot = SeenLoad(snapshot(num_running=9), time.monotonic() + FAR)
         lost.go.clear()
@@ -224,7 +225,7 @@ async def test_what_was_never_begun_begins_whole_at_another_replica_of_any_numer
 
 
 async def test_a_stream_waits_for_its_own_replica_to_be_started_anew(text: TextModel) -> None:
-    async with open_bench(text) as bench:
+    async with open_bench(text, timeouts=WAIT) as bench:
         (replica,) = equal_replicas(bench)
         whole = Answer()
         await read(stream_of(bench, text), whole)
@@ -242,7 +243,7 @@ async def test_a_stream_waits_for_its_own_replica_to_be_started_anew(text: TextM
 
 
 async def test_a_resume_that_is_rejected_is_tried_again_while_there_is_time(text: TextModel) -> None:
-    async with open_bench(text, models=two_replicas()) as bench:
+    async with open_bench(text, models=two_replicas(), timeouts=WAIT) as bench:
         first, second = equal_replicas(bench)
         answer, stream = Answer(), stream_of(bench, text)
         await read(stream, answer, until=3)
@@ -260,7 +261,7 @@ async def test_a_resume_that_is_rejected_is_tried_again_while_there_is_time(text
 
 
 async def test_a_resume_that_breaks_a_rule_is_final(text: TextModel) -> None:
-    async with open_bench(text, models=two_replicas()) as bench:
+    async with open_bench(text, models=two_replicas(), timeouts=WAIT) as bench:
         first, second = equal_replicas(bench)
         answer, stream = Answer(), stream_of(bench, text)
         await read(stream, answer, until=3)
@@ -291,7 +292,7 @@ def die_soon(replica: FakeReplica, request: EngineRequest, updates: ReplicaStrea
 
 
 async def test_a_request_that_ends_every_engine_is_not_passed_on_for_ever(text: TextModel) -> None:
-    async with open_bench(text, models=some_replicas(6)) as bench:
+    async with open_bench(text, models=some_replicas(6), timeouts=WAIT) as bench:
         replicas = equal_replicas(bench)
         for replica in replicas:
             replica.on_submit = partial(die_soon, replica)
@@ -302,7 +303,7 @@ async def test_a_request_that_ends_every_engine_is_not_passed_on_for_ever(text: 
 
 
 async def test_a_client_that_leaves_during_the_wait_ends_it_at_once(text: TextModel) -> None:
-    async with open_bench(text) as bench:
+    async with open_bench(text, timeouts=WAIT) as bench:
         (replica,) = equal_replicas(bench)
         answer, stream = Answer(), stream_of(bench, text, n=2)
         await read(stream, answer, until=4)
@@ -317,7 +318,7 @@ async def test_a_client_that_leaves_during_the_wait_ends_it_at_once(text: TextMo
 
 @pytest.mark.parametrize("has_other", [True, False])
 async def test_streams_leave_a_replica_that_hangs_only_where_another_can_continue(text: TextModel, has_other: bool) -> None:
-    async with open_bench(text, models=two_replicas()) as bench:
+    async with open_bench(text, models=two_replicas(), timeouts=WAIT) as bench:
         hanging, other = equal_replicas(bench)
         if not has_other:
             other.state = ConnectionState.DRAINING
@@ -352,7 +353,7 @@ def test_a_stall_is_counted_beyond_the_predicted_step_and_not_from_ones_own_dela
 @pytest.mark.parametrize("is_streaming", [True, False])
 async def test_the_client_reads_one_answer_and_the_log_counts_the_resumes(text: TextModel, tmp_path: Any, is_streaming: bool) -> None:
     log = tmp_path / "log"
-    async with open_bench(text, models=two_replicas(), request_log=str(log)) as bench:
+    async with open_bench(text, models=two_replicas(), timeouts=WAIT, request_log=str(log)) as bench:
         first, second = equal_replicas(bench)
 
         def die_in_the_middle(request: EngineRequest, updates: ReplicaStream) -> None:

@@ -285,7 +285,7 @@ def compute_with(replica: FakeReplica, **numerics: str) -> None:
 async def test_ids_fed_and_a_resume_are_what_the_engine_generated(text: TextModel) -> None:
     """The text of a possible stop string is held back, its tokens are not forgotten: the engine is past them when it is lost."""
     generated = tuple(text.tokenizer.encode("The quick brown fox jumps over the lazy", add_special_tokens=False))
-    async with open_bench(text, timeouts={"failover_s": 0}) as bench:
+    async with open_bench(text) as bench:
         compute_with(bench.replica, **NUMERICS)
         bench.replica.go.clear()
         bench.replica.on_submit = lambda request, updates: updates.put(
@@ -327,7 +327,7 @@ async def test_a_lost_stream_knows_whether_another_replica_could_go_on(
     text: TextModel, first: dict[str, str], second: dict[str, str], why: str
 ) -> None:
     """The lost replica's hello is gone with its connection; what it computed with is kept with what it said. The client may send again."""
-    async with open_bench(text, models=two_replicas(), timeouts={"failover_s": 0}) as bench:
+    async with open_bench(text, models=two_replicas()) as bench:
         lost, other = bench.replicas.values()
         compute_with(lost, **first)
         compute_with(other, **second)
@@ -347,7 +347,7 @@ async def test_a_lost_stream_knows_whether_another_replica_could_go_on(
 
 @pytest.mark.parametrize("state", [ConnectionState.CONNECTED, ConnectionState.DRAINING])
 async def test_what_a_lost_replica_never_began_could_begin_wherever_work_is_taken(text: TextModel, state: ConnectionState) -> None:
-    async with open_bench(text, models=two_replicas(), timeouts={"failover_s": 0}) as bench:
+    async with open_bench(text, models=two_replicas()) as bench:
         lost, other = bench.replicas.values()
         other.snapshot = SeenLoad(snapshot(num_running=9), time.monotonic() + 1e6)
         lost.go.clear()
@@ -364,7 +364,7 @@ async def test_what_a_lost_replica_never_began_could_begin_wherever_work_is_take
 @pytest.mark.parametrize("is_equal", [True, False])
 async def test_the_request_log_says_whether_a_lost_request_could_have_been_resumed(text: TextModel, tmp_path: Path, is_equal: bool) -> None:
     log = tmp_path / "requests.jsonl"
-    async with open_bench(text, models=two_replicas(), request_log=str(log), timeouts={"failover_s": 0}) as bench:
+    async with open_bench(text, models=two_replicas(), request_log=str(log)) as bench:
         lost, other = bench.replicas.values()
         compute_with(lost, **NUMERICS)
         compute_with(other, **(NUMERICS if is_equal else {**NUMERICS, "kernels": "avx2"}))

@@ -214,12 +214,13 @@ def say(stream: ReplicaStream, update: SequenceUpdate) -> None:
 
 
 def gateway_config(**changes: Any) -> GatewayConfig:
-    """One model, one replica, no log, checked as a file would be. Keys are the file's."""
+    """One model, one replica, no log, no failover, checked as a file would be. Keys are the file's."""
     data: dict[str, Any] = {
         "models": [{"name": MODEL, "aliases": ["gpt-4o"], "folder": "/nowhere", "replicas": [{"name": "r0", "address": "unix:/nowhere"}]}],
         "port": 0,
         "request_log": "off",
         **changes,
+        "timeouts": {"failover_s": 0, **changes.get("timeouts", {})},
     }
     return config_from(data)
 
