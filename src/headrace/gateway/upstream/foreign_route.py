@@ -13,7 +13,6 @@ from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, Overloaded, Unavailable
 from headrace.gateway.upstream.foreign_server import BUSY, NOT_NOW, AttemptFailed, AttemptResult, ForeignServer
 from headrace.policy.routing.choice import Random, cheaper_of_two
-from headrace.policy.routing.circuit_breaker import CircuitState
 from headrace.policy.routing.retry_budget import RetryBudget
 
 MAX_ATTEMPTS = 3
@@ -83,6 +82,6 @@ class ForeignRoute:
 
     def _refusal(self, now: float) -> HeadraceError:
         wait_s = max(1.0, min(server.wait_s(now) for server in self._servers))
-        if any(server.breaker.state is CircuitState.CLOSED for server in self._servers):
+        if not all(server.is_out for server in self._servers):
             return Overloaded(BUSY, retry_after_s=wait_s)
         return Unavailable(NOT_NOW, retry_after_s=wait_s)

@@ -127,6 +127,7 @@ class ForeignServer:
         self._clock = clock
         self._unix_time = unix_time
         self._held_until = 0.0
+        self._is_held_by_outage = False
         self._load: ReportedLoad | None = None
         self._load_at = 0.0
         self._sent_at_load = 0
@@ -140,6 +141,11 @@ class ForeignServer:
     def wait_s(self, now: float) -> float:
         """Seconds until a request may be sent, as far as breaker and rate limit say."""
         return max(self.held_s(now), self.breaker.wait_s(now))
+
+    @property
+    def is_out(self) -> bool:
+        """It failed several requests in a row, or asked with a 503 for a pause: what cannot be sent to it is a 503, not a 429."""
+        return self.breaker.state is not CircuitState.CLOSED or (self._is_held_by_outage and self.held_s(self._clock()) > 0)
 
     @property
     def has_room(self) -> bool:
@@ -241,6 +247,8 @@ class ForeignServer:
             asked_s = retry_after_s(response.headers, self._unix_time())
             default_s = RATE_LIMIT_S if response.status == 429 and not wait_s else 0.0
             wait_s = max(wait_s, default_s if asked_s is None else asked_s)
+        if wait_s:
+            self._is_held_by_outage = response.status == 503
         self._held_until = max(self._held_until, self._clock() + wait_s)
 
     async def _refusal(self, response: aiohttp.ClientResponse, request_id: RequestId) -> AttemptFailed:
