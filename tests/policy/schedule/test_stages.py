@@ -89,7 +89,7 @@ def test_the_stages_of_every_sequence_add_up_to_its_time_from_arrival_to_end(see
     end = table._end
 
     def noted(seq: Sequence, reason: Any, now: float, **more: Any) -> None:
-        if seq.state is not SeqState.DONE:
+        if seq.state is not SeqState.DONE and not more.get("is_emitted"):  # a rejected request has no update
             ended[str(seq.request.request_id), seq.index] = now - seq.arrival
         end(seq, reason, now, **more)
 
