@@ -70,7 +70,8 @@ async def test_streams_of_an_engine_that_was_stopped_for_a_moment_go_on(server: 
 
 @pytest.fixture(scope="module")
 def doomed(random_folder: Path) -> Iterator[Server]:
-    """A server whose engine is killed and which is drained at the end. One sequence at a time, so that a request takes its time."""
+    """A server whose engine is killed and which is drained at the end, without failover. It runs one sequence at a time, so that a request
+    takes long."""
     engine = {
         "model": str(random_folder),
         "dtype": "float32",
@@ -81,7 +82,7 @@ def doomed(random_folder: Path) -> Iterator[Server]:
     }
     config = {
         "models": [{"name": "random", "engine": engine}],
-        "gateway": {"api_keys": [{"key": KEY}], "request_log": "off"},
+        "gateway": {"api_keys": [{"key": KEY}], "request_log": "off", "timeouts": {"failover_s": 0}},
         "drain_timeout_s": 40,
     }
     with serving(config) as server:

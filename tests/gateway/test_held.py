@@ -136,7 +136,7 @@ KEYS = ({"key": "k" * 16, "tenant": "a"}, {"key": "l" * 16, "tenant": "b"})
 
 
 def budget_of(**limits: Any) -> RequestMemory:
-    config = config_from({"models": [{"name": "m", "folder": "f", "replicas": [{"name": "r", "address": "a"}]}], **limits})
+    config = config_from({"models": [{"name": "m", "folder": "f", "replicas": [{"name": "r", "address": "unix:/a"}]}], **limits})
     return memory.memory_budget(config, machine_bytes=16 << 30)
 
 

@@ -147,7 +147,7 @@ def test_a_stopped_then_killed_engine(folder: Path, text_folder: Path) -> None:
 
     And when the supervisor goes, so does the gateway.
     """
-    with site(folder, text_folder, PACED) as made, made.client() as client:
+    with site(folder, text_folder, PACED, timeouts={"failover_s": 0}) as made, made.client() as client:
         made.engines[0].signal(signal.SIGSTOP)
         assert made.wait_until("/ready", 503) < 2.0
         assert client.get("/ready").json()["reason"].startswith("fox/r0 ")

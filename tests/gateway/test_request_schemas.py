@@ -179,7 +179,7 @@ def in_agreement(body: dict[str, Any], surface: Surface) -> dict[str, Any]:
         del made[name]
     if made.get("response_format") is not None:
         made["response_format"] = agreeing_format(made["response_format"])
-    if made.get("structured_outputs"):
+    if made.get("structured_outputs") is not None:
         given = [(name, value) for name, value in made["structured_outputs"].items() if name in (*VLLM_KINDS, "json_object") and value]
         made["structured_outputs"] = dict(given[:1] or [("json_object", True)])
     return in_agreement_on_calls(made) if surface is Surface.CHAT else made

@@ -379,14 +379,20 @@ def test_a_host_whose_gateway_is_gone_leaves_quietly(folder: Path) -> None:
 
 
 def test_a_wrong_model_folder_is_refused_in_one_line(tmp_path: Path) -> None:
+    """The line goes to the supervisor, which shows the reason."""
     config = tmp_path / "gateway.json"
     model = {"name": "fox", "folder": str(tmp_path / "none"), "replicas": [{"name": "r0", "address": "unix:/none"}]}
     config.write_text(json.dumps({"models": [model]}), encoding="utf-8")
-    command = [sys.executable, "-m", "headrace", "gateway", "--config", str(config)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    (line,) = ended.stderr.splitlines()
-    assert line.startswith("headrace gateway: ")
-    assert ended.returncode == 2
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-m", "headrace", "gateway", "--config", str(config), "--parent-fd", str(theirs.fileno())]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, pass_fds=(theirs.fileno(),))
+        (line,) = ours.recv(1 << 16).splitlines()
+    said = json.loads(line)
+    assert (said["event"], said["can_retry"]) == ("failed", False)
+    assert said["reason"].startswith("tokenizer.json: is missing from the model folder")
+    assert ended.stderr == ""
+    assert ended.returncode
 
 
 async def test_a_text_is_split_by_a_worker_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
