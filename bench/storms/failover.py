@@ -189,7 +189,7 @@ class Faults:
         began = time.monotonic()
         await asyncio.sleep(0.3)
         while time.monotonic() - began < 60:
-            async with session.get(f"http://127.0.0.1:{self._server.port}/ready") as response:
+            async with session.get(f"http://127.0.0.1:{self._server.port}/ready?strict") as response:
                 if response.status == 200:
                     self.ready_again_s.append(round(time.monotonic() - began, 2))
                     return

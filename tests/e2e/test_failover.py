@@ -87,4 +87,4 @@ async def test_streams_of_an_engine_that_dies_or_hangs_are_the_unbroken_ones(two
     assert answers == unbroken
     assert server.metric("headrace_sequences_resumed_total") > resumed
     await server.eventually(lambda: [load.is_idle for load in loads(server).values()] == [True, True], 60)
-    await server.eventually(lambda: server.get("/ready")[0] == 200)
+    await server.eventually(lambda: server.get("/ready?strict")[0] == 200)

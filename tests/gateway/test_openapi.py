@@ -34,7 +34,8 @@ async def test_every_endpoint_is_described(bench: TestBench) -> None:
         operation = paths[endpoint.shown_path][endpoint.method.lower()]
         assert ("security" in operation) == (not endpoint.is_public)
         assert ("requestBody" in operation) == (endpoint.request is not None)
-        assert [given["name"] for given in operation.get("parameters", [])] == endpoint.path_params
+        given = [(row["name"], row["in"]) for row in operation.get("parameters", [])]
+        assert given == [*((name, "path") for name in endpoint.path_params), *((row.name, "query") for row in endpoint.query)]
 
 
 async def test_answers_are_of_the_media_type_that_is_described(bench: TestBench) -> None:

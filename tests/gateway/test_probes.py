@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gateway_kit import MODEL, TestBench, open_bench, snapshot, two_replicas
+from gateway_kit import MODEL, TestBench, open_bench, snapshot, some_replicas, two_replicas
 from local_workers import LocalWorkers
 
 import headrace
@@ -53,10 +53,43 @@ async def test_ready_says_which_replica_and_why(text: TextModel) -> None:
             "reason": "",
         }
         bench.replicas["r1"].state = ConnectionState.SILENT
-        response = await bench.client.get("/ready")
+        response = await bench.client.get("/ready?strict")
         assert response.status_code == 503
         assert response.json()["reason"] == f"{MODEL}/r1 does not answer"
         assert [state["ok"] for state in response.json()["replicas"]] == [True, False]
+
+
+async def test_ready_is_true_while_one_replica_is(text: TextModel) -> None:
+    async with open_bench(text, models=two_replicas()) as bench:
+        bench.replicas["r1"].state = ConnectionState.SILENT
+        response = await bench.client.get("/ready")
+        assert (response.status_code, response.json()["ok"], response.json()["reason"]) == (200, True, "")
+        assert [state["ok"] for state in response.json()["replicas"]] == [True, False]
+        bench.replicas["r0"].die()
+        response = await bench.client.get("/ready")
+        assert (response.status_code, response.json()["reason"]) == (503, f"{MODEL}/r0 not connected; {MODEL}/r1 does not answer")
+
+
+async def test_ready_of_one_model_is_not_changed_by_another(text: TextModel) -> None:
+    """Two models of one replica each; `a` has lost its own. An alias asks for its model."""
+    (only,) = some_replicas(1)
+    models = [{**only, "name": name, "aliases": [f"gpt-{name}"], "replicas": [{**only["replicas"][0], "name": name}]} for name in "ab"]
+    async with open_bench(text, models=models) as bench:
+        bench.replicas["a"].die()
+        asked = ("", "?strict", "?model=a", "?model=gpt-a", "?model=b", "?model=gpt-b&strict=true", "?model=b&strict=false")
+        answers = {query: await bench.client.get(f"/ready{query}") for query in asked}
+        assert [answer.status_code for answer in answers.values()] == [200, 503, 503, 503, 200, 200, 200]
+        assert answers["?model=a"].json()["reason"] == "a/a not connected"
+        assert {len(answer.json()["replicas"]) for answer in answers.values()} == {2}, "the body lists all"
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "param"),
+    [("?model=nope", 404, "model"), ("?stict", 400, "stict"), ("?strict=perhaps", 400, "strict"), ("?model", 404, "model")],
+)
+async def test_a_question_that_ready_does_not_know_is_refused_by_name(bench: TestBench, query: str, status: int, param: str) -> None:
+    response = await bench.client.get(f"/ready{query}")
+    assert (response.status_code, response.json()["error"]["param"]) == (status, param)
 
 
 async def test_health_asks_for_one_living_engine_per_model(text: TextModel) -> None:

@@ -201,7 +201,8 @@ def test_a_second_signal_ends_streams_with_an_error_event(folder: Path, text_fol
 def test_one_replica_of_two_serves_on_and_sigterm_drains(folder: Path, text_folder: Path) -> None:
     with site(folder, text_folder, PACED, num_engines=2) as made, made.client() as client, made.client() as other:
         made.engines[0].signal(signal.SIGKILL)
-        made.wait_until("/ready", 503)
+        made.wait_until("/ready?strict", 503)
+        assert other.get("/ready").status_code == 200
         for _ in range(5):
             assert other.post("/v1/chat/completions", json=chat(max_tokens=3)).status_code == 200
         assert other.get("/health").status_code == 200

@@ -127,7 +127,7 @@ def site(
             started.wait_ready()
         port = gateway.wait_ready()["port"]
         found = Site(gateway, engines, f"http://127.0.0.1:{port}")
-        found.wait_until("/ready", 200)
+        found.wait_until("/ready?strict", 200)
         yield found
 
 

@@ -99,7 +99,7 @@ class Server:
         return "".join((self.folder / name).read_text(errors="replace") for name in ("out", "err"))
 
     def wait_ready(self) -> None:
-        """Until the command says where it serves and /ready agrees. Raises AssertionError with the log."""
+        """Until the command says where it serves and every replica is ready. Raises AssertionError with the log."""
 
         def announced() -> bool:
             assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.log[-4000:]}"
@@ -110,7 +110,7 @@ class Server:
             return True
 
         self.until(announced, START_S)
-        self.until(lambda: self.get("/ready")[0] == 200)
+        self.until(lambda: self.get("/ready?strict")[0] == 200)
 
     def until(self, condition: Callable[[], bool], timeout_s: float = LIVELY_S) -> float:
         """Wait for something another process does; the seconds it took. Raises AssertionError with the log's end."""

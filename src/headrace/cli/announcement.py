@@ -37,17 +37,19 @@ def announce_when_ready(config: ServeConfig, ready: FleetReady) -> None:
     deadline = time.monotonic() + READY_TIMEOUT_S
     while not (is_serving := _is_serving(url)) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    announce(config, ready, *([] if is_serving else [f"Not ready yet, after {READY_TIMEOUT_S:g} s: see {url}/ready for what is missing."]))
+    announce(
+        config, ready, *([] if is_serving else [f"Not ready yet, after {READY_TIMEOUT_S:g} s: see {url}/ready?strict for what is missing."])
+    )
 
 
 def _is_serving(url: str) -> bool:
-    """Whether /ready answers 200. Probes are answered under every name, whatever allowed_hosts are."""
+    """Whether every replica is ready, by /ready. Probes are answered under every name, whatever allowed_hosts are."""
     from http.client import HTTPConnection, HTTPException
     from urllib.parse import urlsplit
 
     connection = HTTPConnection(urlsplit(url).netloc, timeout=2.0)
     try:
-        connection.request("GET", "/ready")
+        connection.request("GET", "/ready?strict")
         return connection.getresponse().status == 200
     except (OSError, HTTPException):
         return False

@@ -12,6 +12,14 @@ HandlerT = TypeVar("HandlerT", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
+class QueryParameter:
+    """A parameter behind the path's `?`; each may be left out."""
+
+    name: str
+    summary: str
+
+
+@dataclass(frozen=True, slots=True)
 class Endpoint(Generic[HandlerT]):
     """One method of one path.
 
@@ -21,6 +29,7 @@ class Endpoint(Generic[HandlerT]):
     request     wire type of the body; None: it reads none
     reply       wire type of the answer; None: the answer has no wire type, see media_type
     chunk       wire type of a stream's events, where the body's `stream` asks for them
+    query       parameters that it reads; without any it ignores what stands behind `?`
     fields      the body's rows of the field table. Only endpoints that generate have them, and headrace_requests_total counts these
     is_public   wants no key and answers under every Host, or without one over HTTP/1.0: the probes and the front page alone
     is_quiet    machines ask it every second: a completed answer has no line in the request log
@@ -35,6 +44,7 @@ class Endpoint(Generic[HandlerT]):
     reply: type | None = None
     chunk: type | None = None
     media_type: str = "application/json"
+    query: tuple[QueryParameter, ...] = ()
     fields: Surface | None = None
     is_public: bool = False
     is_quiet: bool = False

@@ -57,10 +57,13 @@ def document(endpoints: Sequence[Endpoint[object]], limits: Limits) -> bytes:
 
 def _operation(endpoint: Endpoint[object]) -> dict[str, Any]:
     operation: dict[str, Any] = {"summary": endpoint.summary, "responses": _responses(endpoint)}
-    if endpoint.path_params:
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in endpoint.path_params
-        ]
+    text = {"schema": {"type": "string"}}
+    parameters = [
+        *({"name": name, "in": "path", "required": True, **text} for name in endpoint.path_params),
+        *({"name": row.name, "in": "query", "description": row.summary, **text} for row in endpoint.query),
+    ]
+    if parameters:
+        operation["parameters"] = parameters
     if endpoint.request is not None:
         operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": _ref(endpoint.request)}}}
     if not endpoint.is_public:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from urllib.parse import parse_qsl
+
 import msgspec
 from msgspec import Struct
 
 import headrace
+from headrace.core.errors import InvalidRequest
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
+from headrace.gateway.surfaces.endpoint import QueryParameter
+from headrace.gateway.upstream.served_models import ServedModel
 
 _encode = msgspec.json.encode
 
@@ -27,6 +33,13 @@ class ProbeReply(Struct):
     ok: bool
     replicas: list[ReplicaReadiness]
     reason: str = ""
+
+
+READY_QUERY = (
+    QueryParameter("model", "Ask for this model (or alias) alone: one of its replicas must be ready."),
+    QueryParameter("strict", "Without a value, or `true`: every replica must be ready."),
+)
+_STRICT = {"": True, "true": True, "1": True, "false": False, "0": False}
 
 
 class VersionReply(Struct):
@@ -52,17 +65,45 @@ async def health(service: Service, exchange: Exchange) -> None:
 
 
 async def ready(service: Service, exchange: Exchange) -> None:
-    """200 while this gateway takes requests, prompts can be read, and every replica of every model answers and its loop turns. Foreign
-    servers are listed as well: one that fails does so for every gateway, and sending clients to another gateway would not help."""
-    replicas = [(model.name, replica) for model in service.models.models for replica in model.upstream.replicas()]
+    """200 while this gateway can serve: it takes requests, prompts can be read, and a replica of some model is ready.
+
+    The query may ask for more (READY_QUERY). The body lists the replicas of all models whatever was asked.
+    """
+    query = _ready_query(exchange)
+    models = [service.models.get(query["model"])] if "model" in query else service.models.models
+    reasons = [_why_not_ready(models, is_strict=_STRICT[query.get("strict", "false")]), service.text_pool.reason]
+    reason = "draining" if service.open_requests.is_draining else "; ".join(filter(None, reasons))
     states = [
-        ReplicaReadiness(model=model, replica=replica.name, ok=not replica.reason, reason=replica.reason) for model, replica in replicas
+        ReplicaReadiness(model=model.name, replica=replica.name, ok=not replica.reason, reason=replica.reason)
+        for model in service.models.models
+        for replica in model.upstream.replicas()
     ]
-    reasons = [f"{model}/{replica.name} {replica.reason}" for model, replica in replicas if replica.reason and not replica.is_foreign]
-    if service.text_pool.reason:
-        reasons.append(service.text_pool.reason)
-    reason = "draining" if service.open_requests.is_draining else "; ".join(reasons)
     await exchange.reply(503 if reason else 200, _encode(ProbeReply(ok=not reason, replicas=states, reason=reason)))
+
+
+def _ready_query(exchange: Exchange) -> dict[str, str]:
+    """Parameter -> value, each of READY_QUERY. Raises InvalidRequest: a misspelt one would ask for less than its operator meant."""
+    query = dict(parse_qsl(exchange.scope["query_string"].decode("latin-1"), keep_blank_values=True))
+    names = [parameter.name for parameter in READY_QUERY]
+    for name in query:
+        if name not in names:
+            raise InvalidRequest(name, f"a parameter of /ready: {' or '.join(names)}")
+    if query.get("strict", "") not in _STRICT:
+        raise InvalidRequest("strict", "no value, true or false", query["strict"])
+    return query
+
+
+def _why_not_ready(models: Sequence[ServedModel], *, is_strict: bool) -> str:
+    """Why no replica is ready, or with `is_strict` not every one; empty: ready.
+
+    A foreign server counts as ready whatever its state: one that fails does so for every gateway, and sending clients to another gateway
+    would not help.
+    """
+    replicas = [(model.name, replica) for model in models for replica in model.upstream.replicas()]
+    missing = [f"{model}/{replica.name} {replica.reason}" for model, replica in replicas if replica.reason and not replica.is_foreign]
+    if not replicas:
+        return "there is no replica"
+    return "; ".join(missing) if is_strict or len(missing) == len(replicas) else ""
 
 
 async def version(service: Service, exchange: Exchange) -> None:

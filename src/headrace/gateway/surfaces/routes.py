@@ -108,9 +108,10 @@ ENDPOINTS: tuple[Endpoint[Handler], ...] = (
         "GET",
         "/ready",
         probes.ready,
-        "200 while every replica of every model answers and its loop turns, prompts can be read, and the server is not draining; "
-        "else 503 and why.",
+        "200 while this server can serve: at least one model has a ready replica, prompts can be read, and it is not draining; "
+        "else 503 and why. `?model=NAME` asks for one model, `?strict` for every replica.",
         reply=probes.ProbeReply,
+        query=probes.READY_QUERY,
         is_public=True,
         is_quiet=True,
         may_be_503=True,

@@ -363,7 +363,7 @@ class ReplicaHealth:
 
     reason      why it is not ready, in a form that may be shown to clients; empty = ready
     load        its last snapshot; None before the first one
-    is_foreign  it is no part of this site: its state is shown, and does not make the gateway unready
+    is_foreign  it is no part of this site: its state is shown, and it counts as ready for /ready
     """
 
     name: str
