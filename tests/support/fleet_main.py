@@ -45,7 +45,7 @@ async def supervise(given: dict[str, Any]) -> int:
     supervisor: Supervisor
 
     def ready(facts: FleetReady) -> None:
-        pids = {keeper.label: keeper.pid for keeper in [*supervisor.engines, *([supervisor.gateway] if supervisor.gateway else [])]}
+        pids = {keeper.label: keeper.pid for keeper in (*supervisor.engines, *supervisor.gateways)}
         say("ready", pids=pids, replicas={name: dict(told) for name, told in facts.replicas.items()}, gateway=dict(facts.gateway))
 
     supervisor = Supervisor(fleet_config(given), on_ready=ready)

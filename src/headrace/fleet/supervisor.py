@@ -1,7 +1,7 @@
-"""The supervisor: one gateway and one engine process per replica, kept running, and taken down in order.
+"""The supervisor: gateway processes and one engine process per replica, kept running, and taken down in order.
 
-SIGTERM or SIGINT drains: first the gateway, which takes no new work and lets running streams finish, then the engines. A second signal
-has the gateway end its streams with an error, and then ends everything. When the supervisor itself is killed, its leashes break and the
+SIGTERM or SIGINT drains: first the gateways, which take no new work and let running streams finish, then the engines. A second signal
+has the gateways end their streams with an error, and then ends everything. When the supervisor itself is killed, its leashes break and the
 children leave by themselves.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -25,13 +25,13 @@ from headrace.wire.stop_signals import StopSignals, first_of
 log = logging.getLogger(__name__)
 
 GATEWAY_GRACE_S = 5.0
-"""Seconds beyond the drain time for the gateway to close the remaining streams."""
+"""Seconds beyond the drain time for the gateways to close the remaining streams."""
 
 CUT_GRACE_S = 3.0
-"""Seconds after a second signal for the gateway to end each stream with an error and exit."""
+"""Seconds after a second signal for the gateways to end each stream with an error and exit."""
 
 ENGINE_GRACE_S = 10.0
-"""Seconds for engines to exit after the gateway has left: nothing runs any more, they free their weights."""
+"""Seconds for engines to exit after the gateways have left: nothing runs any more, they free their weights."""
 
 
 class FleetExit(IntEnum):
@@ -44,7 +44,7 @@ class FleetExit(IntEnum):
 class FleetReady:
     """Everything serves.
 
-    gateway   what the gateway reported: "host" and "port" it listens on
+    gateway   what the first gateway reported: "host" and "port" that all of them listen on
     replicas  name -> what its engine reported: "address", "instance_id", "decided" (lines for people)
     """
 
@@ -58,12 +58,12 @@ class Supervisor:
     def __init__(
         self, config: FleetConfig, *, launcher: Launcher | None = None, on_ready: Callable[[FleetReady], None] | None = None
     ) -> None:
-        """on_ready  called once, when the gateway and every replica have served for the first time"""
+        """on_ready  called once, when every gateway and every replica have served for the first time"""
         self._config = config.checked().with_keys()
         self._launcher = launcher or ProcessLauncher(log_format=config.log_format)
         self._on_ready = on_ready
         self.engines: list[ProcessKeeper] = []
-        self.gateway: ProcessKeeper | None = None
+        self.gateways: list[ProcessKeeper] = []
 
     async def run(self) -> FleetExit:
         """Until drained. Raises ConfigError or FleetFailed when a process cannot be kept running. Leaves no process behind."""
@@ -76,52 +76,63 @@ class Supervisor:
 
     async def _run_in(self, folder: Path, stop: StopSignals) -> FleetExit:
         replicas = write_engine_files(self._config, folder)
-        gateway = self.gateway = self._gateway_keeper(write_gateway_file(self._config, replicas, folder))
+        self.gateways = self._gateway_keepers(write_gateway_file(self._config, replicas, folder))
         self.engines = [self._engine_keeper(replica) for replica in replicas]
-        tasks = [asyncio.create_task(keeper.keep(), name=keeper.label) for keeper in (gateway, *self.engines)]
-        announcing = asyncio.create_task(self._announce(gateway, partial(write_gateway_file, self._config, replicas, folder)))
+        tasks = [asyncio.create_task(keeper.keep(), name=keeper.label) for keeper in (*self.gateways, *self.engines)]
+        announcing = asyncio.create_task(self._announce(partial(write_gateway_file, self._config, replicas, folder)))
         try:
             await first_of(*tasks, stop.soft, stop.hard)
             for task in tasks:
                 if task.done():
                     task.result()
-            return await self._drain(gateway, tasks, stop)
+            num_gateways = len(self.gateways)
+            return await self._drain(tasks[:num_gateways], tasks[num_gateways:], stop)
         finally:
             for task in [announcing, *tasks]:
                 task.cancel()
             await asyncio.gather(announcing, *tasks, return_exceptions=True)
 
-    def _gateway_keeper(self, path: Path) -> ProcessKeeper:
+    def _gateway_keepers(self, path: Path) -> list[ProcessKeeper]:
         # Not forwarded: its standard output is the request log, and it writes more lines than all engines together.
-        return ProcessKeeper("gateway", (*self._config.gateway_command, "--config", str(path)), self._launcher, forward=False)
+        command = (*self._config.gateway_command, "--config", str(path))
+        return [ProcessKeeper("gateway", command, self._launcher, forward=False)]
 
     def _engine_keeper(self, replica: ReplicaFiles) -> ProcessKeeper:
         command = (*self._config.engine_command, "--config", str(replica.config))
         return ProcessKeeper(replica.name, command, self._launcher, forward=True, withheld=self._config.key_variables)
 
-    async def _announce(self, gateway: ProcessKeeper, write_file: Callable[..., Path]) -> None:
+    async def _announce(self, write_file: Callable[..., Path]) -> None:
         """Call `on_ready` once everything serves. A gateway that is started again listens on the port that the first one was given."""
-        await gateway.ready.wait()
+        first = self.gateways[0]
+        await first.ready.wait()
         if self._config.gateway.get("port") == 0:
-            write_file(taken={"port": gateway.facts["port"]})
-        for keeper in (gateway, *self.engines):
+            write_file(taken={"port": first.facts["port"]})
+        for keeper in (*self.gateways, *self.engines):
             await keeper.ready.wait()
         if self._on_ready is not None:
-            self._on_ready(FleetReady(gateway.facts, {keeper.label: keeper.facts for keeper in self.engines}))
+            self._on_ready(FleetReady(first.facts, {keeper.label: keeper.facts for keeper in self.engines}))
 
-    async def _drain(self, gateway: ProcessKeeper, tasks: list[asyncio.Task[None]], stop: StopSignals) -> FleetExit:
-        """Gateway first, so that no stream loses its engine while it may still finish."""
-        log.info("stopping the gateway, then %s", counted(len(self.engines), "engine"))
-        gateway.stop()
-        left = await _ended(tasks[:1], stop, self._config.drain_timeout_s + GATEWAY_GRACE_S)
+    async def _drain(self, gateways: list[asyncio.Task[None]], engines: list[asyncio.Task[None]], stop: StopSignals) -> FleetExit:
+        """Gateways first, so that no stream loses its engine while it may still finish."""
+        log.info("stopping %s, then %s", _named(self.gateways), counted(len(self.engines), "engine"))
+        _stop(self.gateways)
+        left = await _ended(gateways, stop, self._config.drain_timeout_s + GATEWAY_GRACE_S)
         if stop.hard.done() and not left:
-            gateway.stop()  # its second signal, too
-            await asyncio.wait(tasks[:1], timeout=CUT_GRACE_S)
-        for engine in self.engines:
-            engine.stop()
-        left = await _ended(tasks[1:], stop, ENGINE_GRACE_S) and left
-        was_cut = gateway.ready.is_set() and gateway.status != 0
+            _stop(self.gateways)  # their second signal, too
+            await asyncio.wait(gateways, timeout=CUT_GRACE_S)
+        _stop(self.engines)
+        left = await _ended(engines, stop, ENGINE_GRACE_S) and left
+        was_cut = any(gateway.ready.is_set() and gateway.status != 0 for gateway in self.gateways)
         return FleetExit.DRAINED if left and not was_cut else FleetExit.CUT
+
+
+def _named(gateways: Sequence[ProcessKeeper]) -> str:
+    return "the gateway" if len(gateways) == 1 else counted(len(gateways), "gateway")
+
+
+def _stop(keepers: Iterable[ProcessKeeper]) -> None:
+    for keeper in keepers:
+        keeper.stop()
 
 
 async def _ended(tasks: list[asyncio.Task[None]], stop: StopSignals, timeout_s: float) -> bool:
