@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from headrace.core.errors import ConfigError
-from headrace.fleet.listening import check_can_listen
+from headrace.fleet.listening import check_can_listen, reserved_port
 
 
 def test_a_free_port_can_be_taken_by_the_gateway_right_after() -> None:
@@ -34,3 +34,24 @@ def test_a_host_that_is_not_ours_is_named(host: str) -> None:
     with pytest.raises(ConfigError, match=r"gateway\.host") as caught:
         check_can_listen(host, 0)
     assert host in str(caught.value)
+
+
+def test_a_reserved_port_is_shared_by_gateways_and_refused_to_other_servers() -> None:
+    with reserved_port("127.0.0.1", 0) as port:
+        with pytest.raises(ConfigError, match=rf"port {port} on 127.0.0.1 is in use"):
+            check_can_listen("127.0.0.1", port)
+        with pytest.raises(OSError, match="Address already in use"):
+            socket.create_server(("127.0.0.1", port))
+        gateways = [socket.create_server(("127.0.0.1", port), reuse_port=True) for _ in range(2)]
+        for gateway in gateways:
+            gateway.close()
+        with pytest.raises(ConfigError, match="is in use"), reserved_port("127.0.0.1", port):
+            pytest.fail("another deployment would share the port")
+    check_can_listen("127.0.0.1", port)
+
+
+def test_a_port_that_another_server_shares_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match="is in use"):
+            reserved_port("127.0.0.1", port).__enter__()

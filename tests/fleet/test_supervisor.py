@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -120,10 +121,10 @@ Start = Callable[..., Fleet]
 
 
 async def test_everything_serves_in_a_private_directory_and_a_drain_leaves_nothing(start: Start) -> None:
-    fleet = start(replicas=2, gateway={"work": "idle", "port": 4})
+    fleet = start(replicas=2, gateway={"work": "idle", "port": 0})
     ready = fleet.hear()
     assert set(ready["replicas"]) == {"org-fake-0", "org-fake-1"}
-    assert ready["gateway"]["port"] == 1
+    assert ready["gateway"]["port"] != 0
     run_dir = fleet.run_dir
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
     written = json.loads((run_dir / "gateway.json").read_text())
@@ -138,7 +139,7 @@ async def test_everything_serves_in_a_private_directory_and_a_drain_leaves_nothi
         environment = psutil.Process(pid).environ()
         assert not set(environment) & set(SECRETS)
         assert environment["PYTHONPATH"] == PYTHONPATH
-    assert (written["port"], written["timeouts"]["drain_s"]) == (4, 10)
+    assert (written["port"], written["timeouts"]["drain_s"]) == (ready["gateway"]["port"], 10)
     sessions = {os.getsid(pid) for pid in fleet.pids.values()}
     assert sessions == set(fleet.pids.values()), "each child leads its own session"
     fleet.process.send_signal(signal.SIGTERM)
@@ -184,6 +185,10 @@ async def test_a_killed_gateway_is_started_again_where_it_was_and_engines_stay(s
     supervisor = psutil.Process(fleet.process.pid)
     await until(lambda: len(supervisor.children()) == 2 and not is_alive(fleet.pids["gateway"]))
     assert is_alive(fleet.pids["org-fake-0"])
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(OSError, match="Address already in use"):  # although no gateway of this test listens at all
+            other.bind(("127.0.0.1", taken))
     fleet.process.send_signal(signal.SIGTERM)
     await fleet.wait()
 

@@ -20,7 +20,7 @@ from headrace.wire.stop_signals import StopSignals
 async def serve(config: dict[str, Any], out: Path, leash: Leash) -> None:
     stop = StopSignals()
     if config["work"] == "idle":
-        leash.ready({"host": "nowhere", "port": 1})
+        leash.ready({"host": "nowhere", "port": config["port"]})
         await stop.soft
         return
     # Only here: an idle gateway should start at once.
@@ -32,7 +32,7 @@ async def serve(config: dict[str, Any], out: Path, leash: Leash) -> None:
         await replica.wait_connected(PATIENCE_S)
         stream = replica.submit(request("r", max_tokens=config["num_tokens"]))
         first = await stream.__anext__()
-        leash.ready({"host": "nowhere", "port": 1})
+        leash.ready({"host": "nowhere", "port": config["port"]})
         await stop.soft
         rest = await read_all(stream)
         out.write_text(json.dumps([*first.token_ids, *rest[0]]))  # type: ignore[union-attr]

@@ -50,7 +50,7 @@ class FleetConfig:
     """Everything the supervisor reads.
 
     models           at least one
-    gateway          keys of the gateway's own file beside `models` (host, port, api_keys, limits, ...)
+    gateway          keys of the gateway's own file beside `models` (host, port, api_keys, limits, ...); without a port a free one is taken
     block_key        secret (hex) that keys block hashes, the same in every engine; empty: `with_keys` draws one
     drain_timeout_s  after SIGTERM: how long running requests may take
     log_format       of the logs of every process
@@ -86,6 +86,11 @@ class FleetConfig:
         """Environment variables that hold the keys of foreign servers. The gateway alone reads them; engines do not inherit them."""
         upstreams = [upstream for model in self.models for upstream in model.upstreams]
         return frozenset(str(upstream["api_key_env"]) for upstream in upstreams if "api_key_env" in upstream)
+
+    @property
+    def gateway_address(self) -> tuple[str, int]:
+        """Host and port to listen on; port 0 stands for a free one."""
+        return str(self.gateway.get("host", "127.0.0.1")), int(str(self.gateway.get("port", 0)))
 
     def with_keys(self) -> FleetConfig:
         """This value with the secrets that all processes of a site share, drawn where they were not configured: of block hashes, and of

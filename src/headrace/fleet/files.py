@@ -144,15 +144,10 @@ def share_of(cpus: Sequence[int] | None, number: int, total: int) -> list[int]:
     return list(cpus[number * len(cpus) // total : (number + 1) * len(cpus) // total])
 
 
-def write_gateway_file(
-    config: FleetConfig, replicas: list[ReplicaFiles], folder: Path, *, taken: Mapping[str, object] | None = None
-) -> Path:
-    """The gateway's file: its own options, and where each model's replicas listen.
-
-    taken  options as an earlier gateway found them: the port it was given in place of 0 stays the deployment's own
-    """
+def write_gateway_file(config: FleetConfig, replicas: Sequence[ReplicaFiles], folder: Path) -> Path:
+    """The file that all gateways of this machine read: their options, and where each model's replicas listen."""
     path = folder / "gateway.json"
-    _write(path, {**gateway_content(config, replicas), **(taken or {})})
+    _write(path, gateway_content(config, replicas))
     return path
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import partial
 from pathlib import Path
 
 from headrace.core.counted import counted
@@ -20,6 +20,7 @@ from headrace.fleet.config import FleetConfig
 from headrace.fleet.files import ReplicaFiles, run_dir, write_engine_files, write_gateway_file
 from headrace.fleet.keeper import ProcessKeeper
 from headrace.fleet.launcher import Launcher, ProcessLauncher
+from headrace.fleet.listening import reserved_port
 from headrace.wire.stop_signals import StopSignals, first_of
 
 log = logging.getLogger(__name__)
@@ -69,17 +70,24 @@ class Supervisor:
         """Until drained. Raises ConfigError or FleetFailed when a process cannot be kept running. Leaves no process behind."""
         stop = StopSignals()
         try:
-            with run_dir(self._config.run_dir) as folder:
+            with run_dir(self._config.run_dir) as folder, self._address():
                 return await self._run_in(folder, stop)
         finally:
             stop.close()
+
+    @contextmanager
+    def _address(self) -> Iterator[None]:
+        """Keeps the gateways' address for the length of the block; a port that was free takes the place of 0 in the configuration."""
+        with reserved_port(*self._config.gateway_address) as port:
+            self._config = replace(self._config, gateway={**self._config.gateway, "port": port})
+            yield
 
     async def _run_in(self, folder: Path, stop: StopSignals) -> FleetExit:
         replicas = write_engine_files(self._config, folder)
         self.gateways = self._gateway_keepers(write_gateway_file(self._config, replicas, folder))
         self.engines = [self._engine_keeper(replica) for replica in replicas]
         tasks = [asyncio.create_task(keeper.keep(), name=keeper.label) for keeper in (*self.gateways, *self.engines)]
-        announcing = asyncio.create_task(self._announce(partial(write_gateway_file, self._config, replicas, folder)))
+        announcing = asyncio.create_task(self._announce())
         try:
             await first_of(*tasks, stop.soft, stop.hard)
             for task in tasks:
@@ -101,16 +109,12 @@ class Supervisor:
         command = (*self._config.engine_command, "--config", str(replica.config))
         return ProcessKeeper(replica.name, command, self._launcher, forward=True, withheld=self._config.key_variables)
 
-    async def _announce(self, write_file: Callable[..., Path]) -> None:
-        """Call `on_ready` once everything serves. A gateway that is started again listens on the port that the first one was given."""
-        first = self.gateways[0]
-        await first.ready.wait()
-        if self._config.gateway.get("port") == 0:
-            write_file(taken={"port": first.facts["port"]})
+    async def _announce(self) -> None:
+        """Call `on_ready` once everything serves."""
         for keeper in (*self.gateways, *self.engines):
             await keeper.ready.wait()
         if self._on_ready is not None:
-            self._on_ready(FleetReady(first.facts, {keeper.label: keeper.facts for keeper in self.engines}))
+            self._on_ready(FleetReady(self.gateways[0].facts, {keeper.label: keeper.facts for keeper in self.engines}))
 
     async def _drain(self, gateways: list[asyncio.Task[None]], engines: list[asyncio.Task[None]], stop: StopSignals) -> FleetExit:
         """Gateways first, so that no stream loses its engine while it may still finish."""

@@ -108,7 +108,7 @@ async def serve(config: GatewayConfig, texts: dict[str, TextModel], workers: Wor
     async with open_gateway(config, texts, workers) as gateway:
         server = Server(gateway, config, gateway.refused, limit)
         try:
-            port = await server.start()
+            port = await server.start(shares_port=leash.is_held)  # with the supervisor, which keeps it
         except OSError as error:
             raise CannotBind(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
         # Every object made so far stays for good: frozen, no collection visits it.

@@ -47,13 +47,16 @@ class Server(uvicorn.Server):
             )
         )
 
-    async def start(self) -> int:
-        """Listen. Returns the port. Raises OSError when the address cannot be bound (uvicorn would end the process)."""
+    async def start(self, *, shares_port: bool = False) -> int:
+        """Listen. Returns the port. Raises OSError when the address cannot be bound (uvicorn would end the process).
+
+        shares_port  other processes of this user may listen there as well, and each gets a part of the connections
+        """
         self.config.load()
         self.lifespan = self.config.lifespan_class(self.config)
         await self.on_tick(0)
         family = socket.AF_INET6 if ":" in self.config.host else socket.AF_INET
-        listener = socket.create_server((self.config.host, self.config.port), family=family, backlog=BACKLOG)
+        listener = socket.create_server((self.config.host, self.config.port), family=family, backlog=BACKLOG, reuse_port=shares_port)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_SEND_BYTES)  # accepted sockets inherit it
         connections = self.server_state.connections
         self.listener = Listener(listener, self._protocol, self._limit, connections=connections, on_refused=self._on_refused)
