@@ -1,0 +1,217 @@
+"""The proxy that makes links bad: each fault does what it says, to bytes and to ends of connections, and goes when it is healed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from asyncio import StreamReader as Reader
+from asyncio import StreamWriter as Writer
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from headrace.lab import network_faults
+from headrace.lab.network_faults import CUT, HEALTHY, RETRANSMIT_S, SEGMENT_BYTES, Direction, FaultyLink, LinkFault
+
+TIMEOUT_S = 10.0
+SHORT_S = 0.15
+"""Long enough for bytes that pass to have come."""
+
+
+class Far:
+    """The server behind the link: what it read, and how its connections ended."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.ends: list[str] = []
+        self.writers: list[Writer] = []
+        self.clients: list[Writer] = []
+
+    async def serve(self, reader: Reader, writer: Writer) -> None:
+        self.writers.append(writer)
+        try:
+            while data := await reader.read(4096):
+                self.data += data
+            self.ends.append("end")
+        except ConnectionResetError:
+            self.ends.append("reset")
+        except asyncio.CancelledError:
+            self.ends.append("left")
+
+
+@asynccontextmanager
+async def linked() -> AsyncIterator[tuple[FaultyLink, Far]]:
+    far = Far()
+    server = await asyncio.start_server(far.serve, "127.0.0.1", 0)
+    try:
+        async with asyncio.timeout(TIMEOUT_S), FaultyLink("127.0.0.1", server.sockets[0].getsockname()[1], seed=1) as link:
+            yield link, far
+    finally:
+        server.close()
+        for writer in (*far.clients, *far.writers):
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+
+
+async def until(condition: Callable[[], object]) -> float:
+    began = time.monotonic()
+    while not condition():
+        await asyncio.sleep(0.002)
+    return time.monotonic() - began
+
+
+async def dial(link: FaultyLink, far: Far) -> tuple[Reader, Writer]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
+    far.clients.append(writer)
+    return reader, writer
+
+
+async def greet(link: FaultyLink, far: Far) -> tuple[Reader, Writer]:
+    """A connection that is known at both ends."""
+    reader, writer = await dial(link, far)
+    num_before = len(far.data)
+    writer.write(b"hello ")
+    await until(lambda: len(far.data) == num_before + 6)
+    return reader, writer
+
+
+async def test_a_healthy_link_passes_bytes_both_ways_and_each_end_by_itself() -> None:
+    async with linked() as (link, far):
+        reader, writer = await greet(link, far)
+        writer.write(bytes(1_000_000))
+        writer.write_eof()
+        await until(lambda: far.ends == ["end"])
+        assert len(far.data) == 1_000_006
+        far.writers[0].write(b"answer")
+        far.writers[0].close()
+        assert await reader.read() == b"answer"
+        await until(lambda: not link.num_open)
+        assert link.num_accepted == 1
+
+
+async def test_bytes_are_late_by_the_delay_in_the_named_direction_alone() -> None:
+    async with linked() as (link, far):
+        reader, writer = await greet(link, far)
+        link.set(LinkFault(delay_s=0.2), Direction.TO_SERVER)
+        writer.write(b"late")
+        assert 0.19 < await until(lambda: far.data.endswith(b"late")) < 1.0
+        began = time.monotonic()
+        far.writers[0].write(b"x")
+        assert await reader.read(1) == b"x"
+        assert time.monotonic() - began < 0.15
+
+
+async def test_a_cut_in_one_direction_holds_its_bytes_until_it_heals() -> None:
+    async with linked() as (link, far):
+        reader, writer = await greet(link, far)
+        link.set(CUT, Direction.TO_SERVER)
+        writer.write(b"held")
+        far.writers[0].write(b"passes")
+        assert await reader.read(6) == b"passes"
+        await asyncio.sleep(SHORT_S)
+        assert far.data == b"hello "
+        link.set(HEALTHY)
+        await until(lambda: far.data == b"hello held")
+
+
+@pytest.mark.parametrize("leaves", ["in order", "broken off"])
+async def test_a_cut_hides_that_the_other_end_has_left(leaves: str) -> None:
+    async with linked() as (link, far):
+        reader, _ = await greet(link, far)
+        link.set(CUT)
+        if leaves == "in order":
+            far.writers[0].close()
+        else:
+            network_faults._reset(far.writers[0])
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.read(1), SHORT_S)
+        link.set(HEALTHY)
+        if leaves == "in order":
+            assert await reader.read() == b""
+        else:
+            with pytest.raises(ConnectionResetError):
+                await reader.read()
+
+
+async def test_a_connection_that_is_made_while_the_link_is_cut_reaches_the_server_once_it_heals() -> None:
+    async with linked() as (link, far):
+        link.set(CUT)
+        _, writer = await dial(link, far)
+        writer.write(b"early")
+        await asyncio.sleep(SHORT_S)
+        assert not far.writers
+        link.set(HEALTHY)
+        await until(lambda: far.data == b"early")
+
+
+async def test_a_reset_breaks_every_connection_off_at_both_ends() -> None:
+    async with linked() as (link, far):
+        (first, _), (second, _) = await greet(link, far), await greet(link, far)
+        link.reset()
+        for reader in (first, second):
+            with pytest.raises(ConnectionResetError):
+                await reader.read()
+        await until(lambda: far.ends == ["reset", "reset"])
+        assert not link.num_open
+        await greet(link, far)
+
+
+async def test_a_link_that_refuses_resets_what_is_new_and_keeps_what_stands() -> None:
+    async with linked() as (link, far):
+        _, writer = await greet(link, far)
+        link.refuses = True
+        with pytest.raises(ConnectionResetError):
+            await (await dial(link, far))[0].read()
+        writer.write(b"goes on")
+        await until(lambda: far.data.endswith(b"goes on"))
+
+
+async def test_a_slow_link_takes_the_time_of_its_rate() -> None:
+    async with linked() as (link, far):
+        _, writer = await greet(link, far)
+        link.set(LinkFault(bytes_per_s=200_000))
+        writer.write(bytes(60_000))
+        assert 0.28 < await until(lambda: len(far.data) == 60_006) < 1.5
+
+
+async def test_loss_and_jitter_keep_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_faults, "RETRANSMIT_S", 0.005)
+    async with linked() as (link, far):
+        _, writer = await greet(link, far)
+        link.set(LinkFault(loss=0.3, jitter_s=0.005))
+        words = [b"%04d " % number for number in range(200)]
+        for word in words:
+            writer.write(word)
+            await asyncio.sleep(0.0005)
+        await until(lambda: len(far.data) == 6 + 5 * len(words))
+        assert far.data == b"hello " + b"".join(words)
+
+
+def test_a_lost_segment_costs_the_time_until_it_is_sent_again() -> None:
+    """Of single segments 30 % are late, a third of these twice; of ten segments the latest counts."""
+    fault, draw = LinkFault(loss=0.3), random.Random(1)
+    single = [fault.lateness_s(100, draw) for _ in range(20_000)]
+    assert set(single) >= {0.0, RETRANSMIT_S, RETRANSMIT_S * 3}
+    assert statistics.mean(late > 0 for late in single) == pytest.approx(0.3, abs=0.02)
+    assert statistics.mean(late > RETRANSMIT_S for late in single) == pytest.approx(0.09, abs=0.01)
+    many = [fault.lateness_s(10 * SEGMENT_BYTES, draw) for _ in range(2_000)]
+    assert statistics.mean(late > 0 for late in many) == pytest.approx(1 - 0.7**10, abs=0.02)
+
+
+def test_a_link_leaves_nothing_behind() -> None:
+    """Connections that are open, cut or late when the link is left end with it."""
+
+    async def leave() -> None:
+        async with linked() as (link, far):
+            await greet(link, far)
+            link.set(CUT)
+            _, writer = await dial(link, far)
+            writer.write(b"never")
+        await asyncio.sleep(0)
+        assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task() and "serve" not in str(task.get_coro())]
+
+    asyncio.run(leave())
