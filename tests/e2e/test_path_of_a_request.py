@@ -156,8 +156,8 @@ async def deployment(watch: Watch) -> AsyncIterator[tuple[int, threading.Semapho
         settings = gateway_kit.gateway_config(models=[model])
         workers = LocalWorkers(TextContext({gateway_kit.MODEL: text}, settings.limits))
         try:
-            async with open_gateway(settings, {gateway_kit.MODEL: text}, workers) as gateway, gateway_kit.serving(gateway) as port:
-                await gateway_kit.eventually(lambda: is_ready(gateway))
+            async with open_gateway(settings, {gateway_kit.MODEL: text}, workers) as opened, gateway_kit.serving(opened.app) as port:
+                await gateway_kit.eventually(lambda: is_ready(opened.app))
                 yield port, steps
         finally:
             await service.stop()

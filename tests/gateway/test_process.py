@@ -216,6 +216,38 @@ def test_one_replica_of_two_serves_on_and_sigterm_drains(folder: Path, text_fold
         assert made.gateway.wait() == 0
 
 
+def test_replicas_change_through_the_leash_while_a_stream_runs(folder: Path, text_folder: Path) -> None:
+    """Another replica comes, the stream's own is retired: the stream ends whole, and only then is its connection closed."""
+    with site(folder, text_folder, PACED, num_engines=2) as made, made.client() as client, made.client() as other:
+        write_gateway_file(folder, text_folder, 1, {})
+        assert asked(made, "reload") == {"event": "reloaded"}
+        with opened(client, ignore_eos=True, max_tokens=200) as lines:
+            replicas = asked(made, "status")["models"]["fox"]
+            assert replicas == {"r0": {"ready": True, "reason": "", "open": 1}}
+            path = folder / "gateway.json"
+            path.write_text(path.read_text().replace("e0", "e1").replace("r0", "r1"))
+            assert asked(made, "reload") == {"event": "reloaded"}
+            assert asked(made, "status")["models"]["fox"]["r0"] == {"ready": False, "reason": "retired", "open": 1}
+            made.wait_until("/ready", 200)
+            assert other.post("/v1/chat/completions", json=chat(max_tokens=3)).status_code == 200
+            assert list(lines)[-1] == "data: [DONE]"
+        start = time.monotonic()
+        while asked(made, "status")["models"]["fox"] != {"r1": {"ready": True, "reason": "", "open": 0}}:
+            assert time.monotonic() - start < 10
+            time.sleep(0.02)
+        path.write_text(path.read_text().replace('"port": 0', '"port": 1'))
+        said = asked(made, "reload")
+        assert (said["event"], "port" in said["reason"]) == ("refused", True)
+
+
+def asked(made: Site, event: str) -> dict[str, Any]:
+    """What a gateway answers, without the id, which is the request's."""
+    made.gateway.leash.sendall(json.dumps({"event": event, "id": 5}).encode() + b"\n")
+    said = made.gateway.hear()
+    assert said.pop("id") == 5
+    return said
+
+
 @contextmanager
 def opened(client: httpx2.Client, **fields: Any) -> Iterator[Iterator[str]]:
     """A stream that has begun: its lines."""

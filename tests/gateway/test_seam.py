@@ -12,7 +12,7 @@ from gateway_kit import MAX_MODEL_LEN, MODEL, TestBench, metric, open_bench, sna
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.ids import RequestId
-from headrace.gateway.compose import Sources
+from headrace.gateway.control.models import Sources
 from headrace.gateway.http.errors import ContextLengthExceeded
 from headrace.gateway.upstream.seam import Conversation, GenerationRequest, PlainPrompts, Prepared, PrincipalFacts
 from headrace.text.folder import TextModel

@@ -26,8 +26,10 @@ from headrace.core.plan import TokenLogprobs
 from headrace.core.request import EngineRequest
 from headrace.core.update import SequenceUpdate, StageSeconds
 from headrace.gateway.app import Gateway
-from headrace.gateway.compose import Sources, open_gateway
+from headrace.gateway.compose import open_gateway
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, config_from
+from headrace.gateway.control.models import Sources
+from headrace.gateway.control.reload import Reloader
 from headrace.gateway.http.descriptors import ConnectionLimit
 from headrace.gateway.http.server import Server
 from headrace.gateway.text_workers.work import TextContext
@@ -104,6 +106,7 @@ class FakeReplica:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     cached_tokens: int = 0
     token_delay_s: float = 0.0
+    is_closed: bool = False
 
     def __post_init__(self) -> None:
         self.info = ReplicaInfo(f"instance-{self.name}", self.name, model_info(self.text))
@@ -118,6 +121,7 @@ class FakeReplica:
         return
 
     async def close(self) -> None:
+        self.is_closed = True
         for task in list(self.tasks):
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
@@ -241,7 +245,8 @@ def some_replicas(count: int) -> list[dict[str, Any]]:
 class TestBench:
     """An open gateway, its replicas, and a client that talks to the application without a socket.
 
-    label  `replica` of the gateway's metrics for the only replica
+    replicas  the latest connection made under each name
+    label     `replica` of the gateway's metrics for the only replica
     """
 
     __test__ = False
@@ -249,6 +254,7 @@ class TestBench:
     gateway: Gateway
     replicas: dict[str, FakeReplica]
     client: httpx2.AsyncClient
+    reloader: Reloader
     label: str = "r0"
 
     @property
@@ -276,10 +282,11 @@ async def open_bench(
 
     texts = {model.name: text for model in config.models}
     workers = workers or LocalWorkers(TextContext(texts, config.limits))
-    async with open_gateway(config, texts, workers, connect=connect, sources=sources) as gateway:
+    async with open_gateway(config, texts, workers, connect=connect, sources=sources) as opened:
+        gateway = opened.app
         transport = httpx2.ASGITransport(app=gateway)
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            yield TestBench(gateway, replicas, client)
+            yield TestBench(gateway, replicas, client, opened.reloader)
         assert gateway.service.open_requests.num_open == 0
         assert not gateway.service.watch.streams
         gateway.service.text_pool.check()

@@ -89,7 +89,8 @@ def gateway(
     from headrace.gateway.main import run_gateway
 
     if parent_fd is not None and config is not None:
-        raise typer.Exit(run_gateway(partial(load_config, config), parent_fd))
+        read = partial(load_config, config)
+        raise typer.Exit(run_gateway(read, parent_fd, read_again=read))
     values = _configuration(context, config)
     raise typer.Exit(run_gateway(lambda: values))
 

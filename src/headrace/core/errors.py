@@ -44,6 +44,7 @@
     |- CheckpointError             start: a model's file and the reason
     |- CannotBind                  start: the gateway's address is taken
     |- CannotListen                start: the engine's address is taken
+    |- ReloadRefused               supervisor: a child could not apply its changed file, and changed nothing
     |- FleetFailed                 a process of the fleet cannot be kept running
     |- UsageRefused                command line: a flag or a pair of flags that is not supported
     |- ServerFailed                command line: a server could not be reached, or answered with an error

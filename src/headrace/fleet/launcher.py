@@ -18,8 +18,12 @@ from typing import Protocol
 
 from headrace.observe.logs import ENVIRONMENT as LOG_FORMAT
 from headrace.observe.logs import LogFormat, relay
+from headrace.wire.leash import LeashRequests
 
 MAX_LINE_BYTES = 2**16
+MAX_LEASH_LINE_BYTES = 2**20
+"""Bytes of one message of a child. A gateway's status has about a hundred per replica."""
+
 SECRET_VARIABLES = ("HEADRACE_API_KEY", "HEADRACE_GATEWAY__API_KEYS", "HEADRACE_GATEWAY__SALT_KEY", "HEADRACE_BLOCK_KEY")
 """Prefixes of the environment variables that hold secrets of `headrace serve`; children do not inherit them."""
 LAST_WORDS_S = 2.0
@@ -40,6 +44,7 @@ class Child:
     ready    done with the facts the child reported once it served; cancelled when it ended before
     exited   done with its exit status (negative: the signal), after its output and leash were read
     failure  the reason it reported for its end, if any
+    asked    what it is asked through the leash; a child that is still starting answers once it serves
     """
 
     def __init__(self, label: str, process: asyncio.subprocess.Process, leash: socket.socket) -> None:
@@ -48,6 +53,9 @@ class Child:
         self.ready: asyncio.Future[dict[str, object]] = asyncio.get_running_loop().create_future()
         self._process = process
         self._leash = leash
+        self._unsent = b""
+        self._writer: asyncio.StreamWriter | None = None
+        self.asked = LeashRequests(self._write)
         self.exited: asyncio.Task[int] = asyncio.create_task(self._live(), name=f"child {label}")
 
     @property
@@ -80,12 +88,21 @@ class Child:
         finally:
             self.kill()
             self.ready.cancel()
+            self.asked.close()
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
 
+    def _write(self, data: bytes) -> None:
+        if self._writer is None:
+            self._unsent += data
+        else:
+            self._writer.write(data)
+
     async def _read_leash(self) -> None:
-        reader, writer = await asyncio.open_connection(sock=self._leash)
+        reader, writer = await asyncio.open_connection(sock=self._leash, limit=MAX_LEASH_LINE_BYTES)
+        self._writer = writer
+        writer.write(self._unsent)
         try:
             async for line in reader:
                 self._take(line)
@@ -100,6 +117,8 @@ class Child:
             self.ready.set_result(message)
         elif message.get("event") == "failed":
             self.failure = Failure(str(message.get("reason")), bool(message.get("can_retry")))
+        else:
+            self.asked.take(message)
 
     async def _forward(self, stream: asyncio.StreamReader) -> None:
         """Line by line, a partial one when it grows too long or the stream ends."""

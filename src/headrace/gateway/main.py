@@ -21,6 +21,7 @@ from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, Un
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.compose import load_texts, open_gateway, text_workers
 from headrace.gateway.config import GatewayConfig
+from headrace.gateway.control.requests import answering
 from headrace.gateway.http.descriptors import connection_limit
 from headrace.gateway.http.server import Server
 from headrace.gateway.text_workers.workers import Workers
@@ -47,11 +48,14 @@ DRAIN_GRACE_S = 1.0
 """Seconds that a request which is cut off has to write its error."""
 
 
-def run_gateway(read: Callable[[], GatewayConfig], parent_fd: int | None = None) -> int:
+def run_gateway(
+    read: Callable[[], GatewayConfig], parent_fd: int | None = None, *, read_again: Callable[[], GatewayConfig] | None = None
+) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status.
 
-    read       makes the configuration; what it raises is reported as a refusal
-    parent_fd  the inherited end of the supervisor's leash; None when started by hand
+    read        makes the configuration; what it raises is reported as a refusal
+    parent_fd   the inherited end of the supervisor's leash; None when started by hand
+    read_again  makes it for a reload; None: there is no file to read again
     """
     set_up_logging()
     sys.setswitchinterval(SWITCH_S)
@@ -62,7 +66,7 @@ def run_gateway(read: Callable[[], GatewayConfig], parent_fd: int | None = None)
         workers = text_workers(config)
         workers.spawn()  # it loads while this process does
         try:
-            is_complete = run_loop(serve(config, load_texts(config), workers, leash))
+            is_complete = run_loop(serve(config, load_texts(config), workers, leash, read_again))
         finally:
             workers.kill()  # where a refusal came before they were opened
     except (ConfigError, CheckpointError) as error:
@@ -93,7 +97,9 @@ def run_loop(main: Coroutine[Any, Any, bool]) -> bool:
         return runner.run(main)
 
 
-async def serve(config: GatewayConfig, texts: dict[str, TextModel], workers: Workers, leash: Leash) -> bool:
+async def serve(
+    config: GatewayConfig, texts: dict[str, TextModel], workers: Workers, leash: Leash, read_again: Callable[[], GatewayConfig] | None
+) -> bool:
     """Listen, report it, serve, drain; False when the drain cut requests off.
 
     Raises CannotBind, ConfigError for what only opening it shows, or CheckpointError for a template that the workers refuse.
@@ -105,7 +111,8 @@ async def serve(config: GatewayConfig, texts: dict[str, TextModel], workers: Wor
     limit = connection_limit(wanted, num_replicas, num_foreign, num_text_workers=config.limits.max_text_workers)
     if limit.max_connections < wanted:
         log.warning("limits.max_connections: %d instead of %d, as open files allow (ulimit -n)", limit.max_connections, wanted)
-    async with open_gateway(config, texts, workers) as gateway:
+    async with open_gateway(config, texts, workers) as opened:
+        gateway = opened.app
         server = Server(gateway, config, gateway.refused, limit)
         try:
             port = await server.start(shares_port=leash.is_held)  # with the supervisor, which keeps it
@@ -119,11 +126,12 @@ async def serve(config: GatewayConfig, texts: dict[str, TextModel], workers: Wor
         leash.ready({"host": config.host, "port": port})
         closed = asyncio.Event()
         serving = asyncio.create_task(server.serve_until(closed))
-        await first_of(stop.soft)
-        is_complete = await drain(gateway.service.open_requests, config.timeouts.drain_s, stop.hard)
-        closed.set()
-        await serving
-        return is_complete
+        async with answering(leash, opened.reloader, read_again):
+            await first_of(stop.soft)
+            is_complete = await drain(gateway.service.open_requests, config.timeouts.drain_s, stop.hard)
+            closed.set()
+            await serving
+            return is_complete
 
 
 async def drain(open_requests: OpenRequests, timeout_s: float, hard: asyncio.Future[None]) -> bool:

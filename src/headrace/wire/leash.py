@@ -1,19 +1,66 @@
-"""The leash: a socket pair between a supervisor and a child it started.
+"""The leash: a socket pair between a supervisor and a child it started. Each end writes one JSON object per line.
 
-The child says through it when it is ready or why it refused to start (one JSON object per line); the supervisor says nothing and only
-holds its end. When that end closes, by `kill -9` of the supervisor too, the child exits at once: no orphan keeps a port or a GPU.
+    child       {"event": "ready", ...}                               it serves, with facts about it
+                {"event": "failed", "reason": R, "can_retry": B}      why it ends
+    supervisor  {"event": "reload", "id": N}                          read your file again, and apply what has changed
+    child       {"event": "reloaded", "id": N}                        done: it holds for every later request
+                {"event": "refused", "id": N, "reason": R}            nothing was changed
+    supervisor  {"event": "status", "id": N}
+    child       {"event": "status", "id": N, "models": {MODEL: {REPLICA: {"ready": B, "reason": R, "open": COUNT}}}}
+
+When the supervisor's end closes, by `kill -9` of the supervisor too, the child exits at once: no orphan keeps a port or a GPU. A gateway
+answers requests (`gateway.control.requests`), an engine none. `LeashRequests` is the supervisor's side of them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import count
+from typing import Any
+
+from headrace.core.errors import HeadraceError, Unavailable
 
 ORPHANED = 69
 """Exit status of a child whose supervisor is gone (EX_UNAVAILABLE)."""
+
+
+class LeashRequestKind(StrEnum):
+    """What a supervisor asks of a child."""
+
+    RELOAD = "reload"
+    STATUS = "status"
+
+
+@dataclass(frozen=True, slots=True)
+class LeashRequest:
+    """A supervisor's request. The answer carries the same id."""
+
+    kind: LeashRequestKind
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """A replica as one gateway sees it. reason: why it is not ready, else empty. num_open: requests of this gateway at it"""
+
+    is_ready: bool
+    reason: str
+    num_open: int
+
+
+ModelStatuses = Mapping[str, Mapping[str, ReplicaStatus]]
+"""Model to replica to status. A replica is listed until this gateway has closed its connection, a retired one too."""
+
+
+class ReloadRefused(HeadraceError):
+    """The child changed nothing; the message is its reason."""
 
 
 class Leash:
@@ -22,6 +69,9 @@ class Leash:
     def __init__(self, fd: int | None) -> None:
         """fd  the inherited descriptor, owned by this object from now on. Raises OSError when it is no socket."""
         self._socket = None if fd is None else socket.socket(fileno=fd)
+        self._lock = threading.Lock()
+        self._handler: Callable[[LeashRequest], None] | None = None
+        self._unhandled: list[LeashRequest] = []
 
     @property
     def is_held(self) -> bool:
@@ -37,6 +87,15 @@ class Leash:
             leave = on_gone or (lambda: os._exit(ORPHANED))
             threading.Thread(target=self._wait, args=(self._socket, leave), name="leash", daemon=True).start()
 
+    def listen(self, handler: Callable[[LeashRequest], None] | None) -> None:
+        """Have `handler` called for each request, in the thread of `watch`; it must not raise. Requests that came before are given to it
+        now. None: later requests wait for the next handler."""
+        with self._lock:
+            self._handler = handler
+            waiting, self._unhandled = (self._unhandled, []) if handler is not None else ([], self._unhandled)
+            for request in waiting:
+                self._handle(request)
+
     def ready(self, facts: Mapping[str, object] | None = None) -> None:
         """The child serves; `facts` (address, what was decided) are for the supervisor's log and its operator."""
         self._say({"event": "ready", **(facts or {})})
@@ -44,6 +103,19 @@ class Leash:
     def failed(self, reason: str, *, can_retry: bool) -> None:
         """Why the child ends. can_retry False: starting it again with the same configuration fails again."""
         self._say({"event": "failed", "reason": reason, "can_retry": can_retry})
+
+    def reloaded(self, request: LeashRequest) -> None:
+        self._say({"event": "reloaded", "id": request.id})
+
+    def refused(self, request: LeashRequest, reason: str) -> None:
+        self._say({"event": "refused", "id": request.id, "reason": reason})
+
+    def status(self, request: LeashRequest, models: ModelStatuses) -> None:
+        said = {
+            model: {name: {"ready": status.is_ready, "reason": status.reason, "open": status.num_open} for name, status in replicas.items()}
+            for model, replicas in models.items()
+        }
+        self._say({"event": "status", "id": request.id, "models": said})
 
     def _say(self, message: Mapping[str, object]) -> None:
         if self._socket is None:
@@ -53,11 +125,75 @@ class Leash:
         except OSError:
             return  # The supervisor is gone; `watch` ends this process.
 
-    @staticmethod
-    def _wait(end: socket.socket, on_gone: Callable[[], None]) -> None:
+    def _wait(self, end: socket.socket, on_gone: Callable[[], None]) -> None:
+        rest = b""
         try:
-            while end.recv(4096):
-                pass
+            while data := end.recv(4096):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self._take(line)
         except OSError:
             pass
-        on_gone()
+        finally:  # whatever ends this thread ends the process: without it an orphan would not notice
+            on_gone()
+
+    def _take(self, line: bytes) -> None:
+        message = json.loads(line)
+        with self._lock:
+            self._handle(LeashRequest(LeashRequestKind(message["event"]), message["id"]))
+
+    def _handle(self, request: LeashRequest) -> None:
+        if self._handler is not None:
+            self._handler(request)
+        else:
+            self._unhandled.append(request)
+
+
+class LeashRequests:
+    """The supervisor's requests to one child and their answers. Lives on one event loop."""
+
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        """write: sends bytes to the child"""
+        self._write = write
+        self._ids = count(1)
+        self._open: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
+        self._is_closed = False
+
+    async def reload(self) -> None:
+        """Returns once the child has applied its file. Raises ReloadRefused with its reason, Unavailable when the child ends before."""
+        answer = await self._ask(LeashRequestKind.RELOAD)
+        if answer["event"] == "refused":
+            raise ReloadRefused(str(answer["reason"]))
+
+    async def status(self) -> ModelStatuses:
+        """What the child knows of its replicas. Raises Unavailable when it ends before it answers."""
+        answer = await self._ask(LeashRequestKind.STATUS)
+        return {
+            model: {name: ReplicaStatus(said["ready"], said["reason"], said["open"]) for name, said in replicas.items()}
+            for model, replicas in answer["models"].items()
+        }
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        """A message of the child. One that answers no open request is ignored: its asker has given up."""
+        answered = self._open.get(message.get("id", 0))
+        if answered is not None and not answered.done():
+            answered.set_result(message)
+
+    def close(self) -> None:
+        """The child has ended: what is not answered never will be."""
+        self._is_closed = True
+        for asked in self._open.values():
+            if not asked.done():
+                asked.set_exception(Unavailable("the process ended before it answered"))
+
+    async def _ask(self, kind: LeashRequestKind) -> Mapping[str, Any]:
+        if self._is_closed:
+            raise Unavailable("the process has ended")
+        number = next(self._ids)
+        asked: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
+        self._open[number] = asked
+        try:
+            self._write(json.dumps({"event": kind.value, "id": number}).encode() + b"\n")
+            return await asked
+        finally:
+            del self._open[number]

@@ -80,7 +80,13 @@ class HttpUpstream:
 
     def replicas(self) -> list[ReplicaHealth]:
         """Its servers. A server counts as connected: connections are made per request."""
-        return [ReplicaHealth(server.name, is_connected=True, reason=server.reason(), is_foreign=True) for server in self.servers]
+        return [
+            ReplicaHealth(server.name, is_connected=True, reason=server.reason(), is_foreign=True, num_open=server.num_open)
+            for server in self.servers
+        ]
+
+    def retired_replicas(self) -> list[ReplicaHealth]:
+        return []
 
     def readings(self) -> Iterator[UpstreamReading]:
         now = self._clock()

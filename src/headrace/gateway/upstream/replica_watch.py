@@ -51,11 +51,20 @@ class WatchedReplica(Protocol):
     def instance(self) -> tuple[str, str]: ...
 
 
+class WatchedPool(Protocol):
+    """The replicas of a model now. A retired one is watched as well: its streams move off it when it hangs, and none moves to it."""
+
+    @property
+    def replicas(self) -> Sequence[WatchedReplica]: ...
+    @property
+    def retired(self) -> Sequence[WatchedReplica]: ...
+
+
 class ReplicaWatch:
     """num_moves: how often all streams of a replica were given up because it hung"""
 
-    def __init__(self, replicas: Sequence[WatchedReplica], clock: Clock) -> None:
-        self._replicas = tuple(replicas)
+    def __init__(self, pool: WatchedPool, clock: Clock) -> None:
+        self._pool = pool
         self._clock = clock
         self._change: asyncio.Future[None] | None = None
         self._last_ready: frozenset[tuple[str, str, str]] = frozenset()
@@ -82,7 +91,7 @@ class ReplicaWatch:
 
     def look(self) -> None:
         """One look at all replicas."""
-        for replica in self._replicas:
+        for replica in (*self._pool.replicas, *self._pool.retired):
             if replica.connection.num_open and self._is_hanging(replica) and self._has_other(replica):
                 self.num_moves += 1
                 log.warning("replica %s hangs: its %d requests move to another one", replica.instance[0], replica.connection.num_open)
@@ -111,7 +120,7 @@ class ReplicaWatch:
         now = self._clock()
         return frozenset(
             (*replica.instance, numerics_digest(replica.numerics))
-            for replica in self._replicas
+            for replica in self._pool.replicas
             if not verdict(replica.connection.state, replica.connection.snapshot, now)
         )
 
@@ -123,6 +132,6 @@ class ReplicaWatch:
         now, digest = self._clock(), numerics_digest(hanging.numerics)
         return any(
             may_resume(digest, numerics_digest(other.numerics)) and not verdict(other.connection.state, other.connection.snapshot, now)
-            for other in self._replicas
+            for other in self._pool.replicas
             if other is not hanging
         )

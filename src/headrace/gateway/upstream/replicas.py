@@ -1,10 +1,12 @@
 """The replicas of one model as this gateway sees them: their connections, and the choice among them.
 
-Whether one is ready is judged in `replica_health`; `replica_watch` moves calls off a replica that hangs.
+Replicas come and go while requests run. A retired one gets no new request; its connection stays until its last request has left, or its
+engine has ended. Whether a replica is ready is judged in `replica_health`; `replica_watch` moves calls off a replica that hangs.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +32,13 @@ from headrace.wire.stream import PlainRowHandler
 RESUME_BURST = 100.0
 RESUME_SHARE = 0.2
 """Budget of a model's resumes that follow one without a new token: RESUME_BURST, and RESUME_SHARE more with each request."""
+
+
+RETIRED = "retired"
+"""Why a retired replica is not ready."""
+
+CLOSE_CHECK_S = 0.05
+"""Seconds between two looks whether the last request of a retired replica has left."""
 
 
 class UpdateStream(Protocol):
@@ -69,9 +78,9 @@ class Connection(Protocol):
     def abandon(self, reason: str) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Replica:
-    """One replica: its name and its connection."""
+    """One replica: its name and its connection. Compared by identity."""
 
     name: ReplicaId
     connection: Connection
@@ -101,6 +110,8 @@ ReplicaInstance = tuple[ReplicaId, str]
 class ReplicaPool:
     """All replicas of one model. `async with` keeps the connections open.
 
+    replicas       where new requests go
+    retired        no longer replicas, and still connected
     failover_s     how long a call whose replica was lost may wait for another one; 0: it ends
     resume_budget  of resumes that follow one without a new token
     """
@@ -110,11 +121,13 @@ class ReplicaPool:
     ) -> None:
         self.model = model
         self.replicas = tuple(replicas)
+        self.retired: tuple[Replica, ...] = ()
         self.failover_s = failover_s
         self.resume_budget = RetryBudget(share=RESUME_SHARE, burst=RESUME_BURST)
         self.clock = clock
-        self.watch = ReplicaWatch(self.replicas, clock)
+        self.watch = ReplicaWatch(self, clock)
         self._random = random
+        self._closing: set[asyncio.Task[None]] = set()
         self._last_info: ModelInfo | None = None
 
     async def __aenter__(self) -> ReplicaPool:
@@ -126,8 +139,38 @@ class ReplicaPool:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.watch.close()
-        for replica in self.replicas:
+        closing = list(self._closing)
+        for task in closing:
+            task.cancel()
+        await asyncio.gather(*closing, return_exceptions=True)
+        for replica in (*self.replicas, *self.retired):
             await replica.connection.close()
+
+    def change(self, *, add: Collection[Replica] = (), retire: Collection[Replica] = ()) -> None:
+        """Send requests to `add` as soon as they are connected, and none to `retire` from now on, which are among `replicas`."""
+        assert set(retire) <= set(self.replicas), "a replica is retired once"
+        self.replicas = (*(replica for replica in self.replicas if replica not in retire), *add)
+        self.retired = (*self.retired, *retire)
+        for replica in add:
+            replica.connection.start()
+        for replica in retire:
+            task = asyncio.get_running_loop().create_task(self._close_unused(replica), name=f"retired {replica.name}")
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def _close_unused(self, replica: Replica) -> None:
+        """Close a retired replica's connection once no request is left at it. An engine that ends fails its requests, which move on."""
+        while replica.connection.num_open:
+            await asyncio.sleep(CLOSE_CHECK_S)
+        await replica.connection.close()
+        self.retired = tuple(other for other in self.retired if other is not replica)
+
+    def check(self) -> None:
+        """Every replica is in use or retired, never both, and each retired one is being closed."""
+        assert len(set(self.replicas)) == len(self.replicas)
+        assert len({replica.name for replica in self.replicas}) == len(self.replicas), "two replicas with one name"
+        assert not set(self.replicas) & set(self.retired)
+        assert len(self._closing) >= len(self.retired)
 
     @property
     def info(self) -> ModelInfo | None:
@@ -195,12 +238,19 @@ class ReplicaPool:
             yield replica, verdict(replica.connection.state, replica.connection.snapshot, now)
 
     def health(self) -> list[ReplicaHealth]:
-        found: list[ReplicaHealth] = []
-        for replica, reason in self.verdicts():
-            seen = replica.connection.snapshot
-            is_connected = replica.connection.state is not ConnectionState.DOWN
-            found.append(ReplicaHealth(replica.name, is_connected, reason, seen.load if seen else None))
-        return found
+        return [_health(replica, reason) for replica, reason in self.verdicts()]
+
+    def retired_health(self) -> list[ReplicaHealth]:
+        """The retired replicas. One whose name is a replica's again is left out."""
+        names = {replica.name for replica in self.replicas}
+        return [_health(replica, RETIRED) for replica in self.retired if replica.name not in names]
+
+
+def _health(replica: Replica, reason: str) -> ReplicaHealth:
+    connection = replica.connection
+    is_connected = connection.state is not ConnectionState.DOWN
+    load = connection.snapshot.load if connection.snapshot else None
+    return ReplicaHealth(replica.name, is_connected, reason, load, num_open=connection.num_open)
 
 
 def _candidate(replica: Replica) -> Candidate:

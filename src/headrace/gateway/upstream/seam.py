@@ -364,6 +364,7 @@ class ReplicaHealth:
     reason      why it is not ready, in a form that may be shown to clients; empty = ready
     load        its last snapshot; None before the first one
     is_foreign  it is no part of this site: its state is shown, and it counts as ready for /ready
+    num_open    requests of this gateway at it
     """
 
     name: str
@@ -371,6 +372,7 @@ class ReplicaHealth:
     reason: str
     load: LoadSnapshot | None = None
     is_foreign: bool = False
+    num_open: int = 0
 
 
 class Upstream(Protocol):
@@ -387,6 +389,10 @@ class Upstream(Protocol):
         ...
 
     def replicas(self) -> list[ReplicaHealth]: ...
+
+    def retired_replicas(self) -> list[ReplicaHealth]:
+        """What gets no new request and still has running ones, or will be closed in a moment."""
+        ...
 
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> Prepared:
         """Raises InvalidRequest for what this model cannot take, Unavailable while it is starting, Overloaded."""

@@ -25,7 +25,7 @@ class ServedModel:
         return any(replica.is_connected for replica in self.upstream.replicas())
 
     def readings(self) -> Iterator[ReplicaReading]:
-        for replica in self.upstream.replicas():
+        for replica in (*self.upstream.replicas(), *self.upstream.retired_replicas()):
             yield ReplicaReading(self.name, replica.name, not replica.reason, replica.load)
 
 

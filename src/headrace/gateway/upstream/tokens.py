@@ -70,6 +70,9 @@ class TokenUpstream:
     def replicas(self) -> list[ReplicaHealth]:
         return self._pool.health()
 
+    def retired_replicas(self) -> list[ReplicaHealth]:
+        return self._pool.retired_health()
+
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> TokenPrepared:
         info = self._info()
         params = self._params(request, info)

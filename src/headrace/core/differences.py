@@ -1,0 +1,115 @@
+"""What differs between two configurations, path by path, in a form for people: no secret is shown.
+
+Works on dataclasses, mappings and sequences. Items of a sequence that all have a name are compared by name. A field with `repr=False`, and
+a key of a mapping in SECRET_KEYS, is a secret: that it differs is shown, and nothing of its value. Not a patch: it cannot be applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import StrEnum
+from typing import Any
+
+from headrace.core.errors import shorten
+
+HIDDEN = "(not shown)"
+SECRET_KEYS = frozenset({"api_key", "block_key", "key", "salt_key", "sha256", "token"})
+"""Keys of plain data, as a file has it, whose values are secrets wherever they stand."""
+
+
+class DifferenceKind(StrEnum):
+    """The values are the signs in front of a line."""
+
+    ADDED = "+"
+    REMOVED = "-"
+    CHANGED = "~"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One difference. path: dotted, with the names of items in brackets. text: both values, or what was added or removed; may be empty"""
+
+    kind: DifferenceKind
+    path: str
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.path}{': ' if self.text else ''}{self.text}"
+
+
+def differences(before: object, after: object, path: str = "") -> Iterator[Difference]:
+    """Every difference of two values, in the order of their fields. path: of the values themselves"""
+    return _differences(before, after, path, is_secret=False)
+
+
+def _differences(before: object, after: object, path: str, *, is_secret: bool) -> Iterator[Difference]:
+    if before == after:
+        return
+    if is_dataclass(before) and type(before) is type(after):
+        for item in fields(before):
+            pair = getattr(before, item.name), getattr(after, item.name)
+            yield from _differences(*pair, _joined(path, item.name), is_secret=is_secret or not item.repr)
+    elif isinstance(before, Mapping) and isinstance(after, Mapping):
+        yield from _of_items(before, after, lambda key: _joined(path, str(key)), is_secret=is_secret)
+    elif (old := _by_name(before)) is not None and (new := _by_name(after)) is not None:
+        yield from _of_items(old, new, lambda name: f"{path}[{name}]", is_secret=is_secret)
+        if set(old) == set(new) and list(old) != list(new):
+            yield Difference(DifferenceKind.CHANGED, path, f"order {', '.join(new)}")
+    elif isinstance(before, list | tuple) and isinstance(after, list | tuple):
+        yield from _of_sequences(before, after, path, is_secret=is_secret)
+    else:
+        yield Difference(DifferenceKind.CHANGED, path, HIDDEN if is_secret else f"{_shown(before)} -> {_shown(after)}")
+
+
+def _of_items(before: Mapping[Any, object], after: Mapping[Any, object], path: Any, *, is_secret: bool) -> Iterator[Difference]:
+    for key in before:
+        if key in after:
+            yield from _differences(before[key], after[key], path(key), is_secret=is_secret or key in SECRET_KEYS)
+        else:
+            yield Difference(DifferenceKind.REMOVED, path(key))
+    for key in after:
+        if key not in before:
+            yield Difference(DifferenceKind.ADDED, path(key))
+
+
+def _of_sequences(before: Sequence[object], after: Sequence[object], path: str, *, is_secret: bool) -> Iterator[Difference]:
+    """Items without names: those that only one of the two has."""
+    for item in before:
+        if item not in after:
+            yield Difference(DifferenceKind.REMOVED, path, _item(item, is_secret=is_secret))
+    for item in after:
+        if item not in before:
+            yield Difference(DifferenceKind.ADDED, path, _item(item, is_secret=is_secret))
+    if len(before) == len(after) and all(item in after for item in before):
+        yield Difference(DifferenceKind.CHANGED, path, "order")
+
+
+def _item(item: object, *, is_secret: bool) -> str:
+    """An item as a line shows it. A dataclass says itself which of its fields are secrets."""
+    return HIDDEN if is_secret and not isinstance(item, Mapping) and not is_dataclass(item) else _shown(item)
+
+
+def _by_name(value: object) -> dict[str, object] | None:
+    """Items by their names; None where one has none, or two have the same."""
+    if not isinstance(value, list | tuple):
+        return None
+    names = [item.get("name") if isinstance(item, Mapping) else getattr(item, "name", None) for item in value]
+    if not all(isinstance(name, str) and name for name in names) or len(set(names)) != len(names):
+        return None
+    return dict(zip(names, value, strict=True))  # type: ignore[arg-type]  # each name is a string
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _shown(value: object) -> str:
+    return repr(value) if is_dataclass(value) else shorten(_masked(value))
+
+
+def _masked(value: object) -> object:
+    """Plain data without its secrets."""
+    if isinstance(value, Mapping):
+        return {key: HIDDEN if key in SECRET_KEYS else _masked(item) for key, item in value.items()}
+    return [_masked(item) for item in value] if isinstance(value, list | tuple) else value

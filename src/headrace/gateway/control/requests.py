@@ -1,0 +1,98 @@
+"""Requests that a running gateway reads its file again, and their answers: from a supervisor through the leash, or SIGHUP.
+
+Reloads run one after another, in the order of asking. A status is answered at once, during a reload too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+from headrace.core.errors import HeadraceError
+from headrace.gateway.config import GatewayConfig
+from headrace.gateway.control.reload import Reloader
+from headrace.wire.leash import Leash, LeashRequest, LeashRequestKind
+
+log = logging.getLogger("headrace.gateway")
+
+INTERNAL = "the change failed by a fault of this program; its log says more"
+
+Read = Callable[[], GatewayConfig]
+
+
+@asynccontextmanager
+async def answering(leash: Leash, reloader: Reloader, read: Read | None) -> AsyncIterator[None]:
+    """Answer requests until the block ends.
+
+    read  reads the configuration again; None: there is no file, and SIGHUP keeps its default action, which ends this process
+    """
+    answers = _Answers(leash, reloader, read)
+    loop = asyncio.get_running_loop()
+
+    def hand_over(request: LeashRequest) -> None:  # in the leash's thread
+        with suppress(RuntimeError):  # the loop is closed: this process ends
+            loop.call_soon_threadsafe(answers.take, request)
+
+    leash.listen(hand_over)
+    if read is not None:
+        loop.add_signal_handler(signal.SIGHUP, answers.reload)
+    reloading = loop.create_task(answers.run(), name="reloads")
+    try:
+        yield
+    finally:
+        leash.listen(None)
+        if read is not None:
+            loop.remove_signal_handler(signal.SIGHUP)
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # this process is ending: a late one must not change its exit status
+        reloading.cancel()
+        await asyncio.gather(reloading, return_exceptions=True)
+
+
+class _Answers:
+    """The requests that are waiting, and their answers."""
+
+    def __init__(self, leash: Leash, reloader: Reloader, read: Read | None) -> None:
+        self._leash = leash
+        self._reloader = reloader
+        self._read = read
+        self._waiting: asyncio.Queue[LeashRequest | None] = asyncio.Queue()
+
+    def take(self, request: LeashRequest) -> None:
+        if request.kind is LeashRequestKind.STATUS:
+            self._leash.status(request, self._reloader.status())
+        else:
+            self._waiting.put_nowait(request)
+
+    def reload(self) -> None:
+        """As asked by a signal, which gets no answer but the log."""
+        self._waiting.put_nowait(None)
+
+    async def run(self) -> None:
+        while True:
+            await self._answer(await self._waiting.get())
+
+    async def _answer(self, request: LeashRequest | None) -> None:
+        reason = await self._why_refused()
+        if reason:
+            log.error("the configuration stays as it is: %s", reason)
+        if request is not None:
+            if reason:
+                self._leash.refused(request, reason)
+            else:
+                self._leash.reloaded(request)
+
+    async def _why_refused(self) -> str:
+        """Reload; why nothing was changed, or empty."""
+        if self._read is None:
+            return "this gateway was started without a file"
+        try:
+            await self._reloader.reload(self._read)
+        except HeadraceError as error:
+            return str(error)
+        except Exception:  # the outermost loop: a bug must not leave later requests unanswered
+            log.exception("reading the configuration again failed")
+            return INTERNAL
+        return ""
