@@ -215,6 +215,10 @@ def test_finish_survives_the_wire(index: int, keep: int, reason: FinishReason) -
         step_age_s=st.none() | finite,
         step_predicted_s=finite,
         loop_age_s=finite,
+        num_queued_tokens=counts,
+        max_num_seqs=counts,
+        step_fixed_s=finite,
+        step_token_s=finite,
         counters=st.builds(
             EngineCounters,
             prompt_tokens=counts,
@@ -232,6 +236,12 @@ def test_finish_survives_the_wire(index: int, keep: int, reason: FinishReason) -
 )
 def test_a_load_snapshot_survives_the_wire(load: LoadSnapshot) -> None:
     assert decode_load(pb.Load.FromString(encode_load(load).SerializeToString())) == load
+
+
+def test_a_load_of_an_earlier_version_reads_as_a_speed_that_is_not_known() -> None:
+    earlier = pb.Load(num_running=2, counters=pb.Counters(step_buckets=[0] * (len(STEP_BOUNDS_S) + 1)))
+    load = decode_load(pb.Load.FromString(earlier.SerializeToString()))
+    assert (load.num_running, load.num_queued_tokens, load.max_num_seqs, load.step_fixed_s, load.step_token_s) == (2, 0, 0, 0.0, 0.0)
 
 
 def test_model_facts_survive_the_wire_with_the_types_of_their_defaults() -> None:

@@ -1,6 +1,6 @@
-"""Messages from other threads to the loop, in order, and the number of sequences in them that the loop has not taken yet.
+"""Messages from other threads to the loop, in order, and how much submitted work is in them that the loop has not taken yet.
 
-Only submitted sequences are counted, not cancels, finishes or preparers' answers: gateways read how much work waits.
+Only Submits are counted, not cancels, finishes or preparers' answers: gateways read how much work waits.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace.core.finish import FinishReason
 from headrace.core.ids import AdmissionId, RequestId
@@ -54,28 +55,42 @@ class Wake:
 Message = Submit | Cancel | Finish | Satisfied | PrerequisiteFailed | Wake
 
 
+class SubmittedWork(NamedTuple):
+    """A sum over Submits. num_tokens: of prompts, and of outputs of earlier attempts; a prompt counts once however many sequences it has"""
+
+    num_sequences: int = 0
+    num_tokens: int = 0
+
+    def with_submit(self, request: EngineRequest) -> SubmittedWork:
+        num_tokens = len(request.prompt_ids) + len(request.output_ids)
+        return SubmittedWork(self.num_sequences + request.params.n, self.num_tokens + num_tokens)
+
+    def since(self, earlier: SubmittedWork) -> SubmittedWork:
+        return SubmittedWork(self.num_sequences - earlier.num_sequences, self.num_tokens - earlier.num_tokens)
+
+
 class Inbox:
     """`put` from any thread, `take` on the loop's.
 
-    num_taken  sequences of the Submits taken so far; only the loop's thread changes it
+    taken  sum over the Submits taken so far; only the loop's thread changes it
     """
 
     def __init__(self) -> None:
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._num_put = 0
-        self.num_taken = 0
+        self._put = SubmittedWork()
+        self.taken = SubmittedWork()
 
     def put(self, message: Message) -> None:
         """Never blocks for longer than another `put` takes."""
         if isinstance(message, Submit):
             with self._lock:  # before it can be taken: never more is taken than was put
-                self._num_put += message.request.params.n
+                self._put = self._put.with_submit(message.request)
         self._messages.put(message)
 
-    def num_put_since(self, num_taken: int) -> int:
-        """Sequences submitted so far, beyond the first `num_taken`."""
-        return self._num_put - num_taken
+    def put_since(self, taken: SubmittedWork) -> SubmittedWork:
+        """What was submitted so far, beyond what was `taken` at an earlier moment."""
+        return self._put.since(taken)
 
     def take(self, timeout_s: float | None = None) -> Message | None:
         """The next message; None when there is none, after `timeout_s` if one is given."""
@@ -84,5 +99,5 @@ class Inbox:
         except queue.Empty:
             return None
         if isinstance(message, Submit):
-            self.num_taken += message.request.params.n
+            self.taken = self.taken.with_submit(message.request)
         return message

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from headrace.core.clock import Clock
 from headrace.core.load import LoadSnapshot
-from headrace.engine.inbox import Inbox
+from headrace.engine.inbox import Inbox, SubmittedWork
 from headrace.engine.steps import StepQueue
 from headrace.policy.schedule.scheduler import Scheduler
 
@@ -19,12 +19,12 @@ from headrace.policy.schedule.scheduler import Scheduler
 class _Published:
     """The load at one moment, ages left out.
 
-    num_taken  sequences that had been taken from the inbox by then: each is in the load, or over
-    at         the moment, on the engine's clock
+    taken  what had been taken from the inbox by then: it is in the load, or over
+    at     the moment, on the engine's clock
     """
 
     load: LoadSnapshot
-    num_taken: int
+    taken: SubmittedWork
     at: float
 
 
@@ -41,6 +41,7 @@ class LoadBoard:
     def publish(self) -> None:
         """Replace what `snapshot` reads by the scheduler's counts of now. On the loop's thread."""
         scheduler, pools = self._scheduler, self._scheduler.kv.pools
+        costs = self._steps.costs
         load = LoadSnapshot(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -49,16 +50,22 @@ class LoadBoard:
             kv_blocks_used=sum(pool.num_used for pool in pools),
             kv_blocks_total=sum(pool.total for pool in pools),
             counters=scheduler.counters.copy(),
+            num_queued_tokens=scheduler.num_queued_tokens,
+            max_num_seqs=scheduler.config.max_num_seqs,
+            step_fixed_s=costs.fixed_s,
+            step_token_s=costs.token_s,
         )
-        self._published = _Published(load, self._inbox.num_taken, self._clock())
+        self._published = _Published(load, self._inbox.taken, self._clock())
 
     def snapshot(self) -> LoadSnapshot:
         """The published load with the ages of now; sequences submitted since it was published count as waiting. From one other thread."""
         now = self._clock()
         published, step = self._published, self._steps.running
+        submitted = self._inbox.put_since(published.taken)
         return replace(
             published.load,
-            num_waiting=published.load.num_waiting + self._inbox.num_put_since(published.num_taken),
+            num_waiting=published.load.num_waiting + submitted.num_sequences,
+            num_queued_tokens=published.load.num_queued_tokens + submitted.num_tokens,
             step_age_s=None if step is None else now - step.started,
             step_predicted_s=0.0 if step is None else step.predicted_s,
             loop_age_s=now - published.at,

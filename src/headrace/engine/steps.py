@@ -13,7 +13,7 @@ from typing import Protocol
 from headrace.core.clock import Clock
 from headrace.core.errors import EngineFatal
 from headrace.core.plan import Plan, Result
-from headrace.policy.schedule.step_timer import StepTimer
+from headrace.policy.schedule.step_timer import StepCosts, StepTimer
 
 PLAN_RING = 128
 """Plans kept for `headrace replay`; the oldest is dropped first."""
@@ -67,6 +67,11 @@ class StepQueue:
 
     def __len__(self) -> int:
         return len(self._steps)
+
+    @property
+    def costs(self) -> StepCosts:
+        """What steps cost lately. On the loop's thread."""
+        return self._timer.costs
 
     def submit(self, plan: Plan) -> None:
         """Hand a plan to the runner. What that raises, EngineFatal apart, is raised by the step's ticket instead."""

@@ -293,6 +293,40 @@ def test_snapshots_count_blocks_by_state_and_steps_once() -> None:
     assert after.counters.finished == {"length": len(PROMPTS)}
 
 
+def test_a_snapshot_counts_the_tokens_that_no_plan_has_reached() -> None:
+    """In the inbox, in the queue, and what is left of a prompt that is computed in chunks."""
+    driven = DrivenEngine(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=256)
+    assert driven.engine.snapshot().max_num_seqs == 2
+    driven.submit(request("long", [1 + i % 90 for i in range(100)]))
+    driven.submit(request("short", [1, 2, 3], n=2))
+    assert driven.engine.snapshot().num_queued_tokens == 103, "a prompt counts once, however many sequences it has"
+    driven.turn()
+    left = driven.engine.snapshot().num_queued_tokens
+    assert 103 - 32 <= left < 103, "one step of 32 tokens was planned"
+    driven.turn(2)
+    assert driven.engine.snapshot().num_queued_tokens <= left - 32
+    driven.run()
+    done = driven.engine.snapshot()
+    assert (done.num_queued_tokens, done.num_waiting) == (0, 0)
+
+
+def test_a_snapshot_reports_what_steps_cost() -> None:
+    driven = DrivenEngine()
+    assert driven.engine.snapshot().step_fixed_s == driven.engine.snapshot().step_token_s == 0.0, "not known"
+    compute = driven.runner.compute
+
+    def timed(plan: Any) -> Any:
+        driven.clock.now += 0.010 + 0.001 * plan.num_tokens
+        return compute(plan)
+
+    driven.runner.compute = timed  # type: ignore[method-assign]
+    submit_all(driven)
+    while driven.engine.turn():
+        pass
+    seen = driven.engine.snapshot()
+    assert [seen.step_fixed_s, seen.step_token_s] == pytest.approx([0.010, 0.001])
+
+
 def test_a_snapshot_taken_while_a_step_runs_knows_what_the_step_was_planned_from() -> None:
     """What another thread sees in the midst of a turn is whole: blocks, sequences and counters of the moment the step was planned."""
     driven = DrivenEngine()
@@ -484,3 +518,18 @@ def test_step_times_are_predicted_from_a_fixed_cost_and_a_cost_per_token() -> No
     assert timer.predict(512) == pytest.approx(0.551, rel=0.01)
     assert timer.predict(1024) == pytest.approx(1.063, rel=0.01)
     assert 0.0 < timer.predict(1) < 0.2
+
+
+def test_the_cost_per_token_is_kept_while_all_steps_are_of_one_size() -> None:
+    timer = StepTimer()
+    assert timer.costs == (0.0, 0.0), "nothing is known"
+    timer.observe(8, 0.040)
+    assert timer.costs == (0.040, 0.0), "the two costs cannot be separated"
+    timer.observe(512, 0.544)
+    assert [*timer.costs] == pytest.approx([0.032, 0.001])
+    for _ in range(2000):
+        timer.observe(8, 0.040)
+    assert [*timer.costs] == pytest.approx([0.032, 0.001]), "long after the last large step"
+    for _ in range(300):
+        timer.observe(8, 0.080)
+    assert [*timer.costs] == pytest.approx([0.072, 0.001], rel=0.01), "what all steps have in common is learned all the same"

@@ -9,6 +9,7 @@ resumed sequences need no loop of their own. Decoding rows come first: one token
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from headrace.core.ids import SlotId
@@ -60,6 +61,8 @@ class Planner:
         self.kv = kv
         self.sequences = sequences
         self._price = ChunkPrice(config.costly_context if config.enable_chunked_prefill else 0)
+        self.num_prompt_tokens_left = 0
+        """Tokens of running prompts that the last step left to later ones."""
 
     def fill(self, step: StepBuilder) -> None:
         """Add rows for running sequences and for those that can be admitted. When this raises, the step holds the rows added so far."""
@@ -67,6 +70,7 @@ class Planner:
         for seq in drafted:
             self._plan_drafted(seq, step)
         self._plan_prefills(prefilling, step)
+        self.num_prompt_tokens_left = _num_tokens_left({*prefilling, *step.rows.seqs[step.rows.num_decodes :]})
         self.charge(step)
 
     def fill_within_held_blocks(self, sequences: list[Sequence], step: StepBuilder) -> list[Sequence]:
@@ -314,3 +318,8 @@ class Planner:
     def _num_cached_tokens(self, seq: Sequence) -> int:
         """Leading tokens whose KV can be reused; 0 with prompt log-probabilities, which need every position computed."""
         return 0 if seq.needs_prompt_logprobs else self.kv.num_hit_tokens(seq)
+
+
+def _num_tokens_left(sequences: Iterable[Sequence]) -> int:
+    """Tokens left to plan of the running prompts among `sequences`. A single token left is a decoding row's next one."""
+    return sum([left for seq in sequences if seq.state is RUNNING and (left := seq.num_uncomputed) > 1])

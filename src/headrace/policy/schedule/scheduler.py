@@ -70,6 +70,11 @@ class Scheduler:
         return self.sequences.num_waiting
 
     @property
+    def num_queued_tokens(self) -> int:
+        """Tokens known and not planned: of waiting sequences, and of prompts that the last plan left unfinished."""
+        return self.sequences.num_waiting_tokens + self._planner.num_prompt_tokens_left
+
+    @property
     def has_work(self) -> bool:
         return self.sequences.has_work
 

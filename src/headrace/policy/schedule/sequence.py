@@ -103,6 +103,7 @@ class Sequence:
                                  not emit them twice
     stage, stage_since, stage_seconds  the current stage, when it began, and the seconds spent in each stage before it
     stage_unstalled  the stage that follows STALLED
+    num_queued   tokens it counts for in `SequenceTable.num_waiting_tokens`
     key          its place in the queue policy's order, smaller first; set at the first push
     """
 
@@ -132,6 +133,7 @@ class Sequence:
     hashes: list[BlockHash] = field(default_factory=list)
     missing: dict[str, float] = field(default_factory=dict)
     admission: AdmissionId = NO_ADMISSION
+    num_queued: int = 0
     key: float = 0.0
     num_cached: int = 0
     stage: Stage = QUEUE

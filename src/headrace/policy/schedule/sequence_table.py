@@ -42,6 +42,8 @@ class SequenceTable:
         self.generation = 0
         """Raised whenever a sequence starts to run or stops."""
         self.counters = EngineCounters()
+        self.num_waiting_tokens = 0
+        """Tokens to compute for the sequences that wait, as if the prefix cache held none of them."""
         self._blocked: dict[SeqId, Sequence] = {}
         self._families: dict[RequestId, list[Sequence]] = {}
         self._prepared: dict[AdmissionId, list[Sequence]] = {}
@@ -120,7 +122,7 @@ class SequenceTable:
         self._families[request.request_id] = family
         try:
             for seq in family:
-                self._tenants.add(seq)
+                self._begin_wait(seq)
                 self._place(seq)
                 self._watch_deadlines(seq, now)
         except Exception:
@@ -131,6 +133,18 @@ class SequenceTable:
             for seq in family:
                 seq.admission = admission
         self.counters.prompt_tokens += len(request.prompt_ids)
+
+    def _begin_wait(self, seq: Sequence) -> None:
+        """It waits from now on, for prerequisites or in the queue. A sibling that will share a prompt (n > 1) has one token to compute."""
+        self._tenants.add(seq)
+        seq.num_queued = 1 if FORK in seq.missing else len(seq.tokens)
+        self.num_waiting_tokens += seq.num_queued
+
+    def _end_wait(self, seq: Sequence) -> None:
+        """It runs or ends. Calling it twice changes nothing."""
+        self._tenants.remove(seq)
+        self.num_waiting_tokens -= seq.num_queued
+        seq.num_queued = 0
 
     def _watch_deadlines(self, seq: Sequence, now: float) -> None:
         if seq.request.deadline_at is not None:
@@ -144,7 +158,7 @@ class SequenceTable:
         for seq in family:
             self.queue.remove(seq)
             self._blocked.pop(seq.seq_id, None)
-            self._tenants.remove(seq)
+            self._end_wait(seq)
             seq.end()
         del self._families[family[0].request.request_id]
 
@@ -216,7 +230,7 @@ class SequenceTable:
     def start(self, seq: Sequence, now: float) -> None:
         """Move a waiting sequence into a slot. The caller asked `has_free_slot` first."""
         self.queue.remove(seq)
-        self._tenants.remove(seq)
+        self._end_wait(seq)
         seq.start(self._free_slots.pop(), now)
         self._running[seq.seq_id] = seq
         self.generation += 1
@@ -236,7 +250,7 @@ class SequenceTable:
         self._leave_state(seq)
         self.kv.release(seq)
         seq.preempt(now)
-        self._tenants.add(seq)
+        self._begin_wait(seq)
         self.queue.push(seq, seq.limit)
         self.counters.preemptions += 1
 
@@ -332,7 +346,7 @@ class SequenceTable:
                 self.generation += 1
                 self._give_slot_back(seq)
             return
-        self._tenants.remove(seq)
+        self._end_wait(seq)
         if seq.state is WAITING:
             self.queue.remove(seq)
         else:
@@ -413,4 +427,7 @@ class SequenceTable:
         assert len(states[BLOCKED]) == len(self._blocked)
         prepared = {id(family) for family in self._prepared.values()}
         assert prepared <= {id(family) for family in self._families.values()}, "an admission outlived its request"
-        self._tenants.check([*states[WAITING], *states[BLOCKED]])
+        waiting = [*states[WAITING], *states[BLOCKED]]
+        assert self.num_waiting_tokens == sum(seq.num_queued for seq in waiting), "waiting tokens are miscounted"
+        assert not any(seq.num_queued for seq in states[RUNNING]), "a running sequence counts as waiting"
+        self._tenants.check(waiting)

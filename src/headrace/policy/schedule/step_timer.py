@@ -1,9 +1,22 @@
-"""Predicts a step's duration from the steps before it, so that readiness can tell a hanging step from a large one."""
+"""What steps cost, learned from the steps before: readiness tells a hanging step from a large one by it, and gateways compare replicas."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 UNKNOWN_STEP_S = 5.0
 """Seconds predicted for a step before any was observed."""
+
+
+MIN_SPREAD = 1.0
+"""Least variance of the steps' token counts from which the fixed cost can be separated from the cost per token."""
+
+
+class StepCosts(NamedTuple):
+    """Seconds of a step: fixed_s + num_tokens * token_s. Both 0: not known."""
+
+    fixed_s: float = 0.0
+    token_s: float = 0.0
 
 
 class StepTimer:
@@ -15,6 +28,7 @@ class StepTimer:
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._known_token_s = 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         fading = (self._weight, self._x, self._y, self._xx, self._xy)
@@ -24,14 +38,32 @@ class StepTimer:
         self._y += seconds
         self._xx += num_tokens * num_tokens
         self._xy += num_tokens * seconds
+        if self._spread >= MIN_SPREAD:
+            self._known_token_s = self._slope()
 
     def predict(self, num_tokens: int) -> float:
         if not self._weight:
             return UNKNOWN_STEP_S
         mean_tokens, mean_seconds = self._x / self._weight, self._y / self._weight
-        spread = self._xx / self._weight - mean_tokens**2
-        if spread < 1.0:
+        if self._spread < MIN_SPREAD:
             in_proportion = mean_seconds * num_tokens / mean_tokens
             return min(max(mean_seconds, in_proportion), max(mean_seconds, UNKNOWN_STEP_S))
-        per_token = max(0.0, (self._xy / self._weight - mean_tokens * mean_seconds) / spread)
-        return mean_seconds + per_token * (num_tokens - mean_tokens) if num_tokens > mean_tokens else mean_seconds
+        return mean_seconds + self._slope() * (num_tokens - mean_tokens) if num_tokens > mean_tokens else mean_seconds
+
+    @property
+    def costs(self) -> StepCosts:
+        """The fit. While all steps are about the same size, the cost per token is the last one that could be separated."""
+        if not self._weight:
+            return StepCosts()
+        mean_tokens, mean_seconds = self._x / self._weight, self._y / self._weight
+        return StepCosts(max(0.0, mean_seconds - self._known_token_s * mean_tokens), self._known_token_s)
+
+    @property
+    def _spread(self) -> float:
+        """Variance of the steps' token counts."""
+        return self._xx / self._weight - (self._x / self._weight) ** 2
+
+    def _slope(self) -> float:
+        """Seconds per token. The caller asked `_spread` first."""
+        mean_tokens, mean_seconds = self._x / self._weight, self._y / self._weight
+        return max(0.0, (self._xy / self._weight - mean_tokens * mean_seconds) / self._spread)

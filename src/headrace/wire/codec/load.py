@@ -19,6 +19,10 @@ def encode_load(snapshot: LoadSnapshot) -> pb.Load:
         step_age_s=snapshot.step_age_s,
         step_predicted_s=snapshot.step_predicted_s,
         loop_age_s=snapshot.loop_age_s,
+        num_queued_tokens=snapshot.num_queued_tokens,
+        max_num_seqs=snapshot.max_num_seqs,
+        step_fixed_s=snapshot.step_fixed_s,
+        step_token_s=snapshot.step_token_s,
         counters=pb.Counters(
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
@@ -49,6 +53,10 @@ def decode_load(message: pb.Load) -> LoadSnapshot:
         step_age_s=message.step_age_s if message.HasField("step_age_s") else None,
         step_predicted_s=message.step_predicted_s,
         loop_age_s=message.loop_age_s,
+        num_queued_tokens=message.num_queued_tokens,
+        max_num_seqs=message.max_num_seqs,
+        step_fixed_s=message.step_fixed_s,
+        step_token_s=message.step_token_s,
         counters=EngineCounters(
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
