@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.core.load import EngineCounters, LoadSnapshot
 from headrace.policy.routing.choice import Candidate, Cost, ReplicaId, choose, cost
+from headrace.policy.routing.predicted_time import RequestSize, SentSince
 
 
 def load(*, running: int = 0, waiting: int = 0, free: int = 100, cached: int = 0, total: int = 100) -> LoadSnapshot:
@@ -25,11 +26,11 @@ def load(*, running: int = 0, waiting: int = 0, free: int = 100, cached: int = 0
 
 
 def candidate(name: str, snapshot: LoadSnapshot | None = None, *, sent: int = 0, tokens: int = 0) -> Candidate:
-    return Candidate(ReplicaId(name), snapshot, sent, tokens)
+    return Candidate(ReplicaId(name), snapshot, SentSince(sent, tokens))
 
 
 def pick(*candidates: Candidate, prompt_tokens: int = 16, seed: int = 0) -> str | None:
-    chosen = choose(candidates, prompt_tokens=prompt_tokens, block_size=16, random=random.Random(seed))
+    chosen = choose(candidates, size=RequestSize(prompt_tokens, 1), block_size=16, random=random.Random(seed))
     return chosen.replica_id if chosen else None
 
 
@@ -75,7 +76,7 @@ def test_equals_share_evenly() -> None:
     source = random.Random(7)
     idle = [candidate(name, load()) for name in "abcd"]
     chosen = Counter(
-        found.replica_id for _ in range(4000) if (found := choose(idle, prompt_tokens=16, block_size=16, random=source)) is not None
+        found.replica_id for _ in range(4000) if (found := choose(idle, size=RequestSize(16, 1), block_size=16, random=source)) is not None
     )
     assert all(800 <= chosen[ReplicaId(name)] <= 1200 for name in "abcd")
 
@@ -86,7 +87,7 @@ def test_two_choices_keep_the_fullest_queue_short() -> None:
     counts = [0] * 25
     for _ in range(500):
         candidates = [candidate(str(number), load(running=count)) for number, count in enumerate(counts)]
-        found = choose(candidates, prompt_tokens=16, block_size=16, random=source)
+        found = choose(candidates, size=RequestSize(16, 1), block_size=16, random=source)
         assert found is not None
         counts[int(found.replica_id)] += 1
     assert max(counts) <= 20 + 4
@@ -97,7 +98,7 @@ def test_the_choice_is_a_candidate_and_never_the_single_worst(loads: list[tuple[
     candidates = [
         candidate(str(number), load(running=running, waiting=waiting, free=free)) for number, (running, waiting, free) in enumerate(loads)
     ]
-    found = choose(candidates, prompt_tokens=16, block_size=16, random=random.Random(seed))
+    found = choose(candidates, size=RequestSize(16, 1), block_size=16, random=random.Random(seed))
     assert found in candidates
     costs = sorted(cost(each, prompt_tokens=16, block_size=16) for each in candidates)
     if len(costs) > 1 and costs[-1] > costs[-2]:

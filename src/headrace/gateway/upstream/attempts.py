@@ -226,7 +226,7 @@ class CallAttempts:
         while True:
             replica = self._pool.pick(
                 prompt_tokens=len(whole.prompt_ids),
-                max_output_tokens=whole.params.max_tokens or 1,
+                max_output_tokens=whole.params.max_tokens,
                 tried=group.tried,
                 numerics=group.numerics,
             )

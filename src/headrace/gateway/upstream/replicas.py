@@ -25,6 +25,7 @@ from headrace.gateway.upstream.replica_health import verdict
 from headrace.gateway.upstream.replica_watch import ReplicaWatch
 from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.policy.routing.choice import Candidate, Random, ReplicaId, choose
+from headrace.policy.routing.predicted_time import RequestSize, SentSince
 from headrace.policy.routing.retry_budget import RetryBudget
 from headrace.wire.client import ConnectionState, ReplicaInfo, SeenLoad
 from headrace.wire.stream import PlainRowHandler
@@ -39,6 +40,9 @@ RETIRED = "retired"
 
 CLOSE_CHECK_S = 0.05
 """Seconds between two looks whether the last request of a retired replica has left."""
+
+UNKNOWN_OUTPUT_TOKENS = 128
+"""Length expected of an answer before any of the model's replicas has finished one."""
 
 
 class UpdateStream(Protocol):
@@ -187,38 +191,44 @@ class ReplicaPool:
         self,
         *,
         prompt_tokens: int,
-        max_output_tokens: int = 1,
+        max_output_tokens: int | None = None,
         tried: Collection[ReplicaInstance] = (),
         numerics: Numerics | None = None,
     ) -> Replica:
         """The replica to send a request to. Raises Unavailable at once when none takes work that fits it and was not tried.
 
-        max_output_tokens  of one sequence; 1 where what the context leaves will do
+        max_output_tokens  of one sequence; None where what the context leaves will do
         numerics           a resume: of the replica that computed its output ids. Only a replica of equal numerics is chosen
 
         A silent replica is never chosen. One that is connected and not ready (its step hangs, its heartbeats go on) is chosen only when
         no other is left.
         """
-        num_tokens = prompt_tokens + max_output_tokens
+        num_tokens = prompt_tokens + (max_output_tokens or 1)
+        size = RequestSize(prompt_tokens, self._expected_output_tokens(max_output_tokens))
         left = [(r, reason) for r, reason in self.verdicts() if r.instance not in tried and r.max_model_len >= num_tokens]
         if numerics is not None:
             left = [(replica, reason) for replica, reason in left if not why_not_resume(numerics, replica.numerics)]
         ready = [replica for replica, reason in left if not reason]
         connected = [replica for replica, _ in left if replica.connection.state is ConnectionState.CONNECTED]
-        chosen = self._choose(ready, prompt_tokens) or self._choose(connected, prompt_tokens)
+        chosen = self._choose(ready, size) or self._choose(connected, size)
         if chosen is None:
             raise Unavailable(f"No replica of {self.model} takes requests now.", retry_after_s=1.0)
         return chosen
 
-    def _choose(self, fit: Sequence[Replica], prompt_tokens: int) -> Replica | None:
+    def _choose(self, fit: Sequence[Replica], size: RequestSize) -> Replica | None:
         info = self.info
         chosen = choose(
-            [_candidate(replica) for replica in fit],
-            prompt_tokens=prompt_tokens,
-            block_size=info.block_size if info else 16,
-            random=self._random,
+            [_candidate(replica) for replica in fit], size=size, block_size=info.block_size if info else 16, random=self._random
         )
         return None if chosen is None else next(replica for replica in fit if replica.name == chosen.replica_id)
+
+    def _expected_output_tokens(self, max_output_tokens: int | None) -> int:
+        """Mean length of the answers that this model's replicas gave, as far as `max_output_tokens` allows it."""
+        snapshots = [replica.connection.snapshot for replica in self.replicas]
+        counters = [seen.load.counters for seen in snapshots if seen is not None]
+        num_finished = sum(sum(each.finished.values()) for each in counters)
+        mean = sum(each.generation_tokens for each in counters) // num_finished if num_finished else UNKNOWN_OUTPUT_TOKENS
+        return max(1, mean if max_output_tokens is None else min(mean, max_output_tokens))
 
     def why_not_resume(self, numerics: Numerics | None) -> str:
         """Why no connected replica may continue a stream, with a reason for each; empty: one may.
@@ -256,9 +266,5 @@ def _health(replica: Replica, reason: str) -> ReplicaHealth:
 def _candidate(replica: Replica) -> Candidate:
     connection = replica.connection
     seen = connection.snapshot
-    return Candidate(
-        replica.name,
-        seen.load if seen else None,
-        connection.num_sent_since_snapshot,
-        connection.num_sent_tokens_since_snapshot,
-    )
+    sent = SentSince(connection.num_sent_since_snapshot, connection.num_sent_tokens_since_snapshot)
+    return Candidate(replica.name, seen.load if seen else None, sent)

@@ -1,9 +1,9 @@
-"""Which replica gets a request: two random choices, then the cheaper one.
+"""Which replica gets a request: two random choices, then the one that is expected to be done first.
 
 A pure decision: no socket, no clock, no state, and the random numbers are the caller's. A replica's load is its last snapshot plus what
 this gateway sent since that snapshot was made; without the second part a burst would all go to the replica that looked idle a moment
-ago. Sampling two and taking the cheaper one keeps several gateways from herding as well, and costs O(1) (Mitzenmacher 2001, "The power
-of two choices").
+ago. Two replicas are drawn, a faster one more often, and compared by `predicted_time`; while neither speed is known, by the number of
+requests. Comparing two alone keeps several gateways from herding as well (Mitzenmacher 2001, "The power of two choices").
 
 Not here: health (an unhealthy replica is not a candidate), retries (the caller leaves out what it tried).
 """
@@ -14,11 +14,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NewType, Protocol, TypeVar
 
-from headrace.core.load import LoadSnapshot
+from headrace.core.load import EngineCounters, LoadSnapshot
+from headrace.policy.routing.predicted_time import NOTHING_SENT, RequestSize, SentSince, mean_speed, num_blocks, predicted_s, speed_of
 
 Choice = TypeVar("Choice")
 ReplicaId = NewType("ReplicaId", str)
 """Name of a replica within one model, as the configuration gives it."""
+
+SIMILAR = 1.1
+"""Predicted times whose ratio is at most this are equal: predictions are not more exact, and replicas of one speed share evenly."""
+
+RESOLUTION = 1 << 30
+"""Weighted draws take an integer in [0, RESOLUTION)."""
+
+
+EMPTY = LoadSnapshot(
+    num_running=0,
+    num_waiting=0,
+    kv_blocks_free=0,
+    kv_blocks_cached=0,
+    kv_blocks_used=0,
+    kv_blocks_total=0,
+    counters=EngineCounters(),
+)
+"""The load assumed of a replica before its first snapshot. No block of it is known, and none counts as missing."""
 
 
 class Random(Protocol):
@@ -31,20 +50,18 @@ class Random(Protocol):
 class Candidate:
     """One replica that could take the request.
 
-    snapshot         the last one; None before the first
-    num_sent         requests sent since, which it cannot know of
-    num_sent_tokens  their prompt tokens
+    snapshot  the last one; None before the first
+    sent      requests sent since, which it cannot know of
     """
 
     replica_id: ReplicaId
     snapshot: LoadSnapshot | None = None
-    num_sent: int = 0
-    num_sent_tokens: int = 0
+    sent: SentSince = NOTHING_SENT
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cost:
-    """Compared field by field, lower is better.
+    """What decides between two replicas whose speed is not known. Compared field by field, lower is better.
 
     lacks_blocks  the prompt would have to wait for KV blocks (free and evictable ones, less what was sent)
     outstanding   requests running, waiting and on their way
@@ -56,11 +73,25 @@ class Cost:
     fullness: float
 
 
-def choose(candidates: Sequence[Candidate], *, prompt_tokens: int, block_size: int, random: Random) -> Candidate | None:
-    """The replica to try, or None without candidates. Draws at most three random numbers, whatever the number of replicas."""
-    if not candidates:
-        return None
-    return cheaper_of_two(candidates, lambda candidate: cost(candidate, prompt_tokens=prompt_tokens, block_size=block_size), random)
+def choose(candidates: Sequence[Candidate], *, size: RequestSize, block_size: int, random: Random) -> Candidate | None:
+    """The replica to try, or None without candidates. Draws at most two random numbers, whatever the number of replicas.
+
+    A replica whose speed is not known counts as one of the candidates' mean speed.
+    """
+    if len(candidates) < 2:
+        return candidates[0] if candidates else None
+    speeds = [speed_of(candidate.snapshot) for candidate in candidates]
+    assumed = mean_speed(speeds)
+    if assumed is None:
+        return cheaper_of_two(
+            candidates, lambda candidate: cost(candidate, prompt_tokens=size.prompt_tokens, block_size=block_size), random
+        )
+    known = {candidate.replica_id: speed or assumed for candidate, speed in zip(candidates, speeds, strict=True)}
+    first, second = draw_two(candidates, [1.0 / known[candidate.replica_id].idle_s(size) for candidate in candidates], random)
+    first_s, second_s = [
+        predicted_s(each.snapshot or EMPTY, each.sent, size, known[each.replica_id], block_size=block_size) for each in (first, second)
+    ]
+    return second if second_s * SIMILAR < first_s else first
 
 
 def cheaper_of_two(choices: Sequence[Choice], cost_of: Callable[[Choice], Any], random: Random) -> Choice:
@@ -75,16 +106,34 @@ def cheaper_of_two(choices: Sequence[Choice], cost_of: Callable[[Choice], Any], 
     return min(pair, key=cost_of)
 
 
+def draw_two(choices: Sequence[Choice], weights: Sequence[float], random: Random) -> tuple[Choice, Choice]:
+    """Two different choices in the order they were drawn, each by its weight among those left.
+
+    choices  at least two
+    weights  > 0, one per choice
+    """
+    first = _draw(weights, random)
+    rest = [*range(first), *range(first + 1, len(choices))]
+    second = rest[_draw([weights[index] for index in rest], random)] if len(rest) > 1 else rest[0]
+    return choices[first], choices[second]
+
+
+def _draw(weights: Sequence[float], random: Random) -> int:
+    """Index of one weight, drawn in proportion."""
+    point = random.randrange(RESOLUTION) / RESOLUTION * sum(weights)
+    for index, weight in enumerate(weights):
+        point -= weight
+        if point < 0.0:
+            return index
+    return len(weights) - 1  # rounding
+
+
 def cost(candidate: Candidate, *, prompt_tokens: int, block_size: int) -> Cost:
     """What it would cost to send a prompt of `prompt_tokens` there. A replica without a snapshot counts as empty."""
-    snapshot = candidate.snapshot
+    snapshot, sent = candidate.snapshot, candidate.sent
     if snapshot is None:
-        return Cost(False, candidate.num_sent, 0.0)
-    free = snapshot.kv_blocks_free + snapshot.kv_blocks_cached - num_blocks(candidate.num_sent_tokens, block_size)
-    outstanding = snapshot.num_running + snapshot.num_waiting + candidate.num_sent
+        return Cost(False, sent.num_requests, 0.0)
+    free = snapshot.kv_blocks_free + snapshot.kv_blocks_cached - num_blocks(sent.num_tokens, block_size)
+    outstanding = snapshot.num_running + snapshot.num_waiting + sent.num_requests
     fullness = 1.0 - free / snapshot.kv_blocks_total if snapshot.kv_blocks_total else 0.0
     return Cost(free < num_blocks(prompt_tokens, block_size), outstanding, fullness)
-
-
-def num_blocks(num_tokens: int, block_size: int) -> int:
-    return -(-num_tokens // block_size)

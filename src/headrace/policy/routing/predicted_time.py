@@ -1,0 +1,105 @@
+"""How long a replica would take over a request, in seconds: arithmetic on its load, so that replicas of different speed can be compared.
+
+    what the running step still takes
+    + prefill: tokens queued ahead of the request, and its own prompt
+    + the wait for a free slot or free KV blocks, whichever is longer: sequences that run now have to end first
+    + OUTPUT_SHARE of the time that its output takes
+
+Tokens that the prefix cache holds are not known here, and count in full. Which replicas are compared is decided in `choice`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from headrace.core.load import LoadSnapshot
+
+OUTPUT_SHARE = 0.1
+"""Part of the output's time that counts beside the time to the first token. With 0 a slow replica gets more answers than it finishes in the
+same time; with 1 it stays idle while requests queue at a fast one (docs/experiments.md, Routing by predicted time)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSize:
+    """prompt_tokens  of the prompt
+    output_tokens  expected of one sequence
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SentSince:
+    """What this gateway sent since a load snapshot was made, which it cannot know of. num_tokens: of their prompts"""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+
+
+NOTHING_SENT = SentSince()
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpeed:
+    """A step of N tokens takes fixed_s + N * token_s seconds."""
+
+    fixed_s: float
+    token_s: float
+
+    def step_s(self, num_tokens: int) -> float:
+        return self.fixed_s + num_tokens * self.token_s
+
+    def idle_s(self, size: RequestSize) -> float:
+        """Seconds that a replica with nothing else to do takes over a request, its whole output included."""
+        return self.step_s(size.prompt_tokens) + size.output_tokens * self.step_s(1)
+
+
+def speed_of(load: LoadSnapshot | None) -> StepSpeed | None:
+    """None where the replica has not reported its speed: it has computed nothing yet, or is of an earlier version."""
+    if load is None or load.step_fixed_s + load.step_token_s <= 0.0:
+        return None
+    return StepSpeed(load.step_fixed_s, load.step_token_s)
+
+
+def mean_speed(speeds: Iterable[StepSpeed | None]) -> StepSpeed | None:
+    """Mean of the known ones; None where none is."""
+    known = [speed for speed in speeds if speed is not None]
+    if not known:
+        return None
+    return StepSpeed(sum(speed.fixed_s for speed in known) / len(known), sum(speed.token_s for speed in known) / len(known))
+
+
+def predicted_s(load: LoadSnapshot, sent: SentSince, size: RequestSize, speed: StepSpeed, *, block_size: int) -> float:
+    """Seconds to the first token, and a share of the output's. Infinite where the replica's KV cache can never hold the prompt.
+
+    speed  its own, or what is assumed where that is not known
+    """
+    num_sequences = load.num_running + load.num_waiting + sent.num_requests + 1
+    num_slots = load.max_num_seqs or num_sequences
+    num_tokens = load.num_queued_tokens + sent.num_tokens + size.prompt_tokens
+    output_s = size.output_tokens * speed.step_s(min(num_sequences, num_slots))
+    # While a replica is full, each of its slots and blocks becomes free once in the time of an output.
+    slots_s = max(0, num_sequences - num_slots) / num_slots * output_s
+    blocks_s = _blocks_share(load, num_tokens, size, block_size) * output_s
+    return _rest_of_step_s(load) + speed.step_s(num_tokens) + max(slots_s, blocks_s) + OUTPUT_SHARE * output_s
+
+
+def _rest_of_step_s(load: LoadSnapshot) -> float:
+    return 0.0 if load.step_age_s is None else max(0.0, load.step_predicted_s - load.step_age_s)
+
+
+def _blocks_share(load: LoadSnapshot, num_tokens: int, size: RequestSize, block_size: int) -> float:
+    """Share of the KV pool that has to become free before the queued tokens and the prompt fit; 0: they fit now."""
+    if not load.kv_blocks_total:
+        return 0.0
+    if num_blocks(size.prompt_tokens, block_size) > load.kv_blocks_total:
+        return math.inf
+    missing = num_blocks(num_tokens, block_size) - load.kv_blocks_free - load.kv_blocks_cached
+    return max(0, missing) / load.kv_blocks_total
+
+
+def num_blocks(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)
