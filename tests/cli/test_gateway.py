@@ -12,6 +12,7 @@ import yaml
 
 from headrace.cli.exits import CommandExitCode
 from headrace.cli.main import main
+from headrace.fleet.config import FleetConfig
 from headrace.gateway.config import GatewayConfig, ReplicaConfig
 from headrace.wire.tls.files import files_in
 
@@ -70,6 +71,23 @@ def test_keys_of_clients_are_not_left_for_child_processes(configured: Run, monke
     assert "HEADRACE_API_KEY" not in os.environ
 
 
+def test_several_workers_are_started_by_a_supervisor_without_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[FleetConfig] = []
+
+    def run_fleet(config: FleetConfig, **options: object) -> int:
+        started.append(config)
+        return 0
+
+    monkeypatch.setattr("headrace.fleet.supervisor.run_fleet", run_fleet)
+    monkeypatch.setattr(sys, "argv", ["headrace", "gateway", "--replica", "one=unix:/run/e.sock", "--workers", "2", "--port", "0"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    [fleet] = started
+    assert (fleet.num_gateways, [model.replicas for model in fleet.models]) == (2, [0])
+    assert [replica["name"] for replica in fleet.models[0].remote] == ["one"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "what"),
     [
@@ -85,6 +103,7 @@ def test_keys_of_clients_are_not_left_for_child_processes(configured: Run, monke
         (["--replica", "a/b=unix:/a"], CommandExitCode.CONFIG, "--replica: 'a/b' is not a replica name"),
         (["/absent", "--replica", "a=unix:/a"], CommandExitCode.CONFIG, "MODEL: '/absent' is neither a folder"),
         (["--replica", "a=unix:/a", "--host", "0.0.0.0"], CommandExitCode.CONFIG, "--host: 0.0.0.0 can be reached from other machines"),
+        (["--replica", "a=unix:/a", "--workers", "65"], CommandExitCode.CONFIG, "--workers: 65 is outside 1..64"),
         (["--config", "/absent.yaml"], CommandExitCode.CONFIG, "/absent.yaml"),
     ],
 )

@@ -45,6 +45,7 @@ def test_every_flag_reaches_the_configuration(model_folder: Path) -> None:
         allowed_hosts=["models.example"],
         allowed_origins=["https://a.example", "https://b.example"],
         replicas=2,
+        gateway_workers=3,
         dtype="float32",
         load_format="dummy",
         max_model_len=128,
@@ -90,6 +91,7 @@ def test_every_flag_reaches_the_configuration(model_folder: Path) -> None:
     )
     assert (model.name, model.aliases, model.replicas) == ("main", ("alias",), 2)
     assert (config.gateway.host, config.gateway.port, len(config.gateway.api_keys)) == ("localhost", 0, 2)
+    assert config.gateway.workers == config.fleet(Path).num_gateways == 3
     assert config.gateway.allowed_hosts == ("models.example",)
     assert config.gateway.allowed_origins == ("https://a.example", "https://b.example")
     assert (config.drain_timeout_s, config.log_format) == (1.5, "json")

@@ -193,8 +193,26 @@ async def test_a_killed_gateway_is_started_again_where_it_was_and_engines_stay(s
     await fleet.wait()
 
 
+async def test_several_gateways_share_a_port_and_one_that_is_killed_is_started_again_alone(start: Start) -> None:
+    fleet = start(gateway={"work": "idle", "port": 0, "workers": 3})
+    fleet.hear()
+    gateways = {name: pid for name, pid in fleet.pids.items() if name.startswith("gateway")}
+    assert set(gateways) == {"gateway-0", "gateway-1", "gateway-2"}
+    assert [psutil.Process(gateways[f"gateway-{index}"]).cmdline()[-4:-2] for index in range(3)] == [["--worker", str(i)] for i in range(3)]
+    os.kill(gateways["gateway-1"], signal.SIGKILL)
+    await until(lambda: "gateway-1 was killed by SIGKILL" in fleet.log)
+    supervisor = psutil.Process(fleet.process.pid)
+    await until(lambda: len(supervisor.children()) == 4 and not is_alive(gateways["gateway-1"]))
+    assert is_alive(gateways["gateway-0"])
+    assert is_alive(gateways["gateway-2"])
+    fleet.process.send_signal(signal.SIGTERM)
+    assert await fleet.wait() == 0
+    assert "stopping 3 gateways, then 1 engine" in fleet.log
+    assert not any(is_alive(pid) for pid in fleet.pids.values())
+
+
 async def test_a_killed_supervisor_takes_its_children_with_it(start: Start) -> None:
-    fleet = start(replicas=2, fake={"stall_after_steps": 2}, gateway={"work": "stream", "num_tokens": ENDLESS})
+    fleet = start(replicas=2, fake={"stall_after_steps": 2}, gateway={"work": "stream", "num_tokens": ENDLESS, "workers": 2})
     fleet.hear()
     assert all(is_alive(pid) for pid in fleet.pids.values())
     fleet.process.kill()

@@ -30,6 +30,12 @@ def test_each_limit_is_inclusive_and_named() -> None:
     budget.check()
 
 
+@pytest.mark.parametrize(("limits", "name"), [(HeldLimits(100, 50, 80), "max_tenant_share"), (HeldLimits(100, 80, 80), "max_answer_bytes")])
+def test_a_request_above_a_tenants_share_or_the_sum_is_refused_under_its_name(limits: HeldLimits, name: str) -> None:
+    with ByteBudget(limits).open("a") as held, pytest.raises(RequestTooLarge, match=rf"limits\.{name}\)"):
+        held.add(81)
+
+
 class Requests(RuleBasedStateMachine):
     """Against a dictionary that is summed anew each time."""
 

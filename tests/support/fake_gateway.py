@@ -42,6 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--parent-fd", type=int, required=True)
+    parser.add_argument("--worker", type=int)
     given = parser.parse_args()
     config = json.loads(given.config.read_text())
     leash = Leash(given.parent_fd)

@@ -93,6 +93,7 @@ class FakeReplica:
     state: ConnectionState = ConnectionState.CONNECTED
     info: ReplicaInfo | None = None
     snapshot: SeenLoad | None = None
+    has_tried: bool = True
     silent_s: float = 0.0
     num_sent_since_snapshot: int = 0
     num_sent_tokens_since_snapshot: int = 0

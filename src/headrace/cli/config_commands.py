@@ -1,18 +1,22 @@
-"""`headrace config check|show|init`: check, print or begin a configuration file. Nothing is started."""
+"""`headrace config check|show|init`: check, print or begin a configuration file; and how the commands that start servers load theirs."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headrace.cli.exits import CommandExitCode
 from headrace.core.counted import counted
 from headrace.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.cli.config import ServeConfig
 
 config_app = typer.Typer(help="Check, show or begin a configuration file.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -61,6 +65,26 @@ def check(file: Annotated[Path, typer.Argument(help="YAML file.")]) -> None:
     names = ", ".join(model.served_name for model in config.models)
     models, engines = counted(len(config.models), "model"), counted(replicas, "replica")
     print(f"{file}: ok. {models} ({names}), {engines}, {config.gateway.host}:{config.gateway.port}")
+
+
+def load_to_start(
+    file: Path | None, flags: Mapping[str, object], flag_names: Mapping[str, str], *, default_model: str | None = None
+) -> ServeConfig:
+    """The checked configuration of a server that starts now (`config.load`). Variables that nothing reads are named on stderr.
+
+    Raises: ConfigError, and typer.Exit where all faults of a file were printed.
+    """
+    from headrace.cli.config import load
+    from headrace.cli.config_faults import unread_variables
+
+    for line in unread_variables(os.environ):
+        print(f"headrace: {line}", file=sys.stderr)
+    try:
+        return load(file, os.environ, flags, flag_names=flag_names, default_model=default_model)
+    except ConfigError as error:
+        if file is not None and error.where not in flag_names.values():
+            leave_if_faulty(file)
+        raise
 
 
 def leave_if_faulty(file: Path) -> None:

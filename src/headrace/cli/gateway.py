@@ -34,6 +34,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "reasoning_parser": ("model.reasoning_parser",),
     "host": ("gateway.host",),
     "port": ("gateway.port",),
+    "workers": ("gateway.workers",),
     "api_key": ("gateway.api_keys",),
     "allow_open": ("allow_open",),
     "allowed_hosts": ("gateway.allowed_hosts",),
@@ -62,6 +63,9 @@ def gateway(
     served_model_name: Annotated[list[str] | None, Flag("--served-model-name", help="What clients ask for; again for aliases.")] = None,
     host: Annotated[str | None, Flag("--host", help="Where to listen; beyond loopback wants --api-key. Default 127.0.0.1.")] = None,
     port: Annotated[int | None, Flag("--port", help="0 takes a free one. Default 8000.")] = None,
+    workers: Annotated[
+        int | None, Flag("--workers", help="Gateway processes on this port, each with its part of the limits. Default 1.")
+    ] = None,
     api_key: Annotated[list[str] | None, Flag("--api-key", envvar="HEADRACE_API_KEY", help="Clients must send one of these.")] = None,
     allow_open: Annotated[bool, Flag("--allow-open", help="Listen beyond loopback without API keys.")] = False,
     allowed_hosts: Annotated[
@@ -82,56 +86,68 @@ def gateway(
     drain_timeout: Annotated[float | None, Flag("--drain-timeout", help="Seconds running requests may take after SIGTERM.")] = None,
     experimental: Annotated[bool, Flag("--experimental", help="Allow what has not been run where Headrace is tested.")] = False,
     parent_fd: Annotated[int | None, Flag("--parent-fd", hidden=True, help="Inherited end of the supervisor's leash.")] = None,
+    worker: Annotated[int | None, Flag("--worker", hidden=True, help="Which of the supervisor's gateway workers this is.")] = None,
 ) -> None:
     """Run the OpenAI API for engines that run by themselves (headrace engine), here or on other machines."""
     os.environ.setdefault(*GRPC_LOG)
+    if parent_fd is not None and config is not None:
+        raise typer.Exit(_run_supervised(config, parent_fd, worker))
+    raise typer.Exit(_run_by_hand(context, config))
+
+
+def _run_supervised(file: Path, parent_fd: int, index: int | None) -> int:
+    """index: which worker this is; None: the only gateway. Returns the exit status."""
     from headrace.gateway.config import load_config
     from headrace.gateway.main import run_gateway
+    from headrace.gateway.worker import GatewayWorker, load_part
 
-    if parent_fd is not None and config is not None:
-        read = partial(load_config, config)
-        raise typer.Exit(run_gateway(read, parent_fd, read_again=read))
-    values = _configuration(context, config)
-    raise typer.Exit(run_gateway(lambda: values))
+    worker = None if index is None else GatewayWorker(index, file.parent)
+    read = partial(load_config, file) if worker is None else partial(load_part, file, worker)
+    return run_gateway(read, parent_fd, read_again=read, worker=worker)
 
 
-def _configuration(context: typer.Context, file: Path | None) -> GatewayConfig:
-    """From file, environment and flags. Raises ConfigError, UsageRefused, and typer.Exit where the faults of a file were printed."""
-    from headrace.cli.config import ENV_PREFIX, load
-    from headrace.cli.config_commands import leave_if_faulty
-    from headrace.cli.config_faults import unread_variables
+def _run_by_hand(context: typer.Context, file: Path | None) -> int:
+    """From file, environment and flags; several workers under a supervisor. Returns the exit status.
+
+    Raises: ConfigError, UsageRefused, and typer.Exit where the faults of a file were printed.
+    """
+    from headrace.cli.config import ENV_PREFIX
+    from headrace.cli.config_commands import load_to_start
     from headrace.cli.config_origins import named_by_origin
     from headrace.cli.exits import UsageRefused
-    from headrace.core.errors import ConfigError
+    from headrace.cli.serve import run
+    from headrace.gateway.main import run_gateway
 
     if file is None and not context.params["replica"]:
         raise UsageRefused("--replica: name the engines (--replica NAME=HOST:PORT), or give a file with them (--config).")
-    for line in unread_variables(os.environ):
-        print(f"headrace: {line}", file=sys.stderr)
     names = flag_names(context, sys.argv[1:], PATHS)
-    try:
-        config = load(file, os.environ, flags_of(context.params), flag_names=names)
-    except ConfigError as error:
-        if file is not None and error.where not in names.values():
-            leave_if_faulty(file)  # prints all faults, each with its line
-        raise
+    config = load_to_start(file, flags_of(context.params), names)
     with named_by_origin(os.environ, ENV_PREFIX, names):
-        return gateway_of(config)
+        check_no_engines(config)
+        if config.gateway.workers > 1:
+            return run(config)
+        values = gateway_of(config)
+    return run_gateway(lambda: values)
+
+
+def check_no_engines(config: ServeConfig) -> None:
+    """Raises ConfigError for models whose engines `headrace serve` would start."""
+    from headrace.core.errors import ConfigError
+
+    for index, section in enumerate(config.models):
+        if section.engine is not None:
+            remedy = "Use `headrace serve`, or name engines that run (remote)."
+            raise ConfigError(f"models[{index}].engine", "is not started by `headrace gateway`", remedy)
 
 
 def gateway_of(config: ServeConfig) -> GatewayConfig:
-    """The gateway of a configuration without the supervisor around it. Raises ConfigError for models that need one."""
-    from headrace.core.errors import ConfigError
+    """The gateway of a configuration without a supervisor around it. Raises ConfigError."""
     from headrace.fleet.files import gateway_content
     from headrace.fleet.launcher import without_secrets
     from headrace.fleet.weights import resolve_model
     from headrace.gateway.config import config_from
     from headrace.observe.logs import ENVIRONMENT
 
-    for index, section in enumerate(config.models):
-        if section.engine is not None:
-            remedy = "Use `headrace serve`, or name engines that run (remote)."
-            raise ConfigError(f"models[{index}].engine", "is not started by `headrace gateway`", remedy)
     fleet = config.fleet(partial(resolve_model, experimental=config.experimental))
     os.environ[ENVIRONMENT] = config.log_format
     for name in set(os.environ) - set(without_secrets(os.environ)):

@@ -30,6 +30,7 @@ FLAG_PATHS = {
     "reasoning_parser": "model.reasoning_parser",
     "host": "gateway.host",
     "port": "gateway.port",
+    "gateway_workers": "gateway.workers",
     "allowed_hosts": "gateway.allowed_hosts",
     "allowed_origins": "gateway.allowed_origins",
     "request_log": "gateway.request_log",
@@ -65,6 +66,9 @@ def serve(
     served_model_name: Annotated[list[str] | None, Flag("--served-model-name", help="What clients ask for; again for aliases.")] = None,
     host: Annotated[str | None, Flag("--host", help="Where to listen; beyond loopback wants --api-key. Default 127.0.0.1.")] = None,
     port: Annotated[int | None, Flag("--port", help="0 takes a free one. Default 8000.")] = None,
+    gateway_workers: Annotated[
+        int | None, Flag("--gateway-workers", help="Gateway processes on this port, each with its part of the limits. Default 1.")
+    ] = None,
     api_key: Annotated[list[str] | None, Flag("--api-key", envvar="HEADRACE_API_KEY", help="Clients must send one of these.")] = None,
     allow_open: Annotated[bool, Flag("--allow-open", help="Listen beyond loopback without API keys.")] = False,
     allowed_hosts: Annotated[
@@ -94,25 +98,15 @@ def serve(
 ) -> None:
     """Serve a model over the OpenAI API."""
     from headrace.bundled import DEFAULT_MODEL
-    from headrace.cli.config import ENV_PREFIX, load
-    from headrace.cli.config_commands import leave_if_faulty
-    from headrace.cli.config_faults import unread_variables
+    from headrace.cli.config import ENV_PREFIX
+    from headrace.cli.config_commands import load_to_start
     from headrace.cli.config_origins import named_by_origin
     from headrace.cli.exits import UsageRefused
-    from headrace.core.errors import ConfigError
 
     if model_argument is not None and model is not None:
         raise UsageRefused("MODEL and --model: give one of them")
-    for line in unread_variables(os.environ):
-        print(f"headrace: {line}", file=sys.stderr)
     names = flag_names(context, sys.argv[1:], PATHS)
-    flags = flags_of(context.params, engine)
-    try:
-        resolved = load(config, os.environ, flags, flag_names=names, default_model=None if config else DEFAULT_MODEL)
-    except ConfigError as error:
-        if config is not None and error.where not in names.values():
-            leave_if_faulty(config)  # prints all faults, each with its line
-        raise
+    resolved = load_to_start(config, flags_of(context.params, engine), names, default_model=None if config else DEFAULT_MODEL)
     with named_by_origin(os.environ, ENV_PREFIX, names):  # a port in use is found only now
         raise typer.Exit(run(resolved))
 

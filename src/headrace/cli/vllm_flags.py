@@ -65,6 +65,8 @@ TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
     # the same under another name
     "--data-parallel-size": TranslatedFlag(("--replicas",), takes_value=True),
     "-dp": TranslatedFlag(("--replicas",), takes_value=True),
+    "--api-server-count": TranslatedFlag(("--gateway-workers",), takes_value=True),
+    "-asc": TranslatedFlag(("--gateway-workers",), takes_value=True),
     "--num-gpu-blocks-override": TranslatedFlag(("--num-kv-blocks",), takes_value=True),
     "--kv-cache-memory-bytes": TranslatedFlag(("--kv-cache-bytes",), takes_value=True),
     "--disable-uvicorn-access-log": TranslatedFlag(("--request-log", "off")),
@@ -133,7 +135,6 @@ TABLE: dict[str, RefusedFlag | IgnoredFlag | TranslatedFlag] = {
     "--ssl-certfile": RefusedFlag(_TLS),
     "--root-path": RefusedFlag("Rewrite paths in a proxy in front of the gateway.", ("/",)),
     "--middleware": RefusedFlag("Code named on a command line is never loaded."),
-    "--api-server-count": RefusedFlag("One gateway process is started; run more behind a load balancer.", ("1",)),
     "--response-role": RefusedFlag("Answers have the role assistant.", ("assistant",)),
 }
 

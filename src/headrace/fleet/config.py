@@ -1,4 +1,4 @@
-"""What a deployment on one machine consists of: models, their replicas, one gateway. Decoded and composed by the command line."""
+"""What a deployment on one machine consists of: models, their replicas, gateways on one port. Decoded and composed by the command line."""
 
 from __future__ import annotations
 
@@ -91,6 +91,11 @@ class FleetConfig:
     def gateway_address(self) -> tuple[str, int]:
         """Host and port to listen on; port 0 stands for a free one."""
         return str(self.gateway.get("host", "127.0.0.1")), int(str(self.gateway.get("port", 0)))
+
+    @property
+    def num_gateways(self) -> int:
+        """Gateway processes, which share the address."""
+        return int(str(self.gateway.get("workers", 1)))
 
     def with_keys(self) -> FleetConfig:
         """This value with the secrets that all processes of a site share, drawn where they were not configured: of block hashes, and of

@@ -59,6 +59,12 @@ class ProcessKeeper:
         return self._child.exited.result() if self._child is not None and self._child.exited.done() else None
 
     @property
+    def was_cut(self) -> bool:
+        """The last process served and did not end by itself: what it still had was cut. One that was just starting had nothing."""
+        child = self._child
+        return child is not None and child.ready.done() and not child.ready.cancelled() and self.status != 0
+
+    @property
     def pid(self) -> int | None:
         """Process id; None while no process runs."""
         return self._child.pid if self._child is not None and not self._child.exited.done() else None

@@ -103,7 +103,12 @@ class Supervisor:
     def _gateway_keepers(self, path: Path) -> list[ProcessKeeper]:
         # Not forwarded: its standard output is the request log, and it writes more lines than all engines together.
         command = (*self._config.gateway_command, "--config", str(path))
-        return [ProcessKeeper("gateway", command, self._launcher, forward=False)]
+        if self._config.num_gateways == 1:
+            return [ProcessKeeper("gateway", command, self._launcher, forward=False)]
+        return [
+            ProcessKeeper(f"gateway-{index}", (*command, "--worker", str(index)), self._launcher, forward=False)
+            for index in range(self._config.num_gateways)
+        ]
 
     def _engine_keeper(self, replica: ReplicaFiles) -> ProcessKeeper:
         command = (*self._config.engine_command, "--config", str(replica.config))
@@ -126,7 +131,7 @@ class Supervisor:
             await asyncio.wait(gateways, timeout=CUT_GRACE_S)
         _stop(self.engines)
         left = await _ended(engines, stop, ENGINE_GRACE_S) and left
-        was_cut = any(gateway.ready.is_set() and gateway.status != 0 for gateway in self.gateways)
+        was_cut = any(gateway.was_cut for gateway in self.gateways)
         return FleetExit.DRAINED if left and not was_cut else FleetExit.CUT
 
 

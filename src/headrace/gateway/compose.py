@@ -27,6 +27,7 @@ from headrace.gateway.text_workers.processes import HostProcess
 from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.foreign import HttpUpstream
 from headrace.gateway.upstream.served_models import ModelTable
+from headrace.gateway.worker import GatewayWorker
 from headrace.observe.logs import environment_format
 from headrace.observe.metrics import MemoryReading, Metrics
 from headrace.observe.request_log import RequestLog
@@ -61,10 +62,12 @@ async def open_gateway(
     *,
     connect: Connect = connect_wire,
     sources: Sources | None = None,
+    worker: GatewayWorker | None = None,
 ) -> AsyncIterator[OpenGateway]:
     """The application, connected to its replicas (or trying to) until the block ends. Raises ConfigError and CheckpointError.
 
     workers  what `text_workers` made, started or not
+    worker   which of several gateway workers this process is; None: it is the only gateway here
     """
     sources = sources or Sources()
     metrics = Metrics()

@@ -42,6 +42,8 @@ MAY_BE_ZERO = ("failover_s",)
 """Timeouts whose 0 turns something off. Any other limit or timeout that is not positive is refused."""
 
 MIN_KEY_CHARS = 8
+MAX_WORKERS = 64
+"""Gateway processes on one port. Each has threads, a tokenizer and connections to every engine of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,8 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Caps at the border. Each is inclusive; what exceeds one is refused with field, limit, value and remedy.
+
+    Several gateway workers share those that count over all requests (`worker.SHARED_LIMITS`).
 
     max_body_bytes        a whole request body
     max_connections       open sockets, as far as open files allow (ulimit -n); one more is refused with 503
@@ -171,6 +175,7 @@ class GatewayConfig:
     """The whole file.
 
     host, port     loopback by default; port 0 takes a free one, which the log names
+    workers        gateway processes that listen on it, each with its part of the limits
     api_keys       empty: open, every request is of the tenant "default". Otherwise every path but the probes and / wants one of them
     open_metrics   /metrics without a key although keys exist
     allowed_hosts  names that a Host header may carry, beside loopback names when bound to loopback. Empty: every name when bound elsewhere
@@ -183,6 +188,7 @@ class GatewayConfig:
     models: tuple[ModelConfig, ...]
     host: str = "127.0.0.1"
     port: int = 8000
+    workers: int = 1
     api_keys: tuple[ApiKey, ...] = field(default=(), repr=False)
     open_metrics: bool = False
     allowed_hosts: tuple[str, ...] = ()
@@ -199,6 +205,8 @@ class GatewayConfig:
             _check_key(f"api_keys[{index}]", key)
         if not 0 <= self.port <= 65535:
             raise ConfigError("port", f"{self.port} is outside 0..65535")
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise ConfigError("workers", f"{self.workers} is outside 1..{MAX_WORKERS}")
         if self.request_log_target not in LOG_TARGETS and self.request_log_target.strip().lower() in LOG_WORDS:
             raise ConfigError("request_log", f"{self.request_log!r} is no target", "Write on (stdout), off, stderr or a file's path.")
         check_secret("salt_key", self.salt_key)

@@ -14,6 +14,7 @@ import gc
 import logging
 import sys
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 from headrace.core.counted import counted
@@ -25,6 +26,8 @@ from headrace.gateway.control.requests import answering
 from headrace.gateway.http.descriptors import connection_limit
 from headrace.gateway.http.server import Server
 from headrace.gateway.text_workers.workers import Workers
+from headrace.gateway.upstream.served_models import ModelTable
+from headrace.gateway.worker import GatewayWorker
 from headrace.observe.logs import set_up_logging
 from headrace.text.folder import TextModel
 from headrace.wire.leash import Leash
@@ -44,20 +47,28 @@ YOUNG_OBJECTS = 50_000
 """Net new objects that start a collection of the youngest generation: more than the rows of a large frame. With Python's 700 a frame counts
 as growth although it is freed at once, and full collections (0.1 s with a thousand streams) come every minute without need."""
 
+FIRST_CONNECTIONS_S = 1.0
+"""Longest time in seconds that a starting gateway waits for its engines before it listens. Only hosts that do not answer at all take it."""
+
 DRAIN_GRACE_S = 1.0
 """Seconds that a request which is cut off has to write its error."""
 
 
 def run_gateway(
-    read: Callable[[], GatewayConfig], parent_fd: int | None = None, *, read_again: Callable[[], GatewayConfig] | None = None
+    read: Callable[[], GatewayConfig],
+    parent_fd: int | None = None,
+    *,
+    read_again: Callable[[], GatewayConfig] | None = None,
+    worker: GatewayWorker | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status.
 
     read        makes the configuration; what it raises is reported as a refusal
     parent_fd   the inherited end of the supervisor's leash; None when started by hand
     read_again  makes it for a reload; None: there is no file to read again
+    worker      which of several workers this process is; None: it is the only gateway here
     """
-    set_up_logging()
+    set_up_logging(process="" if worker is None else worker.name)
     sys.setswitchinterval(SWITCH_S)
     leash = Leash(parent_fd)
     leash.watch()
@@ -66,7 +77,7 @@ def run_gateway(
         workers = text_workers(config)
         workers.spawn()  # it loads while this process does
         try:
-            is_complete = run_loop(serve(config, load_texts(config), workers, leash, read_again))
+            is_complete = run_loop(serve(config, load_texts(config), workers, leash, read_again, worker))
         finally:
             workers.kill()  # where a refusal came before they were opened
     except (ConfigError, CheckpointError) as error:
@@ -98,7 +109,12 @@ def run_loop(main: Coroutine[Any, Any, bool]) -> bool:
 
 
 async def serve(
-    config: GatewayConfig, texts: dict[str, TextModel], workers: Workers, leash: Leash, read_again: Callable[[], GatewayConfig] | None
+    config: GatewayConfig,
+    texts: dict[str, TextModel],
+    workers: Workers,
+    leash: Leash,
+    read_again: Callable[[], GatewayConfig] | None,
+    worker: GatewayWorker | None,
 ) -> bool:
     """Listen, report it, serve, drain; False when the drain cut requests off.
 
@@ -111,8 +127,9 @@ async def serve(
     limit = connection_limit(wanted, num_replicas, num_foreign, num_text_workers=config.limits.max_text_workers)
     if limit.max_connections < wanted:
         log.warning("limits.max_connections: %d instead of %d, as open files allow (ulimit -n)", limit.max_connections, wanted)
-    async with open_gateway(config, texts, workers) as opened:
+    async with open_gateway(config, texts, workers, worker=worker) as opened:
         gateway = opened.app
+        await first_connections(gateway.service.models)
         server = Server(gateway, config, gateway.refused, limit)
         try:
             port = await server.start(shares_port=leash.is_held)  # with the supervisor, which keeps it
@@ -132,6 +149,18 @@ async def serve(
             closed.set()
             await serving
             return is_complete
+
+
+async def first_connections(models: ModelTable) -> None:
+    """Until the first attempt to connect to each replica has ended, or FIRST_CONNECTIONS_S have passed.
+
+    A gateway that is started again while its engines run would refuse its first requests otherwise. An engine that is not up yet refuses
+    the attempt at once.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(FIRST_CONNECTIONS_S):
+            while not all(replica.has_tried for model in models.models for replica in model.upstream.replicas()):
+                await asyncio.sleep(0.002)
 
 
 async def drain(open_requests: OpenRequests, timeout_s: float, hard: asyncio.Future[None]) -> bool:

@@ -33,12 +33,17 @@ def memory_budget(config: GatewayConfig, machine_bytes: int) -> RequestMemory:
     """The two sums of `access.budget`, empty, with their limits. machine_bytes: what `machine_bytes()` gives"""
     limits = config.limits
     share = limits.max_tenant_share or (SEVERAL_TENANTS_SHARE if config.num_tenants > 1 else 1.0)
-    prompts = limits.max_prompt_bytes or max(MIN_PROMPT_BYTES, machine_bytes // PROMPT_SHARE)
+    prompts = limits.max_prompt_bytes or default_prompt_bytes(machine_bytes)
     answers, request = limits.max_answer_bytes, limits.max_request_held_bytes
     return RequestMemory(
         prompts=HeldLimits(request, int(prompts * share), prompts),
         answers=HeldLimits(request, int(answers * share), answers, keeps_reserve=True),
     )
+
+
+def default_prompt_bytes(machine_bytes: int) -> int:
+    """`limits.max_prompt_bytes` where it is not set."""
+    return max(MIN_PROMPT_BYTES, machine_bytes // PROMPT_SHARE)
 
 
 def machine_bytes(root: Path = Path("/")) -> int:

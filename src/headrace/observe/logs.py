@@ -36,12 +36,19 @@ class LogFormat(StrEnum):
         return LogFormat.TEXT if is_terminal else LogFormat.JSON
 
 
-def set_up_logging(log_format: LogFormat | None = None, stream: TextIO | None = None, level: int = logging.INFO) -> None:
-    """Set up the root logger of a process. log_format: None is the environment's; stream: None is stderr."""
+def set_up_logging(
+    log_format: LogFormat | None = None, stream: TextIO | None = None, level: int = logging.INFO, *, process: str = ""
+) -> None:
+    """Set up the root logger of a process.
+
+    log_format  None is the environment's
+    stream      None is stderr
+    process     name of this process in its lines, where several write to one stream
+    """
     stream = stream or sys.stderr
     chosen = (log_format or environment_format()).on(stream.isatty())
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonLine() if chosen is LogFormat.JSON else TextLine(is_short=stream.isatty()))
+    handler.setFormatter(JsonLine(process) if chosen is LogFormat.JSON else TextLine(process, is_short=stream.isatty()))
     logging.basicConfig(handlers=[handler], level=level, force=True)
 
 
@@ -71,12 +78,14 @@ def clock_time(unix_s: float, *, is_short: bool) -> str:
 class TextLine(logging.Formatter):
     """TIME [process] LEVEL: message; the level where it is above INFO."""
 
-    def __init__(self, *, is_short: bool = True) -> None:
+    def __init__(self, process: str = "", *, is_short: bool = True) -> None:
+        """process: name of this process; a line of a child has the child's"""
         super().__init__("%(message)s")
+        self._process = process
         self._is_short = is_short
 
     def format(self, record: logging.LogRecord) -> str:
-        process = getattr(record, "child", "")
+        process = getattr(record, "child", self._process)
         words = [clock_time(record.created, is_short=self._is_short), f"[{process}]" if process else ""]
         words += [f"{record.levelname}:" if record.levelno > logging.INFO else "", super().format(record)]
         return printable(" ".join(word for word in words if word))
@@ -85,12 +94,17 @@ class TextLine(logging.Formatter):
 class JsonLine(logging.Formatter):
     """One JSON object in ASCII. Entries of the mapping `facts`, given in `extra`, become keys of the object."""
 
+    def __init__(self, process: str = "") -> None:
+        """process: name of this process; a line of a child has the child's"""
+        super().__init__()
+        self._process = process
+
     def format(self, record: logging.LogRecord) -> str:
-        child = getattr(record, "child", "")
+        process = getattr(record, "child", self._process)
         found: dict[str, object] = {
             "time": timestamp(record.created),
             "level": record.levelname.lower(),
-            **({"process": child} if child else {}),
+            **({"process": process} if process else {}),
             "logger": record.name,
             "message": record.getMessage(),
             **getattr(record, "facts", {}),

@@ -94,6 +94,8 @@ class ReplicaClient:
         self._dialer = Dialer(parse_target(target, token, tls))
         self.name = name or target
         self.reason = "not connected yet"
+        self.has_tried = False
+        """The first attempt to connect has failed, or has led to a first load."""
         self._expect = expect or Expectation()
         self._clock = clock
         self._session: Session | None = None
@@ -290,9 +292,10 @@ class ReplicaClient:
 
     def _take_load(self, load: LoadSnapshot) -> None:
         self.snapshot = SeenLoad(load, self._clock())
+        self.has_tried = True
 
     def _lose(self) -> None:
         """Forgets the connection. The next one may lead to another process: neither hello nor load is carried over."""
-        self._session, self.info, self.snapshot = None, None, None
+        self._session, self.info, self.snapshot, self.has_tried = None, None, None, True
         for stream in list(self._streams.values()):
             stream.fail(Unavailable(f"replica {self.name} was lost while it worked on this request ({self.reason}); it can be sent again"))

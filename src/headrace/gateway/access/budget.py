@@ -67,8 +67,7 @@ class ByteBudget:
         most = min(limits.request, limits.tenant)
         if held.num_bytes + num_bytes > most:
             self.num_refused += 1
-            name = "max_request_held_bytes" if most == limits.request else "max_tenant_share"
-            rule = f"a request that needs at most {most} bytes here (limits.{name})"
+            rule = f"a request that needs at most {most} bytes here (limits.{self._name_of(most)})"
             raise RequestTooLarge(
                 "body", rule, held.num_bytes + num_bytes, "Ask for fewer choices or log-probabilities, or send less text."
             )
@@ -81,6 +80,12 @@ class ByteBudget:
         self._by_tenant[held.tenant] = of_tenant
         self.held += num_bytes
         held.num_bytes += num_bytes
+
+    def _name_of(self, most: int) -> str:
+        """The option that sets the largest request."""
+        if most == self.limits.request:
+            return "max_request_held_bytes"
+        return f"max_{self.name.removesuffix('s')}_bytes" if most == self.limits.total else "max_tenant_share"
 
     def _give_back(self, held: Held) -> None:
         if not held.num_bytes:

@@ -61,6 +61,8 @@ class Connection(Protocol):
     """A connection to a replica (`wire.client.ReplicaClient`)."""
 
     @property
+    def has_tried(self) -> bool: ...
+    @property
     def state(self) -> ConnectionState: ...
     @property
     def info(self) -> ReplicaInfo | None: ...
@@ -258,9 +260,14 @@ class ReplicaPool:
 
 def _health(replica: Replica, reason: str) -> ReplicaHealth:
     connection = replica.connection
-    is_connected = connection.state is not ConnectionState.DOWN
-    load = connection.snapshot.load if connection.snapshot else None
-    return ReplicaHealth(replica.name, is_connected, reason, load, num_open=connection.num_open)
+    return ReplicaHealth(
+        replica.name,
+        connection.state is not ConnectionState.DOWN,
+        reason,
+        connection.snapshot.load if connection.snapshot else None,
+        num_open=connection.num_open,
+        has_tried=connection.has_tried,
+    )
 
 
 def _candidate(replica: Replica) -> Candidate:

@@ -365,6 +365,7 @@ class ReplicaHealth:
     load        its last snapshot; None before the first one
     is_foreign  it is no part of this site: its state is shown, and it counts as ready for /ready
     num_open    requests of this gateway at it
+    has_tried   its first attempt to connect has ended, whether it succeeded or not
     """
 
     name: str
@@ -373,6 +374,7 @@ class ReplicaHealth:
     load: LoadSnapshot | None = None
     is_foreign: bool = False
     num_open: int = 0
+    has_tried: bool = True
 
 
 class Upstream(Protocol):

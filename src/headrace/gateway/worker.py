@@ -1,0 +1,70 @@
+"""One of several gateway processes that share a port: its place among them, and its part of the site's limits.
+
+The kernel gives each worker a part of the connections (SO_REUSEPORT), so each holds a part of whatever a limit counts over all requests.
+Nothing is borrowed between workers: a worker that is full refuses although another one is not. What bounds one request is the same in all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headrace.core.errors import ConfigError
+from headrace.gateway.config import GatewayConfig, Limits, load_config
+from headrace.gateway.memory import default_prompt_bytes, machine_bytes
+
+SHARED_LIMITS = (
+    "max_connections",
+    "max_requests",
+    "max_text_workers",
+    "max_text_queue",
+    "max_text_queue_bytes",
+    "max_prompt_bytes",
+    "max_answer_bytes",
+)
+"""Limits that count over all requests of a site. The other ones bound a request, a connection, an answer, or a share."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayWorker:
+    """A worker's place.
+
+    index   its number, from 0, the same over restarts; label `worker` of its metrics
+    folder  private directory of the deployment, which has the workers' sockets
+    """
+
+    index: int
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """As the supervisor calls it, in logs."""
+        return f"gateway-{self.index}"
+
+    def socket(self, index: int) -> Path:
+        """Where worker `index` answers the other ones."""
+        return self.folder / f"w{index}.sock"
+
+
+def load_part(path: Path, worker: GatewayWorker) -> GatewayConfig:
+    """The configuration in a JSON file, with this worker's part of the limits. Raises ConfigError."""
+    config = load_config(path)
+    if not 0 <= worker.index < config.workers:
+        raise ConfigError(
+            "--worker", f"{worker.index} is outside 0..{config.workers - 1}", "The supervisor starts the workers of its file."
+        )
+    return part_of(config, machine_bytes())
+
+
+def part_of(config: GatewayConfig, machine_bytes: int) -> GatewayConfig:
+    """The configuration with the limits of one of its workers. machine_bytes: see `gateway.memory`"""
+    limits = config.limits
+    if limits.max_prompt_bytes is None:
+        limits = replace(limits, max_prompt_bytes=default_prompt_bytes(machine_bytes))
+    return replace(config, limits=divided(limits, config.workers))
+
+
+def divided(limits: Limits, num_workers: int) -> Limits:
+    """Each shared limit over the number of workers, rounded up."""
+    parts = {name: -(-getattr(limits, name) // num_workers) for name in SHARED_LIMITS if getattr(limits, name) is not None}
+    return replace(limits, **parts)

@@ -1,0 +1,74 @@
+"""A worker's part of the site's limits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.core.errors import ConfigError
+from headrace.gateway.config import MAX_WORKERS, GatewayConfig, Limits
+from headrace.gateway.memory import memory_budget
+from headrace.gateway.worker import SHARED_LIMITS, GatewayWorker, divided, load_part, part_of
+
+OWN_LIMITS = {
+    "max_body_bytes",
+    "max_header_bytes",
+    "max_headers",
+    "max_json_depth",
+    "max_messages",
+    "max_prompts",
+    "max_sequences",
+    "max_pending_bytes",
+    "max_tenant_share",
+    "max_request_held_bytes",
+}
+"""Limits of one request, connection or answer, and shares: the same in every worker."""
+
+
+def test_every_limit_is_either_shared_or_each_workers_own() -> None:
+    assert {item.name for item in fields(Limits)} == {*SHARED_LIMITS, *OWN_LIMITS}
+    assert not OWN_LIMITS & set(SHARED_LIMITS)
+
+
+@given(total=st.integers(1, 1 << 40), num_workers=st.integers(1, MAX_WORKERS))
+def test_parts_add_up_to_the_sites_limit_and_none_is_zero(total: int, num_workers: int) -> None:
+    limits = Limits(**dict.fromkeys(SHARED_LIMITS, total))
+    part = divided(limits, num_workers)
+    for name in SHARED_LIMITS:
+        assert getattr(part, name) >= 1
+        assert total <= num_workers * getattr(part, name) < total + num_workers
+    for name in OWN_LIMITS:
+        assert getattr(part, name) == getattr(limits, name)
+
+
+def test_memory_for_prompts_is_divided_although_no_option_sets_it() -> None:
+    config = GatewayConfig(models=(), workers=4)
+    whole = memory_budget(config, 64 << 30).prompts.limits.total
+    assert memory_budget(part_of(config, 64 << 30), 64 << 30).prompts.limits.total == whole / 4
+
+
+def test_the_only_gateway_keeps_every_limit() -> None:
+    config = GatewayConfig(models=())
+    assert replace(part_of(config, 64 << 30).limits, max_prompt_bytes=None) == config.limits
+
+
+@pytest.mark.parametrize("index", [-1, 2])
+def test_a_worker_that_the_file_does_not_have_is_refused(tmp_path: Path, index: int) -> None:
+    path = tmp_path / "gateway.json"
+    path.write_text(json.dumps({"models": [{"name": "m", "upstreams": [{"url": "http://127.0.0.1:9/v1"}]}], "workers": 2}))
+    assert load_part(path, GatewayWorker(1, tmp_path)).limits.max_requests == 2048
+    with pytest.raises(ConfigError, match=r"--worker: -?\d is outside 0\.\.1"):
+        load_part(path, GatewayWorker(index, tmp_path))
+
+
+@pytest.mark.parametrize("workers", [0, MAX_WORKERS + 1])
+def test_a_number_of_workers_out_of_range_is_refused(tmp_path: Path, workers: int) -> None:
+    path = tmp_path / "gateway.json"
+    path.write_text(json.dumps({"models": [{"name": "m", "upstreams": [{"url": "http://127.0.0.1:9/v1"}]}], "workers": workers}))
+    with pytest.raises(ConfigError, match=rf"^workers: {workers} is outside 1\.\.{MAX_WORKERS}"):
+        load_part(path, GatewayWorker(0, tmp_path))
