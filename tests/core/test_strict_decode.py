@@ -26,6 +26,11 @@ class Whole:
     hidden: str = field(default="", repr=False)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    by_name: dict[str, int]
+
+
 def test_lists_nested_objects_and_integers_for_floats_become_what_the_fields_say() -> None:
     raw = {"name": "a", "parts": [{"size": 1, "weight": 2}, {"size": 3}], "spare": None, "log": False}
     made = decode(Whole, raw)
@@ -84,3 +89,9 @@ def test_a_file_that_holds_no_object_is_named(tmp_path: Path, content: bytes) ->
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"file\.json"):
         read_json_object(file)
+
+
+def test_a_mapping_of_free_names_keeps_them_and_names_a_value_that_does_not_fit() -> None:
+    assert decode(Named, {"by_name": {"one": 1}}).by_name == {"one": 1}
+    with pytest.raises(ConfigError, match=r"by_name\.one: expected int, got str"):
+        decode(Named, {"by_name": {"one": "1"}})

@@ -106,6 +106,8 @@ def _decoded(hint: object, data: object, where: str, elsewhere: Mapping[str, str
         return _object(kind, data, where, elsewhere)
     if get_origin(kind) is tuple and isinstance(data, list | tuple):
         return tuple(_decoded(get_args(kind)[0], item, f"{where}[{index}]", elsewhere) for index, item in enumerate(data))
+    if get_origin(kind) is dict and isinstance(data, Mapping):
+        return {str(key): _decoded(get_args(kind)[1], value, joined(where, str(key)), elsewhere) for key, value in data.items()}
     if kind is float and type(data) is int:
         return float(data)
     if not any(type(data) is choice for choice in _choices(kind)):  # exactly: true is no integer
