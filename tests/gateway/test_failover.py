@@ -340,6 +340,21 @@ async def test_streams_leave_a_replica_that_hangs_only_where_another_can_continu
             assert (len(hanging.requests), hanging.cancelled, other.requests) == (1, [], [])
 
 
+async def test_a_request_that_its_replica_does_not_read_is_answered_by_another(text: TextModel) -> None:
+    async with open_bench(text, models=two_replicas(), timeouts=WAIT) as bench:
+        deaf, other = equal_replicas(bench)
+        deaf.go.clear()
+        answer, stream = Answer(), stream_of(bench, text)
+        reader = asyncio.create_task(read(stream, answer))
+        await eventually(lambda: bool(deaf.requests))
+        deaf.state, deaf.unread_s = ConnectionState.NOT_READING, MOVE_AFTER_S - 0.1
+        await asyncio.sleep(0.3)
+        assert (deaf.cancelled, other.requests) == ([], []), "it may read in a moment"
+        deaf.unread_s = MOVE_AFTER_S
+        await reader
+        assert (deaf.cancelled, len(other.requests), answer.num_tokens) == ([RequestId("call")], 1, 40)
+
+
 def test_a_stall_is_counted_beyond_the_predicted_step_and_not_from_ones_own_delay() -> None:
     stepping = SeenLoad(snapshot(step_age_s=3.0, step_predicted_s=1.5), 10.0)
     assert stalled_s(ConnectionState.CONNECTED, stepping, 0.0, 10.25) == pytest.approx(1.75)

@@ -95,6 +95,7 @@ class FakeReplica:
     snapshot: SeenLoad | None = None
     has_tried: bool = True
     silent_s: float = 0.0
+    unread_s: float = 0.0
     num_sent_since_snapshot: int = 0
     num_sent_tokens_since_snapshot: int = 0
     said: str = SAID
@@ -161,6 +162,12 @@ class FakeReplica:
         for request_id, stream in list(self.streams.items()):
             self.cancelled.append(request_id)
             stream.fail(Unavailable(reason))
+
+    def abandon_unseen(self, reason: str) -> int:
+        """Of a replica that does not read: it has counted none."""
+        num_open = len(self.streams)
+        self.abandon(reason)
+        return num_open
 
     def die(self) -> None:
         """The process is gone: its streams fail as the wire's do."""

@@ -25,7 +25,7 @@ from headrace.core.request import EngineRequest
 from headrace.wire import headrace_pb2 as pb
 from headrace.wire.codec import decode_model_info
 from headrace.wire.dial import Dialer
-from headrace.wire.service import SILENT_AFTER_S, Expectation, check_model, check_protocol
+from headrace.wire.service import NOT_READING_AFTER_S, SILENT_AFTER_S, Expectation, check_model, check_protocol
 from headrace.wire.session import NotListening, Session
 from headrace.wire.stream import NO_NUMERICS, ReplicaStream
 from headrace.wire.target import parse_target
@@ -45,6 +45,8 @@ class ConnectionState(StrEnum):
     """Takes no new work; running streams go on."""
     SILENT = "silent"
     """Connected, but heartbeats are missing: send nothing new, the process may be stopped or dead."""
+    NOT_READING = "not reading"
+    """Connected and heard, but it does not read what is sent, as behind a link that is cut in one direction: send nothing new."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +135,19 @@ class ReplicaClient:
             return ConnectionState.DOWN
         if session.silent_s > SILENT_AFTER_S:
             return ConnectionState.SILENT
-        return ConnectionState.DRAINING if session.is_draining else ConnectionState.CONNECTED
+        if session.is_draining:
+            return ConnectionState.DRAINING
+        return ConnectionState.NOT_READING if session.unread_s >= NOT_READING_AFTER_S else ConnectionState.CONNECTED
 
     @property
     def silent_s(self) -> float:
         """Seconds since the last frame, without delays of this process itself. 0 while there is no connection."""
         return self._session.silent_s if self._session is not None and self._session.is_open else 0.0
+
+    @property
+    def unread_s(self) -> float:
+        """Seconds for which the engine has read nothing of what was sent, without delays of this process itself."""
+        return self._session.unread_s if self._session is not None and self._session.is_open else 0.0
 
     @property
     def num_open(self) -> int:
@@ -209,9 +218,21 @@ class ReplicaClient:
     def abandon(self, reason: str) -> None:
         """Cancel every open request at the engine, which may read that later or never, and raise Unavailable(reason) in their streams."""
         for stream in list(self._streams.values()):
-            if self._session is not None:
-                self._session.send_cancel(stream.handle)
-            stream.fail(Unavailable(reason))
+            self._abandon(stream, reason)
+
+    def abandon_unseen(self, reason: str) -> int:
+        """`abandon` of the requests that no load of the engine has counted, for it may never read them. Returns their number."""
+        if self._session is None:
+            return 0
+        found = [stream for handle in self._session.unseen_handles if (stream := self._session.streams.get(handle)) is not None]
+        for stream in found:
+            self._abandon(stream, reason)
+        return len(found)
+
+    def _abandon(self, stream: ReplicaStream, reason: str) -> None:
+        if self._session is not None:
+            self._session.send_cancel(stream.handle)
+        stream.fail(Unavailable(reason))
 
     def _ended(self, stream: ReplicaStream) -> None:
         self._streams.pop(stream.request_id, None)
@@ -264,7 +285,8 @@ class ReplicaClient:
         state = self.state
         if state is not self._logged_state:
             self._logged_state = state
-            log.log(logging.WARNING if state is ConnectionState.SILENT else logging.INFO, "replica %s is %s", self.name, state.value)
+            is_bad = state in (ConnectionState.SILENT, ConnectionState.NOT_READING)
+            log.log(logging.WARNING if is_bad else logging.INFO, "replica %s is %s", self.name, state.value)
 
     def _log_down(self, *, is_starting: bool) -> None:
         """Log each reason once per outage: the connection is tried every second, and gRPC words one cause in several ways.

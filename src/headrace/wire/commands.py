@@ -48,6 +48,11 @@ class UnwrittenCommands:
     def num_submits(self) -> int:
         return len(self._submits)
 
+    @property
+    def handles(self) -> list[Handle]:
+        """The handles of the waiting Submits."""
+        return list(self._submits)
+
     def __bool__(self) -> bool:
         return bool(self._urgent or self._submits)
 

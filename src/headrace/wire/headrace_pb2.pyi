@@ -175,16 +175,18 @@ class ClientHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., client: _Optional[str] = ..., digests: _Optional[_Mapping[str, str]] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class EngineHello(_message.Message):
-    __slots__ = ("protocol_version", "instance_id", "replica", "model")
+    __slots__ = ("protocol_version", "instance_id", "replica", "model", "counts_pings")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_PINGS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     instance_id: str
     replica: str
     model: ModelFacts
-    def __init__(self, protocol_version: _Optional[int] = ..., instance_id: _Optional[str] = ..., replica: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ...) -> None: ...
+    counts_pings: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., instance_id: _Optional[str] = ..., replica: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., counts_pings: bool = ...) -> None: ...
 
 class Params(_message.Message):
     __slots__ = ("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias_ids", "logit_bias_values", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "logprobs", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens", "detokenize")
@@ -327,12 +329,14 @@ class Command(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ...) -> None: ...
 
 class ClientFrame(_message.Message):
-    __slots__ = ("hello", "commands")
+    __slots__ = ("hello", "commands", "ping")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     COMMANDS_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
     hello: ClientHello
     commands: _containers.RepeatedCompositeFieldContainer[Command]
-    def __init__(self, hello: _Optional[_Union[ClientHello, _Mapping]] = ..., commands: _Optional[_Iterable[_Union[Command, _Mapping]]] = ...) -> None: ...
+    ping: int
+    def __init__(self, hello: _Optional[_Union[ClientHello, _Mapping]] = ..., commands: _Optional[_Iterable[_Union[Command, _Mapping]]] = ..., ping: _Optional[int] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("token_ids", "logprobs", "ranks", "top_counts", "top_ids", "top_logprobs")
@@ -515,7 +519,7 @@ class Draining(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class EngineFrame(_message.Message):
-    __slots__ = ("hello", "updates", "rejected", "load", "submits_seen", "draining", "weights_digest")
+    __slots__ = ("hello", "updates", "rejected", "load", "submits_seen", "draining", "weights_digest", "pings_seen")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
@@ -523,6 +527,7 @@ class EngineFrame(_message.Message):
     SUBMITS_SEEN_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PINGS_SEEN_FIELD_NUMBER: _ClassVar[int]
     hello: EngineHello
     updates: Updates
     rejected: _containers.RepeatedCompositeFieldContainer[Rejected]
@@ -530,7 +535,8 @@ class EngineFrame(_message.Message):
     submits_seen: int
     draining: Draining
     weights_digest: str
-    def __init__(self, hello: _Optional[_Union[EngineHello, _Mapping]] = ..., updates: _Optional[_Union[Updates, _Mapping]] = ..., rejected: _Optional[_Iterable[_Union[Rejected, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., submits_seen: _Optional[int] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., weights_digest: _Optional[str] = ...) -> None: ...
+    pings_seen: int
+    def __init__(self, hello: _Optional[_Union[EngineHello, _Mapping]] = ..., updates: _Optional[_Union[Updates, _Mapping]] = ..., rejected: _Optional[_Iterable[_Union[Rejected, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., submits_seen: _Optional[int] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., weights_digest: _Optional[str] = ..., pings_seen: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("reason",)

@@ -27,8 +27,15 @@ HEARTBEAT_S = 0.25
 SILENT_AFTER_S = 0.75
 """Three heartbeats missed: the replica gets no new work. Its open requests wait on, it may only be stopped for a moment."""
 
+NOT_READING_AFTER_S = 1.5
+"""Six of the gateway's own heartbeats unread: an engine that is heard and does not read gets no new work. It is more than SILENT_AFTER_S
+because a heartbeat and the load that counts it take a round trip."""
+
+READ_TOKENS_PER_S = 200_000
+"""Prompt tokens per second that a link must carry: heartbeats may wait behind a large Submit for as long as that one needs."""
+
 LEASE_S = 10.0
-"""Silence (of the engine) or not reading (of the gateway) for this long ends the stream and everything on it."""
+"""Silence of the engine, or either end not reading, for this long ends the stream and everything on it."""
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 

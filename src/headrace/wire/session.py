@@ -28,7 +28,7 @@ from headrace.wire.commands import UnwrittenCommands
 from headrace.wire.delivery import SLICE_S, DeliveryQueue
 from headrace.wire.dial import Dialer
 from headrace.wire.handles import Handle, MalformedFrame
-from headrace.wire.service import CONNECT, HEARTBEAT_S, LEASE_S, PROTOCOL_VERSION, Expectation
+from headrace.wire.service import CONNECT, HEARTBEAT_S, LEASE_S, PROTOCOL_VERSION, READ_TOKENS_PER_S, Expectation
 from headrace.wire.stream import ReplicaStream
 from headrace.wire.target import nothing_listens
 
@@ -76,8 +76,10 @@ class Session:
         self._commands = UnwrittenCommands()
         self._has_commands = asyncio.Event()
         self._next_handle = 1
-        self._unseen: deque[int] = deque()
+        self._unseen: deque[tuple[Handle, int]] = deque()  # with the number of prompt tokens
         self._num_submits_seen = 0
+        self._counts_pings = False
+        self._num_pings = self._num_pings_written = self._num_pings_seen = 0
         self.streams: dict[Handle, ReplicaStream] = {}
         self.deliveries = DeliveryQueue(clock)
         self.is_open = False
@@ -92,7 +94,12 @@ class Session:
 
     @property
     def num_unseen_tokens(self) -> int:
-        return sum(self._unseen) + self._commands.num_prompt_tokens
+        return sum(num_tokens for _, num_tokens in self._unseen) + self._commands.num_prompt_tokens
+
+    @property
+    def unseen_handles(self) -> list[Handle]:
+        """Handles of the Submits that no load snapshot has counted yet."""
+        return [*(handle for handle, _ in self._unseen), *self._commands.handles]
 
     def send_submit(self, request: EngineRequest) -> Handle:
         """Raises InvalidRequest for what the wire cannot carry; nothing was sent then."""
@@ -155,6 +162,7 @@ class Session:
         if frame is None or not frame.HasField("hello"):
             raise MalformedFrame("the engine's first frame is not a hello")
         self.is_open = True
+        self._counts_pings = frame.hello.counts_pings
         self._on_hello(frame.hello)
         await self._take(frame)
 
@@ -162,9 +170,12 @@ class Session:
         while True:
             await self._has_commands.wait()
             self._has_commands.clear()
-            while self._commands:
+            while self._commands or self._num_pings > self._num_pings_written:
                 frame = self._commands.take(self._clock())
-                self._unseen.extend(len(command.submit.prompt_ids) for command in frame.commands if command.HasField("submit"))
+                submits = (command.submit for command in frame.commands if command.HasField("submit"))
+                self._unseen.extend((Handle(submit.handle), len(submit.prompt_ids)) for submit in submits)
+                if self._num_pings > self._num_pings_written:
+                    frame.ping = self._num_pings_written = self._num_pings
                 await call.write(frame)
 
     async def _read(self, call: Any) -> None:
@@ -192,12 +203,23 @@ class Session:
         """
         return min(self._clock(), self._watch_due_at) - self.last_frame_at
 
+    @property
+    def unread_s(self) -> float:
+        """Seconds for which the engine has read nothing, by heartbeats that were sent and not counted, without those that large prompts
+        on their way may take. Time in which this process was delayed does not count: it sent none."""
+        return max(0.0, (self._num_pings - self._num_pings_seen) * HEARTBEAT_S - self.num_unseen_tokens / READ_TOKENS_PER_S)
+
     async def _watch(self) -> None:
         while self.silent_s < LEASE_S:
             self._watch_due_at = self._clock() + HEARTBEAT_S
             await asyncio.sleep(HEARTBEAT_S)
             now = self._clock()
             self.last_frame_at = min(now, self.last_frame_at + max(0.0, now - self._watch_due_at))
+            if self.unread_s > LEASE_S:
+                raise ConnectionLost(f"the engine has read nothing for {LEASE_S:g} s")
+            if self._counts_pings:
+                self._num_pings += 1
+                self._has_commands.set()
             self._on_beat()
         raise ConnectionLost(f"no heartbeat for {LEASE_S:g} s")
 
@@ -215,6 +237,7 @@ class Session:
                 stream.reject(error)
         if frame.HasField("load"):
             self._see(frame.submits_seen)
+            self._num_pings_seen = frame.pings_seen
             self._on_load(decode_load(frame.load))
 
     async def _take_rows(self, rows: UpdateRows) -> None:

@@ -46,6 +46,7 @@ class GatewayStream:
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.unsent = UnsentFrames()
         self.num_submits = 0
+        self.last_ping = 0
 
     @property
     def is_flushed(self) -> bool:
@@ -106,6 +107,7 @@ class GatewayStream:
 
     async def _read(self) -> None:
         while (frame := await self._read_frame()) is not None:
+            self.last_ping = max(self.last_ping, frame.ping)
             ends_s = self._clock() + SLICE_S
             for command in frame.commands:
                 self._on_command(self, command)

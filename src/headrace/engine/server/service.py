@@ -86,6 +86,7 @@ class EngineService:
             instance_id=secrets.token_hex(8),
             replica=replica,
             model=encode_model_info(engine.info),
+            counts_pings=True,
         )
         bridge.deliver = self._deliver
 
@@ -241,7 +242,7 @@ class EngineService:
         """All streams get the load as of now."""
         load = self._engine.snapshot()
         for stream in self._streams:
-            stream.unsent.put_load(load, stream.num_submits)
+            stream.unsent.put_load(load, stream.num_submits, stream.last_ping)
             stream.wake()
         return load
 

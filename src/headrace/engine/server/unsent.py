@@ -37,7 +37,7 @@ class UnsentFrames:
         self._waiting: dict[tuple[Handle, int], Unread] = {}
         self._rejected: deque[tuple[pb.Rejected, int]] = deque()  # each with its bytes
         self._load: LoadSnapshot | None = None
-        self._submits_seen = 0
+        self._submits_seen = self._pings_seen = 0
         self._draining: str | None = None
         self._weights_digest = ""
         self._num_row_units = 0
@@ -71,9 +71,9 @@ class UnsentFrames:
         self._rejected.append((rejected, num_bytes))
         self._num_refusal_units += _refusal_units(num_bytes)
 
-    def put_load(self, load: LoadSnapshot, submits_seen: int) -> None:
+    def put_load(self, load: LoadSnapshot, submits_seen: int, pings_seen: int = 0) -> None:
         """Replaces an unsent snapshot."""
-        self._load, self._submits_seen = load, submits_seen
+        self._load, self._submits_seen, self._pings_seen = load, submits_seen, pings_seen
 
     def put_draining(self, reason: str) -> None:
         self._draining = reason
@@ -95,7 +95,7 @@ class UnsentFrames:
             frame.updates.CopyFrom(encode_updates(self._take_rows()))
         if self._load is not None:
             frame.load.CopyFrom(encode_load(self._load))
-            frame.submits_seen = self._submits_seen
+            frame.submits_seen, frame.pings_seen = self._submits_seen, self._pings_seen
             self._load = None
         if self._draining is not None:
             frame.draining.reason = self._draining

@@ -25,6 +25,8 @@ def verdict(state: ConnectionState, seen: SeenLoad | None, now: float) -> str:
         return "does not answer"
     if state is ConnectionState.DRAINING:
         return "draining"
+    if state is ConnectionState.NOT_READING:
+        return "does not read what is sent"
     if seen is None:
         return "has not reported yet"
     age = now - seen.received_s

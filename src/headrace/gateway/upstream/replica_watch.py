@@ -38,8 +38,11 @@ class WatchedConnection(Protocol):
     @property
     def silent_s(self) -> float: ...
     @property
+    def unread_s(self) -> float: ...
+    @property
     def num_open(self) -> int: ...
     def abandon(self, reason: str) -> None: ...
+    def abandon_unseen(self, reason: str) -> int: ...
 
 
 class WatchedReplica(Protocol):
@@ -92,10 +95,7 @@ class ReplicaWatch:
     def look(self) -> None:
         """One look at all replicas."""
         for replica in (*self._pool.replicas, *self._pool.retired):
-            if replica.connection.num_open and self._is_hanging(replica) and self._has_other(replica):
-                self.num_moves += 1
-                log.warning("replica %s hangs: its %d requests move to another one", replica.instance[0], replica.connection.num_open)
-                replica.connection.abandon(f"replica {replica.instance[0]} hangs")
+            self._look_at(replica)
         if self._change is not None:
             self._wake()
 
@@ -106,6 +106,19 @@ class ReplicaWatch:
                 self.look()
             except Exception:  # the outermost loop: without it a bug of ours would leave every later stall unnoticed
                 log.exception("looking at the replicas failed")
+
+    def _look_at(self, replica: WatchedReplica) -> None:
+        """Give up its requests where another replica can go on: all where it hangs, those it has not counted where it does not read."""
+        connection, name = replica.connection, replica.instance[0]
+        is_hanging = self._is_hanging(replica)
+        if not connection.num_open or not (is_hanging or connection.unread_s >= MOVE_AFTER_S) or not self._has_other(replica):
+            return
+        if is_hanging:
+            self.num_moves += 1
+            log.warning("replica %s hangs: its %d requests move to another one", name, connection.num_open)
+            connection.abandon(f"replica {name} hangs")
+        elif num_moved := connection.abandon_unseen(f"replica {name} does not read what is sent"):
+            log.warning("replica %s does not read what is sent: %d requests move to another one", name, num_moved)
 
     def _wake(self) -> None:
         assert self._change is not None
