@@ -93,11 +93,12 @@ def body_of(kind: str, seed: int) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Answer:
-    """What a client saw. error: "" for a whole answer. gaps: arrival and seconds since the piece before it."""
+    """What a client saw. error: "" for a whole answer. first_at: when its first piece came. gap_s: the longest time between two pieces."""
 
     error: str = "no end"
     parts: dict[str, Any] = field(default_factory=dict)
     began_at: float = 0.0
+    first_at: float = 0.0
     ended_at: float = 0.0
     gap_s: float = 0.0
 
@@ -124,7 +125,9 @@ async def _read(response: aiohttp.ClientResponse, answer: Answer) -> None:
         if not line.startswith(b"data: "):
             continue
         now = time.monotonic()
-        if last is not None:
+        if last is None:
+            answer.first_at = now
+        else:
             answer.gap_s = max(answer.gap_s, now - last)
         last = now
         if line == b"data: [DONE]":
@@ -232,12 +235,12 @@ def summary(done: Sequence[tuple[str, int, Answer]], unbroken: dict[tuple[str, i
         "streams_during_a_fault": len(gaps[True]),
         "failed": dict(failed),
         "different": dict(different),
-        "gap_s": {("during a fault" if hit else "other"): _quantiles(found) for hit, found in gaps.items()},
+        "gap_s": {("during a fault" if hit else "other"): quantiles(found) for hit, found in gaps.items()},
         "ready_again_s": faults.ready_again_s,
     }
 
 
-def _quantiles(found: list[float]) -> dict[str, float]:
+def quantiles(found: list[float]) -> dict[str, float]:
     if not found:
         return {}
     ordered = sorted(found)
