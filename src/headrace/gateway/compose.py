@@ -76,7 +76,7 @@ async def open_gateway(
         stack.callback(request_log.close)
         text_pool = await stack.enter_async_context(_text_pool(config, workers))
         opener = ModelOpener(stack, text_pool, metrics, connect, sources)
-        models = [await opener.open(model, texts.get(model.name), config.timeouts) for model in config.models]
+        models = [await opener.open(model, texts.get(model.name), config.timeouts, config.routing) for model in config.models]
         memory = memory_budget(config, machine_bytes())
         watch = StreamWatch(
             left_bytes=lambda: memory.answers.left,

@@ -38,8 +38,8 @@ LOG_TARGETS = ("on", "off", "stderr")
 LOG_WORDS = {*LOG_TARGETS, "", "true", "false", "yes", "no", "none", "null", "stdout"}
 """Words that are meant as a switch and never as the name of a request log's file, in lower case."""
 
-MAY_BE_ZERO = ("failover_s",)
-"""Timeouts whose 0 turns something off. Any other limit or timeout that is not positive is refused."""
+MAY_BE_ZERO = ("failover_s", "slow_start_s")
+"""Times whose 0 turns something off. Any other limit or time that is not positive is refused."""
 
 MIN_KEY_CHARS = 8
 MAX_WORKERS = 64
@@ -171,6 +171,16 @@ class Timeouts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How requests are shared between the replicas of a model.
+
+    slow_start_s  seconds over which the share of a replica grows that has just connected while others serve; 0: all of it at once
+    """
+
+    slow_start_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
     """The whole file.
 
@@ -197,6 +207,7 @@ class GatewayConfig:
     salt_key: str = field(default="", repr=False)
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
+    routing: Routing = field(default_factory=Routing)
 
     def checked(self) -> GatewayConfig:
         """This value if its rules hold. Raises ConfigError."""
@@ -211,7 +222,7 @@ class GatewayConfig:
             raise ConfigError("request_log", f"{self.request_log!r} is no target", "Write on (stdout), off, stderr or a file's path.")
         check_secret("salt_key", self.salt_key)
         _check_names(self.allowed_hosts, self.allowed_origins)
-        for part, value in (("limits", self.limits), ("timeouts", self.timeouts)):
+        for part, value in (("limits", self.limits), ("timeouts", self.timeouts), ("routing", self.routing)):
             for item in fields(value):
                 given = getattr(value, item.name)
                 if given is not None and not (given > 0 or (given == 0 and item.name in MAY_BE_ZERO)):

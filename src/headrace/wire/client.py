@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from dataclasses import dataclass, replace
@@ -56,11 +57,13 @@ class ReplicaInfo:
     instance_id  drawn at each start of the engine process: the same replica name with another instance id is another process, which has
                  none of the first one's requests. Lists of replicas that were tried are keyed by (name, instance_id), so that a restarted
                  replica may be tried again
+    connected_at  when this connection was made, on the client's clock
     """
 
     instance_id: str
     replica: str
     model: ModelInfo
+    connected_at: float = -math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +277,7 @@ class ReplicaClient:
         check_protocol(hello.protocol_version, "the engine")
         model = decode_model_info(hello.model)
         check_model(model, self._expect)
-        self.info = ReplicaInfo(hello.instance_id, hello.replica, model)
+        self.info = ReplicaInfo(hello.instance_id, hello.replica, model, self._clock())
         self._changed.set()
         self._logged_reasons.clear()
         self._logged_state = ConnectionState.CONNECTED

@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 
 from headrace.core.clock import Clock
-from headrace.gateway.config import ModelConfig, ReplicaConfig, Timeouts
+from headrace.gateway.config import ModelConfig, ReplicaConfig, Routing, Timeouts
 from headrace.gateway.foreign_config import named
 from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.text_workers.pool import TextPool
@@ -106,7 +106,7 @@ class ModelOpener:
         self._connect = connect
         self._sources = sources
 
-    async def open(self, config: ModelConfig, text: TextModel | None, timeouts: Timeouts) -> OpenModel:
+    async def open(self, config: ModelConfig, text: TextModel | None, timeouts: Timeouts, routing: Routing) -> OpenModel:
         """A model, connected to its replicas or trying to. Raises ConfigError. text: not used where foreign servers answer"""
         if config.upstreams:
             return OpenModel(config, self._served(config, await self._stack.enter_async_context(self._foreign_servers(config))))
@@ -118,6 +118,7 @@ class ModelOpener:
             random=self._sources.random,
             clock=self._sources.clock,
             failover_s=timeouts.failover_s,
+            slow_start_s=routing.slow_start_s,
         )
         await self._stack.enter_async_context(pool)
         model_text = ModelText(self._text_pool, config.name, text.tokenizer)

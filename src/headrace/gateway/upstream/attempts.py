@@ -19,6 +19,7 @@ from headrace.core.ids import RequestId
 from headrace.core.numerics import Numerics, numerics_digest
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
+from headrace.gateway.upstream.replica_circuit import ReplicaAttempt
 from headrace.gateway.upstream.replicas import Replica, ReplicaInstance, ReplicaPool, UpdateStream
 from headrace.gateway.upstream.seam import ReplicaLost
 from headrace.wire.stream import NO_NUMERICS, PlainRowHandler
@@ -49,6 +50,7 @@ class SequenceGroup:
     tried: set[ReplicaInstance] = field(default_factory=set)
     request_id: RequestId | None = None
     replica: Replica | None = None
+    attempt: ReplicaAttempt | None = None
     updates: UpdateStream | None = None
     num_read: int = 0
     num_prompt_logprobs: int = 0
@@ -127,7 +129,8 @@ class CallAttempts:
 
     def cancel(self) -> None:
         """Stop everything at the engines; `batch` ends. May be called at any time."""
-        groups, self._groups = self._groups, []
+        groups = list(self._groups)
+        self._drop_all()
         for group in groups:
             if group.replica is not None and group.request_id is not None:
                 group.replica.connection.cancel(group.request_id)
@@ -186,7 +189,10 @@ class CallAttempts:
             if updates and isinstance(updates[0], Rejected):
                 await self._reroute(group, updates[0].error)
                 continue
-            return [self._trimmed(group, update) for update in updates if isinstance(update, SequenceUpdate)]
+            read = [update for update in updates if isinstance(update, SequenceUpdate)]
+            if group.attempt is not None:
+                group.attempt.read(read)
+            return [self._trimmed(group, update) for update in read]
         return []
 
     def _trimmed(self, group: SequenceGroup, update: SequenceUpdate) -> SequenceUpdate:
@@ -205,6 +211,12 @@ class CallAttempts:
     def _drop(self, group: SequenceGroup) -> None:
         if group in self._groups:
             self._groups.remove(group)
+            if group.attempt is not None:
+                group.attempt.end()
+
+    def _drop_all(self) -> None:
+        for group in list(self._groups):
+            self._drop(group)
 
     # -- submitting ----------------------------------------------------------------------------------------------------------------
 
@@ -216,7 +228,7 @@ class CallAttempts:
                 return
             except Unavailable as error:
                 if group.wait_until is None:
-                    self._groups.clear()
+                    self._drop_all()
                     raise
                 await self._wait(group, error)
 
@@ -236,6 +248,7 @@ class CallAttempts:
                 group.updates = replica.connection.submit(request)
             except Unavailable:
                 continue
+            group.attempt = self._pool.note_sent(replica)
             self.epoch += 1
             self.num_resumes += group.wait_until is not None
             group.replica, group.request_id, group.num_read = replica, request.request_id, self._num_read
@@ -265,8 +278,10 @@ class CallAttempts:
         does not help.
         """
         group.updates = None
+        if group.attempt is not None:
+            group.attempt.end()
         if not isinstance(error, Overloaded | Unavailable | RequestTooLarge):
-            self._groups.clear()
+            self._drop_all()
             raise error if isinstance(error, HeadraceError) else Unavailable(LOST)
         if group.wait_until is not None:
             await self._wait(group, error)
@@ -277,7 +292,7 @@ class CallAttempts:
                 return
             except Unavailable:
                 pass
-        self._groups.clear()
+        self._drop_all()
         raise error
 
     # -- after a loss --------------------------------------------------------------------------------------------------------------
@@ -285,6 +300,8 @@ class CallAttempts:
     def _lose(self, group: SequenceGroup, error: Unavailable) -> None:
         """The group's replica is gone. Its open sequences become groups that wait for another one. Raises ReplicaLost where none may."""
         assert group.updates is not None
+        assert group.attempt is not None
+        group.attempt.lose()
         self._numerics = numerics = group.updates.numerics
         self._num_fruitless = 0 if self._num_read > group.num_read else self._num_fruitless + 1
         self._drop(group)
@@ -323,5 +340,5 @@ class CallAttempts:
             wait.cancel()
 
     def _give_up(self, numerics: Numerics | None, error: Exception) -> NoReturn:
-        self._groups.clear()
+        self._drop_all()
         raise ReplicaLost(LOST, why_not_resume=self._pool.why_not_resume(numerics)) from error

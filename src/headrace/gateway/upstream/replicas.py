@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
 
@@ -21,12 +21,15 @@ from headrace.core.model_info import ModelInfo
 from headrace.core.numerics import Numerics, why_not_resume
 from headrace.core.request import EngineRequest
 from headrace.core.update import Rejected, SequenceUpdate
+from headrace.gateway.upstream.replica_circuit import EJECTED, ReplicaAttempt, ReplicaCircuit
 from headrace.gateway.upstream.replica_health import verdict
 from headrace.gateway.upstream.replica_watch import ReplicaWatch
 from headrace.gateway.upstream.seam import ReplicaHealth
 from headrace.policy.routing.choice import Candidate, Random, ReplicaId, choose
+from headrace.policy.routing.ejection import ejected
 from headrace.policy.routing.predicted_time import RequestSize, SentSince
 from headrace.policy.routing.retry_budget import RetryBudget
+from headrace.policy.routing.slow_start import started, started_share
 from headrace.wire.client import ConnectionState, ReplicaInfo, SeenLoad
 from headrace.wire.stream import PlainRowHandler
 
@@ -89,10 +92,11 @@ class Connection(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replica:
-    """One replica: its name and its connection. Compared by identity."""
+    """One replica: its name, its connection, and its circuit. Compared by identity."""
 
     name: ReplicaId
     connection: Connection
+    circuit: ReplicaCircuit = field(default_factory=ReplicaCircuit)
 
     @property
     def instance(self) -> ReplicaInstance:
@@ -126,8 +130,16 @@ class ReplicaPool:
     """
 
     def __init__(
-        self, model: str, replicas: Sequence[Replica], *, random: Random, clock: Clock = time.monotonic, failover_s: float = 0.0
+        self,
+        model: str,
+        replicas: Sequence[Replica],
+        *,
+        random: Random,
+        clock: Clock = time.monotonic,
+        failover_s: float = 0.0,
+        slow_start_s: float = 0.0,
     ) -> None:
+        """slow_start_s: how long the share of a replica grows that has just connected (`policy.routing.slow_start`)"""
         self.model = model
         self.replicas = tuple(replicas)
         self.retired: tuple[Replica, ...] = ()
@@ -136,6 +148,7 @@ class ReplicaPool:
         self.clock = clock
         self.watch = ReplicaWatch(self, clock)
         self._random = random
+        self._slow_start_s = slow_start_s
         self._closing: set[asyncio.Task[None]] = set()
         self._last_info: ModelInfo | None = None
 
@@ -205,25 +218,44 @@ class ReplicaPool:
         max_output_tokens  of one sequence; None where what the context leaves will do
         numerics           a resume: of the replica that computed its output ids. Only a replica of equal numerics is chosen
 
-        A silent replica is never chosen. One that is connected and not ready (its step hangs, its heartbeats go on) is chosen only when
-        no other is left.
+        A silent replica is never chosen. One that is connected and not ready (its step hangs, its heartbeats go on), or that failed several
+        requests in a row, is chosen only when no other is left.
         """
         num_tokens = prompt_tokens + (max_output_tokens or 1)
         size = RequestSize(prompt_tokens, self._expected_output_tokens(max_output_tokens))
         left = [(r, reason) for r, reason in self.verdicts() if r.instance not in tried and r.max_model_len >= num_tokens]
         if numerics is not None:
             left = [(replica, reason) for replica, reason in left if not why_not_resume(numerics, replica.numerics)]
-        ready = [replica for replica, reason in left if not reason]
+        left_out = self._ejected()
+        ready = [replica for replica, reason in left if not reason and replica.name not in left_out]
         connected = [replica for replica, _ in left if replica.connection.state is ConnectionState.CONNECTED]
         chosen = self._choose(ready, size) or self._choose(connected, size)
         if chosen is None:
             raise Unavailable(f"No replica of {self.model} takes requests now.", retry_after_s=1.0)
         return chosen
 
+    def note_sent(self, replica: Replica) -> ReplicaAttempt:
+        """A request was sent there. The caller reports how it ended."""
+        info = replica.connection.info
+        return replica.circuit.send(None if info is None else (info.instance_id, info.connected_at), self.clock)
+
+    def _ejected(self) -> frozenset[ReplicaId]:
+        """Ready replicas that get no request, because they failed several."""
+        return ejected({replica.name: replica.circuit.breaker for replica, reason in self.verdicts() if not reason}, self.clock())
+
+    def _started(self, fit: Sequence[Replica]) -> list[Replica]:
+        """The replicas of `fit` that take part in a decision: a replica that has just connected does in a part of them."""
+        now, infos = self.clock(), [replica.connection.info for replica in fit]
+        connected_s = [0.0 if info is None else now - info.connected_at for info in infos]
+        return started(fit, [started_share(seconds, self._slow_start_s) for seconds in connected_s], self._random)
+
     def _choose(self, fit: Sequence[Replica], size: RequestSize) -> Replica | None:
         info = self.info
         chosen = choose(
-            [_candidate(replica) for replica in fit], size=size, block_size=info.block_size if info else 16, random=self._random
+            [_candidate(replica) for replica in self._started(fit)],
+            size=size,
+            block_size=info.block_size if info else 16,
+            random=self._random,
         )
         return None if chosen is None else next(replica for replica in fit if replica.name == chosen.replica_id)
 
@@ -253,7 +285,8 @@ class ReplicaPool:
             yield replica, verdict(replica.connection.state, replica.connection.snapshot, now)
 
     def health(self) -> list[ReplicaHealth]:
-        return [_health(replica, reason) for replica, reason in self.verdicts()]
+        left_out = self._ejected()
+        return [_health(replica, EJECTED if replica.name in left_out else reason) for replica, reason in self.verdicts()]
 
     def retired_health(self) -> list[ReplicaHealth]:
         """The retired replicas. One whose name is a replica's again is left out."""

@@ -1,0 +1,28 @@
+"""Which ready replicas of a model are left out because they failed requests: few at a time, and never the last one.
+
+A replica that fails what it is sent looks idle, so it would be sent more and more. Its circuit (`circuit_breaker`) says when it is left
+out. A cause that all replicas share, such as a request that ends every engine, must not leave out all of them: hence the bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from headrace.policy.routing.choice import ReplicaId
+from headrace.policy.routing.circuit_breaker import BreakerLimits, CircuitBreaker
+
+EJECTED_DIVISOR = 10
+"""At most 1/N of a model's ready replicas are left out at a time, and one where there are fewer."""
+
+REPLICA_LIMITS = BreakerLimits(max_failures=3, cooldown_s=5.0, max_cooldown_s=60.0)
+"""A replica that is lost again and again costs each time a request that has to move: three failures in a row open its circuit."""
+
+
+def ejected(ready: Mapping[ReplicaId, CircuitBreaker], now: float) -> frozenset[ReplicaId]:
+    """The replicas that get no request now. Where too many circuits are open, those that stay open longest.
+
+    ready  the circuit of every ready replica of the model
+    """
+    most = min(max(1, len(ready) // EJECTED_DIVISOR), len(ready) - 1)
+    closed_off = [name for name, breaker in ready.items() if not breaker.can_send(now)]
+    return frozenset(sorted(closed_off, key=lambda name: -ready[name].wait_s(now))[: max(0, most)])

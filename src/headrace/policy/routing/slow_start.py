@@ -1,0 +1,31 @@
+"""A replica that has just become ready gets a part of its share, which grows until `slow_start_s` have passed.
+
+Its prefix cache is empty and its speed not known yet, and if it fails what it is sent, few requests have to move. Shares are relative: when
+all replicas have just started, none waits for another, and a replica alone gets everything at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.policy.routing.choice import RESOLUTION, Choice, Random
+
+FIRST_SHARE = 0.1
+"""Part of its share that a replica gets in its first moment: enough to find out its speed."""
+
+
+def started_share(ready_s: float, slow_start_s: float) -> float:
+    """Part of its share that a replica gets which has been ready for `ready_s`. slow_start_s: 0 = all of it"""
+    if ready_s >= slow_start_s:
+        return 1.0
+    return max(FIRST_SHARE, ready_s / slow_start_s)
+
+
+def started(choices: Sequence[Choice], shares: Sequence[float], random: Random) -> list[Choice]:
+    """The choices that take part in this decision: each by its share of the largest one. One of the largest always does."""
+    largest = max(shares, default=1.0)
+    return [
+        choice
+        for choice, share in zip(choices, shares, strict=True)
+        if share >= largest or random.randrange(RESOLUTION) < share / largest * RESOLUTION
+    ]
