@@ -56,7 +56,9 @@ def filled() -> Metrics:
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
-    return metrics.registry.get_sample_value(name, labels)
+    """Of this process's own measurements, or of what engines report."""
+    found = metrics.registry.get_sample_value(name, labels)
+    return metrics.reported.get_sample_value(name, labels) if found is None else found
 
 
 def test_page_has_every_promised_name_with_model_and_replica() -> None:

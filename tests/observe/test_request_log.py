@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import pty
 import re
@@ -44,6 +45,36 @@ def test_lines_reach_the_file_in_order(tmp_path: Path) -> None:
     lines = (tmp_path / "log.jsonl").read_text().splitlines()
     assert [json.loads(line)["status"] for line in lines] == list(range(50))
     assert log.num_dropped == 0
+
+
+def write_lines(target: str, worker: int, num_lines: int) -> None:
+    log = RequestLog(target, worker=worker)
+    for number in range(num_lines):
+        log.write(record(status=number, reason="x" * (number * 37 % 3900), path="/" + "\U0001f600" * 199))
+    log.close(timeout_s=30)
+    assert log.num_dropped == 0
+
+
+@pytest.mark.parametrize("is_pipe", [True, False])
+def test_lines_of_several_processes_stay_whole(tmp_path: Path, is_pipe: bool) -> None:
+    target = tmp_path / "log"
+    if is_pipe:
+        os.mkfifo(target)
+    else:
+        target.touch()
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=write_lines, args=(str(target), worker, 300)) for worker in range(3)]
+    for writer in writers:
+        writer.start()
+    if not is_pipe:
+        for writer in writers:
+            writer.join()
+    found = [json.loads(line) for line in target.read_text().splitlines()]
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert sorted((line["worker"], line["status"]) for line in found) == [(worker, number) for worker in range(3) for number in range(300)]
+    assert {"reason" in line for line in found} == {True, False}, "a line that is too long for a pipe lost what made it so"
 
 
 def test_lines_that_cannot_be_written_are_counted() -> None:

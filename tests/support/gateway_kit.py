@@ -350,8 +350,9 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 def metric(gateway: Gateway, name: str, **labels: str) -> float:
     """One sample of the metrics page; 0 when it is not there."""
-    value = gateway.service.metrics.registry.get_sample_value(name, labels)
-    return 0.0 if value is None else value
+    metrics = gateway.service.metrics
+    values = [registry.get_sample_value(name, labels) for registry in (metrics.registry, metrics.reported)]
+    return next((value for value in values if value is not None), 0.0)
 
 
 async def eventually(condition: Callable[[], bool], *, within_s: float = 10.0) -> None:

@@ -153,7 +153,7 @@ class Server:
         return found
 
     def pids(self) -> dict[str, int]:
-        """ "gateway", "e0", "e1", ... -> process id, of those that run now."""
+        """ "gateway" (of several: "gateway-0", ...), "e0", "e1", ... -> process id, of those that run now."""
         found = {}
         for child in psutil.Process(self.process.pid).children():
             try:
@@ -161,7 +161,8 @@ class Server:
             except psutil.Error:
                 continue
             if "--config" in command and child.status() != psutil.STATUS_ZOMBIE:
-                found[Path(command[command.index("--config") + 1]).stem] = child.pid
+                worker = f"-{command[command.index('--worker') + 1]}" if "--worker" in command else ""
+                found[Path(command[command.index("--config") + 1]).stem + worker] = child.pid
         return found
 
     def load(self, engine: str = "e0") -> EngineLoad:

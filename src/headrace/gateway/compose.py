@@ -21,6 +21,8 @@ from headrace.gateway.generation.encoding import EncodingTurns
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.memory import give_back_when_idle, machine_bytes, memory_budget
+from headrace.gateway.siblings import Siblings
+from headrace.gateway.site_metrics import SiteMetrics, answers_of
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.processes import HostProcess
@@ -71,7 +73,7 @@ async def open_gateway(
     """
     sources = sources or Sources()
     metrics = Metrics()
-    request_log = _open_log(config.request_log_target)
+    request_log = _open_log(config.request_log_target, None if worker is None else worker.index)
     async with AsyncExitStack() as stack:
         stack.callback(request_log.close)
         text_pool = await stack.enter_async_context(_text_pool(config, workers))
@@ -85,15 +87,17 @@ async def open_gateway(
             on_lag=metrics.loop_lag.observe,
             clock=sources.clock,
         )
+        open_requests = OpenRequests(config.limits.max_requests)
         service = Service(
             config=config,
             models=ModelTable(model.served for model in models),
-            open_requests=OpenRequests(config.limits.max_requests),
+            open_requests=open_requests,
             watch=await stack.enter_async_context(watch),
             text_pool=text_pool,
             encoding=EncodingTurns(sources.clock),
             memory=memory,
             metrics=metrics,
+            site_metrics=await _site_metrics(stack, metrics, open_requests, worker, config.workers),
             salt_key=bytes.fromhex(config.salt_key) or secrets.token_bytes(32),
             clock=sources.clock,
             unix_time=sources.unix_time,
@@ -109,6 +113,18 @@ def _text_pool(config: GatewayConfig, workers: Workers) -> TextPool:
     return TextPool(
         workers, max_workers=limits.max_text_workers, max_queue=limits.max_text_queue, max_queue_bytes=limits.max_text_queue_bytes
     )
+
+
+async def _site_metrics(
+    stack: AsyncExitStack, metrics: Metrics, open_requests: OpenRequests, worker: GatewayWorker | None, num_workers: int
+) -> SiteMetrics:
+    def num_open() -> int:
+        return open_requests.num_open
+
+    if worker is None:
+        return SiteMetrics(metrics, num_open)
+    siblings = await stack.enter_async_context(Siblings(worker, num_workers, answers_of(metrics, num_open)))
+    return SiteMetrics(metrics, num_open, siblings)
 
 
 def _connect_metrics(service: Service, request_log: RequestLog) -> None:
@@ -131,8 +147,8 @@ def _connect_metrics(service: Service, request_log: RequestLog) -> None:
     )
 
 
-def _open_log(target: str) -> RequestLog:
+def _open_log(target: str, worker: int | None) -> RequestLog:
     try:
-        return RequestLog(target, environment_format())
+        return RequestLog(target, environment_format(), worker=worker)
     except OSError as error:
         raise ConfigError("request_log", f"{target} cannot be opened: {error.strerror}") from None

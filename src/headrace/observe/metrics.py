@@ -5,6 +5,9 @@ waiting sequences, KV blocks, its monotonic counters, the histogram of its steps
 asked for: any number of gateways may export it, with equal numbers. The counters of a restarted engine begin at zero, which Prometheus'
 rate() expects.
 
+Several gateway workers show one page: each worker's own measurements with the label `worker` (`observe.worker_families`), what is read from
+engines once.
+
 Labels are `model` and `replica`, and `outcome`, `state`, `reason`, `kind` or `of` where a metric has one. Their values are configured names
 and fixed words, never a client's, so the configuration bounds the number of series.
 """
@@ -23,7 +26,8 @@ from prometheus_client.utils import floatToGoString
 
 from headrace.core.load import STEP_BOUNDS_S, FailureKind, LoadSnapshot
 from headrace.observe.tally import TallyCollector
-from headrace.observe.upstream_metrics import UpstreamCollector, UpstreamReading
+from headrace.observe.upstream_metrics import ReportedLoadCollector, UpstreamCollector, UpstreamReading
+from headrace.observe.worker_families import encode_families, merge_workers
 
 LABELS = ("model", "replica")
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -114,6 +118,22 @@ class MemoryCollector(Collector):
         return ()
 
 
+class ReadyCollector(Collector):
+    """Whether each replica is ready for this gateway."""
+
+    def __init__(self, readings: Callable[[], Iterable[ReplicaReading]]) -> None:
+        self._readings = readings
+
+    def collect(self) -> Iterator[Metric]:
+        ready = GaugeMetricFamily("headrace_replica_ready", "1 while the replica answers and its loop turns.", labels=LABELS)
+        for reading in self._readings():
+            ready.add_metric((reading.model, reading.replica), float(reading.is_ready))
+        yield ready
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+
 class EngineCollector(Collector):
     """Turns the replicas' last snapshots into metric families, one sample per replica."""
 
@@ -121,12 +141,7 @@ class EngineCollector(Collector):
         self._readings = readings
 
     def collect(self) -> Iterator[Metric]:
-        readings = list(self._readings())
-        ready = GaugeMetricFamily("headrace_replica_ready", "1 while the replica answers and its loop turns.", labels=LABELS)
-        for reading in readings:
-            ready.add_metric((reading.model, reading.replica), float(reading.is_ready))
-        yield ready
-        known = [(reading, reading.snapshot) for reading in readings if reading.snapshot is not None]
+        known = [(reading, reading.snapshot) for reading in self._readings() if reading.snapshot is not None]
         yield from _gauges(known)
         yield from _counters(known)
         yield _steps(known)
@@ -203,11 +218,16 @@ class ReplicaMetrics:
 
 
 class Metrics:
-    """Every instrument of one gateway process, in a registry of its own."""
+    """Every instrument of one gateway process, in two registries of its own.
+
+    registry  what this process measures
+    reported  what engines and foreign servers say of themselves, the same in every gateway
+    """
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they are a second series per counter
         self.registry = registry = CollectorRegistry(auto_describe=False)
+        self.reported = CollectorRegistry(auto_describe=False)
         self._replicas: dict[tuple[str, str], ReplicaMetrics] = {}
         self.requests = Counter("headrace_requests", "Requests by outcome.", (*LABELS, "outcome"), registry=registry)
         self.sequences_resumed = Counter(
@@ -265,10 +285,12 @@ class Metrics:
         self.requests.labels(model, replica, outcome).inc()
 
     def read_engines(self, readings: Callable[[], Iterable[ReplicaReading]]) -> None:
-        self.registry.register(EngineCollector(readings))
+        self.registry.register(ReadyCollector(readings))
+        self.reported.register(EngineCollector(readings))
 
     def read_upstreams(self, readings: Callable[[], Iterable[UpstreamReading]]) -> None:
         self.registry.register(UpstreamCollector(readings))
+        self.reported.register(ReportedLoadCollector(readings))
 
     def read_memory(self, reading: Callable[[], MemoryReading]) -> None:
         self.registry.register(MemoryCollector(reading))
@@ -276,7 +298,25 @@ class Metrics:
     def read_text(self, reading: Callable[[], TextReading]) -> None:
         self.registry.register(TextCollector(reading))
 
-    def page(self, accept: str = "") -> tuple[bytes, str]:
-        """The page and its content type, in the text format the scraper asked for."""
+    def encoded(self) -> bytes:
+        """What this process measures, for another worker's page."""
+        return encode_families(self.registry.collect())
+
+    def page(self, accept: str = "", by_worker: Mapping[int, bytes] | None = None) -> tuple[bytes, str]:
+        """The page and its content type, in the text format the scraper asked for.
+
+        by_worker  what each worker of this gateway's port has `encoded`; None: this process is the only one
+        """
         encoder, content_type = choose_encoder(accept)
-        return encoder(self.registry), content_type
+        own = self.registry.collect() if by_worker is None else merge_workers(by_worker)
+        return encoder(_Page([*own, *self.reported.collect()])), content_type
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """Families as an encoder reads them from a registry."""
+
+    families: list[Metric]
+
+    def collect(self) -> list[Metric]:
+        return self.families

@@ -3,6 +3,8 @@ own short x-request-id.
 
 JSON in a file or a pipe, a short line on a terminal.
 
+Several gateways may write to one file or pipe: a line is one write, and short enough to stay whole.
+
 A thread of its own writes the lines from a bounded queue: a full disk or a stopped reader costs lines, which are counted, never a request.
 """
 
@@ -12,7 +14,7 @@ import json
 import os
 import queue
 import threading
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from io import FileIO
 
@@ -22,6 +24,9 @@ MAX_QUEUED = 10_000
 """Lines that wait for the thread that writes them; one more is dropped and counted."""
 
 MAX_DETAIL_CHARS = 200
+MAX_LINE_BYTES = 4096
+"""A longer line, its end included, is written without the fields that may be long. Linux keeps a write of at most this length whole in a
+pipe to which several processes write (PIPE_BUF)."""
 OFF = "off"
 STREAMS = {"on": 1, "stderr": 2}
 """Targets that are no file, and their descriptors."""
@@ -51,6 +56,7 @@ class RequestLogRecord:
     param, reason      the field that an error is about, and the rule that it broke; never a value of the client's
     detail             for the operator: the exception's type where the server failed, whether another replica could have gone on where
                        one was lost, that a shutdown ended the request; at most MAX_DETAIL_CHARS
+    worker             which gateway worker answered, where there are several
     num_resumes        how often a sequence was submitted again because its engine was lost; None: never
     ttft_s, latency_s  seconds since arrival at the gateway
     queue_time_s, prefill_s, decode_s, preempted_s, stalled_s
@@ -65,6 +71,7 @@ class RequestLogRecord:
     status: int = 0
     outcome: Outcome = Outcome.FAILED
     client_request_id: str | None = None
+    worker: int | None = None
     tenant: str | None = None
     model: str | None = None
     replica: str | None = None
@@ -87,6 +94,10 @@ class RequestLogRecord:
     param: str | None = None
     reason: str | None = None
     detail: str | None = None
+
+    def shortened(self) -> RequestLogRecord:
+        """Without the fields that may be long."""
+        return replace(self, reason=None, detail=None, finish_reasons=None)
 
     def line(self) -> str:
         """One line of ASCII JSON: no control character survives, so nothing a client sends can forge a second line."""
@@ -121,13 +132,15 @@ class RequestLog:
     """target: "on" (stdout), "stderr", "off" or a file's path (appended to). Raises OSError when that cannot be opened.
 
     log_format  of a stream; a file is JSON whatever it says
+    worker      `worker` of every record; None: there is one gateway
     """
 
-    def __init__(self, target: str, log_format: LogFormat = LogFormat.AUTO) -> None:
+    def __init__(self, target: str, log_format: LogFormat = LogFormat.AUTO, *, worker: int | None = None) -> None:
         self.num_dropped = 0
+        self._worker = worker
         self._is_terminal = target in STREAMS and os.isatty(STREAMS[target])
         self._is_text = target in STREAMS and log_format.on(self._is_terminal) is LogFormat.TEXT
-        self._queue: queue.Queue[str | None] = queue.Queue(MAX_QUEUED)
+        self._queue: queue.Queue[bytes | None] = queue.Queue(MAX_QUEUED)
         self._thread: threading.Thread | None = None
         if target != OFF:
             self._thread = threading.Thread(target=self._run, args=(_open(target),), name="request-log", daemon=True)
@@ -137,10 +150,19 @@ class RequestLog:
         """Queue one line; never blocks. A full queue drops the line and counts it."""
         if self._thread is None:
             return
+        record.worker = self._worker
         try:
-            self._queue.put_nowait(record.text(is_short=self._is_terminal) if self._is_text else record.line())
+            self._queue.put_nowait(self._line(record))
         except queue.Full:
             self.num_dropped += 1
+
+    def _line(self, record: RequestLogRecord) -> bytes:
+        line = self._encoded(record)
+        return line if len(line) <= MAX_LINE_BYTES else self._encoded(record.shortened())
+
+    def _encoded(self, record: RequestLogRecord) -> bytes:
+        text = record.text(is_short=self._is_terminal) if self._is_text else record.line()
+        return text.encode("utf-8", "replace") + b"\n"
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Write what is queued, as far as `timeout_s` allows."""
@@ -157,9 +179,9 @@ class RequestLog:
             while (line := self._queue.get()) is not None:
                 self._write(file, line)
 
-    def _write(self, file: FileIO, line: str) -> None:
+    def _write(self, file: FileIO, line: bytes) -> None:
         """Unbuffered: a line that cannot be written is dropped and counted, and is not tried again before the next one."""
-        data = memoryview(line.encode("utf-8", "replace") + b"\n")
+        data = memoryview(line)
         try:
             while data:
                 num_written = file.write(data)

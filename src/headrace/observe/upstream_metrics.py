@@ -32,7 +32,7 @@ class UpstreamReading:
 
 
 class UpstreamCollector(Collector):
-    """Foreign servers as metric families."""
+    """What this gateway knows of foreign servers, as metric families."""
 
     def __init__(self, readings: Callable[[], Iterable[UpstreamReading]]) -> None:
         self._readings = readings
@@ -46,9 +46,6 @@ class UpstreamCollector(Collector):
         held = GaugeMetricFamily(
             "headrace_upstream_rate_limit_seconds", "Seconds for which a rate limit allows a foreign server no request.", labels=LABELS
         )
-        reported = GaugeMetricFamily(
-            "headrace_upstream_reported_requests", "Requests that a foreign server says it has, by state.", labels=(*LABELS, "state")
-        )
         for reading in self._readings():
             labels = (reading.model, reading.replica)
             for result, count in reading.attempts.items():
@@ -56,10 +53,27 @@ class UpstreamCollector(Collector):
             num_open.add_metric(labels, reading.num_open)
             circuit.add_metric(labels, float(reading.is_circuit_open))
             held.add_metric(labels, reading.held_s)
+        yield from (attempts, num_open, circuit, held)
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+
+class ReportedLoadCollector(Collector):
+    """What foreign servers say of themselves, as a metric family."""
+
+    def __init__(self, readings: Callable[[], Iterable[UpstreamReading]]) -> None:
+        self._readings = readings
+
+    def collect(self) -> Iterator[Metric]:
+        reported = GaugeMetricFamily(
+            "headrace_upstream_reported_requests", "Requests that a foreign server says it has, by state.", labels=(*LABELS, "state")
+        )
+        for reading in self._readings():
             for state, number in (("running", reading.num_running), ("waiting", reading.num_waiting)):
                 if number is not None:
-                    reported.add_metric((*labels, state), number)
-        yield from (attempts, num_open, circuit, held, reported)
+                    reported.add_metric((reading.model, reading.replica, state), number)
+        yield reported
 
     def describe(self) -> Iterable[Metric]:
         return ()

@@ -10,6 +10,7 @@ from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.generation.encoding import EncodingTurns
 from headrace.gateway.http.sse import StreamWatch
+from headrace.gateway.site_metrics import SiteMetrics
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.upstream.served_models import ModelTable
 from headrace.observe.metrics import Metrics
@@ -31,6 +32,7 @@ class Service:
     encoding: EncodingTurns
     memory: RequestMemory
     metrics: Metrics
+    site_metrics: SiteMetrics
     salt_key: bytes
     clock: Clock
     unix_time: Clock

@@ -111,11 +111,11 @@ async def version(service: Service, exchange: Exchange) -> None:
 
 
 async def load(service: Service, exchange: Exchange) -> None:
-    """vLLM's /load: generating requests in this server now."""
-    await exchange.reply(200, _encode(LoadReply(server_load=service.open_requests.num_open)))
+    """vLLM's /load: generating requests in this server now, in all its workers."""
+    await exchange.reply(200, _encode(LoadReply(server_load=await service.site_metrics.num_open())))
 
 
 async def metrics(service: Service, exchange: Exchange) -> None:
     accept = (exchange.header(b"accept") or b"").decode("latin-1")
-    body, content_type = service.metrics.page(accept)
+    body, content_type = await service.site_metrics.page(accept)
     await exchange.reply(200, body, [(b"content-type", content_type.encode())])

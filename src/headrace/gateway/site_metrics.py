@@ -1,0 +1,37 @@
+"""What one gateway shows for all workers of its port: the metrics page, and how many requests run.
+
+The only gateway of a port shows itself. One of several asks the other workers (`gateway.siblings`) each time it is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from headrace.gateway.siblings import Siblings
+from headrace.observe.metrics import Metrics
+
+METRICS = "metrics"
+OPEN_REQUESTS = "open requests"
+
+
+class SiteMetrics:
+    """siblings: the other workers; None: there are none"""
+
+    def __init__(self, metrics: Metrics, num_open: Callable[[], int], siblings: Siblings | None = None) -> None:
+        """num_open: of this process's generating requests"""
+        self._metrics, self._num_open, self._siblings = metrics, num_open, siblings
+
+    async def page(self, accept: str) -> tuple[bytes, str]:
+        """See `Metrics.page`."""
+        return self._metrics.page(accept, None if self._siblings is None else await self._siblings.ask(METRICS))
+
+    async def num_open(self) -> int:
+        """Generating requests of all workers that answer."""
+        if self._siblings is None:
+            return self._num_open()
+        return sum(int(answer) for answer in (await self._siblings.ask(OPEN_REQUESTS)).values() if answer.isdigit())
+
+
+def answers_of(metrics: Metrics, num_open: Callable[[], int]) -> Mapping[str, Callable[[], bytes]]:
+    """What a worker answers to the other ones."""
+    return {METRICS: metrics.encoded, OPEN_REQUESTS: lambda: str(num_open()).encode()}

@@ -1,0 +1,54 @@
+"""Metric families of several gateway workers as one page: how they travel between workers, and how they become one.
+
+Each worker's own series get the label `worker`. What is read from engines and foreign servers is the same in every worker and is no part of
+this: the worker that is asked adds it once. `gateway.siblings` asks the other workers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+WORKER = "worker"
+
+
+def encode_families(families: Iterable[Metric]) -> bytes:
+    """JSON: per family its name, text, type, unit and samples (name, labels, value)."""
+    found = [
+        [family.name, family.documentation, family.type, family.unit, [[name, labels, value] for name, labels, value, *_ in family.samples]]
+        for family in families
+    ]
+    return json.dumps(found, separators=(",", ":")).encode()
+
+
+def merge_workers(by_worker: Mapping[int, bytes]) -> list[Metric]:
+    """One family per name, each sample with its worker's label; and which workers answered.
+
+    by_worker  what `encode_families` made in each worker; anything else counts as no answer
+    """
+    is_up = GaugeMetricFamily("headrace_gateway_worker_up", "1 for each gateway worker whose series are on this page.", labels=(WORKER,))
+    merged: dict[str, Metric] = {is_up.name: is_up}
+    for worker, data in sorted(by_worker.items()):
+        families = _decoded(data)
+        is_up.add_metric((str(worker),), float(families is not None))
+        for family in families or ():
+            one = merged.setdefault(family.name, _family(family.name, family.documentation, family.type, family.unit, ()))
+            for sample in family.samples:
+                one.add_sample(sample.name, {**sample.labels, WORKER: str(worker)}, sample.value)
+    return list(merged.values())
+
+
+def _decoded(data: bytes) -> list[Metric] | None:
+    try:
+        return [_family(*family) for family in json.loads(data)]
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def _family(name: str, documentation: str, kind: str, unit: str, samples: Iterable[tuple[str, dict[str, str], float]]) -> Metric:
+    family = Metric(name, documentation, kind, unit)
+    for sample_name, labels, value in samples:
+        family.add_sample(sample_name, labels, float(value))
+    return family
