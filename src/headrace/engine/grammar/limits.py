@@ -26,7 +26,8 @@ STEP_LEXER_FUEL = 28_000
 """Lexer work of one mask, in llguidance's units: about 14,000 per millisecond. A mask that needs more ends its sequence."""
 
 STEP_MAX_ITEMS = 20_000
-"""Parser items of one mask; 20,000 take about a millisecond. A mask that needs more, as ambiguous rules do, ends its sequence."""
+"""Parser items of one mask. A mask that needs more ends its sequence. 20,000 take about a millisecond where rules are not ambiguous, and
+longer where they are (see MASK_CPU_S)."""
 
 VET_CPU_S = 0.12
 """CPU time that vetting may take: compiling and `NUM_VETTED_STEPS` masks. A grammar that needs more is refused."""
