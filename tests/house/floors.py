@@ -101,9 +101,21 @@ FLOORS: dict[str, Floor] = {
     "headrace.gateway": Floor((*GROUND, *_ours("policy")), ("starlette", "uvicorn", "msgspec"), ("uvloop",)),
     # above the seam nobody knows who answers, nor what a prompt becomes
     "headrace.gateway.surfaces": Floor(
-        _ours("core", *ABOVE_THE_SEAM, "gateway.generation.run", "gateway.generation.service"), ("msgspec",)
+        _ours(
+            "core",
+            *ABOVE_THE_SEAM,
+            "gateway.generation.event_log",
+            "gateway.generation.kept_streams",
+            "gateway.generation.run",
+            "gateway.generation.service",
+        ),
+        ("msgspec",),
     ),
     "headrace.gateway.generation.run": Floor(_ours("core", *ABOVE_THE_SEAM, "gateway.generation", "observe")),
+    "headrace.gateway.generation.kept_streams": Floor(
+        _ours("core", *ABOVE_THE_SEAM, "gateway.generation.event_log", "gateway.stores", "observe"), ("msgspec",)
+    ),
+    "headrace.gateway.stores": Floor(_ours("core"), (), ("redis",)),
     "headrace.gateway.generation.progress": Floor(_ours("core", "gateway.upstream.seam", "observe")),
     "headrace.gateway.upstream.seam": Floor(_ours("core", "text.logprobs", "text.template_switch")),
     "headrace.gateway.upstream.foreign*": Floor(

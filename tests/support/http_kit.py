@@ -92,8 +92,9 @@ class Connection:
         async for chunk in self.chunks():
             *whole, rest = (rest + chunk).split(b"\n\n")
             for event in whole:
-                if event.startswith(b"data: "):
-                    yield event[6:].decode()
+                for line in event.split(b"\n"):
+                    if line.startswith(b"data: "):
+                        yield line[6:].decode()
 
 
 async def ask(port: int, method: str, path: str, body: object = None, *, key: str | None = None, **more: Any) -> Reply:

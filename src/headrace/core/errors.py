@@ -11,6 +11,8 @@
     |  |- Forbidden                a Host or Origin that this listener does not answer to -> 403
     |  |- RouteNotFound            no such path -> 404
     |  `- MethodNotAllowed         the path has other methods -> 405
+    |- UnknownStream               a Last-Event-ID names no stream of this tenant -> 404
+    |- StreamConflict              a stream that another request continues, or that this one cannot -> 409
     |- ReadTimeout                 the client did not send its body in time -> 408
     |- UnsupportedMediaType        the body is not JSON in UTF-8 -> 415
     |  `- UnsupportedEncoding      a Content-Encoding that is not undone here -> 415
@@ -28,6 +30,8 @@
     |  `- DeadlineBeforeStart      the deadline passed before any token was computed -> 504
     |- EngineFatal                 the device or the engine's own state is lost: the process ends and is started anew
     |  `- LeaseError               leases of KV blocks were used wrongly
+    |- StoreFailed                 the store of streams cannot be reached, is full or broken
+    |  `- EntryTooLarge            one entry is over a limit of the store
     |- ConnectionLost              wire: a session with an engine is over
     |  `- NotListening             wire: nothing is at the engine's address
     |- HandshakeRefused            wire: a connection to an engine's port is closed; the engine logs why

@@ -147,7 +147,8 @@ def share_of(cpus: Sequence[int] | None, number: int, total: int) -> list[int]:
 def write_gateway_file(config: FleetConfig, replicas: Sequence[ReplicaFiles], folder: Path) -> Path:
     """The file that all gateways of this machine read: their options, and where each model's replicas listen."""
     path = folder / "gateway.json"
-    _write(path, gateway_content(config, replicas))
+    store = config.gateway.get("store") or {"path": str(folder / "store.db")}
+    _write(path, {**gateway_content(config, replicas), "store": store})
     return path
 
 

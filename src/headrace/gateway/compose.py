@@ -18,11 +18,13 @@ from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.models import Connect, ModelOpener, Sources, connect_wire
 from headrace.gateway.control.reload import Reloader
 from headrace.gateway.generation.encoding import EncodingTurns
+from headrace.gateway.generation.kept_streams import KeptStreams
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.sse import StreamWatch
-from headrace.gateway.memory import give_back_when_idle, machine_bytes, memory_budget
+from headrace.gateway.memory import give_back_when_idle, machine_bytes, memory_budget, tenant_share
 from headrace.gateway.siblings import Siblings
 from headrace.gateway.site_metrics import SiteMetrics, answers_of
+from headrace.gateway.stores.open import open_store
 from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.processes import HostProcess
@@ -33,6 +35,7 @@ from headrace.gateway.worker import GatewayWorker
 from headrace.observe.logs import environment_format
 from headrace.observe.metrics import MemoryReading, Metrics
 from headrace.observe.request_log import RequestLog
+from headrace.observe.resume_metrics import ResumeMetrics
 from headrace.text.folder import TextModel, load_text
 
 
@@ -96,6 +99,7 @@ async def open_gateway(
             text_pool=text_pool,
             encoding=EncodingTurns(sources.clock),
             memory=memory,
+            kept_streams=await stack.enter_async_context(_kept_streams(config, metrics, sources)),
             metrics=metrics,
             site_metrics=await _site_metrics(stack, metrics, open_requests, worker, config.workers),
             salt_key=bytes.fromhex(config.salt_key) or secrets.token_bytes(32),
@@ -106,6 +110,17 @@ async def open_gateway(
         trimming = asyncio.create_task(give_back_when_idle(memory), name="memory given back")
         stack.callback(trimming.cancel)
         yield OpenGateway(Gateway(service, request_log), Reloader(config, models, opener, service.open_requests))
+
+
+@asynccontextmanager
+async def _kept_streams(config: GatewayConfig, metrics: Metrics, sources: Sources) -> AsyncIterator[KeptStreams]:
+    ttl_s = config.timeouts.stream_resume_s
+    store = open_store(config.store, tenant_share(config), sources.unix_time) if ttl_s else None
+    streams = KeptStreams(store, ttl_s=ttl_s, metrics=ResumeMetrics(metrics.registry))
+    try:
+        yield streams
+    finally:
+        await streams.close()
 
 
 def _text_pool(config: GatewayConfig, workers: Workers) -> TextPool:

@@ -19,6 +19,7 @@ from headrace.core.model_names import check_model_names
 from headrace.core.request import PriorityClass
 from headrace.core.strict_decode import NeedsExactlyOne, decode, read_json_object
 from headrace.gateway.foreign_config import ForeignConfig, check_foreign
+from headrace.gateway.stores.config import StoreConfig
 from headrace.text.output.formats import AUTO
 from headrace.wire.target import GrpcTarget, check_target, target_of
 from headrace.wire.tls.files import TlsFiles
@@ -38,7 +39,7 @@ LOG_TARGETS = ("on", "off", "stderr")
 LOG_WORDS = {*LOG_TARGETS, "", "true", "false", "yes", "no", "none", "null", "stdout"}
 """Words that are meant as a switch and never as the name of a request log's file, in lower case."""
 
-MAY_BE_ZERO = ("failover_s", "slow_start_s")
+MAY_BE_ZERO = ("failover_s", "slow_start_s", "stream_resume_s")
 """Times whose 0 turns something off. Any other limit or time that is not positive is refused."""
 
 MIN_KEY_CHARS = 8
@@ -158,6 +159,7 @@ class Timeouts:
     request_s     deadline of every request, counted from its arrival; None = none
     drain_s       after SIGTERM: what running requests may take to end
     failover_s    a running request whose engine was lost waits at most this long for one that can continue it; 0: it ends at once
+    stream_resume_s  how long after its end a stream can be continued by its client; 0: never, and events have no ids
     """
 
     header_s: float = 10.0
@@ -168,6 +170,7 @@ class Timeouts:
     request_s: float | None = None
     drain_s: float = 30.0
     failover_s: float = 60.0
+    stream_resume_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +196,7 @@ class GatewayConfig:
     request_log    target of the request log: on (stdout), off, "stderr" or a file's path. YAML reads on and off as true and false
     salt_key       secret (hex) that turns tenants into cache salts; empty: drawn by this process, which then shares no cached
                    prefixes with other gateways; the supervisor draws one for its whole site
+    store          where streams are kept that their clients may continue
     """
 
     models: tuple[ModelConfig, ...]
@@ -208,6 +212,7 @@ class GatewayConfig:
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
     routing: Routing = field(default_factory=Routing)
+    store: StoreConfig = field(default_factory=StoreConfig)
 
     def checked(self) -> GatewayConfig:
         """This value if its rules hold. Raises ConfigError."""
@@ -228,6 +233,7 @@ class GatewayConfig:
                 if given is not None and not (given > 0 or (given == 0 and item.name in MAY_BE_ZERO)):
                     raise ConfigError(f"{part}.{item.name}", f"{given} is not positive")
         _check_share(self.limits.max_tenant_share, self.num_tenants)
+        self.store.checked()
         return self
 
     @property

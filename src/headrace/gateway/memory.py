@@ -31,8 +31,7 @@ SEVERAL_TENANTS_SHARE = 0.25
 
 def memory_budget(config: GatewayConfig, machine_bytes: int) -> RequestMemory:
     """The two sums of `access.budget`, empty, with their limits. machine_bytes: what `machine_bytes()` gives"""
-    limits = config.limits
-    share = limits.max_tenant_share or (SEVERAL_TENANTS_SHARE if config.num_tenants > 1 else 1.0)
+    limits, share = config.limits, tenant_share(config)
     prompts = limits.max_prompt_bytes or default_prompt_bytes(machine_bytes)
     answers, request = limits.max_answer_bytes, limits.max_request_held_bytes
     return RequestMemory(
@@ -44,6 +43,11 @@ def memory_budget(config: GatewayConfig, machine_bytes: int) -> RequestMemory:
 def default_prompt_bytes(machine_bytes: int) -> int:
     """`limits.max_prompt_bytes` where it is not set."""
     return max(MIN_PROMPT_BYTES, machine_bytes // PROMPT_SHARE)
+
+
+def tenant_share(config: GatewayConfig) -> float:
+    """Share of what is bounded in bytes that one tenant may hold."""
+    return config.limits.max_tenant_share or (SEVERAL_TENANTS_SHARE if config.num_tenants > 1 else 1.0)
 
 
 def machine_bytes(root: Path = Path("/")) -> int:

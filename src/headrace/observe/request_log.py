@@ -57,6 +57,7 @@ class RequestLogRecord:
     detail             for the operator: the exception's type where the server failed, whether another replica could have gone on where
                        one was lost, that a shutdown ended the request; at most MAX_DETAIL_CHARS
     worker             which gateway worker answered, where there are several
+    continued_id       request id of the stream that this request continues; its completion_tokens are of the whole answer
     num_resumes        how often a sequence was submitted again because its engine was lost; None: never
     ttft_s, latency_s  seconds since arrival at the gateway
     queue_time_s, prefill_s, decode_s, preempted_s, stalled_s
@@ -79,6 +80,7 @@ class RequestLogRecord:
     n: int | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    continued_id: str | None = None
     num_resumes: int | None = None
     cached_tokens: int | None = None
     finish_reasons: list[str] | None = None

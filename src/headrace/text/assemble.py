@@ -58,9 +58,10 @@ class OutputDelta:
 
 
 class _Pending(NamedTuple):
-    """A token that waits for its text. end: it is emitted once this many characters of the output have been."""
+    """A token that waits for its text. begin: characters of the output before it; end: it is emitted once this many have been emitted."""
 
     token_id: int
+    begin: int
     end: int
 
 
@@ -126,6 +127,16 @@ class OutputAssembler:
             return self._stopped("".join(parts), stop, update)
         return self._delta("".join(parts), update)
 
+    @property
+    def num_pending(self) -> int:
+        """Tokens that were read and wait for their text."""
+        return len(self._pending)
+
+    def supply_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Log-probabilities of the tokens that wait for their text, which were fed without them. One each."""
+        offsets = array("q", [pending.begin for pending in self._pending])
+        self._logprobs = DecodedLogprobs(self._tokenizer, columns_of(logprobs), offsets, bytearray(b"\1" * len(offsets)))
+
     def _read(self, update: SequenceUpdate, parts: list[str]) -> Delta | None:
         """Take the update's tokens, collecting their text. Returns the delta that completed a stop string, if one did."""
         detokenizer, params = self._detokenizer, self._params
@@ -138,7 +149,7 @@ class OutputAssembler:
             offsets.append(detokenizer.num_chars)
             delta = detokenizer.push((token_id,)) if number != end_token and params.detokenize else _NO_TEXT
             self.num_tokens += 1
-            self._pending.append(_Pending(token_id, detokenizer.num_chars + detokenizer.has_partial))
+            self._pending.append(_Pending(token_id, offsets[-1], detokenizer.num_chars + detokenizer.has_partial))
             parts.append(delta.text)
             if delta.stop_match is not None:
                 break

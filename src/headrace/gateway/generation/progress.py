@@ -52,6 +52,11 @@ class RequestProgress:
             if event.finish is not None:
                 sequence.finish = event.finish
 
+    def record_replayed(self, event: OutputEvent) -> None:
+        """An event that an earlier stream of the request made: it has no latency here."""
+        if event.finish is not None:
+            self._sequences[event.index].finish = event.finish
+
     def _record_first(self, sequence: _Sequence, now: float, metrics: ReplicaMetrics | None) -> None:
         sequence.first_s, sequence.metrics = now, metrics
         if self.ttft_s is None:

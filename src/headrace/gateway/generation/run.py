@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -40,6 +40,7 @@ from headrace.gateway.generation.logprob_limits import (
     unread_logprob_bytes,
 )
 from headrace.gateway.generation.progress import RequestProgress
+from headrace.gateway.generation.resumable import ResumableStream
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import PIECE_BYTES, Exchange
 from headrace.gateway.http.sse import SseStream
@@ -145,6 +146,7 @@ class Generation:
     num_prompt_logprobs   log-probabilities of the prompt that the answer shows, 0 before `prepare`
     unread_logprob_bytes  bytes of log-probabilities that may wait for a streaming client beyond `max_pending_bytes`
     first_bytes           charge for a collected answer before it begins; 0 for a stream
+    resumable             the stream as its client may continue it, or continues one
     """
 
     def __init__(self, service: Service, exchange: Exchange, held: RequestHeld, parsed: ParsedRequest) -> None:
@@ -163,10 +165,13 @@ class Generation:
         self.num_prompt_logprobs = 0
         self.unread_logprob_bytes = 0
         self.first_bytes = 0
+        self.resumable = ResumableStream(service, exchange, has_logprobs=self.client_params.logprobs is not None)
         self._precharged_json_bytes = 0
 
     async def prepare(self) -> Prepared:
-        """Raises what `Upstream.prepare` raises, and RequestTooLarge for more log-probabilities than an answer may hold."""
+        """Raises what `Upstream.prepare` and `ResumableStream.find` raise, and RequestTooLarge for more log-probabilities than an answer
+        may hold.
+        """
         parsed, params, record = self.parsed, self.client_params, self.exchange.record
         request = GenerationRequest(
             request_id=self.exchange.request_id,
@@ -175,11 +180,13 @@ class Generation:
             grammar=parsed.grammar,
             deadline_at=self._deadline_at(),
             has_priority=parsed.has_priority,
+            earlier=await self.resumable.find(is_streaming=parsed.is_streaming),
         )
         if parsed.grammar is not None:
             self.held.prompts.add(parsed.grammar.num_bytes)
         prepared = await self.model.upstream.prepare(request, self._principal())
         self.exchange.ignored += prepared.ignored
+        self.resumable.open_log(prepared, is_streaming=parsed.is_streaming)
         record.seed, record.prompt_tokens = prepared.seed, prepared.prompt_tokens
         self.num_prompt_logprobs = num_prompt_logprobs(
             parsed.logprobs_field, params.prompt_logprobs, num_tokens=prepared.prompt_tokens or 0, num_shown=parsed.num_shown
@@ -212,6 +219,7 @@ class Generation:
     async def answer(self, encoder: AnswerEncoder, prepared: Prepared) -> None:
         """Start the event stream, and write all its events as the answer."""
         self._raise_if_ended()
+        await self.resumable.claim()
         deadline_timer = self._start_deadline_timer()
         stream = prepared.stream()
         progress = RequestProgress(
@@ -221,11 +229,12 @@ class Generation:
             instruments=partial(self.service.metrics.replica, self.model.name),
         )
         try:
-            self.exchange.on_ended(stream.cancel)
-            if self.parsed.is_streaming:
-                await self._stream(encoder, stream, progress)
-            else:
-                await self._whole(encoder, stream, progress)
+            with self.resumable.sending(stream):
+                self.exchange.on_ended(stream.cancel)
+                if self.parsed.is_streaming:
+                    await self._stream(encoder, stream, progress)
+                else:
+                    await self._whole(encoder, stream, progress)
         finally:
             if deadline_timer is not None:
                 deadline_timer.cancel()
@@ -285,12 +294,12 @@ class Generation:
         """Write a stream. Response headers are held back until the first event, so that a refusal keeps its own status; at most for
         `sse_ping_s`."""
         first: list[OutputEvent] | None = None
-        try:
-            async with asyncio.timeout(self.service.config.timeouts.sse_ping_s):
-                first = await self._events(stream, progress)
-        except TimeoutError:
-            pass
+        if not self.resumable.is_continued:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.service.config.timeouts.sse_ping_s):
+                    first = await self._events(stream, progress)
         async with self.service.watch.open(self.exchange, lambda: stream.unread_bytes, logprob_bytes=self.unread_logprob_bytes) as sse:
+            await self.resumable.replay(encoder, stream, progress, sse)
             events = first if first is not None else await self._events(stream, progress)
             if self.num_prompt_logprobs <= MAX_INLINE_LOGPROBS:
                 stream.listen(DirectChunkWriter(encoder, progress, sse, self.service.clock))

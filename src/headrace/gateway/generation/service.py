@@ -9,6 +9,7 @@ from headrace.gateway.access.budget import RequestMemory
 from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.generation.encoding import EncodingTurns
+from headrace.gateway.generation.kept_streams import KeptStreams
 from headrace.gateway.http.sse import StreamWatch
 from headrace.gateway.site_metrics import SiteMetrics
 from headrace.gateway.text_workers.pool import TextPool
@@ -31,6 +32,7 @@ class Service:
     text_pool: TextPool
     encoding: EncodingTurns
     memory: RequestMemory
+    kept_streams: KeptStreams
     metrics: Metrics
     site_metrics: SiteMetrics
     salt_key: bytes

@@ -109,6 +109,18 @@ def foreign_overflow() -> ContextLengthExceeded:
     return ContextLengthExceeded("prompt", limit, None, "Please reduce the length of the prompt or completion.")
 
 
+class UnknownStream(HeadraceError):
+    """A Last-Event-ID that names no stream of this tenant: it never did, it is too old, or the stream has not ended yet elsewhere."""
+
+
+class StreamConflict(HeadraceError):
+    """A stream that another request continues, for which `retry_after_s` is set, or that cannot be continued by this one."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
 class ReadTimeout(HeadraceError):
     """The client did not send its body in time."""
 
@@ -139,6 +151,8 @@ TABLE: tuple[tuple[type[BaseException], ErrorRow], ...] = (
     (Unauthorized, ErrorRow(401, "authentication_error", "invalid_api_key")),
     (Forbidden, ErrorRow(403, "permission_error", "forbidden")),
     (RouteNotFound, ErrorRow(404, "invalid_request_error", "not_found")),
+    (UnknownStream, ErrorRow(404, "invalid_request_error", "stream_not_found")),
+    (StreamConflict, ErrorRow(409, "invalid_request_error", "stream_conflict")),
     (MethodNotAllowed, ErrorRow(405, "invalid_request_error", "method_not_allowed")),
     (UnsupportedMediaType, ErrorRow(415, "invalid_request_error", "unsupported_media_type")),
     (ReadTimeout, ErrorRow(408, "invalid_request_error", "read_timeout")),
@@ -197,7 +211,7 @@ def printable(text: str) -> str:
 
 
 def _headers(error: BaseException) -> list[tuple[bytes, bytes]]:
-    if isinstance(error, Overloaded | Unavailable):
+    if isinstance(error, Overloaded | Unavailable | StreamConflict) and error.retry_after_s is not None:
         return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]
     if isinstance(error, MethodNotAllowed):
         return [(b"allow", ", ".join(error.allowed).encode())]

@@ -56,6 +56,7 @@ class Exchange:
     end_reason     why the answer will not be completed, once that is known: its client left, its deadline passed, the server shuts down
     more_headers   headers that every answer to this request has, an error too: CORS
     ignored        fields of the body that were accepted and changed nothing, for x-headrace-ignored: names of fields, never values
+    body_digest    of the path and the body, where streams may be continued: a continuation must have the same one
     pending_bytes  bytes of the running write that the transport has not taken yet
     """
 
@@ -68,6 +69,7 @@ class Exchange:
         "_send",
         "_writer",
         "arrived_at",
+        "body_digest",
         "end_reason",
         "generates",
         "headers",
@@ -99,6 +101,7 @@ class Exchange:
         self.ignored: list[str] = []
         self.end_reason: HeadraceError | None = None
         self.more_headers: Headers = ()
+        self.body_digest = b""
         self.pending_bytes = 0
         self._lost: Callable[[], ClientLeft | SlowReader | None] = scope.get("extensions", {}).get(LOST_EXTENSION, lambda: None)
         self._writer: ConnectionWriter | None = scope.get("extensions", {}).get(WRITER_EXTENSION)

@@ -10,6 +10,7 @@ import msgspec
 
 from headrace.gateway.access.budget import RequestHeld
 from headrace.gateway.config import Limits
+from headrace.gateway.generation.kept_streams import body_digest
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.exchange import Exchange
 from headrace.gateway.http.json_border import Caps, decode_object
@@ -37,6 +38,8 @@ async def parsed(
     """
     limits = service.config.limits
     body = await exchange.json_body(max_bytes=limits.max_body_bytes, timeout_s=service.config.timeouts.body_s, hold=held.prompts.add)
+    if service.kept_streams.is_on:
+        exchange.body_digest = body_digest(exchange.scope["path"], body)
     if len(body) <= (MAX_INLINE_GBNF_BYTES if any(mark in body for mark in _GBNF_MARKS) else MAX_INLINE_BYTES):
         made, ignored = parse(decode_object(body, Caps(depth=limits.max_json_depth)), limits)
         exchange.ignored += ignored

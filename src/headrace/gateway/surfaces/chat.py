@@ -225,13 +225,14 @@ class ChatAnswer:
                 self._is_opened[event.index] = True
                 self._chunks.count(event.index, 0)
                 opening = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
-                yield self._chunks.chunk(opening % event.index)
+                yield self._chunks.chunk(event.index, 0, opening % event.index)
             self._chunks.count(event.index, event.num_tokens)
             has_parts = bool(event.reasoning or event.tool_calls)
             if has_parts or event.finish is not None or (self._has_logprobs and event.logprobs):
-                yield from self._chunks.around(self._choice(event, self._delta_of_parts(event) if has_parts else None))
+                choice = self._choice(event, self._delta_of_parts(event) if has_parts else None)
+                yield from self._chunks.around(event.index, event.place, choice)
             elif event.text:
-                yield self._chunks.text(event.index, event.text)
+                yield self._chunks.text(event.index, event.place, event.text)
 
     def _delta_of_parts(self, event: OutputEvent) -> bytes:
         """A delta with the reasoning and the tool calls that were separated from the text, and with the text.

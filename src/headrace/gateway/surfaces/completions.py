@@ -203,11 +203,14 @@ class CompletionAnswer:
             echoed = yield from self._echoed(index)
         self._is_opened[index] = True
         if logprobs or echoed:
-            yield from self._chunks.around(self._choice_with_logprobs(index, text, logprobs, echoed, finish_part(event)))
+            choice = self._choice_with_logprobs(index, text, logprobs, echoed, finish_part(event))
+            yield from self._chunks.around(index, event.place, choice)
         elif event.finish is not None:
-            yield self._chunks.chunk(b'{"index":%d,"text":%b,"logprobs":null%b' % (index, _encode(text), finish_part(event)))
+            yield self._chunks.chunk(
+                index, event.place, b'{"index":%d,"text":%b,"logprobs":null%b' % (index, _encode(text), finish_part(event))
+            )
         elif text:
-            yield self._chunks.text(index, text)
+            yield self._chunks.text(index, event.place, text)
 
     def _choice_with_logprobs(
         self, index: int, text: str, logprobs: Sequence[DecodedLogprobs], echoed: EchoedLogprobs | None, end: bytes

@@ -42,6 +42,7 @@ class SequenceGroup:
     wait_until  after a loss: when waiting for a replica ends, on the pool's clock. None: nothing was lost
     num_read    output ids that had been read of the call when the group was submitted
     num_prompt_logprobs  prompt positions whose log-probabilities this submission has sent
+    is_earlier  its output ids come from an earlier stream of the client: nothing was lost here
     """
 
     indices: tuple[int, ...]
@@ -54,6 +55,7 @@ class SequenceGroup:
     updates: UpdateStream | None = None
     num_read: int = 0
     num_prompt_logprobs: int = 0
+    is_earlier: bool = False
 
 
 class CallAttempts:
@@ -103,12 +105,24 @@ class CallAttempts:
             self._drop(group)
         return []
 
-    def keep(self, index: int, token_ids: Sequence[int]) -> None:
-        """These ids of a sequence were read: another replica would continue after them."""
+    def keep(self, index: int, token_ids: Sequence[int]) -> int:
+        """These ids of a sequence were read: another replica would continue after them. Returns how many are kept of it."""
         kept = self.output_ids[index]
         room = self._max_output_tokens - len(kept)
         kept.extend(token_ids if len(token_ids) <= room else token_ids[:room])
         self._num_read += len(token_ids)
+        return len(kept)
+
+    def go_on(self, numerics: Numerics) -> None:
+        """Before the first `batch`: the ids that were kept are the output of an earlier stream, computed with these numerics. Each sequence
+        that has not ended is submitted after its own, as after a loss.
+        """
+        self._numerics = numerics
+        wait_until = self._pool.clock() + self._pool.failover_s
+        self._groups = [
+            SequenceGroup((index,), numerics if self.output_ids[index] else None, wait_until, is_earlier=True)
+            for index in sorted(self._open)
+        ]
 
     def end(self, index: int) -> None:
         """The sequence has ended, here or at its engine. It is not submitted again."""
@@ -209,6 +223,8 @@ class CallAttempts:
         return update
 
     def _drop(self, group: SequenceGroup) -> None:
+        if group.updates is not None:
+            self._numerics = group.updates.numerics
         if group in self._groups:
             self._groups.remove(group)
             if group.attempt is not None:
@@ -250,7 +266,7 @@ class CallAttempts:
                 continue
             group.attempt = self._pool.note_sent(replica)
             self.epoch += 1
-            self.num_resumes += group.wait_until is not None
+            self.num_resumes += group.wait_until is not None and not group.is_earlier
             group.replica, group.request_id, group.num_read = replica, request.request_id, self._num_read
             group.num_prompt_logprobs = 0
             group.updates.plain_row_handler = self._handler

@@ -160,6 +160,10 @@ class HttpPrepared:
         return self._params.seed
 
     @property
+    def keeps_events(self) -> bool:
+        return False
+
+    @property
     def prompts(self) -> Sequence[ForeignPrompt]:
         prompt = self._request.prompt
         if isinstance(prompt, Conversation):
@@ -227,6 +231,12 @@ class HttpStream:
 
     def stages(self, index: int) -> StageSeconds | None:
         return None
+
+    def saved_state(self) -> None:
+        """None: there are no token ids to go on from."""
+
+    def replay(self, index: int, place: int) -> OutputEvent:
+        raise AssertionError("a stream that keeps no events is never continued")
 
     def cancel(self) -> None:
         """The connection is closed, which is how the server hears of it."""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from headrace.core.update import StageSeconds
+from headrace.gateway.upstream.earlier_output import joined_states
 from headrace.gateway.upstream.seam import EventListener, EventStream, OutputEvent, TokenUsage
 
 
@@ -53,6 +54,12 @@ class MergedStream:
 
     def stages(self, index: int) -> StageSeconds | None:
         return self._streams[index // self._n].stages(index)
+
+    def saved_state(self) -> bytes | None:
+        return joined_states([stream.saved_state() for stream in self._streams])
+
+    def replay(self, index: int, place: int) -> OutputEvent:
+        return self._streams[index // self._n].replay(index, place)
 
     def cancel(self) -> None:
         for stream in self._streams:

@@ -95,6 +95,7 @@ class GenerationRequest:
     grammar      what the output must match; None: any text
     deadline_at  when the answer ends, finished or not, on the service's clock; None = no deadline
     has_priority the client named a priority class; which one counts is in `PrincipalFacts`
+    earlier      what an earlier stream of the same request has given; the answer goes on there
     """
 
     request_id: RequestId
@@ -103,6 +104,21 @@ class GenerationRequest:
     grammar: RequestedGrammar | None = None
     deadline_at: float | None = None
     has_priority: bool = False
+    earlier: EarlierOutput | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlierOutput:
+    """The output of a stream that ended before its client had all of it. See docs/failover.md, "A client that comes back".
+
+    answer_id  of the request that began the answer: its tool calls are named by it
+    state      as `EventStream.saved_state` gave it
+    places     per sequence: up to where the client has its output (`OutputEvent.place`)
+    """
+
+    answer_id: RequestId
+    state: bytes
+    places: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +179,7 @@ class OutputEvent(NamedTuple):
 
     index            of the sequence within the request: sequence i of prompt p is p * n + i
     num_tokens       output tokens that the event carries
+    place            of our engines: output ids of the sequence that were read when the event was made, plus one once it has ended
     logprobs         of its tokens in order, in one or more parts, none of them empty; none where not asked for
     prompt_logprobs  pages of prompt positions 1.. in order, over one or more events; `PreparedPrompt.decoded_logprobs` adds the texts
     finish           set exactly once, on the sequence's last event
@@ -175,6 +192,7 @@ class OutputEvent(NamedTuple):
     index: int  # type: ignore[assignment]  # hides a tuple's search, which means nothing here
     text: str = ""
     num_tokens: int = 0
+    place: int = 0
     logprobs: Sequence[DecodedLogprobs] = ()
     prompt_logprobs: Sequence[LogprobColumns] = ()
     finish: FinishReason | None = None
@@ -217,6 +235,7 @@ class OutputEvent(NamedTuple):
             last.index,
             "".join([event.text for event in events]),
             sum([event.num_tokens for event in events]),
+            last.place,
             tuple([part for event in events for part in event.logprobs]),
             tuple([page for event in events for page in event.prompt_logprobs]),
             last.finish,
@@ -288,6 +307,16 @@ class EventStream(Protocol):
         """Seconds a sequence spent in each stage, as the engine reports at its end. None where a stop string ended it in the gateway."""
         ...
 
+    def saved_state(self) -> bytes | None:
+        """What a later stream needs to go on from here (`EarlierOutput`), also after `cancel`. None: it cannot be continued."""
+        ...
+
+    def replay(self, index: int, place: int) -> OutputEvent:
+        """What was new in a sequence between the call before and `place`, made again. For a continued stream, before its first `events`. An
+        event of a request with log-probabilities has none.
+        """
+        ...
+
     def cancel(self) -> None:
         """Stop the request wherever it runs. `events` then ends. May be called at any time, more than once."""
         ...
@@ -325,6 +354,7 @@ class Prepared(Protocol):
     num_sequences      over all prompts
     seed               seed of the answer's random numbers; None where it is not known
     ignored            names of fields the client gave that have no effect
+    keeps_events       the stream's events can be made again from `EventStream.saved_state`
     """
 
     @property
@@ -340,6 +370,8 @@ class Prepared(Protocol):
     def seed(self) -> int | None: ...
     @property
     def prompts(self) -> Sequence[PreparedPrompt]: ...
+    @property
+    def keeps_events(self) -> bool: ...
 
     def stream(self) -> EventStream:
         """Open the stream. It is submitted with the first call of `events`."""

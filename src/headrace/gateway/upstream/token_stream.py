@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from headrace.core.finish import FinishReason
 from headrace.core.grammar import Grammar
 from headrace.core.ids import RequestId
 from headrace.core.plan import columns_of
@@ -17,12 +18,22 @@ from headrace.core.request import EngineRequest
 from headrace.core.sampling import SamplingParams
 from headrace.core.update import SequenceUpdate, StageSeconds
 from headrace.gateway.upstream.attempts import CallAttempts
+from headrace.gateway.upstream.earlier_output import (
+    EarlierCallOutput,
+    EarlierSequence,
+    EarlierUpdates,
+    RecomputedLogprobs,
+    prompt_digest,
+    state_of,
+)
 from headrace.gateway.upstream.output_stage import OutputParsing, OutputStage
 from headrace.gateway.upstream.replicas import ReplicaPool
-from headrace.gateway.upstream.seam import EventListener, OutputEvent, PrincipalFacts, TokenUsage
+from headrace.gateway.upstream.seam import EventListener, OutputEvent, PrincipalFacts, ReplicaLost, TokenUsage
 from headrace.text.assemble import OutputAssembler, OutputDelta
 from headrace.text.tokenizer import Tokenizer
 from headrace.wire.stream import PlainRow
+
+ANOTHER_TOKEN = "This answer cannot be continued from where it stopped; it can be sent again."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +43,8 @@ class Call:
     max_output_tokens  per sequence, by the parameters or by what the context leaves
     parsing            how the outputs are parsed; None: they are text
     deadline_at        when the answer ends, on this process's clock
+    earlier            output of an earlier stream, after which the sequences go on
+    answer_id          of the earlier stream's call: tool calls are named by it; None: by this one's `request_id`
     """
 
     request_id: RequestId
@@ -42,6 +55,8 @@ class Call:
     parsing: OutputParsing | None = None
     grammar: Grammar | None = None
     deadline_at: float | None = None
+    earlier: EarlierCallOutput | None = None
+    answer_id: RequestId | None = None
 
     def engine_request(self, epoch: int) -> EngineRequest:
         return EngineRequest(
@@ -71,6 +86,9 @@ class TokenStream:
         self._assemblers = [OutputAssembler(tokenizer, call.params, kept_ids=kept_ids) for _ in range(n)]
         self._stages = [_stage(call, tokenizer, index) for index in range(n)]
         self._listener: EventListener | None = None
+        self._ends: list[tuple[FinishReason | None, int | None]] = [(None, None)] * n
+        self._earlier = EarlierUpdates(call.earlier, call.request_id) if call.earlier is not None else None
+        self._recomputed: dict[int, RecomputedLogprobs] = {}
 
     @property
     def unread_bytes(self) -> int:
@@ -81,6 +99,8 @@ class TokenStream:
         return self.attempts.num_resumes
 
     async def events(self) -> list[OutputEvent]:
+        if self._earlier is not None and (events := self._go_on(self._earlier)):
+            return events
         while updates := await self.attempts.batch():
             if events := self._read(updates):
                 return events
@@ -104,6 +124,43 @@ class TokenStream:
     def stages(self, index: int) -> StageSeconds | None:
         return self._assemblers[index - self._first_index].stages
 
+    def saved_state(self) -> bytes | None:
+        if not any(self.attempts.output_ids):
+            return None
+        sequences = [EarlierSequence(ids.tobytes(), *end) for ids, end in zip(self.attempts.output_ids, self._ends, strict=True)]
+        assert self.call.params.seed is not None
+        call = EarlierCallOutput(
+            self.call.params.seed,
+            prompt_digest(self.call.prompt_ids),
+            dict(self.attempts.numerics),
+            self._assemblers[0].num_cached_tokens,
+            tuple(sequences),
+        )
+        return state_of(call)
+
+    def replay(self, index: int, place: int) -> OutputEvent:
+        assert self._earlier is not None, "only a continued stream, before its first new event"
+        event = self._fed(self._earlier.take(index - self._first_index, place))
+        return OutputEvent(index) if event is None else event
+
+    def _go_on(self, earlier: EarlierUpdates) -> list[OutputEvent]:
+        """Everything earlier was replayed: what was read after its last event, then the sequences that have not ended go on."""
+        assert self.call.earlier is not None
+        events = self._read([earlier.take(index) for index in range(self.call.params.n)])
+        self._earlier = None
+        if self.call.params.logprobs is not None:
+            self._read_pending_again()
+        self.attempts.go_on(self.call.earlier.numerics)
+        return events
+
+    def _read_pending_again(self) -> None:
+        """Tokens whose text is held back have log-probabilities that the client lacks: the engine computes these tokens once more."""
+        for index, assembler in enumerate(self._assemblers):
+            if count := 0 if assembler.finish is not None else assembler.num_pending:
+                ids = self.attempts.output_ids[index]
+                self._recomputed[index] = RecomputedLogprobs(tuple(ids[-count:]), [])
+                del ids[-count:]
+
     def cancel(self) -> None:
         self.attempts.cancel()
 
@@ -119,14 +176,33 @@ class TokenStream:
         assembler = self._assemblers[update.index]
         if assembler.finish is None:
             self.attempts.keep(update.index, update.token_ids)
+            if update.finish is not None and update.finish.is_answer:
+                self._ends[update.index] = update.finish, update.stop_token_id
+        if self._recomputed:
+            update = self._with_logprobs(update)
         delta = assembler.feed(update)
+        place = len(self.attempts.output_ids[update.index])
         if assembler.finish is not None:
             self.attempts.end(update.index)
+            place += 1
         if (end := delta.engine_finish) is not None:
             self.attempts.finish(update.index, end.keep_tokens, end.reason)
         if delta.is_empty:
             return None
-        return self._parsed(update.index, event_of(self._first_index + update.index, delta), delta.token_ids)
+        return self._parsed(update.index, event_of(self._first_index + update.index, delta, place), delta.token_ids)
+
+    def _with_logprobs(self, update: SequenceUpdate) -> SequenceUpdate:
+        """The update without tokens that were read before, whose log-probabilities the assembler gets. Raises ReplicaLost."""
+        recomputed = self._recomputed.get(update.index)
+        if recomputed is None:
+            return update
+        rest = recomputed.take(update)
+        if rest is None:
+            raise ReplicaLost(ANOTHER_TOKEN, why_not_resume="a token whose text the client has in part came out differently")
+        if recomputed.is_complete:
+            self._assemblers[update.index].supply_logprobs(recomputed.found)
+            del self._recomputed[update.index]
+        return rest
 
     def _handle_plain_rows(self, rows: Sequence[PlainRow]) -> bool:
         """A `wire.stream.PlainRowHandler`: like `_read` of these rows, but the listener gets the events at once. False: not taken."""
@@ -142,8 +218,8 @@ class TokenStream:
         text = self._assemblers[index].feed_whole(token_ids)
         if text is None:
             return self._fed(SequenceUpdate(request_id=self.call.request_id, epoch=self.attempts.epoch, index=index, token_ids=token_ids))
-        self.attempts.keep(index, token_ids)
-        return self._parsed(index, OutputEvent(self._first_index + index, text, len(token_ids)), token_ids)
+        place = self.attempts.keep(index, token_ids)
+        return self._parsed(index, OutputEvent(self._first_index + index, text, len(token_ids), place), token_ids)
 
     def _parsed(self, index: int, event: OutputEvent, token_ids: Sequence[int]) -> OutputEvent:
         stage = self._stages[index]
@@ -154,7 +230,7 @@ def _stage(call: Call, tokenizer: Tokenizer, index: int) -> OutputStage | None:
     if call.parsing is None:
         return None
     skipped = tokenizer.special_ids - call.parsing.marker_ids if call.params.skip_special_tokens else frozenset()
-    return OutputStage(call.parsing, tokenizer, skipped, f"{call.params.seed}/{call.request_id}/{index}")
+    return OutputStage(call.parsing, tokenizer, skipped, f"{call.params.seed}/{call.answer_id or call.request_id}/{index}")
 
 
 def merged(events: Iterable[OutputEvent]) -> list[OutputEvent]:
@@ -165,7 +241,8 @@ def merged(events: Iterable[OutputEvent]) -> list[OutputEvent]:
     return [OutputEvent.joined(of_one) for of_one in by_sequence.values()]
 
 
-def event_of(index: int, delta: OutputDelta) -> OutputEvent:
+def event_of(index: int, delta: OutputDelta, place: int) -> OutputEvent:
     logprobs = () if delta.logprobs is None else (delta.logprobs,)
     prompt_logprobs = (columns_of(delta.prompt_logprobs),) if delta.prompt_logprobs else ()
-    return OutputEvent(index, delta.text, len(delta.token_ids), logprobs, prompt_logprobs, delta.finish, delta.stop_reason, delta.error)
+    ended = delta.finish, delta.stop_reason, delta.error
+    return OutputEvent(index, delta.text, len(delta.token_ids), place, logprobs, prompt_logprobs, *ended)

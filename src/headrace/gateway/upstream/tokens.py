@@ -6,22 +6,25 @@ Templates and tokenizing run in the text workers (`text_workers`). One `TokenUps
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from headrace.core.errors import Unavailable
 from headrace.core.grammar import Grammar
 from headrace.core.ids import RequestId
 from headrace.core.model_info import ModelInfo
 from headrace.core.sampling import SamplingParams, with_default_max_tokens
-from headrace.gateway.http.errors import context_overflow
+from headrace.gateway.http.errors import StreamConflict, context_overflow
 from headrace.gateway.text_workers.model_text import ModelText
+from headrace.gateway.upstream.earlier_output import EarlierCallOutput, calls_of, prompt_digest
 from headrace.gateway.upstream.merge import MergedStream
 from headrace.gateway.upstream.output_binding import OutputBinding
 from headrace.gateway.upstream.output_stage import OutputParsing
 from headrace.gateway.upstream.replicas import ReplicaPool
 from headrace.gateway.upstream.seam import (
     Conversation,
+    EarlierOutput,
     EventStream,
     GenerationRequest,
     PlainPrompts,
@@ -75,7 +78,8 @@ class TokenUpstream:
 
     async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> TokenPrepared:
         info = self._info()
-        params = self._params(request, info)
+        earlier = None if request.earlier is None else _earlier_calls(request.earlier, request.sampling)
+        params = self._params(request, info, None if earlier is None else earlier[0].seed)
         grammar = self._binding.grammar(request.prompt, None if request.grammar is None else request.grammar.grammar)
         prompts, ignored = await self._encode(request.prompt, params.max_tokens, info, principal.tenant)
         if request.has_priority and info.queue_policy not in ("", "priority"):
@@ -86,7 +90,8 @@ class TokenUpstream:
                 await asyncio.sleep(0)  # each call's checks take up to milliseconds: other tasks run between them
             bound = self._binding.after_reasoning(grammar, request.prompt, prompt.token_ids)
             parsing = OutputParsing.of(self._formats, self._text.tokenizer, request.prompt, prompt.token_ids)
-            calls.append(_call(number, prompt.token_ids, params, request, info, principal, grammar=bound, parsing=parsing))
+            call = _call(number, prompt.token_ids, params, request, info, principal, grammar=bound, parsing=parsing)
+            calls.append(call if earlier is None else _continued(call, earlier, number, request))
         return TokenPrepared(self._pool, self._text.tokenizer, tuple(prompts), tuple(calls), ignored)
 
     async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
@@ -107,12 +112,16 @@ class TokenUpstream:
             raise Unavailable(f"The model {self._pool.model} is still starting.", retry_after_s=2.0)
         return self._pool.info
 
-    def _params(self, request: GenerationRequest, info: ModelInfo) -> SamplingParams:
-        """The client's parameters, else the model's defaults (FROM_MODEL), with a seed. Raises InvalidRequest."""
+    def _params(self, request: GenerationRequest, info: ModelInfo, earlier_seed: int | None) -> SamplingParams:
+        """The client's parameters, else the model's defaults (FROM_MODEL), with a seed. Raises InvalidRequest.
+
+        earlier_seed  drawn for an earlier stream, which this one continues
+        """
         chosen = {name: info.sampling_defaults[name] for name in FROM_MODEL if name in info.sampling_defaults}
         params = SamplingParams(**{**chosen, **request.sampling})
-        seed = params.seed if params.seed is not None else self._draw_seed()
-        return params.with_(seed=seed).checked(vocab_size=info.vocab_size)
+        seeds = (params.seed, earlier_seed)
+        seed = next((seed for seed in seeds if seed is not None), None)
+        return params.with_(seed=self._draw_seed() if seed is None else seed).checked(vocab_size=info.vocab_size)
 
     # -- prompts -------------------------------------------------------------------------------------------------------------------
 
@@ -174,6 +183,10 @@ class TokenPrepared:
     def seed(self) -> int | None:
         return self.calls[0].params.seed
 
+    @property
+    def keeps_events(self) -> bool:
+        return self.calls[0].params.prompt_logprobs is None  # which ids do not hold
+
     def stream(self) -> EventStream:
         n = self.calls[0].params.n
         streams = [TokenStream(self._pool, self._tokenizer, call, first_index=number * n) for number, call in enumerate(self.calls)]
@@ -192,6 +205,25 @@ def check_fits_context(num_tokens: int, max_tokens: int | None, info: ModelInfo,
         field = "prompt" if room < 1 else "max_tokens"
         raise context_overflow(field, info.max_model_len, part=part, prompt_tokens=num_tokens, max_tokens=max_tokens)
     return room
+
+
+def _earlier_calls(earlier: EarlierOutput, sampling: Mapping[str, Any]) -> tuple[EarlierCallOutput, ...]:
+    """What an earlier stream of the request kept. Ids hold no log-probabilities: a request that wants them goes back to where its client
+    stopped reading.
+    """
+    calls = calls_of(earlier.state)
+    if sampling.get("logprobs") is None:
+        return calls
+    n = len(calls[0].sequences)
+    return tuple(call.up_to(earlier.places[number * n : (number + 1) * n]) for number, call in enumerate(calls))
+
+
+def _continued(call: Call, earlier: Sequence[EarlierCallOutput], number: int, request: GenerationRequest) -> Call:
+    """The call after what was computed of it before. Raises StreamConflict where its prompt is another one now."""
+    assert request.earlier is not None
+    if number >= len(earlier) or earlier[number].prompt_digest != prompt_digest(call.prompt_ids):
+        raise StreamConflict("The prompt of this request has other tokens than it had: its chat template or tokenizer was changed.")
+    return replace(call, earlier=earlier[number], answer_id=RequestId(f"{request.earlier.answer_id}-{number}"))
 
 
 def _call(

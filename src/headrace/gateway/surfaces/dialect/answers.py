@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from headrace.core.finish import FinishReason
+from headrace.gateway.generation.event_log import EventLog
 from headrace.gateway.generation.run import Generation
 from headrace.gateway.http.sse import DONE
 from headrace.gateway.surfaces.dialect import schemas
@@ -24,20 +25,25 @@ _encode = msgspec.json.encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """What every part of an answer repeats: the answer's id, the time of its creation, the model and its fingerprint."""
+    """What every part of an answer repeats: the answer's id, the time of its creation, the model and its fingerprint.
+
+    event_log  numbers a stream's events; None: they have no ids
+    """
 
     id: str
     created: int
     model: str
     fingerprint: str | None
+    event_log: EventLog | None = None
 
     @classmethod
     def of(cls, prefix: str, generation: Generation) -> AnswerHead:
         return cls(
-            id=f"{prefix}{generation.exchange.request_id}",
-            created=int(generation.service.unix_time()),
+            id=f"{prefix}{generation.resumable.answer_id}",
+            created=generation.resumable.created,
             model=generation.parsed.model or generation.model.name,
             fingerprint=generation.model.upstream.fingerprint,
+            event_log=generation.resumable.event_log,
         )
 
 
@@ -100,6 +106,7 @@ class Chunks:
         "_counts",
         "_head",
         "_include_usage",
+        "_log",
         "_n",
         "_prompts",
         "_tail",
@@ -113,6 +120,7 @@ class Chunks:
         self._include_usage = options.include_usage
         self._counts: list[int] | None = [0] * (request.n * len(prompts)) if options.continuous_usage_stats else None
         self._n, self._prompts = request.n, prompts
+        self._log = head.event_log
         shared = {"id": head.id, "object": kind, "created": head.created, "model": head.model, "system_fingerprint": head.fingerprint}
         self._head = b"data: " + _encode(shared)[:-1] + b',"choices":['
         before_index, after_index = text_choice.split(b"%d")
@@ -135,24 +143,30 @@ class Chunks:
         self._tail = tail
         self._after_text = self._choice_end + tail
 
-    def text(self, index: int, text: str) -> bytes:
-        """A chunk with the text of one choice alone, as most chunks are."""
-        return b"%b%d%b%b%b" % (self._before_index, index, self._before_text, _encode(text), self._after_text)
+    def text(self, index: int, place: int, text: str) -> bytes:
+        """A chunk with the text of one choice alone, as most chunks are. place: `OutputEvent.place`"""
+        line = b"" if self._log is None else self._log.line(index, place)
+        return b"%b%b%d%b%b%b" % (line, self._before_index, index, self._before_text, _encode(text), self._after_text)
 
-    def chunk(self, choice: bytes) -> bytes:
-        return b"".join((self._head, choice, b"]", self._tail))
+    def chunk(self, index: int, place: int, choice: bytes) -> bytes:
+        return b"".join((self._line(index, place), self._head, choice, b"]", self._tail))
 
-    def around(self, choice: Iterable[bytes]) -> Iterator[bytes]:
+    def around(self, index: int, place: int, choice: Iterable[bytes]) -> Iterator[bytes]:
         """`chunk` of a choice that comes in pieces, each made when it is asked for."""
+        yield self._line(index, place)
         yield self._head
         yield from choice
         yield b"]"
         yield self._tail
 
+    def _line(self, index: int, place: int) -> bytes:
+        return b"" if self._log is None else self._log.line(index, place)
+
     def encode_end(self, usage: TokenUsage) -> bytes:
-        if not self._include_usage:
+        if not self._include_usage or (self._log is not None and self._log.is_usage_seen):
             return DONE
-        return b"".join((self._head, b'],"usage":', _encode(usage_body(usage)), b"}\n\n", DONE))
+        line = b"" if self._log is None else self._log.usage_line()
+        return b"".join((line, self._head, b'],"usage":', _encode(usage_body(usage)), b"}\n\n", DONE))
 
 
 def usage_body(usage: TokenUsage) -> schemas.CompletionUsage:

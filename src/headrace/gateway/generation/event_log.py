@@ -1,0 +1,69 @@
+"""The numbers of one stream's events, which clients send back as `Last-Event-ID`, and where in the output each event was made."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from headrace.core.errors import InvalidRequest
+from headrace.core.ids import RequestId
+
+HEADER = "Last-Event-ID"
+_EVENT_ID = re.compile(r"([0-9a-f]{24})/([1-9][0-9]{0,8})")
+
+
+class EventId(NamedTuple):
+    """answer_id: of the request that began the answer"""
+
+    answer_id: RequestId
+    number: int
+
+    @classmethod
+    def parsed(cls, text: str) -> EventId:
+        """Raises InvalidRequest."""
+        found = _EVENT_ID.fullmatch(text)
+        if found is None:
+            raise InvalidRequest(HEADER, "the id of an event of this server (REQUEST/NUMBER)", text, "Send it as it was received.")
+        return cls(RequestId(found[1]), int(found[2]))
+
+
+class EventLog:
+    """The sequence of every event that carries output, in order, and the event's place there (`OutputEvent.place`).
+
+    An entry is place * num_sequences + index, four bytes. Event N has the entry N - 1. The usage after all of them has the next number and
+    no entry.
+
+    num_seen  events that the client has already: 0 unless the stream is continued
+    """
+
+    __slots__ = ("_num_sequences", "_prefix", "answer_id", "entries", "num_seen")
+
+    def __init__(self, answer_id: RequestId, num_sequences: int, *, num_seen: int = 0) -> None:
+        self.answer_id = answer_id
+        self._num_sequences = num_sequences
+        self._prefix = b"id: %b/" % answer_id.encode()
+        self.entries = array("i")
+        self.num_seen = num_seen
+
+    def line(self, index: int, place: int) -> bytes:
+        """Enter the next event; its line in the stream."""
+        self.entries.append(place * self._num_sequences + index)
+        return b"%b%d\n" % (self._prefix, len(self.entries))
+
+    def usage_line(self) -> bytes:
+        """The line of the usage, which comes after all other events and has no entry."""
+        return b"%b%d\n" % (self._prefix, len(self.entries) + 1)
+
+    @property
+    def is_usage_seen(self) -> bool:
+        """Once all output is entered: the client has the usage too."""
+        return self.num_seen > len(self.entries)
+
+
+def places_of(entries: Sequence[int], num_sequences: int) -> Iterator[tuple[int, int]]:
+    """The (index, place) of each entry."""
+    for entry in entries:
+        place, index = divmod(entry, num_sequences)
+        yield index, place

@@ -1,0 +1,14 @@
+"""The store that a configuration names."""
+
+from __future__ import annotations
+
+from headrace.core.clock import Clock
+from headrace.gateway.stores.config import StoreConfig
+from headrace.gateway.stores.sqlite import IN_MEMORY, SqliteStore
+from headrace.gateway.stores.store import Store, StoreLimits
+
+
+def open_store(config: StoreConfig, tenant_share: float, unix_time: Clock) -> Store:
+    """tenant_share: part of the store that one tenant may fill. Raises ConfigError."""
+    limits = StoreLimits(entry=config.max_entry_bytes, tenant=int(config.max_bytes * tenant_share), total=config.max_bytes)
+    return SqliteStore.open(config.path or IN_MEMORY, limits, unix_time)

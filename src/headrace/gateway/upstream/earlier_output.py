@@ -1,0 +1,149 @@
+"""What is kept of a call's output when its client has left, and how a later stream of the same request takes it up again.
+
+Here are ids, ends and what the random numbers and results depend on. The answer's events, and the checks before a client gets them, are
+`generation.kept_streams`'s. The rules stand in docs/failover.md, "A client that comes back".
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import msgspec
+from msgspec import Struct
+
+from headrace.core.finish import FinishReason
+from headrace.core.ids import RequestId
+from headrace.core.plan import TokenLogprobs
+from headrace.core.update import SequenceUpdate
+
+ID_TYPE = "i"
+"""Element type of kept token ids: four bytes each."""
+
+
+class EarlierSequence(Struct, array_like=True, frozen=True):
+    """output_ids: every id that was read, as bytes of ID_TYPE;  finish, stop_token_id: as the engine ended it, if it did"""
+
+    output_ids: bytes
+    finish: str | None = None
+    stop_token_id: int | None = None
+
+
+class EarlierCallOutput(Struct, array_like=True, frozen=True):
+    """The output of one prompt.
+
+    prompt_digest  of the prompt's ids: a template may say today's date
+    numerics       of the replica that computed the output
+    """
+
+    seed: int
+    prompt_digest: bytes
+    numerics: dict[str, str]
+    num_cached_tokens: int | None
+    sequences: tuple[EarlierSequence, ...]
+
+    def up_to(self, places: Sequence[int]) -> EarlierCallOutput:
+        """Each sequence cut at a place (`OutputEvent.place`): what was read behind it is forgotten."""
+        return msgspec.structs.replace(self, sequences=tuple(map(_cut, self.sequences, places)))
+
+
+def _cut(sequence: EarlierSequence, place: int) -> EarlierSequence:
+    kept_bytes = place * array(ID_TYPE).itemsize
+    return sequence if kept_bytes > len(sequence.output_ids) else EarlierSequence(sequence.output_ids[:kept_bytes])
+
+
+_encode, _calls = msgspec.msgpack.encode, msgspec.msgpack.Decoder(tuple[EarlierCallOutput, ...])
+
+
+def state_of(call: EarlierCallOutput) -> bytes:
+    """One call as `EventStream.saved_state` gives it."""
+    return _encode((call,))
+
+
+def joined_states(states: Sequence[bytes | None]) -> bytes | None:
+    """The states of the calls of one request as one; None where one of them cannot be continued."""
+    if None in states:
+        return None
+    return _encode([call for state in states if state is not None for call in _calls.decode(state)])
+
+
+def calls_of(state: bytes) -> tuple[EarlierCallOutput, ...]:
+    """Raises msgspec.DecodeError for what another version wrote in another form."""
+    return _calls.decode(state)
+
+
+def prompt_digest(prompt_ids: Sequence[int]) -> bytes:
+    return blake2b(array(ID_TYPE, prompt_ids).tobytes(), digest_size=16).digest()
+
+
+@dataclass(slots=True)
+class _Left:
+    """What was not taken yet of one sequence."""
+
+    ids: array[int]
+    finish: FinishReason | None
+    stop_token_id: int | None
+    num_taken: int = 0
+
+
+class EarlierUpdates:
+    """One call's earlier output as updates, piece by piece. The first of sequence 0 says how many prompt tokens were cached."""
+
+    def __init__(self, call: EarlierCallOutput, request_id: RequestId) -> None:
+        self._request_id = request_id
+        self._num_cached_tokens = call.num_cached_tokens
+        self._left = [_Left(_ids(sequence), _finish(sequence), sequence.stop_token_id) for sequence in call.sequences]
+
+    def take(self, index: int, place: int | None = None) -> SequenceUpdate:
+        """What was read of a sequence between the piece before and `place`; None: all that is left."""
+        left = self._left[index]
+        num_ids = len(left.ids)
+        end = num_ids if place is None else min(place, num_ids)
+        is_last = (place is None or place > num_ids) and left.finish is not None
+        update = SequenceUpdate(
+            request_id=self._request_id,
+            epoch=0,
+            index=index,
+            token_ids=tuple(left.ids[left.num_taken : end]),
+            finish=left.finish if is_last else None,
+            stop_token_id=left.stop_token_id if is_last else None,
+            num_cached_tokens=self._num_cached_tokens if index == 0 and left.num_taken == 0 else None,
+        )
+        left.num_taken = end
+        left.finish = None if is_last else left.finish
+        return update
+
+
+def _ids(sequence: EarlierSequence) -> array[int]:
+    return array(ID_TYPE, sequence.output_ids)
+
+
+def _finish(sequence: EarlierSequence) -> FinishReason | None:
+    return None if sequence.finish is None else FinishReason(sequence.finish)
+
+
+@dataclass(slots=True)
+class RecomputedLogprobs:
+    """Log-probabilities of ids that were read before and are computed again for them.
+
+    ids  in order: of the tokens whose text is held back where the client stopped reading
+    """
+
+    ids: Sequence[int]
+    found: list[TokenLogprobs]
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.found) == len(self.ids)
+
+    def take(self, update: SequenceUpdate) -> SequenceUpdate | None:
+        """The update without the tokens that belong here. None: they came out differently, or not at all."""
+        count = min(len(self.ids) - len(self.found), len(update.token_ids))
+        begin = len(self.found)
+        is_equal = tuple(self.ids[begin : begin + count]) == update.token_ids[:count]
+        self.found.extend(update.logprobs[:count])
+        if not is_equal or (update.finish is not None and not self.is_complete):
+            return None
+        return update._replace(token_ids=update.token_ids[count:], logprobs=update.logprobs[count:])

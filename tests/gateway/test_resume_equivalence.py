@@ -1,0 +1,112 @@
+"""A stream that its client leaves after any event, and continues at another gateway, is the unbroken one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_kit import FakeReplica, TestBench, eventually, open_bench, snapshot
+from resume_kit import CHAT, COMPLETIONS, answer_of, send, streaming_body
+
+from headrace.text.folder import TextModel
+from headrace.wire.client import SeenLoad
+
+TEXT = 'na\u00efve \U0001f389 stop \u65e5\u672c\u8a9e "q" \\ and\nlines. The fox jumps over the lazy dog.'
+FIND = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}}}
+CALLS = '<think>\nhm \U0001f389?\n</think>\n\nLet me.\n\n<tool_call>\n{"name": "find", "arguments": {"q": "caf\u00e9"}}\n</tool_call>'
+USAGE = {"stream_options": {"include_usage": True}}
+EVERY_USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+MODES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (CHAT, USAGE),
+    "chat, n": (CHAT, {"n": 3, "max_tokens": 12, **USAGE}),
+    "chat, usage in every event": (CHAT, {"n": 2, "max_tokens": 12, **EVERY_USAGE}),
+    "chat, length": (CHAT, {"max_tokens": 7, "ignore_eos": True}),
+    "chat, logprobs": (CHAT, {"logprobs": True, "top_logprobs": 2, "max_tokens": 16, **USAGE}),
+    "chat, logprobs, n, stop": (CHAT, {"logprobs": True, "n": 2, "stop": ["stop"], **EVERY_USAGE}),
+    "chat, stop": (CHAT, {"stop": ["jumps", "jum p"], **USAGE}),
+    "chat, stop, included, n": (CHAT, {"stop": ["stop"], "n": 2, "include_stop_str_in_output": True}),
+    "chat, schema": (CHAT, {"guided_regex": "(?s).*", "max_tokens": 12}),
+    "chat, tools": (CHAT, {"tools": [FIND], **USAGE}),
+    "chat, tools, n, logprobs": (CHAT, {"tools": [FIND], "n": 2, "logprobs": True}),
+    "chat, reasoning": (CHAT, USAGE),
+    "chat, reasoning hidden": (CHAT, {"include_reasoning": False}),
+    "completion": (COMPLETIONS, USAGE),
+    "completion, n, stop": (COMPLETIONS, {"n": 2, "stop": ["lazy"]}),
+    "completion, echo": (COMPLETIONS, {"echo": True, "max_tokens": 12, **EVERY_USAGE}),
+    "completion, logprobs": (COMPLETIONS, {"logprobs": 2, "max_tokens": 12, **USAGE}),
+    "completion, logprobs, stop": (COMPLETIONS, {"logprobs": 1, "stop": ["stop"]}),
+    "completion, prompts": (COMPLETIONS, {"prompt": ["Hello", "world"], "n": 2, "max_tokens": 6, **USAGE}),
+    "completion, stop tokens": (COMPLETIONS, {"stop_token_ids": [70, 71, 72, 73], "min_tokens": 2}),
+}
+NUMERICS = {"weights": "ab", "kernels": "avx512"}
+
+
+@asynccontextmanager
+async def two_gateways(text: TextModel, folder: Path, **changes: Any) -> AsyncIterator[tuple[TestBench, TestBench]]:
+    """Two gateways over one store, each with a replica of its own, of equal numerics."""
+    store, timeouts = {"path": str(folder / "store.db")}, {"stream_resume_s": 60, **changes.pop("timeouts", {})}
+    async with (
+        open_bench(text, store=store, timeouts=timeouts, **changes) as first,
+        open_bench(text, store=store, timeouts=timeouts, **changes) as second,
+    ):
+        for bench in (first, second):
+            equal(bench.replica)
+        yield first, second
+
+
+def equal(replica: FakeReplica) -> None:
+    assert replica.info is not None
+    replica.info = replace(replica.info, model=replace(replica.info.model, numerics=NUMERICS))
+    replica.snapshot = SeenLoad(snapshot(), time.monotonic() + 1e6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_stream_left_after_any_event_goes_on_at_another_gateway(text: TextModel, tmp_path: Path, mode: str) -> None:
+    path, fields = MODES[mode]
+    body = streaming_body(path, **fields)
+    is_parsed = "tools" in mode or "reasoning" in mode
+    async with two_gateways(text, tmp_path) as (first, second):
+        for bench in (first, second):
+            bench.replica.said = CALLS if is_parsed else TEXT
+        unbroken = (await send(first.gateway, path, body)).events
+        numbered = [event for event in unbroken if event.id]
+        assert [event.number for event in numbered] == list(range(1, len(unbroken)))
+        expected = answer_of(unbroken)
+        for leave_after in range(1, len(unbroken)):
+            left = await send(first.gateway, path, body, leave_after=leave_after)
+            begun = left.events
+            assert len(begun) == leave_after
+            await kept(first)
+            continued = await send(second.gateway, path, body, last_event=begun[-1].id)
+            assert continued.status == 200, continued.body
+            rest = continued.events
+            assert [event.number for event in rest if event.id] == list(range(leave_after + 1, leave_after + len(rest)))
+            found = answer_of([*begun, *rest])
+            assert found["constants"].pop("id") == begun[0].json()["id"]
+            assert without_ids(found) == without_ids(expected), f"after event {leave_after}"
+            await kept(second)
+        continuations = second.replica.requests
+        assert any(request.output_ids for request in continuations), "the engine goes on after the ids that were read"
+        assert all(request.numerics_digest for request in continuations if request.output_ids)
+        assert all(request.grammar for request in continuations) == ("guided_regex" in fields)
+
+
+async def kept(bench: TestBench) -> None:
+    """Until all entries are written."""
+    await eventually(lambda: bench.gateway.service.kept_streams.num_writing == 0)
+
+
+def without_ids(answer: dict[str, Any]) -> dict[str, Any]:
+    """Ids of answers and of calls differ between two requests."""
+    constants = {key: value for key, value in answer["constants"].items() if key not in ("id", "created")}
+    choices = {
+        index: {**choice, "calls": {number: {**call, "id": ""} for number, call in choice["calls"].items()}}
+        for index, choice in answer.items()
+        if isinstance(index, int)
+    }
+    return {**answer, "constants": constants, **choices}

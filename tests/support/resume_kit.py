@@ -1,0 +1,124 @@
+"""A client of event streams that leaves after an event and comes back with its number, straight at the application."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway_kit import MODEL, chat_body
+
+from headrace.gateway.app import Gateway
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """id: empty where the event has none"""
+
+    id: str
+    data: str
+
+    @property
+    def number(self) -> int:
+        return int(self.id.partition("/")[2])
+
+    def json(self) -> Any:
+        return json.loads(self.data)
+
+
+@dataclass
+class Received:
+    """What a client got: a status, and the events or another body."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+    @property
+    def events(self) -> list[Event]:
+        """Whole events; comments are left out."""
+        found = []
+        for block in self.body.decode().split("\n\n")[:-1]:
+            lines = dict(line.split(": ", 1) for line in block.split("\n") if not line.startswith(":"))
+            if lines:
+                found.append(Event(lines.get("id", ""), lines["data"]))
+        return found
+
+    @property
+    def error(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.body)["error"]
+        return found
+
+
+def streaming_body(path: str, **fields: Any) -> bytes:
+    body = chat_body() if path == CHAT else {"model": MODEL, "prompt": "Hello"}
+    return json.dumps({**body, "seed": 1, **fields, "stream": True}).encode()
+
+
+async def send(
+    gateway: Gateway, path: str, body: bytes, *, last_event: str = "", leave_after: int | None = None, key: str | None = None
+) -> Received:
+    """One request. leave_after: events after which the client leaves; events sent later are lost on the way, as they may be"""
+    received, left = Received(), asyncio.Event()
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    headers += [(b"last-event-id", last_event.encode())] if last_event else []
+    headers += [(b"authorization", f"Bearer {key}".encode())] if key else []
+    incoming = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if incoming:
+            return incoming.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def take(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            received.status = message["status"]
+            received.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        elif not left.is_set():
+            received.body += message["body"]
+            if leave_after is not None and len(received.events) >= leave_after:
+                received.body = b"".join(part + b"\n\n" for part in received.body.split(b"\n\n")[:leave_after])
+                left.set()
+
+    await gateway({"type": "http", "method": "POST", "path": path, "headers": headers}, receive, take)
+    return received
+
+
+def answer_of(events: list[Event]) -> dict[str, Any]:
+    """What a client has of all events together. Fails where constants differ, or a sequence ends twice."""
+    made: dict[str, Any] = {}
+    for event in events:
+        if event.data == "[DONE]":
+            assert "done" not in made
+            made["done"] = True
+            continue
+        data = event.json()
+        assert "error" not in data, data
+        constants = {key: value for key, value in data.items() if key not in ("choices", "usage")}
+        assert made.setdefault("constants", constants) == constants
+        if data.get("usage") and not data["choices"]:
+            assert made.setdefault("usage", data["usage"]) == data["usage"]
+        for choice in data["choices"]:
+            _add(made.setdefault(choice["index"], {"text": "", "reasoning": "", "roles": 0, "calls": {}, "logprobs": {}}), choice)
+    return made
+
+
+def _add(found: dict[str, Any], choice: dict[str, Any]) -> None:
+    delta = choice.get("delta", {"content": choice.get("text")})
+    assert "finish" not in found, "an event after the end"
+    found["text"] += delta.get("content") or ""
+    found["reasoning"] += delta.get("reasoning_content") or ""
+    found["roles"] += "role" in delta
+    for piece in delta.get("tool_calls", ()):
+        call = found["calls"].setdefault(piece["index"], {"id": "", "name": "", "arguments": ""})
+        call["id"] += piece.get("id", "")
+        call["name"] += piece["function"].get("name", "")
+        call["arguments"] += piece["function"]["arguments"]
+    for name, values in (choice["logprobs"] or {}).items():
+        found["logprobs"][name] = found["logprobs"].get(name, []) + values if isinstance(values, list) else values
+    if choice["finish_reason"] is not None:
+        found["finish"] = choice["finish_reason"], choice["stop_reason"]
