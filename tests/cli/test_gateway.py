@@ -12,11 +12,16 @@ import yaml
 
 from headrace.cli.exits import CommandExitCode
 from headrace.cli.main import main
+from headrace.core.errors import ConfigError
 from headrace.fleet.config import FleetConfig
 from headrace.gateway.config import GatewayConfig, ReplicaConfig
+from headrace.observe.logs import ENVIRONMENT
 from headrace.wire.tls.files import files_in
 
 Run = Callable[..., GatewayConfig]
+again: list[Callable[[], GatewayConfig] | None] = []
+"""How each gateway that was started would read its configuration again, the latest one last."""
+
 TCP = "10.0.0.7:7001"
 
 
@@ -27,8 +32,9 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> Run:
     def run(*arguments: str) -> GatewayConfig:
         started: list[GatewayConfig] = []
 
-        def run_gateway(read: Callable[[], GatewayConfig]) -> int:
+        def run_gateway(read: Callable[[], GatewayConfig], *, read_again: Callable[[], GatewayConfig] | None) -> int:
             started.append(read())
+            again.append(read_again)
             return 0
 
         monkeypatch.setattr("headrace.gateway.main.run_gateway", run_gateway)
@@ -62,6 +68,34 @@ def test_a_file_is_read_as_serve_reads_it_and_flags_win(configured: Run, model_f
     config = configured("--config", str(file), "--port", "9001")
     assert [model.name for model in config.models] == [model_folder.name, "far"]
     assert config.port == 9001
+
+
+def test_a_file_is_read_again_with_the_flags_and_the_environment_of_the_start(
+    configured: Run, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_GATEWAY__API_KEYS__0__KEY", "a-secret-key")
+    monkeypatch.delenv(ENVIRONMENT, raising=False)  # a gateway that was started in this process leaves it to its children
+    replicas = [{"name": "one", "address": "unix:/run/e.sock"}]
+    remote = {"model": str(model_folder), "replicas": replicas}
+    file = tmp_path / "headrace.yaml"
+    file.write_text(yaml.safe_dump({"models": [{"remote": remote}], "gateway": {"port": 9000}}))
+    first = configured("--config", str(file), "--port", "9001")
+    read_again = again[-1]
+    assert read_again is not None
+    assert read_again() == first
+    replicas.append({"name": "two", "address": "unix:/run/f.sock"})
+    file.write_text(yaml.safe_dump({"models": [{"remote": remote}], "gateway": {"port": 9000}}))
+    changed = read_again()
+    assert [replica.name for replica in changed.models[0].replicas] == ["one", "two"]
+    assert (changed.port, changed.api_keys) == (9001, first.api_keys)
+    file.write_text(yaml.safe_dump({"models": [{"remote": remote}], "log_format": "json"}))
+    with pytest.raises(ConfigError, match=r"^log_format: cannot change"):
+        read_again()
+
+
+def test_without_a_file_there_is_nothing_to_read_again(configured: Run, model_folder: Path) -> None:
+    configured(str(model_folder), "--replica", "one=unix:/run/e.sock")
+    assert again[-1] is None
 
 
 def test_keys_of_clients_are_not_left_for_child_processes(configured: Run, monkeypatch: pytest.MonkeyPatch) -> None:

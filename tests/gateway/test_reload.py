@@ -3,81 +3,433 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
-from gateway_kit import MODEL, SAID, TestBench, events_of, eventually, gateway_config, open_bench, some_replicas
+from gateway_kit import (
+    MODEL,
+    SAID,
+    FakeReplica,
+    TestBench,
+    chat_body,
+    dial,
+    events_of,
+    eventually,
+    gateway_config,
+    metric,
+    open_bench,
+    post,
+    serving,
+)
 
-from headrace.core.errors import ConfigError
-from headrace.gateway.config import GatewayConfig
+from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
+from headrace.gateway.access.open_requests import Draining
+from headrace.gateway.config import GatewayConfig, Limits, Timeouts
+from headrace.gateway.control import site_models
+from headrace.gateway.control.changes import CHANGEABLE, check_change
 from headrace.text.folder import TextModel
 from headrace.wire.client import ConnectionState
 from headrace.wire.leash import ReplicaStatus
 
-
-def replicas(*names: str, **changes: Any) -> GatewayConfig:
-    """One model with these replicas."""
-    [model] = some_replicas(0)
-    model["replicas"] = [{"name": name, "address": f"unix:/nowhere/{name}"} for name in names]
-    return gateway_config(models=[model], **changes)
+FIXED = ("host", "port", "workers", "salt_key", "limits.max_text_queue", "limits.max_text_queue_bytes")
+"""Options of the gateway that take a restart."""
 
 
-async def apply(bench: TestBench, config: GatewayConfig) -> None:
+def model(name: str, *replicas: str, **changes: Any) -> dict[str, Any]:
+    """A model of a configuration, with these replicas."""
+    listed = [{"name": replica, "address": f"unix:/nowhere/{replica}"} for replica in replicas]
+    return {"name": name, "folder": "/nowhere", "replicas": listed, **changes}
+
+
+async def apply(bench: TestBench, *models: dict[str, Any], **changes: Any) -> None:
+    config = gateway_config(models=list(models), **changes)
     await bench.reloader.reload(lambda: config)
+    bench.reloader.check()
+
+
+async def ask(bench: TestBench, name: str, **fields: Any) -> httpx2.Response:
+    return await bench.chat(**{**fields, "model": name})
+
+
+def said(response: httpx2.Response) -> str:
+    """The text of a stream that ended whole."""
+    assert response.text.endswith("data: [DONE]\n\n")
+    return "".join(choice["delta"].get("content", "") for event in events_of(response.text) for choice in event["choices"])
 
 
 def names(bench: TestBench) -> Sequence[str]:
     return [replica.name for replica in bench.gateway.service.models.get(MODEL).upstream.replicas()]
 
 
-async def test_replicas_come_and_go(text: TextModel) -> None:
-    async with open_bench(text, models=[config_model("r0")]) as bench:
-        await apply(bench, replicas("r0", "r1"))
-        assert names(bench) == ["r0", "r1"]
-        bench.replicas["r0"].state = ConnectionState.DOWN
-        assert (await bench.chat()).status_code == 200
-        assert len(bench.replicas["r1"].requests) == 1
-        await apply(bench, replicas("r1"))
-        assert names(bench) == ["r1"]
-        assert (await bench.chat()).status_code == 200
+@pytest.fixture
+async def bench(text: TextModel) -> AsyncIterator[TestBench]:
+    async with open_bench(text, models=[model(MODEL, "r0")]) as opened:
+        yield opened
 
 
-def config_model(*replica_names: str) -> dict[str, Any]:
-    [model] = some_replicas(0)
-    return {**model, "replicas": [{"name": name, "address": f"unix:/nowhere/{name}"} for name in replica_names]}
+async def held_stream(bench: TestBench, replica: FakeReplica, name: str = MODEL) -> asyncio.Task[httpx2.Response]:
+    """A stream that says nothing before `replica.go` is set."""
+    replica.go.clear()
+    num_open = replica.num_open
+    running = asyncio.create_task(ask(bench, name, stream=True))
+    await eventually(lambda: replica.num_open == num_open + 1)
+    return running
 
 
-async def test_a_retired_replica_finishes_its_streams_and_gets_no_new_one(text: TextModel) -> None:
-    async with open_bench(text, models=[config_model("r0")]) as bench:
+# -- replicas ----------------------------------------------------------------------------------------------------------------------
+
+
+async def test_replicas_come_and_go(bench: TestBench) -> None:
+    await apply(bench, model(MODEL, "r0", "r1"))
+    assert names(bench) == ["r0", "r1"]
+    bench.replicas["r0"].state = ConnectionState.DOWN
+    assert (await bench.chat()).status_code == 200
+    assert len(bench.replicas["r1"].requests) == 1
+    await apply(bench, model(MODEL, "r1"))
+    assert names(bench) == ["r1"]
+    assert (await bench.chat()).status_code == 200
+
+
+async def test_a_retired_replica_finishes_its_streams_and_gets_no_new_one(bench: TestBench) -> None:
+    old = bench.replicas["r0"]
+    running = await held_stream(bench, old)
+    await apply(bench, model(MODEL, "r1"))
+    assert bench.reloader.status() == {MODEL: {"r0": ReplicaStatus(False, "retired", 1), "r1": ReplicaStatus(True, "", 0)}}
+    assert (await bench.chat()).status_code == 200
+    assert (len(old.requests), len(bench.replicas["r1"].requests)) == (1, 1)
+    old.go.set()
+    assert said(await running) == SAID
+    await eventually(lambda: set(bench.reloader.status()[MODEL]) == {"r1"})
+    assert old.is_closed
+
+
+async def test_a_retired_replica_that_ends_moves_its_streams(text: TextModel) -> None:
+    async with open_bench(text, models=[model(MODEL, "r0")], timeouts={"failover_s": 10}) as bench:
         old = bench.replicas["r0"]
-        old.go.clear()
-        running = asyncio.create_task(bench.chat(stream=True))
-        await eventually(lambda: old.num_open == 1)
-        await apply(bench, replicas("r1"))
-        assert bench.reloader.status() == {MODEL: {"r0": ReplicaStatus(False, "retired", 1), "r1": ReplicaStatus(True, "", 0)}}
-        assert (await bench.chat()).status_code == 200
-        assert (len(old.requests), len(bench.replicas["r1"].requests)) == (1, 1)
-        old.go.set()
-        events = events_of((await running).text)
-        assert "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"]) == SAID
-        await eventually(lambda: set(bench.reloader.status()[MODEL]) == {"r1"})
-        assert old.is_closed
+        running = await held_stream(bench, old)
+        await apply(bench, model(MODEL, "r1"), timeouts={"failover_s": 10})
+        old.die()
+        assert said(await running) == SAID
+        assert len(bench.replicas["r1"].requests) == 1
+        await eventually(lambda: old.is_closed)
 
 
-async def test_what_cannot_change_is_refused_by_name_and_nothing_is_changed(text: TextModel) -> None:
-    async with open_bench(text, models=[config_model("r0")]) as bench:
-        with pytest.raises(ConfigError, match=r"^salt_key: cannot change while the gateway runs"):
-            await apply(bench, replicas("r0", "r1", salt_key="ab" * 16))
-        assert names(bench) == ["r0"]
-        assert bench.reloader.config.salt_key == ""
+async def test_a_replica_with_another_address_is_connected_to_anew(bench: TestBench) -> None:
+    old = bench.replicas["r0"]
+    running = await held_stream(bench, old)
+    changed = model(MODEL, "r0")
+    changed["replicas"][0]["address"] = "unix:/elsewhere"
+    await apply(bench, changed)
+    assert (await bench.chat()).status_code == 200
+    assert len(old.requests) == 1
+    assert bench.reloader.status() == {MODEL: {"r0": ReplicaStatus(True, "", 1)}}
+    metrics = (await bench.client.get("/metrics")).text
+    assert metrics.count(f'headrace_replica_ready{{model="{MODEL}",replica="r0"}}') == 1
+    old.go.set()
+    assert said(await running) == SAID
 
 
-async def test_a_file_with_a_fault_changes_nothing(text: TextModel) -> None:
+async def test_a_token_that_changed_in_its_file_is_read_again(text: TextModel, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("a" * 20)
+    token.chmod(0o600)
+    fox = model(MODEL, "r0")
+    fox["replicas"][0] |= {"address": "127.0.0.1:7001", "token_file": str(token)}
+    async with open_bench(text, models=[fox]) as bench:
+        first = bench.replicas["r0"]
+        await apply(bench, fox)
+        assert bench.replicas["r0"] is first
+        token.write_text("b" * 20)
+        await apply(bench, fox)
+        assert bench.replicas["r0"] is not first
+        await eventually(lambda: first.is_closed)
+
+
+# -- models ------------------------------------------------------------------------------------------------------------------------
+
+
+async def test_models_come_and_go(bench: TestBench) -> None:
+    await apply(bench, model(MODEL, "r0"), model("owl", "o0", aliases=["bird"]))
+    assert (await ask(bench, "owl")).status_code == (await ask(bench, "bird")).status_code == 200
+    listed = (await bench.client.get("/v1/models")).json()["data"]
+    assert [card["id"] for card in listed] == [MODEL, "owl", "bird"]
+    assert (await bench.client.post("/tokenize", json={"model": "owl", "prompt": "Hello"})).status_code == 200
+    await apply(bench, model("owl", "o0"))
+    for gone in (MODEL, "bird"):
+        refused = await ask(bench, gone)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+    assert (await ask(bench, "owl")).status_code == 200
+    await eventually(lambda: bench.replicas["r0"].is_closed)
+    assert not bench.replicas["o0"].is_closed
+
+
+async def test_a_stream_outlives_its_model(bench: TestBench) -> None:
+    old = bench.replicas["r0"]
+    running = await held_stream(bench, old)
+    await apply(bench, model("owl", "o0"))
+    assert (await bench.chat()).status_code == 404
+    assert bench.reloader.status() == {MODEL: {"r0": ReplicaStatus(False, "retired", 1)}, "owl": {"o0": ReplicaStatus(True, "", 0)}}
+    old.go.set()
+    assert said(await running) == SAID
+    await eventually(lambda: set(bench.reloader.status()) == {"owl"})
+    assert old.is_closed
+
+
+async def test_a_request_that_is_still_arriving_gets_the_model_it_began_with(bench: TestBench) -> None:
+    """Its head came before the reload, the end of its body after it."""
+    asked = post("/v1/chat/completions", chat_body(stream=True), "connection: close")
+    async with serving(bench.gateway) as port, dial(port) as (reader, writer):
+        writer.write(asked[:-5])
+        await eventually(lambda: bench.gateway.service.open_requests.num_open == 1)
+        await apply(bench, model("owl", "o0"))
+        assert (await bench.chat()).status_code == 404
+        writer.write(asked[-5:])
+        answer = (await reader.read()).decode()
+    assert answer.startswith("HTTP/1.1 200")
+    assert "[DONE]" in answer
+    await eventually(lambda: bench.replicas["r0"].is_closed)
+
+
+async def test_another_folder_is_another_model_for_later_requests(bench: TestBench) -> None:
+    """Engines of a folder are held to its tokenizer: all of them are connected to anew."""
+    old = bench.replicas["r0"]
+    running = await held_stream(bench, old)
+    await apply(bench, model(MODEL, "r0", folder="/elsewhere"))
+    new = bench.replicas["r0"]
+    assert new is not old
+    assert (await bench.chat()).status_code == 200
+    assert (len(old.requests), len(new.requests)) == (1, 1)
+    old.go.set()
+    assert said(await running) == SAID
+    await eventually(lambda: old.is_closed)
+    assert not new.is_closed
+
+
+async def test_aliases_and_parsers_change_without_a_new_connection(bench: TestBench) -> None:
+    old = bench.replicas["r0"]
+    created = bench.gateway.service.models.get(MODEL).created
+    await apply(bench, model(MODEL, "r0", aliases=["vixen"], tool_call_parser="hermes"))
+    assert (await ask(bench, "vixen")).status_code == 200
+    assert bench.replicas["r0"] is old
+    assert bench.gateway.service.models.get("vixen").created == created
+    await apply(bench, model(MODEL, "r0"))
+    assert (await ask(bench, "vixen")).status_code == 404
+
+
+async def test_foreign_servers_come_and_go(text: TextModel, bench: TestBench) -> None:
+    async with open_bench(text) as far, serving(far.gateway) as port:
+        upstreams = [{"url": f"http://127.0.0.1:{port}/v1", "model": MODEL}]
+        await apply(bench, model(MODEL, "r0"), {"name": "far", "upstreams": upstreams})
+        assert (await ask(bench, "far")).json()["choices"][0]["message"]["content"] == SAID
+        running = await held_stream(bench, far.replica, "far")
+        await apply(bench, model(MODEL, "r0"), {"name": "far", "upstreams": [{**upstreams[0], "first_token_s": 9}]})
+        assert bench.reloader.status()["far"] == {"foreign-0": ReplicaStatus(True, "", 1)}
+        await apply(bench, model(MODEL, "r0"))
+        assert (await ask(bench, "far")).status_code == 404
+        assert bench.reloader.status()["far"] == {"foreign-0": ReplicaStatus(False, "retired", 1)}
+        far.replica.go.set()
+        assert said(await running) == SAID
+        await eventually(lambda: set(bench.reloader.status()) == {MODEL})
+
+
+# -- keys, origins, limits, timeouts -----------------------------------------------------------------------------------------------
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def test_keys_change_for_later_requests_and_no_running_one(bench: TestBench) -> None:
+    async def asked(key: str) -> int:
+        return (await bench.client.post("/v1/chat/completions", json=chat_body(), headers=bearer(key))).status_code
+
+    replica = bench.replicas["r0"]
+    await apply(bench, model(MODEL, "r0"), api_keys=[{"key": "first-key-1"}])
+    assert (await asked("first-key-1"), await asked("other-key-2")) == (200, 401)
+    replica.go.clear()
+    body = chat_body(stream=True)
+    running = asyncio.create_task(bench.client.post("/v1/chat/completions", json=body, headers=bearer("first-key-1")))
+    await eventually(lambda: replica.num_open == 1)
+    await apply(bench, model(MODEL, "r0"), api_keys=[{"key": "other-key-2"}])
+    replica.go.set()
+    assert said(await running) == SAID
+    assert (await asked("first-key-1"), await asked("other-key-2")) == (401, 200)
+    await apply(bench, model(MODEL, "r0"))
+    assert (await bench.chat()).status_code == 200
+
+
+async def test_hosts_origins_and_open_metrics_change(bench: TestBench) -> None:
+    foreign = {"host": "h.example", "origin": "https://app.example"}
+    assert (await bench.client.get("/v1/models", headers=foreign)).status_code == 403
+    changes = {"allowed_hosts": ["h.example"], "allowed_origins": ["https://app.example"]}
+    await apply(bench, model(MODEL, "r0"), open_metrics=True, api_keys=[{"key": "first-key-1"}], **changes)
+    allowed = await bench.client.get("/v1/models", headers={**foreign, **bearer("first-key-1")})
+    assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, "https://app.example")
+    assert (await bench.client.get("/metrics")).status_code == 200
+
+
+async def test_limits_and_timeouts_hold_for_later_requests(bench: TestBench) -> None:
+    replica = bench.replicas["r0"]
+    running = await held_stream(bench, replica)
+    await apply(
+        bench, model(MODEL, "r0"), limits={"max_requests": 1, "max_body_bytes": 2000}, timeouts={"failover_s": 5, "request_s": 0.01}
+    )
+    assert (await bench.chat()).status_code == 429
+    assert (await bench.chat(messages=[{"role": "user", "content": "x" * 3000}])).status_code in (413, 429)
+    replica.go.set()
+    assert said(await running) == SAID, "it began without a deadline"
+    assert (await bench.chat(messages=[{"role": "user", "content": "x" * 3000}])).status_code == 413
+    replica.go.clear()
+    assert (await bench.chat()).status_code == 504
+    replica.go.set()
+    await apply(bench, model(MODEL, "r0"))
+    assert (await bench.chat()).status_code == 200
+
+
+async def test_what_requests_hold_may_be_more_than_a_lower_limit(bench: TestBench) -> None:
+    memory = bench.gateway.service.memory
+    with memory.open("one") as held:
+        held.answers.add(30 << 20)
+        await apply(bench, model(MODEL, "r0"), limits={"max_answer_bytes": 10 << 20})
+        memory.check()
+        with memory.open("two") as other, pytest.raises(HeadraceError):
+            other.answers.add(1 << 20)
+    memory.check()
+    assert memory.answers.left == 10 << 20
+
+
+async def test_bounds_of_connections_follow(bench: TestBench) -> None:
+    """Also those of a connection that is open."""
+    async with serving(bench.gateway, bench.reloader) as port, dial(port) as (reader, writer):
+        ask_live = b"GET /live HTTP/1.1\r\nhost: localhost\r\nx-long: %s\r\n\r\n"
+        writer.write(ask_live % (b"x" * 2000))
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        await apply(bench, model(MODEL, "r0"), limits={"max_header_bytes": 1000})
+        writer.write(ask_live % (b"x" * 2000))
+        assert b"HTTP/1.1 431" in await reader.read()
+
+
+async def test_a_request_log_that_was_moved_away_is_opened_again(text: TextModel, tmp_path: Path) -> None:
+    target = tmp_path / "log"
+    async with open_bench(text, models=[model(MODEL, "r0")], request_log=str(target)) as bench:
+        await bench.chat()
+        target.rename(tmp_path / "log.1")
+        await apply(bench, model(MODEL, "r0"), request_log=str(target))
+        await bench.chat()
+        with pytest.raises(ConfigError, match="request_log"):
+            await apply(bench, model(MODEL, "r0"), request_log="/nonexistent/log")
+        await bench.chat()
+    assert [len(path.read_text().splitlines()) for path in (tmp_path / "log.1", target)] == [1, 2]
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------------------
+
+
+def test_every_option_changes_or_takes_a_restart() -> None:
+    nested = {"limits": Limits, "timeouts": Timeouts}
+    every = [name for name in option_names(GatewayConfig) if name not in nested]
+    every += [f"{part}.{name}" for part, kind in nested.items() for name in option_names(kind)]
+    assert sorted(every) == sorted([*CHANGEABLE, *FIXED])
+
+
+def option_names(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"host": "127.0.0.2"},
+        {"port": 4000},
+        {"workers": 2},
+        {"salt_key": "ab" * 16},
+        {"limits": {"max_text_queue": 7}},
+        {"limits": {"max_text_queue_bytes": 1 << 16}},
+    ],
+)
+async def test_what_takes_a_restart_is_refused_by_name_and_nothing_is_changed(bench: TestBench, changes: dict[str, Any]) -> None:
+    config = gateway_config(models=[model(MODEL, "r0", "r1")], **changes)
+    [where] = [name if not isinstance(value, dict) else f"{name}.{next(iter(value))}" for name, value in changes.items()]
+    assert where in FIXED
+    with pytest.raises(ConfigError, match=rf"^{where}: cannot change while the gateway runs\. Start the gateway again") as refused:
+        await bench.reloader.reload(lambda: config)
+    assert "ab" * 16 not in str(refused.value)
+    assert names(bench) == ["r0"]
+    assert bench.reloader.config == gateway_config(models=[model(MODEL, "r0")])
+    check_change(config, config)
+
+
+async def test_a_file_with_a_fault_changes_nothing(bench: TestBench) -> None:
     def read() -> GatewayConfig:
         raise ConfigError("models", "is empty")
 
-    async with open_bench(text, models=[config_model("r0")]) as bench:
-        with pytest.raises(ConfigError, match=r"models: is empty"):
-            await bench.reloader.reload(read)
-        assert (await bench.chat()).status_code == 200
+    with pytest.raises(ConfigError, match="models: is empty"):
+        await bench.reloader.reload(read)
+    assert (await bench.chat()).status_code == 200
+
+
+async def test_one_fault_refuses_all_of_it(text: TextModel, bench: TestBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that could be opened is closed again, whatever fails after it."""
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    far = {"name": "far", "upstreams": [{"url": "http://127.0.0.1:9/v1", "api_key_env": "NO_SUCH_KEY"}]}
+    with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
+        await apply(bench, model(MODEL, "r1"), model("owl", "o0"), far, api_keys=[{"key": "first-key-1"}])
+    assert names(bench) == ["r0"]
+    assert bench.replicas["o0"].is_closed
+    assert (await bench.chat()).status_code == 200, "no key is wanted"
+    assert (await ask(bench, "owl")).status_code == 404
+    bench.reloader.check()
+
+
+async def test_a_folder_that_cannot_be_read_refuses_all_of_it(text: TextModel) -> None:
+    def load(folder: str) -> TextModel:
+        if folder == "/damaged":
+            raise CheckpointError("tokenizer.json", "is missing")
+        return text
+
+    async with open_bench(text, models=[model(MODEL, "r0")], load=load) as bench:
+        with pytest.raises(CheckpointError, match="is missing"):
+            await apply(bench, model(MODEL, "r1"), model("owl", "o0", folder="/damaged"))
+        assert names(bench) == ["r0"]
+        bench.reloader.check()
+
+
+async def test_a_gateway_that_shuts_down_changes_nothing(bench: TestBench) -> None:
+    bench.gateway.service.open_requests.drain()
+    with pytest.raises(Draining):
+        await apply(bench, model(MODEL, "r1"))
+    assert names(bench) == ["r0"]
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------------------
+
+
+async def test_series_of_what_left_are_dropped_after_a_while(bench: TestBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site_models, "SERIES_KEPT_S", 0.05)
+
+    def is_shown(name: str) -> bool:
+        return f'replica="{name}"' in bench.gateway.service.metrics.page()[0].decode()
+
+    await bench.chat()
+    await apply(bench, model(MODEL, "r0", "r1"), model("owl", "o0"))
+    await bench.chat()
+    await ask(bench, "owl", stream=True)
+    assert all(map(is_shown, ("r0", "r1", "o0")))
+    await apply(bench, model(MODEL, "r1"))
+    await eventually(lambda: not is_shown("r0"))
+    await eventually(lambda: 'model="owl"' not in bench.gateway.service.metrics.page()[0].decode())
+    assert is_shown("r1")
+
+
+async def test_a_name_that_comes_back_keeps_its_series(bench: TestBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site_models, "SERIES_KEPT_S", 0.05)
+    await bench.chat()
+    await apply(bench, model(MODEL, "r1"))
+    await eventually(lambda: bench.replicas["r0"].is_closed)
+    await apply(bench, model(MODEL, "r0", "r1"))
+    await asyncio.sleep(0.1)
+    assert metric(bench.gateway, "headrace_requests_total", model=MODEL, replica="r0", outcome="stop") == 1

@@ -46,6 +46,7 @@ class ScriptedWorkers:
         self.reason = ""
         self.can_add = True
         self.num_refused = 0
+        self.is_closed = False
 
     async def start(self) -> None:
         return
@@ -58,7 +59,7 @@ class ScriptedWorkers:
         return self.made[-1]
 
     async def close(self) -> None:
-        return
+        self.is_closed = True
 
 
 @asynccontextmanager
@@ -167,3 +168,88 @@ async def test_without_any_worker_jobs_are_refused_until_there_is_one(monkeypatc
         job = submit(pool)
         workers.made[1].answer()
         assert await job
+
+
+# -- another source of workers -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_running_job_ends_at_its_worker_and_later_ones_go_to_new_workers() -> None:
+    async with one_worker() as (pool, former):
+        running, waiting = submit(pool), submit(pool)
+        present = ScriptedWorkers()
+        pool.replace(present, max_workers=2)
+        pool.check()
+        await eventually(lambda: [worker.num_jobs for worker in present.made] == [1, 0])
+        assert not former.is_closed
+        former.made[0].answer()
+        assert await running
+        assert former.made[0].is_killed
+        assert former.made[0].num_jobs == 1
+        present.made[0].answer()
+        assert await waiting
+        former.made[0].end(signal.SIGKILL)
+        await eventually(lambda: former.is_closed)
+        pool.check()
+        assert pool.num_killed == {}
+        assert not present.is_closed
+
+
+async def test_idle_workers_of_a_former_source_are_ended_and_it_is_closed_after_them() -> None:
+    async with one_worker() as (pool, former):
+        present = ScriptedWorkers()
+        pool.replace(present, max_workers=1)
+        assert former.made[0].is_killed
+        await eventually(lambda: len(present.made) == 1)
+        assert not former.is_closed
+        former.made[0].end(signal.SIGKILL)
+        await eventually(lambda: former.is_closed)
+        assert len(present.made) == 1
+
+
+async def test_a_worker_that_a_former_source_still_makes_is_ended() -> None:
+    """The source was replaced while a worker was being forked there."""
+    made = asyncio.Event()
+
+    class Slow(ScriptedWorkers):
+        async def add(self, owner: Owner) -> ScriptedWorker:
+            await made.wait()
+            return await super().add(owner)
+
+    former, present = Slow(), ScriptedWorkers()
+    async with TextPool(former, max_workers=1, max_queue=9, max_queue_bytes=1 << 20) as pool:
+        await asyncio.sleep(0.01)
+        pool.replace(present, max_workers=1)
+        job = submit(pool)
+        made.set()
+        await eventually(lambda: len(present.made) == 1 and present.made[0].num_jobs == 1)
+        assert former.made[0].is_killed
+        assert former.made[0].num_jobs == 0
+        present.made[0].answer()
+        assert await job
+        former.made[0].end(signal.SIGKILL)
+        await eventually(lambda: former.is_closed)
+        pool.check()
+
+
+async def test_fewer_workers_than_were_starting_are_started() -> None:
+    former, present = ScriptedWorkers(), ScriptedWorkers()
+    former.can_add = False
+    async with TextPool(former, max_workers=3, max_queue=9, max_queue_bytes=1 << 20) as pool:
+        await eventually(lambda: former.num_refused == 3)
+        pool.replace(present, max_workers=1)
+        await eventually(lambda: pool._num_starting == 0)
+        assert len(present.made) == 1
+        pool.check()
+
+
+async def test_a_job_that_kills_its_former_worker_is_refused_and_starts_no_worker() -> None:
+    async with one_worker() as (pool, former):
+        job = submit(pool)
+        present = ScriptedWorkers()
+        pool.replace(present, max_workers=1)
+        former.made[0].end(signal.SIGPROF)
+        with pytest.raises(InvalidRequest):
+            await job
+        await eventually(lambda: former.is_closed)
+        assert len(present.made) == 1
+        pool.check()

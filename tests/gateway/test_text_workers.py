@@ -418,3 +418,23 @@ async def test_a_signal_from_outside_costs_one_job(folder: Path) -> None:
         os.kill(parent.children()[0].pid, signal.SIGKILL)
         await eventually(lambda: not pool._idle)
         assert await encode(text, "Hello")
+
+
+async def test_another_host_takes_over_while_a_long_job_runs(folder: Path, tmp_path: Path) -> None:
+    """A model comes: its jobs are done at once, the running one where it began, and then the first host is gone."""
+    other = text_kit.save_byte_level(tmp_path / "other", chat_template=STEERED)
+    async with workers(folder, max_workers=1) as (text, pool, host, own):
+        first = host._process
+        assert first is not None
+        content = "fox " * (HEAVY_BYTES * 4)
+        long = asyncio.create_task(text.encode([content], add_special_tokens=False, max_model_len=None, tenant="t"))
+        await eventually(lambda: len(pool._running) == 1)
+        both = HostProcess(frames.HostConfig({"fox": str(folder), "owl": str(other)}, Limits()))
+        await both.start()
+        pool.replace(both, max_workers=2)
+        owl = ModelText(pool, "owl", own.tokenizer)
+        assert await encode(owl, "Hello") == await encode(text, "Hello")
+        [ids] = await long
+        assert list(ids) == own.tokenizer.encode(content, add_special_tokens=False)
+        await eventually(lambda: first.poll() is not None)
+        pool.check()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import httpx2
@@ -30,8 +31,11 @@ from headrace.gateway.compose import open_gateway
 from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, config_from
 from headrace.gateway.control.models import Sources
 from headrace.gateway.control.reload import Reloader
+from headrace.gateway.control.texts import host_config
 from headrace.gateway.http.descriptors import ConnectionLimit
 from headrace.gateway.http.server import Server
+from headrace.gateway.main import follow_connections
+from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.work import TextContext
 from headrace.gateway.text_workers.workers import Workers
 from headrace.text.folder import TextModel
@@ -278,9 +282,18 @@ class TestBench:
 
 @asynccontextmanager
 async def open_bench(
-    text: TextModel, *, workers: Workers | None = None, sources: Sources | None = None, **changes: Any
+    text: TextModel,
+    *,
+    workers: Workers | None = None,
+    sources: Sources | None = None,
+    load: Callable[[str], TextModel] | None = None,
+    **changes: Any,
 ) -> AsyncIterator[TestBench]:
-    """A bench for a configuration; afterwards nothing may be left over. workers: by default text is read in this process."""
+    """A bench for a configuration; afterwards nothing may be left over.
+
+    workers  by default text is read in this process
+    load     gives the text of folders that a later configuration adds; by default `text`
+    """
     config = gateway_config(**changes)
     replicas: dict[str, FakeReplica] = {}
 
@@ -288,9 +301,14 @@ async def open_bench(
         replicas[given.name] = FakeReplica(text, given.name)
         return replicas[given.name]
 
+    def make_workers(host: HostConfig, _withheld: Collection[str]) -> LocalWorkers:
+        return LocalWorkers(TextContext(dict.fromkeys(host.models, text), host.limits))
+
     texts = {model.name: text for model in config.models}
-    workers = workers or LocalWorkers(TextContext(texts, config.limits))
-    async with open_gateway(config, texts, workers, connect=connect, sources=sources) as opened:
+    workers = workers or make_workers(host_config(config), ())
+    async with open_gateway(
+        config, texts, workers, connect=connect, load=load or (lambda _folder: text), make_workers=make_workers, sources=sources
+    ) as opened:
         gateway = opened.app
         transport = httpx2.ASGITransport(app=gateway)
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -298,14 +316,17 @@ async def open_bench(
         assert gateway.service.open_requests.num_open == 0
         assert not gateway.service.watch.streams
         gateway.service.text_pool.check()
+        opened.reloader.check()
         assert not any(replica.num_open for replica in replicas.values())
 
 
 @asynccontextmanager
-async def serving(gateway: Gateway) -> AsyncIterator[int]:
-    """The gateway behind its real HTTP server on a free loopback port, in this event loop."""
+async def serving(gateway: Gateway, reloader: Reloader | None = None) -> AsyncIterator[int]:
+    """The gateway behind its real HTTP server on a free loopback port, in this event loop. reloader: whose changes the server follows"""
     server = Server(gateway, gateway.service.config, gateway.refused, ConnectionLimit(gateway.service.config.limits.max_connections, 8))
     port = await server.start()
+    if reloader is not None:
+        reloader.follow(partial(follow_connections, server))
     stop = asyncio.Event()
     task = asyncio.create_task(server.serve_until(stop))
     try:

@@ -111,7 +111,7 @@ def _run_by_hand(context: typer.Context, file: Path | None) -> int:
 
     Raises: ConfigError, UsageRefused, and typer.Exit where the faults of a file were printed.
     """
-    from headrace.cli.config import ENV_PREFIX
+    from headrace.cli.config import ENV_PREFIX, load
     from headrace.cli.config_commands import load_to_start
     from headrace.cli.config_origins import named_by_origin
     from headrace.cli.exits import UsageRefused
@@ -120,14 +120,29 @@ def _run_by_hand(context: typer.Context, file: Path | None) -> int:
 
     if file is None and not context.params["replica"]:
         raise UsageRefused("--replica: name the engines (--replica NAME=HOST:PORT), or give a file with them (--config).")
-    names = flag_names(context, sys.argv[1:], PATHS)
-    config = load_to_start(file, flags_of(context.params), names)
+    names, flags, environment = flag_names(context, sys.argv[1:], PATHS), flags_of(context.params), dict(os.environ)
+    config = load_to_start(file, flags, names)
     with named_by_origin(os.environ, ENV_PREFIX, names):
         check_no_engines(config)
         if config.gateway.workers > 1:
             return run(config)
         values = gateway_of(config)
-    return run_gateway(lambda: values)
+
+    def read_again() -> GatewayConfig:
+        return _read_again(load(file, environment, flags, flag_names=names), config)
+
+    return run_gateway(lambda: values, read_again=read_again if file is not None else None)
+
+
+def _read_again(config: ServeConfig, before: ServeConfig) -> GatewayConfig:
+    """The gateway of a file that was read again. Raises ConfigError, also for what this command alone reads and cannot change."""
+    from headrace.core.errors import ConfigError
+
+    check_no_engines(config)
+    for name in ("log_format", "block_key", "run_dir"):
+        if getattr(config, name) != getattr(before, name):
+            raise ConfigError(name, "cannot change while the gateway runs", "Start the gateway again, or write what it was.")
+    return gateway_of(config)
 
 
 def check_no_engines(config: ServeConfig) -> None:

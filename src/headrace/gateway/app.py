@@ -21,6 +21,7 @@ from headrace.core.errors import DeadlineExceeded, HeadraceError, InvalidRequest
 from headrace.core.ids import RequestId
 from headrace.gateway.access.auth import Authenticator
 from headrace.gateway.access.open_requests import Draining
+from headrace.gateway.access.use_count import UseCount
 from headrace.gateway.generation.service import Service
 from headrace.gateway.http.errors import (
     BAD_HTTP,
@@ -44,6 +45,9 @@ from headrace.observe.request_log import MAX_DETAIL_CHARS, Outcome, RequestLog, 
 log = logging.getLogger("headrace.gateway")
 
 EXCHANGE = "headrace.exchange"
+ACTIVE = "headrace.active"
+"""Keys in the scope: the request's `Exchange`, and the `ActiveConfig` that it began with."""
+
 MAX_LOGGED_PATH = 200
 _FIELD = re.compile(r"[A-Za-z_]{1,40}(?:\[[0-9]{1,6}\]|\.[A-Za-z_]{1,40}){0,8}")
 UNPRINTED = "(a field of another form)"
@@ -94,32 +98,54 @@ class _Routed:
         self._gateway = gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._gateway.dispatch(self._path, scope[EXCHANGE])
+        await self._gateway.dispatch(self._path, scope[EXCHANGE], scope[ACTIVE])
+
+
+class ActiveConfig:
+    """What one configuration makes of the application: the service, and which requests reach it. A request keeps the one it began with.
+
+    choosing  the requests that have not asked for a model yet: each may still take any model of this configuration
+    """
+
+    def __init__(self, service: Service) -> None:
+        config = service.config
+        self.service = service
+        self.authenticator = Authenticator(config.api_keys)
+        self.host_check = HostCheck(config.host, config.allowed_hosts)
+        self.origins = Origins(config.allowed_origins)
+        self.public = frozenset({"/metrics"} if config.open_metrics else ())
+        self.choosing = UseCount()
 
 
 class Gateway:
-    """The application. `gateway.compose` makes it, and opens and closes what it uses."""
+    """The application. `gateway.compose` makes it, and opens and closes what it uses.
+
+    active       the configuration of requests that come now
+    request_log  may be replaced at any time; a request is logged where its end finds it
+    """
 
     def __init__(self, service: Service, request_log: RequestLog) -> None:
-        config = service.config
-        self.service = service
-        self._request_log = request_log
-        self._authenticator = Authenticator(config.api_keys)
-        self._host_check = HostCheck(config.host, config.allowed_hosts)
-        self._origins = Origins(config.allowed_origins)
+        self.active = ActiveConfig(service)
+        self.request_log = request_log
         self._probes = frozenset(path.path for path in _paths() if path.is_public)
-        self._public = frozenset({"/metrics"} if config.open_metrics else ())
         routes = [Route(path.path, _Routed(path, self)) for path in _paths()]
         self._router = Router(routes, redirect_slashes=False, default=_Routed(None, self))
+
+    @property
+    def service(self) -> Service:
+        """The service of requests that come now."""
+        return self.active.service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return  # no websockets; `gateway.compose` opens and closes, not ASGI's lifespan
+        active = self.active
         exchange = self._open(scope, receive, send)
-        scope[EXCHANGE] = exchange
+        exchange.use(active.choosing)
+        scope[EXCHANGE], scope[ACTIVE] = exchange, active
         try:
-            host = self._host_check(exchange, is_probe=scope["path"] in self._probes)
-            self._origins.check(exchange, host)
+            host = active.host_check(exchange, is_probe=scope["path"] in self._probes)
+            active.origins.check(exchange, host)
             if is_preflight(exchange):
                 await answer_preflight(exchange)
             else:
@@ -137,23 +163,23 @@ class Gateway:
         finally:
             self._close(exchange)
 
-    async def dispatch(self, path: _Path | None, exchange: Exchange) -> None:
+    async def dispatch(self, path: _Path | None, exchange: Exchange, active: ActiveConfig) -> None:
         """Check the key, then call the handler. An unknown path wants a key too, so that the answer does not show which paths exist."""
         if path is not None:
             exchange.generates, exchange.is_quiet = path.generates, path.is_quiet
-        if path is None or not (path.is_public or path.path in self._public):
-            exchange.principal = self._authenticator.principal(exchange.headers)
+        if path is None or not (path.is_public or path.path in active.public):
+            exchange.principal = active.authenticator.principal(exchange.headers)
             exchange.record.tenant = exchange.principal.tenant
         if path is None:
             raise RouteNotFound(exchange.scope["path"])
-        await path.endpoint(exchange.scope["method"]).handler(self.service, exchange)
+        await path.endpoint(exchange.scope["method"]).handler(active.service, exchange)
 
     def refused(self, request_id: str, status: int, reason: str) -> None:
         """Log and count an answer that the protocol gave instead of the application: no HTTP, a head that was too large or too late."""
         self.service.metrics.http_responses.labels(str(status)).inc()
         record = RequestLogRecord(request_id=request_id, method="", path="", time=time.time(), status=status, reason=reason)
         record.error, record.outcome = BAD_HTTP, Outcome.REFUSED
-        self._request_log.write(record)
+        self.request_log.write(record)
 
     def _open(self, scope: Scope, receive: Receive, send: Send) -> Exchange:
         request_id = RequestId(os.urandom(12).hex())
@@ -177,13 +203,14 @@ class Gateway:
         record.status = record.status or reply.status
 
     def _close(self, exchange: Exchange) -> None:
+        exchange.release()
         record = exchange.record
         record.latency_s = self.service.clock() - exchange.arrived_at
         self.service.metrics.http_responses.labels(str(record.status)).inc()
         if exchange.generates:
             self.service.metrics.finished(record.model or "", record.replica or "", counted_as(record))
         if not (exchange.is_quiet and record.outcome is Outcome.COMPLETED):
-            self._request_log.write(record)
+            self.request_log.write(record)
 
 
 def outcome_of(error: Exception, status: int) -> Outcome:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from headrace.core.errors import ConfigError
 from headrace.gateway.access.open_requests import OpenRequests
@@ -17,6 +18,8 @@ from headrace.gateway.app import Gateway
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.models import Connect, ModelOpener, Sources, connect_wire
 from headrace.gateway.control.reload import Reloader
+from headrace.gateway.control.site_models import SiteModels
+from headrace.gateway.control.texts import LoadedTexts, LoadText, MakeWorkers, host_config, key_variables
 from headrace.gateway.generation.encoding import EncodingTurns
 from headrace.gateway.generation.kept_streams import KeptStreams
 from headrace.gateway.generation.service import Service
@@ -29,7 +32,6 @@ from headrace.gateway.text_workers.frames import HostConfig
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.text_workers.processes import HostProcess
 from headrace.gateway.text_workers.workers import Workers
-from headrace.gateway.upstream.foreign import HttpUpstream
 from headrace.gateway.upstream.served_models import ModelTable
 from headrace.gateway.worker import GatewayWorker
 from headrace.observe.logs import environment_format
@@ -41,14 +43,16 @@ from headrace.text.folder import TextModel, load_text
 
 def load_texts(config: GatewayConfig) -> dict[str, TextModel]:
     """Tokenizer and template of every model that engines serve, by name. Only text workers compile templates. Raises CheckpointError."""
-    return {model.name: load_text(model.folder) for model in config.models if not model.upstreams}
+    return {model.name: load_text(model.folder) for model in config.models if model.folder}
 
 
 def text_workers(config: GatewayConfig) -> HostProcess:
     """The text workers, not yet started. They tokenize for the models that engines serve, and parse large bodies for every model."""
-    folders = {model.name: model.folder for model in config.models if not model.upstreams}
-    keys = frozenset(upstream.api_key_env for model in config.models for upstream in model.upstreams)
-    return HostProcess(HostConfig(folders, config.limits), withheld=keys)
+    return HostProcess(host_config(config), withheld=key_variables(config))
+
+
+def _host_process(config: HostConfig, withheld: Collection[str]) -> Workers:
+    return HostProcess(config, withheld=withheld)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +70,28 @@ async def open_gateway(
     workers: Workers,
     *,
     connect: Connect = connect_wire,
+    load: LoadText = load_text,
+    make_workers: MakeWorkers = _host_process,
     sources: Sources | None = None,
     worker: GatewayWorker | None = None,
 ) -> AsyncIterator[OpenGateway]:
     """The application, connected to its replicas (or trying to) until the block ends. Raises ConfigError and CheckpointError.
 
     workers  what `text_workers` made, started or not
+    load, make_workers  texts and text workers of later configurations
     worker   which of several gateway workers this process is; None: it is the only gateway here
     """
     sources = sources or Sources()
     metrics = Metrics()
-    request_log = _open_log(config.request_log_target, None if worker is None else worker.index)
+    open_log = partial(_open_log, worker=None if worker is None else worker.index)
+    request_log = open_log(config.request_log_target)
     async with AsyncExitStack() as stack:
         stack.callback(request_log.close)
         text_pool = await stack.enter_async_context(_text_pool(config, workers))
-        opener = ModelOpener(stack, text_pool, metrics, connect, sources)
-        models = [await opener.open(model, texts.get(model.name), config.timeouts, config.routing) for model in config.models]
+        loaded = LoadedTexts(config, texts, text_pool, load, make_workers)
+        models = SiteModels(ModelOpener(text_pool, connect, sources), metrics)
+        stack.push_async_callback(models.close)
+        await models.open(config, loaded.texts)
         memory = memory_budget(config, machine_bytes())
         watch = StreamWatch(
             left_bytes=lambda: memory.answers.left,
@@ -93,7 +103,7 @@ async def open_gateway(
         open_requests = OpenRequests(config.limits.max_requests)
         service = Service(
             config=config,
-            models=ModelTable(model.served for model in models),
+            models=ModelTable(models.served),
             open_requests=open_requests,
             watch=await stack.enter_async_context(watch),
             text_pool=text_pool,
@@ -106,10 +116,12 @@ async def open_gateway(
             clock=sources.clock,
             unix_time=sources.unix_time,
         )
-        _connect_metrics(service, request_log)
+        app = Gateway(service, request_log)
+        stack.callback(lambda: app.request_log.close())
+        _connect_metrics(app, models)
         trimming = asyncio.create_task(give_back_when_idle(memory), name="memory given back")
         stack.callback(trimming.cancel)
-        yield OpenGateway(Gateway(service, request_log), Reloader(config, models, opener, service.open_requests))
+        yield OpenGateway(app, Reloader(app, models, loaded, open_log))
 
 
 @asynccontextmanager
@@ -142,16 +154,15 @@ async def _site_metrics(
     return SiteMetrics(metrics, num_open, siblings)
 
 
-def _connect_metrics(service: Service, request_log: RequestLog) -> None:
+def _connect_metrics(app: Gateway, models: SiteModels) -> None:
     """Let the metrics page read what is known elsewhere, at the moment it is asked for."""
-    upstreams = [model.upstream for model in service.models.models if isinstance(model.upstream, HttpUpstream)]
+    service = app.service
     metrics, budgets = service.metrics, (service.memory.prompts, service.memory.answers)
-    metrics.read_engines(service.models.readings)
-    if upstreams:
-        metrics.read_upstreams(lambda: [reading for upstream in upstreams for reading in upstream.readings()])
+    metrics.read_engines(models.readings)
+    metrics.read_upstreams(models.upstream_readings)
     metrics.read_text(service.text_pool.reading)
     metrics.requests_open.set_function(lambda: service.open_requests.num_open)
-    metrics.log_dropped.set_function(lambda: request_log.num_dropped)
+    metrics.log_dropped.set_function(lambda: app.request_log.num_dropped)
     metrics.read_memory(
         lambda: MemoryReading(
             held={budget.name: budget.held for budget in budgets},
@@ -162,7 +173,8 @@ def _connect_metrics(service: Service, request_log: RequestLog) -> None:
     )
 
 
-def _open_log(target: str, worker: int | None) -> RequestLog:
+def _open_log(target: str, *, worker: int | None) -> RequestLog:
+    """Raises ConfigError."""
     try:
         return RequestLog(target, environment_format(), worker=worker)
     except OSError as error:

@@ -15,6 +15,7 @@ import logging
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from headrace.core.counted import counted
@@ -23,7 +24,7 @@ from headrace.gateway.access.open_requests import OpenRequests
 from headrace.gateway.compose import load_texts, open_gateway, text_workers
 from headrace.gateway.config import GatewayConfig
 from headrace.gateway.control.requests import answering
-from headrace.gateway.http.descriptors import connection_limit
+from headrace.gateway.http.descriptors import ConnectionLimit, connection_limit
 from headrace.gateway.http.server import Server
 from headrace.gateway.text_workers.workers import Workers
 from headrace.gateway.upstream.served_models import ModelTable
@@ -121,12 +122,7 @@ async def serve(
     Raises CannotBind, ConfigError for what only opening it shows, or CheckpointError for a template that the workers refuse.
     """
     stop = StopSignals(duplicate_signal_s=0.0 if leash.is_held else DUPLICATE_SIGNAL_S)
-    wanted = config.limits.max_connections
-    num_foreign = sum(len(model.upstreams) for model in config.models)
-    num_replicas = sum(len(model.replicas) for model in config.models)
-    limit = connection_limit(wanted, num_replicas, num_foreign, num_text_workers=config.limits.max_text_workers)
-    if limit.max_connections < wanted:
-        log.warning("limits.max_connections: %d instead of %d, as open files allow (ulimit -n)", limit.max_connections, wanted)
+    limit = limit_connections(config)
     async with open_gateway(config, texts, workers, worker=worker) as opened:
         gateway = opened.app
         await first_connections(gateway.service.models)
@@ -135,6 +131,7 @@ async def serve(
             port = await server.start(shares_port=leash.is_held)  # with the supervisor, which keeps it
         except OSError as error:
             raise CannotBind(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
+        opened.reloader.follow(partial(follow_connections, server))
         # Every object made so far stays for good: frozen, no collection visits it.
         gc.collect()
         gc.freeze()
@@ -145,10 +142,28 @@ async def serve(
         serving = asyncio.create_task(server.serve_until(closed))
         async with answering(leash, opened.reloader, read_again):
             await first_of(stop.soft)
-            is_complete = await drain(gateway.service.open_requests, config.timeouts.drain_s, stop.hard)
+            is_complete = await drain(gateway.service.open_requests, opened.reloader.config.timeouts.drain_s, stop.hard)
             closed.set()
             await serving
             return is_complete
+
+
+def limit_connections(config: GatewayConfig, num_connections: int = 0) -> ConnectionLimit:
+    """What open files allow of `limits.max_connections`. num_connections: of clients, open now. Raises ConfigError"""
+    wanted = config.limits.max_connections
+    num_foreign = sum(len(model.upstreams) for model in config.models)
+    num_replicas = sum(len(model.replicas) for model in config.models)
+    num_text_workers = config.limits.max_text_workers
+    limit = connection_limit(wanted, num_replicas, num_foreign, num_text_workers=num_text_workers, num_connections=num_connections)
+    if limit.max_connections < wanted:
+        log.warning("limits.max_connections: %d instead of %d, as open files allow (ulimit -n)", limit.max_connections, wanted)
+    return limit
+
+
+def follow_connections(server: Server, config: GatewayConfig) -> Callable[[], None]:
+    """Prepare to bound connections by a changed configuration. Raises ConfigError."""
+    limit = limit_connections(config, len(server.server_state.connections))
+    return partial(server.follow, config, limit)
 
 
 async def first_connections(models: ModelTable) -> None:

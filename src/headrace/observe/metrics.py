@@ -15,6 +15,7 @@ and fixed words, never a client's, so the configuration bounds the number of ser
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -229,6 +230,7 @@ class Metrics:
         self.registry = registry = CollectorRegistry(auto_describe=False)
         self.reported = CollectorRegistry(auto_describe=False)
         self._replicas: dict[tuple[str, str], ReplicaMetrics] = {}
+        self._outcomes: dict[tuple[str, str], set[str]] = {}
         self.requests = Counter("headrace_requests", "Requests by outcome.", (*LABELS, "outcome"), registry=registry)
         self.sequences_resumed = Counter(
             "headrace_sequences_resumed",
@@ -282,7 +284,19 @@ class Metrics:
 
     def finished(self, model: str, replica: str, outcome: str) -> None:
         """Count one request. model and replica are configured names, or empty where it never got that far."""
+        self._outcomes.setdefault((model, replica), set()).add(outcome)
         self.requests.labels(model, replica, outcome).inc()
+
+    def forget(self, model: str, replica: str | None = None) -> None:
+        """Drop the series of a replica that left, or those of a whole model."""
+        for labels in [labels for labels in {*self._replicas, *self._outcomes} if labels[0] == model and replica in (None, labels[1])]:
+            self._replicas.pop(labels, None)
+            for outcome in self._outcomes.pop(labels, ()):
+                self.requests.remove(*labels, outcome)
+            self.inter_token_latency.remove(*labels)
+            for metric in (self.time_to_first_token, self.time_per_output_token, self.request_latency, self.queue_time):
+                _remove(metric, labels)
+            _remove(self.sequences_resumed, labels)
 
     def read_engines(self, readings: Callable[[], Iterable[ReplicaReading]]) -> None:
         self.registry.register(ReadyCollector(readings))
@@ -320,3 +334,8 @@ class _Page:
 
     def collect(self) -> list[Metric]:
         return self.families
+
+
+def _remove(metric: Counter | Histogram, labels: tuple[str, ...]) -> None:
+    with suppress(KeyError):  # older versions of the library raise for a series that never was
+        metric.remove(*labels)

@@ -44,6 +44,9 @@ class TallyCollector(Collector):
     def labels(self, *values: str) -> Tally:
         return self._tallies.setdefault(values, Tally(self._bounds))
 
+    def remove(self, *values: str) -> None:
+        self._tallies.pop(values, None)
+
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
         for values, tally in self._tallies.items():

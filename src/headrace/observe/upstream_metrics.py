@@ -38,6 +38,10 @@ class UpstreamCollector(Collector):
         self._readings = readings
 
     def collect(self) -> Iterator[Metric]:
+        """Nothing where there is no foreign server."""
+        readings = list(self._readings())
+        if not readings:
+            return
         attempts = CounterMetricFamily(
             "headrace_upstream_attempts", "Requests sent to a foreign server by result.", labels=(*LABELS, "result")
         )
@@ -46,7 +50,7 @@ class UpstreamCollector(Collector):
         held = GaugeMetricFamily(
             "headrace_upstream_rate_limit_seconds", "Seconds for which a rate limit allows a foreign server no request.", labels=LABELS
         )
-        for reading in self._readings():
+        for reading in readings:
             labels = (reading.model, reading.replica)
             for result, count in reading.attempts.items():
                 attempts.add_metric((*labels, result), count)
@@ -66,10 +70,14 @@ class ReportedLoadCollector(Collector):
         self._readings = readings
 
     def collect(self) -> Iterator[Metric]:
+        """Nothing where there is no foreign server."""
+        readings = list(self._readings())
+        if not readings:
+            return
         reported = GaugeMetricFamily(
             "headrace_upstream_reported_requests", "Requests that a foreign server says it has, by state.", labels=(*LABELS, "state")
         )
-        for reading in self._readings():
+        for reading in readings:
             for state, number in (("running", reading.num_running), ("waiting", reading.num_waiting)):
                 if number is not None:
                     reported.add_metric((reading.model, reading.replica, state), number)

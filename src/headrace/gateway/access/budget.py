@@ -45,6 +45,12 @@ class ByteBudget:
         self.num_refused = 0
         self._by_tenant: dict[str, int] = {}
         self._open: set[Held] = set()
+        self._held_at_change = 0
+
+    def change(self, limits: HeldLimits) -> None:
+        """Hold later additions to `limits`. Requests keep what they hold, also where it is more."""
+        self.limits = limits
+        self._held_at_change = self.held
 
     @property
     def left(self) -> int:
@@ -58,7 +64,7 @@ class ByteBudget:
         """Assert that `held` is the sum over requests and over tenants, and within the limit."""
         assert self.held == sum(held.num_bytes for held in self._open) == sum(self._by_tenant.values())
         assert all(self._by_tenant.values()), "a tenant without bytes is forgotten"
-        assert self.held <= self.limits.total
+        assert self.held <= max(self.limits.total, self._held_at_change)
 
     def _add(self, held: Held, num_bytes: int) -> None:
         before = self._by_tenant.get(held.tenant, 0)
@@ -132,6 +138,11 @@ class RequestMemory:
     @property
     def held(self) -> int:
         return self.prompts.held + self.answers.held
+
+    def take_limits(self, other: RequestMemory) -> None:
+        """Hold later additions to the limits that `other` has."""
+        self.prompts.change(other.prompts.limits)
+        self.answers.change(other.answers.limits)
 
     @contextmanager
     def open(self, tenant: str) -> Iterator[RequestHeld]:

@@ -36,8 +36,10 @@ class OpenRequest:
 
 
 class OpenRequests:
+    """max_requests: one more is refused. A lower one ends none"""
+
     def __init__(self, max_requests: int) -> None:
-        self._max_requests = max_requests
+        self.max_requests = max_requests
         self._open: dict[RequestId, OpenRequest] = {}
         self._empty = asyncio.Event()
         self._empty.set()
@@ -55,8 +57,8 @@ class OpenRequests:
         """
         if self.is_draining:
             raise Draining("This server is shutting down and takes no new requests.", retry_after_s=5.0)
-        if len(self._open) >= self._max_requests:
-            raise Overloaded(f"This server already works on {counted(self._max_requests, 'request')}.", retry_after_s=1.0)
+        if len(self._open) >= self.max_requests:
+            raise Overloaded(f"This server already works on {counted(self.max_requests, 'request')}.", retry_after_s=1.0)
         assert request_id not in self._open, "request ids are unique"
         entry = self._open[request_id] = OpenRequest(self, request_id, cut)
         self._empty.clear()

@@ -1,6 +1,6 @@
-"""Opens the models of a configuration, and changes their replicas while requests run.
+"""Opens models, and says what a changed configuration makes of one that is open.
 
-What may change at all is decided in `control.changes`; when, and that all of it happens or nothing, in `control.reload`.
+Which of them are served now is in `control.site_models`; what may change at all in `control.changes`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from headrace.core.clock import Clock
-from headrace.gateway.config import ModelConfig, ReplicaConfig, Routing, Timeouts
-from headrace.gateway.foreign_config import named
+from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig
+from headrace.gateway.control.texts import LoadedText
 from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.text_workers.pool import TextPool
 from headrace.gateway.upstream.foreign import HttpUpstream, open_upstream
@@ -22,7 +23,6 @@ from headrace.gateway.upstream.replicas import Connection, Replica, ReplicaPool
 from headrace.gateway.upstream.seam import Upstream
 from headrace.gateway.upstream.served_models import ServedModel
 from headrace.gateway.upstream.tokens import TokenUpstream
-from headrace.observe.metrics import Metrics
 from headrace.policy.routing.choice import Random, ReplicaId
 from headrace.text.folder import TextModel
 from headrace.text.output.model_formats import ModelFormats
@@ -68,82 +68,110 @@ def connect_wire(config: ReplicaConfig, text: TextModel, clock: Clock) -> Connec
 class OpenModel:
     """A model that is served.
 
-    pool      None: foreign servers answer for it
-    replicas  the configuration of each of the pool's replicas, and what was made of it
+    stack     closes what it is connected to
+    text      None: foreign servers answer for it, as for `pool`
+    replicas  the configuration of each of the pool's replicas, with its token read, and what was made of it
     """
 
     config: ModelConfig
     served: ServedModel
-    text: TextModel | None = None
+    stack: AsyncExitStack
+    text: LoadedText | None = None
     pool: ReplicaPool | None = None
     replicas: dict[ReplicaConfig, Replica] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class PoolChange:
-    """What a new configuration makes of one model's replicas. The connections to `add` are made, and not started."""
+class ModelChange:
+    """What a new configuration makes of a model that stays connected. The connections to `add` are made, and not started."""
 
     model: OpenModel
     config: ModelConfig
+    served: ServedModel
     add: Mapping[ReplicaConfig, Replica]
     retire: Mapping[ReplicaConfig, Replica]
 
     def apply(self) -> None:
         model = self.model
-        assert model.pool is not None
-        model.pool.change(add=self.add.values(), retire=self.retire.values())
+        if model.pool is not None:
+            model.pool.change(add=self.add.values(), retire=self.retire.values())
         model.replicas = {config: replica for config, replica in (model.replicas | dict(self.add)).items() if config not in self.retire}
-        model.config = self.config
+        model.config, model.served = self.config, self.served
 
 
 class ModelOpener:
-    """Makes models from their configuration. `stack` closes what it opened."""
+    """Makes models from their configuration.
 
-    def __init__(self, stack: AsyncExitStack, text_pool: TextPool, metrics: Metrics, connect: Connect, sources: Sources) -> None:
-        self._stack = stack
+    on_closed  called with the names of a model and of its replica when the connection of a retired replica was closed
+    """
+
+    def __init__(self, text_pool: TextPool, connect: Connect, sources: Sources) -> None:
         self._text_pool = text_pool
-        self._metrics = metrics
         self._connect = connect
         self._sources = sources
+        self.on_closed: Callable[[str, ReplicaId], None] = lambda _model, _replica: None
 
-    async def open(self, config: ModelConfig, text: TextModel | None, timeouts: Timeouts, routing: Routing) -> OpenModel:
-        """A model, connected to its replicas or trying to. Raises ConfigError. text: not used where foreign servers answer"""
-        if config.upstreams:
-            return OpenModel(config, self._served(config, await self._stack.enter_async_context(self._foreign_servers(config))))
-        assert text is not None, "engines are sent token ids"
-        replicas = {replica: self._replica(config, replica, text) for replica in config.replicas}
-        pool = ReplicaPool(
-            config.name,
-            list(replicas.values()),
-            random=self._sources.random,
-            clock=self._sources.clock,
-            failover_s=timeouts.failover_s,
-            slow_start_s=routing.slow_start_s,
-        )
-        await self._stack.enter_async_context(pool)
-        model_text = ModelText(self._text_pool, config.name, text.tokenizer)
-        upstream = TokenUpstream(model_text, pool, draw_seed=self._sources.draw_seed, formats=_formats(config, text))
-        return OpenModel(config, self._served(config, upstream), text, pool, replicas)
+    async def open(self, config: ModelConfig, text: LoadedText | None, site: GatewayConfig) -> OpenModel:
+        """A model of `site`, connected to its replicas or trying to. Raises ConfigError. text: None where foreign servers answer"""
+        async with AsyncExitStack() as stack:
+            if text is None:
+                foreign = await stack.enter_async_context(self._foreign_servers(config))
+                return OpenModel(config, self._served(config, foreign), stack.pop_all())
+            replicas = {replica: self._replica(replica, text) for replica in map(_resolved, config.replicas)}
+            pool = ReplicaPool(
+                config.name,
+                list(replicas.values()),
+                random=self._sources.random,
+                clock=self._sources.clock,
+                failover_s=site.timeouts.failover_s,
+                slow_start_s=site.routing.slow_start_s,
+                on_closed=partial(self.on_closed, config.name),
+            )
+            await stack.enter_async_context(pool)
+            upstream = self._engines(config, text, pool)
+            return OpenModel(config, self._served(config, upstream), stack.pop_all(), text, pool, replicas)
 
-    def change_replicas(self, model: OpenModel, config: ModelConfig) -> PoolChange:
-        """What `config` makes of a model's replicas; nothing is changed before `PoolChange.apply`. Raises ConfigError."""
-        assert model.text is not None, "a foreign server is no replica"
-        add = {replica: self._replica(config, replica, model.text) for replica in config.replicas if replica not in model.replicas}
-        retire = {given: replica for given, replica in model.replicas.items() if given not in config.replicas}
-        return PoolChange(model, config, add, retire)
+    def change(self, model: OpenModel, config: ModelConfig) -> ModelChange | None:
+        """What `config` makes of a model; nothing is changed before `ModelChange.apply`. Raises ConfigError.
+
+        None: the model must be opened anew, since another folder or other servers answer for it
+        """
+        if config.folder != model.config.folder or config.upstreams != model.config.upstreams:
+            return None
+        wanted = [_resolved(replica) for replica in config.replicas]
+        add: dict[ReplicaConfig, Replica] = {}
+        if model.text is not None:
+            add = {replica: self._replica(replica, model.text) for replica in wanted if replica not in model.replicas}
+        retire = {given: replica for given, replica in model.replicas.items() if given not in wanted}
+        return ModelChange(model, config, self._changed(model, config), add, retire)
+
+    def _changed(self, model: OpenModel, config: ModelConfig) -> ServedModel:
+        """As it is served from now on: the same value where nothing but its replicas changed, else one with the same users."""
+        if replace(config, replicas=()) == replace(model.config, replicas=()):
+            return model.served
+        upstream = model.served.upstream
+        if model.pool is not None and model.text is not None:
+            upstream = self._engines(config, model.text, model.pool)
+        return ServedModel(config.name, config.aliases, upstream, model.served.created, model.served.users)
+
+    def _engines(self, config: ModelConfig, text: LoadedText, pool: ReplicaPool) -> TokenUpstream:
+        model_text = ModelText(self._text_pool, text.name, text.model.tokenizer)
+        return TokenUpstream(model_text, pool, draw_seed=self._sources.draw_seed, formats=_formats(config, text.model))
 
     def _served(self, config: ModelConfig, upstream: Upstream) -> ServedModel:
         return ServedModel(config.name, config.aliases, upstream, int(self._sources.unix_time()))
 
-    def _replica(self, model: ModelConfig, config: ReplicaConfig, text: TextModel) -> Replica:
-        self._metrics.replica(model.name, config.name)  # the replica's series exist before its first request
-        return Replica(ReplicaId(config.name), self._connect(config, text, self._sources.clock))
+    def _replica(self, config: ReplicaConfig, text: LoadedText) -> Replica:
+        return Replica(ReplicaId(config.name), self._connect(config, text.model, self._sources.clock))
 
     def _foreign_servers(self, config: ModelConfig) -> AbstractAsyncContextManager[HttpUpstream]:
-        for name, _ in named(config.upstreams):
-            self._metrics.replica(config.name, name)  # as for replicas
         sources = self._sources
         return open_upstream(config.name, config.upstreams, clock=sources.clock, unix_time=sources.unix_time, random=sources.random)
+
+
+def _resolved(config: ReplicaConfig) -> ReplicaConfig:
+    """With the token that its file holds now: a replica with another token is connected to anew. Raises ConfigError."""
+    return replace(config, token=config.target().token, token_file="")
 
 
 def _formats(model: ModelConfig, text: TextModel) -> ModelFormats:

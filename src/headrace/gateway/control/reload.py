@@ -1,58 +1,112 @@
 """Applies a changed configuration to a running gateway: all of it at once, or nothing.
 
-What can fail comes first and changes nothing: reading and checking the file, and what opening the difference needs. Then the change is
-made between two rounds of the event loop: a request sees the configuration before or the one after, never a mixture, and keeps what it
-began with. `control.requests` says when.
+What can fail comes first and changes nothing: reading and checking the file, and opening what is new. Then the change is made between two
+rounds of the event loop: a request sees the configuration before or the one after, never a mixture, and keeps what it began with.
+`control.requests` says when.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
 
 from headrace.core.counted import counted
 from headrace.core.differences import differences
-from headrace.gateway.access.open_requests import Draining, OpenRequests
-from headrace.gateway.config import GatewayConfig
+from headrace.gateway.access.open_requests import Draining
+from headrace.gateway.app import ActiveConfig, Gateway
+from headrace.gateway.config import LOG_TARGETS, GatewayConfig
 from headrace.gateway.control.changes import check_change
-from headrace.gateway.control.models import ModelOpener, OpenModel
-from headrace.wire.leash import ModelStatuses, ReplicaStatus
+from headrace.gateway.control.site_models import SiteModels
+from headrace.gateway.control.texts import LoadedTexts
+from headrace.gateway.memory import machine_bytes, memory_budget
+from headrace.gateway.upstream.served_models import ModelTable
+from headrace.observe.request_log import RequestLog
+from headrace.wire.leash import ModelStatuses
 
 log = logging.getLogger("headrace.gateway")
+
+Read = Callable[[], GatewayConfig]
+"""Reads and checks the configuration again. May block. Raises ConfigError."""
+
+Follow = Callable[[GatewayConfig], Callable[[], None]]
+"""Prepares a change of what is configured beside the application. Raises ConfigError, and changes nothing; what it returns does."""
 
 
 class Reloader:
     """config: what holds now"""
 
-    def __init__(self, config: GatewayConfig, models: Iterable[OpenModel], opener: ModelOpener, open_requests: OpenRequests) -> None:
-        """models: what `opener` made of the configuration"""
-        self.config = config
-        self._open_requests = open_requests
-        self._models = {model.config.name: model for model in models}
-        self._opener = opener
+    def __init__(self, app: Gateway, models: SiteModels, texts: LoadedTexts, open_log: Callable[[str], RequestLog]) -> None:
+        """open_log: opens a target of the request log; raises ConfigError"""
+        self._app = app
+        self._open_log = open_log
+        self._models = models
+        self._texts = texts
+        self._followers: list[Follow] = []
 
-    async def reload(self, read: Callable[[], GatewayConfig]) -> None:
-        """Apply what `read` gives, which may block. Raises ConfigError, CheckpointError and Draining; nothing was changed then."""
-        config = await asyncio.to_thread(read)
-        if self._open_requests.is_draining:
-            raise Draining("this gateway is shutting down")
-        check_change(self.config, config)
-        found = list(differences(self.config, config))
-        changes = [self._opener.change_replicas(self._models[model.name], model) for model in config.models if model.replicas]
-        for change in changes:
-            change.apply()
-        self.config = config
-        log.info("the configuration was read again: %s", counted(len(found), "difference"))
-        for difference in found:
-            log.info("%s", difference)
+    @property
+    def config(self) -> GatewayConfig:
+        return self._app.service.config
+
+    def follow(self, follower: Follow) -> None:
+        """Have `follower` called with every later configuration."""
+        self._followers.append(follower)
 
     def status(self) -> ModelStatuses:
-        """Every model's replicas, retired ones too."""
-        return {
-            name: {
-                replica.name: ReplicaStatus(not replica.reason, replica.reason, replica.num_open)
-                for replica in (*model.served.upstream.retired_replicas(), *model.served.upstream.replicas())
-            }
-            for name, model in self._models.items()
-        }
+        """Every model's replicas as this gateway sees them."""
+        return self._models.status()
+
+    def check(self) -> None:
+        """What is served is what the configuration says."""
+        self._models.check()
+        assert [model.name for model in self._app.service.models.models] == [model.name for model in self.config.models]
+
+    async def reload(self, read: Read) -> None:
+        """Apply what `read` gives; one call at a time. Raises ConfigError, CheckpointError and Draining; nothing was changed then."""
+        config = await asyncio.to_thread(read)
+        if self._app.service.open_requests.is_draining:
+            raise Draining("this gateway is shutting down")
+        before = self.config
+        check_change(before, config)
+        async with AsyncExitStack() as undo:
+            follows = [follow(config) for follow in self._followers]
+            request_log = self._request_log(config)
+            if request_log is not self._app.request_log:
+                undo.push_async_callback(asyncio.to_thread, request_log.close)
+            texts = await self._texts.prepare(config, self._models.texts_in_use)
+            undo.push_async_callback(texts.close)
+            models = await self._models.prepare(config, texts.texts)
+            undo.pop_all()
+        former_log, self._app.request_log = self._app.request_log, request_log
+        self._models.apply(models, self._app.active.choosing)
+        self._texts.apply(texts)
+        self._serve(config)
+        for apply in follows:
+            apply()
+        _log_differences(before, config)
+        if former_log is not request_log:
+            await asyncio.to_thread(former_log.close)
+
+    def _request_log(self, config: GatewayConfig) -> RequestLog:
+        """A file is opened again, so that one that was moved away is let go of. Raises ConfigError."""
+        target = config.request_log_target
+        if target == self.config.request_log_target and target in LOG_TARGETS:
+            return self._app.request_log
+        return self._open_log(target)
+
+    def _serve(self, config: GatewayConfig) -> None:
+        """Serve later requests by `config`, and hold what all requests share to its limits."""
+        service, limits = self._app.service, config.limits
+        service.open_requests.max_requests = limits.max_requests
+        service.watch.change(ping_s=config.timeouts.sse_ping_s, max_pending_bytes=limits.max_pending_bytes)
+        service.memory.take_limits(memory_budget(config, machine_bytes()))
+        self._app.active = ActiveConfig(replace(service, config=config, models=ModelTable(self._models.served)))
+
+
+def _log_differences(before: GatewayConfig, after: GatewayConfig) -> None:
+    found = list(differences(before, after))
+    log.info("the configuration was read again: %s", counted(len(found), "difference"))
+    for difference in found:
+        log.info("%s", difference)

@@ -8,19 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from headrace.core.errors import HeadraceError
-from headrace.gateway.config import GatewayConfig
-from headrace.gateway.control.reload import Reloader
+from headrace.gateway.control.reload import Read, Reloader
 from headrace.wire.leash import Leash, LeashRequest, LeashRequestKind
 
 log = logging.getLogger("headrace.gateway")
 
 INTERNAL = "the change failed by a fault of this program; its log says more"
-
-Read = Callable[[], GatewayConfig]
 
 
 @asynccontextmanager

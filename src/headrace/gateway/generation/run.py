@@ -159,6 +159,7 @@ class Generation:
         self.held = held
         self.parsed = parsed
         self.model = service.models.only(parsed.model)
+        exchange.use(self.model.users)
         record = exchange.record
         record.model, record.stream, record.n = self.model.name, parsed.is_streaming, parsed.sampling.get("n")
         self.client_params = SamplingParams(**parsed.sampling).checked()

@@ -48,17 +48,16 @@ OnRefused = Callable[[str, int, str], None]
 """Called for each answer that the protocol or the listener gives instead of the application, with its x-request-id, status and message."""
 
 
-def protocol_for(config: GatewayConfig, on_refused: OnRefused) -> type[HttpToolsProtocol]:
+def protocol_for(config: GatewayConfig, on_refused: OnRefused) -> type[BoundedProtocol]:
     """A subclass of BoundedProtocol with this configuration: uvicorn makes protocols from a class."""
 
     class ConfiguredProtocol(BoundedProtocol):
-        bounds = config
-        origins = Origins(config.allowed_origins)
         tls_notice = TlsNotice()
 
         def log_refusal(self, request_id: str, status: int, message: str) -> None:
             on_refused(request_id, status, message)
 
+    ConfiguredProtocol.follow(config)
     return ConfiguredProtocol
 
 
@@ -69,6 +68,11 @@ class BoundedProtocol(HttpToolsProtocol):
     origins: Origins
     tls_notice: TlsNotice
     _client: ClientTransport
+
+    @classmethod
+    def follow(cls, config: GatewayConfig) -> None:
+        """Bound every connection of this class by `config` from now on."""
+        cls.bounds, cls.origins = config, Origins(config.allowed_origins)
 
     def log_refusal(self, request_id: str, status: int, message: str) -> None:
         """Called after each answer that is given here."""

@@ -36,15 +36,18 @@ class ConnectionLimit:
     max_refusals: int
 
 
-def connection_limit(max_connections: int, num_replicas: int, num_foreign: int = 0, *, num_text_workers: int) -> ConnectionLimit:
+def connection_limit(
+    max_connections: int, num_replicas: int, num_foreign: int = 0, *, num_text_workers: int, num_connections: int = 0
+) -> ConnectionLimit:
     """What this process, or a child it starts now, can serve of `max_connections`; the soft limit is raised for them.
 
-    num_foreign  foreign servers, over all models
+    num_foreign      foreign servers, over all models
+    num_connections  of clients, open now. Where there are any, open connections to replicas count twice: the limit is a little too low
 
     Raises: ConfigError, see `divide`.
     """
     kept = OWN + PER_REPLICA * num_replicas + (MAX_FOREIGN_CONNECTIONS + PER_FOREIGN) * num_foreign + num_text_workers + TEXT_HOST
-    taken = num_open() + kept
+    taken = num_open() - num_connections + kept
     most = raise_limit(taken + max_connections + MAX_REFUSALS)
     return divide(max_connections, taken, most)
 

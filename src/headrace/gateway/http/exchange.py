@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 from headrace.core.errors import HeadraceError, InvalidRequest
 from headrace.core.ids import RequestId
 from headrace.gateway.access.auth import ANONYMOUS, Principal
+from headrace.gateway.access.use_count import UseCount
 from headrace.gateway.http.content_encoding import decoder_of
 from headrace.gateway.http.errors import BodyTooLarge, ClientLeft, ErrorReply, ReadTimeout, SlowReader, UnsupportedMediaType
 from headrace.observe.request_log import RequestLogRecord
@@ -67,6 +68,7 @@ class Exchange:
         "_on_ended",
         "_receive",
         "_send",
+        "_used",
         "_writer",
         "arrived_at",
         "body_digest",
@@ -107,7 +109,20 @@ class Exchange:
         self._writer: ConnectionWriter | None = scope.get("extensions", {}).get(WRITER_EXTENSION)
         self._closed = False
         self._is_event_stream = False
+        self._used: UseCount | None = None
         self._on_ended: list[Callable[[], None]] = []
+
+    def use(self, count: UseCount) -> None:
+        """Be one of `count`'s users, and no longer of the one before it."""
+        count.enter()
+        self.release()
+        self._used = count
+
+    def release(self) -> None:
+        """The request is over and uses nothing any more."""
+        if self._used is not None:
+            self._used.leave()
+            self._used = None
 
     # -- the request -------------------------------------------------------------------------------------------------------------
 

@@ -37,7 +37,10 @@ MESSAGE = "This server has as many connections as it can hold; try again in a mo
 
 
 class Listener:
-    """Accepts the connections of one listening socket. uvicorn closes it as it would close the event loop's server."""
+    """Accepts the connections of one listening socket. uvicorn closes it as it would close the event loop's server.
+
+    limit  may be replaced; a lower one closes no connection
+    """
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class Listener:
         on_refused: OnRefused,
     ) -> None:
         """connections: the protocols of open connections, in the server's own collection"""
-        self._socket, self._make_protocol, self._limit = listening, make_protocol, limit
+        self._socket, self._make_protocol, self.limit = listening, make_protocol, limit
         self._connections, self._on_refused = connections, on_refused
         self._loop = asyncio.get_running_loop()
         self._connecting: dict[asyncio.Task[object], object] = {}  # task -> the protocol that it will add to the connections
@@ -74,7 +77,7 @@ class Listener:
 
     @property
     def _is_full(self) -> bool:
-        most, known = self._limit.max_connections, len(self._connections)
+        most, known = self.limit.max_connections, len(self._connections)
         if known + len(self._connecting) < most:
             return False
         return known + sum(protocol not in self._connections for protocol in self._connecting.values()) >= most
@@ -118,7 +121,7 @@ class Listener:
         self._loop.add_reader(self._socket.fileno(), self._accept)
 
     def _refuse(self, client: socket.socket) -> None:
-        if len(self._refused) >= self._limit.max_refusals:
+        if len(self._refused) >= self.limit.max_refusals:
             self._drop(next(iter(self._refused)))
         request_id = os.urandom(12).hex()
         self._refused[client] = self._loop.call_later(LINGER_S, self._drop, client)

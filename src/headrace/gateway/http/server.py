@@ -26,12 +26,13 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: Any, config: GatewayConfig, on_refused: OnRefused, limit: ConnectionLimit) -> None:
         self._limit, self._on_refused = limit, on_refused
+        self._bounds = protocol_for(config, on_refused)
         super().__init__(
             uvicorn.Config(
                 app,
                 host=config.host,
                 port=config.port,
-                http=protocol_for(config, on_refused),
+                http=self._bounds,
                 ws="none",
                 lifespan="off",
                 loop="none",
@@ -42,7 +43,7 @@ class Server(uvicorn.Server):
                 server_header=False,
                 date_header=True,
                 backlog=BACKLOG,
-                timeout_keep_alive=max(1, round(config.timeouts.keep_alive_s)),
+                timeout_keep_alive=_keep_alive_s(config),
                 timeout_graceful_shutdown=2 * DRAIN_GRACE_S,  # dropped clients end their requests; what outlives that is cancelled
             )
         )
@@ -71,6 +72,12 @@ class Server(uvicorn.Server):
         made: asyncio.Protocol = make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
         return made
 
+    def follow(self, config: GatewayConfig, limit: ConnectionLimit) -> None:
+        """Bound connections by another configuration, open ones too. Only `keep_alive_s` is an open connection's own."""
+        self._bounds.follow(config)
+        self.config.timeout_keep_alive = _keep_alive_s(config)
+        self.listener.limit = limit
+
     async def serve_until(self, stop: asyncio.Event) -> None:
         """Serve until `stop`, then close idle connections at once, and busy ones after their answer or after DRAIN_GRACE_S."""
         counter = 0
@@ -89,3 +96,8 @@ class Server(uvicorn.Server):
     def _drop_connections(self) -> None:
         for connection in list(self.server_state.connections):
             connection.transport.abort()
+
+
+def _keep_alive_s(config: GatewayConfig) -> int:
+    """uvicorn counts in whole seconds."""
+    return max(1, round(config.timeouts.keep_alive_s))

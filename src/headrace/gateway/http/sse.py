@@ -179,6 +179,10 @@ class StreamWatch:
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
 
+    def change(self, *, ping_s: float, max_pending_bytes: int) -> None:
+        """Other bounds, for open streams too."""
+        self._ping_s, self._max_pending_bytes = ping_s, max_pending_bytes
+
     def open(self, exchange: Exchange, unread_bytes: Callable[[], int], *, logprob_bytes: int = 0) -> SseStream:
         return SseStream(exchange, self, unread_bytes, logprob_bytes, self._clock)
 

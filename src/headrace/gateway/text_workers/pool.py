@@ -3,6 +3,8 @@
 A job is a future. One that is cancelled while it waits leaves the queue unrun. One that is cancelled while it runs costs its worker if it
 is heavy; else its answer is dropped. At most all workers but one run heavy jobs at a time (one, in a pool of one), so that a
 short conversation rarely waits behind a long one.
+
+The source of workers may be replaced while jobs run: former workers finish what they have, and later jobs go to new ones.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import logging
 import signal
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,6 +32,9 @@ DOWN = "The processes that read prompts cannot be started now; it can be sent ag
 LOST = "The process that read this prompt was lost; it can be sent again."
 CROWDED_OUT = "This key has more requests waiting for a text worker than any other; its newest are refused."
 RETRY_S = 0.5
+CLOSE_CHECK_S = 0.05
+"""Seconds between two looks whether the last worker of a former source has ended."""
+
 FAULT = "If short ones meet this too, the model's chat template is at fault: report it to the server's operator."
 
 Done = tuple[frames.AnyAnswer, memoryview]
@@ -77,6 +83,8 @@ class TextPool:
         self._idle: list[Worker] = []
         self._running: dict[Worker, TextJob] = {}
         self._killed: set[Worker] = set()  # without a job, sent a kill, not ended yet
+        self._former: set[Worker] = set()  # of a source that was replaced, not ended yet; those with a job are in `_running` too
+        self._closing: dict[asyncio.Task[None], Workers] = {}  # sources that were replaced, each with the task that closes it
         self._is_down = False  # no worker is left, and none could be started
         self._logged = ""  # why none could be started the last time
         self._starts: set[asyncio.Task[None]] = set()
@@ -98,7 +106,40 @@ class TextPool:
             start.cancel()
         for job in list(self._running.values()):
             self._finish(job)
-        await self._workers.close()
+        for task in self._closing:
+            task.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        for workers in (*self._closing.values(), self._workers):
+            await workers.close()
+
+    def replace(self, workers: Workers, *, max_workers: int) -> None:
+        """Do later jobs on `workers`, which were started. Jobs that wait go there, too; jobs that run end where they are."""
+        former, self._workers, self._max_workers = self._workers, workers, max_workers
+        self._former |= {*self._idle, *self._running, *self._killed}
+        for worker in self._idle:
+            worker.kill()
+        self._idle.clear()
+        self._killed.clear()
+        task = asyncio.get_running_loop().create_task(self._close_former(former, set(self._starts)), name="former text workers")
+        self._closing[task] = former
+        while self._num_current < max_workers:
+            self._start_worker()
+
+    async def _close_former(self, workers: Workers, starts: Collection[asyncio.Task[None]]) -> None:
+        """Close a source once its last worker has ended. starts: may be getting one of it"""
+        if starts:
+            await asyncio.wait(starts)
+        while self._former:
+            await asyncio.sleep(CLOSE_CHECK_S)
+        await workers.close()
+        task = asyncio.current_task()
+        assert task is not None
+        del self._closing[task]
+
+    @property
+    def _num_current(self) -> int:
+        """Workers of the present source that are, or are about to be."""
+        return len(self._idle) + len(self._running.keys() - self._former) + len(self._killed) + self._num_starting
 
     @property
     def reason(self) -> str:
@@ -147,7 +188,8 @@ class TextPool:
         assert not set(self._idle) & set(self._running)
         assert all(job.worker is worker for worker, job in self._running.items())
         assert not self._killed & {*self._idle, *self._running}
-        assert len(self._idle) + len(self._running) + len(self._killed) + self._num_starting == self._max_workers
+        assert not self._former & {*self._idle, *self._killed}
+        assert self._num_current == self._max_workers
 
     # -- workers -----------------------------------------------------------------------------------------------------------------
 
@@ -156,8 +198,11 @@ class TextPool:
         job = self._running.pop(worker)
         self._finish(job)
         if job.is_killed:  # the kill has not arrived yet, and would hit the next job
-            self._killed.add(worker)
             self.num_killed["time" if job.is_late else "left"] += 1
+            if worker not in self._former:
+                self._killed.add(worker)
+        elif worker in self._former:
+            worker.kill()
         elif answer.is_last:
             self._start_worker()
         else:
@@ -172,6 +217,9 @@ class TextPool:
         if job is not None:
             self._finish(job)
             self._explain(job, number)
+        if worker in self._former:
+            self._former.remove(worker)
+        elif job is not None:
             self._start_worker()
         elif worker in self._killed:
             self._killed.remove(worker)
@@ -190,9 +238,16 @@ class TextPool:
     async def _add_worker(self, delay_s: float) -> None:
         while True:
             await asyncio.sleep(delay_s)
+            if self._num_current > self._max_workers:
+                self._num_starting -= 1
+                return
+            source = self._workers
             try:
-                worker = await self._workers.add(self)
-                break
+                worker = await source.add(self)
+                if source is self._workers:
+                    break
+                self._former.add(worker)
+                worker.kill()
             except OSError as error:
                 self._log_no_worker(str(error.strerror))
                 delay_s = RETRY_S
@@ -214,7 +269,7 @@ class TextPool:
 
     def _dispatch(self) -> None:
         while self._idle:
-            num_heavy = sum(job.limits.is_heavy for job in self._running.values())
+            num_heavy = sum(job.limits.is_heavy for worker, job in self._running.items() if worker not in self._former)
             queued = self._queue.pop(may_be_heavy=num_heavy < max(1, self._max_workers - 1))
             if queued is None:
                 return

@@ -76,7 +76,13 @@ class ReplicaWatch:
         self.num_moves = 0
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="replica watch")
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="replica watch")
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
 
     async def close(self) -> None:
         if self._task is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
@@ -138,8 +138,12 @@ class ReplicaPool:
         clock: Clock = time.monotonic,
         failover_s: float = 0.0,
         slow_start_s: float = 0.0,
+        on_closed: Callable[[ReplicaId], None] = lambda _: None,
     ) -> None:
-        """slow_start_s: how long the share of a replica grows that has just connected (`policy.routing.slow_start`)"""
+        """
+        slow_start_s  how long the share of a replica grows that has just connected (`policy.routing.slow_start`)
+        on_closed     called when the connection of a retired replica was closed
+        """
         self.model = model
         self.replicas = tuple(replicas)
         self.retired: tuple[Replica, ...] = ()
@@ -149,6 +153,7 @@ class ReplicaPool:
         self.watch = ReplicaWatch(self, clock)
         self._random = random
         self._slow_start_s = slow_start_s
+        self._on_closed = on_closed
         self._closing: set[asyncio.Task[None]] = set()
         self._last_info: ModelInfo | None = None
 
@@ -168,6 +173,14 @@ class ReplicaPool:
         for replica in (*self.replicas, *self.retired):
             await replica.connection.close()
 
+    def follow(self, *, failover_s: float, slow_start_s: float) -> None:
+        """Other values for later losses and connections. A wait that has begun ends when it was to end."""
+        self.failover_s, self._slow_start_s = failover_s, slow_start_s
+        if failover_s:
+            self.watch.start()
+        else:
+            self.watch.stop()
+
     def change(self, *, add: Collection[Replica] = (), retire: Collection[Replica] = ()) -> None:
         """Send requests to `add` as soon as they are connected, and none to `retire` from now on, which are among `replicas`."""
         assert set(retire) <= set(self.replicas), "a replica is retired once"
@@ -186,6 +199,7 @@ class ReplicaPool:
             await asyncio.sleep(CLOSE_CHECK_S)
         await replica.connection.close()
         self.retired = tuple(other for other in self.retired if other is not replica)
+        self._on_closed(replica.name)
 
     def check(self) -> None:
         """Every replica is in use or retired, never both, and each retired one is being closed."""
@@ -289,9 +303,7 @@ class ReplicaPool:
         return [_health(replica, EJECTED if replica.name in left_out else reason) for replica, reason in self.verdicts()]
 
     def retired_health(self) -> list[ReplicaHealth]:
-        """The retired replicas. One whose name is a replica's again is left out."""
-        names = {replica.name for replica in self.replicas}
-        return [_health(replica, RETIRED) for replica in self.retired if replica.name not in names]
+        return [_health(replica, RETIRED) for replica in self.retired]
 
 
 def _health(replica: Replica, reason: str) -> ReplicaHealth:

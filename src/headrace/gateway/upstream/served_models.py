@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace.core.errors import InvalidRequest, ModelNotFound
+from headrace.gateway.access.use_count import UseCount
 from headrace.gateway.upstream.seam import Upstream
 from headrace.observe.metrics import ReplicaReading
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ServedModel:
-    """One model. `created`: when this gateway began to serve it, in Unix seconds."""
+    """One model as one configuration has it.
+
+    created  when this gateway began to serve it, in Unix seconds
+    users    the requests that asked for it and have not ended
+    """
 
     name: str
     aliases: tuple[str, ...]
     upstream: Upstream
     created: int
+    users: UseCount = field(default_factory=UseCount)
 
     @property
     def is_alive(self) -> bool:
@@ -25,6 +31,7 @@ class ServedModel:
         return any(replica.is_connected for replica in self.upstream.replicas())
 
     def readings(self) -> Iterator[ReplicaReading]:
+        """Its replicas first, then retired ones, which may have the same names."""
         for replica in (*self.upstream.replicas(), *self.upstream.retired_replicas()):
             yield ReplicaReading(self.name, replica.name, not replica.reason, replica.load)
 
@@ -54,7 +61,3 @@ class ModelTable:
         if len(self.models) == 1:
             return self.models[0]
         raise InvalidRequest("model", f"one of: {', '.join(self.names)}", remedy="It is required where several models are served.")
-
-    def readings(self) -> Iterator[ReplicaReading]:
-        for model in self.models:
-            yield from model.readings()

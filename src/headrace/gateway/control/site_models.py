@@ -1,0 +1,223 @@
+"""The models that a gateway serves now, and those that have left while requests of them still run.
+
+A model or a set of replicas is closed when no request can use it any more: neither one that asked for it, nor one that began under an
+earlier configuration and has not asked for its model yet. Its series stay on the metrics page for `SERIES_KEPT_S` more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
+
+from headrace.gateway.access.use_count import UseCount
+from headrace.gateway.config import GatewayConfig
+from headrace.gateway.control.models import ModelChange, ModelOpener, OpenModel
+from headrace.gateway.control.texts import LoadedText
+from headrace.gateway.upstream.foreign import HttpUpstream
+from headrace.gateway.upstream.replicas import RETIRED
+from headrace.gateway.upstream.seam import ReplicaHealth
+from headrace.gateway.upstream.served_models import ServedModel
+from headrace.observe.metrics import Metrics, ReplicaReading
+from headrace.observe.upstream_metrics import UpstreamReading
+from headrace.policy.routing.choice import ReplicaId
+from headrace.wire.leash import ModelStatuses, ReplicaStatus
+
+SERIES_KEPT_S = 300.0
+"""Seconds for which the series of a replica or model that has left are exported: enough to be scraped once more, so that old names do not
+pile up."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsChange:
+    """What the next configuration makes of the models. opened: new ones; changed: those that stay connected"""
+
+    opened: Mapping[str, OpenModel]
+    changed: Mapping[str, ModelChange]
+    config: GatewayConfig
+
+    async def close(self) -> None:
+        """Close what was opened for it; it is not applied."""
+        for model in self.opened.values():
+            await model.stack.aclose()
+
+
+@dataclass(slots=True, eq=False)
+class SiteModels:
+    """models: by name, in the order of the configuration. `close` ends them.
+
+    _leaving  models that no configuration has any more, and the task that closes each
+    _earlier  of each earlier configuration: its requests that have not asked for a model yet
+    """
+
+    opener: ModelOpener
+    metrics: Metrics
+    models: dict[str, OpenModel] = field(default_factory=dict)
+    _leaving: dict[OpenModel, asyncio.Task[None]] = field(default_factory=dict)
+    _earlier: list[UseCount] = field(default_factory=list)
+    _forgetting: dict[tuple[str, str | None], asyncio.TimerHandle] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.opener.on_closed = self.replica_closed
+
+    async def open(self, config: GatewayConfig, texts: Mapping[str, LoadedText]) -> None:
+        """Open the models of the first configuration. Raises ConfigError; call `close` then, too."""
+        for model in config.models:
+            self.models[model.name] = await self.opener.open(model, texts.get(model.name), config)
+            self._keep_series(self.models[model.name])
+
+    async def close(self) -> None:
+        for timer in self._forgetting.values():
+            timer.cancel()
+        tasks = list(self._leaving.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for model in (*self.models.values(), *self._leaving):
+            await model.stack.aclose()
+
+    # -- what is known of them -----------------------------------------------------------------------------------------------------
+
+    @property
+    def served(self) -> list[ServedModel]:
+        return [model.served for model in self.models.values()]
+
+    @property
+    def texts_in_use(self) -> set[LoadedText]:
+        """Texts that requests of present and former models may still need."""
+        return {model.text for model in (*self.models.values(), *self._leaving) if model.text is not None}
+
+    def status(self) -> ModelStatuses:
+        """Every replica with a connection, those of models that leave too. What has one name is one entry."""
+        statuses: dict[str, dict[str, ReplicaStatus]] = {}
+        for model in (*self._leaving, *self.models.values()):
+            replicas = statuses.setdefault(model.config.name, {})
+            for replica in _replicas(model, is_leaving=model in self._leaving):
+                before = replicas.get(replica.name)
+                num_open = replica.num_open + (before.num_open if before is not None else 0)
+                replicas[replica.name] = ReplicaStatus(not replica.reason, replica.reason, num_open)
+        return statuses
+
+    def readings(self) -> Iterator[ReplicaReading]:
+        """One of each name: what is present comes before what leaves."""
+        return _one_of_each(reading for model in (*self.models.values(), *self._leaving) for reading in model.served.readings())
+
+    def upstream_readings(self) -> Iterator[UpstreamReading]:
+        """The same of foreign servers."""
+        upstreams = [model.served.upstream for model in (*self.models.values(), *self._leaving)]
+        return _one_of_each(reading for upstream in upstreams if isinstance(upstream, HttpUpstream) for reading in upstream.readings())
+
+    def check(self) -> None:
+        """No model is both served and leaving, and every pool is whole."""
+        assert not set(self.models.values()) & set(self._leaving)
+        assert list(self.models) == [model.config.name for model in self.models.values()]
+        for model in (*self.models.values(), *self._leaving):
+            if model.pool is not None:
+                model.pool.check()
+        for model in self.models.values():
+            assert {replica.name for replica in model.config.replicas} == {replica.name for replica in model.replicas}
+            assert model.pool is None or set(model.replicas.values()) == set(model.pool.replicas)
+
+    # -- changing them -------------------------------------------------------------------------------------------------------------
+
+    async def prepare(self, config: GatewayConfig, texts: Mapping[str, LoadedText]) -> ModelsChange:
+        """What `config` makes of them; nothing is changed before `apply`. Raises ConfigError."""
+        changed: dict[str, ModelChange] = {}
+        opened: dict[str, OpenModel] = {}
+        async with AsyncExitStack() as undo:
+            for model in config.models:
+                known = self.models.get(model.name)
+                if known is not None and (change := self.opener.change(known, model)) is not None:
+                    changed[model.name] = change
+                    continue
+                opened[model.name] = await self.opener.open(model, texts.get(model.name), config)
+                undo.push_async_callback(opened[model.name].stack.aclose)
+            undo.pop_all()
+        return ModelsChange(opened, changed, config)
+
+    def apply(self, change: ModelsChange, choosing: UseCount) -> None:
+        """Serve the next configuration's models. choosing: requests of the one before that have not asked for a model yet"""
+        config = change.config
+        left = [model for name, model in self.models.items() if name not in change.changed]
+        for changed in change.changed.values():
+            changed.apply()
+        known = {name: changed.model for name, changed in change.changed.items()} | dict(change.opened)
+        self.models = {name: known[name] for name in [model.name for model in config.models]}
+        for model in self.models.values():
+            if model.pool is not None:
+                model.pool.follow(failover_s=config.timeouts.failover_s, slow_start_s=config.routing.slow_start_s)
+            self._keep_series(model)
+        self._earlier = [count for count in (*self._earlier, choosing) if count.num_users]
+        for model in left:
+            closing = self._close_unused(model, [*self._earlier, model.served.users])
+            self._leaving[model] = asyncio.get_running_loop().create_task(closing, name=f"model {model.config.name} leaves")
+
+    async def _close_unused(self, model: OpenModel, users: Sequence[UseCount]) -> None:
+        """users: the last one is of the model itself, which none enters any more once the others have no user"""
+        for count in users:
+            await count.wait_unused()
+        replicas = [replica.name for replica in _replicas(model, is_leaving=True)]
+        await model.stack.aclose()
+        del self._leaving[model]
+        if model.config.name not in self.models:
+            self._forget_later(model.config.name, None)
+        for name in replicas:
+            self.replica_closed(model.config.name, ReplicaId(name))
+
+    # -- series on the metrics page ------------------------------------------------------------------------------------------------
+
+    def replica_closed(self, model: str, replica: ReplicaId) -> None:
+        """The connection of a retired replica was closed."""
+        present = self.models.get(model)
+        if present is None or replica not in [known.name for known in present.served.upstream.replicas()]:
+            self._forget_later(model, replica)
+
+    def _forget_later(self, model: str, replica: str | None) -> None:
+        """replica: None for all of the model"""
+        self._stop_forgetting(model, replica)
+        self._forgetting[model, replica] = asyncio.get_running_loop().call_later(SERIES_KEPT_S, self._forget, model, replica)
+
+    def _forget(self, model: str, replica: str | None) -> None:
+        del self._forgetting[model, replica]
+        self.metrics.forget(model, replica)
+
+    def _stop_forgetting(self, model: str, replica: str | None) -> None:
+        if (timer := self._forgetting.pop((model, replica), None)) is not None:
+            timer.cancel()
+
+    def _keep_series(self, model: OpenModel) -> None:
+        """A replica's series exist before its first request. A name that is used again keeps what it has."""
+        name = model.config.name
+        self._stop_forgetting(name, None)
+        for replica in model.served.upstream.replicas():
+            self._stop_forgetting(name, replica.name)
+            self.metrics.replica(name, replica.name)
+
+
+class _Reading(Protocol):
+    @property
+    def model(self) -> str: ...
+    @property
+    def replica(self) -> str: ...
+
+
+R = TypeVar("R", bound=_Reading)
+
+
+def _one_of_each(readings: Iterable[R]) -> Iterator[R]:
+    """The first reading of each model and replica: a page may have one sample of a name."""
+    seen: set[tuple[str, str]] = set()
+    for reading in readings:
+        if (reading.model, reading.replica) not in seen:
+            seen.add((reading.model, reading.replica))
+            yield reading
+
+
+def _replicas(model: OpenModel, *, is_leaving: bool) -> Iterator[ReplicaHealth]:
+    """The replicas that are connected, retired ones first."""
+    upstream = model.served.upstream
+    yield from upstream.retired_replicas()
+    for replica in upstream.replicas():
+        yield replace(replica, reason=RETIRED) if is_leaving else replica

@@ -1,0 +1,102 @@
+"""The tokenizers and templates of a running gateway's models: loaded in this process, and in the text workers' host.
+
+A host loads at its start and never again. A model that comes therefore takes another host, which loads every model in use before the
+workers are replaced (`text_workers.pool`); a model that leaves stays in the host until the next one is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from headrace.gateway.config import GatewayConfig
+from headrace.gateway.text_workers.frames import HostConfig
+from headrace.gateway.text_workers.pool import TextPool
+from headrace.gateway.text_workers.workers import Workers
+from headrace.text.folder import TextModel
+
+LoadText = Callable[[str], TextModel]
+"""A folder's tokenizer and template. Raises CheckpointError."""
+
+MakeWorkers = Callable[[HostConfig, Collection[str]], Workers]
+"""Workers that are not started. The second argument: environment variables that they may not inherit."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedText:
+    """One folder's text. name: what text workers call it, a model's name or derived from it; never used again for another folder"""
+
+    name: str
+    folder: str
+    model: TextModel
+
+
+@dataclass(frozen=True, slots=True)
+class TextChange:
+    """texts: of the next configuration's models, by model name; workers: started, None where the present ones have all of them"""
+
+    texts: Mapping[str, LoadedText]
+    host: HostConfig
+    workers: Workers | None
+
+    async def close(self) -> None:
+        """Close what was started for it; it is not applied."""
+        if self.workers is not None:
+            await self.workers.close()
+
+
+class LoadedTexts:
+    """What is loaded now. host: what the present text workers have"""
+
+    def __init__(self, config: GatewayConfig, texts: Mapping[str, TextModel], pool: TextPool, load: LoadText, make: MakeWorkers) -> None:
+        """texts: of each model that engines serve, by its name, as the pool's workers have them"""
+        self.pool = pool
+        self.host = host_config(config)
+        self.texts = {name: LoadedText(name, folder, texts[name]) for name, folder in self.host.models.items()}
+        self._num_loaded = 0
+        self._load = load
+        self._make = make
+
+    async def prepare(self, config: GatewayConfig, in_use: Collection[LoadedText]) -> TextChange:
+        """Load what `config` needs; nothing is changed before `apply`. Raises CheckpointError.
+
+        in_use  texts of running requests, which the next workers must have as well
+        """
+        texts = {model.name: await self._text(model.name, model.folder) for model in config.models if model.folder}
+        needed = {text.name: text.folder for text in (*in_use, *texts.values())}
+        is_enough = needed.items() <= self.host.models.items() and config.limits == self.host.limits
+        if is_enough:
+            return TextChange(texts, self.host, None)
+        host = HostConfig(needed, config.limits)
+        workers = self._make(host, key_variables(config))
+        try:
+            await workers.start()
+        except BaseException:
+            await workers.close()
+            raise
+        return TextChange(texts, host, workers)
+
+    def apply(self, change: TextChange) -> None:
+        self.texts = dict(change.texts)
+        self.host = change.host
+        if change.workers is not None:
+            self.pool.replace(change.workers, max_workers=change.host.limits.max_text_workers)
+
+    async def _text(self, model: str, folder: str) -> LoadedText:
+        known = self.texts.get(model)
+        if known is not None and known.folder == folder:
+            return known
+        self._num_loaded += 1
+        name = model if model not in self.host.models else f"{model} ({self._num_loaded})"
+        return LoadedText(name, folder, await asyncio.to_thread(self._load, folder))
+
+
+def host_config(config: GatewayConfig) -> HostConfig:
+    """What the text workers' host loads for a configuration that is opened anew."""
+    return HostConfig({model.name: model.folder for model in config.models if model.folder}, config.limits)
+
+
+def key_variables(config: GatewayConfig) -> frozenset[str]:
+    """Environment variables that hold the keys of foreign servers."""
+    return frozenset(upstream.api_key_env for model in config.models for upstream in model.upstreams if upstream.api_key_env)
