@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from headrace.cli.config import ServeConfig, is_fetched, load
 from headrace.cli.config_faults import faults
 from headrace.core.errors import ConfigError
 from headrace.core.hosts import is_loopback
+from headrace.fleet.files import ReplicaFiles, gateway_content
 from headrace.fleet.launcher import SECRET_VARIABLES, without_secrets
 from headrace.gateway.config import config_from
 
@@ -95,6 +97,23 @@ models:
     assert config_from({"models": [{"name": far.name, "upstreams": [dict(server)]}]})
 
 
+def test_a_model_may_have_engines_and_foreign_servers_behind_them(tmp_path: Path, model_folder: Path) -> None:
+    text = f"""
+models:
+  - engine: {{model: {model_folder}}}
+    replicas: 2
+    tool_call_parser: hermes
+    upstreams: [{{url: "http://127.0.0.1:9000/v1", model: its-name, api_key_env: ITS_KEY}}]
+"""
+    fleet = load_text(tmp_path, text).fleet(lambda model: Path(model)).checked()
+    (model,) = fleet.models
+    assert (model.folder, model.replicas, model.gateway["tool_call_parser"]) == (model_folder, 2, "hermes")
+    assert fleet.key_variables == {"ITS_KEY"}
+    replicas = [ReplicaFiles(f"some-model-{number}", "some-model", f"unix:/run/e{number}.sock", Path("/run")) for number in range(2)]
+    (served,) = config_from(json.loads(json.dumps(gateway_content(fleet, replicas)))).models
+    assert ([replica.name for replica in served.replicas], served.upstreams[0].model) == (["some-model-0", "some-model-1"], "its-name")
+
+
 def test_a_foreign_server_can_be_named_by_the_environment_alone() -> None:
     environment = {"HEADRACE_MODELS__0__UPSTREAMS__0__URL": "http://h/v1", "HEADRACE_MODELS__0__NAME": "far"}
     (model,) = load(None, environment, default_model="headrace-tiny").models
@@ -132,7 +151,12 @@ def test_default_model_is_served_when_nothing_names_one(tmp_path: Path, model_fo
     ("text", "where", "what"),
     [
         ("models: [{engine: {model: M, max_num_seq: 1}}]", "models[0].engine.max_num_seq", "Did you mean max_num_seqs?"),
-        ("models: [{engine: {model: M}, upstreams: [{url: 'http://h/v1'}]}]", "models[0]", "exactly one of engine and upstreams"),
+        ("models: [{engine: {model: M}, remote: {model: M, replicas: []}}]", "models[0]", "exactly one of engine and remote"),
+        (
+            "models: [{engine: {model: M}, upstreams: [{url: 'http://h/v1', name: some-model-7}]}]",
+            "models[0].upstreams[0].name",
+            "how a replica of this model is named",
+        ),
         ("models: [{name: x}]", "models[0]", "exactly one of engine and upstreams"),
         ("models: [{name: x, upstreams: [{url: 'file:///etc'}]}]", "models[0].upstreams[0].url", "not the address of a server"),
         ("models: [{name: x, upstreams: [{ulr: 'http://h/v1'}]}]", "models[0].upstreams[0].ulr", "Did you mean url?"),

@@ -31,7 +31,7 @@ models:
   - name: far
     upstreams: [{ulr: "http://x/v1"}]
   - engine: {model: M}
-    upstreams: [{url: "http://x/v1"}]
+    remote: {model: M, replicas: [{name: r, address: "unix:/r"}]}
 gatway: {}
 gateway:
   port: 70000
@@ -113,7 +113,7 @@ def test_a_file_without_one_of_its_lines_still_has_an_answer(broken: Path, numbe
         ),
         (
             "models: [{engine: {model: headrace-tiny, max_num_seqs: 0}, upstreams: [{url: 'ftp://x', connect_s: -1}]}]",
-            ["models[0]", "models[0].engine.max_num_seqs", "models[0].upstreams[0].connect_s", "models[0].upstreams[0].url"],
+            ["models[0].engine.max_num_seqs", "models[0].upstreams[0].connect_s", "models[0].upstreams[0].url"],
         ),
         ("models: [{replicas: 0, aliases: [/]}]", ["models[0]", "models[0].aliases[0]", "models[0].replicas"]),
         (

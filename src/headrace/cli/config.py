@@ -82,11 +82,11 @@ class RemoteSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
-    """One served model: the engines that serve it, or the foreign servers that answer for it.
+    """One served model: the engines that serve it, the foreign servers that answer for it, or both.
 
     engine     the options of every replica; `engine.model` is a folder, the name of a bundled model, or a hub id
     remote     engines that are started by themselves, instead of engines that are started here
-    upstreams  OpenAI-compatible servers instead of engines
+    upstreams  OpenAI-compatible servers instead of engines; beside them, for what no engine takes
     name       what clients ask for; default: the hub id, the folder's name, or what the first foreign server calls it
     aliases    further names for it
     replicas   engine processes, each with its own copy of the weights
@@ -168,7 +168,7 @@ class ServeConfig:
         if model.engine is None and model.replicas != 1:
             reason = "counts engines that are started here, and this model has none"
             raise ConfigError(f"{where}.replicas", reason, "Leave it out beside upstreams and remote.")
-        if model.upstreams:
+        if model.engine is None and model.remote is None:
             for name, parser in model.parsers.items():
                 if parser != AUTO:
                     raise ConfigError(f"{where}.{name}", "is for text of our engines", "Leave it out: the other server parses its output.")
@@ -212,9 +212,7 @@ class ServeConfig:
             elif model.remote is not None:
                 remote = tuple(asdict(replica) for replica in model.remote.gateway_replicas())
                 spec = replace(spec, folder=resolve(model.remote.model), remote=remote, gateway=model.parsers)
-            elif model.upstreams:
-                spec = replace(spec, upstreams=tuple(asdict(upstream) for upstream in model.upstreams))
-            models.append(spec)
+            models.append(replace(spec, upstreams=tuple(asdict(upstream) for upstream in model.upstreams)))
         run_dir = None if self.run_dir is None else Path(self.run_dir).expanduser()
         return FleetConfig(
             models=tuple(models),
@@ -228,22 +226,23 @@ class ServeConfig:
 
 def _as_gateway_model(model: ModelSection) -> ModelConfig:
     """The model as the gateway's own file has it, with a made-up address: where its replicas will listen is not known yet."""
-    if model.upstreams:
-        return ModelConfig(name=model.served_name, aliases=model.aliases, upstreams=model.upstreams)
-    replicas: tuple[ReplicaConfig, ...] = (ReplicaConfig(name="replica", address="unix:/run/replica"),)
+    answered = ModelConfig(name=model.served_name, aliases=model.aliases, upstreams=model.upstreams)
+    if model.engine is None and model.remote is None:
+        return answered
+    replicas: tuple[ReplicaConfig, ...] = (ReplicaConfig(name="-", address="unix:/run/replica"),)
     if model.remote is not None:
         replicas = model.remote.gateway_replicas()
-    return ModelConfig(name=model.served_name, aliases=model.aliases, folder="/", replicas=replicas)
+    return replace(answered, folder="/", replicas=replicas)
 
 
 def _check_answers(where: str, model: ModelSection) -> None:
-    """Raises NeedsExactlyOne unless one of the three kinds of section says what answers for the model."""
-    given = {"engine": model.engine is not None, "upstreams": bool(model.upstreams), "remote": model.remote is not None}
-    names = [name for name, is_given in given.items() if is_given]
-    if len(names) != 1:
-        first, second = names[:2] or ("engine", "upstreams")
-        remedy = "engine runs the model here, remote names engines that run elsewhere, upstreams asks servers for it."
-        raise NeedsExactlyOne(where, first, second, remedy)
+    """Raises NeedsExactlyOne where engines are both here and elsewhere, or nothing answers for the model."""
+    is_here, is_elsewhere = model.engine is not None, model.remote is not None
+    if (is_here and is_elsewhere) or not (is_here or is_elsewhere or model.upstreams):
+        remedy = (
+            "engine runs the model here, remote names engines that run elsewhere, upstreams asks servers for it, alone or beside these."
+        )
+        raise NeedsExactlyOne(where, "engine", "remote" if is_here else "upstreams", remedy)
 
 
 def _check_folder(where: str, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import sys
 from collections.abc import Mapping
@@ -26,12 +27,12 @@ class ModelSpec:
     """One served model.
 
     name       what clients call it
-    folder     its local folder, resolved (`fleet.weights.resolve_model`)
+    folder     its local folder, resolved (`fleet.weights.resolve_model`); None: foreign servers alone answer
     aliases    other names for it
-    replicas   engine processes, each with its own copy of the weights; none beside `upstreams` or `remote`
+    replicas   engine processes, each with its own copy of the weights; none without a folder or beside `remote`
     engine     options of `engine.config.EngineConfig` beside `model`, checked when they are decoded and again by the engine
     remote     engines that run elsewhere: the gateway's own options of each replica; then none are started here
-    upstreams  the foreign servers that answer instead of engines: the gateway's own options of each
+    upstreams  the foreign servers that answer, beside engines what these do not take: the gateway's own options of each
     gateway    the gateway's own options of a model that engines serve
     """
 
@@ -106,14 +107,15 @@ class FleetConfig:
 
 def _check_model(where: str, model: ModelSpec, names: set[str]) -> None:
     check_model_names(where, model.name, model.aliases, names)
-    if (model.folder is None) == (not model.upstreams):
-        raise NeedsExactlyOne(where, "folder", "upstreams")
-    if model.upstreams:
+    for index, upstream in enumerate(model.upstreams):
+        _check_key_variable(f"{where}.upstreams[{index}].api_key_env", str(upstream.get("api_key_env", "")))
+    if model.folder is None:
+        if not model.upstreams:
+            raise NeedsExactlyOne(where, "folder", "upstreams")
         if model.replicas:
-            raise ConfigError(f"{where}.replicas", f"{model.replicas} is not 0 beside upstreams")
-        for index, upstream in enumerate(model.upstreams):
-            _check_key_variable(f"{where}.upstreams[{index}].api_key_env", str(upstream.get("api_key_env", "")))
+            raise ConfigError(f"{where}.replicas", f"{model.replicas} is not 0 without a folder")
         return
+    _check_foreign_names(f"{where}.upstreams", model)
     if model.remote:
         if model.replicas:
             raise ConfigError(f"{where}.replicas", f"{model.replicas} is not 0 beside remote")
@@ -122,6 +124,15 @@ def _check_model(where: str, model: ModelSpec, names: set[str]) -> None:
         raise ConfigError(f"{where}.replicas", f"{model.replicas} is outside 1..{MAX_REPLICAS}")
     if "model" in model.engine:
         raise ConfigError(f"{where}.engine.model", "is not an option here", "The model's folder is `path`.")
+
+
+def _check_foreign_names(where: str, model: ModelSpec) -> None:
+    """Replicas that are started here get names of their own, now and later: no foreign server of the model may have one of them."""
+    names_of_replicas = re.compile(re.escape(re.sub(r"[^A-Za-z0-9._-]", "-", model.name)[:100]) + r"-\d+")
+    for index, upstream in enumerate(model.upstreams):
+        name = str(upstream.get("name") or f"foreign-{index}")
+        if model.replicas and names_of_replicas.fullmatch(name):
+            raise ConfigError(f"{where}[{index}].name", f"{name!r} is how a replica of this model is named", "Give it another name.")
 
 
 def _check_key_variable(where: str, name: str) -> None:

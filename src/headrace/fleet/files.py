@@ -161,7 +161,9 @@ def gateway_content(config: FleetConfig, replicas: Sequence[ReplicaFiles] = ()) 
 def _gateway_model(model: ModelSpec, replicas: Sequence[ReplicaFiles]) -> dict[str, object]:
     named: dict[str, object] = {"name": model.name, "aliases": list(model.aliases)}
     if model.upstreams:
-        return {**named, "upstreams": [dict(upstream) for upstream in model.upstreams]}
+        named["upstreams"] = [dict(upstream) for upstream in model.upstreams]
+    if model.folder is None:
+        return named
     listening = [{"name": replica.name, "address": replica.address} for replica in replicas if replica.model == model.name]
     elsewhere = [dict(replica) for replica in model.remote]
     return {**named, **model.gateway, "folder": str(model.folder), "replicas": [*listening, *elsewhere]}

@@ -86,11 +86,11 @@ class ReplicaConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One served model: either our replicas or foreign servers.
+    """One served model: our replicas, foreign servers, or both.
 
     name       what `GET /v1/models` shows; aliases answer as well
     folder     local folder with tokenizer.json, tokenizer_config.json and the chat template; beside `replicas`
-    upstreams  the servers that answer for it instead
+    upstreams  foreign servers: they answer for it, or what no replica takes
 
     tool_call_parser, reasoning_parser  names of rows in `text.output.formats`; auto: what the chat template asks for
     """
@@ -321,10 +321,8 @@ def _check_models(models: tuple[ModelConfig, ...]) -> None:
     for index, model in enumerate(models):
         where = f"models[{index}]"
         check_model_names(where, model.name, model.aliases, names)
-        if model.upstreams:
-            if model.folder or model.replicas:
-                raise ConfigError(f"{where}.upstreams", "is given beside folder or replicas", "A model is answered by one or the other.")
-            check_foreign(f"{where}.upstreams", model.upstreams)
+        check_foreign(f"{where}.upstreams", model.upstreams, taken=[replica.name for replica in model.replicas])
+        if model.upstreams and not (model.folder or model.replicas):
             continue
         replicas = [replica.name for replica in model.replicas]
         if not model.folder:

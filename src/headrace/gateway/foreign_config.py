@@ -73,8 +73,8 @@ class ForeignConfig:
         return self
 
 
-def check_foreign(where: str, upstreams: Sequence[ForeignConfig]) -> None:
-    """Raise ConfigError for a server that breaks a rule, too many of them, or two with one name."""
+def check_foreign(where: str, upstreams: Sequence[ForeignConfig], *, taken: Sequence[str] = ()) -> None:
+    """Raise ConfigError for a server that breaks a rule, too many of them, or two with one name. taken: names of the model's replicas"""
     if len(upstreams) > MAX_FOREIGN_SERVERS:
         raise ConfigError(where, f"names {len(upstreams)} servers, more than {MAX_FOREIGN_SERVERS}")
     for index, upstream in enumerate(upstreams):
@@ -86,6 +86,8 @@ def check_foreign(where: str, upstreams: Sequence[ForeignConfig]) -> None:
     for index, name in enumerate(names):
         if name in names[:index]:
             raise ConfigError(f"{where}[{index}].name", f"{name!r} is the name of another server of this model")
+        if name in taken:
+            raise ConfigError(f"{where}[{index}].name", f"{name!r} is the name of one of this model's replicas")
 
 
 def named(upstreams: Sequence[ForeignConfig]) -> Iterator[tuple[str, ForeignConfig]]:

@@ -18,6 +18,7 @@ from headrace.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig
 from headrace.gateway.control.texts import LoadedText
 from headrace.gateway.text_workers.model_text import ModelText
 from headrace.gateway.text_workers.pool import TextPool
+from headrace.gateway.upstream.fallback import FallbackUpstream, foreign_servers
 from headrace.gateway.upstream.foreign import HttpUpstream, open_upstream
 from headrace.gateway.upstream.replicas import Connection, Replica, ReplicaPool
 from headrace.gateway.upstream.seam import Upstream
@@ -69,7 +70,7 @@ class OpenModel:
     """A model that is served.
 
     stack     closes what it is connected to
-    text      None: foreign servers answer for it, as for `pool`
+    text      None: foreign servers alone answer for it, as for `pool`
     replicas  the configuration of each of the pool's replicas, with its token read, and what was made of it
     """
 
@@ -112,10 +113,11 @@ class ModelOpener:
         self.on_closed: Callable[[str, ReplicaId], None] = lambda _model, _replica: None
 
     async def open(self, config: ModelConfig, text: LoadedText | None, site: GatewayConfig) -> OpenModel:
-        """A model of `site`, connected to its replicas or trying to. Raises ConfigError. text: None where foreign servers answer"""
+        """A model of `site`, connected to its replicas or trying to. Raises ConfigError. text: None where foreign servers alone answer"""
         async with AsyncExitStack() as stack:
+            foreign = await stack.enter_async_context(self._foreign_servers(config)) if config.upstreams else None
             if text is None:
-                foreign = await stack.enter_async_context(self._foreign_servers(config))
+                assert foreign is not None, "something answers for a model"
                 return OpenModel(config, self._served(config, foreign), stack.pop_all())
             replicas = {replica: self._replica(replica, text) for replica in map(_resolved, config.replicas)}
             pool = ReplicaPool(
@@ -128,7 +130,7 @@ class ModelOpener:
                 on_closed=partial(self.on_closed, config.name),
             )
             await stack.enter_async_context(pool)
-            upstream = self._engines(config, text, pool)
+            upstream = self._engines(config, text, pool, foreign)
             return OpenModel(config, self._served(config, upstream), stack.pop_all(), text, pool, replicas)
 
     def change(self, model: OpenModel, config: ModelConfig) -> ModelChange | None:
@@ -151,12 +153,14 @@ class ModelOpener:
             return model.served
         upstream = model.served.upstream
         if model.pool is not None and model.text is not None:
-            upstream = self._engines(config, model.text, model.pool)
+            upstream = self._engines(config, model.text, model.pool, foreign_servers(upstream))
         return ServedModel(config.name, config.aliases, upstream, model.served.created, model.served.users)
 
-    def _engines(self, config: ModelConfig, text: LoadedText, pool: ReplicaPool) -> TokenUpstream:
+    def _engines(self, config: ModelConfig, text: LoadedText, pool: ReplicaPool, foreign: HttpUpstream | None) -> Upstream:
+        """The model's engines, and the foreign servers behind them where it has any."""
         model_text = ModelText(self._text_pool, text.name, text.model.tokenizer)
-        return TokenUpstream(model_text, pool, draw_seed=self._sources.draw_seed, formats=_formats(config, text.model))
+        engines = TokenUpstream(model_text, pool, draw_seed=self._sources.draw_seed, formats=_formats(config, text.model))
+        return engines if foreign is None else FallbackUpstream(engines, foreign)
 
     def _served(self, config: ModelConfig, upstream: Upstream) -> ServedModel:
         return ServedModel(config.name, config.aliases, upstream, int(self._sources.unix_time()))

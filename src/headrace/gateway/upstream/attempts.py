@@ -67,15 +67,23 @@ class CallAttempts:
     """
 
     def __init__(
-        self, pool: ReplicaPool, make_request: Callable[[int], EngineRequest], *, num_sequences: int, max_output_tokens: int
+        self,
+        pool: ReplicaPool,
+        make_request: Callable[[int], EngineRequest],
+        *,
+        num_sequences: int,
+        max_output_tokens: int,
+        has_fallback: bool = False,
     ) -> None:
         """
         make_request       epoch -> the call with all its sequences
         max_output_tokens  per sequence; ids beyond it are not kept
+        has_fallback       while nothing was read, the call can be answered elsewhere: it does not wait for a replica
         """
         self._pool = pool
         self._make_request = make_request
         self._max_output_tokens = max_output_tokens
+        self._has_fallback = has_fallback
         self._open = set(range(num_sequences))
         self._groups = [SequenceGroup(tuple(range(num_sequences)))]
         self._reads: dict[asyncio.Task[list[SequenceUpdate]], SequenceGroup] = {}
@@ -344,7 +352,7 @@ class CallAttempts:
         """Until a replica has become ready, or some time has passed. Raises ReplicaLost when the group has waited long enough."""
         assert group.wait_until is not None
         remaining_s = group.wait_until - self._pool.clock()
-        if remaining_s <= 0:
+        if remaining_s <= 0 or (self._has_fallback and not self._num_read):
             self._give_up(group.numerics, error)
         group.tried.clear()
         wait = asyncio.ensure_future(self._pool.watch.wait_for_change())

@@ -76,12 +76,17 @@ class Call:
 class TokenStream:
     """One call at our engines, as events. An `EventStream`."""
 
-    def __init__(self, pool: ReplicaPool, tokenizer: Tokenizer, call: Call, *, first_index: int = 0) -> None:
-        """first_index: of the call's sequences within the request"""
+    def __init__(self, pool: ReplicaPool, tokenizer: Tokenizer, call: Call, *, first_index: int = 0, has_fallback: bool = False) -> None:
+        """
+        first_index   of the call's sequences within the request
+        has_fallback  see `CallAttempts`
+        """
         self._first_index = first_index
         self.call = call
         n = call.params.n
-        self.attempts = CallAttempts(pool, call.engine_request, num_sequences=n, max_output_tokens=call.max_output_tokens)
+        self.attempts = CallAttempts(
+            pool, call.engine_request, num_sequences=n, max_output_tokens=call.max_output_tokens, has_fallback=has_fallback
+        )
         kept_ids = call.parsing.marker_ids if call.parsing is not None else frozenset()
         self._assemblers = [OutputAssembler(tokenizer, call.params, kept_ids=kept_ids) for _ in range(n)]
         self._stages = [_stage(call, tokenizer, index) for index in range(n)]

@@ -187,9 +187,13 @@ class TokenPrepared:
     def keeps_events(self) -> bool:
         return self.calls[0].params.prompt_logprobs is None  # which ids do not hold
 
-    def stream(self) -> EventStream:
+    def stream(self, *, has_fallback: bool = False) -> EventStream:
+        """has_fallback: a request of which nothing was read does not wait for a replica after a loss"""
         n = self.calls[0].params.n
-        streams = [TokenStream(self._pool, self._tokenizer, call, first_index=number * n) for number, call in enumerate(self.calls)]
+        streams = [
+            TokenStream(self._pool, self._tokenizer, call, first_index=number * n, has_fallback=has_fallback)
+            for number, call in enumerate(self.calls)
+        ]
         return streams[0] if len(streams) == 1 else MergedStream(streams, n)
 
 

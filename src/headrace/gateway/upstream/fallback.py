@@ -1,0 +1,186 @@
+"""A model that our replicas serve, with foreign servers of the same model behind them.
+
+Every request goes to a replica first. Where none takes it (all reject it, none is ready, or its replica was lost before the first token and
+no other is ready) it begins anew at the foreign servers, in their own order. After the first token it stays, and so does a stream that a
+client continues: another model's text cannot follow ours. What a foreign server cannot take (log-probabilities of prompts, ...) has no
+fallback.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.core.errors import InvalidRequest, Overloaded, Unavailable
+from headrace.core.update import StageSeconds
+from headrace.gateway.upstream.foreign import HttpUpstream
+from headrace.gateway.upstream.seam import (
+    Conversation,
+    EventListener,
+    EventStream,
+    GenerationRequest,
+    OutputEvent,
+    PlainPrompts,
+    Prepared,
+    PreparedPrompt,
+    PrincipalFacts,
+    ReplicaHealth,
+    Tokenization,
+    TokenUsage,
+    Upstream,
+)
+from headrace.gateway.upstream.tokens import TokenPrepared, TokenUpstream
+
+log = logging.getLogger("headrace.gateway")
+
+
+class FallbackUpstream:
+    """One model at both. An `Upstream`."""
+
+    def __init__(self, own: TokenUpstream, foreign: HttpUpstream) -> None:
+        self.own = own
+        self.foreign = foreign
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The replicas' limit, once one has connected: a longer prompt is refused, though a foreign server might take it."""
+        return self.own.max_model_len or self.foreign.max_model_len
+
+    @property
+    def fingerprint(self) -> str | None:
+        return self.own.fingerprint
+
+    def replicas(self) -> list[ReplicaHealth]:
+        return [*self.own.replicas(), *self.foreign.replicas()]
+
+    def retired_replicas(self) -> list[ReplicaHealth]:
+        return [*self.own.retired_replicas(), *self.foreign.retired_replicas()]
+
+    async def prepare(self, request: GenerationRequest, principal: PrincipalFacts) -> Prepared:
+        if request.earlier is not None:
+            return await self.own.prepare(request, principal)
+        try:
+            own = await self.own.prepare(request, principal)
+        except Unavailable:  # no replica has connected yet
+            return await self.foreign.prepare(request, principal)
+        try:
+            foreign = await self.foreign.prepare(request, principal)
+        except InvalidRequest:
+            return own
+        return FallbackPrepared(own, foreign)
+
+    async def tokenize(self, prompt: Conversation | PlainPrompts, *, needs_texts: bool, tenant: str) -> Tokenization:
+        return await self.own.tokenize(prompt, needs_texts=needs_texts, tenant=tenant)
+
+    async def detokenize(self, token_ids: Sequence[int], *, tenant: str) -> str:
+        return await self.own.detokenize(token_ids, tenant=tenant)
+
+
+@dataclass(frozen=True, slots=True)
+class FallbackPrepared:
+    """A request that can go to both. A `Prepared`: its counts are those of our replicas."""
+
+    _own: TokenPrepared
+    _foreign: Prepared
+
+    @property
+    def ignored(self) -> Sequence[str]:
+        return self._own.ignored
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        return self._own.prompt_tokens
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        return self._own.max_output_tokens
+
+    @property
+    def num_sequences(self) -> int:
+        return self._own.num_sequences
+
+    @property
+    def seed(self) -> int | None:
+        return self._own.seed
+
+    @property
+    def keeps_events(self) -> bool:
+        return self._own.keeps_events
+
+    @property
+    def prompts(self) -> Sequence[PreparedPrompt]:
+        return self._own.prompts
+
+    def stream(self) -> EventStream:
+        return FallbackStream(self._own.stream(has_fallback=True), self._foreign)
+
+
+class FallbackStream:
+    """One request, first at a replica. An `EventStream`."""
+
+    def __init__(self, own: EventStream, foreign: Prepared) -> None:
+        self._stream = own
+        self._foreign: Prepared | None = foreign
+        self._is_cancelled = False
+
+    @property
+    def unread_bytes(self) -> int:
+        return self._stream.unread_bytes
+
+    @property
+    def num_resumes(self) -> int:
+        return self._stream.num_resumes
+
+    async def events(self) -> list[OutputEvent]:
+        try:
+            events = await self._stream.events()
+        except (Overloaded, Unavailable) as error:
+            if self._foreign is None or self._is_cancelled or self._stream.usage().completion_tokens:
+                raise
+            log.info("a request falls back to a foreign server: %s", error)
+            own, self._stream = self._stream, self._foreign.stream()
+            self._foreign = None
+            await own.close()
+            return await self._stream.events()
+        if events:
+            self._foreign = None
+        return events
+
+    def listen(self, listener: EventListener | None) -> None:
+        """Called after the first events, when the stream stays where it is."""
+        self._stream.listen(listener)
+
+    def saved_state(self) -> bytes | None:
+        """None once a foreign server answers."""
+        return self._stream.saved_state()
+
+    def replay(self, index: int, place: int) -> OutputEvent:
+        return self._stream.replay(index, place)
+
+    def usage(self) -> TokenUsage:
+        return self._stream.usage()
+
+    def replica(self, index: int) -> str | None:
+        return self._stream.replica(index)
+
+    def queue_time_s(self, index: int) -> float | None:
+        return self._stream.queue_time_s(index)
+
+    def stages(self, index: int) -> StageSeconds | None:
+        return self._stream.stages(index)
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        self._stream.cancel()
+
+    async def close(self) -> None:
+        self.cancel()
+        await self._stream.close()
+
+
+def foreign_servers(upstream: Upstream) -> HttpUpstream | None:
+    """The foreign servers of a model, whether they answer alone or behind replicas; None: it has none."""
+    if isinstance(upstream, FallbackUpstream):
+        return upstream.foreign
+    return upstream if isinstance(upstream, HttpUpstream) else None
