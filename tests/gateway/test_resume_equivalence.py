@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_kit import FakeReplica, TestBench, eventually, open_bench, snapshot
-from resume_kit import CHAT, COMPLETIONS, answer_of, send, streaming_body
+from resume_kit import CHAT, COMPLETIONS, answer_of, kept, send, streaming_body, two_gateways
 
 from headrace.text.folder import TextModel
-from headrace.wire.client import SeenLoad
 
 TEXT = 'na\u00efve \U0001f389 stop \u65e5\u672c\u8a9e "q" \\ and\nlines. The fox jumps over the lazy dog.'
 FIND = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}}}
@@ -43,26 +37,6 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "completion, prompts": (COMPLETIONS, {"prompt": ["Hello", "world"], "n": 2, "max_tokens": 6, **USAGE}),
     "completion, stop tokens": (COMPLETIONS, {"stop_token_ids": [70, 71, 72, 73], "min_tokens": 2}),
 }
-NUMERICS = {"weights": "ab", "kernels": "avx512"}
-
-
-@asynccontextmanager
-async def two_gateways(text: TextModel, folder: Path, **changes: Any) -> AsyncIterator[tuple[TestBench, TestBench]]:
-    """Two gateways over one store, each with a replica of its own, of equal numerics."""
-    store, timeouts = {"path": str(folder / "store.db")}, {"stream_resume_s": 60, **changes.pop("timeouts", {})}
-    async with (
-        open_bench(text, store=store, timeouts=timeouts, **changes) as first,
-        open_bench(text, store=store, timeouts=timeouts, **changes) as second,
-    ):
-        for bench in (first, second):
-            equal(bench.replica)
-        yield first, second
-
-
-def equal(replica: FakeReplica) -> None:
-    assert replica.info is not None
-    replica.info = replace(replica.info, model=replace(replica.info.model, numerics=NUMERICS))
-    replica.snapshot = SeenLoad(snapshot(), time.monotonic() + 1e6)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -94,11 +68,6 @@ async def test_a_stream_left_after_any_event_goes_on_at_another_gateway(text: Te
         assert any(request.output_ids for request in continuations), "the engine goes on after the ids that were read"
         assert all(request.numerics_digest for request in continuations if request.output_ids)
         assert all(request.grammar for request in continuations) == ("guided_regex" in fields)
-
-
-async def kept(bench: TestBench) -> None:
-    """Until all entries are written."""
-    await eventually(lambda: bench.gateway.service.kept_streams.num_writing == 0)
 
 
 def without_ids(answer: dict[str, Any]) -> dict[str, Any]:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass, field
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from gateway_kit import MODEL, chat_body
+from gateway_kit import MODEL, FakeReplica, TestBench, chat_body, eventually, open_bench, snapshot
 
 from headrace.gateway.app import Gateway
+from headrace.text.folder import TextModel
+from headrace.wire.client import SeenLoad
 
+NUMERICS = {"weights": "ab", "kernels": "avx512"}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -59,12 +66,23 @@ def streaming_body(path: str, **fields: Any) -> bytes:
 
 
 async def send(
-    gateway: Gateway, path: str, body: bytes, *, last_event: str = "", leave_after: int | None = None, key: str | None = None
+    gateway: Gateway,
+    path: str,
+    body: bytes,
+    *,
+    last_event: str = "",
+    leave_after: int | None = None,
+    key: str | None = None,
+    on_body: Callable[[bytes], None] = lambda _: None,
 ) -> Received:
-    """One request. leave_after: events after which the client leaves; events sent later are lost on the way, as they may be"""
+    """One request.
+
+    leave_after  events after which the client leaves; events sent later are lost on the way, as they may be
+    on_body      called with every part of the body
+    """
     received, left = Received(), asyncio.Event()
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-    headers += [(b"last-event-id", last_event.encode())] if last_event else []
+    headers += [(b"last-event-id", last_event.encode("latin-1"))] if last_event else []
     headers += [(b"authorization", f"Bearer {key}".encode())] if key else []
     incoming = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -80,6 +98,7 @@ async def send(
             received.headers = {name.decode(): value.decode() for name, value in message["headers"]}
         elif not left.is_set():
             received.body += message["body"]
+            on_body(message["body"])
             if leave_after is not None and len(received.events) >= leave_after:
                 received.body = b"".join(part + b"\n\n" for part in received.body.split(b"\n\n")[:leave_after])
                 left.set()
@@ -122,3 +141,27 @@ def _add(found: dict[str, Any], choice: dict[str, Any]) -> None:
         found["logprobs"][name] = found["logprobs"].get(name, []) + values if isinstance(values, list) else values
     if choice["finish_reason"] is not None:
         found["finish"] = choice["finish_reason"], choice["stop_reason"]
+
+
+@asynccontextmanager
+async def two_gateways(text: TextModel, folder: Path, **changes: Any) -> AsyncIterator[tuple[TestBench, TestBench]]:
+    """Two gateways over one store, each with a replica of its own, of equal numerics."""
+    store, timeouts = {"path": str(folder / "store.db")}, {"stream_resume_s": 60, **changes.pop("timeouts", {})}
+    async with (
+        open_bench(text, store=store, timeouts=timeouts, **changes) as first,
+        open_bench(text, store=store, timeouts=timeouts, **changes) as second,
+    ):
+        for bench in (first, second):
+            equal(bench.replica)
+        yield first, second
+
+
+def equal(replica: FakeReplica) -> None:
+    assert replica.info is not None
+    replica.info = replace(replica.info, model=replace(replica.info.model, numerics=NUMERICS))
+    replica.snapshot = SeenLoad(snapshot(), time.monotonic() + 1e6)
+
+
+async def kept(bench: TestBench) -> None:
+    """Until all entries are written."""
+    await eventually(lambda: bench.gateway.service.kept_streams.num_writing == 0)

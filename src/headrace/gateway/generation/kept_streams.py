@@ -13,7 +13,7 @@ import logging
 from array import array
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -33,6 +33,10 @@ log = logging.getLogger("headrace.gateway")
 
 STORE_S = 0.25
 """Seconds that a request waits for the store; then it is answered 503."""
+
+GIVE_WAY_S = 1.0
+"""Seconds after which a stream that is being sent gives way to a newer connection of its client. Before, the newer one gets 409, so that of
+two resumes at once one wins."""
 
 WRITE_S = 5.0
 """Seconds that writing an entry may take, which no request waits for; then the entry is given up."""
@@ -78,11 +82,18 @@ _encode, _decoder = msgspec.msgpack.encode, msgspec.msgpack.Decoder(KeptStream)
 
 @dataclass(frozen=True, slots=True)
 class ContinuedStream:
-    """A stream that the client may have. num_seen: events that it has already"""
+    """A stream that the client may have.
+
+    num_seen  events that it has already
+    value     the entry as it was found, which a claim replaces
+    waited_s  seconds that the request has waited for the store
+    """
 
     answer_id: RequestId
     num_seen: int
     kept: KeptStream
+    value: bytes
+    waited_s: float = 0.0
 
     @property
     def entries(self) -> array[int]:
@@ -98,9 +109,14 @@ class ContinuedStream:
 
 @dataclass(slots=True, eq=False)
 class OpenStream:
-    """A stream that is being sent, or that has ended and whose entry is being written. closed: neither any more"""
+    """A stream that is being sent, or that has ended and whose entry is being written.
+
+    begun_at  on the event loop's clock
+    closed    neither any more
+    """
 
     exchange: Exchange
+    begun_at: float
     is_ended: bool = False
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -159,22 +175,23 @@ class KeptStreams:
         event = EventId.parsed(given)
         if self._store is None:
             raise UnknownStream("This server keeps no streams (timeouts.stream_resume_s is 0).")
+        began = _now()
         with self._counted():
-            await self._end_open(event.answer_id, exchange)
             async with asyncio.timeout(STORE_S):
+                await self._end_open(event.answer_id, exchange)
                 value = await self._store.get(event.answer_id)
-            return self._checked(event, value, exchange)
+            return replace(self._checked(event, value, exchange), waited_s=_now() - began)
 
     async def claim(self, stream: ContinuedStream) -> None:
         """Take the stream, right before it is continued. Raises StreamConflict where another request has taken it, or Unavailable."""
         assert self._store is not None
         claim = msgspec.structs.replace(stream.kept, entries=b"", state=b"", is_claimed=True)
         with self._counted():
-            async with asyncio.timeout(STORE_S):
-                found = await self._store.swap(stream.answer_id, _encode(claim), tenant=claim.tenant, ttl_s=self._ttl_s)
-            if found is None:
-                raise UnknownStream(UNKNOWN)
-            if _decoder.decode(found).is_claimed:
+            async with asyncio.timeout(STORE_S - stream.waited_s):
+                is_ours = await self._store.swap(
+                    stream.answer_id, _encode(claim), expected=stream.value, tenant=claim.tenant, ttl_s=self._ttl_s
+                )
+            if not is_ours:
                 raise StreamConflict(BUSY, retry_after_s=BUSY_RETRY_S)
         self._metrics.continued(ContinueOutcome.CONTINUED)
 
@@ -194,13 +211,13 @@ class KeptStreams:
 
     def _checked(self, event: EventId, value: bytes | None, exchange: Exchange) -> ContinuedStream:
         kept = None if value is None else _decoded(value)
-        if kept is None or kept.tenant != exchange.principal.tenant:
+        if value is None or kept is None or kept.tenant != exchange.principal.tenant:
             raise UnknownStream(UNKNOWN)
         if kept.body != exchange.body_digest:
             raise InvalidRequest(HEADER, "an event of a stream that the same body began", None, "Send the request as it was sent first.")
         if kept.is_claimed:
             raise StreamConflict(BUSY, retry_after_s=BUSY_RETRY_S)
-        stream = ContinuedStream(event.answer_id, event.number, kept)
+        stream = ContinuedStream(event.answer_id, event.number, kept, value)
         if event.number > len(stream.entries) + 1:
             raise InvalidRequest(HEADER, f"at most event {len(stream.entries) + 1} of this stream", event.number)
         return stream
@@ -214,17 +231,16 @@ class KeptStreams:
         if old.principal.tenant != exchange.principal.tenant or old.body_digest != exchange.body_digest:
             return  # the store has nothing under this id, or the checks that follow refuse it
         if not stream.is_ended:
-            if not old.is_started:
+            if not old.is_started or _now() - stream.begun_at < GIVE_WAY_S:
                 raise StreamConflict(BUSY, retry_after_s=BUSY_RETRY_S)
             old.abort(ClientLeft("The client continued the stream over a newer connection."))
-        async with asyncio.timeout(STORE_S):
-            await stream.closed.wait()
+        await stream.closed.wait()
 
     # -- keeping -------------------------------------------------------------------------------------------------------------------
 
     def begin(self, answer_id: RequestId, exchange: Exchange) -> None:
         """The stream is being sent from here on; `keep` or `forget` ends that."""
-        self._open[answer_id] = OpenStream(exchange)
+        self._open[answer_id] = OpenStream(exchange, _now())
 
     def forget(self, answer_id: RequestId, *, is_claimed: bool) -> None:
         """The stream has ended and is not kept. is_claimed: it was continued, and its claim is removed"""
@@ -284,10 +300,14 @@ class KeptStreams:
         self._warn(f"a stream was not kept, so that its client cannot continue it: {reason}")
 
     def _warn(self, message: str) -> None:
-        now = asyncio.get_running_loop().time()
+        now = _now()
         if now >= self._next_log_at:
             self._next_log_at = now + LOG_EVERY_S
             log.warning("%s (at most one such line in %g s; /metrics counts all)", message, LOG_EVERY_S)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _decoded(value: bytes) -> KeptStream | None:

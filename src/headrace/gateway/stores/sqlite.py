@@ -32,6 +32,7 @@ BUSY_MS = 200
 
 CLOSE_S = 2.0
 
+BY_TENANT = "SELECT tenant, sum(size) FROM entries"
 OPEN_TRIES, OPEN_RETRY_S = 20, 0.05
 """How often, and after how many seconds, a file is tried again that another process is just opening."""
 
@@ -41,7 +42,7 @@ SCHEMA = (
     "CREATE INDEX entries_by_age ON entries (expires_at)",
     "CREATE INDEX entries_by_tenant ON entries (tenant, expires_at)",
     "CREATE TABLE tenants (tenant TEXT PRIMARY KEY, size INTEGER NOT NULL)",
-    "CREATE TRIGGER entry_added AFTER INSERT ON entries BEGIN"
+    "CREATE TRIGGER entry_added AFTER INSERT ON entries WHEN NEW.size > 0 BEGIN"
     " INSERT INTO tenants VALUES (NEW.tenant, NEW.size) ON CONFLICT (tenant) DO UPDATE SET size = size + NEW.size; END",
     "CREATE TRIGGER entry_removed AFTER DELETE ON entries BEGIN"
     " UPDATE tenants SET size = size - OLD.size WHERE tenant = OLD.tenant;"
@@ -75,24 +76,35 @@ class SqliteStore:
         await self._call(lambda: self._put(key, value, tenant, ttl_s))
 
     async def get(self, key: str) -> bytes | None:
-        return await self._call(lambda: self._get(key))
+        return await self._call(lambda: self._get(key), is_read=True)
 
-    async def swap(self, key: str, value: bytes, *, tenant: str, ttl_s: float) -> bytes | None:
+    async def swap(self, key: str, value: bytes, *, expected: bytes, tenant: str, ttl_s: float) -> bool:
         self._limits.check(len(value))
-        return await self._call(lambda: self._swap(key, value, tenant, ttl_s))
+        return await self._call(lambda: self._swap(key, value, expected, tenant, ttl_s))
 
     async def delete(self, key: str) -> None:
         await self._call(lambda: self._delete(key))
+
+    async def check(self) -> None:
+        """Assert that the sums by tenant are of the entries, and that the bounds hold."""
+        sizes, sums = await self._call(lambda: (self._rows(f"{BY_TENANT} GROUP BY tenant"), self._rows("SELECT tenant, size FROM tenants")))
+        by_tenant = {tenant: size for tenant, size in sizes if size}
+        assert by_tenant == dict(sums), "each tenant's sum is of its entries"
+        assert all(size <= self._limits.tenant for size in by_tenant.values())
+        assert sum(by_tenant.values()) <= self._limits.total
+
+    async def num_entries(self) -> int:
+        return len(await self._call(lambda: self._rows("SELECT key FROM entries")))
 
     async def close(self) -> None:
         """Do what was asked for so far, as far as CLOSE_S allows."""
         self._calls.put(None)
         await asyncio.to_thread(self._thread.join, CLOSE_S)
 
-    async def _call(self, work: Callable[[], T]) -> T:
+    async def _call(self, work: Callable[[], T], *, is_read: bool = False) -> T:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
-        self._calls.put(_Call(work, loop, answer))
+        self._calls.put(_Call(work, loop, answer, is_read))
         return await answer
 
     # -- in the thread -------------------------------------------------------------------------------------------------------------
@@ -111,8 +123,11 @@ class SqliteStore:
         """All calls in one transaction; where it fails, all of them have failed."""
         answers: list[Any] = []
         try:
-            self._connection.execute("BEGIN IMMEDIATE")
-            self._remove_expired()
+            if all(call.is_read for call in calls):
+                self._connection.execute("BEGIN")  # waits for no other process
+            else:
+                self._connection.execute("BEGIN IMMEDIATE")
+                self._remove_expired()
             answers = [None if call.answer.cancelled() else call.work() for call in calls]
             self._connection.execute("COMMIT")
         except sqlite3.Error as error:
@@ -123,6 +138,9 @@ class SqliteStore:
             return
         for call, answer in zip(calls, answers, strict=True):
             call.end(answer)
+
+    def _rows(self, query: str) -> list[tuple[Any, ...]]:
+        return self._connection.execute(query).fetchall()
 
     def _put(self, key: str, value: bytes, tenant: str, ttl_s: float) -> None:
         self._delete(key)
@@ -143,11 +161,11 @@ class SqliteStore:
         found = self._connection.execute("SELECT value FROM entries WHERE key = ? AND expires_at > ?", (key, self._unix_time())).fetchone()
         return None if found is None else bytes(found[0])
 
-    def _swap(self, key: str, value: bytes, tenant: str, ttl_s: float) -> bytes | None:
-        found = self._get(key)
-        if found is not None:
+    def _swap(self, key: str, value: bytes, expected: bytes, tenant: str, ttl_s: float) -> bool:
+        is_expected = self._get(key) == expected
+        if is_expected:
             self._put(key, value, tenant, ttl_s)
-        return found
+        return is_expected
 
     def _delete(self, key: str) -> None:
         self._connection.execute("DELETE FROM entries WHERE key = ?", (key,))
@@ -164,6 +182,7 @@ class _Call:
     work: Callable[[], Any]
     loop: asyncio.AbstractEventLoop
     answer: asyncio.Future[Any]
+    is_read: bool
 
     def end(self, answer: object, error: StoreFailed | None = None) -> None:
         """From the thread: the caller gets the answer, or the error."""

@@ -47,8 +47,8 @@ class Store(Protocol):
 
     async def get(self, key: str) -> bytes | None: ...
 
-    async def swap(self, key: str, value: bytes, *, tenant: str, ttl_s: float) -> bytes | None:
-        """As `put`, but only where an entry is there, which is returned. Atomic: of two swaps the second gets the first one's value."""
+    async def swap(self, key: str, value: bytes, *, expected: bytes, tenant: str, ttl_s: float) -> bool:
+        """As `put`, but only while the entry is `expected`; whether it was. Atomic: of two equal swaps one succeeds."""
         ...
 
     async def delete(self, key: str) -> None: ...

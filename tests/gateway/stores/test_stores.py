@@ -1,0 +1,185 @@
+"""Stores: entries are there for their time, within their bounds, and swapped by one caller at a time. Every implementation alike."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import stat
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.core.errors import ConfigError
+from headrace.gateway.config import config_from
+from headrace.gateway.stores.sqlite import IN_MEMORY, SqliteStore
+from headrace.gateway.stores.store import EntryTooLarge, StoreFailed, StoreLimits
+
+LIMITS = StoreLimits(entry=100, tenant=200, total=500)
+
+
+class ManualClock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture(params=["file", "memory"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClock) -> AsyncIterator[SqliteStore]:
+    opened = SqliteStore.open(str(tmp_path / "store.db") if request.param == "file" else IN_MEMORY, LIMITS, clock)
+    yield opened
+    await opened.check()
+    await opened.close()
+
+
+async def test_an_entry_is_there_for_its_time(store: SqliteStore, clock: ManualClock) -> None:
+    await store.put("a", b"one", tenant="t", ttl_s=10)
+    await store.put("b", b"two", tenant="t", ttl_s=20)
+    assert (await store.get("a"), await store.get("none")) == (b"one", None)
+    clock.now += 10
+    assert (await store.get("a"), await store.get("b")) == (None, b"two")
+    clock.now += 10
+    await store.get("b")
+    assert await store.num_entries() == 0, "an entry that is over takes no room"
+
+
+async def test_a_put_replaces_and_a_delete_removes(store: SqliteStore) -> None:
+    await store.put("a", b"one", tenant="t", ttl_s=10)
+    await store.put("a", b"other", tenant="t", ttl_s=10)
+    assert await store.get("a") == b"other"
+    await store.delete("a")
+    await store.delete("a")
+    assert await store.get("a") is None
+
+
+async def test_of_several_swaps_one_succeeds(store: SqliteStore, clock: ManualClock) -> None:
+    assert not await store.swap("a", b"claim", expected=b"one", tenant="t", ttl_s=10)
+    assert await store.get("a") is None, "a swap makes no entry"
+    await store.put("a", b"one", tenant="t", ttl_s=10)
+    claims = [store.swap("a", b"claim %d" % number, expected=b"one", tenant="t", ttl_s=10) for number in range(8)]
+    found = await asyncio.gather(*claims)
+    assert sum(found) == 1
+    assert await store.get("a") == b"claim %d" % found.index(True)
+    clock.now += 10
+    assert not await store.swap("a", b"late", expected=b"claim 0", tenant="t", ttl_s=10)
+
+
+async def test_an_entry_beyond_the_bound_is_refused_and_what_was_there_stays(store: SqliteStore) -> None:
+    await store.put("a", b"one", tenant="t", ttl_s=10)
+    with pytest.raises(EntryTooLarge, match="at most 100"):
+        await store.put("a", b"x" * 101, tenant="t", ttl_s=10)
+    assert await store.get("a") == b"one"
+
+
+async def test_a_tenant_pushes_out_its_own_oldest_entries_alone(store: SqliteStore) -> None:
+    await store.put("theirs", b"x" * 100, tenant="them", ttl_s=1)
+    for number in range(5):
+        await store.put(f"ours {number}", b"x" * 80, tenant="us", ttl_s=10 + number)
+    there = [await store.get(f"ours {number}") is not None for number in range(5)]
+    assert there == [False, False, False, True, True]
+    assert await store.get("theirs") is not None
+
+
+async def test_the_oldest_entries_of_all_go_when_the_store_is_full(store: SqliteStore) -> None:
+    for number in range(6):
+        await store.put(str(number), b"x" * 100, tenant=f"t{number}", ttl_s=10 + number)
+    assert [await store.get(str(number)) is not None for number in range(6)] == [False, True, True, True, True, True]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(0, 120), st.sampled_from(["t", "u", "v"]), st.integers(1, 9)), max_size=40)
+)
+@settings(max_examples=60, deadline=None)
+def test_the_bounds_hold_whatever_is_put(puts: list[tuple[str, int, str, int]]) -> None:
+    async def run() -> None:
+        clock = ManualClock()
+        store = SqliteStore.open(IN_MEMORY, LIMITS, clock)
+        for key, size, tenant, ttl_s in puts:
+            clock.now += 1
+            if size > LIMITS.entry:
+                with pytest.raises(EntryTooLarge):
+                    await store.put(key, b"x" * size, tenant=tenant, ttl_s=ttl_s)
+                continue
+            await store.put(key, b"x" * size, tenant=tenant, ttl_s=ttl_s)
+            assert await store.get(key) == b"x" * size, "what was just put is there"
+            await store.check()
+        await store.close()
+
+    asyncio.run(run())
+
+
+async def test_a_file_is_shared_and_closed_to_other_users(tmp_path: Path, clock: ManualClock) -> None:
+    path = tmp_path / "store.db"
+    with ThreadPoolExecutor() as pool:
+        opened = list(pool.map(lambda _: SqliteStore.open(str(path), LIMITS, clock), range(6)))
+    await asyncio.gather(*(store.put(f"{number}", b"x", tenant="t", ttl_s=5) for number, store in enumerate(opened)))
+    for store in opened:
+        assert [await store.get(str(number)) for number in range(6)] == [b"x"] * 6
+    assert {stat.S_IMODE(os.stat(file).st_mode) for file in tmp_path.iterdir()} == {0o600}
+    for store in opened:
+        await store.close()
+
+
+async def test_a_file_that_cannot_be_used_is_refused_by_name(tmp_path: Path, clock: ManualClock) -> None:
+    (tmp_path / "text").write_text("no database " * 100)
+    newer = sqlite3.connect(tmp_path / "newer.db")
+    newer.execute("PRAGMA user_version = 77")
+    newer.close()
+    for path, why in {"none/store.db": "No such file", "text": "not a database", "newer.db": "form 77"}.items():
+        with pytest.raises(ConfigError, match=why):
+            SqliteStore.open(str(tmp_path / path), LIMITS, clock)
+
+
+async def test_an_error_of_the_file_fails_the_calls_and_later_ones_go_on(tmp_path: Path, clock: ManualClock) -> None:
+    store = SqliteStore.open(str(tmp_path / "store.db"), LIMITS, clock)
+    other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(StoreFailed, match="locked"):
+        await store.put("a", b"one", tenant="t", ttl_s=5)
+    other.execute("COMMIT")
+    await store.put("a", b"one", tenant="t", ttl_s=5)
+    assert await store.get("a") == b"one"
+    other.close()
+    await store.close()
+
+
+async def test_a_cancelled_call_is_not_done(tmp_path: Path, clock: ManualClock) -> None:
+    store = SqliteStore.open(str(tmp_path / "store.db"), LIMITS, clock)
+    other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    first = asyncio.create_task(store.put("a", b"one", tenant="t", ttl_s=5))
+    await asyncio.sleep(0.01)
+    second = asyncio.create_task(store.put("b", b"two", tenant="t", ttl_s=5))
+    await asyncio.sleep(0.01)
+    second.cancel()
+    other.execute("COMMIT")
+    await first
+    assert await store.get("b") is None
+    other.close()
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"path": "/a", "url": "redis://h"}, "store.url"),
+        ({"url": "http://h"}, "store.url"),
+        ({"max_bytes": 0}, "store.max_bytes"),
+        ({"max_entry_bytes": -1}, "store.max_entry_bytes"),
+        ({"file": "/a"}, "store.file"),
+    ],
+)
+def test_a_store_that_makes_no_sense_is_refused_by_name(given: dict[str, object], named: str) -> None:
+    model = {"name": "m", "folder": "/f", "replicas": [{"name": "r", "address": "unix:/s"}]}
+    with pytest.raises(ConfigError, match=named):
+        config_from({"models": [model], "store": given})
